@@ -1,0 +1,99 @@
+"""The one place that says how ranks are arranged and which arrangements are legal."""
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from meshwright.spec.base import Spec
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Axes of the device mesh, outermost first; `ep` will be a second view of `dp_shard x cp x tp`."""
+
+PLANNED_AXES = {
+    "pp": "pipeline parallelism",
+    "cp": "context parallelism",
+    "tp": "tensor parallelism",
+    "ep": "expert parallelism",
+}
+
+
+class LayoutSpec(Spec):
+    """Degrees of every axis and what the data-parallel ranks keep.
+
+    `zero` follows Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020):
+    0 replicates everything (DDP), 1 shards the optimizer state, 2 also the gradients, 3 also the parameters.
+    """
+
+    pp: int = 1
+    """Pipeline stages. Only 1 in this version."""
+    dp_replicate: int = 1
+    """Data-parallel groups that each hold a full copy: DDP, or the outer axis of hybrid sharding."""
+    dp_shard: int = 1
+    """Data-parallel ranks that share one copy: ZeRO-1, -2, -3 (FSDP)."""
+    cp: int = 1
+    """Context-parallel ranks that share one sequence. Only 1 in this version."""
+    tp: int = 1
+    """Tensor-parallel ranks that share every matrix. Only 1 in this version."""
+    ep: int = 1
+    """Expert-parallel ranks that share the experts. Only 1 in this version."""
+    zero: Literal["auto", 0, 1, 2, 3] = "auto"
+    """What `dp_shard` ranks split: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
+    auto: 3 where dp_shard > 1, else 0."""
+    offload: Literal["none", "cpu"] = "none"
+    """cpu: parameters, gradients and optimizer state live in host memory and the optimizer steps there."""
+
+    @model_validator(mode="after")
+    def _legal(self) -> "LayoutSpec":
+        problems = list(self._problems())
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _problems(self):
+        for axis in (*AXES, "ep"):
+            degree = getattr(self, axis)
+            if degree < 1:
+                yield f"{axis}={degree}: a degree is at least 1"
+            elif degree > 1 and axis in PLANNED_AXES:
+                ranks = self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+                yield (
+                    f"{axis}={degree}: {PLANNED_AXES[axis]} is not in this version; the nearest legal layout for "
+                    f"{ranks} ranks is dp_replicate={self.dp_replicate}, dp_shard={ranks // self.dp_replicate}"
+                )
+        if self.zero == 0 and self.dp_shard > 1:
+            yield (
+                f"zero=0 with dp_shard={self.dp_shard}: zero 0 keeps a full copy on every rank, so nothing is sharded; "
+                f"the nearest legal layout is dp_replicate={self.dp_replicate * self.dp_shard}, dp_shard=1, zero=0"
+            )
+        if self.zero in (1, 2, 3) and self.dp_shard == 1:
+            ranks = self.dp_replicate
+            nearest = f"dp_shard={ranks}, zero={self.zero}" if ranks > 1 else "zero=0 (one rank has nothing to share)"
+            yield f"zero={self.zero} with dp_shard=1: there is no axis to shard over; the nearest legal layout is {nearest}"
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, one process each."""
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def data_parallel(self) -> int:
+        """Number of ranks that read different data."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def zero_stage(self) -> int:
+        """The ZeRO stage with `auto` resolved."""
+        return (3 if self.dp_shard > 1 else 0) if self.zero == "auto" else self.zero
+
+    @property
+    def strategy(self) -> str:
+        """The field's name for this layout, for people."""
+        if self.world_size == 1:
+            name = "single process"
+        elif self.dp_shard == 1:
+            name = f"DDP x {self.dp_replicate}"
+        elif self.dp_replicate == 1:
+            name = f"ZeRO-{self.zero_stage} x {self.dp_shard}"
+        else:
+            name = f"hybrid ZeRO-{self.zero_stage}: {self.dp_replicate} replicas x {self.dp_shard} shards"
+        return name + (" + CPU offload" if self.offload == "cpu" else "")

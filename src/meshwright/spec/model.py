@@ -1,0 +1,117 @@
+"""The one place that says what a model is: its sizes and switches, and the shape of its parameter table's rows."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from meshwright.spec.base import Spec
+
+
+class RopeScaling(Spec):
+    """Llama 3.1's frequency scaling of rotary embeddings (`rope_type: llama3` in Hugging Face's config)."""
+
+    factor: float = Field(gt=0)
+    """How much longer than the original context the scaled one is, for low frequencies."""
+    low_freq_factor: float = Field(default=1.0, gt=0)
+    """Wavelengths above original_max_positions / low_freq_factor are scaled fully."""
+    high_freq_factor: float = Field(default=4.0, gt=0)
+    """Wavelengths below original_max_positions / high_freq_factor are left alone."""
+    original_max_positions: int = Field(default=8192, ge=1)
+    """Context length of the pretraining before scaling."""
+
+
+class ModelFields(Spec):
+    """The recipe's `model:` section: a published name or Hugging Face directory, or a family with sizes, or a name with
+    some sizes changed. What is not given comes from the name or the family."""
+
+    name: str | None = None
+    """A published name (`llama-3.2-1b`) or the path of a Hugging Face directory. `model: NAME` is short for this."""
+    weights: Literal["random", "pretrained"] = "random"
+    """Where training starts: freshly drawn weights, or the Hugging Face directory's."""
+    family: str | None = None
+    """Architecture when no name is given: gpt2, llama, mistral, qwen2 or qwen3."""
+    hidden: int | None = Field(default=None, ge=1)
+    """Width of the residual stream."""
+    num_layers: int | None = Field(default=None, ge=1)
+    """Number of blocks."""
+    num_heads: int | None = Field(default=None, ge=1)
+    """Query heads."""
+    num_kv_heads: int | None = Field(default=None, ge=1)
+    """Key and value heads (grouped-query attention when fewer than num_heads)."""
+    head_dim: int | None = Field(default=None, ge=1)
+    """Width of one head; default hidden / num_heads."""
+    ffn: int | None = Field(default=None, ge=1)
+    """Width of the feed-forward layer."""
+    vocab: int | None = Field(default=None, ge=1)
+    """Rows of the embedding; default the tokenizer's size."""
+    max_positions: int | None = Field(default=None, ge=1)
+    """Longest sequence the model is meant for."""
+    norm_eps: float | None = Field(default=None, gt=0)
+    """Epsilon of the norms."""
+    rope_theta: float | None = Field(default=None, gt=0)
+    """Base of the rotary embedding."""
+    rope_scaling: RopeScaling | None = None
+    """Llama 3.1 frequency scaling."""
+    sliding_window: int | None = Field(default=None, ge=1)
+    """Attend to at most this many last positions."""
+    tied_embeddings: bool | None = None
+    """Use the embedding matrix as the output head as well."""
+    init_std: float | None = Field(default=None, gt=0)
+    """Standard deviation of freshly drawn matrices."""
+
+
+class ModelSpec(Spec):
+    """A model, complete: everything that families, models and planner need, no defaults left to guess."""
+
+    family: Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"]
+    hidden: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    max_positions: int
+    norm: Literal["rmsnorm", "layernorm"]
+    norm_eps: float
+    activation: Literal["swiglu", "gelu_tanh"]
+    positions: Literal["rope", "learned"]
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    qk_norm: bool = False
+    """RMSNorm over head_dim on queries and keys, before rope (qwen3)."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    """Bias of the attention's output projection."""
+    ffn_bias: bool = False
+    sliding_window: int | None = None
+    tied_embeddings: bool = False
+    init_std: float = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One row of the parameter table: a tensor of the model, its dims named.
+
+    A weight's dims are (out, in), so a name in TP_SPLITS on the first dim is column-wise and on the second row-wise.
+    """
+
+    name: str
+    """Name in `named_parameters()`, e.g. `layers.0.attention.wq.weight`."""
+    dims: tuple[str, ...]
+    """Named dims: vocab, embed, heads (num_heads * head_dim), kv_heads, head_dim, ffn, positions."""
+    shape: tuple[int, ...]
+    """Global shape."""
+    init: Literal["normal", "ones", "zeros"]
+    """How a fresh weight is drawn."""
+    init_std: float = 0.0
+    """Standard deviation where init is normal."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count

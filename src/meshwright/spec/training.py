@@ -1,0 +1,95 @@
+"""The one place that says how a model is trained: batch, optimizer, schedule, precision, recomputation, policies."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from meshwright.spec.base import Spec
+
+
+class OptimizerSpec(Spec):
+    """The optimizer and its constants."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw (Loshchilov and Hutter, 2019), or muon (Jordan et al., 2024): hidden matrices by orthogonalised momentum,
+    everything else by AdamW."""
+    lr: float = Field(default=3e-4, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled weight decay, on matrices and embeddings only (never on norms and biases)."""
+    muon_lr: float = Field(default=0.02, gt=0)
+    """Muon's peak learning rate for hidden matrices (scaled per matrix by sqrt(max(1, rows / columns)))."""
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Muon's Nesterov momentum."""
+
+
+class LrScheduleSpec(Spec):
+    """How the learning rate moves from step to step, as a factor of the optimizer's peak."""
+
+    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """cosine, linear, constant, or wsd (warmup-stable-decay, Hu et al., 2024)."""
+    warmup: int = Field(default=100, ge=0)
+    """Steps of linear warm-up from 0."""
+    final: float = Field(default=0.1, ge=0, le=1)
+    """Factor reached at the last step (not for constant)."""
+    decay: int = Field(default=0, ge=0)
+    """wsd only: steps of the linear decay at the end; 0 means a fifth of all steps."""
+
+
+class EvaluationSpec(Spec):
+    """Loss on held-out text during training."""
+
+    every: int = Field(default=0, ge=0)
+    """Evaluate every this many steps; 0 means only after the last step."""
+    batches: int = Field(default=16, ge=0)
+    """Global batches per evaluation; 0 switches evaluation off."""
+
+
+class TrainingSpec(Spec):
+    """One training run's arithmetic. Batch sizes say their unit: `global_batch` in sequences or in tokens."""
+
+    steps: int = Field(default=1000, ge=1)
+    """Optimizer steps."""
+    global_batch: int | None = Field(default=None, ge=1)
+    """Sequences per optimizer step over all ranks (default 64 where global_batch_tokens is not given either)."""
+    global_batch_tokens: int | None = Field(default=None, ge=1)
+    """The same in tokens: a multiple of data.sequence_length. Give one of the two."""
+    micro_batch: int | Literal["auto"] = "auto"
+    """Sequences a rank runs at a time; what is left of the global batch becomes gradient accumulation.
+    auto: the largest divisor whose estimated activations fit in memory."""
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
+    """Compute dtype. bf16 and fp16 keep fp32 master weights and optimizer state; fp16 scales its loss dynamically;
+    fp64 is for proofs."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype in which gradients accumulate and are reduced over ranks under bf16 and fp16."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation per block: none, selective (keeps matrix products and attention, recomputes the rest)
+    or full (keeps only the block's input)."""
+    compile: bool = False
+    """Compile every block with torch.compile."""
+    optimizer: OptimizerSpec = OptimizerSpec()
+    """The optimizer."""
+    lr_schedule: LrScheduleSpec = LrScheduleSpec()
+    """The learning rate's schedule."""
+    clip: float | None = Field(default=1.0, gt=0)
+    """Largest global gradient norm; null switches clipping off."""
+    non_finite: Literal["raise", "skip"] = "raise"
+    """What to do when a loss or gradient is not finite: stop before the weights are touched, or skip that step."""
+    evaluation: EvaluationSpec = EvaluationSpec()
+    """Held-out evaluation."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the weights and of the data's order."""
+    deterministic: bool = False
+    """Use only deterministic kernels, so that a repeated run is equal bit for bit."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "TrainingSpec":
+        if self.global_batch is not None and self.global_batch_tokens is not None:
+            raise ValueError("global_batch and global_batch_tokens say the same thing twice; give one of the two")
+        if self.lr_schedule.warmup > self.steps:
+            raise ValueError(f"lr_schedule.warmup={self.lr_schedule.warmup} is longer than steps={self.steps}")
+        return self
