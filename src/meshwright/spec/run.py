@@ -1,0 +1,68 @@
+"""The one place that says what a run is: the recipe as a value, and the same with every default resolved."""
+
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from meshwright.spec.base import Spec
+from meshwright.spec.checkpoint import CheckpointSpec
+from meshwright.spec.data import DataSpec
+from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.model import ModelFields, ModelSpec
+from meshwright.spec.training import TrainingSpec
+
+
+class Run(Spec):
+    """A recipe: what to train, on what, how, and over which ranks."""
+
+    model: ModelFields
+    """What to train: a published name, a Hugging Face directory, or a family with sizes."""
+    data: DataSpec = DataSpec()
+    """What to train on."""
+    training: TrainingSpec = TrainingSpec()
+    """Batch, optimizer, schedule, precision and policies."""
+    layout: LayoutSpec = LayoutSpec()
+    """How many processes and what each keeps."""
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    """When to save and what to keep."""
+    device: str = Field(default="auto", pattern="^(auto|cpu|cuda)$")
+    """auto takes the GPUs where there are any."""
+    run_dir: str = "runs/run"
+    """Folder that receives everything the run writes."""
+    trackers: tuple[str, ...] = ()
+    """Optional taps on metrics.jsonl: tensorboard, wandb."""
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("trackers")
+    @classmethod
+    def _known_trackers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if name not in ("tensorboard", "wandb"):
+                raise ValueError(f"unknown tracker {name!r}; there are tensorboard and wandb")
+        return value
+
+
+class ResolvedRun(Spec):
+    """A run with nothing left to decide: what the trainer accepts and what is saved as `resolved.yaml`."""
+
+    run: Run
+    """The recipe as given, overrides applied."""
+    model: ModelSpec
+    """Every size of the model."""
+    global_batch: int
+    """Sequences per optimizer step over all ranks."""
+    micro_batch: int
+    """Sequences per rank per forward pass."""
+    accumulation: int
+    """Forward passes per rank per optimizer step."""
+    reasons: dict[str, str]
+    """Why each value that was `auto` became what it is."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens per optimizer step over all ranks."""
+        return self.global_batch * self.run.data.sequence_length
