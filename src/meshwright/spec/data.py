@@ -14,8 +14,8 @@ class SourceSpec(Spec):
     """One source of documents. A string is short for `{path: string}`."""
 
     path: str = Field(min_length=1)
-    """A file or a glob (`**` goes down), relative to the recipe: a .jsonl file holds one document per line, any other
-    file is one document of UTF-8 text. The word `stdlib` is the Python standard library of this interpreter."""
+    """A file or a glob (`**` goes down), relative to the recipe. A .jsonl file holds one document per line, any
+    other file is one document of UTF-8 text. `stdlib` is the standard library of this Python interpreter."""
     text_key: str = Field(default="text", min_length=1)
     """Key of the text in every line of a .jsonl file."""
 
@@ -24,22 +24,22 @@ class DataSpec(Spec):
     """What to train on and how it is cut into samples."""
 
     sources: tuple[SourceSpec, ...] = Field(default=(SourceSpec(path=STDLIB),), min_length=1)
-    """Where documents come from, one after another: a list of sources, or one source alone (`sources: stdlib`)."""
+    """Where documents come from: a list of sources, or one source alone (`sources: stdlib`)."""
     tokenizer: str = Field(default="auto", min_length=1)
-    """A tokenizer.json, or a directory that holds one, relative to the recipe. auto: the tokenizer of the model's
-    Hugging Face directory; where the model has none, a byte-level BPE is trained on the training documents."""
+    """A tokenizer.json, or a directory that holds one, relative to the recipe. auto: the tokenizer of the
+    model's Hugging Face directory; for other models a byte-level BPE is trained on the training documents."""
     tokenizer_vocab: int = Field(default=4096, ge=257)
     """Vocabulary of a tokenizer that is trained: 256 bytes, the end-of-text token, and merges."""
     sequence_length: int = Field(default=1024, ge=1)
     """Tokens per sample."""
     packing: Literal["concatenated"] = "concatenated"
-    """How documents become samples. concatenated: one stream, an end-of-text token after every document, cut every
-    sequence_length tokens."""
+    """How documents become samples. concatenated: one stream, an end-of-text token after every document, cut
+    every sequence_length tokens."""
     held_out: float = Field(default=0.05, ge=0, lt=1)
-    """Share of the documents kept for evaluation, chosen by a hash of their text (at least one; a corpus of a single
-    document gives its last part). 0 keeps none."""
+    """Share of the documents kept for evaluation, chosen by a hash of their text; at least one document, and of
+    a corpus of a single document its last part. 0 keeps none."""
     cache_dir: str = Field(default="runs/cache", min_length=1)
-    """Folder for tokens and trained tokenizers, relative to the working directory; may be shared and may be deleted."""
+    """Folder for tokens and trained tokenizers, relative to the working directory. It may be deleted."""
 
     @field_validator("sources", mode="before")
     @classmethod
