@@ -14,8 +14,8 @@ class SourceSpec(Spec):
     """One source of documents. A string is short for `{path: string}`."""
 
     path: str = Field(min_length=1)
-    """A file or a glob (`**` goes down), relative to the recipe. A .jsonl file holds one document per line, any
-    other file is one document of UTF-8 text. `stdlib` is the standard library of this Python interpreter."""
+    """A file or a glob (`**` goes down), relative to the recipe. A .jsonl file holds one document per line,
+    any other file is one document of UTF-8 text. `stdlib` is the standard library of this Python."""
     text_key: str = Field(default="text", min_length=1)
     """Key of the text in every line of a .jsonl file."""
 
@@ -36,8 +36,8 @@ class DataSpec(Spec):
     """How documents become samples. concatenated: one stream, an end-of-text token after every document, cut
     every sequence_length tokens."""
     held_out: float = Field(default=0.05, ge=0, lt=1)
-    """Share of the documents kept for evaluation, chosen by a hash of their text; at least one document, and of
-    a corpus of a single document its last part. 0 keeps none."""
+    """Share of the documents kept for evaluation, chosen by a hash of their text; at least one document, and
+    of a corpus of a single document its last part. 0 keeps none."""
     cache_dir: str = Field(default="runs/cache", min_length=1)
     """Folder for tokens and trained tokenizers, relative to the working directory. It may be deleted."""
 
