@@ -1,0 +1,21 @@
+"""The one place that knows which models exist: families, published sizes, parameter tables and Hugging Face's names for
+them, all without torch."""
+
+from meshwright.families.hf_config import model_from_hf_config, model_to_hf_config
+from meshwright.families.hf_tensors import HfTensor, hf_tensors
+from meshwright.families.registry import FAMILIES, PRESETS
+from meshwright.families.resolve import pretrained_directory, read_hf_directory, resolve_model
+from meshwright.families.table import parameter_table
+
+__all__ = [
+    "FAMILIES",
+    "PRESETS",
+    "HfTensor",
+    "hf_tensors",
+    "model_from_hf_config",
+    "model_to_hf_config",
+    "parameter_table",
+    "pretrained_directory",
+    "read_hf_directory",
+    "resolve_model",
+]

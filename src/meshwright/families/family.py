@@ -1,0 +1,54 @@
+"""The one place that says what a family is: switches, defaults, published sizes and the map to Hugging Face, all as data."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.spec.model import ModelFields
+
+GATED_MULTIPLE = 256
+
+
+def gated_ffn(hidden: int) -> int:
+    """Default width of a SwiGLU layer: 8/3 of the hidden width, rounded up to a multiple of 256, so that three matrices
+    cost what two of width 4 * hidden do (Shazeer, "GLU Variants Improve Transformer", 2020; LLaMA's rounding)."""
+    return -(-(8 * hidden // 3) // GATED_MULTIPLE) * GATED_MULTIPLE
+
+
+def four_times(hidden: int) -> int:
+    """Default width of GPT-2's feed-forward layer."""
+    return 4 * hidden
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One architecture. Every field is data, so a new family of known layers is one file and one row in the registry."""
+
+    name: str
+    """Name in recipes, equal to Hugging Face's `model_type`."""
+    switches: Mapping[str, Any]
+    """Fields of `ModelSpec` that make the family what it is; no recipe changes them."""
+    defaults: Mapping[str, Any]
+    """Fields of `ModelSpec` that a recipe may change and need not give."""
+    default_ffn: Callable[[int], int]
+    """Width of the feed-forward layer from the hidden width."""
+    unavailable: frozenset[str] = frozenset()
+    """Fields of `ModelFields` that this family does not have."""
+    presets: Mapping[str, ModelFields]
+    """Published sizes by lower-case name. What a preset leaves out follows from the rest of it."""
+
+    hf_architecture: str
+    """`architectures` in config.json: the causal language model's class."""
+    hf_fields: Mapping[str, str]
+    """Field of `ModelSpec` -> key in config.json."""
+    hf_absent: Mapping[str, Any]
+    """What a key means that config.json does not give (a key absent here as well is required)."""
+    hf_accepts: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Keys that must have one of these values where they are given; the first is what is written."""
+    hf_modules: Mapping[str, str]
+    """Our module -> the module that holds it in a checkpoint, `{i}` for the layer. Modules that share one name are stacked
+    there along their rows, in the order given here."""
+    hf_prefix: str
+    """What a checkpoint saved from the model without its head leaves out of its names."""
+    hf_transposed: frozenset[str] = frozenset()
+    """Modules whose weight is stored (in, out): the last part of their name in a checkpoint."""

@@ -1,0 +1,130 @@
+"""The one place that puts a language model together: embeddings, blocks, final norm, head and loss.
+
+Shapes: B batch, T sequence, D hidden, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright.models.attention import Attention, LayerCache, attention_mask
+from meshwright.models.feed_forward import FeedForward
+from meshwright.models.loss import linear_cross_entropy
+from meshwright.models.norm import build_norm
+from meshwright.models.rope import RopeTables, rope_tables
+from meshwright.spec.model import ModelSpec
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each after a norm and added to the residual stream."""
+
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self.attention_norm = build_norm(spec, spec.hidden)
+        self.attention = Attention(spec)
+        self.feed_forward_norm = build_norm(spec, spec.hidden)
+        self.feed_forward = FeedForward(spec)
+
+    def forward(
+        self,
+        x_BTD: torch.Tensor,
+        rope: RopeTables | None = None,
+        mask: torch.Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:
+        """[B, T, D] to [B, T, D]."""
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, mask, cache)
+        return x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD))
+
+
+class Cache:
+    """Every layer's keys and values for a batch of up to `capacity` tokens, and how much of each row is left padding."""
+
+    def __init__(self, model: "Decoder", batch: int, capacity: int, padding_B: torch.Tensor | None = None):
+        spec, like = model.spec, model.tok_embeddings.weight
+        shape = (batch, spec.num_kv_heads, capacity, spec.head_dim)
+        self.layers = {key: LayerCache(like.new_empty(shape), like.new_empty(shape)) for key in model.layers}
+        self.padding_B = padding_B
+
+    @property
+    def length(self) -> int:
+        """Tokens seen so far, padding included."""
+        return next(iter(self.layers.values())).length
+
+
+class Decoder(nn.Module):
+    """A causal language model, whole, on one device. `named_parameters()` is the parameter table, row for row."""
+
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self.spec = spec
+        self.tok_embeddings = nn.Embedding(spec.vocab, spec.hidden)
+        learned = spec.positions == "learned"
+        self.pos_embeddings = nn.Embedding(spec.max_positions, spec.hidden) if learned else None
+        self.layers = nn.ModuleDict({str(i): Block(spec) for i in range(spec.num_layers)})
+        self.norm = build_norm(spec, spec.hidden)
+        self.output = None if spec.tied_embeddings else nn.Linear(spec.hidden, spec.vocab, bias=False)
+
+    @property
+    def head_VD(self) -> torch.Tensor:
+        """The output head's weight; the embedding's where they are tied."""
+        return self.tok_embeddings.weight if self.output is None else self.output.weight
+
+    def forward(
+        self,
+        tokens_BT: torch.Tensor,
+        labels_BT: torch.Tensor | None = None,
+        *,
+        positions_BT: torch.Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> torch.Tensor:
+        """Logits, or the summed loss where there are labels.
+
+        Args:
+            tokens_BT: int64 token ids [B, T].
+            labels_BT: int64 next tokens [B, T]; -100 is not trained on.
+            positions_BT: int64 [B, T]; default 0 .. T-1, continued from the cache.
+            cache: keys and values of earlier tokens; the new ones are added to it.
+
+        Returns:
+            logits [B, T, V] in the model's dtype; with labels a scalar: the sum over labels of the cross-entropy in
+            nats, fp32 (fp64 in fp64), computed without ever holding all logits.
+
+        Raises:
+            ValueError: more positions than learned position embeddings.
+        """
+        x_BTD = self.features(tokens_BT, positions_BT=positions_BT, cache=cache)
+        if labels_BT is None:
+            return self.logits(x_BTD)
+        return linear_cross_entropy(x_BTD.flatten(0, 1), self.head_VD, labels_BT.flatten())
+
+    def features(
+        self, tokens_BT: torch.Tensor, *, positions_BT: torch.Tensor | None = None, cache: Cache | None = None
+    ) -> torch.Tensor:
+        """The normed residual stream [B, T, D] that the head reads."""
+        start = 0 if cache is None else cache.length
+        stop = start + tokens_BT.shape[1]
+        if positions_BT is None:
+            positions_BT = torch.arange(start, stop, device=tokens_BT.device)
+        mask = attention_mask(
+            stop - start,
+            stop,
+            window=self.spec.sliding_window,
+            padding_B=None if cache is None else cache.padding_B,
+            device=tokens_BT.device,
+        )
+        x_BTD = self.tok_embeddings(tokens_BT)
+        rope = None
+        if self.pos_embeddings is None:
+            rope = rope_tables(self.spec, positions_BT)
+        else:
+            if stop > self.spec.max_positions:
+                raise ValueError(f"{stop} positions; this model has embeddings for {self.spec.max_positions}")
+            x_BTD = x_BTD + self.pos_embeddings(positions_BT)
+        for key, block in self.layers.items():
+            x_BTD = block(x_BTD, rope, mask) if cache is None else block(x_BTD, rope, mask, cache.layers[key])
+        return self.norm(x_BTD)
+
+    def logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] of features [..., D]."""
+        return F.linear(x_BTD, self.head_VD)

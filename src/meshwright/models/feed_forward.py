@@ -1,0 +1,28 @@
+"""The one place that computes the feed-forward layer: SwiGLU (Shazeer, 2020) or GPT-2's GELU.
+
+Shapes: B batch, T sequence, D hidden.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright.spec.model import ModelSpec
+
+
+class FeedForward(nn.Module):
+    """`w2(silu(w1 x) * w3 x)`, or `w2(gelu(w1 x))` with the tanh approximation."""
+
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self.w1 = nn.Linear(spec.hidden, spec.ffn, bias=spec.ffn_bias)
+        self.w2 = nn.Linear(spec.ffn, spec.hidden, bias=spec.ffn_bias)
+        self.w3 = (
+            nn.Linear(spec.hidden, spec.ffn, bias=spec.ffn_bias) if spec.activation == "swiglu" else None
+        )
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        """[B, T, D] to [B, T, D]."""
+        if self.w3 is None:
+            return self.w2(F.gelu(self.w1(x_BTD), approximate="tanh"))
+        return self.w2(F.silu(self.w1(x_BTD)) * self.w3(x_BTD))

@@ -1,0 +1,46 @@
+"""The one place that draws fresh weights: any rows of any parameter, the same numbers whoever draws them.
+
+A tensor is drawn in blocks of whole rows, each from a generator seeded by (seed, name, block). So a rank that keeps some
+rows draws those blocks and no others, and every layout starts from the same weights.
+"""
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from meshwright.spec.model import Parameter
+
+BLOCK_ELEMENTS = 2**18
+"""Elements drawn from one generator, up to whole rows. Part of the definition of a fresh weight: never change it."""
+
+
+def draw_rows(parameter: Parameter, seed: int, start: int, stop: int) -> torch.Tensor:
+    """Rows [start, stop) of dim 0 of the freshly drawn parameter: fp32 on the CPU, a pure function of its arguments."""
+    rows, *rest = parameter.shape
+    if not 0 <= start <= stop <= rows:
+        raise ValueError(f"{parameter.name}: rows [{start}, {stop}) do not lie in [0, {rows})")
+    if parameter.init != "normal":
+        return torch.full((stop - start, *rest), 1.0 if parameter.init == "ones" else 0.0)
+    block_rows = max(1, BLOCK_ELEMENTS * rows // parameter.numel)
+    drawn = torch.empty((stop - start, *rest))
+    for block in range(start // block_rows, -(-stop // block_rows)):
+        first, last = block * block_rows, min((block + 1) * block_rows, rows)
+        values = torch.randn((last - first, *rest), generator=_generator(seed, parameter.name, block))
+        begin, end = max(first, start), min(last, stop)
+        drawn[begin - start : end - start] = values[begin - first : end - first]
+    return drawn.mul_(parameter.init_std)
+
+
+def _generator(seed: int, name: str, block: int) -> torch.Generator:
+    digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, table: Iterable[Parameter], seed: int) -> None:
+    """Draw every parameter of a whole model in place (ranks that hold shards call `draw_rows` themselves)."""
+    parameters = dict(model.named_parameters())
+    for row in table:
+        parameters[row.name].copy_(draw_rows(row, seed, 0, row.shape[0]))
