@@ -45,4 +45,4 @@ class DataSpec(Spec):
     @classmethod
     def _one_source_alone(cls, value: Any) -> Any:
         sources = value if isinstance(value, list | tuple) else [value]
-        return [{"path": source} if isinstance(source, str) else source for source in sources]
+        return tuple({"path": source} if isinstance(source, str) else source for source in sources)

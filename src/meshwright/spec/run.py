@@ -1,8 +1,8 @@
 """The one place that says what a run is: the recipe as a value, and the same with every default resolved."""
 
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
 from meshwright.spec.base import Spec
 from meshwright.spec.checkpoint import CheckpointSpec
@@ -25,7 +25,7 @@ class Run(Spec):
     """How many processes and what each keeps."""
     checkpoint: CheckpointSpec = CheckpointSpec()
     """When to save and what to keep."""
-    device: str = Field(default="auto", pattern="^(auto|cpu|cuda)$")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPUs where there are any."""
     run_dir: str = "runs/run"
     """Folder that receives everything the run writes."""
