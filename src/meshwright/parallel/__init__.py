@@ -1,0 +1,8 @@
+"""How a single-device model is spread over ranks: one file a strategy, `apply.py` the page that says the order."""
+
+from meshwright.parallel.apply import apply_parallelism
+from meshwright.parallel.data import set_gradient_sync
+from meshwright.parallel.materialize import materialize
+from meshwright.parallel.mesh import build_mesh
+
+__all__ = ["apply_parallelism", "build_mesh", "materialize", "set_gradient_sync"]

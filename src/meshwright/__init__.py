@@ -1,0 +1,33 @@
+"""Meshwright trains language models with any parallel strategy from one recipe.
+
+    from meshwright import Run, train
+
+    run = Run(model={"family": "llama", "hidden": 256, "num_layers": 4, "num_heads": 4}, layout={"dp_shard": 2})
+    result = train(run)
+    print(result.loss, result.held_out_loss, result.checkpoint)
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.spec.recipe import load_recipe
+    from meshwright.spec.run import Run
+    from meshwright.trainer.run import TrainResult, train
+
+__version__ = "0.1.0"
+__all__ = ["Run", "TrainResult", "load_recipe", "train"]
+
+_HOMES = {
+    "Run": "meshwright.spec.run",
+    "TrainResult": "meshwright.trainer.run",
+    "load_recipe": "meshwright.spec.recipe",
+    "train": "meshwright.trainer.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, so that `import meshwright` costs nothing."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

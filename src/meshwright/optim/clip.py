@@ -1,0 +1,57 @@
+"""The one place for the global gradient norm: every element counted once, however the tensors are sharded."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+
+@torch.no_grad()
+def global_gradient_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm over all gradients, the same 0-dim tensor (fp32, or fp64 under fp64) on every rank.
+
+    Squares are summed over local shards first and over ranks once for each set of mesh axes that shards a tensor, so
+    parameters on different meshes may be mixed.
+    """
+    totals: dict[tuple, torch.Tensor] = {}
+    groups: dict[tuple, list[dist.ProcessGroup]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        key: tuple = ()
+        if isinstance(gradient, DTensor):
+            assert not any(isinstance(placement, Partial) for placement in gradient.placements)
+            mesh = gradient.device_mesh
+            axes = tuple(axis for axis, placement in enumerate(gradient.placements) if isinstance(placement, Shard))
+            key = (mesh, axes)
+            groups[key] = [mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1]
+            gradient = gradient.to_local()
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        square = torch.linalg.vector_norm(gradient, dtype=wide).square()
+        totals[key] = totals[key] + square if key in totals else square
+    if not totals:
+        raise ValueError("no parameter has a gradient, so there is no gradient norm")
+    for key, total in totals.items():
+        for group in groups.get(key, ()):
+            _all_reduce_sum(total, group)
+    return torch.stack(list(totals.values())).sum().sqrt()
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
+    """Multiply every gradient by `factor` in place."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
+
+
+def _all_reduce_sum(total: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Offloaded gradients lie on the CPU while the group may only know GPUs, so reduce on the group's device."""
+    backend = dist.get_backend(group)
+    if backend == "nccl" and not total.is_cuda:
+        moved = total.cuda()
+        dist.all_reduce(moved, group=group)
+        total.copy_(moved)
+    else:
+        dist.all_reduce(total, group=group)

@@ -1,0 +1,70 @@
+"""The one place for Muon: momentum of hidden matrices, orthogonalised (Jordan et al., "Muon", 2024)."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients of the quintic iteration, from the paper's reference implementation."""
+
+
+class Muon(torch.optim.Optimizer):
+    """Nesterov momentum, orthogonalised by five Newton-Schulz iterations; decoupled weight decay.
+
+    Takes matrices only. A sharded matrix keeps its momentum sharded and is gathered for the iteration, so every layout
+    computes the same update. The step is `lr * sqrt(max(1, rows / columns))`.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], *, lr: float, momentum: float = 0.95, weight_decay: float = 0.0, steps: int = 5
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "steps": steps})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.dim() != 2:
+                    raise ValueError(f"Muon takes matrices only, not a tensor of shape {tuple(parameter.shape)}")
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update every parameter that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        buffer = state["momentum_buffer"]
+        buffer.lerp_(parameter.grad, 1 - group["momentum"])
+        update = parameter.grad.lerp(buffer, group["momentum"])
+        if isinstance(update, DTensor):
+            mesh, placements = update.device_mesh, update.placements
+            whole = orthogonalise(update.full_tensor(), group["steps"])
+            update = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            update = update.redistribute(placements=placements)
+        else:
+            update = orthogonalise(update, group["steps"])
+        rows, columns = parameter.shape
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(update, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
+
+
+def orthogonalise(matrix: torch.Tensor, steps: int) -> torch.Tensor:
+    """The nearest semi-orthogonal matrix, roughly (singular values in about [0.7, 1.2]), in the dtype of `matrix`.
+
+    Iterates in bf16 on GPUs, as published, and in the matrix's own dtype on CPUs, where proofs are made.
+    """
+    a, b, c = NEWTON_SCHULZ
+    x = matrix.bfloat16() if matrix.is_cuda and matrix.dtype == torch.float32 else matrix
+    tall = x.size(0) > x.size(1)
+    x = x.T if tall else x
+    x = x / (x.norm() + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.T if tall else x).to(matrix.dtype)

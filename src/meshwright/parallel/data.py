@@ -1,0 +1,71 @@
+"""The one place for data parallelism: DDP, ZeRO-1, ZeRO-2, ZeRO-3 and hybrid sharding, all through FSDP2.
+
+One mechanism serves the five (memory per rank for psi parameters, N shards, bf16 compute, in bytes):
+
+| strategy | between steps                    | during a step, besides activations                             | sent per rank |
+|----------|----------------------------------|----------------------------------------------------------------|---------------|
+| DDP      | 12 psi   (weights, Adam)         | + 2 psi weights, 4 psi gradients                               | 2 psi reduce  |
+| ZeRO-1   | 12 psi/N                         | + 2 psi weights, 4 psi gradients until the last microbatch     | psi + psi     |
+| ZeRO-2   | 12 psi/N                         | + 2 psi weights, 4 psi/N gradients                             | psi + psi     |
+| ZeRO-3   | 12 psi/N                         | + one block's weights and gradients, 4 psi/N gradients         | 2 psi + psi   |
+| hybrid   | as its stage with N = dp_shard   | the same                                                       | + psi/N       |
+
+ZeRO-1 and ZeRO-2 gather the weights once a step and keep them until the last microbatch's backward pass; ZeRO-3 gathers
+each block for its forward pass and again for its backward pass. "Sent" counts each gradient or weight once, in its own
+dtype; ZeRO-2 and ZeRO-3 reduce gradients at every microbatch, DDP and ZeRO-1 at the last one only.
+"""
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from meshwright.spec.layout import LayoutSpec
+
+
+def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, layout: LayoutSpec, policy: MixedPrecisionPolicy) -> None:
+    """Shard `model` in place, one group per block and one for the rest (embeddings, last norm, head).
+
+    Gradients are summed over ranks, not averaged: the loss is already divided by the global batch's token count.
+    """
+    hybrid = layout.dp_replicate > 1
+    options = {
+        "mesh": mesh["dp_replicate", "dp_shard"] if hybrid else mesh["dp_shard"],
+        "reshard_after_forward": layout.zero_stage == 3,
+        "mp_policy": policy,
+        "offload_policy": _offload_policy(layout, mesh.device_type),
+    }
+    for block in model.layers.values():
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+def set_gradient_sync(model: nn.Module, layout: LayoutSpec, *, last_microbatch: bool) -> None:
+    """Say before each microbatch's forward pass whether its backward pass ends the accumulation.
+
+    Only then are DDP's and ZeRO-1's gradients reduced, hybrid's reduced over replicas, and gathered weights freed.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    if layout.zero_stage <= 1:
+        model.set_requires_gradient_sync(last_microbatch)
+    else:
+        model.set_requires_all_reduce(last_microbatch)
+    if layout.zero_stage < 3:
+        model.set_reshard_after_backward(last_microbatch)
+
+
+def _offload_policy(layout: LayoutSpec, device_type: str) -> OffloadPolicy:
+    if layout.offload == "none":
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=device_type == "cuda")
+
+
+def release_gathered(model: nn.Module) -> None:
+    """Free gathered weights after forward passes that no backward pass will follow."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

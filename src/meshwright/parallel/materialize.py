@@ -1,0 +1,47 @@
+"""The one place that gives a model on the meta device its weights, each rank filling only the shard it keeps."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from meshwright.spec.model import Parameter
+
+RowSource = Callable[[Parameter, int, int], torch.Tensor]
+"""(parameter, start, stop) -> rows [start, stop) of dim 0 of its global value, on the CPU."""
+
+ROWS_AT_ONCE_BYTES = 256 * 2**20
+
+
+@torch.no_grad()
+def materialize(model: nn.Module, table: Iterable[Parameter], source: RowSource, device: torch.device) -> None:
+    """Allocate `model` on `device` and fill every parameter of `table` from `source`, a slice at a time.
+
+    The result does not depend on the layout, and no rank ever holds more than its shard and one slice.
+    """
+    model.to_empty(device=device)
+    tensors = dict(model.named_parameters())
+    for parameter in table:
+        tensor = tensors[parameter.name]
+        if isinstance(tensor, DTensor):
+            shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+            local = tensor.to_local()
+        else:
+            shape, offset, local = tensor.shape, (0,) * tensor.dim(), tensor
+        if local.numel():
+            _fill(local, parameter, source, tuple(shape), tuple(offset))
+
+
+def _fill(
+    local: torch.Tensor, parameter: Parameter, source: RowSource, shape: tuple[int, ...], offset: tuple[int, ...]
+) -> None:
+    row_bytes = 4 * parameter.numel // parameter.shape[0]
+    rows = max(1, ROWS_AT_ONCE_BYTES // max(1, row_bytes))
+    for start in range(0, shape[0], rows):
+        stop = min(start + rows, shape[0])
+        values = source(parameter, offset[0] + start, offset[0] + stop)
+        for dim in range(1, len(shape)):
+            values = values.narrow(dim, offset[dim], shape[dim])
+        local[start:stop].copy_(values)

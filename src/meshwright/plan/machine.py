@@ -1,0 +1,51 @@
+"""The one place that finds out, without torch, which devices this machine has."""
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices one process each may use, all alike."""
+
+    kind: Literal["cpu", "cuda"]
+    name: str
+    """Product name of a GPU, or `cpu`."""
+    devices: int
+    """Number of GPUs, or of CPU cores."""
+    memory_bytes: int
+    """Memory of one GPU, or of the whole machine."""
+
+    def memory_per_rank(self, local_ranks: int) -> int:
+        """Bytes that each of `local_ranks` processes on this machine can count on."""
+        return self.memory_bytes if self.kind == "cuda" else self.memory_bytes // max(1, local_ranks)
+
+
+def find_machine(device: str = "auto") -> Machine:
+    """The machine as `device` (auto, cpu, cuda) sees it; raises `ValueError` where cuda is asked for and missing."""
+    gpus = [] if device == "cpu" else _gpus()
+    if gpus:
+        name, memory_bytes = gpus[0]
+        return Machine(kind="cuda", name=name, devices=len(gpus), memory_bytes=memory_bytes)
+    if device == "cuda":
+        raise ValueError("device: cuda, but this machine shows no NVIDIA GPU (nvidia-smi -L lists none); use device=cpu")
+    return Machine(kind="cpu", name="cpu", devices=len(os.sched_getaffinity(0)), memory_bytes=_host_memory_bytes())
+
+
+def _gpus() -> list[tuple[str, int]]:
+    """Name and memory in bytes of every GPU that `nvidia-smi` lists; none where there is no such program."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    if answer.returncode != 0:
+        return []
+    rows = [line.rsplit(",", 1) for line in answer.stdout.splitlines() if line.strip()]
+    return [(name.strip(), int(mebibytes) * 2**20) for name, mebibytes in rows]
+
+
+def _host_memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

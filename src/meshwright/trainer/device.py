@@ -1,0 +1,72 @@
+"""The one place that asks torch about the device a rank computes on: which, how fast, how much memory is in use."""
+
+import resource
+import time
+
+import torch
+
+from meshwright.parallel.precision import DTYPES
+from meshwright.plan.machine import Machine
+from meshwright.plan.peaks import datasheet_flops
+
+
+def choose_device(machine: Machine, local_rank: int) -> torch.device:
+    """The device of the local rank; raises `ValueError` where torch cannot use what the machine has."""
+    if machine.kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"this machine has a {machine.name}, but torch {torch.__version__} cannot use it; "
+            "install a CUDA build of torch or set device=cpu"
+        )
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"local rank {local_rank} has no GPU: torch sees {torch.cuda.device_count()} here; use fewer ranks"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def peak_flops(device: torch.device, machine: Machine, precision: str) -> tuple[float, str]:
+    """FLOP/s that MFU is measured against, and where the figure comes from."""
+    known = datasheet_flops(machine.name, precision) if device.type == "cuda" else None
+    if known is not None:
+        return known, f"datasheet, {machine.name}, dense {precision}"
+    size = 1024
+    return _measured_matmul_flops(device, DTYPES[precision], size), f"measured here, {size}^3 {precision} product"
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most bytes this process ever held: reserved GPU memory, or resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what it was asked."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def use_deterministic_kernels() -> None:
+    """Make torch use deterministic kernels only; it raises where an operation has none.
+
+    cuBLAS needs CUBLAS_WORKSPACE_CONFIG as well, which `start_workers` and the worker's start set before CUDA loads.
+    """
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def _measured_matmul_flops(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """Best of a few square matrix products."""
+    a = torch.ones(size, size, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(6):
+        synchronise(device)
+        began = time.perf_counter()
+        a @ a
+        synchronise(device)
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best

@@ -1,0 +1,79 @@
+"""The one place that turns a run's figures into the lines people read."""
+
+import sys
+from typing import TextIO
+
+from meshwright.trainer.metrics import StepRecord
+
+
+class Display:
+    """One line that renews itself on a terminal, plain lines at sensible intervals elsewhere; silent off rank 0."""
+
+    def __init__(
+        self, *, steps: int, memory_bytes: int, device: str, enabled: bool, stream: TextIO | None = None
+    ) -> None:
+        self.steps, self.memory_bytes, self.enabled = steps, memory_bytes, enabled
+        self.per_rank = "tok/s/gpu" if device == "cuda" else "tok/s/rank"
+        self.stream = stream or sys.stdout
+        self.live = enabled and self.stream.isatty()
+        self._every = max(1, steps // 50)
+        self._open_line = False
+
+    def say(self, text: str) -> None:
+        """Print `text` on lines of its own."""
+        if not self.enabled:
+            return
+        if self._open_line:
+            self.stream.write("\n")
+            self._open_line = False
+        print(text, file=self.stream, flush=True)
+
+    def step(self, record: StepRecord) -> None:
+        """Show a step: always on a terminal, about fifty times a run elsewhere."""
+        if self.live:
+            self.stream.write("\r\x1b[K" + _bar(record.step, self.steps) + self.line(record))
+            self.stream.flush()
+            self._open_line = True
+        elif record.step in (1, self.steps) or record.step % self._every == 0:
+            self.say(self.line(record))
+
+    def line(self, record: StepRecord) -> str:
+        """`step 120/1000  loss 2.341  gnorm 0.83  lr 2.9e-04  7.1k tok/s/gpu  mfu 41%  mem 61.2/80G  eta 1h12m`."""
+        parts = [
+            f"step {record.step}/{self.steps}",
+            f"loss {record.loss:.3f}",
+            f"gnorm {record.gnorm:.2f}",
+            f"lr {record.lr:.1e}",
+        ]
+        if record.tokens_per_s_per_rank is not None:
+            parts.append(f"{short(record.tokens_per_s_per_rank)} {self.per_rank}")
+        if record.mfu is not None:
+            parts.append(f"mfu {100 * record.mfu:.0f}%")
+        parts.append(f"mem {record.mem / 2**30:.1f}/{self.memory_bytes / 2**30:.0f}G")
+        if record.eta is not None:
+            parts.append(f"eta {duration(record.eta)}")
+        if record.skipped:
+            parts.append(f"skipped {record.skipped}")
+        return "  ".join(parts)
+
+
+def short(number: float) -> str:
+    """1234567 as `1.2M`."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.1f}{letter}"
+    return f"{number:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """4320 as `1h12m`."""
+    minutes, rest = divmod(int(round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def _bar(step: int, steps: int, width: int = 20) -> str:
+    full = round(width * step / max(1, steps))
+    return "[" + "=" * full + " " * (width - full) + "] "

@@ -1,0 +1,42 @@
+"""The one place that measures a model on held-out text."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.models.loss import IGNORED
+from meshwright.parallel.data import release_gathered
+from meshwright.trainer.step import Microbatch, to_device
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Loss on held-out tokens, the same on every rank and for every number of ranks."""
+
+    loss: float
+    """Mean loss per token, in nats."""
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, microbatches: Iterable[Microbatch], device: torch.device) -> Evaluation:
+    """Mean token loss over `microbatches` of all ranks; every rank must bring the same number of them. Collective."""
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    for inputs, labels in microbatches:
+        totals[0] += model(*to_device((inputs, labels), device))
+        totals[1] += int((labels != IGNORED).sum())
+    release_gathered(model)
+    if dist.is_initialized():
+        dist.all_reduce(totals)
+    if totals[1] == 0:
+        raise ValueError("evaluation: no held-out token to measure on; raise data.held_out or set evaluation.batches=0")
+    return Evaluation(loss=(totals[0] / totals[1]).item(), tokens=int(totals[1]))

@@ -1,0 +1,108 @@
+"""The one place that defines every figure a training run prints or writes.
+
+    loss                     mean loss per trained token over the global batch, in nats
+    gnorm                    2-norm of the whole gradient, before clipping
+    lr                       learning rate of the step (of AdamW's parameters)
+    step_time                median wall seconds of the last 20 steps, the first of the process left out (warm-up)
+    tokens_per_s_per_rank    tokens through the model per step / (step_time x ranks); padding is not counted
+    trained_per_s_per_rank   the same with the tokens that carry loss
+    mfu                      flops_per_token x tokens_per_s_per_rank / peak; the peak and its origin stand in env.json
+    mem                      most bytes this rank ever held: GPU memory reserved by PyTorch, or the process's peak RSS
+    eta                      remaining steps x step_time, in seconds; evaluation and saving not counted
+"""
+
+import json
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+WINDOW = 20
+"""Steps over which `step_time` takes its median."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One line of `metrics.jsonl` of kind `step`."""
+
+    step: int
+    loss: float
+    gnorm: float
+    lr: float
+    tokens: int
+    """Tokens seen by the model since the run began."""
+    step_time: float | None
+    """None at the first step of a process, which is all warm-up."""
+    tokens_per_s_per_rank: float | None
+    trained_per_s_per_rank: float | None
+    mfu: float | None
+    mem: int
+    eta: float | None
+    skipped: int
+    """Steps skipped so far because loss or gradient were not finite."""
+
+
+class StepClock:
+    """Measures steps; `clock` returns seconds and can be replaced in tests."""
+
+    def __init__(self, *, ranks: int, flops_per_token: float, peak_flops: float | None, steps: int,
+                 clock: Callable[[], float] = time.perf_counter) -> None:
+        self.ranks, self.flops_per_token, self.peak_flops, self.steps = ranks, flops_per_token, peak_flops, steps
+        self._clock = clock
+        self._seconds: deque[float] = deque(maxlen=WINDOW)
+        self._began = 0.0
+        self._warm = False
+
+    def begin(self) -> None:
+        """Call right before a step's work, data loading included."""
+        self._began = self._clock()
+
+    def end(self) -> None:
+        """Call when the step's work is done on the device."""
+        if self._warm:
+            self._seconds.append(self._clock() - self._began)
+        self._warm = True
+
+    def rates(self, *, step: int, tokens: int, trained: int) -> dict[str, float | None]:
+        """The figures that depend on time, for a step of `tokens` tokens of which `trained` carry loss."""
+        names = ("step_time", "tokens_per_s_per_rank", "trained_per_s_per_rank", "mfu", "eta")
+        if not self._seconds:
+            return dict.fromkeys(names)
+        seconds = statistics.median(self._seconds)
+        per_rank = tokens / seconds / self.ranks
+        mfu = self.flops_per_token * per_rank / self.peak_flops if self.peak_flops else None
+        values = (seconds, per_rank, trained / seconds / self.ranks, mfu, (self.steps - step) * seconds)
+        return dict(zip(names, values, strict=True))
+
+
+class Journal:
+    """Appends records to a JSONL file, one flushed line each, and hands each to the taps. Use it in `with`."""
+
+    def __init__(self, path: Path, taps: Sequence[Callable[[dict[str, Any]], None]] = ()) -> None:
+        self._file = path.open("a")
+        self._taps = taps
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append `fields` with their kind and the time of day in seconds since the epoch."""
+        record = {"kind": kind, "time": round(time.time(), 3), **fields}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        for tap in self._taps:
+            tap(record)
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    """All complete records of a JSONL file; a last line cut short by a kill is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]

@@ -1,0 +1,87 @@
+"""The one place where every `auto` of a recipe becomes a value, with the reason; no torch here."""
+
+from pathlib import Path
+
+from meshwright.families import parameter_table, resolve_model
+from meshwright.plan.machine import Machine, find_machine
+from meshwright.plan.memory import predict_memory
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.run import ResolvedRun, Run
+
+DEFAULT_GLOBAL_BATCH = 64
+"""Sequences per step where a recipe gives no batch."""
+
+MEMORY_SHARE = 0.8
+"""Part of a device's memory that a prediction may fill: the rest is for what `plan.memory` does not count."""
+
+ENOUGH_TOKENS = {"cpu": 4096, "cuda": 32768}
+"""Tokens per microbatch beyond which a device's matrix products gain nothing."""
+
+
+def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> ResolvedRun:
+    """Decide what the recipe leaves open; paths in the recipe are relative to `base_dir`.
+
+    Raises `ValueError` with the field and a value that would work where the batch cannot be split as asked.
+    """
+    machine = machine or find_machine(run.device)
+    model = resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab)
+    if run.data.sequence_length > model.max_positions:
+        raise ValueError(
+            f"data.sequence_length={run.data.sequence_length} is longer than the model's {model.max_positions} "
+            f"positions; use data.sequence_length={model.max_positions} or raise model.max_positions"
+        )
+    global_batch = _global_batch(run)
+    ranks = run.layout.data_parallel
+    if global_batch % ranks:
+        raise ValueError(
+            f"training.global_batch={global_batch} sequences cannot be split over {ranks} data-parallel ranks; "
+            f"the nearest that can is {max(1, round(global_batch / ranks)) * ranks}"
+        )
+    micro_batch, reason = _micro_batch(run, model, global_batch // ranks, machine)
+    return ResolvedRun(
+        run=run,
+        model=model,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        accumulation=global_batch // ranks // micro_batch,
+        reasons={"training.micro_batch": reason},
+    )
+
+
+def _global_batch(run: Run) -> int:
+    """Sequences per optimizer step."""
+    tokens, length = run.training.global_batch_tokens, run.data.sequence_length
+    if tokens is None:
+        return run.training.global_batch or DEFAULT_GLOBAL_BATCH
+    if tokens % length:
+        raise ValueError(
+            f"training.global_batch_tokens={tokens} is no multiple of data.sequence_length={length}; "
+            f"the nearest that is one is {max(1, round(tokens / length)) * length}"
+        )
+    return tokens // length
+
+
+def _micro_batch(run: Run, model: ModelSpec, per_rank: int, machine: Machine) -> tuple[int, str]:
+    """Sequences per forward pass and why."""
+    divisors = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
+    if run.training.micro_batch != "auto":
+        if run.training.micro_batch not in divisors:
+            nearest = min(divisors, key=lambda size: abs(size - run.training.micro_batch))  # type: ignore[operator]
+            raise ValueError(
+                f"training.micro_batch={run.training.micro_batch} does not divide the {per_rank} sequences of a rank; "
+                f"the nearest that does is {nearest}"
+            )
+        return run.training.micro_batch, "given"
+    table = parameter_table(model)
+    limit = MEMORY_SHARE * machine.memory_per_rank(run.layout.world_size)
+    best, reason = 1, "the smallest there is"
+    for size in divisors:
+        prediction = predict_memory(
+            model, table, run.training, run.layout, micro_batch=size, sequence_length=run.data.sequence_length
+        )
+        if prediction.total > limit:
+            return best, f"{size} sequences would need about {prediction.total / 2**30:.1f} of {limit / 2**30:.1f} GiB"
+        best, reason = size, "all sequences of a rank at once"
+        if size * run.data.sequence_length >= ENOUGH_TOKENS[machine.kind]:
+            return best, f"{size * run.data.sequence_length} tokens keep a {machine.name} busy"
+    return best, reason

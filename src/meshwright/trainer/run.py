@@ -1,0 +1,174 @@
+"""The one place where a recipe becomes a finished run: prepare, start the ranks, train, report."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.checkpoint.manifest import CheckpointError, list_checkpoints
+from meshwright.data.prepare import Corpus, prepare_corpus
+from meshwright.families import pretrained_directory
+from meshwright.spec.recipe import dump_recipe, load_spec
+from meshwright.spec.run import ResolvedRun, Run
+from meshwright.trainer.display import Display, short
+from meshwright.trainer.launch import Worker, find_nodes, find_worker, join_all, leave_group, start_workers
+from meshwright.trainer.loop import train_loop
+from meshwright.trainer.metrics import Journal, read_journal
+from meshwright.trainer.resolve import resolve_run
+from meshwright.trainer.setup import Trainer, build_trainer, check_vocabulary, describe_environment, write_json
+from meshwright.trainer.trackers import open_trackers
+
+
+class TrainingFailed(RuntimeError):  # noqa: N818  (it names what happened, not a kind of error)
+    """Some rank ended the run; its message has been printed. `status` is the exit status to pass on."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"training ended with status {status}")
+        self.status = status
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended, read back from its `metrics.jsonl`."""
+
+    run_dir: Path
+    checkpoint: Path
+    """The last one."""
+    step: int
+    loss: float
+    """Mean loss per token of the last step's global batch, in nats."""
+    held_out_loss: float | None
+    """The last evaluation's; None where there was none."""
+
+
+def train(run: Run, *, resume: bool = False, base_dir: Path | str = ".") -> TrainResult:
+    """Train `run` to its last step, on as many processes as its layout says.
+
+    Under torchrun, Slurm or Kubeflow this process is already one of them; otherwise it starts them. Paths in the recipe
+    are relative to `base_dir`. `resume` continues from the newest checkpoint in `run.run_dir`.
+
+    Raises `ValueError` for what the user can mend, `TrainingFailed` where a worker has already said what went wrong.
+    """
+    base_dir, run_dir = Path(base_dir).resolve(), Path(run.run_dir)
+    worker = find_worker()
+    if worker is None or worker.rank == 0:
+        _check_run_dir(run_dir, resume)
+    resolved = resolve_run(run, base_dir=base_dir)
+    if worker is None and (run.layout.world_size > 1 or find_nodes().count > 1):
+        corpus_of(run, base_dir, progress=_show_progress)  # once, and mistakes are told before any process starts
+        write_run_files(resolved, run_dir)
+        arguments = ["--resolved", str(run_dir / "resolved.yaml"), "--base-dir", str(base_dir)]
+        status = start_workers(run.layout, find_nodes(), arguments + ["--resume"] * resume)
+        if status:
+            raise TrainingFailed(status)
+    else:
+        train_rank(resolved, worker or Worker(), base_dir=base_dir, resume=resume)
+    return read_result(run_dir)
+
+
+def train_rank(resolved: ResolvedRun, worker: Worker, *, base_dir: Path, resume: bool) -> None:
+    """One rank's whole life; every rank of the layout calls it."""
+    run, first = resolved.run, worker.rank == 0
+    run_dir = Path(run.run_dir)
+    trainer = build_trainer(resolved, worker, base_dir=base_dir)
+    if worker.local_rank == 0:
+        corpus_of(run, base_dir, progress=_show_progress if first else None)
+    join_all()
+    corpus = corpus_of(run, base_dir)
+    check_vocabulary(resolved, corpus)
+    display = Display(steps=run.training.steps, memory_bytes=trainer.memory_bytes, device=trainer.device.type, enabled=first)
+    display.say(banner(trainer, corpus))
+    if resume:
+        display.say(f"continuing from {trainer.resume(run_dir / 'checkpoints')}, step {trainer.step}")
+    if not first:
+        train_loop(trainer, corpus, None, display, run_dir)
+    else:
+        write_run_files(resolved, run_dir)
+        write_json(run_dir / "env.json", describe_environment(trainer))
+        with Journal(run_dir / "metrics.jsonl", taps=open_trackers(run)) as journal:
+            journal.write("start", step=trainer.step, world_size=worker.world_size, strategy=run.layout.strategy)
+            train_loop(trainer, corpus, journal, display, run_dir)
+            journal.write("end", step=trainer.step)
+    leave_group()
+
+
+def banner(trainer: Trainer, corpus: Corpus) -> str:
+    """What is about to be trained, on what, split how."""
+    resolved, run = trainer.resolved, trainer.resolved.run
+    model, batch = resolved.model, resolved.tokens_per_step
+    weights = sum(parameter.numel for parameter in trainer.table)
+    held_out = short(len(corpus.held_out.tokens)) if corpus.held_out else "none"
+    device = "cpu" if trainer.device.type == "cpu" else describe_environment(trainer)["device"]
+    return "\n".join(
+        [
+            f"model     {run.model.name or model.family}: {short(weights)} parameters, all trained; {model.num_layers} "
+            f"layers, width {model.hidden}, {model.num_heads} heads, vocabulary {model.vocab}",
+            f"data      {short(len(corpus.train.tokens))} tokens of {corpus.train.num_documents} documents, "
+            f"held out {held_out}; tokenizer of {corpus.tokenizer.vocab_size}",
+            f"batch     {batch} tokens a step = {run.layout.data_parallel} ranks x {resolved.accumulation} "
+            f"microbatches x {resolved.micro_batch} sequences x {run.data.sequence_length}; {run.training.steps} steps, "
+            f"{batch * run.training.steps / max(1, len(corpus.train.tokens)):.1f} epochs",
+            f"strategy  {run.layout.strategy}, {run.training.precision}, recompute {run.training.recompute}"
+            + (", compiled" if run.training.compile else ""),
+            f"devices   {trainer.worker.world_size} x {device}, mfu against {trainer.peak[0] / 1e12:.2f} TFLOP/s "
+            f"({trainer.peak[1]})",
+            f"writes    {run.run_dir}",
+        ]
+    )
+
+
+def corpus_of(run: Run, base_dir: Path, progress: Callable[[str, int, int], None] | None = None) -> Corpus:
+    """The run's tokens, prepared or from the cache."""
+    model_dir = pretrained_directory(run.model, base_dir=base_dir)
+    return prepare_corpus(run.data, base_dir=base_dir, model_dir=model_dir, progress=progress)
+
+
+def write_run_files(resolved: ResolvedRun, run_dir: Path) -> None:
+    """`recipe.yaml` as given, and `resolved.yaml` with nothing left open."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "recipe.yaml").write_text(dump_recipe(resolved.run))
+    (run_dir / "resolved.yaml").write_text(dump_recipe(resolved, expanded=True))
+
+
+def read_resolved(path: Path) -> ResolvedRun:
+    """A `resolved.yaml` as a value again."""
+    return load_spec(path, ResolvedRun)
+
+
+def read_result(run_dir: Path) -> TrainResult:
+    """How the run in `run_dir` stands; raises `ValueError` where it has no finished step."""
+    records = read_journal(run_dir / "metrics.jsonl")
+    last = {record["kind"]: record for record in records}
+    if "step" not in last:
+        raise ValueError(f"{run_dir}: no step was trained here")
+    checkpoints = list_checkpoints(run_dir / "checkpoints")
+    if not checkpoints:
+        raise CheckpointError(f"{run_dir}: no checkpoint was saved here")
+    return TrainResult(
+        run_dir=run_dir,
+        checkpoint=checkpoints[-1],
+        step=last["step"]["step"],
+        loss=last["step"]["loss"],
+        held_out_loss=last["evaluation"]["loss"] if "evaluation" in last else None,
+    )
+
+
+def _check_run_dir(run_dir: Path, resume: bool) -> None:
+    """A run never overwrites another's checkpoints."""
+    checkpoints = list_checkpoints(run_dir / "checkpoints")
+    if checkpoints and not resume:
+        raise ValueError(
+            f"{run_dir} already holds a run (up to {checkpoints[-1].name}); continue it with --resume, "
+            "or choose another run_dir"
+        )
+    if resume and not checkpoints:
+        raise CheckpointError(f"{run_dir}: no checkpoint to continue from; start without --resume")
+
+
+def _show_progress(what: str, done: int, total: int) -> None:
+    """One line renewed on a terminal; nothing elsewhere, the banner tells the outcome."""
+    if sys.stdout.isatty():
+        sys.stdout.write(f"\r\x1b[K{what}: {100 * done // max(1, total)} % of {short(total)}B")
+        if done >= total:
+            sys.stdout.write("\r\x1b[K")
+        sys.stdout.flush()

@@ -1,0 +1,192 @@
+"""The one place that builds everything a rank needs to train, in the order in which it has to happen."""
+
+import json
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.checkpoint.dcp import load_tensors, save_checkpoint, verify_checkpoint
+from meshwright.checkpoint.hf import HfWeights
+from meshwright.checkpoint.manifest import CheckpointError, latest_checkpoint
+from meshwright.data.prepare import Corpus
+from meshwright.families import parameter_table, pretrained_directory
+from meshwright.models import build_model
+from meshwright.models.init import draw_rows
+from meshwright.optim.build import Optimizers, build_optimizers
+from meshwright.parallel import apply_parallelism, build_mesh, materialize
+from meshwright.parallel.materialize import RowSource
+from meshwright.parallel.mesh import data_parallel_rank
+from meshwright.parallel.precision import MasterWeights, stored_dtype
+from meshwright.plan.machine import find_machine
+from meshwright.spec.model import Parameter
+from meshwright.spec.run import ResolvedRun
+from meshwright.trainer.device import choose_device, peak_flops, use_deterministic_kernels
+from meshwright.trainer.launch import Worker, join_group, threads_per_rank
+from meshwright.trainer.step import TrainStep
+
+
+@dataclass
+class Trainer:
+    """One rank of a run, ready to train."""
+
+    resolved: ResolvedRun
+    worker: Worker
+    device: torch.device
+    mesh: DeviceMesh | None
+    table: tuple[Parameter, ...]
+    model: nn.Module
+    parameters: dict[str, torch.Tensor]
+    """What the optimizer updates and checkpoints keep: full-precision weights, as sharded on this rank."""
+    masters: MasterWeights | None
+    optimizers: Optimizers
+    train_step: TrainStep
+    peak: tuple[float, str]
+    """FLOP/s that MFU is measured against, and where the figure comes from."""
+    memory_bytes: int
+    """Memory of this rank's device."""
+    step: int = 0
+    """Optimizer steps done."""
+    tokens: int = 0
+    """Tokens seen by the model."""
+    skipped: int = 0
+    """Steps skipped because they were not finite."""
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place among those that read different data."""
+        return 0 if self.mesh is None else data_parallel_rank(self.mesh)
+
+    def save(self, root: Path) -> Path:
+        """Save a checkpoint; collective."""
+        trainer = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "skipped": self.skipped,
+            "loss_scale": self.train_step.scaler.state() if self.train_step.scaler else None,
+            "layout": self.resolved.run.layout.model_dump(),
+            **self._trajectory(),
+        }
+        keep_last = self.resolved.run.checkpoint.keep_last
+        return save_checkpoint(root, self.step, self._tensors(), trainer, keep_last=keep_last)
+
+    def resume(self, root: Path) -> Path:
+        """Continue from the newest checkpoint below `root`; returns it. Collective.
+
+        Raises `CheckpointError` where a file is damaged, or where the run's data would not continue where it stopped.
+        """
+        checkpoint = latest_checkpoint(root)
+        saved = verify_checkpoint(checkpoint)
+        for field, value in self._trajectory().items():
+            if saved[field] != value:
+                raise CheckpointError(
+                    f"{checkpoint}: was trained with {field}={saved[field]}, this run says {value}; "
+                    f"continue with {saved[field]}, so that every sample is still seen once"
+                )
+        load_tensors(checkpoint, self._tensors())
+        if self.masters is not None:
+            self.masters.refresh()
+        self.step, self.tokens, self.skipped = saved["step"], saved["tokens"], saved["skipped"]
+        if self.train_step.scaler is not None and saved["loss_scale"] is not None:
+            self.train_step.scaler.load(saved["loss_scale"])
+        return checkpoint
+
+    def _trajectory(self) -> dict[str, Any]:
+        """What must not change between a run and its continuation for the data's order to continue."""
+        run = self.resolved.run
+        return {
+            "training.seed": run.training.seed,
+            "training.global_batch": self.resolved.global_batch,
+            "data.sequence_length": run.data.sequence_length,
+        }
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        tensors = {}
+        for name, parameter in self.parameters.items():
+            tensors[f"model.{name}"] = parameter.detach()
+            for key, state in self.optimizers.state_of(parameter).items():
+                tensors[f"optimizer.{name}.{key}"] = state
+        return tensors
+
+
+def build_trainer(resolved: ResolvedRun, worker: Worker, *, base_dir: Path) -> Trainer:
+    """Build this rank's part of a run; every rank of the layout must call it."""
+    run, training = resolved.run, resolved.run.training
+    machine = find_machine(run.device)
+    device = choose_device(machine, worker.local_rank)
+    if device.type == "cpu":
+        torch.set_num_threads(threads_per_rank(worker.local_world_size))
+    if training.deterministic:
+        use_deterministic_kernels()
+    mesh = None
+    if run.layout.world_size > 1 or run.layout.offload == "cpu" or worker.world_size > 1:
+        join_group(worker, run.layout, device)
+        mesh = build_mesh(run.layout, device.type)
+
+    table = parameter_table(resolved.model)
+    model = build_model(resolved.model, device="meta", dtype=stored_dtype(training))
+    apply_parallelism(model, run, mesh)
+    weights_device = torch.device("cpu") if run.layout.offload == "cpu" else device
+    materialize(model, table, _weights(resolved, base_dir), weights_device)
+
+    masters = None
+    if mesh is None and training.precision in ("bf16", "fp16"):
+        masters = MasterWeights(model, training)
+    parameters = masters.parameters if masters else dict(model.named_parameters())
+    optimizers = build_optimizers(training.optimizer, table, parameters)
+    return Trainer(
+        resolved=resolved,
+        worker=worker,
+        device=device,
+        mesh=mesh,
+        table=table,
+        model=model,
+        parameters=parameters,
+        masters=masters,
+        optimizers=optimizers,
+        train_step=TrainStep(run, model, parameters, optimizers, masters, device),
+        peak=peak_flops(device, machine, training.precision),
+        memory_bytes=machine.memory_per_rank(worker.local_world_size),
+    )
+
+
+def _weights(resolved: ResolvedRun, base_dir: Path) -> RowSource:
+    """Where a fresh run's weights come from."""
+    if resolved.run.model.weights == "pretrained":
+        name = resolved.run.model.name
+        if name is None or not (base_dir / name).is_dir():
+            raise ValueError(f"model.weights: pretrained needs model.name to be a Hugging Face directory, not {name!r}")
+        pretrained = HfWeights(base_dir / name, resolved.model)
+        return lambda parameter, start, stop: pretrained.read_rows(parameter.name, start, stop)
+    seed = resolved.run.training.seed
+    return lambda parameter, start, stop: draw_rows(parameter, seed, start, stop)
+
+
+def describe_environment(trainer: Trainer) -> dict[str, Any]:
+    """What `env.json` keeps: versions, device and the figures that others are measured against."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "world_size": trainer.worker.world_size,
+        "peak_flops": trainer.peak[0],
+        "peak_flops_source": trainer.peak[1],
+    }
+
+
+def check_vocabulary(resolved: ResolvedRun, corpus: Corpus) -> None:
+    """Raise `ValueError` where the tokenizer knows tokens that the model has no row for."""
+    size, rows = corpus.tokenizer.vocab_size, resolved.model.vocab
+    if size > rows:
+        raise ValueError(f"the tokenizer has {size} tokens but the model only {rows} rows; set model.vocab={size}")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a readable JSON file."""
+    path.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,45 @@
+"""The one entry of a worker process: `python -m meshwright.trainer.worker --resolved FILE --base-dir DIR [--resume]`."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from meshwright.trainer.launch import MISUSE, find_worker
+from meshwright.trainer.run import read_resolved, train_rank
+
+
+def main() -> int:
+    """Train as one rank; a user's mistake goes to the parent, which prints it once for all ranks."""
+    parser = argparse.ArgumentParser(prog="meshwright.trainer.worker", description=__doc__)
+    parser.add_argument("--resolved", type=Path, required=True, help="resolved.yaml of the run")
+    parser.add_argument("--base-dir", type=Path, required=True, help="folder the recipe's paths are relative to")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
+    arguments = parser.parse_args()
+    worker = find_worker()
+    if worker is None:
+        parser.error("it is started by meshwright or torchrun, which tell each worker its rank")
+    try:
+        train_rank(read_resolved(arguments.resolved), worker, base_dir=arguments.base_dir, resume=arguments.resume)
+    except ValueError as error:
+        report_to_parent(str(error))
+        return MISUSE
+    return 0
+
+
+def report_to_parent(message: str) -> None:
+    """Leave `message` in the file where torch's elastic launcher looks for a worker's last words."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+    else:
+        print(f"error: {message}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # gloo's threads may abort a process that tears itself down in order
