@@ -1,0 +1,198 @@
+"""The one place that reads and writes YAML: plain data only, every value with the place it came from.
+
+Scalars follow YAML 1.2's core schema, so `1e-4` is a number and `on`, `no` and `yes` are text. What surprises
+people in a configuration is refused with its line: duplicate keys, tags, anchors, aliases and merge keys.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+Path = tuple[str | int, ...]
+"""Where a value lies in the document: keys of mappings and indices of lists, from the outside in."""
+
+_INTEGER = re.compile(r"[-+]?[0-9]{1,300}|0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_WORDS = {"": None, "~": None, "null": None, "Null": None, "NULL": None}
+_WORDS |= {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Where a value was written: a line of a file, or an override on the command line."""
+
+    order: int
+    """Problems are reported in this order: lines of the file first, then overrides as they were given."""
+    text: str
+    """For people: `run.yaml:12`, or `command line: training.steps=5`."""
+    names: str = ""
+    """The dotted path that `text` names already (overrides), so that a message need not repeat it."""
+
+    def says(self, path: Path, message: str) -> str:
+        """`message` about the value at `path`, as one line that starts with this place."""
+        subject = "" if dotted(path) in ("", self.names) else f"{dotted(path)}: "
+        return f"{self.text}: {subject}{message}"
+
+
+@dataclass(frozen=True, order=True)
+class Problem:
+    """One thing that is wrong, with the place to mend it."""
+
+    place: Place
+    message: str
+    """The whole line as printed, place included."""
+
+
+@dataclass
+class Document:
+    """Plain data, the place of every value in it, and what was wrong with its text."""
+
+    value: Any
+    places: dict[Path, Place] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def place(self, path: Path) -> Place:
+        """The place of the value at `path`, or of the nearest value around it."""
+        while path not in self.places:
+            path = path[:-1]
+        return self.places[path]
+
+    def refuse(self, path: Path, message: str, place: Place | None = None) -> None:
+        """Note that the value at `path` is wrong."""
+        place = place or self.place(path)
+        self.problems.append(Problem(place, place.says(path, message)))
+
+
+def dotted(path: Path) -> str:
+    """`("data", "sources", 0)` as people write it: `data.sources.0`."""
+    return ".".join(str(part) for part in path)
+
+
+def scalar(text: str) -> Any:
+    """The value of an unquoted scalar: null, true or false, a number, else text.
+
+    `.inf` and `.nan` stay text: no setting of a run is one of them.
+    """
+    if text in _WORDS:
+        return _WORDS[text]
+    if _INTEGER.fullmatch(text):
+        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+    if _FLOAT.fullmatch(text) and abs(float(text)) != float("inf"):
+        return float(text)
+    return text
+
+
+def read_yaml(text: str, place_of_line: Callable[[int], Place]) -> Document:
+    """Parse YAML text (one document); `place_of_line` turns a line number, counted from 1, into a place.
+
+    What can be read is read: problems are collected in the document rather than raised.
+    """
+    document = Document(value=None, places={(): place_of_line(1)})
+    try:
+        refusals = list(_refusals(text))
+        if not refusals:
+            node = yaml.compose(text, Loader=yaml.SafeLoader)
+            if node is not None:
+                document.value = _construct(node, (), document, place_of_line)
+    except yaml.MarkedYAMLError as error:
+        refusals = [_syntax(error)]
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        refusals = [(line, f"character U+{error.character:04X} cannot stand in a YAML file")]
+    except RecursionError:
+        refusals = [(1, "nested too deeply")]
+    for line, message in refusals:
+        document.refuse((), message, place_of_line(line))
+    return document
+
+
+def _refusals(text: str) -> Iterator[tuple[int, str]]:
+    """What a recipe may not use even though it is YAML: (line, message)."""
+    documents = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        line = event.start_mark.line + 1
+        if isinstance(event, yaml.DocumentStartEvent):
+            documents += 1
+            if documents > 1:
+                yield line, "a second document ('---') begins here; a file holds one"
+        elif isinstance(event, yaml.AliasEvent):
+            yield line, f"'*{event.anchor}' is an alias in YAML; write the value out, or quote what is text"
+        elif isinstance(event, yaml.NodeEvent) and event.anchor is not None:
+            yield line, f"'&{event.anchor}' is an anchor in YAML; leave it out, or quote what is text"
+        elif isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent)) and event.tag is not None:
+            tag = event.tag.replace("tag:yaml.org,2002:", "!!")
+            yield line, f"the tag '{tag}' is not allowed: a recipe is plain data"
+
+
+def _construct(node: yaml.Node, path: Path, document: Document, place_of_line: Callable[[int], Place]) -> Any:
+    document.places.setdefault(path, place_of_line(node.start_mark.line + 1))
+    if isinstance(node, yaml.MappingNode):
+        mapping = {}
+        for key_node, value_node in node.value:
+            place = place_of_line(key_node.start_mark.line + 1)
+            if not isinstance(key_node, yaml.ScalarNode):
+                document.refuse(path, "a key is a single word", place)
+            elif key_node.value == "<<" and key_node.style is None:
+                document.refuse(path, "merge keys ('<<') are not supported; write the values out", place)
+            elif key_node.value in mapping:
+                first = document.places[(*path, key_node.value)].text
+                document.refuse((*path, key_node.value), f"given twice, first at {first}", place)
+            else:
+                key = key_node.value
+                document.places[(*path, key)] = place
+                mapping[key] = _construct(value_node, (*path, key), document, place_of_line)
+        return mapping
+    if isinstance(node, yaml.SequenceNode):
+        return [
+            _construct(item, (*path, index), document, place_of_line) for index, item in enumerate(node.value)
+        ]
+    assert isinstance(node, yaml.ScalarNode)
+    return scalar(node.value) if node.style is None else node.value
+
+
+def _syntax(error: yaml.MarkedYAMLError) -> tuple[int, str]:
+    """(line, sentence) of a YAML syntax error, for people who do not know the YAML specification."""
+    problem, context = error.problem or "", error.context or ""
+    here = error.problem_mark.line + 1 if error.problem_mark else 1
+    began = error.context_mark.line + 1 if error.context_mark else here
+    if "'\\t'" in problem:
+        return here, "a tab stands where YAML needs spaces"
+    if "scanning an alias" in context or "scanning an anchor" in context:
+        return here, "a value that begins with '*' or '&' needs quotes, for example \"*.txt\""
+    if "mapping values are not allowed" in problem:
+        return here, "':' is not expected here; check the indentation, or quote a value that contains ': '"
+    if "could not find expected ':'" in problem:
+        return began, "this line is not 'key: value' (a space follows the colon)"
+    if "quoted scalar" in context:
+        return began, "the quote that begins here is never closed"
+    if "parsing a flow" in context:
+        return began, "the bracket that begins here is never closed, or a comma is missing in it"
+    if "expected <block end>" in problem:
+        return here, "the indentation does not match the lines above"
+    if "cannot start any token" in problem:
+        return here, problem.replace("found character", "a value cannot begin with").partition(" that ")[0]
+    return here, f"not valid YAML: {problem or context}"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Block mappings, lists on one line, and quotes round every text that a reader could take for a value."""
+
+
+def _tag(name: str) -> str:
+    return f"tag:yaml.org,2002:{name}"
+
+
+_Dumper.add_implicit_resolver(_tag("float"), re.compile(f"^(?:{_FLOAT.pattern})$"), list("-+.0123456789"))
+_Dumper.add_implicit_resolver(_tag("int"), re.compile(f"^(?:{_INTEGER.pattern})$"), list("-+0123456789"))
+_Dumper.add_representer(
+    list, lambda dumper, data: dumper.represent_sequence(_tag("seq"), data, flow_style=True)
+)
+
+
+def write_yaml(value: Any) -> str:
+    """Plain data as YAML text that `read_yaml`, and readers of YAML 1.1 too, read back to the same data."""
+    style = {"sort_keys": False, "allow_unicode": True, "width": 2**20, "default_flow_style": False}
+    return yaml.dump(value, Dumper=_Dumper, **style)

@@ -1,0 +1,192 @@
+"""The one place that turns what pydantic finds wrong into sentences for people who do not know pydantic."""
+
+import difflib
+import json
+from collections.abc import Container, Iterable, Iterator
+from typing import Any, get_args
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from meshwright.spec.base import Spec
+from meshwright.spec.document import Path, dotted
+
+
+def explain(error: ValidationError, spec: type[Spec], value: Any) -> list[tuple[Path, str]]:
+    """Every problem of `error`, raised when `value` (plain data) was validated as `spec`: (path, sentence).
+
+    Alternatives of one setting (a number or `auto`) become one sentence, and where an alternative got further
+    (an item of a list is wrong) the others (it is not a word either) are left out.
+    """
+    by_path: dict[Path, list[ErrorDetails]] = {}
+    alternatives: set[Path] = set()
+    for details in error.errors(include_url=False):
+        if details["type"] == "too_short" and len(details["input"]) >= details.get("ctx", {})["min_length"]:
+            continue  # pydantic counts only the items that are right; the wrong ones are reported themselves
+        path, is_alternative = _path_in(value, details)
+        by_path.setdefault(path, []).append(details)
+        if is_alternative:
+            alternatives.add(path)
+    for path in alternatives:
+        if any(len(other) > len(path) and other[: len(path)] == path for other in by_path):
+            del by_path[path]
+    return [(path, _sentence(path, group, spec)) for path, group in by_path.items()]
+
+
+def did_you_mean(word: str, known: Iterable[str], *, likeness: float = 0.6) -> str:
+    """`; did you mean 'x'?` for the nearest of the known words, or an empty string where none is near.
+
+    `likeness` is difflib's ratio, from 0 (anything) to 1 (the same word).
+    """
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def _path_in(value: Any, details: ErrorDetails) -> tuple[Path, bool]:
+    """The error's path without pydantic's names of alternatives, and whether it ended in one of them."""
+    path: Path = ()
+    is_alternative = False
+    for part in details["loc"]:
+        is_alternative = part not in _keys(value)
+        if not is_alternative:
+            path, value = (*path, part), value[part]
+    if details["type"] == "missing" and isinstance(details["loc"][-1], str):
+        return (*path, details["loc"][-1]), False
+    return path, is_alternative
+
+
+def _keys(value: Any) -> Container[str | int]:
+    if isinstance(value, dict):
+        return value.keys()
+    return range(len(value)) if isinstance(value, list) else ()
+
+
+def _sentence(path: Path, group: list[ErrorDetails], spec: type[Spec]) -> str:
+    first = group[0]
+    value, kind = first["input"], first["type"]
+    if kind == "extra_forbidden":
+        return _unknown_key(path, spec)
+    if kind == "missing":
+        return (
+            "required, but not given"
+            if path[-1] == first["loc"][-1]
+            else f"{_shown(value)} has too few values"
+        )
+    if kind == "value_error":
+        return str(first.get("ctx", {})["error"])
+    requirement = " or ".join(_requirement(details) for details in group)
+    hint = _hint(value, [details["type"] for details in group])
+    if isinstance(value, str):
+        choices = [choice for details in group for choice in _choices(details)]
+        hint = hint or did_you_mean(value, choices, likeness=0.75)  # gpu is not cpu
+    return f"{_shown(value)} is not allowed: must be {requirement}{hint}"
+
+
+def _requirement(details: ErrorDetails) -> str:
+    """What would work, to follow "must be"."""
+    limits = details.get("ctx", {})
+    match details["type"]:
+        case "int_type" | "int_parsing" | "int_from_float":
+            return "a whole number"
+        case "float_type" | "float_parsing":
+            return "a number"
+        case "bool_type" | "bool_parsing":
+            return "true or false"
+        case "string_type":
+            return "text"
+        case "literal_error" | "enum":
+            return str(limits["expected"])
+        case "greater_than_equal":
+            return f"at least {limits['ge']:g}"
+        case "greater_than":
+            return f"greater than {limits['gt']:g}"
+        case "less_than_equal":
+            return f"at most {limits['le']:g}"
+        case "less_than":
+            return f"less than {limits['lt']:g}"
+        case "tuple_type" | "list_type":
+            return "a list, such as [a, b]"
+        case "too_short":
+            return f"a list of at least {limits['min_length']}"
+        case "too_long":
+            return f"a list of at most {limits['max_length']}"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return "a section (lines of 'key: value')"
+        case "string_too_short":
+            return "text that is not empty"
+        case _:
+            sentence = details["msg"].removeprefix("Input should be ").removeprefix("String should ")
+            return sentence[:1].lower() + sentence[1:]
+
+
+def _hint(value: Any, kinds: list[str]) -> str:
+    if isinstance(value, float) and value.is_integer() and "int_type" in kinds:
+        return f"; write {int(value)}"
+    if isinstance(value, str) and {"int_type", "float_type"} & set(kinds) and _is_number(value):
+        return "; take the quotes away"
+    if isinstance(value, (int, float)) and kinds == ["string_type"]:
+        return "; put it in quotes"
+    return ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return float(text) < float("inf")
+    except ValueError:
+        return False
+
+
+def _choices(details: ErrorDetails) -> list[str]:
+    """The words among a setting's choices."""
+    expected = str(details.get("ctx", {}).get("expected", ""))
+    return expected.split("'")[1::2]
+
+
+def _shown(value: Any) -> str:
+    """A given value as people wrote it, cut where it is long."""
+    if value is None:
+        return "an empty value"
+    text = f"'{value}'" if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:56]} ..."
+
+
+def _unknown_key(path: Path, spec: type[Spec]) -> str:
+    *section, key = path
+    sections = _sections_at(spec, tuple(section))
+    known = [name for candidate in sections for name in candidate.model_fields]
+    near = did_you_mean(str(key), known)
+    if near:
+        return f"unknown key{near}"
+    elsewhere = [known_path for known_path in _all_paths(spec) if known_path[-1] == key]
+    if elsewhere:
+        return f"unknown key; did you mean '{dotted(elsewhere[0])}'?"
+    return f"unknown key; there are {', '.join(known)}"
+
+
+def _sections_at(spec: type[Spec], path: Path) -> list[type[Spec]]:
+    """The classes that the section at `path` may be."""
+    sections = [spec]
+    for part in path:
+        if isinstance(part, str):
+            sections = [
+                inner
+                for section in sections
+                if part in section.model_fields
+                for inner in _sections_in(section.model_fields[part].annotation)
+            ]
+    return sections
+
+
+def _sections_in(annotation: Any) -> Iterator[type[Spec]]:
+    """The sections that a field's type allows: of `tuple[SourceSpec, ...] | str`, SourceSpec."""
+    if isinstance(annotation, type) and issubclass(annotation, Spec):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _sections_in(argument)
+
+
+def _all_paths(spec: type[Spec], within: Path = ()) -> Iterator[Path]:
+    for name, field in spec.model_fields.items():
+        yield (*within, name)
+        for section in _sections_in(field.annotation):
+            yield from _all_paths(section, (*within, name))

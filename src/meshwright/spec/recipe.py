@@ -1,0 +1,133 @@
+"""The one place that turns a recipe file and `a.b=c` overrides into a Run, and a Run back into a recipe."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path as FilePath
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from meshwright.spec.base import Spec
+from meshwright.spec.document import Document, Path, Place, read_yaml, scalar, write_yaml
+from meshwright.spec.problems import explain
+from meshwright.spec.run import Run
+
+SpecT = TypeVar("SpecT", bound=Spec)
+
+
+class RecipeError(ValueError):
+    """Everything that is wrong with a recipe, one line each, every line beginning with its place."""
+
+    def __init__(self, problems: Sequence[str]):
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
+        """One line per problem: `run.yaml:12: training.optimzer: unknown key; did you mean 'optimizer'?`"""
+
+
+def load_recipe(path: str | FilePath, overrides: Sequence[str] = ()) -> Run:
+    """Read the recipe at `path` and apply the overrides (`training.steps=100`), in order, on top.
+
+    Raises RecipeError with every problem at once, and OSError where the file cannot be read.
+    """
+    return load_spec(path, Run, overrides)
+
+
+def load_spec(path: str | FilePath, spec: type[SpecT], overrides: Sequence[str] = ()) -> SpecT:
+    """The same for any object of `spec/` that was saved with `dump_recipe`, such as `resolved.yaml`."""
+    try:
+        text = FilePath(path).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise RecipeError([f"{path}:{line}: not UTF-8 text"]) from error
+    return parse_spec(text, spec, overrides, source=str(path))
+
+
+def parse_spec(
+    text: str, spec: type[SpecT], overrides: Sequence[str] = (), *, source: str = "recipe"
+) -> SpecT:
+    """The same from YAML text; `source` names it in problems."""
+    document = read_yaml(text, lambda line: Place(line, f"{source}:{line}"))
+    if not document.problems and not isinstance(document.value, dict):
+        what = "empty" if document.value is None else "not a recipe"
+        document.refuse((), f"{what}; a recipe is lines of 'key: value', 'model: NAME' at the least")
+    if not isinstance(document.value, dict):
+        raise _error(document)
+    for index, override in enumerate(overrides):
+        _override(document, override, order=2**40 + index)
+    result = None
+    try:
+        # Strict, for nothing is guessed: "5" is no number and yes no truth value. As JSON, for strict mode
+        # then still makes sections of mappings and tuples of lists.
+        result = spec.model_validate_json(json.dumps(document.value), strict=True)
+    except ValidationError as error:
+        for path, message in explain(error, spec, document.value):
+            document.refuse(path, message)
+    if result is None or document.problems:
+        raise _error(document)
+    return result
+
+
+def dump_recipe(run: Spec, *, expanded: bool = False) -> str:
+    """The run as YAML text that loads back to an equal run: what was given, or with every default too."""
+    value = run.model_dump(mode="json", exclude_unset=not expanded)
+    if isinstance(run, Run) and set(value["model"]) == {"name"}:
+        value["model"] = value["model"]["name"]
+    return write_yaml(value)
+
+
+def _error(document: Document) -> RecipeError:
+    return RecipeError([problem.message for problem in sorted(document.problems)])
+
+
+def _override(document: Document, override: str, *, order: int) -> None:
+    """Set what `a.b=c` says in the document; sections on the way are made where they are missing."""
+    target, equals, text = (part.strip() for part in override.partition("="))
+    keys = target.split(".")
+    place = Place(order, f"command line: {override}", names=target)
+    if not equals or "" in keys:
+        document.refuse((), "an override is written key=value, for example training.steps=100", place)
+        return
+    given = _override_value(text, place)
+    document.problems += given.problems
+    if given.problems:
+        return
+    container: Any = document.value
+    path: Path = ()
+    if len(keys) > 1 and isinstance(container.get("model"), str) and keys[0] == "model":
+        container["model"] = {"name": container["model"]}  # `model: NAME` is short for this
+    for depth, key in enumerate(keys, 1):
+        try:
+            part = _part(container, key)
+        except ValueError as error:
+            document.refuse(path, str(error), place)
+            return
+        path = (*path, part)
+        if depth == len(keys):
+            container[part] = given.value
+        elif isinstance(container, dict) and container.get(part) is None:
+            if keys[depth].isdecimal():
+                document.refuse(path, "the recipe has no list here; give all of it, as in a.b=[x, y]", place)
+                return
+            container[part] = {}
+            document.places[path] = place
+        container = container[part]
+    around = {known: where for known, where in document.places.items() if known[: len(path)] != path}
+    document.places = around | {(*path, *inner): place for inner in given.places}
+
+
+def _part(container: Any, key: str) -> str | int:
+    """The key of a section, or the index in a list, that `key` means."""
+    if isinstance(container, list):
+        if key.isdecimal() and int(key) < len(container):
+            return int(key)
+        raise ValueError(f"the recipe's list has {len(container)} items, counted from 0")
+    if isinstance(container, dict):
+        return key
+    raise ValueError("not a section, so nothing in it can be set")
+
+
+def _override_value(text: str, place: Place) -> Document:
+    """The value of an override: a list, mapping or quoted text in YAML's flow style, else a scalar."""
+    if text.startswith(("[", "{", "'", '"')):
+        return read_yaml(text, lambda line: place)
+    return Document(scalar(text), {(): place})
