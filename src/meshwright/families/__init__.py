@@ -1,5 +1,5 @@
-"""The one place that knows which models exist: families, published sizes, parameter tables and Hugging Face's names for
-them, all without torch."""
+"""The one place that knows which models exist: families, published sizes, parameter tables and Hugging Face's
+names for them, all without torch."""
 
 from meshwright.families.hf_config import model_from_hf_config, model_to_hf_config
 from meshwright.families.hf_tensors import HfTensor, hf_tensors

@@ -1,17 +1,18 @@
-"""The one place that says what a family is: switches, defaults, published sizes and the map to Hugging Face, all as data."""
+"""The one place that says what a family is: its switches, sizes and map to Hugging Face, all as data."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright.spec.model import ModelFields
+from meshwright.spec.model import ModelFields, ModelSpec
 
 GATED_MULTIPLE = 256
 
 
 def gated_ffn(hidden: int) -> int:
-    """Default width of a SwiGLU layer: 8/3 of the hidden width, rounded up to a multiple of 256, so that three matrices
-    cost what two of width 4 * hidden do (Shazeer, "GLU Variants Improve Transformer", 2020; LLaMA's rounding)."""
+    """Default width of a SwiGLU layer: 8/3 of the hidden width, rounded up to a multiple of 256, so that
+    three matrices cost what two of width 4 * hidden do (Shazeer, "GLU Variants Improve Transformer", 2020;
+    LLaMA's rounding)."""
     return -(-(8 * hidden // 3) // GATED_MULTIPLE) * GATED_MULTIPLE
 
 
@@ -22,7 +23,7 @@ def four_times(hidden: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One architecture. Every field is data, so a new family of known layers is one file and one row in the registry."""
+    """One architecture as data, so that a family of known layers is one file and one row in the registry."""
 
     name: str
     """Name in recipes, equal to Hugging Face's `model_type`."""
@@ -46,9 +47,33 @@ class Family:
     hf_accepts: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys that must have one of these values where they are given; the first is what is written."""
     hf_modules: Mapping[str, str]
-    """Our module -> the module that holds it in a checkpoint, `{i}` for the layer. Modules that share one name are stacked
-    there along their rows, in the order given here."""
+    """Our module -> the module that holds it in a checkpoint, `{i}` for the layer. Modules that share one
+    name are stacked there along their rows, in the order given here."""
     hf_prefix: str
     """What a checkpoint saved from the model without its head leaves out of its names."""
     hf_transposed: frozenset[str] = frozenset()
     """Modules whose weight is stored (in, out): the last part of their name in a checkpoint."""
+
+    def model(self, given: Mapping[str, Any]) -> ModelSpec:
+        """The complete model of the given fields: at least hidden, num_layers, num_heads and vocab.
+
+        Raises:
+            ValueError: sizes that do not fit together (pydantic's `ValidationError` for a value of the wrong
+            type).
+        """
+        hidden, num_heads = given["hidden"], given["num_heads"]
+        if "head_dim" not in given and hidden % num_heads:
+            raise ValueError(f"hidden={hidden} is not a multiple of num_heads={num_heads}")
+        follows = {
+            "num_kv_heads": num_heads,
+            "head_dim": hidden // num_heads,
+            "ffn": self.default_ffn(hidden),
+        }
+        spec = ModelSpec.model_validate(
+            {"family": self.name, **follows, **self.switches, **self.defaults, **given}
+        )
+        if spec.num_heads % spec.num_kv_heads:
+            raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={spec.num_kv_heads}")
+        if spec.positions == "rope" and spec.head_dim % 2:
+            raise ValueError(f"head_dim={spec.head_dim} is odd, but rotary embeddings turn pairs")
+        return spec

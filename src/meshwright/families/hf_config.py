@@ -1,4 +1,4 @@
-"""The one place that reads and writes Hugging Face's config.json, in the spellings of transformers 4 and 5."""
+"""The one place that reads and writes Hugging Face's config.json, as transformers 4 and 5 spell it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,15 +13,17 @@ from meshwright.spec.model import ModelSpec, RopeScaling
 def model_from_hf_config(config: Mapping[str, Any], *, where: str = "config.json") -> ModelSpec:
     """The model that a parsed config.json describes.
 
-    Dropout is ignored (training here has none). Whatever else would change the numbers and is not implemented is refused.
+    Dropout is ignored (training here has none). Whatever else would change the numbers and is not implemented
+    is refused.
 
     Raises:
-        ValueError: unknown model_type, a missing or malformed size, or a feature that is not supported; `where` is named.
+        ValueError: unknown model_type, a missing or malformed size, or a feature that is not supported;
+        `where` is named.
     """
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         raise ValueError(
-            f"{where}: model_type {config.get('model_type')!r} is not supported; supported are {', '.join(FAMILIES)}"
+            f"{where}: model_type {config.get('model_type')!r} is not supported, only {', '.join(FAMILIES)}"
         )
     _refuse_unsupported(config, family, where)
     values = {field: _value(config, key, family, where) for field, key in family.hf_fields.items()}
@@ -31,25 +33,21 @@ def model_from_hf_config(config: Mapping[str, Any], *, where: str = "config.json
         )
     if family.switches["positions"] == "rope":
         values |= _rope(config, family, where)
+    # None is how config.json says "follows from the other sizes".
+    given = {field: value for field, value in values.items() if value is not None}
+    for field in ("hidden", "num_layers", "num_heads"):
+        if type(given.get(field)) is not int or given[field] < 1:
+            raise ValueError(
+                f"{where}: {family.hf_fields[field]} is {given.get(field)!r}, not a positive integer"
+            )
     try:
-        # `None` is how config.json says "follows from the others"; a bias switch of the file overrides the family's.
-        given = {field: value for field, value in values.items() if value is not None}
-        return ModelSpec(
-            **{**family.switches, "family": family.name, **derived_sizes(family, given), **given}
-        )
+        return family.model(given)
     except ValidationError as error:
         first = error.errors()[0]
         key = family.hf_fields.get(str(first["loc"][0]), str(first["loc"][0]))
-        raise ValueError(f"{where}: {key}: {first['msg']}, got {first['input']!r}") from error
-
-
-def derived_sizes(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes that follow from the given ones: head_dim, num_kv_heads and ffn (given ones win over these)."""
-    return {
-        "num_kv_heads": given["num_heads"],
-        "head_dim": given["hidden"] // given["num_heads"],
-        "ffn": family.default_ffn(given["hidden"]),
-    }
+        raise ValueError(f"{where}: {key} is {first['input']!r}: {first['msg']}") from error
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def _value(config: Mapping[str, Any], key: str, family: Family, where: str) -> Any:
@@ -71,7 +69,7 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
 
 
 def _rope(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, from transformers 5's `rope_parameters` or transformers 4's two keys."""
+    """`rope_theta` and `rope_scaling`, from the `rope_parameters` of transformers 5 or the two keys of 4."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = rope.get("rope_theta", config.get("rope_theta", family.hf_absent["rope_theta"]))
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -111,7 +109,7 @@ def _sliding_window(config: Mapping[str, Any], window: int | None, num_layers: i
 
 
 def model_to_hf_config(spec: ModelSpec, *, dtype: str = "float32", **token_ids: int | None) -> dict[str, Any]:
-    """config.json of `spec`, readable by transformers 4 and 5: what they spell differently is there in both spellings.
+    """config.json of `spec`: what transformers 4 and 5 spell differently is there in both spellings.
 
     Args:
         dtype: of the weights beside it, e.g. `bfloat16`.

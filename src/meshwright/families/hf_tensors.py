@@ -1,7 +1,9 @@
 """The one place that says where each parameter lies in a Hugging Face checkpoint."""
 
+import re
 from dataclasses import dataclass
 
+from meshwright.families.family import Family
 from meshwright.families.registry import FAMILIES
 from meshwright.families.table import parameter_table
 from meshwright.spec.model import ModelSpec
@@ -9,7 +11,8 @@ from meshwright.spec.model import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class HfTensor:
-    """Where a parameter lies: in tensor `key` (its transpose, where `transposed`), from row `offset` on."""
+    """Where a parameter lies: in tensor `key` (in its transpose, where `transposed`), from row `offset`
+    on."""
 
     key: str
     """Name of the stored tensor."""
@@ -18,33 +21,28 @@ class HfTensor:
     transposed: bool = False
     """The tensor is stored (in, out); ours are (out, in)."""
     offset: int = 0
-    """First row, in our orientation, that belongs to this parameter (more than one may share a stored tensor)."""
+    """First row, in our orientation, that belongs to this parameter: several may share a stored tensor."""
 
 
 def hf_tensors(spec: ModelSpec) -> dict[str, HfTensor]:
-    """Our parameter name -> where it lies, for every row of the parameter table, in its order."""
+    """Our parameter's name -> where it lies, for every row of the parameter table, in its order."""
     family = FAMILIES[spec.family]
-    keys: dict[str, tuple[str, bool]] = {}
+    table = parameter_table(spec)
+    keys = {parameter.name: _hf_key(family, parameter.name) for parameter in table}
     offsets: dict[str, int] = {}
     rows: dict[
         str, int
-    ] = {}  # rows of each stored tensor so far: what shares a name is stacked in table order
-    table = parameter_table(spec)
+    ] = {}  # of each stored tensor: the parameters that share it are stacked in table order
     for parameter in table:
-        module, _, kind = parameter.name.rpartition(".")
-        head, _, rest = module.partition("layers.")
-        layer, _, part = rest.partition(".")
-        pattern = module if not rest else f"{head}layers.{{i}}.{part}"
-        stored = family.hf_modules[pattern].format(i=layer)
-        key = f"{stored}.{kind}"
-        transposed = kind == "weight" and stored.rpartition(".")[2] in family.hf_transposed
-        keys[parameter.name] = (key, transposed)
+        key = keys[parameter.name]
         offsets[parameter.name] = rows.get(key, 0)
         rows[key] = offsets[parameter.name] + parameter.shape[0]
 
     places = {}
     for parameter in table:
-        key, transposed = keys[parameter.name]
+        key = keys[parameter.name]
+        *_, module, kind = key.split(".")
+        transposed = kind == "weight" and module in family.hf_transposed
         shape = (rows[key], *parameter.shape[1:])
         places[parameter.name] = HfTensor(
             key=key,
@@ -53,3 +51,12 @@ def hf_tensors(spec: ModelSpec) -> dict[str, HfTensor]:
             offset=offsets[parameter.name],
         )
     return places
+
+
+def _hf_key(family: Family, name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    layer = re.match(r"layers\.(\d+)\.", module)
+    if layer is None:
+        return f"{family.hf_modules[module]}.{kind}"
+    stored = family.hf_modules["layers.{i}." + module[layer.end() :]]
+    return f"{stored.format(i=layer[1])}.{kind}"

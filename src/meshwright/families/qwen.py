@@ -1,5 +1,5 @@
-"""The one place that knows Qwen 2, 2.5 (biases on queries, keys and values; Yang et al., 2024) and the dense Qwen 3
-(RMSNorm on queries and keys instead; Yang et al., 2025)."""
+"""The one place that knows Qwen 2, 2.5 (biases on queries, keys and values; Yang et al., 2024) and the dense
+Qwen 3 (RMSNorm on queries and keys instead; Yang et al., 2025)."""
 
 from meshwright.families.family import Family, gated_ffn
 from meshwright.families.llama import HF_ABSENT, HF_FIELDS, HF_MODULES, SWITCHES, sized

@@ -1,150 +1,134 @@
-"""The one place that turns the recipe's `model:` section into a complete, valid model."""
+"""The one place that turns the recipe's `model:` section into a complete, possible model."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from meshwright.families.hf_config import derived_sizes, model_from_hf_config
+from meshwright.families.family import Family
+from meshwright.families.hf_config import model_from_hf_config
 from meshwright.families.registry import FAMILIES, PRESETS
 from meshwright.families.table import parameter_table
 from meshwright.spec.model import ModelFields, ModelSpec
 
-NOT_SIZES = {"name", "weights", "family"}
+SIZES = [field for field in ModelFields.model_fields if field not in ("name", "weights", "family")]
+"""The fields that say how large a model is and with what constants."""
 
 
 def resolve_model(fields: ModelFields, *, base_dir: Path, vocab: int | None = None) -> ModelSpec:
     """The complete model that `fields` asks for.
 
-    What is given wins over what the name (a preset or a Hugging Face directory, relative to `base_dir`) says, and that
-    over the family's defaults. `vocab`, the tokenizer's size, is used where none of them says.
+    What is given wins over what the name says (a preset, or a Hugging Face directory relative to `base_dir`),
+    and that over the family's defaults. `vocab`, the tokenizer's size, is used where none of them says.
 
     Raises:
         ValueError: one sentence saying what is wrong and what would work.
     """
-    given = {key: value for key, value in fields.model_dump(exclude=NOT_SIZES).items() if value is not None}
-    if fields.rope_scaling is not None:
-        given["rope_scaling"] = fields.rope_scaling
     directory = pretrained_directory(fields, base_dir=base_dir)
     if directory is not None:
-        published = read_hf_directory(directory)
-        _same_family(fields, published.family)
-        _available(given, published.family)
-        spec = published.model_copy(update=given)
-        if fields.weights == "pretrained" and parameter_table(spec) != parameter_table(
-            published.model_copy(update={"init_std": spec.init_std})
-        ):
-            raise ValueError(
-                f"model.weights is pretrained, so the sizes are those of {directory}; remove the changed ones: "
-                + ", ".join(f"{key}={given[key]}" for key in given if given[key] != getattr(published, key))
-            )
-    else:
-        if fields.weights == "pretrained":
-            raise ValueError(
-                "model.weights is pretrained, so model.name must be the path of a Hugging Face directory on this "
-                f"machine (got {fields.name!r}); download one, or use weights: random"
-            )
-        spec = _from_family(fields, given, vocab)
-    problems = list(_problems(spec, vocab))
-    if problems:
-        raise ValueError("model: " + "; ".join(problems))
-    return spec
+        return _from_directory(fields, directory)
+    if fields.weights == "pretrained":
+        raise ValueError(
+            f"model.weights is pretrained, but model.name {fields.name!r} is no Hugging Face directory; "
+            "give the path of a downloaded one, or use weights: random"
+        )
+    return _from_family(fields, vocab)
 
 
 def pretrained_directory(fields: ModelFields, *, base_dir: Path) -> Path | None:
-    """The Hugging Face directory that `model.name` is the path of, or None where it is a preset's name or not given.
+    """The Hugging Face directory that `model.name` is the path of, or None where it is a preset or not given.
 
     A preset's name wins over a directory of the same name; `./gpt2` is always the directory.
+
+    Raises:
+        ValueError: the name is neither.
     """
     if fields.name is None or fields.name in PRESETS:
         return None
-    directory = (base_dir / Path(fields.name).expanduser()).resolve()
+    directory = base_dir / Path(fields.name).expanduser()
     if directory.is_dir():
         return directory
-    close = get_close_matches(fields.name.lower(), PRESETS, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"the names are {', '.join(PRESETS)}"
     raise ValueError(
-        f"model.name {fields.name!r} is neither a published name nor a directory ({directory}); {hint}"
+        f"model.name {fields.name!r} is neither a published model nor a directory; "
+        + _did_you_mean(fields.name, PRESETS)
     )
 
 
 def read_hf_directory(directory: Path) -> ModelSpec:
-    """The model of a Hugging Face directory, from its config.json alone."""
+    """The model of a Hugging Face directory, from its config.json alone.
+
+    Raises:
+        ValueError: no config.json, or one that is malformed or asks for what is not supported.
+    """
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ValueError(
-            f"{directory} is not a Hugging Face model directory: it has no config.json"
-        ) from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{directory} is no Hugging Face model directory: it has no config.json") from error
+    except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{path} is not a JSON object")
-    spec = model_from_hf_config(config, where=str(path))
-    problems = list(_problems(spec, None))
-    if problems:
-        raise ValueError(f"{path}: " + "; ".join(problems))
+        raise ValueError(f"{path} holds no JSON object")
+    return model_from_hf_config(config, where=str(path))
+
+
+def _from_directory(fields: ModelFields, directory: Path) -> ModelSpec:
+    published = read_hf_directory(directory)
+    given = _given(fields, published.family)
+    spec = _complete(FAMILIES[published.family], published.model_dump() | given)
+    if fields.weights == "pretrained" and _shapes(spec) != _shapes(published):
+        changed = [f"model.{field}" for field in given if given[field] != getattr(published, field)]
+        raise ValueError(
+            f"model.weights is pretrained, so its sizes are those of {directory}: remove {', '.join(changed)} or "
+            "use weights: random"
+        )
     return spec
 
 
-def _same_family(fields: ModelFields, family: str) -> None:
+def _from_family(fields: ModelFields, vocab: int | None) -> ModelSpec:
+    preset = ModelFields() if fields.name is None else PRESETS[fields.name]
+    name = preset.family or fields.family
+    if name is None:
+        raise ValueError(f"model needs a name (such as llama-3.2-1b) or a family ({', '.join(FAMILIES)})")
+    if name not in FAMILIES:
+        raise ValueError(f"model.family {name!r} is unknown; " + _did_you_mean(name, FAMILIES))
+    family = FAMILIES[name]
+    tokenizer = {} if vocab is None else {"vocab": vocab}
+    given = tokenizer | _given(preset, name) | _given(fields, name)
+    missing = [
+        f"model.{field}" for field in ("hidden", "num_layers", "num_heads", "vocab") if field not in given
+    ]
+    if missing:
+        raise ValueError(f"a {name} model without a published name needs {', '.join(missing)}")
+    return _complete(family, given)
+
+
+def _complete(family: Family, given: dict[str, Any]) -> ModelSpec:
+    try:
+        return family.model(given)
+    except ValueError as error:
+        raise ValueError(f"model: {error}") from error
+
+
+def _given(fields: ModelFields, family: str) -> dict[str, Any]:
+    """The sizes that are given, all of which the family must have."""
     if fields.family not in (None, family):
         raise ValueError(
-            f"model.family is {fields.family!r} but model.name {fields.name!r} is {family}; remove one of the two"
+            f"model.name {fields.name!r} is of the family {family}, not {fields.family!r}; remove one"
         )
+    given = {field: getattr(fields, field) for field in SIZES if getattr(fields, field) is not None}
+    for field in given:
+        if field in FAMILIES[family].unavailable:
+            raise ValueError(f"model.{field} does not exist in the family {family}; remove it")
+    return given
 
 
-def _available(given: dict[str, Any], family: str) -> None:
-    for key in given:
-        if key in FAMILIES[family].unavailable:
-            raise ValueError(f"model.{key} does not exist in the family {family}; remove it")
+def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    return {parameter.name: parameter.shape for parameter in parameter_table(spec)}
 
 
-def _from_family(fields: ModelFields, given: dict[str, Any], vocab: int | None) -> ModelSpec:
-    if fields.name is not None:
-        preset = PRESETS[fields.name]
-        assert preset.family is not None
-        _same_family(fields, preset.family)
-        name = preset.family
-        _available(given, name)
-        published = {key: getattr(preset, key) for key in ModelFields.model_fields if key not in NOT_SIZES}
-        given = {key: value for key, value in published.items() if value is not None} | given
-    elif fields.family is None:
-        raise ValueError(
-            f"model needs a name (like {next(iter(PRESETS))}) or a family ({', '.join(FAMILIES)})"
-        )
-    else:
-        name = fields.family
-        if name not in FAMILIES:
-            close = get_close_matches(name.lower(), FAMILIES, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(FAMILIES)}"
-            raise ValueError(f"model.family {name!r} is unknown; {hint}")
-        _available(given, name)
-    family = FAMILIES[name]
-    if vocab is not None:
-        given = {"vocab": vocab, **given}
-    missing = [key for key in ("hidden", "num_layers", "num_heads", "vocab") if key not in given]
-    if missing:
-        raise ValueError(f"model of family {name} needs {', '.join(f'model.{key}' for key in missing)}")
-    if "head_dim" not in given and given["hidden"] % given["num_heads"]:
-        raise ValueError(
-            f"model.hidden={given['hidden']} is not a multiple of model.num_heads={given['num_heads']}; "
-            "change one, or give model.head_dim"
-        )
-    return ModelSpec(
-        **{**family.switches, "family": name, **family.defaults, **derived_sizes(family, given), **given}
-    )
-
-
-def _problems(spec: ModelSpec, vocab: int | None) -> Iterator[str]:
-    """What makes a model impossible, each with what would work."""
-    if spec.num_heads % spec.num_kv_heads:
-        yield f"num_heads={spec.num_heads} is not a multiple of num_kv_heads={spec.num_kv_heads}"
-    if spec.positions == "rope" and spec.head_dim % 2:
-        yield f"head_dim={spec.head_dim} is odd, and rotary embeddings turn pairs; use an even one"
-    if spec.family == "gpt2" and spec.num_heads * spec.head_dim != spec.hidden:
-        yield f"gpt2 needs hidden={spec.hidden} to be a multiple of num_heads={spec.num_heads}"
-    if vocab is not None and vocab > spec.vocab:
-        yield f"vocab={spec.vocab} is smaller than the tokenizer's {vocab}; use at least that"
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    known = list(known)
+    close = get_close_matches(name.lower(), known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"

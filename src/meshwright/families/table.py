@@ -1,10 +1,13 @@
-"""The one place that declares a model's parameters: every tensor's name, named dims, shape and how it is drawn."""
+"""The one place that declares a model's parameters: every tensor's name, named dims, shape and how it is
+drawn."""
 
 from collections.abc import Iterator
-from functools import lru_cache
 from math import sqrt
+from typing import Literal
 
 from meshwright.spec.model import ModelSpec, Parameter
+
+Init = Literal["normal", "ones", "zeros"]
 
 
 def dim_sizes(spec: ModelSpec) -> dict[str, int]:
@@ -20,13 +23,12 @@ def dim_sizes(spec: ModelSpec) -> dict[str, int]:
     }
 
 
-@lru_cache(maxsize=64)
 def parameter_table(spec: ModelSpec) -> tuple[Parameter, ...]:
     """Every parameter of the model in the order of `named_parameters()`; a tied head is absent.
 
-    Matrices are drawn from a normal distribution with standard deviation `init_std`, except those that write to the
-    residual stream (`wo`, `w2`): theirs is init_std / sqrt(2 * num_layers), so that the stream's variance does not grow
-    with depth (Radford et al., 2019). Norms start at one, biases at zero.
+    Matrices are drawn from a normal distribution with standard deviation `init_std`, except those that write
+    to the residual stream (`wo`, `w2`): theirs is init_std / sqrt(2 * num_layers), so that the stream's
+    variance does not grow with depth (Radford et al., 2019). Norms start at one, biases at zero.
     """
     return tuple(_rows(spec))
 
@@ -34,11 +36,11 @@ def parameter_table(spec: ModelSpec) -> tuple[Parameter, ...]:
 def _rows(spec: ModelSpec) -> Iterator[Parameter]:
     sizes = dim_sizes(spec)
 
-    def row(name: str, *dims: str, init: str = "normal", std: float = spec.init_std) -> Parameter:
+    def row(name: str, *dims: str, init: Init = "normal", std: float = spec.init_std) -> Parameter:
         shape = tuple(sizes[dim] for dim in dims)
         return Parameter(
             name=name, dims=dims, shape=shape, init=init, init_std=std if init == "normal" else 0.0
-        )  # pyright: ignore[reportArgumentType]
+        )
 
     def linear(
         name: str, out: str, into: str, bias: bool = False, std: float = spec.init_std

@@ -14,7 +14,8 @@ def build_model(
 ) -> Decoder:
     """The model with uninitialised parameters: no memory on `meta`, allocated but not drawn elsewhere.
 
-    There are no buffers, so after `to_empty` and filling the parameters (`draw_rows`, a checkpoint) it is complete.
+    There are no buffers, so after `to_empty` and filling the parameters (`draw_rows`, a checkpoint) it is
+    complete.
     """
     with torch.device("meta"):
         model = Decoder(spec).to(dtype)

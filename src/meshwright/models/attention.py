@@ -1,6 +1,6 @@
-"""The one place that computes attention: projections, rotation, grouped heads, sliding window and the cache of generation.
+"""The one place that computes attention: grouped heads, rotation, sliding window and the cache of generation.
 
-Shapes: B batch, T sequence, S keys (cached and new), D hidden, H query heads, G key and value heads, K head_dim.
+Shapes: B batch, T sequence, S keys (cached and new), D hidden, H heads, G key and value heads, K head_dim.
 """
 
 import torch
@@ -36,7 +36,8 @@ def attention_mask(
     padding_B: torch.Tensor | None,
     device: torch.device,
 ) -> torch.Tensor | None:
-    """Which keys each of the last `num_queries` positions sees: bool [T, S], or [B, 1, T, S] where prompts are padded.
+    """Which keys each of the last `num_queries` positions sees: bool [T, S], or [B, 1, T, S] where prompts
+    are padded.
 
     None where SDPA's own causal rule says the same, which keeps its fast path.
 
@@ -44,13 +45,14 @@ def attention_mask(
         window: keys a query sees at most, itself included.
         padding_B: number of padding tokens on the left of each row, or None.
     """
-    windowed = window is not None and num_keys > window
-    if not windowed and padding_B is None and num_queries in (1, num_keys):
+    if window is not None and num_keys <= window:
+        window = None
+    if window is None and padding_B is None and num_queries in (1, num_keys):
         return None
     keys_S = torch.arange(num_keys, device=device)
     queries_T1 = keys_S[num_keys - num_queries :, None]
     mask = keys_S <= queries_T1
-    if windowed:
+    if window is not None:
         mask = mask & (keys_S > queries_T1 - window)
     if padding_B is not None:
         # A padding token sees itself, because a row that sees nothing is NaN; nobody sees it.
@@ -82,7 +84,8 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
     ) -> torch.Tensor:
         """[B, T, D] to [B, T, D]; `mask` as `attention_mask` makes it (None: causal)."""
-        # The number of heads is read off the projections, so a rank that holds a share of them needs no other code.
+        # The number of heads is read off the projections, so a rank that holds a share of them needs no other
+        # code.
         q_BTHK = self.wq(x_BTD).unflatten(-1, (-1, self.head_dim))
         k_BTGK = self.wk(x_BTD).unflatten(-1, (-1, self.head_dim))
         v_BTGK = self.wv(x_BTD).unflatten(-1, (-1, self.head_dim))
@@ -105,8 +108,8 @@ class Attention(nn.Module):
             and q_BHTK.is_cuda
             and (mask is not None or q_BHTK.dtype in (torch.float32, torch.float64))
         ):
-            # Only CUDA's flash kernel shares keys between heads, and it takes neither fp32 nor masks; without this
-            # SDPA would fall back to its slow path, which holds all T x S scores.
+            # Only CUDA's flash kernel shares keys between heads, and it takes neither fp32 nor masks; without
+            # this SDPA would fall back to its slow path, which holds all T x S scores.
             repeats = q_BHTK.shape[1] // k_BGSK.shape[1]
             k_BGSK, v_BGSK = k_BGSK.repeat_interleave(repeats, 1), v_BGSK.repeat_interleave(repeats, 1)
             grouped = False

@@ -38,7 +38,8 @@ class Block(nn.Module):
 
 
 class Cache:
-    """Every layer's keys and values for a batch of up to `capacity` tokens, and how much of each row is left padding."""
+    """Every layer's keys and values for a batch of up to `capacity` tokens, and how much of each row is left
+    padding."""
 
     def __init__(self, model: "Decoder", batch: int, capacity: int, padding_B: torch.Tensor | None = None):
         spec, like = model.spec, model.tok_embeddings.weight
@@ -53,7 +54,7 @@ class Cache:
 
 
 class Decoder(nn.Module):
-    """A causal language model, whole, on one device. `named_parameters()` is the parameter table, row for row."""
+    """A causal language model, whole, on one device; `named_parameters()` is the parameter table."""
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
@@ -66,8 +67,8 @@ class Decoder(nn.Module):
         self.output = None if spec.tied_embeddings else nn.Linear(spec.hidden, spec.vocab, bias=False)
 
     @property
-    def head_VD(self) -> torch.Tensor:
-        """The output head's weight; the embedding's where they are tied."""
+    def head_weight(self) -> torch.Tensor:
+        """The output head's weight [V, D]; the embedding's where they are tied."""
         return self.tok_embeddings.weight if self.output is None else self.output.weight
 
     def forward(
@@ -87,8 +88,8 @@ class Decoder(nn.Module):
             cache: keys and values of earlier tokens; the new ones are added to it.
 
         Returns:
-            logits [B, T, V] in the model's dtype; with labels a scalar: the sum over labels of the cross-entropy in
-            nats, fp32 (fp64 in fp64), computed without ever holding all logits.
+            logits [B, T, V] in the model's dtype; with labels a scalar: the sum over labels of the
+            cross-entropy in nats, fp32 (fp64 in fp64), computed without ever holding all logits.
 
         Raises:
             ValueError: more positions than learned position embeddings.
@@ -96,7 +97,7 @@ class Decoder(nn.Module):
         x_BTD = self.features(tokens_BT, positions_BT=positions_BT, cache=cache)
         if labels_BT is None:
             return self.logits(x_BTD)
-        return linear_cross_entropy(x_BTD.flatten(0, 1), self.head_VD, labels_BT.flatten())
+        return linear_cross_entropy(x_BTD.flatten(0, 1), self.head_weight, labels_BT.flatten())
 
     def features(
         self, tokens_BT: torch.Tensor, *, positions_BT: torch.Tensor | None = None, cache: Cache | None = None
@@ -127,4 +128,4 @@ class Decoder(nn.Module):
 
     def logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of features [..., D]."""
-        return F.linear(x_BTD, self.head_VD)
+        return F.linear(x_BTD, self.head_weight)

@@ -1,7 +1,7 @@
 """The one place that draws fresh weights: any rows of any parameter, the same numbers whoever draws them.
 
-A tensor is drawn in blocks of whole rows, each from a generator seeded by (seed, name, block). So a rank that keeps some
-rows draws those blocks and no others, and every layout starts from the same weights.
+A tensor is drawn in blocks of whole rows, each from a generator seeded by (seed, name, block). So a rank that
+keeps some rows draws those blocks and no others, and every layout starts from the same weights.
 """
 
 import hashlib
@@ -13,11 +13,13 @@ from torch import nn
 from meshwright.spec.model import Parameter
 
 BLOCK_ELEMENTS = 2**18
-"""Elements drawn from one generator, up to whole rows. Part of the definition of a fresh weight: never change it."""
+"""Elements drawn from one generator, up to whole rows. Part of the definition of a fresh weight: never change
+it."""
 
 
 def draw_rows(parameter: Parameter, seed: int, start: int, stop: int) -> torch.Tensor:
-    """Rows [start, stop) of dim 0 of the freshly drawn parameter: fp32 on the CPU, a pure function of its arguments."""
+    """Rows [start, stop) of dim 0 of the freshly drawn parameter: fp32 on the CPU, a pure function of its
+    arguments."""
     rows, *rest = parameter.shape
     if not 0 <= start <= stop <= rows:
         raise ValueError(f"{parameter.name}: rows [{start}, {stop}) do not lie in [0, {rows})")

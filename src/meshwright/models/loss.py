@@ -1,8 +1,8 @@
 """The one place that computes the loss: output head and cross-entropy together, never holding all logits.
 
-Logits are made for a chunk of tokens at a time, turned into their own gradient in place, and used at once for the gradients
-of the hidden states and of the head, as in Liger's fused linear cross-entropy (Hsu et al., 2024). So the backward pass has
-nothing to recompute, only to scale.
+Logits are made for a chunk of tokens at a time, turned into their own gradient in place, and used at once for
+the gradients of the hidden states and of the head, as in Liger's fused linear cross-entropy (Hsu et al.,
+2024). So the backward pass has nothing to recompute, only to scale.
 
 Shapes: N tokens, D hidden, V vocabulary, C tokens of a chunk.
 """

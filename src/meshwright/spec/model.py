@@ -1,4 +1,5 @@
-"""The one place that says what a model is: its sizes and switches, and the shape of its parameter table's rows."""
+"""The one place that says what a model is: its sizes and switches, and the shape of its parameter table's
+rows."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -22,11 +23,12 @@ class RopeScaling(Spec):
 
 
 class ModelFields(Spec):
-    """The recipe's `model:` section: a published name or Hugging Face directory, or a family with sizes, or a name with
-    some sizes changed. What is not given comes from the name or the family."""
+    """The recipe's `model:` section: a published name or Hugging Face directory, or a family with sizes, or a
+    name with some sizes changed. What is not given comes from the name or the family."""
 
     name: str | None = None
-    """A published name (`llama-3.2-1b`) or the path of a Hugging Face directory. `model: NAME` is short for this."""
+    """A published name (`llama-3.2-1b`) or the path of a Hugging Face directory. `model: NAME` is short for
+    this."""
     weights: Literal["random", "pretrained"] = "random"
     """Where training starts: freshly drawn weights, or the Hugging Face directory's."""
     family: str | None = None
@@ -42,9 +44,9 @@ class ModelFields(Spec):
     head_dim: int | None = Field(default=None, ge=1)
     """Width of one head; default hidden / num_heads."""
     ffn: int | None = Field(default=None, ge=1)
-    """Width of the feed-forward layer."""
+    """Width of the feed-forward layer; default 4 hidden for gpt2, else 8/3 hidden rounded up to 256s."""
     vocab: int | None = Field(default=None, ge=1)
-    """Rows of the embedding; default the tokenizer's size."""
+    """Rows of the embedding; default the published size, else the tokenizer's."""
     max_positions: int | None = Field(default=None, ge=1)
     """Longest sequence the model is meant for."""
     norm_eps: float | None = Field(default=None, gt=0)
@@ -94,7 +96,8 @@ class ModelSpec(Spec):
 class Parameter:
     """One row of the parameter table: a tensor of the model, its dims named.
 
-    A weight's dims are (out, in), so a name in TP_SPLITS on the first dim is column-wise and on the second row-wise.
+    A weight's dims are (out, in), so a name in TP_SPLITS on the first dim is column-wise and on the second
+    row-wise.
     """
 
     name: str
