@@ -80,8 +80,8 @@ def _from_directory(fields: ModelFields, directory: Path) -> ModelSpec:
     if fields.weights == "pretrained" and _shapes(spec) != _shapes(published):
         changed = [f"model.{field}" for field in given if given[field] != getattr(published, field)]
         raise ValueError(
-            f"model.weights is pretrained, so its sizes are those of {directory}: remove {', '.join(changed)} or "
-            "use weights: random"
+            f"model.weights is pretrained, so the sizes are those of {directory}: "
+            f"remove {', '.join(changed)} or use weights: random"
         )
     return spec
 

@@ -1,5 +1,4 @@
-"""The one place that knows rotary position embeddings (Su et al., "RoFormer", 2021) and Llama 3.1's frequency
-scaling.
+"""The one place that knows rotary position embeddings (Su et al., 2021) and Llama 3.1's frequency scaling.
 
 Shapes: B batch (or 1), T sequence, H heads, K head_dim, R = K / 2 rotated pairs.
 """
@@ -32,7 +31,7 @@ def rope_frequencies(spec: ModelSpec, device: torch.device) -> torch.Tensor:
     so that models agree to the last bit of fp32."""
     exponents_R = torch.arange(0, spec.head_dim, 2, dtype=torch.float32, device=device) / spec.head_dim
     frequencies_R = 1.0 / (spec.rope_theta**exponents_R)
-    return frequencies_R if spec.rope_scaling is None else _scaled(frequencies_R, spec.rope_scaling.
+    return frequencies_R if spec.rope_scaling is None else _scaled(frequencies_R, spec.rope_scaling)
 
 
 def _scaled(frequencies_R: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
