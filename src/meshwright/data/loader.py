@@ -1,0 +1,113 @@
+"""The one place that says which rank gets which samples in which step.
+
+Shapes: b samples of a microbatch, T tokens of a sample.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from meshwright.data.order import sample_at
+from meshwright.data.packing import Samples, blank_sample
+
+Batch = tuple[np.ndarray, np.ndarray]
+"""(inputs_bT, labels_bT), both int64."""
+
+
+class Loader:
+    """The training batches of one data-parallel rank, by step.
+
+    Step s of every run with this seed sees the samples at positions [s G, s G + G) of one endless order, G
+    being the global batch. Rank r takes the r-th of world_size equal runs of them, cut into microbatches:
+    whatever the world size and micro batch, the ranks' microbatches one after another are the same samples
+    in the same order. The step is all there is to a position in the data.
+
+    While a step is being trained, a thread reads the next one. Close the loader, or use it in `with`.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        *,
+        seed: int,
+        global_batch: int,
+        micro_batch: int,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
+        """Batches in sequences. Raises ValueError when they do not divide, or `rank` is not below
+        `world_size`.
+        """
+        if global_batch % (micro_batch * world_size):
+            raise ValueError(
+                f"a global batch of {global_batch} sequences does not split over {world_size} data-parallel "
+                f"ranks in microbatches of {micro_batch}: it must be a multiple of {micro_batch * world_size}"
+            )
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not in 0 .. {world_size - 1}")
+        self._samples, self._seed = samples, seed
+        self._global_batch, self._micro_batch = global_batch, micro_batch
+        self._per_rank = global_batch // world_size
+        self._rank = rank
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="meshwright-loader")
+        self._ahead: tuple[int, Future[list[Batch]]] | None = None
+
+    def microbatches(self, step: int) -> list[Batch]:
+        """This rank's microbatches of a step; the step after it is then read ahead.
+
+        Steps may be asked for in any order. Raises what reading raised.
+        """
+        if self._ahead is not None and self._ahead[0] == step:
+            batches = self._ahead[1].result()
+        else:
+            batches = self._read(step)
+        self._ahead = (step + 1, self._reader.submit(self._read, step + 1))
+        return batches
+
+    def sample_indices(self, step: int) -> list[int]:
+        """This rank's samples of a step, in order."""
+        start = step * self._global_batch + self._rank * self._per_rank
+        return [sample_at(p, len(self._samples), self._seed) for p in range(start, start + self._per_rank)]
+
+    def close(self) -> None:
+        """Stop reading ahead and wait for the thread."""
+        self._reader.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self, step: int) -> list[Batch]:
+        indices = self.sample_indices(step)
+        samples = [self._samples[index] for index in indices]
+        return [
+            _stack(samples[i : i + self._micro_batch]) for i in range(0, self._per_rank, self._micro_batch)
+        ]
+
+
+def evaluation_batches(
+    samples: Samples, *, micro_batch: int, rank: int = 0, world_size: int = 1, num_samples: int | None = None
+) -> Iterator[Batch]:
+    """Every sample once over all ranks, in order; or `num_samples` of them, evenly spaced.
+
+    Every rank gets the same number of microbatches, so that all make the same collective calls: what is
+    missing at the end are blank samples, without labels. Sums over labels and ranks are the same for every
+    world size.
+    """
+    count = len(samples) if num_samples is None else min(len(samples), num_samples)
+    for start in range(0, count, micro_batch * world_size):
+        first = start + rank * micro_batch
+        yield _stack(
+            [
+                samples[i * len(samples) // count] if i < count else blank_sample(samples.sequence_length)
+                for i in range(first, first + micro_batch)
+            ]
+        )
+
+
+def _stack(samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:
+    inputs, labels = zip(*samples, strict=True)
+    return np.stack(inputs), np.stack(labels)

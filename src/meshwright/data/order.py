@@ -1,0 +1,37 @@
+"""The one place that says in which order samples are seen: a pure function, with no state to keep."""
+
+import hashlib
+
+ROUNDS = 8
+"""Rounds of the Feistel network: 4 make it pseudo-random (Luby and Rackoff, 1988), more help small sizes."""
+
+
+def permuted(index: int, size: int, seed: int, epoch: int = 0) -> int:
+    """Where a pseudo-random permutation of 0 .. size-1 sends `index`; every seed and epoch has its own.
+
+    Constant time and memory: a Feistel network permutes the smallest power of 4 that is at least `size`,
+    and is applied again until it lands below `size` (cycle walking, Black and Rogaway, 2002), 4 times at
+    most on average.
+    """
+    if not 0 <= index < size:
+        raise ValueError(f"index {index} is not in 0 .. {size - 1}")
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    while True:
+        index = _feistel(index, half_bits, b"%d %d" % (seed, epoch))
+        if index < size:
+            return index
+
+
+def sample_at(position: int, size: int, seed: int) -> int:
+    """The sample (of `size`) seen at `position` of an endless run of epochs, each in its own order."""
+    epoch, index = divmod(position, size)
+    return permuted(index, size, seed, epoch)
+
+
+def _feistel(value: int, half_bits: int, key: bytes) -> int:
+    mask = (1 << half_bits) - 1
+    left, right = value >> half_bits, value & mask
+    for number in range(ROUNDS):
+        digest = hashlib.blake2b(b"%b %d %d" % (key, number, right), digest_size=8).digest()
+        left, right = right, left ^ (int.from_bytes(digest) & mask)
+    return left << half_bits | right

@@ -1,0 +1,193 @@
+"""The one place that turns text into tokens and back, by tokenizers found in files or trained on the spot."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+END_OF_TEXT = "<|endoftext|>"
+"""End-of-text token of the tokenizers trained here."""
+
+END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+"""What published tokenizers call it, tried in this order where their files do not say."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+"""Files of a Hugging Face directory that a tokenizer is made of (config.json is the model's)."""
+
+PIECE = 1 << 16
+"""Characters after which a long document may be cut for encoding."""
+WINDOW = 256
+"""Characters on both sides of a cut that show whether it changes the tokens."""
+_WORD_END = re.compile(r"[^\W_](?=\s)")
+
+
+class TextTokenizer:
+    """A tokenizer together with its end-of-text token: the content of its files, ready to use.
+
+    Only `encode_prompt` adds tokens. Text that happens to spell a special token is encoded as the text it
+    is, so that no document can end itself early; truncation and padding that a file asks for are switched
+    off.
+    """
+
+    def __init__(self, files: Mapping[str, bytes], *, where: str):
+        """`files` maps names of TOKENIZER_FILES to content; `where` names their place in error messages.
+
+        Raises ValueError when they are no tokenizer, or have no end-of-text token.
+        """
+        self._files = dict(files)
+        try:
+            self._tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"{where}: tokenizer.json cannot be read: {error}") from error
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(ids.values(), default=0) + 1
+        """Rows an embedding needs: the largest id and one."""
+        self.eos_id: int = _end_of_text(self._files, ids, where)
+        """Id of the end-of-text token."""
+        identity = self._files["tokenizer.json"] + str(self.eos_id).encode()
+        self.fingerprint: str = hashlib.sha256(identity).hexdigest()
+        """Equal for tokenizers that make the same tokens of every document."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of one text."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of many texts, on all cores."""
+        return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a text that a model shall continue: with the tokens that the tokenizer's own
+        template puts before a text (Llama's begin-of-text), without the end-of-text it may put behind."""
+        ids = self._tokenizer.encode(text, add_special_tokens=True).ids
+        while ids and ids[-1] == self.eos_id:
+            ids.pop()
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids, special tokens by their names; bytes that are not UTF-8 become U+FFFD."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def pieces(self, text: str) -> list[str]:
+        """Cut a long text where it does not show: the pieces' tokens, joined, are the text's tokens.
+
+        So one big file is encoded on all cores in bounded memory. A cut is made after a word, once PIECE
+        characters are together, and only if the WINDOW around it encodes alike with and without the cut;
+        tokenizers that mark the start of every text (Llama 2's) get their text whole.
+        """
+        if len(text) <= PIECE or not self._invisible("a word", cut=1):
+            return [text]
+        pieces, start = [], 0
+        while (cut := self._next_cut(text, start + PIECE)) is not None:
+            pieces.append(text[start:cut])
+            start = cut
+        return [*pieces, text[start:]]
+
+    def _next_cut(self, text: str, start: int) -> int | None:
+        ends = (match.end() for match in _WORD_END.finditer(text, start))
+        return next((end for end in ends if self._invisible(text, end)), None)
+
+    def _invisible(self, text: str, cut: int) -> bool:
+        left, right = text[max(0, cut - WINDOW) : cut], text[cut : cut + WINDOW]
+        return self.encode(left + right) == self.encode(left) + self.encode(right)
+
+    def save(self, directory: Path) -> None:
+        """Write the tokenizer's files, byte for byte as they were found, for Hugging Face's tools to read."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, content in self._files.items():
+            (directory / name).write_bytes(content)
+
+
+def load_tokenizer(path: Path) -> TextTokenizer:
+    """The tokenizer of a tokenizer.json file, or of the directory that holds one, with the files beside it.
+
+    Raises ValueError when there is none, it cannot be read, or its end-of-text token cannot be found.
+    """
+    where = f"tokenizer {path}"
+    if not path.exists():
+        raise ValueError(f"{where}: no such file; give a tokenizer.json, the folder that holds it, or auto")
+    if path.is_file() and path.name != "tokenizer.json":
+        return TextTokenizer({"tokenizer.json": path.read_bytes()}, where=where)
+    directory = path if path.is_dir() else path.parent
+    files = {
+        name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()
+    }
+    if "tokenizer.json" not in files:
+        raise ValueError(f"{where}: this folder has no tokenizer.json")
+    return TextTokenizer(files, where=where)
+
+
+def train_tokenizer(texts: Iterable[str], vocab: int) -> TextTokenizer:
+    """Train a byte-level BPE (GPT-2's kind: any text, no unknown token) of at most `vocab` tokens.
+
+    The same texts give the same tokenizer. Few texts give fewer tokens than `vocab`.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+    }
+    files = {
+        "tokenizer.json": tokenizer.to_str(pretty=True).encode(),
+        "tokenizer_config.json": json.dumps(config, indent=2).encode(),
+    }
+    return TextTokenizer(files, where="trained tokenizer")
+
+
+def _end_of_text(files: Mapping[str, bytes], ids: Mapping[str, int], where: str) -> int:
+    """Id of the end-of-text token: what the files say, else a published name that the vocabulary has."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = _read_json(files, name, where).get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is not None:
+            if token not in ids:
+                raise ValueError(f"{where}: {name} says eos_token {token!r}, which tokenizer.json has not")
+            return ids[token]
+    found = _read_json(files, "generation_config.json", where).get("eos_token_id")
+    if found is not None:
+        eos_id = found[0] if isinstance(found, list) else found
+        if eos_id not in ids.values():
+            raise ValueError(
+                f"{where}: generation_config.json says eos_token_id {found}, which tokenizer.json has not"
+            )
+        return eos_id
+    for token in END_OF_TEXT_NAMES:
+        if token in ids:
+            return ids[token]
+    raise ValueError(
+        f"{where}: no end-of-text token (none of {', '.join(END_OF_TEXT_NAMES)} is in the vocabulary); "
+        f"name it as eos_token in a tokenizer_config.json beside tokenizer.json"
+    )
+
+
+def _read_json(files: Mapping[str, bytes], name: str, where: str) -> dict[str, Any]:
+    try:
+        content = json.loads(files.get(name, b"{}"))
+    except ValueError as error:
+        raise ValueError(f"{where}: {name} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{where}: {name} is not a JSON object")
+    return content
