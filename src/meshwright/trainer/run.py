@@ -15,7 +15,7 @@ from meshwright.trainer.launch import Worker, find_nodes, find_worker, join_all,
 from meshwright.trainer.loop import train_loop
 from meshwright.trainer.metrics import Journal, read_journal
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.setup import Trainer, build_trainer, check_vocabulary, describe_environment, write_json
+from meshwright.trainer.setup import Trainer, build_trainer, check_vocabulary, describe_environment, find_place, write_json
 from meshwright.trainer.trackers import open_trackers
 
 
@@ -70,12 +70,13 @@ def train_rank(resolved: ResolvedRun, worker: Worker, *, base_dir: Path, resume:
     """One rank's whole life; every rank of the layout calls it."""
     run, first = resolved.run, worker.rank == 0
     run_dir = Path(run.run_dir)
-    trainer = build_trainer(resolved, worker, base_dir=base_dir)
+    device, mesh = find_place(run, worker)
     if worker.local_rank == 0:
         corpus_of(run, base_dir, progress=_show_progress if first else None)
     join_all()
     corpus = corpus_of(run, base_dir)
     check_vocabulary(resolved, corpus)
+    trainer = build_trainer(resolved, worker, device, mesh, base_dir=base_dir)
     display = Display(steps=run.training.steps, memory_bytes=trainer.memory_bytes, device=trainer.device.type, enabled=first)
     display.say(banner(trainer, corpus))
     if resume:

@@ -1,5 +1,6 @@
 """The one place that builds everything a rank needs to train, in the order in which it has to happen."""
 
+import functools
 import json
 import platform
 from dataclasses import dataclass
@@ -22,9 +23,9 @@ from meshwright.parallel import apply_parallelism, build_mesh, materialize
 from meshwright.parallel.materialize import RowSource
 from meshwright.parallel.mesh import data_parallel_rank
 from meshwright.parallel.precision import MasterWeights, stored_dtype
-from meshwright.plan.machine import find_machine
+from meshwright.plan.machine import Machine, find_machine
 from meshwright.spec.model import Parameter
-from meshwright.spec.run import ResolvedRun
+from meshwright.spec.run import ResolvedRun, Run
 from meshwright.trainer.device import choose_device, peak_flops, use_deterministic_kernels
 from meshwright.trainer.launch import Worker, join_group, threads_per_rank
 from meshwright.trainer.step import TrainStep
@@ -45,16 +46,27 @@ class Trainer:
     masters: MasterWeights | None
     optimizers: Optimizers
     train_step: TrainStep
-    peak: tuple[float, str]
-    """FLOP/s that MFU is measured against, and where the figure comes from."""
-    memory_bytes: int
-    """Memory of this rank's device."""
     step: int = 0
     """Optimizer steps done."""
     tokens: int = 0
     """Tokens seen by the model."""
     skipped: int = 0
     """Steps skipped because they were not finite."""
+
+    @functools.cached_property
+    def machine(self) -> Machine:
+        """The devices of this machine."""
+        return find_machine(self.resolved.run.device)
+
+    @functools.cached_property
+    def peak(self) -> tuple[float, str]:
+        """FLOP/s that MFU is measured against, and where the figure comes from."""
+        return peak_flops(self.device, self.machine, self.resolved.run.training.precision)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory that this rank can count on."""
+        return self.machine.memory_per_rank(self.worker.local_world_size)
 
     @property
     def data_rank(self) -> int:
@@ -113,20 +125,24 @@ class Trainer:
         return tensors
 
 
-def build_trainer(resolved: ResolvedRun, worker: Worker, *, base_dir: Path) -> Trainer:
-    """Build this rank's part of a run; every rank of the layout must call it."""
-    run, training = resolved.run, resolved.run.training
-    machine = find_machine(run.device)
-    device = choose_device(machine, worker.local_rank)
+def find_place(run: Run, worker: Worker) -> tuple[torch.device, DeviceMesh | None]:
+    """This rank's device, and the mesh of all ranks where there is one; joins the process group. Collective."""
+    device = choose_device(find_machine(run.device), worker.local_rank)
     if device.type == "cpu":
         torch.set_num_threads(threads_per_rank(worker.local_world_size))
+    if run.layout.world_size == worker.world_size == 1 and run.layout.offload == "none":
+        return device, None
+    join_group(worker, run.layout, device)
+    return device, build_mesh(run.layout, device.type)
+
+
+def build_trainer(
+    resolved: ResolvedRun, worker: Worker, device: torch.device, mesh: DeviceMesh | None, *, base_dir: Path
+) -> Trainer:
+    """Build this rank's part of a run; every rank of the layout must call it."""
+    run, training = resolved.run, resolved.run.training
     if training.deterministic:
         use_deterministic_kernels()
-    mesh = None
-    if run.layout.world_size > 1 or run.layout.offload == "cpu" or worker.world_size > 1:
-        join_group(worker, run.layout, device)
-        mesh = build_mesh(run.layout, device.type)
-
     table = parameter_table(resolved.model)
     model = build_model(resolved.model, device="meta", dtype=stored_dtype(training))
     apply_parallelism(model, run, mesh)
@@ -149,8 +165,6 @@ def build_trainer(resolved: ResolvedRun, worker: Worker, *, base_dir: Path) -> T
         masters=masters,
         optimizers=optimizers,
         train_step=TrainStep(run, model, parameters, optimizers, masters, device),
-        peak=peak_flops(device, machine, training.precision),
-        memory_bytes=machine.memory_per_rank(worker.local_world_size),
     )
 
 

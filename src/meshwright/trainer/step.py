@@ -65,13 +65,11 @@ class TrainStep:
 
         Raises `NonFiniteError` before the weights are touched, where the recipe's policy is `raise`.
         """
-        trained = self._sum_over_ranks(sum(int((labels != IGNORED).sum()) for _, labels in microbatches), torch.int64)
-        loss_sum = self._forward_backward(microbatches, max(1, int(trained)))
-        loss = self._sum_over_ranks(loss_sum, torch.float64).item() / max(1, int(trained))
+        loss, trained = self.gradients(microbatches)
         gnorm = global_gradient_norm(self.parameters.values()).item() / self._scale
         finite = bool(np.isfinite(loss) and np.isfinite(gnorm))
         if finite:
-            self._update(step, gnorm)
+            self.update(step, gnorm)
         self.optimizers.zero_grad()
         overflow = self.scaler is not None and np.isfinite(loss) and self._scale > 1
         if not finite and not overflow and self.training.non_finite == "raise":
@@ -81,23 +79,29 @@ class TrainStep:
             )
         if self.scaler is not None:
             self.scaler.update(finite=finite)
-        return StepResult(loss=loss, gnorm=gnorm, trained=int(trained), skipped=not finite)
+        return StepResult(loss=loss, gnorm=gnorm, trained=trained, skipped=not finite)
 
     @property
     def _scale(self) -> float:
         return self.scaler.scale if self.scaler else 1.0
 
-    def _forward_backward(self, microbatches: Sequence[Microbatch], trained: int) -> torch.Tensor:
-        """Accumulate gradients; returns the sum of this rank's token losses."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+    def gradients(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
+        """Leave the gradient of the global batch's mean loss, times the loss scale, in `parameters`; collective.
+
+        Returns that loss and the number of tokens of the global batch that carry loss.
+        """
+        here = sum(int((labels != IGNORED).sum()) for _, labels in microbatches)
+        trained = max(1, int(self._sum_over_ranks(torch.tensor(here, device=self.device))))
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, (inputs, labels) in enumerate(microbatches):
             set_gradient_sync(self.model, self.run.layout, last_microbatch=index == len(microbatches) - 1)
-            loss_sum = self.model(*to_device((inputs, labels), self.device))
-            (loss_sum * (self._scale / trained)).backward()
-            total += loss_sum.detach()
-        return total
+            loss = self.model(*to_device((inputs, labels), self.device))
+            (loss * (self._scale / trained)).backward()
+            loss_sum += loss.detach()
+        return self._sum_over_ranks(loss_sum).item() / trained, trained
 
-    def _update(self, step: int, gnorm: float) -> None:
+    def update(self, step: int, gnorm: float) -> None:
+        """Clip and make one optimizer step with the gradients in `parameters`, whose unscaled norm is `gnorm`."""
         factor = 1 / self._scale
         if self.training.clip is not None and gnorm > self.training.clip:
             factor *= self.training.clip / gnorm
@@ -112,12 +116,11 @@ class TrainStep:
         """Factor of the peak learning rate at `step`."""
         return lr_factor(self.training.lr_schedule, step, self.training.steps)
 
-    def _sum_over_ranks(self, value: torch.Tensor | int, dtype: torch.dtype) -> torch.Tensor:
+    def _sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, each of which reads different data."""
-        total = torch.as_tensor(value, dtype=dtype, device=self.device)
         if dist.is_initialized():
-            dist.all_reduce(total)
-        return total
+            dist.all_reduce(value)
+        return value
 
 
 def to_device(microbatch: Microbatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

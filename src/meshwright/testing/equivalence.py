@@ -1,0 +1,96 @@
+"""The one place that compares a layout with one process: loss, every gradient, and every weight after one step."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from meshwright.data.loader import Loader
+from meshwright.models.loss import IGNORED
+from meshwright.optim.clip import global_gradient_norm
+from meshwright.parallel import build_mesh
+from meshwright.spec.run import ResolvedRun
+from meshwright.trainer.launch import Worker
+from meshwright.trainer.setup import Trainer, build_trainer
+
+
+@dataclass
+class Outcome:
+    """What one optimizer step did, whole tensors on the CPU."""
+
+    loss: float
+    gnorm: float
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+    """After the step."""
+
+
+class RandomSamples:
+    """Random tokens, of whose labels a varying share is ignored: ranks and microbatches carry unequal token counts."""
+
+    def __init__(self, *, vocab: int, sequence_length: int, seed: int = 0, count: int = 64) -> None:
+        self.vocab, self.sequence_length, self.seed, self.count = vocab, sequence_length, seed, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        generator = np.random.default_rng((self.seed, index))
+        tokens = generator.integers(0, self.vocab, self.sequence_length + 1)
+        inputs_T, labels_T = tokens[:-1].copy(), tokens[1:].copy()
+        labels_T[generator.random(self.sequence_length) < generator.random() / 2] = IGNORED
+        return inputs_T, labels_T
+
+
+def build_here(resolved: ResolvedRun) -> Trainer:
+    """A trainer on the CPU for this rank of whatever process group there is."""
+    distributed = dist.is_initialized()
+    worker = Worker(rank=dist.get_rank(), world_size=dist.get_world_size()) if distributed else Worker()
+    mesh = build_mesh(resolved.run.layout, "cpu") if distributed else None
+    return build_trainer(resolved, worker, torch.device("cpu"), mesh, base_dir=Path())
+
+
+def one_step(resolved: ResolvedRun) -> Outcome | None:
+    """Build the run and make its first step on random tokens; None on every rank but the first. Collective."""
+    trainer = build_here(resolved)
+    step = trainer.train_step
+    with loader_for(trainer) as loader:
+        loss, _ = step.gradients(loader.microbatches(0))
+    gnorm = global_gradient_norm(trainer.parameters.values()).item()
+    gradients = {name: whole(tensor.grad) for name, tensor in trainer.parameters.items()}
+    step.update(1, gnorm)
+    weights = {name: whole(tensor.detach()) for name, tensor in trainer.parameters.items()}
+    return Outcome(loss, gnorm, gradients, weights) if trainer.worker.rank == 0 else None
+
+
+def loader_for(trainer: Trainer, *, seed: int = 0) -> Loader:
+    """This rank's microbatches of random samples."""
+    resolved = trainer.resolved
+    samples = RandomSamples(
+        vocab=resolved.model.vocab, sequence_length=resolved.run.data.sequence_length, seed=seed
+    )
+    return Loader(
+        samples,
+        seed=resolved.run.training.seed,
+        global_batch=resolved.global_batch,
+        micro_batch=resolved.micro_batch,
+        rank=trainer.data_rank,
+        world_size=resolved.run.layout.data_parallel,
+    )
+
+
+def whole(tensor: torch.Tensor | None) -> torch.Tensor:
+    """A copy of the global tensor; collective for sharded ones."""
+    assert tensor is not None, "a parameter has no gradient"
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def largest_difference(ours: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """The largest absolute difference over all tensors, and the tensor's name; NaN counts as infinite."""
+    assert ours.keys() == other.keys(), sorted(ours.keys() ^ other.keys())
+    differences = {name: (ours[name].double() - other[name].double()).abs().max().nan_to_num(torch.inf) for name in ours}
+    worst = max(differences, key=lambda name: differences[name])
+    return differences[worst].item(), worst
