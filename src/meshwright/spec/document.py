@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 """Where a value lies in the document: keys of mappings and indices of lists, from the outside in."""
 
 _INTEGER = re.compile(r"[-+]?[0-9]{1,300}|0o[0-7]+|0x[0-9a-fA-F]+")
@@ -31,7 +31,7 @@ class Place:
     names: str = ""
     """The dotted path that `text` names already (overrides), so that a message need not repeat it."""
 
-    def says(self, path: Path, message: str) -> str:
+    def says(self, path: KeyPath, message: str) -> str:
         """`message` about the value at `path`, as one line that starts with this place."""
         subject = "" if dotted(path) in ("", self.names) else f"{dotted(path)}: "
         return f"{self.text}: {subject}{message}"
@@ -51,22 +51,22 @@ class Document:
     """Plain data, the place of every value in it, and what was wrong with its text."""
 
     value: Any
-    places: dict[Path, Place] = field(default_factory=dict)
+    places: dict[KeyPath, Place] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
-    def place(self, path: Path) -> Place:
+    def place(self, path: KeyPath) -> Place:
         """The place of the value at `path`, or of the nearest value around it."""
         while path not in self.places:
             path = path[:-1]
         return self.places[path]
 
-    def refuse(self, path: Path, message: str, place: Place | None = None) -> None:
+    def refuse(self, path: KeyPath, message: str, place: Place | None = None) -> None:
         """Note that the value at `path` is wrong."""
         place = place or self.place(path)
         self.problems.append(Problem(place, place.says(path, message)))
 
 
-def dotted(path: Path) -> str:
+def dotted(path: KeyPath) -> str:
     """`("data", "sources", 0)` as people write it: `data.sources.0`."""
     return ".".join(str(part) for part in path)
 
@@ -127,7 +127,9 @@ def _refusals(text: str) -> Iterator[tuple[int, str]]:
             yield line, f"the tag '{tag}' is not allowed: a recipe is plain data"
 
 
-def _construct(node: yaml.Node, path: Path, document: Document, place_of_line: Callable[[int], Place]) -> Any:
+def _construct(
+    node: yaml.Node, path: KeyPath, document: Document, place_of_line: Callable[[int], Place]
+) -> Any:
     document.places.setdefault(path, place_of_line(node.start_mark.line + 1))
     if isinstance(node, yaml.MappingNode):
         mapping = {}

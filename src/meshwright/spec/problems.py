@@ -9,17 +9,17 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from meshwright.spec.base import Spec
-from meshwright.spec.document import Path, dotted
+from meshwright.spec.document import KeyPath, dotted
 
 
-def explain(error: ValidationError, spec: type[Spec], value: Any) -> list[tuple[Path, str]]:
+def explain(error: ValidationError, spec: type[Spec], value: Any) -> list[tuple[KeyPath, str]]:
     """Every problem of `error`, raised when `value` (plain data) was validated as `spec`: (path, sentence).
 
     Alternatives of one setting (a number or `auto`) become one sentence, and where an alternative got further
     (an item of a list is wrong) the others (it is not a word either) are left out.
     """
-    by_path: dict[Path, list[ErrorDetails]] = {}
-    alternatives: set[Path] = set()
+    by_path: dict[KeyPath, list[ErrorDetails]] = {}
+    alternatives: set[KeyPath] = set()
     for details in error.errors(include_url=False):
         if details["type"] == "too_short" and len(details["input"]) >= details.get("ctx", {})["min_length"]:
             continue  # pydantic counts only the items that are right; the wrong ones are reported themselves
@@ -42,9 +42,9 @@ def did_you_mean(word: str, known: Iterable[str], *, likeness: float = 0.6) -> s
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
-def _path_in(value: Any, details: ErrorDetails) -> tuple[Path, bool]:
+def _path_in(value: Any, details: ErrorDetails) -> tuple[KeyPath, bool]:
     """The error's path without pydantic's names of alternatives, and whether it ended in one of them."""
-    path: Path = ()
+    path: KeyPath = ()
     is_alternative = False
     for part in details["loc"]:
         is_alternative = part not in _keys(value)
@@ -61,7 +61,7 @@ def _keys(value: Any) -> Container[str | int]:
     return range(len(value)) if isinstance(value, list) else ()
 
 
-def _sentence(path: Path, group: list[ErrorDetails], spec: type[Spec]) -> str:
+def _sentence(path: KeyPath, group: list[ErrorDetails], spec: type[Spec]) -> str:
     first = group[0]
     value, kind = first["input"], first["type"]
     if kind == "extra_forbidden":
@@ -150,7 +150,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:56]} ..."
 
 
-def _unknown_key(path: Path, spec: type[Spec]) -> str:
+def _unknown_key(path: KeyPath, spec: type[Spec]) -> str:
     *section, key = path
     sections = _sections_at(spec, tuple(section))
     known = [name for candidate in sections for name in candidate.model_fields]
@@ -163,7 +163,7 @@ def _unknown_key(path: Path, spec: type[Spec]) -> str:
     return f"unknown key; there are {', '.join(known)}"
 
 
-def _sections_at(spec: type[Spec], path: Path) -> list[type[Spec]]:
+def _sections_at(spec: type[Spec], path: KeyPath) -> list[type[Spec]]:
     """The classes that the section at `path` may be."""
     sections = [spec]
     for part in path:
@@ -185,7 +185,7 @@ def _sections_in(annotation: Any) -> Iterator[type[Spec]]:
         yield from _sections_in(argument)
 
 
-def _all_paths(spec: type[Spec], within: Path = ()) -> Iterator[Path]:
+def _all_paths(spec: type[Spec], within: KeyPath = ()) -> Iterator[KeyPath]:
     for name, field in spec.model_fields.items():
         yield (*within, name)
         for section in _sections_in(field.annotation):

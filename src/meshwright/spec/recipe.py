@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Sequence
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from meshwright.spec.base import Spec
-from meshwright.spec.document import Document, Path, Place, read_yaml, scalar, write_yaml
+from meshwright.spec.document import Document, KeyPath, Place, read_yaml, scalar, write_yaml
 from meshwright.spec.problems import explain
 from meshwright.spec.run import Run
 
@@ -24,7 +24,7 @@ class RecipeError(ValueError):
         """One line per problem: `run.yaml:12: training.optimzer: unknown key; did you mean 'optimizer'?`"""
 
 
-def load_recipe(path: str | FilePath, overrides: Sequence[str] = ()) -> Run:
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     """Read the recipe at `path` and apply the overrides (`training.steps=100`), in order, on top.
 
     Raises RecipeError with every problem at once, and OSError where the file cannot be read.
@@ -32,10 +32,10 @@ def load_recipe(path: str | FilePath, overrides: Sequence[str] = ()) -> Run:
     return load_spec(path, Run, overrides)
 
 
-def load_spec(path: str | FilePath, spec: type[SpecT], overrides: Sequence[str] = ()) -> SpecT:
+def load_spec(path: str | Path, spec: type[SpecT], overrides: Sequence[str] = ()) -> SpecT:
     """The same for any object of `spec/` that was saved with `dump_recipe`, such as `resolved.yaml`."""
     try:
-        text = FilePath(path).read_bytes().decode("utf-8-sig")
+        text = Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise RecipeError([f"{path}:{line}: not UTF-8 text"]) from error
@@ -92,7 +92,7 @@ def _override(document: Document, override: str, *, order: int) -> None:
     if given.problems:
         return
     container: Any = document.value
-    path: Path = ()
+    path: KeyPath = ()
     if len(keys) > 1 and isinstance(container.get("model"), str) and keys[0] == "model":
         container["model"] = {"name": container["model"]}  # `model: NAME` is short for this
     for depth, key in enumerate(keys, 1):

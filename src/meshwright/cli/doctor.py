@@ -1,0 +1,176 @@
+"""The verb `doctor`: what this machine has for training, what is missing, and how to mend it."""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from meshwright.cli.output import add_json_argument, print_json
+from meshwright.plan.machine import find_machine
+
+PYTHON = (3, 11)
+ROOM = 10 * 10**9
+"""Bytes on disk below which checkpoints soon find no room."""
+EXTRAS = {
+    "tensorboard": "trackers: [tensorboard]",
+    "wandb": "trackers: [wandb]",
+    "transformers": "comparing an exported model with Hugging Face's own code",
+}
+"""Optional packages and what each is for."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    state: Literal["ok", "optional", "missing"]
+    """optional: not there, and only some settings need it. missing: training fails without it."""
+    detail: str
+    fix: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `doctor`."""
+    add_json_argument(parser)
+    parser.epilog = (
+        "exit status: 0 ready to train, 1 something required is missing\n\nexample:\n  meshwright doctor"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Examine the machine and report."""
+    findings = list(examine())
+    missing = [finding.name for finding in findings if finding.state == "missing"]
+    if arguments.json:
+        print_json({"ready": not missing, "findings": [asdict(finding) for finding in findings]})
+    else:
+        for finding in findings:
+            print(f"{finding.state:<9}{finding.name:<14}{finding.detail}")
+            if finding.fix:
+                print(f"{'':<23}-> {finding.fix}")
+        print(f"\nnot ready: {', '.join(missing)} missing" if missing else "\nready to train")
+    return 1 if missing else 0
+
+
+def examine() -> Iterator[Finding]:
+    """Everything that `doctor` looks at, in the order in which it prints it."""
+    yield _python()
+    yield from _requirements()
+    yield from _host()
+    if importlib.util.find_spec("torch"):
+        yield from _torch()
+    yield _compiler()
+    for package, purpose in EXTRAS.items():
+        yield _extra(package, purpose)
+
+
+def _python() -> Finding:
+    version, system = platform.python_version(), f"{platform.system()} {platform.machine()}"
+    if sys.version_info >= PYTHON:
+        return Finding("python", "ok", f"{version}, {system}")
+    return Finding(
+        "python", "missing", f"{version}, {system}", "install Python {}.{} or newer".format(*PYTHON)
+    )
+
+
+def _requirements() -> Iterator[Finding]:
+    """The packages that meshwright declares, at the versions it declares."""
+    for requirement in importlib.metadata.requires("meshwright") or []:
+        if "extra ==" in requirement:
+            continue
+        name, bounds = re.fullmatch(r"([\w.-]+)\s*(.*)", requirement).groups()  # type: ignore[union-attr]
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(name, "missing", "not installed", f"pip install '{requirement}'")
+            continue
+        if _satisfies(version, bounds):
+            yield Finding(name, "ok", version)
+        else:
+            yield Finding(name, "missing", f"{version} is outside {bounds}", f"pip install '{requirement}'")
+
+
+def _satisfies(version: str, bounds: str) -> bool:
+    """Whether a release lies within bounds such as `>=2.11,<2.14`, the only two signs we declare."""
+    release = _release(version)
+    for bound in filter(None, bounds.split(",")):
+        sign, limit = bound[:1], _release(bound.lstrip("<>="))
+        if (sign == ">" and release < limit) or (sign == "<" and release >= limit):
+            return False
+    return True
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """`2.13.0+cpu` as (2, 13, 0)."""
+    return tuple(int(part) for part in re.match(r"\d+(\.\d+)*", version)[0].split("."))  # type: ignore[index]
+
+
+def _host() -> Iterator[Finding]:
+    machine = find_machine("cpu")
+    yield Finding("cpu", "ok", f"{machine.devices} cores for this process")
+    yield Finding("memory", "ok", f"{machine.memory_bytes / 2**30:.1f} GiB")
+    folder = Path("runs") if Path("runs").is_dir() else Path()
+    free = shutil.disk_usage(folder).free
+    detail = f"{free / 10**9:.0f} GB free in {folder.resolve()}"
+    if not os.access(folder, os.W_OK):
+        yield Finding(
+            "disk", "missing", f"{folder.resolve()} cannot be written", "start from a folder that is yours"
+        )
+    elif free < ROOM:
+        yield Finding(
+            "disk", "optional", detail, "make room, or set run_dir to a larger disk: checkpoints are large"
+        )
+    else:
+        yield Finding("disk", "ok", detail)
+
+
+def _torch() -> Iterator[Finding]:
+    """What torch itself can use; imports torch."""
+    import torch
+    import torch.distributed as dist
+
+    machine = find_machine("auto")
+    if machine.kind == "cpu":
+        yield Finding("gpus", "optional", "none; training runs on the CPU")
+    elif torch.cuda.is_available():
+        gpus = f"{torch.cuda.device_count()} x {machine.name}, {machine.memory_bytes / 2**30:.0f} GiB each"
+        yield Finding("gpus", "ok", f"{gpus}, CUDA {torch.version.cuda}")
+    else:
+        yield Finding(
+            "gpus",
+            "missing",
+            f"{machine.devices} x {machine.name}, which torch {torch.__version__} cannot use",
+            "install a CUDA build of torch that this driver supports, or train with device=cpu",
+        )
+    needed = ["gloo"] if machine.kind == "cpu" else ["gloo", "nccl"]
+    backends = [name for name in ("gloo", "nccl") if dist.is_available() and dist.is_backend_available(name)]
+    absent = [name for name in needed if name not in backends]
+    if absent:
+        fix = "install a build of torch with torch.distributed; without it only one process can train"
+        yield Finding("distributed", "missing", f"no {' and no '.join(absent)}", fix)
+    else:
+        yield Finding("distributed", "ok", ", ".join(backends))
+
+
+def _compiler() -> Finding:
+    """torch.compile writes C++ on the CPU; Triton, on GPUs, needs a C compiler too."""
+    compiler = next(filter(shutil.which, ("g++", "clang++", "c++")), None)
+    if compiler:
+        return Finding("compiler", "ok", f"{compiler}, for training.compile: true")
+    return Finding("compiler", "optional", "no C++ compiler", "for training.compile: true, install g++")
+
+
+def _extra(package: str, purpose: str) -> Finding:
+    try:
+        return Finding(package, "ok", importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(package, "optional", "not installed", f"for {purpose}: pip install {package}")

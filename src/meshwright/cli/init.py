@@ -1,0 +1,151 @@
+"""The verb `init`: the preset recipes, as a list or as one recipe with every setting and what it means."""
+
+import argparse
+import difflib
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from meshwright.cli.common import presets
+from meshwright.cli.output import add_json_argument, print_json
+from meshwright.families import PRESETS as MODELS
+from meshwright.families import resolve_model
+from meshwright.spec.base import Spec
+from meshwright.spec.document import write_yaml
+from meshwright.spec.model import ModelFields
+from meshwright.spec.recipe import load_recipe
+from meshwright.spec.run import Run
+
+WIDTH = 110
+COMMENT_COLUMN = 36
+"""Comments begin here, below where the value is longer."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Operands and options of `init`."""
+    parser.add_argument("preset", metavar="PRESET", nargs="?", help="print this one; without it, list all")
+    parser.add_argument(
+        "overrides", metavar="a.b=c", nargs="*", help="change one setting of the printed recipe"
+    )
+    add_json_argument(parser)
+    parser.epilog = "examples:\n  meshwright init\n  meshwright init demo > run.yaml"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """List the presets, or print one."""
+    if arguments.preset is None:
+        _list(as_json=arguments.json)
+        return 0
+    path = find_preset(arguments.preset)
+    recipe = load_recipe(path, arguments.overrides)
+    if arguments.json:
+        print_json(recipe.model_dump(mode="json"))
+    else:
+        print(commented_recipe(recipe, title=_title(path)), end="")
+    return 0
+
+
+def find_preset(name: str) -> Path:
+    """The file of a preset recipe; raises ValueError with the nearest name where there is none."""
+    known = presets()
+    if name in known:
+        return known[name]
+    if name in MODELS:
+        raise ValueError(
+            f"'{name}' is a model; name it in any recipe, as in meshwright init gpt2-124m model={name}"
+        )
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(known)}"
+    raise ValueError(f"there is no preset '{name}'; {hint}")
+
+
+def commented_recipe(recipe: Run, *, title: str) -> str:
+    """The recipe as YAML with every setting, its default where it was not given, and beside it what it means.
+
+    A size of the model that its name or family decides stands as a comment, with the value that it has.
+
+    Raises ValueError where the model does not exist.
+    """
+    model = resolve_model(recipe.model, base_dir=Path(), vocab=recipe.data.tokenizer_vocab)
+    sizes = model.model_dump()
+    lines = [f"# {title}"]
+    for name, field in Run.model_fields.items():
+        value = getattr(recipe, name)
+        lines += ["", *textwrap.wrap(f"# {_meaning(field)}", WIDTH, subsequent_indent="# ")]
+        if isinstance(value, Spec):
+            lines += [f"{name}:", *_section(value, "  ", sizes if isinstance(value, ModelFields) else {})]
+        else:
+            lines += [_entry(name, value)]
+    return "\n".join(lines) + "\n"
+
+
+def _list(*, as_json: bool) -> None:
+    titles = {name: _title(path) for name, path in presets().items()}
+    if as_json:
+        print_json(titles)
+        return
+    width = max(map(len, titles))
+    for name, title in titles.items():
+        print(f"{name:<{width}}  {title}")
+    print("\nmeshwright init PRESET > run.yaml   writes one down, every setting explained")
+    print(textwrap.fill(f"Models that a recipe can name: {', '.join(MODELS)}", WIDTH))
+
+
+def _title(path: Path) -> str:
+    """A preset's first line is a comment that says what it is."""
+    with path.open(encoding="utf-8") as file:
+        return file.readline().removeprefix("#").strip()
+
+
+def _section(section: Spec, indent: str, inherited: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of one section; `inherited` is what its settings are where they are not given."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Spec):
+            yield from _beside(f"{indent}{name}:", _meaning(field))
+            yield from _section(value, indent + "  ", {})
+        elif isinstance(value, tuple) and value and isinstance(value[0], Spec):
+            yield from _beside(f"{indent}{name}:", _meaning(field))
+            for item in value:
+                first, *others = _section(item, indent + "    ", {})
+                yield f"{indent}  - {first.lstrip()}"
+                yield from others
+        elif value is None and field.default is None:
+            entry = f"{name}:" if inherited.get(name) is None else _entry(name, inherited[name])
+            yield from _beside(f"{indent}# {entry}", _meaning(field))
+        else:
+            yield from _beside(indent + _entry(name, value), _meaning(field))
+
+
+def _entry(name: str, value: Any) -> str:
+    """One line of YAML, lists and mappings in brackets."""
+    value = list(value) if isinstance(value, tuple) else value
+    return f"{name}: {write_yaml([value]).strip()[1:-1]}"
+
+
+def _meaning(field: FieldInfo) -> str:
+    """A field's description, and its choices where the description does not name them."""
+    meaning = " ".join((field.description or "").split())
+    choices = (
+        [str(choice) for choice in get_args(field.annotation)]
+        if get_origin(field.annotation) is Literal
+        else []
+    )
+    if len(choices) > 1 and not all(choice in meaning for choice in choices):
+        meaning += f" One of {', '.join(choices)}."
+    return meaning
+
+
+def _beside(entry: str, comment: str) -> Iterator[str]:
+    """An entry with its comment on the right, going on below where it is long."""
+    first, *others = textwrap.wrap(f"# {comment}", WIDTH - COMMENT_COLUMN, subsequent_indent="# ")
+    if len(entry) + 2 <= COMMENT_COLUMN:
+        yield f"{entry:<{COMMENT_COLUMN}}{first}"
+    else:
+        yield entry
+        others = [first, *others]
+    for line in others:
+        yield " " * COMMENT_COLUMN + line

@@ -1,0 +1,141 @@
+"""The one place that turns a command line into a call of one verb, and an error into one line and a status.
+
+Exit status: 0 success, 1 a finding (`check`, `doctor`), 2 misuse, 130 interrupted.
+"""
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+import meshwright
+
+VERBS = {
+    "init": "list the preset recipes, or print one to start from",
+    "check": "find what is wrong with a recipe, without training",
+    "train": "train what a recipe says, on one process or many",
+    "generate": "continue prompts with a trained model",
+    "eval": "loss and perplexity of a trained model on any text",
+    "export": "write a trained model as a Hugging Face directory",
+    "doctor": "show what this machine has and what is missing",
+    "demo": "train, evaluate and sample a small model on this machine",
+}
+"""Every verb lives in `meshwright/cli/VERB.py`, imported only when it is used: `--help` never loads torch."""
+
+FIRST_STEPS = """\
+first steps:
+  meshwright init demo > run.yaml
+  meshwright check run.yaml
+  meshwright train run.yaml
+
+'meshwright VERB --help' explains a verb.
+"""
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+"""What a shell reports for a program that SIGINT or SIGPIPE ended."""
+
+
+class UsageError(ValueError):
+    """A command line that makes no sense."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Argparse, but mistakes are raised as `UsageError` and unknown options get a suggestion."""
+
+    def __init__(self, verb: str) -> None:
+        super().__init__(
+            prog=f"meshwright {verb}",
+            description=f"{VERBS[verb].capitalize()}.",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self.add_argument("--debug", action="store_true", help="show the stack trace of an error")
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse where it cannot go on."""
+        raise UsageError(f"{message}; see '{self.prog} --help'")
+
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        """Options and operands in any order; everything must be known."""
+        arguments, unknown = self.parse_known_intermixed_args(words)
+        for word in unknown:
+            if not word.startswith("-"):
+                self.error(f"unexpected '{word}'")
+            hint = (
+                _did_you_mean(word.split("=")[0], self._option_string_actions)
+                or f"; see '{self.prog} --help'"
+            )
+            raise UsageError(f"unknown option '{word}'{hint}")
+        return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (default: this process's) and return the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = _run(words)
+        sys.stdout.flush()  # here, so that a reader that has gone is noticed here
+        return status
+    except SystemExit as stop:  # argparse, after --help
+        return stop.code if isinstance(stop.code, int) else 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # nothing more can be said at exit either
+        return BROKEN_PIPE
+    except (ValueError, OSError) as error:
+        if "--debug" in words:
+            traceback.print_exc()
+        for line in _lines(error):
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if words[0] == "--version":
+        print(f"meshwright {meshwright.__version__}")
+        return 0
+    verb = words[0]
+    if verb not in VERBS:
+        what = "option" if verb.startswith("-") else "verb"
+        known = ["--help", "--version"] if what == "option" else VERBS
+        hint = _did_you_mean(verb, known) or "; see 'meshwright --help'"
+        raise UsageError(f"unknown {what} '{verb}'{hint}")
+    module = importlib.import_module(f"meshwright.cli.{verb}")
+    parser = Parser(verb)
+    module.add_arguments(parser)
+    return module.run(parser.parse(words[1:]))
+
+
+def _help() -> str:
+    verbs = "\n".join(f"  {verb:<10}{line}" for verb, line in VERBS.items())
+    about = (meshwright.__doc__ or "").splitlines()[0]
+    return f"usage: meshwright VERB ...\n\n{about}\n\nverbs:\n{verbs}\n\n{FIRST_STEPS}"
+
+
+def _did_you_mean(word: str, known: Sequence[str] | dict) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def _lines(error: ValueError | OSError) -> list[str]:
+    """What went wrong: one line per problem of a recipe, else one line."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return [f"{error.filename}: {(error.strerror or 'cannot be used').lower()}"]
+    problems = getattr(error, "problems", None)
+    return problems or [" ".join(str(error).split()) or type(error).__name__]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
