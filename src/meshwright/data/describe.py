@@ -1,5 +1,7 @@
 """The one place that shows a sample to people: its text, and what of it is in the loss."""
 
+from itertools import pairwise
+
 import numpy as np
 
 from meshwright.data.packing import NO_LABEL, Samples
@@ -33,18 +35,22 @@ def describe_sample(
 
 
 def _marked_lines(inputs_T: np.ndarray, labels_T: np.ndarray, tokenizer: TextTokenizer) -> list[str]:
-    # The label of a position is the input of the next, so the text is the inputs and the last label.
-    tokens = np.append(inputs_T, labels_T[-1])
-    predicted = np.append(False, labels_T != NO_LABEL)
-    # What follows the last label takes part in nothing.
-    used = int(np.flatnonzero(predicted).max(initial=-1)) + 1
-    borders = np.flatnonzero(np.diff(predicted[:used])) + 1
+    has_label_T = labels_T != NO_LABEL
+    # The token after a position is its label, and where it has none, the next input.
+    following_T = np.where(has_label_T, labels_T, np.append(inputs_T[1:], labels_T[-1]))
+    tokens, predicted = np.append(inputs_T[:1], following_T), np.append(False, has_label_T)
+    # Positions after the last label take part in nothing.
+    used = int(np.flatnonzero(has_label_T).max(initial=-1)) + 1
     lines = []
-    for run, marks in zip(np.split(tokens[:used], borders), np.split(predicted[:used], borders), strict=True):
-        mark = "|" if marks.any() else "."
-        lines += [f"{mark} {_printable(line)}" for line in tokenizer.decode(run).split("\n")]
-    if used < len(tokens):
-        lines.append(f"({len(tokens) - used} positions of padding)")
+    if used:
+        borders = [0, *(np.flatnonzero(np.diff(predicted[: used + 1])) + 1), used + 1]
+        for start, end in pairwise(borders):
+            mark = "|" if predicted[start] else "."
+            lines += [
+                f"{mark} {_printable(line)}" for line in tokenizer.decode(tokens[start:end]).split("\n")
+            ]
+    if used < len(labels_T):
+        lines.append(f"({len(labels_T) - used} positions of padding)")
     return lines
 
 

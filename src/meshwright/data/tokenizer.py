@@ -167,13 +167,14 @@ def _end_of_text(files: Mapping[str, bytes], ids: Mapping[str, int], where: str)
                 raise ValueError(f"{where}: {name} says eos_token {token!r}, which tokenizer.json has not")
             return ids[token]
     found = _read_json(files, "generation_config.json", where).get("eos_token_id")
+    if isinstance(found, list):
+        found = found[0] if found else None
     if found is not None:
-        eos_id = found[0] if isinstance(found, list) else found
-        if eos_id not in ids.values():
+        if found not in ids.values():
             raise ValueError(
                 f"{where}: generation_config.json says eos_token_id {found}, which tokenizer.json has not"
             )
-        return eos_id
+        return found
     for token in END_OF_TEXT_NAMES:
         if token in ids:
             return ids[token]

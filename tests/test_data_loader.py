@@ -1,0 +1,141 @@
+"""The loader: one order for every world size, exact at any step, read ahead in a thread."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from meshwright.data.loader import Loader, evaluation_batches
+from meshwright.data.packing import NO_LABEL, ConcatenatedSamples
+
+T = 8
+
+
+def numbered(count):
+    """Samples whose first input is T times their number."""
+    return ConcatenatedSamples(np.arange(count * T + 1), T)
+
+
+def load(samples, step, *, world_size, micro_batch, seed=3, global_batch=12):
+    """Sample numbers of a step: ranks one after another, their microbatches in order."""
+    seen = []
+    for rank in range(world_size):
+        with Loader(
+            samples,
+            seed=seed,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            rank=rank,
+            world_size=world_size,
+        ) as loader:
+            batches = loader.microbatches(step)
+        assert len(batches) == global_batch // world_size // micro_batch
+        for inputs_bT, labels_bT in batches:
+            assert inputs_bT.shape == labels_bT.shape == (micro_batch, T)
+            assert inputs_bT.dtype == labels_bT.dtype == np.int64
+            np.testing.assert_array_equal(labels_bT, inputs_bT + 1)
+            seen += [int(first) // T for first in inputs_bT[:, 0]]
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch"), [(1, 1), (1, 12), (2, 3), (3, 2), (4, 3), (6, 1), (12, 1)]
+)
+def test_the_order_is_the_same_for_every_split(world_size, micro_batch):
+    samples = numbered(50)
+    for step in (0, 3, 4, 1000):
+        expected = load(samples, step, world_size=1, micro_batch=4)
+        assert load(samples, step, world_size=world_size, micro_batch=micro_batch) == expected
+
+
+def test_every_epoch_sees_every_sample_once():
+    samples = numbered(30)  # no multiple of the batch: epochs begin inside steps
+    seen = [sample for step in range(10) for sample in load(samples, step, world_size=2, micro_batch=2)]
+    epochs = [seen[i : i + 30] for i in range(0, 120, 30)]
+    assert all(sorted(epoch) == list(range(30)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert load(samples, 0, world_size=1, micro_batch=1, seed=4) != seen[:12]
+
+
+def test_steps_in_any_order():
+    samples = numbered(50)
+    with Loader(samples, seed=0, global_batch=4, micro_batch=2) as loader:
+        in_order = [loader.microbatches(step) for step in range(6)]
+        for step in (5, 0, 3, 3, 4, 1):
+            np.testing.assert_array_equal(loader.microbatches(step), in_order[step])
+
+
+class Watched:
+    """Samples that note which thread reads them, and fail from a given read on."""
+
+    sequence_length = T
+
+    def __init__(self, fail_after=10**9):
+        self.threads, self.fail_after = [], fail_after
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        self.threads.append(threading.current_thread())
+        if len(self.threads) > self.fail_after:
+            raise OSError("the disk is gone")
+        return np.full(T, index), np.full(T, index)
+
+
+def test_the_next_step_is_read_ahead():
+    samples = Watched()
+    loader = Loader(samples, seed=0, global_batch=4, micro_batch=2)
+    for step in range(3):
+        loader.microbatches(step)
+    loader.close()
+    here = [thread is threading.main_thread() for thread in samples.threads]
+    assert here == [True] * 4 + [False] * (len(here) - 4), "only the first step is waited for"
+    assert len(here) in (12, 16), "closing may drop the step that is still to be read"
+    assert not any(thread.name.startswith("meshwright-loader") for thread in threading.enumerate())
+
+
+def test_errors_of_the_thread_arrive():
+    with Loader(Watched(fail_after=4), seed=0, global_batch=4, micro_batch=2) as loader:
+        loader.microbatches(0)
+        for _ in range(2):
+            with pytest.raises(OSError, match="the disk is gone"):
+                loader.microbatches(1)
+
+
+def test_batches_that_do_not_divide():
+    with pytest.raises(ValueError, match="must be a multiple of 6"):
+        Loader(numbered(5), seed=0, global_batch=8, micro_batch=2, world_size=3)
+    with pytest.raises(ValueError, match="rank 3 is not in"):
+        Loader(numbered(5), seed=0, global_batch=6, micro_batch=2, rank=3, world_size=3)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_tokens", [2, 8, 9, 30, 100])
+def test_evaluation_sees_every_token_once(world_size, num_tokens):
+    tokens = np.arange(num_tokens)
+    samples = ConcatenatedSamples(tokens, T, keep_tail=True)
+    ranks = [
+        list(evaluation_batches(samples, micro_batch=2, rank=rank, world_size=world_size))
+        for rank in range(world_size)
+    ]
+    assert len({len(batches) for batches in ranks}) == 1, "every rank runs the same number of microbatches"
+    assert all(inputs.shape == labels.shape == (2, T) for batches in ranks for inputs, labels in batches)
+    in_order = [batch for batches in zip(*ranks, strict=True) for batch in batches]
+    labels = np.concatenate([labels for _, labels in in_order]).ravel()
+    np.testing.assert_array_equal(labels[labels != NO_LABEL], tokens[1:])
+
+
+def test_evaluation_of_a_part_is_evenly_spaced():
+    samples = numbered(10)
+
+    def seen(**limits):
+        batches = evaluation_batches(samples, micro_batch=2, **limits)
+        rows = [row for inputs, labels in batches for row in zip(inputs, labels, strict=True)]
+        return [int(inputs_T[0]) // T for inputs_T, labels_T in rows if labels_T[0] != NO_LABEL]
+
+    assert seen() == list(range(10))
+    assert seen(num_samples=5) == [0, 2, 4, 6, 8]
+    assert seen(num_samples=3) == [0, 3, 6]
+    assert seen(num_samples=99) == list(range(10))
+    assert seen(num_samples=0) == []

@@ -1,0 +1,142 @@
+"""Sources: which files, which documents, and one clear sentence for each kind of bad input."""
+
+import json
+import os
+import re
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from meshwright.data.sources import find_files, read_documents
+from meshwright.spec.data import DataSpec, SourceSpec
+
+
+def documents(base_dir, *sources):
+    files = find_files(DataSpec(sources=sources).sources, base_dir)
+    return [(document.id, document.text) for document in read_documents(files)]
+
+
+def write(path: Path, content: str | bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def test_spellings_of_sources():
+    default = DataSpec()
+    assert default.sources == (SourceSpec(path="stdlib"),)
+    assert DataSpec.model_validate({"sources": "stdlib"}) == default
+    assert DataSpec.model_validate({"sources": {"path": "stdlib"}}) == default
+    both = DataSpec.model_validate({"sources": ["stdlib", {"path": "a.jsonl", "text_key": "body"}]})
+    assert [(source.path, source.text_key) for source in both.sources] == [
+        ("stdlib", "text"),
+        ("a.jsonl", "body"),
+    ]
+    assert DataSpec.model_validate(both.model_dump()) == both
+    with pytest.raises(ValueError, match="sources"):
+        DataSpec.model_validate({"sources": []})
+
+
+def test_order_is_sources_then_names(tmp_path):
+    for name in ("b.txt", "a.txt", "deep/er/c.txt", "more.jsonl"):
+        write(tmp_path / name, '{"text": "J"}\n' if name.endswith("jsonl") else name)
+    assert documents(tmp_path, "more.jsonl", "**/*.txt") == [
+        ("more.jsonl:1", "J"),
+        ("a.txt", "a.txt"),
+        ("b.txt", "b.txt"),
+        ("deep/er/c.txt", "deep/er/c.txt"),
+    ]
+
+
+def test_text_is_kept_as_it_is(tmp_path):
+    write(tmp_path / "a.txt", "\ufeffline\r\nnext\r\n\u2028 end ")
+    assert documents(tmp_path, "a.txt") == [("a.txt", "line\r\nnext\r\n\u2028 end ")], "only the mark goes"
+
+
+def test_json_lines(tmp_path):
+    lines = [{"body": "one\ntwo", "n": 1}, {"body": ""}, {"body": "drei €"}]
+    write(tmp_path / "a.jsonl", "\n".join(json.dumps(line) for line in lines) + "\n\n")
+    found = documents(tmp_path, {"path": "a.jsonl", "text_key": "body"})
+    assert found == [("a.jsonl:1", "one\ntwo"), ("a.jsonl:3", "drei €")]
+
+
+def test_names_are_literal_where_they_exist(tmp_path):
+    folder = tmp_path / "set[1]"
+    write(folder / "a[0].txt", "x")
+    assert documents(folder, "a[0].txt") == [("a[0].txt", "x")]
+    assert documents(folder, "*.txt") == [("a[0].txt", "x")], "brackets of the recipe's folder are no pattern"
+    assert documents(tmp_path, str(folder / "a[0].txt")) == [(str(folder / "a[0].txt"), "x")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"good \xc3\xa9 then \xff bad", "a.txt: not UTF-8 at byte 13"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', "a.jsonl:2: not UTF-8 at byte 10 of the line"),
+        ("a.jsonl", '{"text": "x"}\n\n{"text": \n', "a.jsonl:3: not JSON"),
+        (
+            "a.jsonl",
+            '{"content": "x", "n": 2}',
+            "a.jsonl:1: no 'text' in this line (its keys are content, n)",
+        ),
+        ("a.jsonl", '["text"]', "a.jsonl:1: no 'text' in this line (it is no object)"),
+        ("a.jsonl", '{"text": 7}', "a.jsonl:1: 'text' is not a string but int"),
+        (
+            "a.jsonl",
+            '{"text": "\\ud800"}',
+            "a.jsonl:1: 'text' is not Unicode text: a lone surrogate at character 0",
+        ),
+    ],
+)
+def test_bad_content_is_named(tmp_path, name, content, message):
+    write(tmp_path / name, content)
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        documents(tmp_path, name)
+
+
+def test_bad_sources_are_named(tmp_path):
+    write(tmp_path / "folder" / "a.txt", "x")
+    write(tmp_path / "a.CSV", "x,y")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "folder" / "a.txt")
+    for sources, message in [
+        (["none/*.txt"], "none/*.txt matches no file"),
+        (["folder"], "folder is a folder; say which files, as in folder/**/*.txt"),
+        (["a.CSV"], "a.CSV: .csv files cannot be read"),
+        (["folder/a.txt", "folder/*.txt"], "read one file twice: as folder/a.txt and as folder/a.txt"),
+        (["folder/a.txt", "link.txt"], "read one file twice: as folder/a.txt and as link.txt"),
+        (["stdlib", "stdlib"], "read one file twice: as stdlib/"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            documents(tmp_path, *sources)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission(tmp_path):
+    write(tmp_path / "a.txt", "x")
+    (tmp_path / "a.txt").chmod(0)
+    with pytest.raises(ValueError, match=r"a\.txt cannot be read: Permission denied"):
+        documents(tmp_path, "a.txt")
+
+
+def test_a_file_that_went_away(tmp_path):
+    for name in ("a.txt", "a.jsonl"):
+        write(tmp_path / name, "x")
+        files = find_files([SourceSpec(path=name)], tmp_path)
+        (tmp_path / name).unlink()
+        with pytest.raises(ValueError, match=f"{name} cannot be read: No such file"):
+            list(read_documents(files))
+
+
+def test_standard_library():
+    names = [file.name for file in find_files(DataSpec().sources, Path())]
+    assert names == sorted(names)
+    assert {"stdlib/argparse.py", "stdlib/json/decoder.py"} < set(names)
+    assert not any(re.search(r"/(tests?|site-packages|encodings)/", name) for name in names)
+    text = dict(documents(Path(), "stdlib"))["stdlib/argparse.py"]
+    assert text == Path(sysconfig.get_path("stdlib"), "argparse.py").read_bytes().decode()
+
+
+def test_python_without_library_source(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "python311.zip"))
+    with pytest.raises(ValueError, match="keeps no source text of its standard library"):
+        documents(tmp_path, "stdlib")
