@@ -1,0 +1,193 @@
+"""The verb `check`: everything that can be known about a recipe without training, torch or a GPU."""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from meshwright.cli.common import add_recipe_arguments, read_recipe
+from meshwright.cli.output import add_json_argument, print_json
+from meshwright.data.describe import describe_sample
+from meshwright.data.packing import ConcatenatedSamples
+from meshwright.data.prepare import find_tokenizer
+from meshwright.data.sources import SourceFile, find_files, read_documents
+from meshwright.data.tokenizer import TextTokenizer, train_tokenizer
+from meshwright.families import parameter_table, pretrained_directory, resolve_model
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.recipe import RecipeError
+from meshwright.spec.run import Run
+from meshwright.trainer.display import short
+from meshwright.trainer.resolve import resolve_run
+
+READ_BYTES = 1 << 28
+"""Of a larger corpus only the beginning is read: a check takes seconds."""
+
+SAMPLE_CHARACTERS = 1 << 20
+"""Text that the shown sample is taken from, and that a tokenizer is trained on for it."""
+
+ResultT = TypeVar("ResultT")
+
+
+class Findings(list[str]):
+    """Problems found so far."""
+
+    def attempt(self, work: Callable[[], ResultT]) -> ResultT | None:
+        """What `work` returns, or None where it found a problem, which is noted."""
+        try:
+            return work()
+        except (ValueError, OSError) as error:
+            self.append(" ".join(str(error).split()))
+            return None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Operands and options of `check`."""
+    add_recipe_arguments(parser)
+    add_json_argument(parser)
+    parser.epilog = (
+        "exit status: 0 nothing is wrong, 1 something is, 2 misuse\n\n"
+        "examples:\n  meshwright check run.yaml\n  meshwright check run.yaml layout.dp_shard=4"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check a recipe, report, and say by the exit status whether anything is wrong."""
+    findings, facts = Findings(), {}
+    try:
+        recipe = read_recipe(arguments)
+    except RecipeError as error:
+        findings += error.problems
+    else:
+        facts = examine(recipe, arguments.recipe.parent, findings)
+    if arguments.json:
+        print_json({"ok": not findings, "problems": findings, **facts})
+        return 1 if findings else 0
+    for line in _report(facts):
+        print(line)
+    sys.stdout.flush()
+    for finding in findings:
+        print(f"error: {finding}", file=sys.stderr)
+    if findings:
+        return 1
+    print(
+        f"\nnothing is wrong; train it with: meshwright train {' '.join([str(arguments.recipe), *arguments.overrides])}"
+    )
+    return 0
+
+
+def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
+    """All facts about a recipe as plain data; what is wrong is added to `findings`, its facts left out."""
+    facts: dict[str, Any] = {}
+    vocab = recipe.data.tokenizer_vocab
+    model = findings.attempt(lambda: resolve_model(recipe.model, base_dir=base_dir, vocab=vocab))
+    if model is not None:
+        facts["model"] = _model_facts(recipe, model)
+        resolved = findings.attempt(lambda: resolve_run(recipe, base_dir=base_dir))
+        if resolved is not None:
+            facts["batch"] = {
+                "sequences_per_step": resolved.global_batch,
+                "tokens_per_step": resolved.tokens_per_step,
+                "data_parallel_ranks": recipe.layout.data_parallel,
+                "accumulation": resolved.accumulation,
+                "micro_batch": resolved.micro_batch,
+                "sequence_length": recipe.data.sequence_length,
+                "steps": recipe.training.steps,
+                "reasons": resolved.reasons,
+            }
+    facts["layout"] = {"processes": recipe.layout.world_size, "strategy": recipe.layout.strategy}
+    model_dir = (
+        findings.attempt(lambda: pretrained_directory(recipe.model, base_dir=base_dir)) if model else None
+    )
+    files = findings.attempt(lambda: find_files(recipe.data.sources, base_dir))
+    if files is not None:
+        facts["data"] = {"files": len(files), "bytes": sum(file.path.stat().st_size for file in files)}
+        sample = findings.attempt(lambda: _sample(recipe, files, base_dir, model_dir, model))
+        facts |= sample or {}
+    return facts
+
+
+def _model_facts(recipe: Run, model: ModelSpec) -> dict[str, Any]:
+    table = parameter_table(model)
+    return {
+        "name": recipe.model.name or model.family,
+        "parameters": sum(row.numel for row in table),
+        "parameters_in_blocks": sum(row.numel for row in table if row.name.startswith("layers.")),
+        **model.model_dump(mode="json"),
+    }
+
+
+def _sample(
+    recipe: Run, files: list[SourceFile], base_dir: Path, model_dir: Path | None, model: ModelSpec | None
+) -> dict[str, Any]:
+    """The tokenizer, and the first sample of the corpus as it would be trained on.
+
+    Reads the corpus up to READ_BYTES, so that text which is not text is found. Where the tokenizer would be
+    trained, one is trained here on SAMPLE_CHARACTERS alone; training's own will cut a little better.
+    """
+    tokenizer = find_tokenizer(recipe.data, base_dir=base_dir, model_dir=model_dir)
+    texts = _beginning(files)
+    if not texts:
+        raise ValueError("data.sources hold no text: every document is empty")
+    facts = {
+        "vocab": tokenizer.vocab_size if tokenizer else recipe.data.tokenizer_vocab,
+        "trained": tokenizer is None,
+    }
+    if model is not None and facts["vocab"] > model.vocab:
+        raise ValueError(
+            f"the tokenizer has {facts['vocab']} tokens but the model only {model.vocab} rows; "
+            f"set model.vocab={facts['vocab']}"
+        )
+    tokenizer = tokenizer or train_tokenizer(texts, recipe.data.tokenizer_vocab)
+    samples = ConcatenatedSamples(_stream(texts, tokenizer), recipe.data.sequence_length, keep_tail=True)
+    _, *lines = describe_sample(samples, 0, tokenizer)
+    return {"tokenizer": facts, "sample": lines}
+
+
+def _beginning(files: list[SourceFile]) -> list[str]:
+    """The first documents, SAMPLE_CHARACTERS together; more of the corpus is read and only looked at."""
+    texts, characters, num_bytes = [], 0, 0
+    for document in read_documents(files):
+        num_bytes += document.num_bytes
+        if characters < SAMPLE_CHARACTERS:
+            texts.append(document.text[: SAMPLE_CHARACTERS - characters])
+            characters += len(texts[-1])
+        elif num_bytes >= READ_BYTES:
+            break
+    return texts
+
+
+def _stream(texts: list[str], tokenizer: TextTokenizer) -> np.ndarray:
+    """(num_tokens,) the documents' tokens, each document followed by the end-of-text token."""
+    return np.concatenate([[*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(texts)])
+
+
+def _report(facts: dict[str, Any]) -> Iterator[str]:
+    """The facts as lines for people."""
+    if model := facts.get("model"):
+        yield (
+            f"model      {model['name']}: {short(model['parameters'])} parameters "
+            f"({short(model['parameters_in_blocks'])} in blocks); {model['num_layers']} layers, width {model['hidden']}, "
+            f"{model['num_heads']} heads, vocabulary {model['vocab']}"
+        )
+    if layout := facts.get("layout"):
+        yield f"layout     {layout['strategy']}; processes: {layout['processes']}"
+    if batch := facts.get("batch"):
+        yield (
+            f"batch      {batch['tokens_per_step']} tokens a step = {batch['data_parallel_ranks']} ranks x "
+            f"{batch['accumulation']} microbatches x {batch['micro_batch']} sequences x "
+            f"{batch['sequence_length']}; {batch['steps']} steps, "
+            f"{short(batch['steps'] * batch['tokens_per_step'])} tokens"
+        )
+        yield from (f"           {setting}: {reason}" for setting, reason in batch["reasons"].items())
+    if data := facts.get("data"):
+        yield f"data       {data['files']} files, {short(data['bytes'])}B"
+    if tokenizer := facts.get("tokenizer"):
+        origin = "to be trained on this text" if tokenizer["trained"] else "found"
+        yield f"tokenizer  {tokenizer['vocab']} tokens, {origin}"
+    if sample := facts.get("sample"):
+        yield "sample     the first; behind | what is in the loss, behind . what is only read"
+        yield from (f"  {line}" for line in sample)
