@@ -35,7 +35,7 @@ def global_gradient_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         raise ValueError("no parameter has a gradient, so there is no gradient norm")
     for key, total in totals.items():
         for group in groups.get(key, ()):
-            _all_reduce_sum(total, group)
+            dist.all_reduce(total, group=group)
     return torch.stack(list(totals.values())).sum().sqrt()
 
 
@@ -44,14 +44,3 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
     """Multiply every gradient by `factor` in place."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
-
-
-def _all_reduce_sum(total: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Offloaded gradients lie on the CPU while the group may only know GPUs, so reduce on the group's device."""
-    backend = dist.get_backend(group)
-    if backend == "nccl" and not total.is_cuda:
-        moved = total.cuda()
-        dist.all_reduce(moved, group=group)
-        total.copy_(moved)
-    else:
-        dist.all_reduce(total, group=group)

@@ -1,0 +1,62 @@
+"""Tiny runs for tests: a model that neither 3 nor 4 ranks divide evenly, on random tokens."""
+
+from pathlib import Path
+from typing import Any
+
+from meshwright.families import resolve_model
+from meshwright.spec.data import DataSpec
+from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.model import ModelFields
+from meshwright.spec.run import ResolvedRun, Run
+from meshwright.spec.training import TrainingSpec
+
+GLOBAL_BATCH = 12
+SEQUENCE_LENGTH = 16
+LR = 1e-2
+EPS = 0.1
+"""Large, so that AdamW's step is a smooth function of the gradient: its slope is at most LR / EPS."""
+
+STRATEGIES = {
+    "single": LayoutSpec(),
+    "ddp": LayoutSpec(dp_replicate=4),
+    "zero-1": LayoutSpec(dp_shard=4, zero=1),
+    "zero-2": LayoutSpec(dp_shard=4, zero=2),
+    "zero-3": LayoutSpec(dp_shard=4, zero=3),
+    "zero-3-uneven": LayoutSpec(dp_shard=3, zero=3),
+    "hybrid-1": LayoutSpec(dp_replicate=2, dp_shard=2, zero=1),
+    "hybrid-2": LayoutSpec(dp_replicate=2, dp_shard=2, zero=2),
+    "hybrid-3": LayoutSpec(dp_replicate=2, dp_shard=2, zero=3),
+    "offload": LayoutSpec(dp_shard=2, zero=3, offload="cpu"),
+}
+
+
+def tiny_run(
+    layout: LayoutSpec, *, family: str = "llama", tied: bool = False, accumulation: int = 1, **training: Any
+) -> ResolvedRun:
+    """Two layers, width 24, vocabulary 50, float64, twelve sequences of sixteen tokens a step."""
+    sizes: dict[str, Any] = {"hidden": 24, "num_layers": 2, "num_heads": 4, "vocab": 50, "max_positions": 16}
+    if family != "gpt2":
+        sizes |= {"num_kv_heads": 2, "ffn": 40}
+    if family == "mistral":
+        sizes["sliding_window"] = 8
+    fields = ModelFields(family=family, tied_embeddings=tied, init_std=0.2, **sizes)
+    defaults = {
+        "precision": "fp64",
+        "optimizer": {"name": "adamw", "lr": LR, "eps": EPS},
+        "lr_schedule": {"name": "constant", "warmup": 0},
+    }
+    run = Run(
+        model=fields,
+        data=DataSpec(sequence_length=SEQUENCE_LENGTH),
+        training=TrainingSpec.model_validate(defaults | training),
+        layout=layout,
+        device="cpu",
+    )
+    return ResolvedRun(
+        run=run,
+        model=resolve_model(fields, base_dir=Path()),
+        global_batch=GLOBAL_BATCH,
+        micro_batch=GLOBAL_BATCH // layout.data_parallel // accumulation,
+        accumulation=accumulation,
+        reasons={},
+    )
