@@ -125,9 +125,8 @@ def _tokenize(documents: Iterable[Document], split: Split, tokenizer: TextTokeni
         if split.holds_out:
             held_out = stack.enter_context(closing(TokenWriter(directory / HELD_OUT, tokenizer)))
         for chunk in _chunks(_pieces(documents, split, tokenizer)):
-            for piece, ids in zip(
-                chunk, tokenizer.encode_batch([piece.text for piece in chunk]), strict=True
-            ):
+            ids_of_pieces = tokenizer.encode_batch([piece.text for piece in chunk])
+            for piece, ids in zip(chunk, ids_of_pieces, strict=True):
                 writer = held_out if piece.held_out else train
                 writer.write(ids)
                 if piece.ends_document:
@@ -163,8 +162,7 @@ def _chunks(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
 
 
 def _sample(texts: Iterable[str], num_characters: int) -> Iterator[str]:
-    """The texts, or where they are longer than TRAINING_CHARACTERS, evenly spaced blocks of them of that
-    length."""
+    """The texts; of more than TRAINING_CHARACTERS, evenly spaced blocks that make up about as many."""
     if num_characters <= TRAINING_CHARACTERS:
         yield from texts
         return

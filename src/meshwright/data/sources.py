@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from meshwright.spec.data import STDLIB, SourceSpec
 
@@ -116,7 +116,8 @@ def _stdlib_files() -> list[SourceFile]:
 
 
 def _read_text(file: SourceFile) -> Iterator[Document]:
-    content = _read_bytes(file)
+    with _open(file) as opened:
+        content = opened.read()
     try:
         text = content.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -125,23 +126,19 @@ def _read_text(file: SourceFile) -> Iterator[Document]:
         yield Document(file.name, text, len(content))
 
 
-def _read_bytes(file: SourceFile) -> bytes:
-    try:
-        return file.path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{file.name} cannot be read: {error.strerror}") from error
-
-
 def _read_json_lines(file: SourceFile, key: str) -> Iterator[Document]:
-    try:
-        lines = file.path.open("rb")
-    except OSError as error:
-        raise ValueError(f"{file.name} cannot be read: {error.strerror}") from error
-    with lines:
+    with _open(file) as lines:
         for number, line in enumerate(lines, start=1):
             where = f"{file.name}:{number}"
             if line.strip() and (text := _text_of(line, key, where)):
                 yield Document(where, text, len(line))
+
+
+def _open(file: SourceFile) -> BinaryIO:
+    try:
+        return file.path.open("rb")
+    except OSError as error:
+        raise ValueError(f"{file.name} cannot be read: {error.strerror}") from error
 
 
 def _text_of(line: bytes, key: str, where: str) -> str:
