@@ -10,6 +10,7 @@ import json
 import pickle
 import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def save_checkpoint(
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
     _barrier()
-    with _quiet():
+    with _plain_errors(f"{staging}: cannot be written"):
         dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(staging), no_dist=not dist.is_initialized())
     mine = sorted(staging.glob(f"__{_rank()}_*.distcp"))
     if _rank() == 0:
@@ -96,7 +97,7 @@ def load_tensors(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
                 f"{checkpoint}: {name} has shape {tuple(entry.size)}, but this run's is {tuple(tensor.shape)}; "
                 "continue with the model that was saved"
             )
-    with _quiet():
+    with _plain_errors(f"{checkpoint}: cannot be read"):
         dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
 
 
@@ -141,11 +142,15 @@ class _SafeUnpickler(pickle.Unpickler):
 
 
 @contextlib.contextmanager
-def _quiet():
-    """DCP warns whenever one process saves alone, which here is intended."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _plain_errors(what: str) -> Iterator[None]:
+    """DCP raises what is no `Exception`, and warns whenever one process saves alone, which here is intended."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except dcp.CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise CheckpointError(f"{what} (rank {rank}: {type(cause).__name__}: {cause})") from error
 
 
 def _rank() -> int:
