@@ -73,9 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"error: {finding}", file=sys.stderr)
     if findings:
         return 1
-    print(
-        f"\nnothing is wrong; train it with: meshwright train {' '.join([str(arguments.recipe), *arguments.overrides])}"
-    )
+    command = shlex.join(["meshwright", "train", str(arguments.recipe), *arguments.overrides])
+    print(f"\nnothing is wrong; train it with: {command}")
     return 0
 
 
@@ -132,14 +131,11 @@ def _sample(
     texts = _beginning(files)
     if not texts:
         raise ValueError("data.sources hold no text: every document is empty")
-    facts = {
-        "vocab": tokenizer.vocab_size if tokenizer else recipe.data.tokenizer_vocab,
-        "trained": tokenizer is None,
-    }
-    if model is not None and facts["vocab"] > model.vocab:
+    size = tokenizer.vocab_size if tokenizer else recipe.data.tokenizer_vocab
+    facts = {"vocab": size, "trained": tokenizer is None}
+    if model is not None and size > model.vocab:
         raise ValueError(
-            f"the tokenizer has {facts['vocab']} tokens but the model only {model.vocab} rows; "
-            f"set model.vocab={facts['vocab']}"
+            f"the tokenizer has {size} tokens but the model only {model.vocab} rows; set model.vocab={size}"
         )
     tokenizer = tokenizer or train_tokenizer(texts, recipe.data.tokenizer_vocab)
     samples = ConcatenatedSamples(_stream(texts, tokenizer), recipe.data.sequence_length, keep_tail=True)
@@ -170,8 +166,8 @@ def _report(facts: dict[str, Any]) -> Iterator[str]:
     if model := facts.get("model"):
         yield (
             f"model      {model['name']}: {short(model['parameters'])} parameters "
-            f"({short(model['parameters_in_blocks'])} in blocks); {model['num_layers']} layers, width {model['hidden']}, "
-            f"{model['num_heads']} heads, vocabulary {model['vocab']}"
+            f"({short(model['parameters_in_blocks'])} in blocks); {model['num_layers']} layers, "
+            f"width {model['hidden']}, {model['num_heads']} heads, vocabulary {model['vocab']}"
         )
     if layout := facts.get("layout"):
         yield f"layout     {layout['strategy']}; processes: {layout['processes']}"

@@ -22,7 +22,23 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides",
         metavar="a.b=c",
         nargs="*",
+        default=[],
         help="change one setting of the recipe, as in training.steps=100 or layout={dp_shard: 2}",
+    )
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """The operand that names a trained model, and where and in what precision it computes."""
+    parser.add_argument(
+        "model", metavar="MODEL", type=Path, help="run directory, checkpoint or Hugging Face directory"
+    )
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: a GPU if there is one"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["fp32", "bf16", "fp16", "fp64"],
+        help="default: the run's precision; else bf16 on a GPU",
     )
 
 

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Operands and options of `init`."""
     parser.add_argument("preset", metavar="PRESET", nargs="?", help="print this one; without it, list all")
     parser.add_argument(
-        "overrides", metavar="a.b=c", nargs="*", help="change one setting of the printed recipe"
+        "overrides", metavar="a.b=c", nargs="*", default=[], help="change one setting of the printed recipe"
     )
     add_json_argument(parser)
     parser.epilog = "examples:\n  meshwright init\n  meshwright init demo > run.yaml"

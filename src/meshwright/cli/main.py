@@ -135,7 +135,3 @@ def _lines(error: ValueError | OSError) -> list[str]:
         return [f"{error.filename}: {(error.strerror or 'cannot be used').lower()}"]
     problems = getattr(error, "problems", None)
     return problems or [" ".join(str(error).split()) or type(error).__name__]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

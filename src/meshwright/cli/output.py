@@ -1,7 +1,11 @@
 """The one place that says how verbs print for machines; standard library only, for `doctor` always runs."""
 
 import argparse
+import contextlib
 import json
+import os
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -13,3 +17,20 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
 def print_json(value: Any) -> None:
     """`value` as one indented JSON object on standard output."""
     print(json.dumps(value, indent=2))
+
+
+@contextlib.contextmanager
+def progress_on_stderr(wanted: bool) -> Iterator[None]:
+    """Where `wanted`, send what is printed meanwhile, by child processes too, to standard error."""
+    if not wanted:
+        yield
+        return
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)

@@ -51,6 +51,8 @@ class ResolvedRun(Spec):
 
     run: Run
     """The recipe as given, overrides applied."""
+    base_dir: str = "."
+    """Folder that the recipe's relative paths start from."""
     model: ModelSpec
     """Every size of the model."""
     global_batch: int

@@ -40,6 +40,7 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
     micro_batch, reason = _micro_batch(run, model, global_batch // ranks, machine)
     return ResolvedRun(
         run=run,
+        base_dir=str(base_dir),
         model=model,
         global_batch=global_batch,
         micro_batch=micro_batch,
@@ -80,7 +81,10 @@ def _micro_batch(run: Run, model: ModelSpec, per_rank: int, machine: Machine) ->
             model, table, run.training, run.layout, micro_batch=size, sequence_length=run.data.sequence_length
         )
         if prediction.total > limit:
-            return best, f"{size} sequences would need about {prediction.total / 2**30:.1f} of {limit / 2**30:.1f} GiB"
+            return (
+                best,
+                f"{size} sequences would need about {prediction.total / 2**30:.1f} of {limit / 2**30:.1f} GiB",
+            )
         best, reason = size, "all sequences of a rank at once"
         if size * run.data.sequence_length >= ENOUGH_TOKENS[machine.kind]:
             return best, f"{size * run.data.sequence_length} tokens keep a {machine.name} busy"

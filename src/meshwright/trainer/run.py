@@ -15,8 +15,20 @@ from meshwright.trainer.launch import Worker, find_nodes, find_worker, join_all,
 from meshwright.trainer.loop import train_loop
 from meshwright.trainer.metrics import Journal, read_journal
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.setup import Trainer, build_trainer, check_vocabulary, describe_environment, find_place, write_json
+from meshwright.trainer.setup import (
+    Trainer,
+    build_trainer,
+    check_vocabulary,
+    describe_environment,
+    find_place,
+    write_json,
+)
 from meshwright.trainer.trackers import open_trackers
+
+
+RESOLVED = "resolved.yaml"
+TOKENIZER = "tokenizer"
+"""Names in a run directory: the run with nothing left open, and the folder of its tokenizer."""
 
 
 class TrainingFailed(RuntimeError):  # noqa: N818  (it names what happened, not a kind of error)
@@ -55,9 +67,11 @@ def train(run: Run, *, resume: bool = False, base_dir: Path | str = ".") -> Trai
         _check_run_dir(run_dir, resume)
     resolved = resolve_run(run, base_dir=base_dir)
     if worker is None and (run.layout.world_size > 1 or find_nodes().count > 1):
-        corpus_of(run, base_dir, progress=_show_progress)  # once, and mistakes are told before any process starts
+        corpus_of(
+            run, base_dir, progress=_show_progress
+        )  # once, and mistakes are told before any process starts
         write_run_files(resolved, run_dir)
-        arguments = ["--resolved", str(run_dir / "resolved.yaml"), "--base-dir", str(base_dir)]
+        arguments = ["--resolved", str(run_dir / RESOLVED), "--base-dir", str(base_dir)]
         status = start_workers(run.layout, find_nodes(), arguments + ["--resume"] * resume)
         if status:
             raise TrainingFailed(status)
@@ -77,7 +91,9 @@ def train_rank(resolved: ResolvedRun, worker: Worker, *, base_dir: Path, resume:
     corpus = corpus_of(run, base_dir)
     check_vocabulary(resolved, corpus)
     trainer = build_trainer(resolved, worker, device, mesh, base_dir=base_dir)
-    display = Display(steps=run.training.steps, memory_bytes=trainer.memory_bytes, device=trainer.device.type, enabled=first)
+    display = Display(
+        steps=run.training.steps, memory_bytes=trainer.memory_bytes, device=trainer.device.type, enabled=first
+    )
     display.say(banner(trainer, corpus))
     if resume:
         display.say(f"continuing from {trainer.resume(run_dir / 'checkpoints')}, step {trainer.step}")
@@ -85,9 +101,12 @@ def train_rank(resolved: ResolvedRun, worker: Worker, *, base_dir: Path, resume:
         train_loop(trainer, corpus, None, display, run_dir)
     else:
         write_run_files(resolved, run_dir)
+        corpus.tokenizer.save(run_dir / TOKENIZER)
         write_json(run_dir / "env.json", describe_environment(trainer))
         with Journal(run_dir / "metrics.jsonl", taps=open_trackers(run)) as journal:
-            journal.write("start", step=trainer.step, world_size=worker.world_size, strategy=run.layout.strategy)
+            journal.write(
+                "start", step=trainer.step, world_size=worker.world_size, strategy=run.layout.strategy
+            )
             train_loop(trainer, corpus, journal, display, run_dir)
             journal.write("end", step=trainer.step)
     leave_group()
@@ -128,7 +147,7 @@ def write_run_files(resolved: ResolvedRun, run_dir: Path) -> None:
     """`recipe.yaml` as given, and `resolved.yaml` with nothing left open."""
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "recipe.yaml").write_text(dump_recipe(resolved.run))
-    (run_dir / "resolved.yaml").write_text(dump_recipe(resolved, expanded=True))
+    (run_dir / RESOLVED).write_text(dump_recipe(resolved, expanded=True))
 
 
 def read_resolved(path: Path) -> ResolvedRun:

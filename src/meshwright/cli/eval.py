@@ -1,0 +1,57 @@
+"""The verb `eval`: loss and perplexity of a trained model on any text."""
+
+import argparse
+
+from meshwright.cli.common import add_model_arguments
+from meshwright.cli.output import add_json_argument, print_json
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Operands and options of `eval`."""
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--source",
+        metavar="PATH",
+        action="append",
+        help="text file, .jsonl file, glob in quotes, or stdlib; repeat it for several. "
+        "Without it: what the run held out",
+    )
+    parser.add_argument(
+        "--sequence-length",
+        metavar="T",
+        type=int,
+        help="tokens the model sees at once (default: the run's, or 1024)",
+    )
+    parser.add_argument(
+        "--samples", metavar="N", type=int, help="measure N evenly spaced samples only (default: all)"
+    )
+    add_json_argument(parser)
+    parser.epilog = (
+        "examples:\n"
+        "  meshwright eval runs/demo\n"
+        "  meshwright eval runs/demo --source 'texts/**/*.txt' --samples 100"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and print."""
+    # Torch loads here, so that --help and misuse never wait for it.
+    from meshwright.trainer.trained import evaluate_texts, open_trained
+
+    trained = open_trained(arguments.model, device=arguments.device, dtype=arguments.dtype)
+    result = evaluate_texts(
+        trained,
+        sources=arguments.source,
+        sequence_length=arguments.sequence_length,
+        num_samples=arguments.samples,
+    )
+    what = ", ".join(arguments.source or ["held-out text of the run"])
+    if arguments.json:
+        figures = {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens}
+        print_json({"model": str(trained.source), "source": what, **figures})
+    else:
+        print(f"{trained.source} on {what}")
+        print(
+            f"loss {result.loss:.4f} nats/token  perplexity {result.perplexity:.2f}  {result.tokens} tokens"
+        )
+    return 0

@@ -1,0 +1,73 @@
+"""The verb `generate`: continue prompts with a trained model."""
+
+import argparse
+import sys
+
+from meshwright.cli.common import add_model_arguments
+from meshwright.cli.output import add_json_argument, print_json
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Operands and options of `generate`."""
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        action="append",
+        required=True,
+        help="text to continue; repeat it to continue several in one batch; - reads one from standard input",
+    )
+    parser.add_argument(
+        "--max-tokens", metavar="N", type=int, default=128, help="new tokens at most (default 128)"
+    )
+    parser.add_argument(
+        "--temperature",
+        metavar="T",
+        type=float,
+        default=0.8,
+        help="0: always the likeliest token (default 0.8)",
+    )
+    parser.add_argument(
+        "--top-k", metavar="K", type=int, default=0, help="draw among the K likeliest tokens only"
+    )
+    parser.add_argument(
+        "--top-p",
+        metavar="P",
+        type=float,
+        default=1.0,
+        help="draw among the likeliest tokens of probability P only",
+    )
+    parser.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="another seed draws other texts (default 0)"
+    )
+    add_json_argument(parser)
+    parser.epilog = (
+        "examples:\n"
+        "  meshwright generate runs/demo --prompt 'def main():' --prompt 'import '\n"
+        "  meshwright generate path/to/Llama-3.2-1B --prompt - --temperature 0 < prompt.txt"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Continue every prompt and print it with its continuation."""
+    prompts = [sys.stdin.read().rstrip("\n") if text == "-" else text for text in arguments.prompt]
+    # Torch loads here, so that --help and misuse never wait for it.
+    from meshwright.models.generate import Sampling
+    from meshwright.trainer.trained import continue_texts, open_trained
+
+    sampling = Sampling(
+        temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, seed=arguments.seed
+    )
+    trained = open_trained(arguments.model, device=arguments.device, dtype=arguments.dtype)
+    texts = continue_texts(trained, prompts, max_tokens=arguments.max_tokens, sampling=sampling)
+    if arguments.json:
+        pairs = [
+            {"prompt": prompt, "continuation": text} for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        print_json({"model": str(trained.source), "texts": pairs})
+        return 0
+    for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
+        if len(prompts) > 1:
+            print(f"--- {number} of {len(prompts)}")
+        print(prompt + text)
+    return 0

@@ -1,0 +1,51 @@
+"""The verb `train`: run a recipe to its last step, or continue one."""
+
+import argparse
+from dataclasses import asdict
+
+from meshwright.cli.common import add_recipe_arguments, read_recipe
+from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Operands and options of `train`."""
+    add_recipe_arguments(parser)
+    parser.add_argument("--resume", action="store_true", help="continue from the run's newest checkpoint")
+    add_json_argument(parser)
+    parser.epilog = (
+        "It starts the processes that the layout needs, or is one of torchrun's, Slurm's or Kubeflow's.\n\n"
+        "examples:\n"
+        "  meshwright train run.yaml\n"
+        "  meshwright train run.yaml training.steps=500 layout.dp_shard=4\n"
+        "  meshwright train run.yaml --resume\n"
+        "  torchrun --nproc-per-node 8 -m meshwright train run.yaml"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train, then say how it ended and what to try next."""
+    recipe = read_recipe(arguments)
+    # Torch loads here, so that a mistake in the recipe is told at once.
+    from meshwright.trainer.launch import find_worker
+    from meshwright.trainer.run import TrainingFailed, train
+
+    try:
+        with progress_on_stderr(arguments.json):
+            result = train(recipe, resume=arguments.resume, base_dir=arguments.recipe.parent)
+    except TrainingFailed as failure:
+        return failure.status  # a worker has said what went wrong
+    worker = find_worker()
+    if worker is not None and worker.rank > 0:
+        return 0
+    if arguments.json:
+        print_json(asdict(result) | {"run_dir": str(result.run_dir), "checkpoint": str(result.checkpoint)})
+        return 0
+    held_out = "" if result.held_out_loss is None else f", held-out loss {result.held_out_loss:.3f}"
+    print(
+        f"\ntrained to step {result.step}: loss {result.loss:.3f}{held_out}\n"
+        f"checkpoint  {result.checkpoint}\n"
+        f"next        meshwright generate {result.run_dir} --prompt 'Once upon a time'\n"
+        f"            meshwright eval {result.run_dir}\n"
+        f"            meshwright export {result.run_dir} --hf {result.run_dir}/export"
+    )
+    return 0

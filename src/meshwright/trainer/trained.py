@@ -1,0 +1,170 @@
+"""The one place that opens a trained model, a run's or a Hugging Face directory's, and puts it to use."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from meshwright.checkpoint.dcp import load_tensors, verify_checkpoint
+from meshwright.checkpoint.hf import HfWeights
+from meshwright.checkpoint.manifest import MANIFEST, latest_checkpoint
+from meshwright.data.loader import evaluation_batches
+from meshwright.data.packing import ConcatenatedSamples
+from meshwright.data.prepare import prepare_corpus
+from meshwright.data.token_file import TokenFile
+from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
+from meshwright.families import parameter_table, read_hf_directory
+from meshwright.models import Decoder, build_model
+from meshwright.models.generate import Sampling, generate
+from meshwright.parallel.materialize import RowSource, materialize
+from meshwright.parallel.precision import DTYPES, stored_dtype
+from meshwright.plan.machine import find_machine
+from meshwright.spec.data import DataSpec, SourceSpec
+from meshwright.spec.model import ModelSpec, Parameter
+from meshwright.spec.run import ResolvedRun
+from meshwright.trainer.device import choose_device
+from meshwright.trainer.evaluate import Evaluation, evaluate
+from meshwright.trainer.resolve import ENOUGH_TOKENS
+from meshwright.trainer.run import RESOLVED, TOKENIZER, corpus_of, read_resolved
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """A model with its weights on one device, and the tokenizer it was trained with."""
+
+    source: Path
+    """The checkpoint, or the Hugging Face directory."""
+    spec: ModelSpec
+    model: Decoder
+    tokenizer: TextTokenizer
+    tokenizer_dir: Path
+    device: torch.device
+    run: ResolvedRun | None
+    """The run it comes from; None for a Hugging Face directory."""
+
+
+def open_trained(path: Path, *, device: str = "auto", dtype: str | None = None) -> TrainedModel:
+    """Open the newest checkpoint of the run directory `path`, one checkpoint, or a Hugging Face directory.
+
+    `dtype` is fp32, bf16, fp16 or fp64; by default a run's precision, and for a Hugging Face directory fp32
+    on a CPU and bf16 on a GPU.
+
+    Raises `ValueError` where `path` is none of them, `CheckpointError` where a file is missing or damaged.
+    """
+    place = choose_device(find_machine(device), 0)
+    if (path / RESOLVED).is_file():
+        return _from_checkpoint(path, latest_checkpoint(path / "checkpoints"), place, dtype)
+    if (path / MANIFEST).is_file():
+        return _from_checkpoint(path.resolve().parent.parent, path, place, dtype)
+    if (path / "config.json").is_file():
+        return _from_hf_directory(path, place, dtype)
+    what = f"holds no {RESOLVED} and no config.json" if path.is_dir() else "no such directory"
+    raise ValueError(
+        f"{path}: {what}; give a run directory, one of its checkpoints, or a Hugging Face directory"
+    )
+
+
+def continue_texts(
+    trained: TrainedModel, prompts: Sequence[str], *, max_tokens: int, sampling: Sampling
+) -> list[str]:
+    """What the model writes after each prompt. An empty prompt begins a document."""
+    tokenizer = trained.tokenizer
+    ids = [tokenizer.encode_prompt(prompt) or [tokenizer.eos_id] for prompt in prompts]
+    continued = generate(
+        trained.model, ids, max_tokens=max_tokens, eos_id=tokenizer.eos_id, sampling=sampling
+    )
+    return [tokenizer.decode(tokens) for tokens in continued]
+
+
+def evaluate_texts(
+    trained: TrainedModel,
+    *,
+    sources: Sequence[str] | None = None,
+    sequence_length: int | None = None,
+    num_samples: int | None = None,
+) -> Evaluation:
+    """Loss on the text of `sources` (files, globs or `stdlib`, relative to the working directory).
+
+    Without sources, on what the run held out. All text counts, or `num_samples` evenly spaced samples of it.
+
+    Raises `ValueError` where there is no text, or the model was not meant for `sequence_length` positions.
+    """
+    recipe = trained.run.run if trained.run else None
+    length = sequence_length or (
+        recipe.data.sequence_length if recipe else min(1024, trained.spec.max_positions)
+    )
+    if length > trained.spec.max_positions:
+        raise ValueError(
+            f"sequence length {length}: the model is meant for at most {trained.spec.max_positions}"
+        )
+    tokens = _held_out(trained) if sources is None else _tokens_of(trained, sources)
+    micro_batch = max(1, ENOUGH_TOKENS[trained.device.type] // length)
+    batches = evaluation_batches(
+        ConcatenatedSamples(tokens.tokens, length, keep_tail=True),
+        micro_batch=micro_batch,
+        num_samples=num_samples,
+    )
+    return evaluate(trained.model, batches, trained.device)
+
+
+def _held_out(trained: TrainedModel) -> TokenFile:
+    if trained.run is None:
+        raise ValueError(
+            f"{trained.source} is no run, so it has no held-out text; say which text with --source"
+        )
+    corpus = corpus_of(trained.run.run, Path(trained.run.base_dir))
+    if corpus.held_out is None:
+        raise ValueError("the run held nothing out (data.held_out is 0); say which text with --source")
+    return corpus.held_out
+
+
+def _tokens_of(trained: TrainedModel, sources: Sequence[str]) -> TokenFile:
+    data = DataSpec(
+        sources=tuple(SourceSpec(path=source) for source in sources),
+        tokenizer=str(trained.tokenizer_dir.resolve()),
+        held_out=0,
+        cache_dir=trained.run.run.data.cache_dir if trained.run else DataSpec().cache_dir,
+    )
+    return prepare_corpus(data, base_dir=Path()).train
+
+
+def _from_checkpoint(
+    run_dir: Path, checkpoint: Path, device: torch.device, dtype: str | None
+) -> TrainedModel:
+    resolved = read_resolved(run_dir / RESOLVED)
+    verify_checkpoint(checkpoint)
+    model = build_model(resolved.model, device="cpu", dtype=stored_dtype(resolved.run.training))
+    load_tensors(checkpoint, {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters()})
+    return TrainedModel(
+        source=checkpoint,
+        spec=resolved.model,
+        model=model.to(device, DTYPES[dtype or resolved.run.training.precision]).eval(),
+        tokenizer=load_tokenizer(run_dir / TOKENIZER),
+        tokenizer_dir=run_dir / TOKENIZER,
+        device=device,
+        run=resolved,
+    )
+
+
+def _from_hf_directory(directory: Path, device: torch.device, dtype: str | None) -> TrainedModel:
+    spec = read_hf_directory(directory)
+    weights = HfWeights(directory, spec)
+    model = build_model(spec, dtype=DTYPES[dtype or ("bf16" if device.type == "cuda" else "fp32")])
+    materialize(model, parameter_table(spec), _rows_of(weights), device)
+    return TrainedModel(
+        source=directory,
+        spec=spec,
+        model=model.eval(),
+        tokenizer=load_tokenizer(directory),
+        tokenizer_dir=directory,
+        device=device,
+        run=None,
+    )
+
+
+def _rows_of(weights: HfWeights) -> RowSource:
+    def rows(parameter: Parameter, start: int, stop: int) -> torch.Tensor:
+        return weights.read_rows(parameter.name, start, stop)
+
+    return rows

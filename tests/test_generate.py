@@ -1,0 +1,131 @@
+"""Generation: the cache changes nothing, rows do not disturb one another, tokens come in their proportion."""
+
+import random
+
+import pytest
+import torch
+
+from meshwright.families import parameter_table, resolve_model
+from meshwright.models import build_model, initialize
+from meshwright.models.generate import Sampling, choose, generate
+from meshwright.spec.model import ModelFields
+
+EOS = 0
+PROMPTS = [[5, 6, 7, 8, 9], [3], [11, 4, 11]]
+GREEDY = Sampling(temperature=0)
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2", "mistral"])
+def model(request, tmp_path_factory):
+    fields = ModelFields(
+        family=request.param, hidden=32, num_layers=2, num_heads=4, vocab=50, max_positions=24, init_std=0.3
+    )
+    if request.param == "mistral":
+        fields = fields.model_copy(update={"sliding_window": 3, "num_kv_heads": 2})
+    spec = resolve_model(fields, base_dir=tmp_path_factory.getbasetemp())
+    model = build_model(spec, device="cpu", dtype=torch.float64)
+    initialize(model, parameter_table(spec), seed=1)
+    return model.eval()
+
+
+def continued_without_cache(model, prompt, max_tokens):
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        following = model(torch.tensor([tokens]))[0, -1].argmax().item()
+        if following == EOS:
+            break
+        tokens.append(following)
+    return tokens[len(prompt) :]
+
+
+def test_greedy_generation_equals_the_model_run_anew_for_every_token(model):
+    expected = [continued_without_cache(model, prompt, 12) for prompt in PROMPTS]
+    assert generate(model, PROMPTS, max_tokens=12, eos_id=EOS, sampling=GREEDY) == expected
+
+
+def test_a_prompt_is_continued_alike_alone_and_in_a_batch(model):
+    sampling = Sampling(seed=3)
+    together = generate(model, PROMPTS, max_tokens=8, eos_id=EOS, sampling=sampling)
+    assert generate(model, PROMPTS[:1], max_tokens=8, eos_id=EOS, sampling=sampling) == together[:1]
+
+
+def test_a_row_ends_at_the_end_of_text_and_the_others_go_on(model):
+    free = generate(model, PROMPTS, max_tokens=6, eos_id=-1, sampling=GREEDY)
+    stop = free[0][2]
+    found = generate(model, PROMPTS, max_tokens=6, eos_id=stop, sampling=GREEDY)
+    assert found == [row[: row.index(stop)] if stop in row else row for row in free]
+
+
+def test_the_same_seed_repeats_and_another_differs(model):
+    first, again, other = (
+        generate(model, PROMPTS, max_tokens=12, eos_id=-1, sampling=Sampling(seed=seed)) for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (Sampling(), [0, 1, 2, 3]),
+        (Sampling(temperature=0.5), [0, 1, 2, 3]),
+        (Sampling(top_k=2), [0, 1]),
+        (Sampling(top_k=9), [0, 1, 2, 3]),
+        (Sampling(top_p=0.39), [0]),
+        (Sampling(top_p=0.41), [0, 1]),
+        (Sampling(top_p=0.9, top_k=3), [0, 1, 2]),
+    ],
+)
+def test_tokens_are_drawn_with_their_probability(sampling, kept):
+    probability = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+    weights = probability ** (1 / sampling.temperature)
+    expected = torch.zeros(4, dtype=torch.float64)
+    expected[kept] = weights[kept] / weights[kept].sum()
+    draws = 20_000
+    streams = [random.Random(str(row)) for row in range(draws)]
+    # Shuffled, so that an answer in sorted order would be seen to be wrong.
+    order = torch.tensor([2, 0, 3, 1])
+    tokens = choose(probability.log()[order].expand(draws, 4), sampling, streams)
+    found = torch.zeros(4, dtype=torch.float64)
+    found[order] = torch.bincount(tokens, minlength=4).double() / draws
+    # Five standard deviations of a binomial share.
+    assert ((found - expected).abs() <= 5 * (expected * (1 - expected) / draws).sqrt()).all()
+
+
+def test_the_likeliest_token_always_stays_and_rounding_never_falls_off_the_end():
+    class Last:
+        def random(self):
+            return 1 - 2**-53
+
+    logits = torch.tensor([[5.0, -2.0, 1.0, 0.0]])
+    assert choose(logits, Sampling(top_p=1e-9), [Last()]).tolist() == [0]
+    assert choose(logits, Sampling(), [Last()]).tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "max_tokens", "message"),
+    [
+        ([[1] * 24], 1, "the prompt has 24 tokens, but the model is meant for 24; shorten it"),
+        ([[1] * 20], 5, "at most 4 new tokens have room"),
+        ([[1]], 0, "max_tokens=0 is not allowed: must be at least 1"),
+        ([[1], []], 1, "a prompt must hold at least one token"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(model, prompts, max_tokens, message):
+    with pytest.raises(ValueError, match=message):
+        generate(model, prompts, max_tokens=max_tokens, eos_id=EOS, sampling=GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -1}, "temperature=-1 is not allowed: must be at least 0"),
+        ({"top_k": -1}, "top_k=-1 is not allowed: must be at least 0"),
+        ({"top_p": 0}, "top_p=0 is not allowed: must be greater than 0 and at most 1"),
+        ({"top_p": float("nan")}, "top_p=nan is not allowed"),
+        ({"temperature": float("nan")}, "temperature=nan is not allowed"),
+    ],
+)
+def test_sampling_that_makes_no_sense_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**settings)
