@@ -1,6 +1,7 @@
 """The verb `check`: everything that can be known about a recipe without training, torch or a GPU."""
 
 import argparse
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from meshwright.data.sources import SourceFile, find_files, read_documents
 from meshwright.data.tokenizer import TextTokenizer, train_tokenizer
 from meshwright.families import parameter_table, pretrained_directory, resolve_model
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.recipe import RecipeError
+from meshwright.spec.recipe import RecipeError, line_of
 from meshwright.spec.run import Run
 from meshwright.trainer.display import short
 from meshwright.trainer.resolve import resolve_run
@@ -33,15 +34,30 @@ ResultT = TypeVar("ResultT")
 
 
 class Findings(list[str]):
-    """Problems found so far."""
+    """Problems found so far with the recipe that the command line names."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        super().__init__()
+        self._arguments = arguments
 
     def attempt(self, work: Callable[[], ResultT]) -> ResultT | None:
         """What `work` returns, or None where it found a problem, which is noted."""
         try:
             return work()
         except (ValueError, OSError) as error:
-            self.append(" ".join(str(error).split()))
+            self.append(self._with_place(" ".join(str(error).split())))
             return None
+
+    def _with_place(self, message: str) -> str:
+        """`run.yaml:12: ...` where the message begins with a setting that line 12 gives."""
+        setting = re.match(r"\w+(\.\w+)+", message)
+        overridden = setting and any(
+            override.startswith(setting[0]) for override in self._arguments.overrides
+        )
+        if setting is None or overridden:
+            return message
+        place = line_of(self._arguments.recipe, setting[0])
+        return f"{place}: {message}" if place else message
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check a recipe, report, and say by the exit status whether anything is wrong."""
-    findings, facts = Findings(), {}
+    findings, facts = Findings(arguments), {}
     try:
         recipe = read_recipe(arguments)
     except RecipeError as error:

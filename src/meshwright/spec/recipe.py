@@ -34,19 +34,21 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
 
 def load_spec(path: str | Path, spec: type[SpecT], overrides: Sequence[str] = ()) -> SpecT:
     """The same for any object of `spec/` that was saved with `dump_recipe`, such as `resolved.yaml`."""
-    try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise RecipeError([f"{path}:{line}: not UTF-8 text"]) from error
-    return parse_spec(text, spec, overrides, source=str(path))
+    return parse_spec(_read_text(path), spec, overrides, source=str(path))
+
+
+def line_of(path: str | Path, setting: str) -> str | None:
+    """`run.yaml:12`, where the recipe at `path` gives `training.steps`; None where it does not."""
+    document = _read_document(_read_text(path), source=str(path))
+    place = document.places.get(tuple(setting.split(".")))
+    return place.text if place else None
 
 
 def parse_spec(
     text: str, spec: type[SpecT], overrides: Sequence[str] = (), *, source: str = "recipe"
 ) -> SpecT:
     """The same from YAML text; `source` names it in problems."""
-    document = read_yaml(text, lambda line: Place(line, f"{source}:{line}"))
+    document = _read_document(text, source=source)
     if not document.problems and not isinstance(document.value, dict):
         what = "empty" if document.value is None else "not a recipe"
         document.refuse((), f"{what}; a recipe is lines of 'key: value', 'model: NAME' at the least")
@@ -73,6 +75,18 @@ def dump_recipe(run: Spec, *, expanded: bool = False) -> str:
     if isinstance(run, Run) and set(value["model"]) == {"name"}:
         value["model"] = value["model"]["name"]
     return write_yaml(value)
+
+
+def _read_text(path: str | Path) -> str:
+    try:
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise RecipeError([f"{path}:{line}: not UTF-8 text"]) from error
+
+
+def _read_document(text: str, *, source: str) -> Document:
+    return read_yaml(text, lambda line: Place(line, f"{source}:{line}"))
 
 
 def _error(document: Document) -> RecipeError:

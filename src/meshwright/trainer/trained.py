@@ -8,7 +8,7 @@ import torch
 
 from meshwright.checkpoint.dcp import load_tensors, verify_checkpoint
 from meshwright.checkpoint.hf import HfWeights
-from meshwright.checkpoint.manifest import MANIFEST, latest_checkpoint
+from meshwright.checkpoint.manifest import MANIFEST, CheckpointError, list_checkpoints
 from meshwright.data.loader import evaluation_batches
 from meshwright.data.packing import ConcatenatedSamples
 from meshwright.data.prepare import prepare_corpus
@@ -54,26 +54,23 @@ def open_trained(path: Path, *, device: str = "auto", dtype: str | None = None) 
     """
     place = choose_device(find_machine(device), 0)
     if (path / RESOLVED).is_file():
-        return _from_checkpoint(path, latest_checkpoint(path / "checkpoints"), place, dtype)
+        saved = list_checkpoints(path / "checkpoints")
+        if not saved:
+            raise CheckpointError(f"{path}: no checkpoint was saved here yet")
+        return _from_checkpoint(path, saved[-1], place, dtype)
     if (path / MANIFEST).is_file():
         return _from_checkpoint(path.resolve().parent.parent, path, place, dtype)
     if (path / "config.json").is_file():
         return _from_hf_directory(path, place, dtype)
     what = f"holds no {RESOLVED} and no config.json" if path.is_dir() else "no such directory"
-    raise ValueError(
-        f"{path}: {what}; give a run directory, one of its checkpoints, or a Hugging Face directory"
-    )
+    raise ValueError(f"{path}: {what}; give a run directory, one of its checkpoints, or a Hugging Face directory")
 
 
-def continue_texts(
-    trained: TrainedModel, prompts: Sequence[str], *, max_tokens: int, sampling: Sampling
-) -> list[str]:
+def continue_texts(trained: TrainedModel, prompts: Sequence[str], *, max_tokens: int, sampling: Sampling) -> list[str]:
     """What the model writes after each prompt. An empty prompt begins a document."""
     tokenizer = trained.tokenizer
     ids = [tokenizer.encode_prompt(prompt) or [tokenizer.eos_id] for prompt in prompts]
-    continued = generate(
-        trained.model, ids, max_tokens=max_tokens, eos_id=tokenizer.eos_id, sampling=sampling
-    )
+    continued = generate(trained.model, ids, max_tokens=max_tokens, eos_id=tokenizer.eos_id, sampling=sampling)
     return [tokenizer.decode(tokens) for tokens in continued]
 
 
@@ -91,13 +88,9 @@ def evaluate_texts(
     Raises `ValueError` where there is no text, or the model was not meant for `sequence_length` positions.
     """
     recipe = trained.run.run if trained.run else None
-    length = sequence_length or (
-        recipe.data.sequence_length if recipe else min(1024, trained.spec.max_positions)
-    )
+    length = sequence_length or (recipe.data.sequence_length if recipe else min(1024, trained.spec.max_positions))
     if length > trained.spec.max_positions:
-        raise ValueError(
-            f"sequence length {length}: the model is meant for at most {trained.spec.max_positions}"
-        )
+        raise ValueError(f"sequence length {length}: the model is meant for at most {trained.spec.max_positions}")
     tokens = _held_out(trained) if sources is None else _tokens_of(trained, sources)
     micro_batch = max(1, ENOUGH_TOKENS[trained.device.type] // length)
     batches = evaluation_batches(
@@ -110,9 +103,7 @@ def evaluate_texts(
 
 def _held_out(trained: TrainedModel) -> TokenFile:
     if trained.run is None:
-        raise ValueError(
-            f"{trained.source} is no run, so it has no held-out text; say which text with --source"
-        )
+        raise ValueError(f"{trained.source} is no run, so it has no held-out text; say which text with --source")
     corpus = corpus_of(trained.run.run, Path(trained.run.base_dir))
     if corpus.held_out is None:
         raise ValueError("the run held nothing out (data.held_out is 0); say which text with --source")
@@ -129,9 +120,7 @@ def _tokens_of(trained: TrainedModel, sources: Sequence[str]) -> TokenFile:
     return prepare_corpus(data, base_dir=Path()).train
 
 
-def _from_checkpoint(
-    run_dir: Path, checkpoint: Path, device: torch.device, dtype: str | None
-) -> TrainedModel:
+def _from_checkpoint(run_dir: Path, checkpoint: Path, device: torch.device, dtype: str | None) -> TrainedModel:
     resolved = read_resolved(run_dir / RESOLVED)
     verify_checkpoint(checkpoint)
     model = build_model(resolved.model, device="cpu", dtype=stored_dtype(resolved.run.training))

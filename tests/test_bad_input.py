@@ -1,0 +1,242 @@
+"""What people get wrong, end to end: status 2 (1 from `check`) and one line each, which says what is wrong, where,
+and what would work; never a stack trace.
+"""
+
+import shutil
+
+import pytest
+
+from meshwright.cli.main import main
+
+RECIPE = """\
+model: {family: llama, hidden: 16, num_layers: 1, num_heads: 2, max_positions: 32}
+data: {sources: "*.txt", tokenizer_vocab: 260, sequence_length: 8}
+training: {steps: 2, global_batch: 2, precision: fp32, lr_schedule: {warmup: 1}}
+device: cpu
+run_dir: runs/small
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a recipe and its text, to work in."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(RECIPE)
+    (tmp_path / "a.txt").write_text("one fish two fish\n" * 30)
+    (tmp_path / "b.txt").write_text("red fish blue fish\n" * 30)
+    return tmp_path
+
+
+def errors(capsys):
+    """The lines on standard error, each of which must be an error's."""
+    lines = capsys.readouterr().err.splitlines()
+    assert lines
+    assert all(line.startswith("error: ") for line in lines)
+    return [line.removeprefix("error: ") for line in lines]
+
+
+RECIPES = {
+    # what stands in run.yaml: how the one line begins
+    "": "run.yaml:1: empty; a recipe is lines of 'key: value', 'model: NAME' at the least",
+    "{}": "run.yaml:1: model: required, but not given",
+    "model: gpt2\nmodel: gpt2-xl": "run.yaml:2: model: given twice, first at run.yaml:1",
+    "model: !!python/name:os.system": "run.yaml:1: the tag '!!python/name:os.system' is not allowed",
+    "model: gpt2\ntraining:\n\tsteps: 5": "run.yaml:3: a tab stands where YAML needs spaces",
+    "model: gpt2\ndata: {sources: *.txt}": "run.yaml:2: a value that begins with '*' or '&' needs quotes",
+    "model: gpt2\ntrainin: {}": "run.yaml:2: trainin: unknown key; did you mean 'training'?",
+    "model: gpt2\ntraining: {precision: fp8}": "run.yaml:2: training.precision: 'fp8' is not allowed: must be",
+    "model: gpt2\ntraining: {compile: on}": "run.yaml:2: training.compile: 'on' is not allowed: must be true",
+    "model: gpt2\nlayout: {pp: 4}": "run.yaml:2: layout: pp=4: pipeline parallelism is not in this version",
+    "model: gpt2\ntraining: {global_batch: 7}\nlayout: {dp_shard: 2}": "run.yaml:2: training.global_batch=7 ",
+    "model: gpt3": "model.name 'gpt3' is neither a published model nor a directory; did you mean 'gpt2'?",
+    "model: {family: lama}": "run.yaml:1: model.family 'lama' is unknown; did you mean 'llama'?",
+    "model: {family: llama}": "a llama model without a published name needs model.hidden, model.num_layers",
+    "model: {name: gpt2, weights: pretrained}": "run.yaml:1: model.weights is pretrained, but model.name",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), RECIPES.items(), ids=RECIPES.keys())
+def test_recipes(text, message, folder, capsys):
+    (folder / "run.yaml").write_text(text)
+    assert main(["check", "run.yaml"]) == 1
+    assert any(line.startswith(message) for line in errors(capsys))
+
+
+OVERRIDES = {
+    # on the command line: how the one line begins
+    "training.steps": "command line: training.steps: an override is written key=value",
+    "training.optimiser.lr=1": "command line: training.optimiser.lr=1: training.optimiser: unknown key; did",
+    "training.global_batch_tokens=9": "training: global_batch and global_batch_tokens say the same thing twice",
+    "layout.zero=2": "layout: zero=2 with dp_shard=1: there is no axis to shard over",
+    "model.num_heads=3": "model: hidden=16 is not a multiple of num_heads=3",
+    "model.num_kv_heads=3": "model: num_heads=2 is not a multiple of num_kv_heads=3",
+    "layout.dp_replicate=3": "training.global_batch=2 sequences cannot be split over 3 data-parallel ranks;",
+    "training.micro_batch=3": "training.micro_batch=3 does not divide the 2 sequences of a rank; the nearest",
+    "data.sequence_length=64": "data.sequence_length=64 is longer than the model's 32 positions; use",
+    "model.vocab=100": "the tokenizer has 260 tokens but the model only 100 rows; set model.vocab=260",
+}
+
+
+@pytest.mark.parametrize(("override", "message"), OVERRIDES.items(), ids=OVERRIDES.keys())
+def test_overrides(override, message, folder, capsys):
+    assert main(["check", "run.yaml", override]) == 1
+    (line,) = errors(capsys)
+    assert message in line
+
+
+def damaged(name, content):
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+DATA = {
+    # data.sources: what lies in the folder, how the one line begins
+    "nothing/*.txt": (None, "data source nothing/*.txt matches no file (looked in "),
+    ".": (None, "data source . is a folder; say which files, as in ./**/*.txt"),
+    "[a.txt, a.txt]": (None, "data.sources would read one file twice: as a.txt and as a.txt"),
+    "latin1.txt": (damaged("latin1.txt", b"caf\xe9"), "latin1.txt: not UTF-8 at byte 3"),
+    "empty.txt": (damaged("empty.txt", b""), "data.sources hold no text: every document is empty"),
+    "t.csv": (damaged("t.csv", b"a,b"), "t.csv: .csv files cannot be read; make it .jsonl"),
+    "x.jsonl": (
+        damaged("x.jsonl", b'{"text": "a"}\n{"body": "b"}'),
+        "x.jsonl:2: no 'text' in this line (its keys are",
+    ),
+    "y.jsonl": (damaged("y.jsonl", b'{"text": "a"}\n{"text": '), "y.jsonl:2: not JSON: "),
+    "z.jsonl": (damaged("z.jsonl", b'{"text": 5}'), "z.jsonl:1: 'text' is not a string but int"),
+}
+
+
+@pytest.mark.parametrize(("sources", "prepare", "message"), [(k, *v) for k, v in DATA.items()], ids=DATA.keys())
+def test_data(sources, prepare, message, folder, capsys):
+    if prepare:
+        prepare(folder)
+    assert main(["check", "run.yaml", f"data.sources={sources}"]) == 1
+    (line,) = errors(capsys)
+    assert line.startswith(message)
+
+
+TOKENIZERS = {
+    "nowhere.json": (None, "nowhere.json"),
+    "broken.json": (damaged("broken.json", b"{"), "broken.json"),
+}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "prepare", "message"), [(k, *v) for k, v in TOKENIZERS.items()], ids=TOKENIZERS.keys()
+)
+def test_tokenizers(tokenizer, prepare, message, folder, capsys):
+    if prepare:
+        prepare(folder)
+    assert main(["check", "run.yaml", f"data.tokenizer={tokenizer}"]) == 1
+    (line,) = errors(capsys)
+    assert message in line
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder in which a small run has been trained."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "run.yaml").write_text(RECIPE)
+    (folder / "a.txt").write_text("one fish two fish\n" * 30)
+    (folder / "b.txt").write_text("red fish blue fish\n" * 30)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["train", "run.yaml"]) == 0
+    return folder
+
+
+@pytest.fixture
+def run_dir(trained, tmp_path, monkeypatch):
+    """A copy of it, to damage."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs/small"
+
+
+CHECKPOINT = "checkpoints/step-00000002"
+
+
+def remove(name):
+    return lambda run_dir: (run_dir / name).unlink()
+
+
+def flip(name):
+    def damage(run_dir):
+        path = run_dir / name
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+    return damage
+
+
+def cut(name):
+    return lambda run_dir: (run_dir / name).write_bytes((run_dir / name).read_bytes()[:-1])
+
+
+def add(name):
+    return lambda run_dir: (run_dir / name).write_bytes(b"x")
+
+
+DAMAGES = {
+    "no manifest": (
+        remove(f"{CHECKPOINT}/manifest.json"),
+        "manifest.json: missing, so this checkpoint was never completed",
+    ),
+    "no shard": (remove(f"{CHECKPOINT}/__0_0.distcp"), "__0_0.distcp: missing"),
+    "a flipped bit": (
+        flip(f"{CHECKPOINT}/__0_0.distcp"),
+        "__0_0.distcp: damaged, its sha256 is not the saved one",
+    ),
+    "a shard cut short": (cut(f"{CHECKPOINT}/__0_0.distcp"), "bytes, but"),
+    "flipped metadata": (
+        flip(f"{CHECKPOINT}/.metadata"),
+        ".metadata: damaged, its sha256 is not the saved one",
+    ),
+    "no JSON as manifest": (cut(f"{CHECKPOINT}/manifest.json"), "manifest.json: not a manifest"),
+    "a foreign file": (
+        add(f"{CHECKPOINT}/note.txt"),
+        "note.txt: not part of this checkpoint; remove it to continue",
+    ),
+    "no checkpoint": (
+        lambda run_dir: shutil.rmtree(run_dir / "checkpoints"),
+        "no checkpoint",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES.keys())
+@pytest.mark.parametrize(
+    "words",
+    [("train", "run.yaml", "--resume"), ("generate", "runs/small", "--prompt", "x")],
+    ids=["train", "generate"],
+)
+def test_damaged_checkpoints(words, damage, message, run_dir, capsys):
+    damage(run_dir)
+    assert main(words) == 2
+    (line,) = errors(capsys)
+    assert message in line
+
+
+AFTER_TRAINING = {
+    # command line: what the one line says
+    "train run.yaml": "runs/small already holds a run (up to step-00000002); continue it with --resume",
+    "train run.yaml --resume training.seed=1": "was trained with training.seed=0, this run says 1",
+    "train run.yaml --resume model.hidden=32": "but this run's is",
+    "generate runs/nowhere --prompt x": "runs/nowhere: no such directory; give a run directory",
+    "generate . --prompt x": ".: holds no resolved.yaml and no config.json; give a run directory",
+    "generate runs/small": "the following arguments are required: --prompt; see 'meshwright generate --help'",
+    "generate runs/small --prompt x --tempratur 1": "unknown option '--tempratur'; did you mean '--temperature'?",
+    "generate runs/small --prompt x --top-p 2": "top_p=2.0 is not allowed: must be greater than 0",
+    "generate runs/small --prompt x --max-tokens 99": "at most 31 new tokens have room",
+    "generate runs/small --prompt x --seed y": "argument --seed: invalid int value: 'y'",
+    "generate runs/small --prompt x --dtype fp8": "argument --dtype: invalid choice: 'fp8'",
+    "eval runs/small --source nowhere.txt": "data source nowhere.txt matches no file",
+    "eval runs/small --sequence-length 64": "sequence length 64: the model is meant for at most 32",
+}
+
+
+@pytest.mark.parametrize(("words", "message"), AFTER_TRAINING.items(), ids=AFTER_TRAINING.keys())
+def test_after_training(words, message, run_dir, capsys):
+    assert main(words.split()) == 2
+    (line,) = errors(capsys)
+    assert message in line

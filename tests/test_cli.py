@@ -1,0 +1,253 @@
+"""The command line: verbs, help without torch, exit statuses, presets that load back, what check reports."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from meshwright.cli import doctor
+from meshwright.cli.common import presets
+from meshwright.cli.main import VERBS, main
+from meshwright.families import PRESETS, resolve_model
+from meshwright.spec.recipe import load_recipe, parse_spec
+from meshwright.spec.run import Run
+from meshwright.trainer.resolve import resolve_run
+
+RECIPE = """\
+model: {family: llama, hidden: 32, num_layers: 2, num_heads: 4, vocab: 300}
+data: {sources: "*.txt", tokenizer_vocab: 300, sequence_length: 16}
+training: {steps: 4, global_batch: 8, lr_schedule: {warmup: 1}}
+layout: {dp_shard: 2}
+device: cpu
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a recipe and its text, to work in."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(RECIPE)
+    (tmp_path / "a.txt").write_text("the cat sat on the mat\n" * 50)
+    (tmp_path / "b.txt").write_text("a dog ran in the fog\n" * 50)
+    return tmp_path
+
+
+def loaded_modules(*words):
+    """Modules in memory after one command line, run in a process of its own."""
+    code = (
+        "import sys, meshwright.cli.main as cli; cli.main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
+    )
+    found = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    return found.stdout, set(found.stderr.split())
+
+
+def test_help_names_every_verb_and_loads_nothing_heavy():
+    text, modules = loaded_modules("--help")
+    assert all(f"\n  {verb} " in text for verb in VERBS)
+    assert not modules & {"torch", "pydantic", "yaml", "numpy", "tokenizers"}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_a_verb_has_an_example_and_never_loads_torch(verb):
+    text, modules = loaded_modules(verb, "--help")
+    assert text.startswith(f"usage: meshwright {verb} ")
+    assert f"\n  meshwright {verb}" in text.split("example")[1]
+    assert "torch" not in modules
+
+
+def test_check_never_loads_torch(folder):
+    text, modules = loaded_modules("check", "run.yaml")
+    assert "nothing is wrong" in text
+    assert "torch" not in modules
+
+
+def test_version_and_bare_command(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("meshwright 0.")
+    assert main([]) == 0
+    assert capsys.readouterr().out.startswith("usage: meshwright VERB")
+
+
+def test_every_preset_is_listed_with_what_it_is(capsys):
+    assert main(["init"]) == 0
+    text = capsys.readouterr().out
+    for name, path in presets().items():
+        title = path.read_text().splitlines()[0].removeprefix("# ")
+        assert len(title) > 10
+        assert f"{name} " in text
+        assert title in text
+    assert main(["init", "--json"]) == 0
+    assert list(json.loads(capsys.readouterr().out)) == list(presets())
+
+
+@pytest.mark.parametrize("name", presets())
+def test_a_printed_preset_is_the_same_run_with_every_setting_explained(name, capsys):
+    assert main(["init", name]) == 0
+    text = capsys.readouterr().out
+    run = load_recipe(presets()[name])
+    assert parse_spec(text, Run) == run
+    assert "Peak learning rate." in text
+    assert max(map(len, text.splitlines())) <= 110
+
+
+@pytest.mark.parametrize("name", presets())
+def test_a_preset_can_be_resolved(name, tmp_path):
+    run = load_recipe(presets()[name])
+    resolved = resolve_run(run, base_dir=tmp_path)
+    assert resolved.global_batch == resolved.micro_batch * resolved.accumulation * run.layout.data_parallel
+
+
+def test_sizes_that_a_name_decides_stand_in_the_printed_recipe_as_comments(capsys, tmp_path):
+    assert main(["init", "gpt2-124m", "model=gpt2-xl", "training.steps=5000"]) == 0
+    text = capsys.readouterr().out
+    model = resolve_model(PRESETS["gpt2-xl"], base_dir=tmp_path)
+    assert f"# num_layers: {model.num_layers} " in text
+    assert f"# head_dim: {model.head_dim} " in text
+    assert "\n  steps: 5000 " in text
+
+
+def test_a_check_reports_sizes_batch_data_and_a_sample(folder, capsys):
+    assert main(["check", "run.yaml"]) == 0
+    text = capsys.readouterr().out
+    assert "ZeRO-3 x 2" in text
+    assert "128 tokens a step = 2 ranks x 1 microbatches x 4 sequences x 16; 4 steps, 512 tokens" in text
+    assert "2 files" in text
+    assert "\n  . the\n" in text or "\n  . t\n" in text
+    assert "nothing is wrong; train it with: meshwright train run.yaml" in text
+
+
+def test_a_check_for_machines(folder, capsys):
+    assert main(["check", "run.yaml", "--json", "training.steps=7"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["ok"] is True
+    assert facts["problems"] == []
+    assert facts["batch"]["tokens_per_step"] == 128
+    assert facts["batch"]["steps"] == 7
+    # Embedding and head, 300 x 32 each; a block has 2 norms, 4 matrices of attention and 3 of feed-forward.
+    ffn = facts["model"]["ffn"]
+    assert facts["model"]["parameters"] == 2 * 300 * 32 + 2 * (2 * 32 + 4 * 32 * 32 + 3 * 32 * ffn) + 32
+    assert facts["data"]["files"] == 2
+    assert facts["tokenizer"] == {"vocab": 300, "trained": True}
+
+
+def test_a_check_reports_problems_of_all_rooms_at_once(folder, capsys):
+    words = ["check", "run.yaml", "training.global_batch=7", "data.sources=nowhere/*.txt"]
+    assert main(words) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2
+    assert errors[0].startswith(
+        "error: training.global_batch=7 sequences cannot be split over 2 data-parallel ranks"
+    )
+    assert errors[1].startswith("error: data source nowhere/*.txt matches no file")
+    assert main([*words, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is False
+    assert [f"error: {problem}" for problem in found["problems"]] == errors
+
+
+def test_a_check_of_a_recipe_that_cannot_be_read_is_a_finding_with_every_line(folder, capsys):
+    (folder / "run.yaml").write_text("model: gpt2\ntraining:\n  steps: 0\n  optimzer: x\n")
+    assert main(["check", "run.yaml"]) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert [error.split(": ")[1] for error in errors] == ["run.yaml:3", "run.yaml:4"]
+
+
+def test_what_is_wrong_only_deep_in_the_corpus_is_found(folder, capsys):
+    (folder / "z.txt").write_bytes(b"x" * 100 + b"\xff")
+    assert main(["check", "run.yaml"]) == 1
+    assert "z.txt: not UTF-8 at byte 100" in capsys.readouterr().err
+
+
+MISUSES = {
+    ("chek", "run.yaml"): "unknown verb 'chek'; did you mean 'check'?",
+    ("frobnicate",): "unknown verb 'frobnicate'; see 'meshwright --help'",
+    ("--verion",): "unknown option '--verion'; did you mean '--version'?",
+    ("check",): "the following arguments are required: RECIPE; see 'meshwright check --help'",
+    ("check", "nowhere.yaml"): "nowhere.yaml: no such file or directory",
+    ("check", "."): ".: is a directory",
+    (
+        "check",
+        "demo",
+    ): "'demo' is a preset, not a file; write it down first: meshwright init demo > demo.yaml",
+    ("check", "run.yaml", "--jsn"): "unknown option '--jsn'; did you mean '--json'?",
+    ("init", "dmo"): "there is no preset 'dmo'; did you mean 'demo'?",
+    ("init", "gpt2"): "'gpt2' is a model; name it in any recipe, as in meshwright init gpt2-124m model=gpt2",
+    ("init", "demo", "model.family=lama"): "model.family 'lama' is unknown; did you mean 'llama'?",
+    ("doctor", "now"): "unexpected 'now'; see 'meshwright doctor --help'",
+}
+
+
+@pytest.mark.parametrize(("words", "message"), MISUSES.items(), ids=[" ".join(words) for words in MISUSES])
+def test_misuse_is_one_line_and_status_2(words, message, folder, capsys):
+    assert main(words) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err == f"error: {message}\n"
+
+
+def test_debug_shows_the_trace_and_still_the_line(folder, capsys):
+    assert main(["check", "nowhere.yaml", "--debug"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("Traceback")
+    assert error.endswith("error: nowhere.yaml: no such file or directory\n")
+
+
+def test_an_interrupted_command_says_so_by_status_130(folder, monkeypatch, capsys):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "examine", interrupt)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as nobody:
+        found = subprocess.run(
+            [sys.executable, "-m", "meshwright", "init", "demo"],
+            stdout=nobody,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert found.stderr == ""
+    assert found.returncode == 141
+
+
+def test_doctor_reports_this_machine_as_ready(capsys):
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ready"] is True
+    found = {finding["name"]: finding for finding in report["findings"]}
+    assert found["torch"]["state"] == "ok"
+    assert found["cpu"]["detail"].split()[0] == str(len(os.sched_getaffinity(0)))
+    assert "gloo" in found["distributed"]["detail"]
+
+
+def test_doctor_names_what_is_missing_and_the_fix(monkeypatch, capsys):
+    monkeypatch.setattr(
+        doctor.importlib.metadata, "requires", lambda name: ["torch>=99,<100", "no-such-package>=1"]
+    )
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "is outside >=99,<100\n" in text
+    assert "-> pip install 'no-such-package>=1'" in text
+    assert "not ready: torch, no-such-package missing" in text
+
+
+@pytest.mark.parametrize(
+    ("version", "bounds", "inside"),
+    [
+        ("2.13.0+cpu", ">=2.11,<2.14", True),
+        ("2.14.0", ">=2.11,<2.14", False),
+        ("2.9.1", ">=2.11", False),
+        ("6.0.3", ">=6.0", True),
+        ("1.0", "", True),
+    ],
+)
+def test_doctor_compares_versions_as_numbers(version, bounds, inside):
+    assert doctor._satisfies(version, bounds) is inside
