@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import EPS, GLOBAL_BATCH, LR, SEQUENCE_LENGTH, STRATEGIES, tiny_run
 
 from meshwright.spec.layout import LayoutSpec
 from meshwright.testing.equivalence import Outcome, largest_difference, one_step
 from meshwright.testing.ranks import RankPool
+from tiny import EPS, GLOBAL_BATCH, LR, SEQUENCE_LENGTH, STRATEGIES, tiny_run
 
 FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 PARALLEL = [name for name in STRATEGIES if name != "single"]

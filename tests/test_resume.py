@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import STRATEGIES, tiny_run
 
 from meshwright.checkpoint import manifest as manifest_module
 from meshwright.checkpoint.dcp import verify_checkpoint
@@ -17,6 +16,7 @@ from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import build_here, largest_difference, loader_for, whole
 from meshwright.testing.ranks import RankPool
+from tiny import STRATEGIES, tiny_run
 
 STEPS = 6
 Trajectory = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]
@@ -74,9 +74,7 @@ def test_same_layout_continues_bit_for_bit(ranks: RankPool, tmp_path: Path, stra
 
 
 @pytest.mark.parametrize(("optimizer", "tied"), [("adamw", False), ("muon", True)])
-def test_any_layout_continues_what_any_other_saved(
-    ranks: RankPool, tmp_path: Path, optimizer: str, tied: bool
-) -> None:
+def test_any_layout_continues_what_any_other_saved(ranks: RankPool, tmp_path: Path, optimizer: str, tied: bool) -> None:
     """In float64 a few steps amplify a summation order's 1e-16 by far less than the 1e-10 allowed here."""
     options = {"optimizer": {"name": optimizer, "lr": 1e-2, "eps": 0.1}, "tied": tied}
     for saver in ("single", "ddp", "zero-3-uneven", "hybrid-3"):

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import GLOBAL_BATCH, SEQUENCE_LENGTH, STRATEGIES, tiny_run
 
 from meshwright.models.loss import IGNORED
 from meshwright.optim.loss_scale import LossScaler
@@ -17,6 +16,7 @@ from meshwright.testing.ranks import RankPool
 from meshwright.trainer.evaluate import evaluate
 from meshwright.trainer.setup import Trainer
 from meshwright.trainer.step import NonFiniteError
+from tiny import GLOBAL_BATCH, SEQUENCE_LENGTH, STRATEGIES, tiny_run
 
 
 def poison(trainer: Trainer, where: str) -> None:
@@ -25,7 +25,9 @@ def poison(trainer: Trainer, where: str) -> None:
         trainer.model.norm.register_forward_hook(lambda module, inputs, output: output * math.nan)
     elif trainer.worker.rank == trainer.worker.world_size - 1:
         block = trainer.model.layers["1"]
-        block.register_full_backward_hook(lambda module, before, after: tuple(g if g is None else g * math.nan for g in before))
+        block.register_full_backward_hook(
+            lambda module, before, after: tuple(g if g is None else g * math.nan for g in before)
+        )
 
 
 def poisoned_step(run: ResolvedRun, where: str) -> tuple[str, bool, dict[str, Any], bool]:

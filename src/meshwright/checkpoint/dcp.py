@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from meshwright.checkpoint.manifest import (
     CheckpointError,
@@ -91,7 +91,9 @@ def load_tensors(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         entry = saved.get(name)
         if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"{checkpoint}: holds no {name}; it was saved by a run with another model or optimizer")
+            raise CheckpointError(
+                f"{checkpoint}: holds no {name}; it was saved by a run with another model or optimizer"
+            )
         if tuple(entry.size) != tuple(tensor.shape):
             raise CheckpointError(
                 f"{checkpoint}: {name} has shape {tuple(entry.size)}, but this run's is {tuple(tensor.shape)}; "
@@ -115,8 +117,7 @@ class _SafeReader(dcp.FileSystemReader):
         for entry in (metadata.storage_data or {}).values():
             if Path(entry.relative_path).name != entry.relative_path:
                 raise CheckpointError(f"{path}: points outside its folder, to {entry.relative_path!r}")
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = dcp.StorageMeta()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
@@ -125,9 +126,19 @@ class _SafeUnpickler(pickle.Unpickler):
     """Builds only the plain data classes of which checkpoint metadata consists."""
 
     ALLOWED = frozenset(
-        [("torch.distributed.checkpoint.metadata", name) for name in (
-            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")]
+        [
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ]
         + [("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")]
         + [("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")]
         + [("pathlib", "Path"), ("pathlib", "PosixPath")]

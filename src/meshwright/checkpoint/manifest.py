@@ -77,7 +77,9 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text())
         files = manifest["files"]
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: missing, so this checkpoint was never completed; {_others(checkpoint)}") from None
+        raise CheckpointError(
+            f"{path}: missing, so this checkpoint was never completed; {_others(checkpoint)}"
+        ) from None
     except (ValueError, KeyError, TypeError):
         raise CheckpointError(f"{path}: not a manifest; {_others(checkpoint)}") from None
     for name in files:

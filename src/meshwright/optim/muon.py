@@ -18,7 +18,13 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[Any], *, lr: float, momentum: float = 0.95, weight_decay: float = 0.0, steps: int = 5
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        steps: int = 5,
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "steps": steps})
         for group in self.param_groups:
@@ -27,21 +33,21 @@ class Muon(torch.optim.Optimizer):
                     raise ValueError(f"Muon takes matrices only, not a tensor of shape {tuple(parameter.shape)}")
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    self._update(parameter, parameter.grad, group)
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         buffer = state["momentum_buffer"]
-        buffer.lerp_(parameter.grad, 1 - group["momentum"])
-        update = parameter.grad.lerp(buffer, group["momentum"])
+        buffer.lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(buffer, group["momentum"])
         if isinstance(update, DTensor):
             mesh, placements = update.device_mesh, update.placements
             whole = orthogonalise(update.full_tensor(), group["steps"])

@@ -1,8 +1,8 @@
 """The one page that says in which order a single-device model becomes a parallel one."""
 
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.models import Decoder
 from meshwright.parallel.compile import apply_compile
 from meshwright.parallel.data import apply_data_parallel
 from meshwright.parallel.precision import build_fsdp_policy
@@ -10,7 +10,7 @@ from meshwright.parallel.recompute import apply_recompute
 from meshwright.spec.run import Run
 
 
-def apply_parallelism(model: nn.Module, run: Run, mesh: DeviceMesh | None) -> None:
+def apply_parallelism(model: Decoder, run: Run, mesh: DeviceMesh | None) -> None:
     """Change `model` (on the meta device) in place into what this rank runs; `mesh` is None for one process alone.
 
     Data parallelism comes last: it shards whatever the others made.

@@ -15,20 +15,29 @@ each block for its forward pass and again for its backward pass. "Sent" counts e
 dtype; ZeRO-2 and ZeRO-3 reduce gradients at every microbatch, DDP and ZeRO-1 at the last one only.
 """
 
+from typing import Any
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
+from meshwright.models import Decoder
 from meshwright.spec.layout import LayoutSpec
 
 
-def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, layout: LayoutSpec, policy: MixedPrecisionPolicy) -> None:
+def apply_data_parallel(model: Decoder, mesh: DeviceMesh, layout: LayoutSpec, policy: MixedPrecisionPolicy) -> None:
     """Shard `model` in place, one group per block and one for the rest (embeddings, last norm, head).
 
     Gradients are summed over ranks, not averaged: the loss is already divided by the global batch's token count.
     """
     hybrid = layout.dp_replicate > 1
-    options = {
+    options: dict[str, Any] = {
         "mesh": mesh["dp_replicate", "dp_shard"] if hybrid else mesh["dp_shard"],
         "reshard_after_forward": layout.zero_stage == 3,
         "mp_policy": policy,

@@ -31,7 +31,9 @@ def find_machine(device: str = "auto") -> Machine:
         name, memory_bytes = gpus[0]
         return Machine(kind="cuda", name=name, devices=len(gpus), memory_bytes=memory_bytes)
     if device == "cuda":
-        raise ValueError("device: cuda, but this machine shows no NVIDIA GPU (nvidia-smi -L lists none); use device=cpu")
+        raise ValueError(
+            "device: cuda, but this machine shows no NVIDIA GPU (nvidia-smi -L lists none); use device=cpu"
+        )
     return Machine(kind="cpu", name="cpu", devices=len(os.sched_getaffinity(0)), memory_bytes=_host_memory_bytes())
 
 

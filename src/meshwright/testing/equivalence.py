@@ -69,9 +69,7 @@ def one_step(resolved: ResolvedRun) -> Outcome | None:
 def loader_for(trainer: Trainer, *, seed: int = 0) -> Loader:
     """This rank's microbatches of random samples."""
     resolved = trainer.resolved
-    samples = RandomSamples(
-        vocab=resolved.model.vocab, sequence_length=resolved.run.data.sequence_length, seed=seed
-    )
+    samples = RandomSamples(vocab=resolved.model.vocab, sequence_length=resolved.run.data.sequence_length, seed=seed)
     return Loader(
         samples,
         seed=resolved.run.training.seed,
@@ -91,6 +89,8 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor:
 def largest_difference(ours: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> tuple[float, str]:
     """The largest absolute difference over all tensors, and the tensor's name; NaN counts as infinite."""
     assert ours.keys() == other.keys(), sorted(ours.keys() ^ other.keys())
-    differences = {name: (ours[name].double() - other[name].double()).abs().max().nan_to_num(torch.inf) for name in ours}
+    differences = {
+        name: (ours[name].double() - other[name].double()).abs().max().nan_to_num(torch.inf) for name in ours
+    }
     worst = max(differences, key=lambda name: differences[name])
     return differences[worst].item(), worst

@@ -56,7 +56,6 @@ def use_deterministic_kernels() -> None:
     cuBLAS needs CUBLAS_WORKSPACE_CONFIG as well, which `start_workers` and the worker's start set before CUDA loads.
     """
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def _measured_matmul_flops(device: torch.device, dtype: torch.dtype, size: int) -> float:
@@ -66,7 +65,7 @@ def _measured_matmul_flops(device: torch.device, dtype: torch.dtype, size: int) 
     for _ in range(6):
         synchronise(device)
         began = time.perf_counter()
-        a @ a
+        torch.mm(a, a)
         synchronise(device)
         best = min(best, time.perf_counter() - began)
     return 2 * size**3 / best

@@ -7,6 +7,7 @@ process becomes the parent of the local workers (torch's elastic launcher); each
 import logging
 import os
 import re
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -123,8 +124,15 @@ def start_workers(layout: LayoutSpec, nodes: Nodes, arguments: list[str]) -> int
         if failure.exitcode == MISUSE:
             print(f"error: {failure.message}", file=sys.stderr)
         else:
-            print(f"error: rank {rank} ended with status {failure.exitcode}; its messages stand above", file=sys.stderr)
+            print(
+                f"error: rank {rank} ended with status {failure.exitcode}; its messages stand above",
+                file=sys.stderr,
+            )
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except SignalException as stop:  # the workers have been ended
+        if stop.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        return 128 + stop.sigval
     return 0
 
 

@@ -1,14 +1,14 @@
 """The one place that defines every figure a training run prints or writes.
 
-    loss                     mean loss per trained token over the global batch, in nats
-    gnorm                    2-norm of the whole gradient, before clipping
-    lr                       learning rate of the step (of AdamW's parameters)
-    step_time                median wall seconds of the last 20 steps, the first of the process left out (warm-up)
-    tokens_per_s_per_rank    tokens through the model per step / (step_time x ranks); padding is not counted
-    trained_per_s_per_rank   the same with the tokens that carry loss
-    mfu                      flops_per_token x tokens_per_s_per_rank / peak; the peak and its origin stand in env.json
-    mem                      most bytes this rank ever held: GPU memory reserved by PyTorch, or the process's peak RSS
-    eta                      remaining steps x step_time, in seconds; evaluation and saving not counted
+loss                     mean loss per trained token over the global batch, in nats
+gnorm                    2-norm of the whole gradient, before clipping
+lr                       learning rate of the step (of AdamW's parameters)
+step_time                median wall seconds of the last 20 steps, the first of the process left out (warm-up)
+tokens_per_s_per_rank    tokens through the model per step / (step_time x ranks); padding is not counted
+trained_per_s_per_rank   the same with the tokens that carry loss
+mfu                      flops_per_token x tokens_per_s_per_rank / peak; the peak and its origin stand in env.json
+mem                      most bytes this rank ever held: GPU memory reserved by PyTorch, or the process's peak RSS
+eta                      remaining steps x step_time, in seconds; evaluation and saving not counted
 """
 
 import json
@@ -48,9 +48,21 @@ class StepRecord:
 class StepClock:
     """Measures steps; `clock` returns seconds and can be replaced in tests."""
 
-    def __init__(self, *, ranks: int, flops_per_token: float, peak_flops: float | None, steps: int,
-                 clock: Callable[[], float] = time.perf_counter) -> None:
-        self.ranks, self.flops_per_token, self.peak_flops, self.steps = ranks, flops_per_token, peak_flops, steps
+    def __init__(
+        self,
+        *,
+        ranks: int,
+        flops_per_token: float,
+        peak_flops: float | None,
+        steps: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.ranks, self.flops_per_token, self.peak_flops, self.steps = (
+            ranks,
+            flops_per_token,
+            peak_flops,
+            steps,
+        )
         self._clock = clock
         self._seconds: deque[float] = deque(maxlen=WINDOW)
         self._began = 0.0

@@ -25,7 +25,6 @@ from meshwright.trainer.setup import (
 )
 from meshwright.trainer.trackers import open_trackers
 
-
 RESOLVED = "resolved.yaml"
 TOKENIZER = "tokenizer"
 """Names in a run directory: the run with nothing left open, and the folder of its tokenizer."""
@@ -67,9 +66,7 @@ def train(run: Run, *, resume: bool = False, base_dir: Path | str = ".") -> Trai
         _check_run_dir(run_dir, resume)
     resolved = resolve_run(run, base_dir=base_dir)
     if worker is None and (run.layout.world_size > 1 or find_nodes().count > 1):
-        corpus_of(
-            run, base_dir, progress=_show_progress
-        )  # once, and mistakes are told before any process starts
+        corpus_of(run, base_dir, progress=_show_progress)  # once, and mistakes are told before any process starts
         write_run_files(resolved, run_dir)
         arguments = ["--resolved", str(run_dir / RESOLVED), "--base-dir", str(base_dir)]
         status = start_workers(run.layout, find_nodes(), arguments + ["--resume"] * resume)
@@ -104,9 +101,7 @@ def train_rank(resolved: ResolvedRun, worker: Worker, *, base_dir: Path, resume:
         corpus.tokenizer.save(run_dir / TOKENIZER)
         write_json(run_dir / "env.json", describe_environment(trainer))
         with Journal(run_dir / "metrics.jsonl", taps=open_trackers(run)) as journal:
-            journal.write(
-                "start", step=trainer.step, world_size=worker.world_size, strategy=run.layout.strategy
-            )
+            journal.write("start", step=trainer.step, world_size=worker.world_size, strategy=run.layout.strategy)
             train_loop(trainer, corpus, journal, display, run_dir)
             journal.write("end", step=trainer.step)
     leave_group()

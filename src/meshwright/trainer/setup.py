@@ -15,7 +15,7 @@ from meshwright.checkpoint.dcp import load_tensors, save_checkpoint, verify_chec
 from meshwright.checkpoint.hf import HfWeights
 from meshwright.checkpoint.manifest import CheckpointError, latest_checkpoint
 from meshwright.data.prepare import Corpus
-from meshwright.families import parameter_table, pretrained_directory
+from meshwright.families import parameter_table
 from meshwright.models import build_model
 from meshwright.models.init import draw_rows
 from meshwright.optim.build import Optimizers, build_optimizers
@@ -152,7 +152,7 @@ def build_trainer(
     masters = None
     if mesh is None and training.precision in ("bf16", "fp16"):
         masters = MasterWeights(model, training)
-    parameters = masters.parameters if masters else dict(model.named_parameters())
+    parameters: dict[str, torch.Tensor] = masters.parameters if masters else dict(model.named_parameters())
     optimizers = build_optimizers(training.optimizer, table, parameters)
     return Trainer(
         resolved=resolved,

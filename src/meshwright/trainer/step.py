@@ -127,5 +127,7 @@ def to_device(microbatch: Microbatch, device: torch.device) -> tuple[torch.Tenso
     """inputs_bT and labels_bT as int64 tensors on `device`; copies to a GPU do not block."""
     tensors = tuple(torch.from_numpy(array) for array in microbatch)
     if device.type == "cuda":
-        return tensors[0].pin_memory().to(device, non_blocking=True), tensors[1].pin_memory().to(device, non_blocking=True)
+        return tensors[0].pin_memory().to(device, non_blocking=True), tensors[1].pin_memory().to(
+            device, non_blocking=True
+        )
     return tensors[0], tensors[1]

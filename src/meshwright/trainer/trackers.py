@@ -38,9 +38,7 @@ def _open_wandb(run: Run) -> Tap:
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
     return {
-        name: value
-        for name, value in record.items()
-        if name not in ("step", "time") and isinstance(value, int | float)
+        name: value for name, value in record.items() if name not in ("step", "time") and isinstance(value, int | float)
     }
 
 
