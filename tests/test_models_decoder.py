@@ -44,7 +44,5 @@ def test_loss_is_the_cross_entropy_of_the_logits(family):
     tokens = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(1))
     labels = tokens.roll(-1, 1)
     labels[:, -1] = -100
-    expected = torch.nn.functional.cross_entropy(
-        model(tokens).flatten(0, 1), labels.flatten(), reduction="sum"
-    )
+    expected = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
     torch.testing.assert_close(model(tokens, labels), expected, rtol=1e-12, atol=0)

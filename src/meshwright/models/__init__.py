@@ -9,9 +9,7 @@ from meshwright.spec.model import ModelSpec
 __all__ = ["Cache", "Decoder", "build_model", "draw_rows", "initialize"]
 
 
-def build_model(
-    spec: ModelSpec, *, device: str | torch.device = "meta", dtype: torch.dtype = torch.float32
-) -> Decoder:
+def build_model(spec: ModelSpec, *, device: str | torch.device = "meta", dtype: torch.dtype = torch.float32) -> Decoder:
     """The model with uninitialised parameters: no memory on `meta`, allocated but not drawn elsewhere.
 
     There are no buffers, so after `to_empty` and filling the parameters (`draw_rows`, a checkpoint) it is

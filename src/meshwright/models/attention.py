@@ -103,11 +103,7 @@ class Attention(nn.Module):
         self, q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         grouped = self.grouped
-        if (
-            grouped
-            and q_BHTK.is_cuda
-            and (mask is not None or q_BHTK.dtype in (torch.float32, torch.float64))
-        ):
+        if grouped and q_BHTK.is_cuda and (mask is not None or q_BHTK.dtype in (torch.float32, torch.float64)):
             # Only CUDA's flash kernel shares keys between heads, and it takes neither fp32 nor masks; without
             # this SDPA would fall back to its slow path, which holds all T x S scores.
             repeats = q_BHTK.shape[1] // k_BGSK.shape[1]

@@ -17,9 +17,7 @@ class FeedForward(nn.Module):
         super().__init__()
         self.w1 = nn.Linear(spec.hidden, spec.ffn, bias=spec.ffn_bias)
         self.w2 = nn.Linear(spec.ffn, spec.hidden, bias=spec.ffn_bias)
-        self.w3 = (
-            nn.Linear(spec.hidden, spec.ffn, bias=spec.ffn_bias) if spec.activation == "swiglu" else None
-        )
+        self.w3 = nn.Linear(spec.hidden, spec.ffn, bias=spec.ffn_bias) if spec.activation == "swiglu" else None
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """[B, T, D] to [B, T, D]."""

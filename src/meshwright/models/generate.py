@@ -73,9 +73,7 @@ def generate(
 
 def choose(logits_BV: torch.Tensor, sampling: Sampling, streams: Sequence[random.Random]) -> torch.Tensor:
     """One token id [B] per row of logits [B, V]; every row takes one number from its stream."""
-    drawn_B = torch.tensor(
-        [stream.random() for stream in streams], dtype=torch.float64, device=logits_BV.device
-    )
+    drawn_B = torch.tensor([stream.random() for stream in streams], dtype=torch.float64, device=logits_BV.device)
     if sampling.temperature == 0:
         return logits_BV.argmax(-1)
     sorted_BV, order_BV = (logits_BV.double() / sampling.temperature).sort(descending=True, stable=True)

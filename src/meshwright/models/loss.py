@@ -1,68 +1,132 @@
 """The one place that computes the loss: output head and cross-entropy together, never holding all logits.
 
-Logits are made for a chunk of tokens at a time, turned into their own gradient in place, and used at once for
+Logits are made for a chunk of tokens at a time, turned in place into their own gradient, and used at once for
 the gradients of the hidden states and of the head, as in Liger's fused linear cross-entropy (Hsu et al.,
 2024). So the backward pass has nothing to recompute, only to scale.
 
-Shapes: N tokens, D hidden, V vocabulary, C tokens of a chunk.
+Shapes: N tokens, D hidden, V vocabulary, C tokens of a chunk, R rows that are widened together.
 """
+
+from math import ceil
 
 import torch
 
 IGNORED = -100
-CHUNK_BYTES = 256 * 2**20
+"""The label of a token that is not trained on."""
+
+CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**30}
+"""Logits held at a time. More of them means fewer passes over the head's gradient: one a chunk."""
+
+WIDE_BYTES = {"cpu": 2**22, "cuda": 2**28}
+"""Numbers held in fp32 at a time; so few on a CPU that every pass over them but the first stays in its
+cache."""
+
+ROW_MULTIPLE = 64
+"""Rows of logits start this many elements apart, or a multiple: matrix products are slow over unaligned
+rows."""
 
 
-def linear_cross_entropy(
-    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor
-) -> torch.Tensor:
-    """Sum over labels other than -100 of the cross-entropy of `hidden @ weight.T`, in nats.
+def linear_cross_entropy(hidden_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+    """Sum over labels other than -100 of the cross-entropy of `softmax(hidden @ weight.T)`, in nats.
 
     Args:
         hidden_ND: floating point [N, D].
-        weight_VD: the head [V, D], same dtype.
+        weight_VD: the head [V, D], of the same dtype.
         labels_N: int64 [N].
 
     Returns:
-        scalar, fp32 (fp64 for fp64 inputs).
+        scalar, fp32 (fp64 for fp64 inputs). Softmax and loss are computed in that dtype and matrix products
+        in that of the inputs; over chunks the head's gradient is accumulated in fp32 (fp64).
     """
-    train = torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad)
-    return _LinearCrossEntropy.apply(hidden_ND, weight_VD, labels_N, train)
+    loss = _LinearCrossEntropy.apply(hidden_ND, weight_VD, labels_N, torch.is_grad_enabled())
+    assert isinstance(loss, torch.Tensor)
+    return loss
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, labels_N, train):
-        wide = torch.float64 if hidden_ND.dtype == torch.float64 else torch.float32
-        loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
-        need_hidden = train and ctx.needs_input_grad[0]
-        need_weight = train and ctx.needs_input_grad[1]
+        tokens, vocab, wide = len(hidden_ND), len(weight_VD), _wide(hidden_ND.dtype)
+        need_hidden, need_weight = (train and need for need in ctx.needs_input_grad[:2])
         grad_hidden_ND = torch.empty_like(hidden_ND) if need_hidden else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if need_weight else None
-        chunk = max(1, CHUNK_BYTES // (weight_VD.shape[0] * wide.itemsize))
-        for start in range(0, hidden_ND.shape[0], chunk):
+        product_VD = torch.empty_like(weight_VD) if need_weight and weight_VD.dtype != wide else None
+        loss = hidden_ND.new_zeros((), dtype=wide)
+
+        stride = ceil(vocab / ROW_MULTIPLE) * ROW_MULTIPLE
+        most = max(1, _budget(CHUNK_BYTES, hidden_ND) // (stride * hidden_ND.element_size()))
+        chunk = ceil(tokens / max(1, ceil(tokens / most)))  # chunks of equal size
+        logits_CV = hidden_ND.new_empty(chunk, stride)[:, :vocab]
+        for start in range(0, tokens, max(1, chunk)):
             rows = slice(start, start + chunk)
-            hidden_CD, labels_C = hidden_ND[rows], labels_N[rows]
-            trained_C = labels_C != IGNORED
-            target_C1 = labels_C.clamp(min=0)[:, None]
-            logits_CV = (hidden_CD @ weight_VD.t()).to(wide)
-            target_logits_C1 = logits_CV.gather(1, target_C1)
-            lse_C1 = logits_CV.logsumexp(1, keepdim=True)
-            loss += ((lse_C1 - target_logits_C1)[:, 0] * trained_C).sum()
-            if not train:
-                continue
-            grad_CV = logits_CV.sub_(lse_C1).exp_()
-            grad_CV.scatter_add_(1, target_C1, torch.full_like(lse_C1, -1.0))
-            grad_CV = grad_CV.mul_(trained_C[:, None]).to(hidden_ND.dtype)
+            trained_C1 = (labels_N[rows] != IGNORED)[:, None]
+            # A token is ignored by zeroing its hidden state: its row of logits is many times as long.
+            hidden_CD = hidden_ND[rows].where(trained_C1, 0)
+            grad_CV = torch.mm(hidden_CD, weight_VD.t(), out=logits_CV[: len(hidden_CD)])
+            losses_C1 = _cross_entropy_(grad_CV, labels_N[rows, None].clamp(min=0))
+            loss += losses_C1.where(trained_C1, 0).sum()
             if grad_hidden_ND is not None:
-                torch.mm(grad_CV, weight_VD, out=grad_hidden_ND[rows])
+                grad_hidden_ND[rows] = torch.mm(grad_CV, weight_VD).where(trained_C1, 0)
             if grad_weight_VD is not None:
-                grad_weight_VD += grad_CV.t() @ hidden_CD
+                _add_product_(grad_weight_VD, grad_CV, hidden_CD, product_VD)
         ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
         ctx.dtype = hidden_ND.dtype
         return loss
 
     @staticmethod
-    def backward(ctx, grad_loss):
-        grads = [None if grad is None else (grad * grad_loss).to(ctx.dtype) for grad in ctx.saved_tensors]
+    def backward(ctx, *grad_outputs):
+        (grad_loss,) = grad_outputs
+        grads = [None if grad is None else _scaled(grad, grad_loss, ctx.dtype) for grad in ctx.saved_tensors]
         return (*grads, None, None)
+
+
+def _cross_entropy_(logits_CV: torch.Tensor, targets_C1: torch.Tensor) -> torch.Tensor:
+    """The losses [C, 1] in fp32 (fp64); `logits_CV` becomes their gradient, softmax - one-hot, in place."""
+    losses_C1 = torch.empty_like(targets_C1, dtype=_wide(logits_CV.dtype))
+    rows = _wide_rows(logits_CV)
+    wide_RV = losses_C1.new_empty(min(rows, len(logits_CV)), logits_CV.shape[1])
+    for logits_RV, targets_R1, losses_R1 in zip(
+        logits_CV.split(rows), targets_C1.split(rows), losses_C1.split(rows), strict=True
+    ):
+        work_RV = wide_RV[: len(logits_RV)].copy_(logits_RV)
+        above_R1 = work_RV.amax(1, keepdim=True) - work_RV.gather(1, targets_R1)
+        torch.softmax(work_RV, 1, out=work_RV)
+        # logsumexp is the largest logit less the logarithm of its probability, which is never small.
+        torch.sub(above_R1, work_RV.amax(1, keepdim=True).log(), out=losses_R1)
+        work_RV.scatter_add_(1, targets_R1, torch.full_like(losses_R1, -1.0))
+        logits_RV.copy_(work_RV)
+    return losses_C1
+
+
+def _add_product_(
+    total_VD: torch.Tensor, grad_CV: torch.Tensor, hidden_CD: torch.Tensor, product_VD: torch.Tensor | None
+) -> None:
+    """total += grad.T @ hidden, by way of `product_VD` where their dtype is narrower than the total's."""
+    if product_VD is None:
+        total_VD.addmm_(grad_CV.t(), hidden_CD)
+        return
+    torch.mm(grad_CV.t(), hidden_CD, out=product_VD)
+    rows = _wide_rows(total_VD)
+    for total, product in zip(total_VD.split(rows), product_VD.split(rows), strict=True):
+        total += product.to(total.dtype)  # widened first: adding across dtypes is ten times slower on a CPU
+
+
+def _scaled(grad: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`grad * factor`, rounded to `dtype` once; by rows, so that the product is never held in full."""
+    scaled, rows = torch.empty_like(grad, dtype=dtype), _wide_rows(grad)
+    for source, target in zip(grad.split(rows), scaled.split(rows), strict=True):
+        target.copy_(source * factor)
+    return scaled
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of losses and sums: fp32, or fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _wide_rows(matrix: torch.Tensor) -> int:
+    return max(1, _budget(WIDE_BYTES, matrix) // (matrix.shape[1] * _wide(matrix.dtype).itemsize))
+
+
+def _budget(budgets: dict[str, int], tensor: torch.Tensor) -> int:
+    return budgets["cpu" if tensor.device.type == "cpu" else "cuda"]

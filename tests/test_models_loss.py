@@ -1,0 +1,137 @@
+"""Head and cross-entropy in chunks equal torch's own, value and gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from meshwright.models import loss as loss_module
+from meshwright.models.loss import linear_cross_entropy
+
+N, D, V = 23, 8, 37
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    """Several chunks, and several pieces of each, so that every seam is crossed."""
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", {"cpu": 64 * 8 * 7})
+    monkeypatch.setattr(loss_module, "WIDE_BYTES", {"cpu": V * 8 * 3})
+
+
+def case(dtype=torch.float64, seed=0, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = (scale * torch.randn(N, D, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
+    weight = torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    labels = torch.randint(V, (N,), generator=generator)
+    labels[::5] = -100
+    return hidden, weight, labels
+
+
+def reference(hidden, weight, labels):
+    return F.cross_entropy(hidden @ weight.T, labels, ignore_index=-100, reduction="sum")
+
+
+def gradients(function, hidden, weight, labels, factor=1.0):
+    value = function(hidden, weight, labels)
+    return value, *torch.autograd.grad(value * factor, (hidden, weight))
+
+
+@pytest.mark.parametrize("scale", [1.0, 300.0])  # at 300, most probabilities underflow and no loss may
+def test_equals_torch_in_fp64(scale):
+    ours = gradients(linear_cross_entropy, *case(scale=scale), factor=0.25)
+    torchs = gradients(reference, *case(scale=scale), factor=0.25)
+    torch.testing.assert_close(ours, torchs, rtol=1e-13, atol=1e-13 * scale)
+
+
+def test_gradcheck():
+    hidden, weight, labels = case()
+    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, labels), (hidden, weight))
+
+
+def test_tied_weight_sums_both_uses():
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(V, D, generator=generator, dtype=torch.float64).requires_grad_()
+    tokens, labels = torch.randint(V, (2, N), generator=generator)
+    ours, theirs = (
+        torch.autograd.grad(function(F.embedding(tokens, weight), weight, labels), weight)
+        for function in (linear_cross_entropy, reference)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_low_precision_rounds_only_its_own_products(dtype):
+    """Against fp64 on the same rounded inputs: logits, their gradient and each product are rounded once."""
+    hidden, weight, labels = case(dtype)
+    loss, grad_hidden, grad_weight = gradients(linear_cross_entropy, hidden, weight, labels)
+    assert (loss.dtype, grad_hidden.dtype, grad_weight.dtype) == (torch.float32, dtype, dtype)
+    exact = gradients(reference, *(x.detach().double().requires_grad_() for x in (hidden, weight)), labels)
+    step = torch.finfo(dtype).eps / 2
+    largest = (hidden.double() @ weight.double().T).abs().max().item()
+    # A logit's error moves a token's loss by at most itself; fp32 sums add their own few steps.
+    assert abs(loss.item() - exact[0].item()) <= N * largest * max(step, 8 * torch.finfo(torch.float32).eps)
+    # A probability, below 1, moves by its logit's error (twice: numerator and sum) and its own rounding.
+    entry = 2 * largest * step + step
+    for grad, truth, other in ((grad_hidden, exact[1], weight), (grad_weight, exact[2], hidden)):
+        terms = V if other is weight else N
+        bound = terms * entry * other.abs().max().item() + 4 * step * truth.abs().max().item()
+        assert (grad.double() - truth).abs().max().item() <= bound
+
+
+def test_nothing_to_train_on_is_zero():
+    hidden, weight, labels = case()
+    value, *grads = gradients(linear_cross_entropy, hidden, weight, torch.full_like(labels, -100))
+    assert value.item() == 0
+    assert all(not grad.any() for grad in grads)
+
+
+def test_ignored_tokens_cannot_spread_their_values():
+    hidden, weight, labels = case()
+    poisoned = hidden.detach().clone()
+    poisoned[labels == -100] = float("nan")
+    poisoned.requires_grad_()
+    ours = gradients(linear_cross_entropy, poisoned, weight, labels)
+    torch.testing.assert_close(ours, gradients(linear_cross_entropy, hidden, weight, labels), rtol=0, atol=0)
+
+
+def test_no_tokens():
+    hidden, weight, labels = case()
+    value, grad_hidden, grad_weight = gradients(linear_cross_entropy, hidden[:0], weight, labels[:0])
+    assert value.item() == 0
+    assert not grad_hidden.any()
+    assert not grad_weight.any()
+
+
+def test_only_needed_gradients_are_computed(monkeypatch):
+    hidden, weight, labels = case()
+    products = []
+    monkeypatch.setattr(loss_module, "_add_product_", lambda *_: products.append("weight"))
+    linear_cross_entropy(hidden, weight.detach(), labels).backward()
+    with torch.no_grad():
+        value = linear_cross_entropy(hidden, weight, labels)
+    assert not products
+    assert not value.requires_grad
+    torch.testing.assert_close(value, reference(hidden, weight, labels).detach(), rtol=1e-13, atol=0)
+
+
+def test_backward_twice():
+    hidden, weight, labels = case()
+    value = linear_cross_entropy(hidden, weight, labels)
+    first = torch.autograd.grad(value, (hidden, weight), retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(value, (hidden, weight)), first, rtol=0, atol=0)
+
+
+def test_never_holds_all_logits():
+    """The largest tensor made on the way has no more rows of logits than the budget allows."""
+
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dim() == 2 and out.shape[1] >= V:
+                Largest.seen = max(Largest.seen, out.untyped_storage().nbytes())
+            return out
+
+    with Largest():
+        linear_cross_entropy(*case()).backward()
+    assert 0 < Largest.seen <= 64 * 8 * 7 < N * V * 8
