@@ -36,9 +36,7 @@ def folder(tmp_path, monkeypatch):
 
 def loaded_modules(*words):
     """Modules in memory after one command line, run in a process of its own."""
-    code = (
-        "import sys, meshwright.cli.main as cli; cli.main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
-    )
+    code = "import sys, meshwright.cli.main as cli; cli.main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
     found = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
     return found.stdout, set(found.stderr.split())
 
@@ -137,9 +135,7 @@ def test_a_check_reports_problems_of_all_rooms_at_once(folder, capsys):
     assert main(words) == 1
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2
-    assert errors[0].startswith(
-        "error: training.global_batch=7 sequences cannot be split over 2 data-parallel ranks"
-    )
+    assert errors[0].startswith("error: training.global_batch=7 sequences cannot be split over 2 data-parallel ranks")
     assert errors[1].startswith("error: data source nowhere/*.txt matches no file")
     assert main([*words, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
@@ -229,9 +225,7 @@ def test_doctor_reports_this_machine_as_ready(capsys):
 
 
 def test_doctor_names_what_is_missing_and_the_fix(monkeypatch, capsys):
-    monkeypatch.setattr(
-        doctor.importlib.metadata, "requires", lambda name: ["torch>=99,<100", "no-such-package>=1"]
-    )
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: ["torch>=99,<100", "no-such-package>=1"])
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
     assert "is outside >=99,<100\n" in text

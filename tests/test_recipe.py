@@ -246,9 +246,7 @@ def test_a_wrong_value_is_refused_with_its_line_and_what_would_work(text, messag
 
 
 def test_every_problem_is_reported_at_once_in_the_order_of_the_file():
-    found = problems(
-        "training:\n  steps: 0\n  seed: x\nsteps: 1\nsteps: 2\ndevice: tpu\n", "layout.zero=7", "seed"
-    )
+    found = problems("training:\n  steps: 0\n  seed: x\nsteps: 1\nsteps: 2\ndevice: tpu\n", "layout.zero=7", "seed")
     places = [problem.split(": ")[0] for problem in found]
     assert places == [f"run.yaml:{line}" for line in (1, 2, 3, 4, 5, 6)] + ["command line"] * 2
     assert found[0] == "run.yaml:1: model: required, but not given"
@@ -291,9 +289,7 @@ def test_overrides_make_another_run():
 
 def test_an_override_changes_one_size_of_a_named_model():
     assert parse(RECIPE, "model.num_layers=2").model == ModelFields(name="gpt2", num_layers=2)
-    assert parse(RECIPE, "model=llama-3.2-1b", "model.ffn=64").model == ModelFields(
-        name="llama-3.2-1b", ffn=64
-    )
+    assert parse(RECIPE, "model=llama-3.2-1b", "model.ffn=64").model == ModelFields(name="llama-3.2-1b", ffn=64)
 
 
 def test_an_override_fills_a_section_left_empty():

@@ -51,9 +51,7 @@ class Findings(list[str]):
     def _with_place(self, message: str) -> str:
         """`run.yaml:12: ...` where the message begins with a setting that line 12 gives."""
         setting = re.match(r"\w+(\.\w+)+", message)
-        overridden = setting and any(
-            override.startswith(setting[0]) for override in self._arguments.overrides
-        )
+        overridden = setting and any(override.startswith(setting[0]) for override in self._arguments.overrides)
         if setting is None or overridden:
             return message
         place = line_of(self._arguments.recipe, setting[0])
@@ -114,9 +112,7 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
                 "reasons": resolved.reasons,
             }
     facts["layout"] = {"processes": recipe.layout.world_size, "strategy": recipe.layout.strategy}
-    model_dir = (
-        findings.attempt(lambda: pretrained_directory(recipe.model, base_dir=base_dir)) if model else None
-    )
+    model_dir = findings.attempt(lambda: pretrained_directory(recipe.model, base_dir=base_dir)) if model else None
     files = findings.attempt(lambda: find_files(recipe.data.sources, base_dir))
     if files is not None:
         facts["data"] = {"files": len(files), "bytes": sum(file.path.stat().st_size for file in files)}

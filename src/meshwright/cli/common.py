@@ -29,9 +29,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """The operand that names a trained model, and where and in what precision it computes."""
-    parser.add_argument(
-        "model", metavar="MODEL", type=Path, help="run directory, checkpoint or Hugging Face directory"
-    )
+    parser.add_argument("model", metavar="MODEL", type=Path, help="run directory, checkpoint or Hugging Face directory")
     parser.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: a GPU if there is one"
     )
@@ -49,7 +47,5 @@ def read_recipe(arguments: argparse.Namespace) -> Run:
     """
     path: Path = arguments.recipe
     if not path.exists() and str(path) in presets():
-        raise ValueError(
-            f"'{path}' is a preset, not a file; write it down first: meshwright init {path} > {path}.yaml"
-        )
+        raise ValueError(f"'{path}' is a preset, not a file; write it down first: meshwright init {path} > {path}.yaml")
     return load_recipe(path, arguments.overrides)

@@ -41,9 +41,7 @@ class Finding:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `doctor`."""
     add_json_argument(parser)
-    parser.epilog = (
-        "exit status: 0 ready to train, 1 something required is missing\n\nexample:\n  meshwright doctor"
-    )
+    parser.epilog = "exit status: 0 ready to train, 1 something required is missing\n\nexample:\n  meshwright doctor"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -77,9 +75,7 @@ def _python() -> Finding:
     version, system = platform.python_version(), f"{platform.system()} {platform.machine()}"
     if sys.version_info >= PYTHON:
         return Finding("python", "ok", f"{version}, {system}")
-    return Finding(
-        "python", "missing", f"{version}, {system}", "install Python {}.{} or newer".format(*PYTHON)
-    )
+    return Finding("python", "missing", f"{version}, {system}", "install Python {}.{} or newer".format(*PYTHON))
 
 
 def _requirements() -> Iterator[Finding]:
@@ -122,13 +118,9 @@ def _host() -> Iterator[Finding]:
     free = shutil.disk_usage(folder).free
     detail = f"{free / 10**9:.0f} GB free in {folder.resolve()}"
     if not os.access(folder, os.W_OK):
-        yield Finding(
-            "disk", "missing", f"{folder.resolve()} cannot be written", "start from a folder that is yours"
-        )
+        yield Finding("disk", "missing", f"{folder.resolve()} cannot be written", "start from a folder that is yours")
     elif free < ROOM:
-        yield Finding(
-            "disk", "optional", detail, "make room, or set run_dir to a larger disk: checkpoints are large"
-        )
+        yield Finding("disk", "optional", detail, "make room, or set run_dir to a larger disk: checkpoints are large")
     else:
         yield Finding("disk", "ok", detail)
 

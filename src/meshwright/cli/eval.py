@@ -22,14 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="tokens the model sees at once (default: the run's, or 1024)",
     )
-    parser.add_argument(
-        "--samples", metavar="N", type=int, help="measure N evenly spaced samples only (default: all)"
-    )
+    parser.add_argument("--samples", metavar="N", type=int, help="measure N evenly spaced samples only (default: all)")
     add_json_argument(parser)
     parser.epilog = (
-        "examples:\n"
-        "  meshwright eval runs/demo\n"
-        "  meshwright eval runs/demo --source 'texts/**/*.txt' --samples 100"
+        "examples:\n  meshwright eval runs/demo\n  meshwright eval runs/demo --source 'texts/**/*.txt' --samples 100"
     )
 
 
@@ -51,7 +47,5 @@ def run(arguments: argparse.Namespace) -> int:
         print_json({"model": str(trained.source), "source": what, **figures})
     else:
         print(f"{trained.source} on {what}")
-        print(
-            f"loss {result.loss:.4f} nats/token  perplexity {result.perplexity:.2f}  {result.tokens} tokens"
-        )
+        print(f"loss {result.loss:.4f} nats/token  perplexity {result.perplexity:.2f}  {result.tokens} tokens")
     return 0

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="text to continue; repeat it to continue several in one batch; - reads one from standard input",
     )
     parser.add_argument(
-        "--max-tokens", metavar="N", type=int, default=128, help="new tokens at most (default 128)"
+        "--max-tokens", metavar="N", type=int, help="new tokens at most (default 128, if they have room)"
     )
     parser.add_argument(
         "--temperature",
@@ -27,9 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.8,
         help="0: always the likeliest token (default 0.8)",
     )
-    parser.add_argument(
-        "--top-k", metavar="K", type=int, default=0, help="draw among the K likeliest tokens only"
-    )
+    parser.add_argument("--top-k", metavar="K", type=int, default=0, help="draw among the K likeliest tokens only")
     parser.add_argument(
         "--top-p",
         metavar="P",
@@ -37,9 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         help="draw among the likeliest tokens of probability P only",
     )
-    parser.add_argument(
-        "--seed", metavar="N", type=int, default=0, help="another seed draws other texts (default 0)"
-    )
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="another seed draws other texts (default 0)")
     add_json_argument(parser)
     parser.epilog = (
         "examples:\n"
@@ -61,9 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     trained = open_trained(arguments.model, device=arguments.device, dtype=arguments.dtype)
     texts = continue_texts(trained, prompts, max_tokens=arguments.max_tokens, sampling=sampling)
     if arguments.json:
-        pairs = [
-            {"prompt": prompt, "continuation": text} for prompt, text in zip(prompts, texts, strict=True)
-        ]
+        pairs = [{"prompt": prompt, "continuation": text} for prompt, text in zip(prompts, texts, strict=True)]
         print_json({"model": str(trained.source), "texts": pairs})
         return 0
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):

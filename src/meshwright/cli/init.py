@@ -54,9 +54,7 @@ def find_preset(name: str) -> Path:
     if name in known:
         return known[name]
     if name in MODELS:
-        raise ValueError(
-            f"'{name}' is a model; name it in any recipe, as in meshwright init gpt2-124m model={name}"
-        )
+        raise ValueError(f"'{name}' is a model; name it in any recipe, as in meshwright init gpt2-124m model={name}")
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(known)}"
     raise ValueError(f"there is no preset '{name}'; {hint}")
@@ -129,11 +127,7 @@ def _entry(name: str, value: Any) -> str:
 def _meaning(field: FieldInfo) -> str:
     """A field's description, and its choices where the description does not name them."""
     meaning = " ".join((field.description or "").split())
-    choices = (
-        [str(choice) for choice in get_args(field.annotation)]
-        if get_origin(field.annotation) is Literal
-        else []
-    )
+    choices = [str(choice) for choice in get_args(field.annotation)] if get_origin(field.annotation) is Literal else []
     if len(choices) > 1 and not all(choice in meaning for choice in choices):
         meaning += f" One of {', '.join(choices)}."
     return meaning

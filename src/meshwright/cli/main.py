@@ -66,10 +66,7 @@ class Parser(argparse.ArgumentParser):
         for word in unknown:
             if not word.startswith("-"):
                 self.error(f"unexpected '{word}'")
-            hint = (
-                _did_you_mean(word.split("=")[0], self._option_string_actions)
-                or f"; see '{self.prog} --help'"
-            )
+            hint = _did_you_mean(word.split("=")[0], self._option_string_actions) or f"; see '{self.prog} --help'"
             raise UsageError(f"unknown option '{word}'{hint}")
         return arguments
 
@@ -87,9 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # nothing more can be said at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more can be said at exit either
         return BROKEN_PIPE
     except (ValueError, OSError) as error:
         if "--debug" in words:

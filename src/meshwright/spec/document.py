@@ -127,9 +127,7 @@ def _refusals(text: str) -> Iterator[tuple[int, str]]:
             yield line, f"the tag '{tag}' is not allowed: a recipe is plain data"
 
 
-def _construct(
-    node: yaml.Node, path: KeyPath, document: Document, place_of_line: Callable[[int], Place]
-) -> Any:
+def _construct(node: yaml.Node, path: KeyPath, document: Document, place_of_line: Callable[[int], Place]) -> Any:
     document.places.setdefault(path, place_of_line(node.start_mark.line + 1))
     if isinstance(node, yaml.MappingNode):
         mapping = {}
@@ -148,9 +146,7 @@ def _construct(
                 mapping[key] = _construct(value_node, (*path, key), document, place_of_line)
         return mapping
     if isinstance(node, yaml.SequenceNode):
-        return [
-            _construct(item, (*path, index), document, place_of_line) for index, item in enumerate(node.value)
-        ]
+        return [_construct(item, (*path, index), document, place_of_line) for index, item in enumerate(node.value)]
     assert isinstance(node, yaml.ScalarNode)
     return scalar(node.value) if node.style is None else node.value
 
@@ -189,9 +185,7 @@ def _tag(name: str) -> str:
 
 _Dumper.add_implicit_resolver(_tag("float"), re.compile(f"^(?:{_FLOAT.pattern})$"), list("-+.0123456789"))
 _Dumper.add_implicit_resolver(_tag("int"), re.compile(f"^(?:{_INTEGER.pattern})$"), list("-+0123456789"))
-_Dumper.add_representer(
-    list, lambda dumper, data: dumper.represent_sequence(_tag("seq"), data, flow_style=True)
-)
+_Dumper.add_representer(list, lambda dumper, data: dumper.represent_sequence(_tag("seq"), data, flow_style=True))
 
 
 def write_yaml(value: Any) -> str:

@@ -67,11 +67,7 @@ def _sentence(path: KeyPath, group: list[ErrorDetails], spec: type[Spec]) -> str
     if kind == "extra_forbidden":
         return _unknown_key(path, spec)
     if kind == "missing":
-        return (
-            "required, but not given"
-            if path[-1] == first["loc"][-1]
-            else f"{_shown(value)} has too few values"
-        )
+        return "required, but not given" if path[-1] == first["loc"][-1] else f"{_shown(value)} has too few values"
     if kind == "value_error":
         return str(first.get("ctx", {})["error"])
     requirement = " or ".join(_requirement(details) for details in group)

@@ -44,9 +44,7 @@ def line_of(path: str | Path, setting: str) -> str | None:
     return place.text if place else None
 
 
-def parse_spec(
-    text: str, spec: type[SpecT], overrides: Sequence[str] = (), *, source: str = "recipe"
-) -> SpecT:
+def parse_spec(text: str, spec: type[SpecT], overrides: Sequence[str] = (), *, source: str = "recipe") -> SpecT:
     """The same from YAML text; `source` names it in problems."""
     document = _read_document(text, source=source)
     if not document.problems and not isinstance(document.value, dict):

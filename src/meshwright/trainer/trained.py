@@ -28,6 +28,9 @@ from meshwright.trainer.evaluate import Evaluation, evaluate
 from meshwright.trainer.resolve import ENOUGH_TOKENS
 from meshwright.trainer.run import RESOLVED, TOKENIZER, corpus_of, read_resolved
 
+MAX_TOKENS = 128
+"""New tokens of a continuation where nobody says how many."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModel:
@@ -66,10 +69,17 @@ def open_trained(path: Path, *, device: str = "auto", dtype: str | None = None) 
     raise ValueError(f"{path}: {what}; give a run directory, one of its checkpoints, or a Hugging Face directory")
 
 
-def continue_texts(trained: TrainedModel, prompts: Sequence[str], *, max_tokens: int, sampling: Sampling) -> list[str]:
-    """What the model writes after each prompt. An empty prompt begins a document."""
+def continue_texts(
+    trained: TrainedModel, prompts: Sequence[str], *, max_tokens: int | None = None, sampling: Sampling
+) -> list[str]:
+    """What the model writes after each prompt: `max_tokens`, by default 128 or as many as it has positions for.
+
+    An empty prompt begins a document. Raises `ValueError` where prompt and new tokens have no room.
+    """
     tokenizer = trained.tokenizer
     ids = [tokenizer.encode_prompt(prompt) or [tokenizer.eos_id] for prompt in prompts]
+    if max_tokens is None:
+        max_tokens = max(1, min(MAX_TOKENS, trained.spec.max_positions - max(map(len, ids))))
     continued = generate(trained.model, ids, max_tokens=max_tokens, eos_id=tokenizer.eos_id, sampling=sampling)
     return [tokenizer.decode(tokens) for tokens in continued]
 
@@ -104,7 +114,7 @@ def evaluate_texts(
 def _held_out(trained: TrainedModel) -> TokenFile:
     if trained.run is None:
         raise ValueError(f"{trained.source} is no run, so it has no held-out text; say which text with --source")
-    corpus = corpus_of(trained.run.run, Path(trained.run.base_dir))
+    corpus = corpus_of(trained.run)
     if corpus.held_out is None:
         raise ValueError("the run held nothing out (data.held_out is 0); say which text with --source")
     return corpus.held_out

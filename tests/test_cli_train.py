@@ -1,0 +1,107 @@
+"""The verbs that load torch, end to end on a small run: train, resume, generate, eval, demo."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from meshwright.cli import demo
+from meshwright.cli.main import main
+
+RECIPE = """\
+model: {family: llama, hidden: 16, num_layers: 1, num_heads: 2, max_positions: 32}
+data: {sources: texts/*.txt, tokenizer_vocab: 280, sequence_length: 8, held_out: 0.3}
+training:
+  {steps: 3, global_batch: 4, micro_batch: 2, precision: fp32, lr_schedule: {warmup: 1}, evaluation: {batches: 999}}
+device: cpu
+run_dir: runs/small
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder in which a run was trained from another working directory than the recipe's."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "recipes/texts").mkdir(parents=True)
+    (folder / "recipes/run.yaml").write_text(RECIPE)
+    for number in range(8):
+        (folder / f"recipes/texts/{number}.txt").write_text(f"fish number {number} swims in the sea\n" * 20)
+    words = [sys.executable, "-m", "meshwright", "train", "recipes/run.yaml", "--json"]
+    found = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True)
+    return folder, found
+
+
+@pytest.fixture
+def folder(trained, monkeypatch):
+    monkeypatch.chdir(trained[0])
+    return trained[0]
+
+
+def test_training_for_machines_prints_json_alone_and_progress_beside_it(trained):
+    folder, found = trained
+    result = json.loads(found.stdout)
+    assert result["step"] == 3
+    assert result["checkpoint"] == "runs/small/checkpoints/step-00000003"
+    assert (folder / result["checkpoint"]).is_dir()
+    assert "step 3/3  loss" in found.stderr
+
+
+def test_evaluation_of_the_saved_run_repeats_what_training_measured(trained, folder, capsys):
+    at_the_end = json.loads(trained[1].stdout)["held_out_loss"]
+    assert main(["eval", "runs/small", "--json"]) == 0
+    saved = json.loads(capsys.readouterr().out)
+    # The same tokens in the same samples; only the size of a batch, and so the order of fp32 sums, may differ.
+    assert saved["loss"] == pytest.approx(at_the_end, rel=1e-6)
+    assert saved["source"] == "held-out text of the run"
+
+
+def test_evaluation_on_other_text(folder, capsys):
+    (folder / "other.txt").write_text("quite another text\n" * 40)
+    assert main(["eval", "runs/small/checkpoints/step-00000003", "--source", "other.txt", "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert main(["eval", "runs/small", "--source", "other.txt", "--samples", "3"]) == 0
+    text = capsys.readouterr().out
+    assert "on other.txt\nloss " in text
+    assert text.endswith(" 24 tokens\n")
+    assert whole["tokens"] > 24
+
+
+def test_generation_repeats_with_its_seed_and_not_with_another(folder, capsys):
+    texts = []
+    for seed in ("1", "1", "2"):
+        assert main(["generate", "runs/small", "--prompt", "fish", "--max-tokens", "20", "--seed", seed]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0].startswith("fish")
+
+
+def test_generation_takes_several_prompts_and_standard_input(folder):
+    words = [sys.executable, "-m", "meshwright", "generate", "runs/small", "--prompt", "-", "--prompt", ""]
+    found = subprocess.run([*words, "--json"], cwd=folder, input="two\nlines\n", capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert [pair["prompt"] for pair in json.loads(found.stdout)["texts"]] == ["two\nlines", ""]
+
+
+def test_resuming_continues_to_the_step_that_is_asked_for(folder, capsys):
+    assert main(["train", "recipes/run.yaml", "--resume", "training.steps=5"]) == 0
+    text = capsys.readouterr().out
+    assert "trained to step 5" in text
+    assert "step 3/5" not in text
+    assert "next        meshwright generate runs/small" in text
+
+
+def test_the_demo_trains_measures_writes_and_never_overwrites_an_earlier_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("def main():\n    return 1\n" * 60)
+    (tmp_path / "b.txt").write_text("def other():\n    return 2\n" * 60)
+    sizes = ["model={family: llama, hidden: 16, num_layers: 1, num_heads: 2}", "layout={}", "training.steps=2"]
+    data = [f"data={{sources: {tmp_path}/*.txt, tokenizer_vocab: 270, sequence_length: 16}}"]
+    recipe = ["training.lr_schedule={warmup: 1}", "training.global_batch=2", "run_dir=runs/demo"]
+    assert main(["demo", *sizes, *data, *recipe]) == 0
+    text = capsys.readouterr().out
+    assert "On files it has not seen: loss " in text
+    assert all(f"    {prompt.splitlines()[0]}" in text for prompt in demo.PROMPTS)
+    assert "meshwright generate runs/demo --prompt" in text
+    assert main(["demo", *sizes, *data, *recipe]) == 0
+    assert "meshwright generate runs/demo-2 --prompt" in capsys.readouterr().out
