@@ -1,0 +1,88 @@
+"""Writes docs/recipe.md from the fields of `meshwright.spec`: run it after changing one (a test notices)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from meshwright.spec.base import Spec
+from meshwright.spec.document import write_yaml
+from meshwright.spec.run import Run
+
+PAGE = Path(__file__).with_name("recipe.md")
+
+BEGIN = """\
+# The recipe
+
+A recipe is a YAML file that says what to train, on what, how, and over which processes. `meshwright init` lists recipes
+to start from, `meshwright init PRESET > run.yaml` writes one down with every setting explained, `meshwright check
+run.yaml` finds what is wrong with it, and `meshwright train run.yaml` trains it.
+
+- **Only what differs from the defaults below must be given**; the least recipe is `model: gpt2`.
+- **Data, no code.** Numbers, words and paths. Tags, anchors and merge keys are refused, duplicate keys are an error.
+- **Scalars as in YAML 1.2**: `1e-4` is a number, `on`, `no` and `yes` are text, true and false are written `true` and
+  `false`. Text that begins with `*` needs quotes: `"*.txt"`. A quoted number is text and no number.
+- **Every mistake is reported at once**, each in one line with its file, its line and what would work.
+- **The command line changes a recipe** with `a.b=c`: `meshwright train run.yaml training.steps=500
+  model.num_layers=4 'layout={dp_shard: 4}' data.sources.0.path=other.txt`. There is no other way in: no environment
+  variables, no configuration elsewhere.
+- `model: NAME` is short for `model: {name: NAME}`, and a source that is text is short for `{path: TEXT}`.
+
+In Python the same settings are arguments: `Run(model="gpt2", training={"steps": 500})`.
+"""
+
+
+def page() -> str:
+    """The text of docs/recipe.md."""
+    return "\n".join([BEGIN, *_section(Run, "Top level", "")])
+
+
+def _section(spec: type[Spec], title: str, path: str) -> Iterator[str]:
+    yield f"## {title}\n"
+    if path:
+        yield _one_line(spec.__doc__) + "\n"
+    yield "| setting | default | meaning |"
+    yield "|---|---|---|"
+    inner: list[tuple[str, type[Spec]]] = []
+    for name, field in spec.model_fields.items():
+        found = next(_specs_in(field.annotation), None)
+        if found is not None:
+            inner.append((f"{path}{name}", found))
+        yield f"| `{path}{name}` | {_default(field, found)} | {_meaning(field)} |"
+    yield ""
+    for name, found in inner:
+        yield from _section(found, f"`{name}`", f"{name}.")
+
+
+def _default(field: FieldInfo, section: type[Spec] | None) -> str:
+    if field.is_required():
+        return "required"
+    value = field.default
+    if isinstance(value, tuple):
+        value = [item.model_dump() if isinstance(item, Spec) else item for item in value]
+    elif section is not None or value is None:
+        return ""
+    return f"`{write_yaml([value]).strip()[1:-1]}`"
+
+
+def _meaning(field: FieldInfo) -> str:
+    meaning = _one_line(field.description)
+    if get_origin(field.annotation) is Literal and len(get_args(field.annotation)) > 1:
+        meaning += " One of " + ", ".join(f"`{choice}`" for choice in get_args(field.annotation)) + "."
+    return meaning.replace("|", "\\|")
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+def _specs_in(annotation: Any) -> Iterator[type[Spec]]:
+    if isinstance(annotation, type) and issubclass(annotation, Spec):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _specs_in(argument)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
