@@ -89,7 +89,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def verify_files(checkpoint: Path, files: dict[str, dict[str, Any]]) -> None:
-    """Compare `files` (name -> bytes, sha256) with what is on disk; raises `CheckpointError` at the first difference."""
+    """Compare `files` (name -> bytes, sha256) with what is on disk; raises `CheckpointError` where they differ."""
     for name, expected in files.items():
         path = checkpoint / name
         if not path.is_file():

@@ -2,14 +2,15 @@
 
 One mechanism serves the five (memory per rank for psi parameters, N shards, bf16 compute, in bytes):
 
-| strategy | between steps                    | during a step, besides activations                             | sent per rank |
-|----------|----------------------------------|----------------------------------------------------------------|---------------|
-| DDP      | 12 psi   (weights, Adam)         | + 2 psi weights, 4 psi gradients                               | 2 psi reduce  |
-| ZeRO-1   | 12 psi/N                         | + 2 psi weights, 4 psi gradients until the last microbatch     | psi + psi     |
-| ZeRO-2   | 12 psi/N                         | + 2 psi weights, 4 psi/N gradients                             | psi + psi     |
-| ZeRO-3   | 12 psi/N                         | + one block's weights and gradients, 4 psi/N gradients         | 2 psi + psi   |
-| hybrid   | as its stage with N = dp_shard   | the same                                                       | + psi/N       |
+| strategy | between steps  | during a step, besides activations              | sent        |
+|----------|----------------|-------------------------------------------------|-------------|
+| DDP      | 12 psi         | + 2 psi weights, 4 psi gradients                | 2 psi       |
+| ZeRO-1   | 12 psi/N       | + 2 psi weights, 4 psi gradients to the last    | psi + psi   |
+| ZeRO-2   | 12 psi/N       | + 2 psi weights, 4 psi/N gradients              | psi + psi   |
+| ZeRO-3   | 12 psi/N       | + one block's weights, 4 psi/N gradients        | 2 psi + psi |
+| hybrid   | as its stage, N = dp_shard, and gradients are reduced over replicas  | + psi/N     |
 
+Between steps a rank keeps fp32 weights and AdamW's two moments.
 ZeRO-1 and ZeRO-2 gather the weights once a step and keep them until the last microbatch's backward pass; ZeRO-3 gathers
 each block for its forward pass and again for its backward pass. "Sent" counts each gradient or weight once, in its own
 dtype; ZeRO-2 and ZeRO-3 reduce gradients at every microbatch, DDP and ZeRO-1 at the last one only.

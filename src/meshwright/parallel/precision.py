@@ -1,7 +1,7 @@
 """The one place for mixed precision: what dtype parameters, gradients and reductions have.
 
-Under bf16 and fp16 the optimizer sees fp32 weights and fp32 gradients, and the model computes with low-precision copies.
-On several ranks FSDP2 keeps both; on one process `MasterWeights` does the same without a process group.
+Under bf16 and fp16 the optimizer sees fp32 weights and gradients, and the model computes with low-precision copies. On
+several ranks FSDP2 keeps both; on one process `MasterWeights` does the same without a process group.
 """
 
 import torch

@@ -1,7 +1,6 @@
 """The one place that compares a layout with one process: loss, every gradient, and every weight after one step."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -50,7 +49,7 @@ def build_here(resolved: ResolvedRun) -> Trainer:
     distributed = dist.is_initialized()
     worker = Worker(rank=dist.get_rank(), world_size=dist.get_world_size()) if distributed else Worker()
     mesh = build_mesh(resolved.run.layout, "cpu") if distributed else None
-    return build_trainer(resolved, worker, torch.device("cpu"), mesh, base_dir=Path())
+    return build_trainer(resolved, worker, torch.device("cpu"), mesh)
 
 
 def one_step(resolved: ResolvedRun) -> Outcome | None:

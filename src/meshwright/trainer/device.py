@@ -8,6 +8,7 @@ import torch
 from meshwright.parallel.precision import DTYPES
 from meshwright.plan.machine import Machine
 from meshwright.plan.peaks import datasheet_flops
+from meshwright.trainer.launch import make_cublas_deterministic
 
 
 def choose_device(machine: Machine, local_rank: int) -> torch.device:
@@ -53,8 +54,9 @@ def synchronise(device: torch.device) -> None:
 def use_deterministic_kernels() -> None:
     """Make torch use deterministic kernels only; it raises where an operation has none.
 
-    cuBLAS needs CUBLAS_WORKSPACE_CONFIG as well, which `start_workers` and the worker's start set before CUDA loads.
+    Call it before the first matrix product: cuBLAS reads its setting when it starts.
     """
+    make_cublas_deterministic()
     torch.use_deterministic_algorithms(True)
 
 

@@ -67,7 +67,7 @@ def short(number: float) -> str:
 
 def duration(seconds: float) -> str:
     """4320 as `1h12m`."""
-    minutes, rest = divmod(int(round(seconds)), 60)
+    minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours}h{minutes:02d}m"

@@ -1,7 +1,7 @@
 """The one place that reads the environment and starts processes: torchrun's, Slurm's and Kubeflow's, or its own.
 
-A rank's life: the command line starts one process; where the layout needs more and nobody else started them, that
-process becomes the parent of the local workers (torch's elastic launcher); each worker runs `meshwright.trainer.worker`.
+A rank's life: the command line starts one process; where the layout needs more and nobody else started them, it becomes
+the parent of the local workers (torch's elastic launcher), each of which runs `meshwright.trainer.worker`.
 """
 
 import logging
@@ -168,6 +168,11 @@ def leave_group() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def make_cublas_deterministic() -> None:
+    """Give cuBLAS a workspace of fixed size, without which its results may differ from run to run."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def threads_per_rank(local_ranks: int) -> int:

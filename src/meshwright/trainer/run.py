@@ -23,7 +23,7 @@ from meshwright.trainer.setup import (
     find_place,
     write_json,
 )
-from meshwright.trainer.trackers import open_trackers
+from meshwright.trainer.trackers import open_trackers, require_trackers
 
 RESOLVED = "resolved.yaml"
 TOKENIZER = "tokenizer"
@@ -64,30 +64,31 @@ def train(run: Run, *, resume: bool = False, base_dir: Path | str = ".") -> Trai
     worker = find_worker()
     if worker is None or worker.rank == 0:
         _check_run_dir(run_dir, resume)
+    require_trackers(run)
     resolved = resolve_run(run, base_dir=base_dir)
     if worker is None and (run.layout.world_size > 1 or find_nodes().count > 1):
-        corpus_of(run, base_dir, progress=_show_progress)  # once, and mistakes are told before any process starts
+        corpus_of(resolved, progress=_show_progress)  # once, and mistakes are told before any process starts
         write_run_files(resolved, run_dir)
-        arguments = ["--resolved", str(run_dir / RESOLVED), "--base-dir", str(base_dir)]
-        status = start_workers(run.layout, find_nodes(), arguments + ["--resume"] * resume)
+        arguments = ["--resolved", str(run_dir / RESOLVED), *(["--resume"] if resume else [])]
+        status = start_workers(run.layout, find_nodes(), arguments)
         if status:
             raise TrainingFailed(status)
     else:
-        train_rank(resolved, worker or Worker(), base_dir=base_dir, resume=resume)
+        train_rank(resolved, worker or Worker(), resume=resume)
     return read_result(run_dir)
 
 
-def train_rank(resolved: ResolvedRun, worker: Worker, *, base_dir: Path, resume: bool) -> None:
+def train_rank(resolved: ResolvedRun, worker: Worker, *, resume: bool) -> None:
     """One rank's whole life; every rank of the layout calls it."""
     run, first = resolved.run, worker.rank == 0
     run_dir = Path(run.run_dir)
     device, mesh = find_place(run, worker)
     if worker.local_rank == 0:
-        corpus_of(run, base_dir, progress=_show_progress if first else None)
+        corpus_of(resolved, progress=_show_progress if first else None)
     join_all()
-    corpus = corpus_of(run, base_dir)
+    corpus = corpus_of(resolved)
     check_vocabulary(resolved, corpus)
-    trainer = build_trainer(resolved, worker, device, mesh, base_dir=base_dir)
+    trainer = build_trainer(resolved, worker, device, mesh)
     display = Display(
         steps=run.training.steps, memory_bytes=trainer.memory_bytes, device=trainer.device.type, enabled=first
     )
@@ -109,31 +110,30 @@ def train_rank(resolved: ResolvedRun, worker: Worker, *, base_dir: Path, resume:
 
 def banner(trainer: Trainer, corpus: Corpus) -> str:
     """What is about to be trained, on what, split how."""
-    resolved, run = trainer.resolved, trainer.resolved.run
-    model, batch = resolved.model, resolved.tokens_per_step
+    resolved, run, model = trainer.resolved, trainer.resolved.run, trainer.resolved.model
     weights = sum(parameter.numel for parameter in trainer.table)
-    held_out = short(len(corpus.held_out.tokens)) if corpus.held_out else "none"
-    device = "cpu" if trainer.device.type == "cpu" else describe_environment(trainer)["device"]
-    return "\n".join(
-        [
-            f"model     {run.model.name or model.family}: {short(weights)} parameters, all trained; {model.num_layers} "
-            f"layers, width {model.hidden}, {model.num_heads} heads, vocabulary {model.vocab}",
-            f"data      {short(len(corpus.train.tokens))} tokens of {corpus.train.num_documents} documents, "
-            f"held out {held_out}; tokenizer of {corpus.tokenizer.vocab_size}",
-            f"batch     {batch} tokens a step = {run.layout.data_parallel} ranks x {resolved.accumulation} "
-            f"microbatches x {resolved.micro_batch} sequences x {run.data.sequence_length}; {run.training.steps} steps, "
-            f"{batch * run.training.steps / max(1, len(corpus.train.tokens)):.1f} epochs",
-            f"strategy  {run.layout.strategy}, {run.training.precision}, recompute {run.training.recompute}"
-            + (", compiled" if run.training.compile else ""),
-            f"devices   {trainer.worker.world_size} x {device}, mfu against {trainer.peak[0] / 1e12:.2f} TFLOP/s "
-            f"({trainer.peak[1]})",
-            f"writes    {run.run_dir}",
-        ]
-    )
+    train_tokens = len(corpus.train.tokens)
+    epochs = resolved.tokens_per_step * run.training.steps / max(1, train_tokens)
+    peak, origin = trainer.peak
+    lines = {
+        "model": f"{run.model.name or model.family}: {short(weights)} parameters, all trained; {model.num_layers} layers, "
+        f"width {model.hidden}, {model.num_heads} heads, vocabulary {model.vocab}",
+        "data": f"{short(train_tokens)} tokens of {corpus.train.num_documents} documents, held out "
+        f"{short(len(corpus.held_out.tokens)) if corpus.held_out else 'none'}; tokenizer of {corpus.tokenizer.vocab_size}",
+        "batch": f"{resolved.tokens_per_step} tokens a step = {run.layout.data_parallel} ranks x {resolved.accumulation} "
+        f"microbatches x {resolved.micro_batch} sequences x {run.data.sequence_length}",
+        "length": f"{run.training.steps} steps, {epochs:.1f} epochs",
+        "strategy": f"{run.layout.strategy}, {run.training.precision}, recompute {run.training.recompute}"
+        + (", compiled" if run.training.compile else ""),
+        "devices": f"{trainer.worker.world_size} x {trainer.machine.name}, mfu against {peak / 1e12:.2f} TFLOP/s ({origin})",
+        "writes": run.run_dir,
+    }
+    return "\n".join(f"{name:<10}{text}" for name, text in lines.items())
 
 
-def corpus_of(run: Run, base_dir: Path, progress: Callable[[str, int, int], None] | None = None) -> Corpus:
+def corpus_of(resolved: ResolvedRun, progress: Callable[[str, int, int], None] | None = None) -> Corpus:
     """The run's tokens, prepared or from the cache."""
+    run, base_dir = resolved.run, Path(resolved.base_dir)
     model_dir = pretrained_directory(run.model, base_dir=base_dir)
     return prepare_corpus(run.data, base_dir=base_dir, model_dir=model_dir, progress=progress)
 

@@ -15,7 +15,7 @@ from meshwright.checkpoint.dcp import load_tensors, save_checkpoint, verify_chec
 from meshwright.checkpoint.hf import HfWeights
 from meshwright.checkpoint.manifest import CheckpointError, latest_checkpoint
 from meshwright.data.prepare import Corpus
-from meshwright.families import parameter_table
+from meshwright.families import parameter_table, pretrained_directory
 from meshwright.models import build_model
 from meshwright.models.init import draw_rows
 from meshwright.optim.build import Optimizers, build_optimizers
@@ -136,9 +136,7 @@ def find_place(run: Run, worker: Worker) -> tuple[torch.device, DeviceMesh | Non
     return device, build_mesh(run.layout, device.type)
 
 
-def build_trainer(
-    resolved: ResolvedRun, worker: Worker, device: torch.device, mesh: DeviceMesh | None, *, base_dir: Path
-) -> Trainer:
+def build_trainer(resolved: ResolvedRun, worker: Worker, device: torch.device, mesh: DeviceMesh | None) -> Trainer:
     """Build this rank's part of a run; every rank of the layout must call it."""
     run, training = resolved.run, resolved.run.training
     if training.deterministic:
@@ -147,7 +145,7 @@ def build_trainer(
     model = build_model(resolved.model, device="meta", dtype=stored_dtype(training))
     apply_parallelism(model, run, mesh)
     weights_device = torch.device("cpu") if run.layout.offload == "cpu" else device
-    materialize(model, table, _weights(resolved, base_dir), weights_device)
+    materialize(model, table, _weights(resolved), weights_device)
 
     masters = None
     if mesh is None and training.precision in ("bf16", "fp16"):
@@ -168,16 +166,15 @@ def build_trainer(
     )
 
 
-def _weights(resolved: ResolvedRun, base_dir: Path) -> RowSource:
+def _weights(resolved: ResolvedRun) -> RowSource:
     """Where a fresh run's weights come from."""
-    if resolved.run.model.weights == "pretrained":
-        name = resolved.run.model.name
-        if name is None or not (base_dir / name).is_dir():
-            raise ValueError(f"model.weights: pretrained needs model.name to be a Hugging Face directory, not {name!r}")
-        pretrained = HfWeights(base_dir / name, resolved.model)
-        return lambda parameter, start, stop: pretrained.read_rows(parameter.name, start, stop)
-    seed = resolved.run.training.seed
-    return lambda parameter, start, stop: draw_rows(parameter, seed, start, stop)
+    fields, seed = resolved.run.model, resolved.run.training.seed
+    if fields.weights == "random":
+        return lambda parameter, start, stop: draw_rows(parameter, seed, start, stop)
+    directory = pretrained_directory(fields, base_dir=Path(resolved.base_dir))
+    assert directory is not None  # else the model would not have resolved
+    pretrained = HfWeights(directory, resolved.model)
+    return lambda parameter, start, stop: pretrained.read_rows(parameter.name, start, stop)
 
 
 def describe_environment(trainer: Trainer) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The one entry of a worker process: `python -m meshwright.trainer.worker --resolved FILE --base-dir DIR [--resume]`."""
+"""The one entry of a worker process: `python -m meshwright.trainer.worker --resolved FILE [--resume]`."""
 
 import argparse
 import json
@@ -15,14 +15,13 @@ def main() -> int:
     """Train as one rank; a user's mistake goes to the parent, which prints it once for all ranks."""
     parser = argparse.ArgumentParser(prog="meshwright.trainer.worker", description=__doc__)
     parser.add_argument("--resolved", type=Path, required=True, help="resolved.yaml of the run")
-    parser.add_argument("--base-dir", type=Path, required=True, help="folder the recipe's paths are relative to")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
     arguments = parser.parse_args()
     worker = find_worker()
     if worker is None:
         parser.error("it is started by meshwright or torchrun, which tell each worker its rank")
     try:
-        train_rank(read_resolved(arguments.resolved), worker, base_dir=arguments.base_dir, resume=arguments.resume)
+        train_rank(read_resolved(arguments.resolved), worker, resume=arguments.resume)
     except ValueError as error:
         report_to_parent(str(error))
         return MISUSE
