@@ -53,6 +53,8 @@ class Family:
     """What a checkpoint saved from the model without its head leaves out of its names."""
     hf_transposed: frozenset[str] = frozenset()
     """Modules whose weight is stored (in, out): the last part of their name in a checkpoint."""
+    hf_ignored: tuple[str, ...] = ()
+    """Ends of the names of stored tensors that are no parameters: masks and tables that old versions saved."""
 
     def model(self, given: Mapping[str, Any]) -> ModelSpec:
         """The complete model of the given fields: at least hidden, num_layers, num_heads and vocab.
@@ -69,9 +71,7 @@ class Family:
             "head_dim": hidden // num_heads,
             "ffn": self.default_ffn(hidden),
         }
-        spec = ModelSpec.model_validate(
-            {"family": self.name, **follows, **self.switches, **self.defaults, **given}
-        )
+        spec = ModelSpec.model_validate({"family": self.name, **follows, **self.switches, **self.defaults, **given})
         if spec.num_heads % spec.num_kv_heads:
             raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={spec.num_kv_heads}")
         if spec.positions == "rope" and spec.head_dim % 2:

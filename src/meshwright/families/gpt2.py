@@ -74,4 +74,5 @@ GPT2 = Family(
     },
     hf_prefix="transformer.",
     hf_transposed=frozenset({"c_attn", "c_proj", "c_fc"}),
+    hf_ignored=(".attn.bias", ".attn.masked_bias"),
 )

@@ -28,18 +28,14 @@ def model_from_hf_config(config: Mapping[str, Any], *, where: str = "config.json
     _refuse_unsupported(config, family, where)
     values = {field: _value(config, key, family, where) for field, key in family.hf_fields.items()}
     if "sliding_window" in values:
-        values["sliding_window"] = _sliding_window(
-            config, values["sliding_window"], values["num_layers"], where
-        )
+        values["sliding_window"] = _sliding_window(config, values["sliding_window"], values["num_layers"], where)
     if family.switches["positions"] == "rope":
         values |= _rope(config, family, where)
     # None is how config.json says "follows from the other sizes".
     given = {field: value for field, value in values.items() if value is not None}
     for field in ("hidden", "num_layers", "num_heads"):
         if type(given.get(field)) is not int or given[field] < 1:
-            raise ValueError(
-                f"{where}: {family.hf_fields[field]} is {given.get(field)!r}, not a positive integer"
-            )
+            raise ValueError(f"{where}: {family.hf_fields[field]} is {given.get(field)!r}, not a positive integer")
     try:
         return family.model(given)
     except ValidationError as error:
@@ -61,9 +57,7 @@ def _value(config: Mapping[str, Any], key: str, family: Family, where: str) -> A
 def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -> None:
     for key, accepted in family.hf_accepts.items():
         if key in config and config[key] not in accepted:
-            raise ValueError(
-                f"{where}: {key}={config[key]!r} is not supported for {family.name}, only {accepted[0]!r}"
-            )
+            raise ValueError(f"{where}: {key}={config[key]!r} is not supported for {family.name}, only {accepted[0]!r}")
     if config.get("quantization_config"):
         raise ValueError(f"{where}: quantized weights are not supported; use the unquantized model")
 
@@ -103,9 +97,7 @@ def _sliding_window(config: Mapping[str, Any], window: int | None, num_layers: i
         return None
     if set(layers) == {"sliding_attention"}:
         return window
-    raise ValueError(
-        f"{where}: a sliding window on some layers only is not supported; all layers or none can have it"
-    )
+    raise ValueError(f"{where}: a sliding window on some layers only is not supported; all layers or none can have it")
 
 
 def model_to_hf_config(spec: ModelSpec, *, dtype: str = "float32", **token_ids: int | None) -> dict[str, Any]:
@@ -120,9 +112,7 @@ def model_to_hf_config(spec: ModelSpec, *, dtype: str = "float32", **token_ids: 
     for field, key in family.hf_fields.items():
         value = getattr(spec, field)
         if config.setdefault(key, value) != value:
-            raise ValueError(
-                f"{field}={value} cannot be said in a {family.name} config.json: {key} is {config[key]}"
-            )
+            raise ValueError(f"{field}={value} cannot be said in a {family.name} config.json: {key} is {config[key]}")
     config |= {key: accepted[0] for key, accepted in family.hf_accepts.items()}
     if spec.positions == "rope":
         config |= _rope_keys(spec)

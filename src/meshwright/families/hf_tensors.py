@@ -30,9 +30,7 @@ def hf_tensors(spec: ModelSpec) -> dict[str, HfTensor]:
     table = parameter_table(spec)
     keys = {parameter.name: _hf_key(family, parameter.name) for parameter in table}
     offsets: dict[str, int] = {}
-    rows: dict[
-        str, int
-    ] = {}  # of each stored tensor: the parameters that share it are stacked in table order
+    rows: dict[str, int] = {}  # of each stored tensor: the parameters that share it are stacked in table order
     for parameter in table:
         key = keys[parameter.name]
         offsets[parameter.name] = rows.get(key, 0)

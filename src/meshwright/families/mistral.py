@@ -21,4 +21,5 @@ MISTRAL = Family(
     hf_accepts={"hidden_act": ("silu", "swish")},
     hf_modules=HF_MODULES,
     hf_prefix="model.",
+    hf_ignored=(".rotary_emb.inv_freq",),
 )

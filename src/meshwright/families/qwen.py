@@ -19,13 +19,9 @@ QWEN2 = Family(
         "qwen2-1.5b": sized(QWEN_2, 1536, 28, 12, 8960, num_kv_heads=2, tied_embeddings=True),
         "qwen2-7b": sized(QWEN_2_LARGE, 3584, 28, 28, 18944, num_kv_heads=4),
         "qwen2-72b": sized(QWEN_2_LARGE, 8192, 80, 64, 29568, num_kv_heads=8, norm_eps=1e-5),
-        "qwen2.5-0.5b": sized(
-            QWEN_2, 896, 24, 14, 4864, num_kv_heads=2, tied_embeddings=True, max_positions=32768
-        ),
+        "qwen2.5-0.5b": sized(QWEN_2, 896, 24, 14, 4864, num_kv_heads=2, tied_embeddings=True, max_positions=32768),
         "qwen2.5-1.5b": sized(QWEN_2, 1536, 28, 12, 8960, num_kv_heads=2, tied_embeddings=True),
-        "qwen2.5-3b": sized(
-            QWEN_2, 2048, 36, 16, 11008, num_kv_heads=2, tied_embeddings=True, max_positions=32768
-        ),
+        "qwen2.5-3b": sized(QWEN_2, 2048, 36, 16, 11008, num_kv_heads=2, tied_embeddings=True, max_positions=32768),
         "qwen2.5-7b": sized(QWEN_2_LARGE, 3584, 28, 28, 18944, num_kv_heads=4),
         "qwen2.5-14b": sized(QWEN_2_LARGE, 5120, 48, 40, 13824, num_kv_heads=8, norm_eps=1e-5),
         "qwen2.5-32b": sized(QWEN_2_LARGE, 5120, 64, 40, 27648, num_kv_heads=8, norm_eps=1e-5),
@@ -37,6 +33,7 @@ QWEN2 = Family(
     hf_accepts={"hidden_act": ("silu", "swish")},
     hf_modules=HF_MODULES,
     hf_prefix="model.",
+    hf_ignored=(".rotary_emb.inv_freq",),
 )
 
 QWEN3 = Family(
@@ -69,4 +66,5 @@ QWEN3 = Family(
     hf_accepts={"hidden_act": ("silu", "swish")},
     hf_modules=HF_MODULES,
     hf_prefix="model.",
+    hf_ignored=(".rotary_emb.inv_freq",),
 )

@@ -96,9 +96,7 @@ def _from_family(fields: ModelFields, vocab: int | None) -> ModelSpec:
     family = FAMILIES[name]
     tokenizer = {} if vocab is None else {"vocab": vocab}
     given = tokenizer | _given(preset, name) | _given(fields, name)
-    missing = [
-        f"model.{field}" for field in ("hidden", "num_layers", "num_heads", "vocab") if field not in given
-    ]
+    missing = [f"model.{field}" for field in ("hidden", "num_layers", "num_heads", "vocab") if field not in given]
     if missing:
         raise ValueError(f"a {name} model without a published name needs {', '.join(missing)}")
     return _complete(family, given)
@@ -114,9 +112,7 @@ def _complete(family: Family, given: dict[str, Any]) -> ModelSpec:
 def _given(fields: ModelFields, family: str) -> dict[str, Any]:
     """The sizes that are given, all of which the family must have."""
     if fields.family not in (None, family):
-        raise ValueError(
-            f"model.name {fields.name!r} is of the family {family}, not {fields.family!r}; remove one"
-        )
+        raise ValueError(f"model.name {fields.name!r} is of the family {family}, not {fields.family!r}; remove one")
     given = {field: getattr(fields, field) for field in SIZES if getattr(fields, field) is not None}
     for field in given:
         if field in FAMILIES[family].unavailable:

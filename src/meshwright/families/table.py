@@ -38,13 +38,9 @@ def _rows(spec: ModelSpec) -> Iterator[Parameter]:
 
     def row(name: str, *dims: str, init: Init = "normal", std: float = spec.init_std) -> Parameter:
         shape = tuple(sizes[dim] for dim in dims)
-        return Parameter(
-            name=name, dims=dims, shape=shape, init=init, init_std=std if init == "normal" else 0.0
-        )
+        return Parameter(name=name, dims=dims, shape=shape, init=init, init_std=std if init == "normal" else 0.0)
 
-    def linear(
-        name: str, out: str, into: str, bias: bool = False, std: float = spec.init_std
-    ) -> Iterator[Parameter]:
+    def linear(name: str, out: str, into: str, bias: bool = False, std: float = spec.init_std) -> Iterator[Parameter]:
         yield row(f"{name}.weight", out, into, std=std)
         if bias:
             yield row(f"{name}.bias", out, init="zeros")

@@ -103,7 +103,7 @@ def _add_product_(
 ) -> None:
     """total += grad.T @ hidden, by way of `product_VD` where their dtype is narrower than the total's."""
     if product_VD is None:
-        total_VD.addmm_(grad_CV.t(), hidden_CD)
+        torch.addmm(total_VD, grad_CV.t(), hidden_CD, out=total_VD)
         return
     torch.mm(grad_CV.t(), hidden_CD, out=product_VD)
     rows = _wide_rows(total_VD)

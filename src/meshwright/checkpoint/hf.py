@@ -1,0 +1,243 @@
+"""The one place that reads and writes the weights of Hugging Face directories, one tensor or slice at a
+time."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from meshwright.checkpoint.hf_proof import prove_export
+from meshwright.checkpoint.tensor_files import DTYPES, StoredTensor, TensorFileWriter, read_header
+from meshwright.families import FAMILIES, HfTensor, hf_tensors, model_to_hf_config, parameter_table
+from meshwright.models import Decoder, build_model
+from meshwright.spec.model import ModelSpec
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "generation_config.json",
+)
+"""Files that belong to a tokenizer or to generation and are copied as they are where they exist."""
+
+
+class HfWeights:
+    """The weights of a Hugging Face directory under our names. Nothing is read before it is asked for."""
+
+    def __init__(self, directory: Path, spec: ModelSpec):
+        """Check every tensor's presence, shape and dtype from the files' headers alone.
+
+        Raises:
+            ValueError: naming the file and the tensor that does not fit `spec`, and what was expected.
+        """
+        self._places = hf_tensors(spec)
+        self._handles: dict[Path, Any] = {}
+        stored, where = _stored_tensors(directory)
+        self._tensors = {name: _find(stored, name, place, spec, where) for name, place in self._places.items()}
+        _refuse_unknown(stored, {key for key, _ in self._tensors.values()}, spec)
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of our parameter `name` in our orientation and the file's dtype, on the CPU.
+
+        Only those rows are read from disk.
+        """
+        place, (key, tensor) = self._places[name], self._tensors[name]
+        if tensor.file not in self._handles:
+            self._handles[tensor.file] = safe_open(tensor.file, framework="pt")
+        lazy = self._handles[tensor.file].get_slice(key)
+        rows = slice(place.offset + start, place.offset + stop)
+        return lazy[:, rows].t() if place.transposed else lazy[rows]
+
+
+def _stored_tensors(directory: Path) -> tuple[dict[str, StoredTensor], Path]:
+    """Every tensor of the directory by its stored name, and the file that lists them."""
+    index = directory / INDEX
+    if index.exists():
+        return _from_index(index), index
+    if (directory / WEIGHTS).exists():
+        return read_header(directory / WEIGHTS), directory / WEIGHTS
+    if any(directory.glob("*.bin")):
+        raise ValueError(
+            f"{directory} has its weights in .bin files only, which can run code when they are read; "
+            f"convert them to {WEIGHTS} first"
+        )
+    raise ValueError(f"{directory} has no weights: neither {WEIGHTS} nor {INDEX}")
+
+
+def _from_index(index: Path) -> dict[str, StoredTensor]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is no index of weights: it has no valid weight_map") from error
+    headers: dict[str, dict[str, StoredTensor]] = {}
+    for file in files:
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise ValueError(f"{index} names {file!r}, which is not a safetensors file in that directory")
+        headers[file] = read_header(index.parent / file)
+    for name, file in weight_map.items():
+        if name not in headers[file]:
+            raise ValueError(f"{index} says that {name} is in {file}, but that file does not have it")
+    return {name: headers[file][name] for name, file in weight_map.items()}
+
+
+def _find(
+    stored: Mapping[str, StoredTensor], name: str, place: HfTensor, spec: ModelSpec, where: Path
+) -> tuple[str, StoredTensor]:
+    """The stored tensor that holds our parameter `name`, and the name it is stored under."""
+    bare = place.key.removeprefix(FAMILIES[spec.family].hf_prefix)
+    key = next((key for key in (place.key, bare) if key in stored), None)
+    if key is None:
+        raise ValueError(f"{where} has no tensor {place.key}, which {spec.family} needs for {name}")
+    tensor = stored[key]
+    if tensor.shape != place.shape:
+        raise ValueError(
+            f"{tensor.file}: tensor {key} has shape {list(tensor.shape)}, but config.json asks for {list(place.shape)}"
+        )
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{tensor.file}: tensor {key} is {tensor.dtype}; only {', '.join(DTYPES)} are supported")
+    return key, tensor
+
+
+def _refuse_unknown(stored: Mapping[str, StoredTensor], used: set[str], spec: ModelSpec) -> None:
+    """A tensor that nobody reads would silently change what the model computes."""
+    ignored = FAMILIES[spec.family].hf_ignored + (("lm_head.weight",) if spec.tied_embeddings else ())
+    for key in stored.keys() - used:
+        if not key.endswith(ignored):
+            raise ValueError(f"{stored[key].file}: tensor {key} has no place in the {spec.family} of config.json")
+
+
+def export_hf(
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    spec: ModelSpec,
+    out_dir: Path,
+    *,
+    tokenizer_dir: Path | None,
+    dtype: torch.dtype = torch.bfloat16,
+    shard_bytes: int = 5 * 10**9,
+    token_ids: Mapping[str, int] | None = None,
+    prove: bool = True,
+) -> float | None:
+    """Write a directory that transformers 4 and 5 and this project read; it appears under its name only when
+    complete.
+
+    Args:
+        parameters: our names with whole tensors, each once, in any order; one is held at a time (three for
+        gpt2's
+            fused attention).
+        tokenizer_dir: folder whose tokenizer files are copied, or None.
+        dtype: of the stored weights.
+        shard_bytes: size beyond which a file is not filled further.
+        token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id` for config.json and generation_config.json.
+        prove: read the directory back and compare logits before it gets its name, with transformers as well
+        where it
+            is installed. Holds two models in fp32 in host memory.
+
+    Returns:
+        the largest difference between two logits that the proof found, or None without it.
+
+    Raises:
+        ValueError: `out_dir` exists, the parameters are not those of `spec`, or the logits differ.
+    """
+    if out_dir.exists():
+        raise ValueError(f"{out_dir} exists already; export to another directory or remove it")
+    staging = out_dir.with_name(f".{out_dir.name}.writing-{os.getpid()}")
+    staging.mkdir(parents=True)
+    try:
+        reference = build_model(spec, device="cpu") if prove else None
+        _write_weights(parameters, spec, staging, dtype, shard_bytes, reference)
+        _write_configs(spec, staging, dtype, tokenizer_dir, dict(token_ids or {}))
+        difference = None
+        if reference is not None:
+            difference = prove_export(reference, staging, lambda found: HfWeights(staging, found).read_rows)
+        staging.rename(out_dir)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return difference
+
+
+def _write_weights(
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    spec: ModelSpec,
+    directory: Path,
+    dtype: torch.dtype,
+    shard_bytes: int,
+    reference: Decoder | None,
+) -> None:
+    places = hf_tensors(spec)
+    shapes = {place.key: place.shape for place in places.values()}
+    shards = _plan_shards({key: prod(shape) * dtype.itemsize for key, shape in shapes.items()}, shard_bytes)
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    names = names if len(shards) > 1 else [WEIGHTS]
+    kept = dict(reference.named_parameters()) if reference is not None else {}
+    missing = {parameter.name: parameter.shape for parameter in parameter_table(spec)}
+    waiting: dict[str, dict[int, torch.Tensor]] = {}  # parts of a fused tensor by their first row
+    with ExitStack() as stack:
+        writers: dict[str, TensorFileWriter] = {}
+        for file, keys in zip(names, shards, strict=True):
+            writer = TensorFileWriter(directory / file, {key: shapes[key] for key in keys}, dtype)
+            writers |= dict.fromkeys(keys, stack.enter_context(writer))
+        for name, tensor in parameters:
+            if missing.pop(name, None) != tuple(tensor.shape):
+                raise ValueError(f"export: {name} of shape {list(tensor.shape)} is not expected, or came twice")
+            if name in kept:
+                kept[name].data.copy_(tensor.detach().to(dtype))
+            place = places[name]
+            parts = waiting.setdefault(place.key, {})
+            parts[place.offset] = tensor.detach()
+            whole = shapes[place.key][-1 if place.transposed else 0]
+            if sum(len(part) for part in parts.values()) == whole:
+                rows = [part for _, part in sorted(waiting.pop(place.key).items())]
+                joined = torch.cat(rows) if len(rows) > 1 else rows[0]
+                writers[place.key].write(place.key, joined.t() if place.transposed else joined)
+        if missing:
+            raise ValueError(f"export: {len(missing)} parameters are missing, the first is {next(iter(missing))}")
+    if len(shards) > 1:
+        weight_map = {key: file for file, keys in zip(names, shards, strict=True) for key in keys}
+        total = sum(prod(shape) for shape in shapes.values())
+        metadata = {"total_parameters": total, "total_size": total * dtype.itemsize}
+        _write_json(directory / INDEX, {"metadata": metadata, "weight_map": weight_map})
+
+
+def _plan_shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
+    """Keys of each file: filled in order up to `shard_bytes`, at least one tensor each."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for key, size in sizes.items():
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(key)
+        filled += size
+    return shards
+
+
+def _write_configs(
+    spec: ModelSpec, directory: Path, dtype: torch.dtype, tokenizer_dir: Path | None, token_ids: dict[str, int]
+) -> None:
+    config = model_to_hf_config(spec, dtype=str(dtype).removeprefix("torch."), **token_ids)
+    _write_json(directory / "config.json", config)
+    _write_json(directory / "generation_config.json", token_ids)
+    for name in TOKENIZER_FILES:
+        if tokenizer_dir is not None and (tokenizer_dir / name).is_file():
+            shutil.copyfile(tokenizer_dir / name, directory / name)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

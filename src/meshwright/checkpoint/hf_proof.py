@@ -1,0 +1,80 @@
+"""The one place that proves an export: the directory, read back, computes what the model computed."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from meshwright.families import parameter_table, read_hf_directory
+from meshwright.models import Decoder, build_model
+from meshwright.spec.model import ModelSpec
+
+TOLERANCE = 1e-4
+"""Largest allowed difference of two logits, as a part of the largest logit. All models compute in fp32 from
+the same stored weights, so differences are of rounding (about 1e-6); one wrong tensor makes them as large as
+the logits."""
+
+PROBE = (2, 64)
+"""Sequences and tokens that are compared."""
+
+RowReader = Callable[[str, int, int], torch.Tensor]
+
+
+@torch.no_grad()
+def prove_export(reference: Decoder, directory: Path, open_weights: Callable[[ModelSpec], RowReader]) -> float:
+    """Compare the logits of `reference` (fp32, with the weights as they were rounded for export) with those
+    of the model in `directory`: read by us and, where it is installed, by transformers.
+
+    Args:
+        open_weights: from the model that config.json describes to a reader of its parameters' rows.
+
+    Returns:
+        the largest difference found.
+
+    Raises:
+        ValueError: the logits differ.
+    """
+    spec = reference.spec
+    tokens_BT = probe_tokens(spec)
+    expected_BTV = reference(tokens_BT)
+
+    found = read_hf_directory(directory)
+    read_rows = open_weights(found)
+    reread = build_model(found, device="cpu")
+    parameters = dict(reread.named_parameters())
+    for row in parameter_table(found):
+        parameters[row.name].copy_(read_rows(row.name, 0, row.shape[0]))
+    worst = _compare(expected_BTV, reread(tokens_BT), "read back")
+    del reread, parameters
+
+    if find_spec("transformers") is not None:
+        theirs_BTV = _transformers_logits(directory, tokens_BT)
+        worst = max(worst, _compare(expected_BTV, theirs_BTV, "read by transformers"))
+    return worst
+
+
+def probe_tokens(spec: ModelSpec) -> torch.Tensor:
+    """The same random tokens for every export of a model."""
+    length = min(PROBE[1], spec.max_positions)
+    return torch.randint(spec.vocab, (PROBE[0], length), generator=torch.Generator().manual_seed(0))
+
+
+def _transformers_logits(directory: Path, tokens_BT: torch.Tensor) -> torch.Tensor:
+    # Heavy and optional, so it is imported only where an export is proved.
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True).float().eval()
+    return model(tokens_BT).logits
+
+
+def _compare(expected_BTV: torch.Tensor, found_BTV: torch.Tensor, how: str) -> float:
+    difference = (expected_BTV - found_BTV).abs().max().item()
+    if not difference <= TOLERANCE * expected_BTV.abs().max().item():
+        raise ValueError(
+            f"the export was refused: {how}, its logits differ from the model's by {difference:.3g} "
+            f"(the largest logit is {expected_BTV.abs().max().item():.3g})"
+        )
+    return difference

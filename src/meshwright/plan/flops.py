@@ -1,0 +1,32 @@
+"""The one place that counts a model's floating-point operations.
+
+The convention is that of PaLM's model FLOPs utilisation (Chowdhery et al., 2022, appendix B): 6 N + 12 L H Q T a token,
+with N the parameters in matrix products, L layers, H heads of width Q and T tokens of attention. A multiplication and
+an addition are two operations; the backward pass is twice the forward pass. Attention counts in full, although a causal
+kernel may skip half of it; recomputation, norms, activations, the embedding's look-up and the optimizer do not count.
+"""
+
+from meshwright.families import parameter_table
+from meshwright.spec.model import ModelSpec
+
+
+def matmul_parameters(spec: ModelSpec) -> int:
+    """Parameters that every token is multiplied by: all matrices and the head, tied or not, without embeddings."""
+    looked_up = {"pos_embeddings.weight"} | (set() if spec.tied_embeddings else {"tok_embeddings.weight"})
+    return sum(row.numel for row in parameter_table(spec) if len(row.shape) == 2 and row.name not in looked_up)
+
+
+def attention_flops_per_token(spec: ModelSpec, sequence_length: int) -> int:
+    """Forward operations of scores and weighted values for one token of a sequence, over all layers."""
+    span = min(sequence_length, spec.sliding_window or sequence_length)
+    return 2 * 2 * spec.num_layers * spec.num_heads * spec.head_dim * span
+
+
+def forward_flops_per_token(spec: ModelSpec, sequence_length: int) -> int:
+    """Operations of the forward pass for one token of a sequence of `sequence_length` tokens."""
+    return 2 * matmul_parameters(spec) + attention_flops_per_token(spec, sequence_length)
+
+
+def flops_per_token(spec: ModelSpec, sequence_length: int) -> int:
+    """Operations of training, forward and backward, for one token of a sequence of `sequence_length` tokens."""
+    return 3 * forward_flops_per_token(spec, sequence_length)

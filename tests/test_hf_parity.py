@@ -1,0 +1,167 @@
+"""Models and conversion agree with transformers, on random weights of every family, in both directions."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
+from transformers.models.mistral import modeling_mistral
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen3 import modeling_qwen3
+
+from meshwright.checkpoint.hf import HfWeights, export_hf
+from meshwright.families import hf_tensors, model_to_hf_config, parameter_table, read_hf_directory, resolve_model
+from meshwright.models import Decoder, build_model, initialize
+from meshwright.spec.model import ModelFields, ModelSpec, RopeScaling
+
+LENGTH = 24
+SIZES = {"hidden": 32, "num_layers": 3, "num_heads": 4, "vocab": 97, "max_positions": 48, "init_std": 0.2}
+GROUPED = {**SIZES, "num_kv_heads": 2, "ffn": 40}
+LLAMA_3 = {"rope_theta": 500.0, "rope_scaling": RopeScaling(factor=8.0, original_max_positions=16)}
+
+CASES = {
+    "gpt2": {"family": "gpt2", **SIZES},
+    "gpt2-untied": {"family": "gpt2", **SIZES, "tied_embeddings": False, "ffn": 48},
+    "llama": {"family": "llama", **GROUPED},
+    "llama-multi-head": {"family": "llama", **SIZES, "rope_theta": 1000.0},
+    "llama-3.1-scaled-tied": {"family": "llama", **GROUPED, **LLAMA_3, "tied_embeddings": True},
+    "llama-wide-heads": {"family": "llama", **GROUPED, "head_dim": 12},
+    "mistral-window": {"family": "mistral", **GROUPED, "sliding_window": 7},
+    "mistral-no-window": {"family": "mistral", **GROUPED},
+    "qwen2": {"family": "qwen2", **GROUPED},
+    "qwen2-tied-window": {"family": "qwen2", **GROUPED, "tied_embeddings": True, "sliding_window": 7},
+    "qwen3": {"family": "qwen3", **GROUPED, "head_dim": 16},
+    "qwen3-tied-scaled": {"family": "qwen3", **GROUPED, **LLAMA_3, "tied_embeddings": True},
+}
+
+
+def case_spec(name: str) -> ModelSpec:
+    return resolve_model(ModelFields(**CASES[name]), base_dir=Path())
+
+
+def ours(spec: ModelSpec, dtype=torch.float32, seed=0) -> Decoder:
+    """Random everywhere: norms and biases too, which start at one and zero."""
+    model = build_model(spec, device="cpu", dtype=dtype)
+    initialize(model, parameter_table(spec), seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def tokens(spec: ModelSpec) -> torch.Tensor:
+    return torch.randint(spec.vocab, (2, LENGTH), generator=torch.Generator().manual_seed(7))
+
+
+def exported(spec: ModelSpec, directory: Path, dtype=torch.float32, **options) -> Decoder:
+    model = ours(spec)
+    export_hf(model.named_parameters(), spec, directory, tokenizer_dir=None, dtype=dtype, **options)
+    return model
+
+
+@pytest.fixture
+def exact_norms(monkeypatch):
+    """transformers' RMSNorm rounds to fp32 whatever the model's dtype; here it keeps fp64, all else untouched."""
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+    norms = (
+        modeling_llama.LlamaRMSNorm,
+        modeling_mistral.MistralRMSNorm,
+        modeling_qwen2.Qwen2RMSNorm,
+        modeling_qwen3.Qwen3RMSNorm,
+    )
+    for norm in norms:
+        monkeypatch.setattr(norm, "forward", forward)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_our_export_computes_the_same_in_transformers_fp64(name, tmp_path, exact_norms):
+    spec = case_spec(name)
+    model = exported(spec, tmp_path / "hf", prove=False).double()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").double().eval()
+    batch = tokens(spec)
+    with torch.no_grad():
+        found, expected = model(batch), theirs(batch).logits
+    # Both compute in fp64 from the same fp32 angles: what is left is the order of sums.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_their_model_computes_the_same_here_fp32(name, tmp_path):
+    """The other direction, with transformers as it is: a directory that it saved, random weights that it drew."""
+    spec = case_spec(name)
+    config = AutoConfig.for_model(**model_to_hf_config(spec))
+    torch.manual_seed(3)
+    theirs = AutoModelForCausalLM.from_config(config).float().eval()
+    theirs.save_pretrained(tmp_path)
+    found = read_hf_directory(tmp_path)
+    assert found == spec
+    model, weights = build_model(found, device="cpu"), HfWeights(tmp_path, found)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.copy_(weights.read_rows(key, 0, parameter.shape[0]))
+        batch = tokens(spec)
+        expected = theirs(batch).logits
+        torch.testing.assert_close(model(batch), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_equal_transformers(name, tmp_path, exact_norms):
+    spec = case_spec(name)
+    model = exported(spec, tmp_path / "hf", prove=False).double()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").double()
+    batch, labels = tokens(spec), tokens(spec).roll(-1, 1)
+    model(batch, labels).backward()
+    logits = theirs(batch).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    expected = {name: p.grad for name, p in theirs.named_parameters()}
+    # Of the largest gradient of all, because some are zero but for rounding (a key's bias moves no attention).
+    largest = max(grad.abs().max().item() for grad in expected.values())
+    for key, place in hf_tensors(spec).items():
+        grad = model.get_parameter(key).grad
+        whole = expected[place.key].t() if place.transposed else expected[place.key]
+        part = whole[place.offset : place.offset + grad.shape[0]]
+        torch.testing.assert_close(grad, part, rtol=0, atol=1e-13 * largest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_a_round_trip_keeps_every_bit(name, dtype, tmp_path):
+    """Theirs -> ours -> a directory of several files: every tensor under its name, bit for bit."""
+    spec = case_spec(name)
+    torch.manual_seed(5)
+    config = AutoConfig.for_model(**model_to_hf_config(spec))
+    AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(tmp_path / "theirs")
+    weights = HfWeights(tmp_path / "theirs", spec)
+    stream = ((row.name, weights.read_rows(row.name, 0, row.shape[0])) for row in parameter_table(spec))
+    export_hf(stream, spec, tmp_path / "ours", tokenizer_dir=None, dtype=dtype, shard_bytes=10_000, prove=False)
+    before = load_file(tmp_path / "theirs" / "model.safetensors")
+    index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
+    files = set(index["weight_map"].values())
+    assert len(files) > 1
+    after = {key: value for file in files for key, value in load_file(tmp_path / "ours" / file).items()}
+    assert after.keys() == before.keys() == index["weight_map"].keys()
+    for key, value in before.items():
+        assert after[key].dtype == value.dtype == dtype
+        assert torch.equal(after[key], value), key
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert again.dtype == dtype
+    assert read_hf_directory(tmp_path / "ours") == spec
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_are_read_alone(name, tmp_path):
+    spec = case_spec(name)
+    model = exported(spec, tmp_path / "hf", prove=False)
+    weights = HfWeights(tmp_path / "hf", spec)
+    for key, parameter in model.named_parameters():
+        rows = parameter.shape[0]
+        for start, stop in ((0, rows), (1, rows // 2), (rows - 1, rows), (rows, rows)):
+            assert torch.equal(weights.read_rows(key, start, stop), parameter[start:stop])
