@@ -1,0 +1,82 @@
+"""Writes docs/models.md from the families' presets and parameter tables: run it after changing one (a test notices)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from meshwright.families import FAMILIES, PRESETS, parameter_table, resolve_model
+from meshwright.spec.model import ModelFields, ModelSpec
+
+PAGE = Path(__file__).with_name("models.md")
+
+BEGIN = """\
+# Models
+
+Every published size that a recipe can name, as in `model: llama-3.2-1b`. Parameters are counted from the table that the
+model is built from; a tied head counts once.
+
+`model: NAME` draws fresh weights of that size. To continue from published weights, download the Hugging Face directory
+and write `model: {name: path/to/directory, weights: pretrained}`. A published name keeps its published vocabulary, also
+where the tokenizer is trained on the spot and smaller: `model: {name: gpt2, vocab: 4096}` shrinks the embedding to it.
+
+Any other size is given by fields, or as a change to a name:
+
+```yaml
+model: {family: llama, hidden: 512, num_layers: 8, num_heads: 8, num_kv_heads: 4}
+```
+
+```yaml
+model: {name: qwen3-0.6b, num_layers: 8}
+```
+
+[The recipe](recipe.md#model) lists the fields. What no field changes is what makes the family:
+"""
+
+
+def page() -> str:
+    """The text of docs/models.md."""
+    return "\n".join([BEGIN, *_families(), "", *_presets()]) + "\n"
+
+
+def _families() -> Iterator[str]:
+    yield "| family | norm | feed-forward | positions | biases | queries and keys |"
+    yield "|---|---|---|---|---|---|"
+    for name, family in FAMILIES.items():
+        model = family.model({"hidden": 64, "num_layers": 1, "num_heads": 1, "vocab": 1, "max_positions": 1})
+        norm = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}[model.norm]
+        feed_forward = {"swiglu": "SwiGLU", "gelu_tanh": "GELU (tanh)"}[model.activation]
+        positions = {"rope": "rotary", "learned": "learned"}[model.positions]
+        qk_norm = "RMSNorm each head" if model.qk_norm else "as they are"
+        yield f"| `{name}` | {norm} | {feed_forward} | {positions} | {_biases(model)} | {qk_norm} |"
+
+
+def _biases(model: ModelSpec) -> str:
+    if model.qkv_bias and model.output_bias and model.ffn_bias:
+        return "everywhere"
+    return "queries, keys, values" if model.qkv_bias else "none"
+
+
+def _presets() -> Iterator[str]:
+    yield "| name | parameters | in blocks | layers | width | heads | kv heads | ffn | vocabulary | positions | notes |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|"
+    for name in PRESETS:
+        model = resolve_model(ModelFields(name=name), base_dir=Path())
+        table = parameter_table(model)
+        total = sum(row.numel for row in table)
+        blocks = sum(row.numel for row in table if row.name.startswith("layers."))
+        sizes = (model.num_layers, model.hidden, model.num_heads, model.num_kv_heads, model.ffn, model.vocab)
+        cells = [f"{number:,}" for number in (total, blocks)] + [str(size) for size in sizes]
+        yield f"| `{name}` | {' | '.join(cells)} | {model.max_positions} | {_notes(model)} |"
+
+
+def _notes(model: ModelSpec) -> str:
+    """What a size has that its family leaves open."""
+    notes = ["tied head"] if model.tied_embeddings else []
+    if model.sliding_window:
+        notes.append(f"window {model.sliding_window}")
+    if model.rope_scaling:
+        notes.append(f"rope scaling {model.rope_scaling.factor:g}")
+    return ", ".join(notes)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
