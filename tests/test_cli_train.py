@@ -83,6 +83,22 @@ def test_generation_takes_several_prompts_and_standard_input(folder):
     assert [pair["prompt"] for pair in json.loads(found.stdout)["texts"]] == ["two\nlines", ""]
 
 
+def test_an_exported_model_writes_what_the_run_writes(folder, tmp_path, capsys):
+    exported = str(tmp_path / "hf")
+    assert main(["export", "runs/small/checkpoints/step-00000003", "--hf", exported, "--json"]) == 0
+    proof = json.loads(capsys.readouterr().out)
+    assert proof["dtype"] == "fp32"
+    assert proof["largest_logit_difference"] < 1e-5
+    texts = []
+    for model in ("runs/small/checkpoints/step-00000003", exported):
+        words = ["generate", model, "--prompt", "fish", "--max-tokens", "20", "--temperature", "0"]
+        assert main(words) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert main(["eval", exported]) == 2
+    assert capsys.readouterr().err.endswith("is no run, so it has no held-out text; say which text with --source\n")
+
+
 def test_resuming_continues_to_the_step_that_is_asked_for(folder, capsys):
     assert main(["train", "recipes/run.yaml", "--resume", "training.steps=5"]) == 0
     text = capsys.readouterr().out
@@ -100,7 +116,7 @@ def test_the_demo_trains_measures_writes_and_never_overwrites_an_earlier_one(tmp
     recipe = ["training.lr_schedule={warmup: 1}", "training.global_batch=2", "run_dir=runs/demo"]
     assert main(["demo", *sizes, *data, *recipe]) == 0
     text = capsys.readouterr().out
-    assert "On files it has not seen: loss " in text
+    assert "On files it has not seen, its perplexity is " in text
     assert all(f"    {prompt.splitlines()[0]}" in text for prompt in demo.PROMPTS)
     assert "meshwright generate runs/demo --prompt" in text
     assert main(["demo", *sizes, *data, *recipe]) == 0

@@ -1,6 +1,7 @@
 """The verb `demo`: the whole of training, small, on this machine: what `make demo` runs."""
 
 import argparse
+import math
 from pathlib import Path
 
 from meshwright.cli.common import presets
@@ -30,17 +31,18 @@ def run(arguments: argparse.Namespace) -> int:
     # Torch loads here, so that the first line comes at once.
     from meshwright.models.generate import Sampling
     from meshwright.trainer.run import TrainingFailed, train
-    from meshwright.trainer.trained import continue_texts, evaluate_texts, open_trained
+    from meshwright.trainer.trained import continue_texts, open_trained
 
     try:
-        train(recipe)
+        result = train(recipe)
     except TrainingFailed as failure:
         return failure.status
     trained = open_trained(run_dir)
-    measured = evaluate_texts(trained, num_samples=256)
     texts = continue_texts(trained, PROMPTS, max_tokens=64, sampling=Sampling(temperature=0.7, top_p=0.95))
-    print(f"\nOn files it has not seen: loss {measured.loss:.3f}, perplexity {measured.perplexity:.1f}")
-    print(f"({measured.tokens} tokens; guessing would be {trained.spec.vocab}). It writes:")
+    if result.held_out_loss is not None:
+        perplexity, guessing = math.exp(result.held_out_loss), trained.spec.vocab
+        print(f"\nOn files it has not seen, its perplexity is {perplexity:.1f}; guessing would have {guessing}.")
+    print("\nIt writes:")
     for prompt, text in zip(PROMPTS, texts, strict=True):
         print("\n" + "\n".join(f"    {line}" for line in (prompt + text).splitlines()))
     print(_whats_next(run_dir))

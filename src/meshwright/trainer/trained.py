@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from meshwright.checkpoint.dcp import load_tensors, verify_checkpoint
-from meshwright.checkpoint.hf import HfWeights
+from meshwright.checkpoint.hf import HfWeights, export_hf
 from meshwright.checkpoint.manifest import MANIFEST, CheckpointError, list_checkpoints
 from meshwright.data.loader import evaluation_batches
 from meshwright.data.packing import ConcatenatedSamples
@@ -109,6 +109,27 @@ def evaluate_texts(
         num_samples=num_samples,
     )
     return evaluate(trained.model, batches, trained.device)
+
+
+def export_trained(trained: TrainedModel, directory: Path, *, dtype: str | None = None) -> tuple[float, str]:
+    """Write the model as a Hugging Face directory, in `dtype` or else the precision of its run.
+
+    Returns the largest difference between a logit of the model and of what was read back, and the dtype.
+
+    Raises `ValueError` where `directory` exists, or the logits differ by more than rounding; then nothing is written.
+    """
+    precision = trained.run.run.training.precision if trained.run else "bf16"
+    dtype = dtype or ("fp32" if precision == "fp64" else precision)
+    difference = export_hf(
+        trained.model.named_parameters(),
+        trained.spec,
+        directory,
+        tokenizer_dir=trained.tokenizer_dir,
+        dtype=DTYPES[dtype],
+        token_ids={"eos_token_id": trained.tokenizer.eos_id},
+    )
+    assert difference is not None
+    return difference, dtype
 
 
 def _held_out(trained: TrainedModel) -> TokenFile:
