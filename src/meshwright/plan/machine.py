@@ -1,5 +1,6 @@
 """The one place that finds out, without torch, which devices this machine has."""
 
+import functools
 import os
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ class Machine:
         return self.memory_bytes if self.kind == "cuda" else self.memory_bytes // max(1, local_ranks)
 
 
+@functools.cache
 def find_machine(device: str = "auto") -> Machine:
     """The machine as `device` (auto, cpu, cuda) sees it; raises `ValueError` where cuda is asked for and missing."""
     gpus = [] if device == "cpu" else _gpus()

@@ -115,17 +115,19 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
     train_tokens = len(corpus.train.tokens)
     epochs = resolved.tokens_per_step * run.training.steps / max(1, train_tokens)
     peak, origin = trainer.peak
+    held_out = short(len(corpus.held_out.tokens)) if corpus.held_out else "none"
     lines = {
-        "model": f"{run.model.name or model.family}: {short(weights)} parameters, all trained; {model.num_layers} layers, "
-        f"width {model.hidden}, {model.num_heads} heads, vocabulary {model.vocab}",
-        "data": f"{short(train_tokens)} tokens of {corpus.train.num_documents} documents, held out "
-        f"{short(len(corpus.held_out.tokens)) if corpus.held_out else 'none'}; tokenizer of {corpus.tokenizer.vocab_size}",
-        "batch": f"{resolved.tokens_per_step} tokens a step = {run.layout.data_parallel} ranks x {resolved.accumulation} "
-        f"microbatches x {resolved.micro_batch} sequences x {run.data.sequence_length}",
+        "model": f"{run.model.name or model.family}: {short(weights)} parameters, all trained; "
+        f"{model.num_layers} layers, width {model.hidden}, {model.num_heads} heads, vocabulary {model.vocab}",
+        "data": f"{short(train_tokens)} tokens of {corpus.train.num_documents} documents, held out {held_out}; "
+        f"tokenizer of {corpus.tokenizer.vocab_size}",
+        "batch": f"{resolved.tokens_per_step} tokens a step = {run.layout.data_parallel} ranks x "
+        f"{resolved.accumulation} microbatches x {resolved.micro_batch} sequences x {run.data.sequence_length}",
         "length": f"{run.training.steps} steps, {epochs:.1f} epochs",
         "strategy": f"{run.layout.strategy}, {run.training.precision}, recompute {run.training.recompute}"
         + (", compiled" if run.training.compile else ""),
-        "devices": f"{trainer.worker.world_size} x {trainer.machine.name}, mfu against {peak / 1e12:.2f} TFLOP/s ({origin})",
+        "devices": f"{trainer.worker.world_size} x {trainer.machine.name}, "
+        f"mfu against {peak / 1e12:.2f} TFLOP/s ({origin})",
         "writes": run.run_dir,
     }
     return "\n".join(f"{name:<10}{text}" for name, text in lines.items())
