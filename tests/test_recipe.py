@@ -1,12 +1,19 @@
 """Reading recipes: what is accepted, and for all else one line that says where it is wrong and what works."""
 
+import random
+import re
+from pathlib import Path
+
 import pytest
 import yaml
 
+import meshwright
 from meshwright.spec.document import Place, read_yaml, write_yaml
 from meshwright.spec.model import ModelFields
 from meshwright.spec.recipe import RecipeError, dump_recipe, load_recipe, parse_spec
 from meshwright.spec.run import Run
+
+PRESETS = sorted((Path(meshwright.__file__).parent / "recipes").glob("*.yaml"))
 
 RECIPE = """\
 # A comment.
@@ -235,6 +242,10 @@ BAD_VALUES = {
         "run.yaml:2: layout: tp=2: tensor parallelism is not in this version",
     ),
     "nothing to shard over": ("layout: {zero: 3}", "run.yaml:2: layout: zero=3 with dp_shard=1"),
+    "true for a stage": (
+        "layout: {zero: true}",
+        "run.yaml:2: layout.zero: true is not allowed: must be 'auto', 0, 1, 2 or 3",
+    ),
     "unknown tracker": ("trackers: [mlflow]", "run.yaml:2: trackers: unknown tracker 'mlflow'"),
 }
 
@@ -333,6 +344,35 @@ def test_a_dumped_recipe_loads_back_to_an_equal_run(overrides, expanded):
     text = dump_recipe(run, expanded=expanded)
     assert parse(text) == run
     assert ("keep_last" in text) == expanded
+
+
+@pytest.mark.parametrize("expanded", [False, True])
+@pytest.mark.parametrize("path", PRESETS, ids=[path.stem for path in PRESETS])
+def test_every_preset_survives_being_written_and_read(path, expanded):
+    run = load_recipe(path)
+    assert parse(dump_recipe(run, expanded=expanded)) == run
+
+
+def test_whatever_is_mutilated_is_a_recipe_or_a_list_of_lines():
+    rng = random.Random(0)
+    texts = [path.read_text() for path in PRESETS]
+    found = []
+    for _ in range(300):
+        text = rng.choice(texts)
+        for _ in range(rng.randint(1, 3)):
+            start = rng.randrange(len(text))
+            stop = start + rng.choice([0, 1, 1, 5])
+            text = (
+                text[:start]
+                + rng.choice(["", "\t", ":", "- ", "[", "}", "*", "&a", "!", "#", "'", "\n", "9"])
+                + text[stop:]
+            )
+        try:
+            parse(text)
+        except RecipeError as error:
+            found += error.problems
+    assert len(found) > 100
+    assert all(re.match(r"run\.yaml:\d+: \S", problem) for problem in found)
 
 
 def test_what_is_written_means_the_same_to_readers_of_yaml_1_1():

@@ -23,7 +23,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="a.b=c",
         nargs="*",
         default=[],
-        help="change one setting of the recipe, as in training.steps=100 or layout={dp_shard: 2}",
+        help="change one setting of the recipe, as in training.steps=100 or 'layout={dp_shard: 2}'",
     )
 
 

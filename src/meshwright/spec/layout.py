@@ -1,8 +1,8 @@
 """The one place that says how ranks are arranged and which arrangements are legal."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from meshwright.spec.base import Spec
 
@@ -41,6 +41,13 @@ class LayoutSpec(Spec):
     auto: 3 where dp_shard > 1, else 0."""
     offload: Literal["none", "cpu"] = "none"
     """cpu: parameters, gradients and optimizer state live in host memory and the optimizer steps there."""
+
+    @field_validator("zero", mode="before")
+    @classmethod
+    def _no_truth_value(cls, value: Any) -> Any:
+        if isinstance(value, bool):  # which Python, and so pydantic, takes for 0 or 1
+            raise ValueError(f"{str(value).lower()} is not allowed: must be 'auto', 0, 1, 2 or 3")
+        return value
 
     @model_validator(mode="after")
     def _legal(self) -> "LayoutSpec":
