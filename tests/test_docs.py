@@ -1,0 +1,114 @@
+"""What the pages say is so: links lead somewhere, commands parse, recipes load, generated pages are current."""
+
+import importlib
+import re
+import runpy
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.cli.main import VERBS, Parser
+from meshwright.spec.model import ModelFields
+from meshwright.spec.recipe import dump_recipe, parse_spec
+from meshwright.spec.run import Run
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+}
+
+EVERYTHING_GIVEN = dump_recipe(Run(model=ModelFields(name="gpt2")), expanded=True)
+"""A recipe in which any setting can be overridden."""
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The fenced blocks of a page in a language; an empty one is a terminal."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGES[page], flags=re.MULTILINE | re.DOTALL)
+
+
+def each(language: str) -> list[Any]:
+    """Every such block of every page, as parameters of a test."""
+    return [
+        pytest.param(block, id=f"{page}-{number}")
+        for page in PAGES
+        for number, block in enumerate(blocks(page, language))
+    ]
+
+
+def commands() -> list[tuple[str, str]]:
+    """(page, command) of every `meshwright ...` that a page tells people to type.
+
+    In a terminal block that shows output, the lines behind `$ `; in one that does not, and in shell scripts, every
+    line; and what stands in backquotes in the text.
+    """
+    found = []
+    for page, text in PAGES.items():
+        for block in blocks(page, "") + blocks(page, "bash"):
+            typed = [line[2:] for line in block.splitlines() if line.startswith("$ ")]
+            found += [(page, line.strip()) for line in typed or block.splitlines()]
+        prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+        found += [(page, " ".join(code.split())) for code in re.findall(r"`([^`]+)`", prose)]
+    return [(page, line) for page, line in found if re.search(r"^(.* -m )?meshwright( |$)", line)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_relative_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", PAGES[page]):
+        if target.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / file if file else ROOT / page
+        assert path.exists(), f"{page} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            assert anchor in [slug(heading) for heading in headings], f"{page} links to {target}"
+
+
+def slug(heading: str) -> str:
+    """The anchor that a heading gets on GitHub."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize(("page", "command"), commands())
+def test_commands_parse(page: str, command: str) -> None:
+    """Up to the first sign of the shell's: a pipe, a redirection, a comment."""
+    words = shlex.split(re.split(r" [|>&;<#]", command, maxsplit=1)[0])
+    verb, *words = words[words.index("meshwright") + 1 :] or ["--help"]
+    if verb in ("--help", "--version", "VERB"):
+        return
+    assert verb in VERBS
+    parser = Parser(verb)
+    importlib.import_module(f"meshwright.cli.{verb}").add_arguments(parser)
+    if not words or "--help" in words:
+        return
+    arguments = parser.parse(words)
+    overrides = getattr(arguments, "overrides", [])
+    if overrides and overrides != ["a.b=c"]:
+        parse_spec(EVERYTHING_GIVEN, Run, overrides)
+
+
+def test_every_verb_is_shown() -> None:
+    """And the test above sees it."""
+    words = [command.split() for _, command in commands()]
+    assert set(VERBS) <= {after for line in words for after in line[line.index("meshwright") + 1 :][:1]}
+
+
+@pytest.mark.parametrize("block", each("yaml"))
+def test_recipes_load(block: str) -> None:
+    """A snippet may leave out the model, which every recipe needs."""
+    text = block if re.search(r"^model:", block, flags=re.MULTILINE) else f"model: gpt2\n{block}"
+    parse_spec(text, Run, source="snippet")
+
+
+@pytest.mark.parametrize("block", each("python"))
+def test_python_compiles(block: str) -> None:
+    compile(block, "snippet", "exec")
+
+
+@pytest.mark.parametrize("script", [*(ROOT / "docs").glob("make_*_md.py")], ids=lambda path: path.name)
+def test_generated_pages_are_current(script: Path) -> None:
+    made = runpy.run_path(str(script))
+    assert made["PAGE"].read_text(encoding="utf-8") == made["page"](), f"run: python docs/{script.name}"

@@ -1,0 +1,107 @@
+"""The tables of docs/strategies.md, measured: what a rank of each strategy keeps, and what it sends."""
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshwright.spec.run import ResolvedRun
+from meshwright.testing.equivalence import build_here, loader_for
+from meshwright.testing.ranks import RankPool
+from tiny import STRATEGIES, tiny_run
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "strategies.md"
+
+ROWS = {
+    "single": ("single process", None),
+    "ddp": ("DDP", "DDP"),
+    "zero-1": ("ZeRO-1", "ZeRO-1"),
+    "zero-2": ("ZeRO-2", "ZeRO-2"),
+    "zero-3": ("ZeRO-3", "ZeRO-3"),
+    "hybrid-1": ("hybrid", "hybrid ZeRO-1"),
+    "hybrid-2": ("hybrid", "hybrid ZeRO-2"),
+    "hybrid-3": ("hybrid", "hybrid ZeRO-3"),
+    "offload": ("CPU offload", "ZeRO-3"),
+}
+"""Name of the strategy in `tiny.py` -> its rows in the tables of what is kept and what is sent."""
+
+MICROBATCHES = 3
+
+
+class Wire(TorchDispatchMode):
+    """Counts the numbers that pass through each collective; of a gather or scatter, those of the whole tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = function._schema.name.partition("::")
+        if namespace == "c10d":
+            tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            self.numbers[name] += max((tensor.numel() for tensor in tensors), default=0)
+        return function(*args, **(kwargs or {}))
+
+
+def num_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
+    """Bytes that this rank holds of these tensors, single numbers (AdamW's step) left out."""
+    held = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors if tensor is not None]
+    return sum(tensor.nbytes for tensor in held if tensor.dim())
+
+
+def kept_and_sent(run: ResolvedRun) -> tuple[int, int, Counter[str], int]:
+    """(bytes between steps, bytes of reduced gradients, numbers sent in a step, parameters of the model)."""
+    trainer = build_here(run)
+    with loader_for(trainer) as loader:
+        trainer.train_step(1, loader.microbatches(0))
+        stored = list(trainer.parameters.values())
+        moments = [state for tensor in stored for state in trainer.optimizers.state_of(tensor).values()]
+        copies = [] if trainer.masters is None else list(trainer.model.parameters())
+        kept = num_bytes([*stored, *moments, *copies])
+        with Wire() as wire:
+            trainer.train_step.gradients(loader.microbatches(1))
+    reduced = num_bytes(tensor.grad for tensor in stored)
+    return kept, reduced, wire.numbers, sum(row.numel for row in trainer.table)
+
+
+def table(first_two_headings: str) -> dict[str, list[str]]:
+    """The rows of a table of the page, by their first cell."""
+    text = PAGE.read_text().split(f"| {first_two_headings} |")[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
+    return {first: rest for first, *rest in rows}
+
+
+def value(formula: str, **letters: float) -> float:
+    """`2 M P` or `12 P / N` with numbers for the letters."""
+    product, _, divisor = formula.partition(" / ")
+    result = 1.0
+    for factor in product.split():
+        result *= letters[factor] if factor in letters else float(factor)
+    return result / letters[divisor] if divisor else result
+
+
+@pytest.mark.parametrize("strategy", ROWS)
+def test_a_rank_keeps_and_sends_what_the_page_says(ranks: RankPool, strategy: str) -> None:
+    """To 2 %: shards are padded where the ranks do not divide a tensor."""
+    layout = STRATEGIES[strategy]
+    accumulation = MICROBATCHES if 12 // layout.data_parallel % MICROBATCHES == 0 else 2
+    run = tiny_run(layout, precision="bf16", accumulation=accumulation)
+    kept, reduced, sent, parameters = ranks.run(layout.world_size, kept_and_sent, run)[0]
+    letters = {"P": parameters, "N": layout.dp_shard, "M": accumulation}
+
+    keeps_row, sends_row = ROWS[strategy]
+    between_steps, _ = table("strategy | between steps")[keeps_row]
+    assert kept == pytest.approx(value(between_steps, **letters), rel=0.02)
+    assert reduced == pytest.approx(value("4 P / N", **letters), rel=0.02)
+
+    sends = table("strategy | all-gather weights")[sends_row] if sends_row else ["0", "0", "0"]
+    for formula, collective in zip(sends, ("_allgather_base_", "_reduce_scatter_base_", "allreduce_"), strict=True):
+        expected = value(formula, **letters)
+        few = 10  # losses and token counts
+        assert sent[collective] == pytest.approx(expected, rel=0.02, abs=few), collective
