@@ -7,7 +7,15 @@ from pydantic import ValidationError
 
 from meshwright.families.family import Family
 from meshwright.families.registry import FAMILIES
-from meshwright.spec.model import ModelSpec, RopeScaling
+from meshwright.spec.model import ModelSpec
+
+LLAMA3_SCALING = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_positions": "original_max_position_embeddings",
+}
+"""Field of `RopeScaling` -> key of the rope parameters in config.json."""
 
 
 def model_from_hf_config(config: Mapping[str, Any], *, where: str = "config.json") -> ModelSpec:
@@ -27,17 +35,16 @@ def model_from_hf_config(config: Mapping[str, Any], *, where: str = "config.json
         )
     _refuse_unsupported(config, family, where)
     values = {field: _value(config, key, family, where) for field, key in family.hf_fields.items()}
-    if "sliding_window" in values:
-        values["sliding_window"] = _sliding_window(config, values["sliding_window"], values["num_layers"], where)
+    for field in ("hidden", "num_layers", "num_heads"):
+        if type(values[field]) is not int or values[field] < 1:
+            raise ValueError(f"{where}: {family.hf_fields[field]} is {values[field]!r}, not a positive integer")
+    if values.get("sliding_window") is not None and not _slides(config, family, values["num_layers"], where):
+        values["sliding_window"] = None
     if family.switches["positions"] == "rope":
         values |= _rope(config, family, where)
-    # None is how config.json says "follows from the other sizes".
-    given = {field: value for field, value in values.items() if value is not None}
-    for field in ("hidden", "num_layers", "num_heads"):
-        if type(given.get(field)) is not int or given[field] < 1:
-            raise ValueError(f"{where}: {family.hf_fields[field]} is {given.get(field)!r}, not a positive integer")
     try:
-        return family.model(given)
+        # None is how config.json says "follows from the other sizes".
+        return family.model({field: value for field, value in values.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]
         key = family.hf_fields.get(str(first["loc"][0]), str(first["loc"][0]))
@@ -65,39 +72,33 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
 def _rope(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`, from the `rope_parameters` of transformers 5 or the two keys of 4."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = rope.get("rope_theta", config.get("rope_theta", family.hf_absent["rope_theta"]))
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"{where}: the rope parameters are {rope!r}, not an object")
+    theta = rope.get("rope_theta", _value(config, "rope_theta", family, where))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise ValueError(f"{where}: rope type {kind!r} is not supported, only 'default' and 'llama3'")
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ValueError(f"{where}: partial_rotary_factor is not supported, only rotation of the whole head")
     if kind == "default":
-        return {"rope_theta": theta, "rope_scaling": None}
-    try:
-        scaling = RopeScaling(
-            factor=rope["factor"],
-            low_freq_factor=rope["low_freq_factor"],
-            high_freq_factor=rope["high_freq_factor"],
-            original_max_positions=rope["original_max_position_embeddings"],
-        )
-    except KeyError as error:
-        raise ValueError(f"{where}: rope type 'llama3' needs {error.args[0]!r}") from error
-    return {"rope_theta": theta, "rope_scaling": scaling}
+        return {"rope_theta": theta}
+    missing = [key for key in LLAMA3_SCALING.values() if key not in rope]
+    if missing:
+        raise ValueError(f"{where}: rope type 'llama3' needs {', '.join(missing)}")
+    return {"rope_theta": theta, "rope_scaling": {field: rope[key] for field, key in LLAMA3_SCALING.items()}}
 
 
-def _sliding_window(config: Mapping[str, Any], window: int | None, num_layers: int, where: str) -> int | None:
-    """The window if every layer has it, None if no layer has it; anything between is refused."""
-    if not config.get("use_sliding_window", config["model_type"] == "mistral"):
-        window = None
+def _slides(config: Mapping[str, Any], family: Family, num_layers: int, where: str) -> bool:
+    """Whether every layer has the sliding window (some and not others are refused)."""
+    if not _value(config, "use_sliding_window", family, where):
+        return False
     layers = config.get("layer_types")
     if layers is None:
-        full = min(config.get("max_window_layers", 28), num_layers) if "use_sliding_window" in config else 0
+        full = min(_value(config, "max_window_layers", family, where), num_layers)
         layers = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)
-    if window is None or set(layers) == {"full_attention"}:
-        return None
-    if set(layers) == {"sliding_attention"}:
-        return window
-    raise ValueError(f"{where}: a sliding window on some layers only is not supported; all layers or none can have it")
+    if len(set(layers)) > 1:
+        raise ValueError(f"{where}: a sliding window on some layers only is not supported, just on all or none")
+    return layers[0] == "sliding_attention"
 
 
 def model_to_hf_config(spec: ModelSpec, *, dtype: str = "float32", **token_ids: int | None) -> dict[str, Any]:
@@ -116,24 +117,18 @@ def model_to_hf_config(spec: ModelSpec, *, dtype: str = "float32", **token_ids: 
     config |= {key: accepted[0] for key, accepted in family.hf_accepts.items()}
     if spec.positions == "rope":
         config |= _rope_keys(spec)
-    if spec.family in ("qwen2", "qwen3"):
-        config |= {"use_sliding_window": spec.sliding_window is not None, "max_window_layers": 0}
-        if spec.sliding_window is None:
-            config["max_window_layers"] = spec.num_layers
+    if family.hf_absent.get("use_sliding_window") is False:  # the family slides only where it is told to
+        slides = spec.sliding_window is not None
+        config |= {"use_sliding_window": slides, "max_window_layers": 0 if slides else spec.num_layers}
     config |= {"dtype": dtype, "torch_dtype": dtype, "use_cache": True}
     return config | {key: value for key, value in token_ids.items() if value is not None}
 
 
 def _rope_keys(spec: ModelSpec) -> dict[str, Any]:
-    scaling: dict[str, Any] | None = None
+    scaling = None
     if spec.rope_scaling is not None:
-        scaling = {
-            "rope_type": "llama3",
-            "factor": spec.rope_scaling.factor,
-            "low_freq_factor": spec.rope_scaling.low_freq_factor,
-            "high_freq_factor": spec.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": spec.rope_scaling.original_max_positions,
-        }
+        scaling = {key: getattr(spec.rope_scaling, field) for field, key in LLAMA3_SCALING.items()}
+        scaling["rope_type"] = "llama3"
     return {
         "rope_theta": spec.rope_theta,
         "rope_scaling": scaling,

@@ -9,6 +9,13 @@ QWEN_2 = ModelFields(family="qwen2", vocab=151936, max_positions=131072)
 QWEN_2_LARGE = QWEN_2.model_copy(update={"vocab": 152064})
 QWEN_3 = ModelFields(family="qwen3", vocab=151936, max_positions=40960, head_dim=128, num_kv_heads=8)
 
+QWEN_ABSENT = {
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+}
+
 QWEN2 = Family(
     name="qwen2",
     switches={**SWITCHES, "qkv_bias": True},
@@ -29,7 +36,7 @@ QWEN2 = Family(
     },
     hf_architecture="Qwen2ForCausalLM",
     hf_fields={**HF_FIELDS, "sliding_window": "sliding_window"},
-    hf_absent={**HF_ABSENT, "num_key_value_heads": 32, "sliding_window": 4096},
+    hf_absent={**HF_ABSENT, **QWEN_ABSENT},
     hf_accepts={"hidden_act": ("silu", "swish")},
     hf_modules=HF_MODULES,
     hf_prefix="model.",
@@ -56,13 +63,7 @@ QWEN3 = Family(
         "qkv_bias": "attention_bias",
         "output_bias": "attention_bias",
     },
-    hf_absent={
-        **HF_ABSENT,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "sliding_window": 4096,
-        "attention_bias": False,
-    },
+    hf_absent={**HF_ABSENT, **QWEN_ABSENT, "head_dim": 128, "attention_bias": False},
     hf_accepts={"hidden_act": ("silu", "swish")},
     hf_modules=HF_MODULES,
     hf_prefix="model.",
