@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.families import PRESETS, parameter_table, resolve_model
-from meshwright.models import build_model, initialize
+from meshwright.models import Cache, build_model, initialize
 from meshwright.spec.model import ModelFields
 
+FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3"]
 TINY = {"hidden": 32, "num_layers": 2, "num_heads": 4, "vocab": 97, "ffn": 48}
 
 
@@ -23,7 +25,7 @@ def built(spec, dtype=torch.float64, seed=0):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_table_is_the_module(family, tied):
     spec = tiny(family, tied_embeddings=tied)
     module = [(name, tuple(parameter.shape)) for name, parameter in build_model(spec).named_parameters()]
@@ -46,3 +48,127 @@ def test_loss_is_the_cross_entropy_of_the_logits(family):
     labels[:, -1] = -100
     expected = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
     torch.testing.assert_close(model(tokens, labels), expected, rtol=1e-12, atol=0)
+
+
+def windowed(family: str, **more):
+    """The family with grouped heads and a window where it has them."""
+    grouped = {} if family == "gpt2" else {"num_kv_heads": 2}
+    window = {} if family in ("gpt2", "llama") else {"sliding_window": 5}
+    return tiny(family, init_std=0.2, max_positions=32, **grouped, **window, **more)
+
+
+def random_tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(97, shape, generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pieces", [[12], [1] * 12, [5, 1, 1, 5], [3, 9]])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cached_equals_uncached(family, pieces):
+    model, tokens = built(windowed(family)), random_tokens(2, 12)
+    cache = Cache(model, 2, 12)
+    logits = torch.cat([model(part, cache=cache) for part in tokens.split(pieces, dim=1)], dim=1)
+    torch.testing.assert_close(logits, model(tokens), rtol=1e-12, atol=1e-12)
+    assert cache.length == 12
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_left_padding_changes_nothing(family):
+    """Rows of 12, 9 and 1 tokens in one batch, continued for 4 more, equal each row alone."""
+    model, tokens = built(windowed(family)), random_tokens(3, 16)
+    lengths = [12, 9, 1]
+    padding = torch.tensor([12 - length for length in lengths])
+    cache = Cache(model, 3, 16, padding)
+    positions = (torch.arange(16) - padding[:, None]).clamp(min=0)
+    pieces = [(0, 12), (12, 13), (13, 14), (14, 16)]
+    logits = torch.cat([model(tokens[:, a:b], positions_BT=positions[:, a:b], cache=cache) for a, b in pieces], dim=1)
+    assert logits.isfinite().all()
+    for row, pad in enumerate(padding.tolist()):
+        alone = model(tokens[row : row + 1, pad:])
+        torch.testing.assert_close(logits[row : row + 1, pad:], alone, rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_token_sees_what_it_must_not(family):
+    """Later tokens never matter; under a window of 5 in 2 layers, nor does what lies 9 or more back."""
+    spec = windowed(family)
+    model, tokens = built(spec), random_tokens(1, 24)
+    changed = tokens.clone()
+    changed[0, 10] = (changed[0, 10] + 1) % 97
+    moved = (model(tokens) - model(changed)).abs().amax(-1)[0] > 0
+    assert not moved[:10].any()
+    assert moved[10]
+    reach = (spec.sliding_window - 1) * spec.num_layers if spec.sliding_window else 24
+    assert moved[10 : 10 + reach + 1].any()
+    assert not moved[10 + reach + 1 :].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_low_precision_stays_near_fp64(family, dtype):
+    spec, tokens = windowed(family), random_tokens(2, 12)
+    exact, model = built(spec), built(spec, dtype)
+    loss, reference = model(tokens, tokens), exact(tokens, tokens)
+    assert loss.dtype == torch.float32
+    assert model(tokens).dtype == dtype
+    loss.backward()
+    reference.backward()
+    # A dozen roundings of the residual stream lie on every path; their errors add up at worst.
+    bound = 24 * torch.finfo(dtype).eps
+    assert abs(loss.item() / reference.item() - 1) < bound
+    # Of all gradients together, because some are zero but for rounding (a key's bias moves no attention).
+    scale = sum(parameter.grad.norm() ** 2 for parameter in exact.parameters()) ** 0.5
+    for (name, parameter), expected in zip(model.named_parameters(), exact.parameters(), strict=True):
+        assert parameter.grad.dtype == dtype
+        assert (parameter.grad.double() - expected.grad).norm() < bound * scale, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recomputing_blocks_changes_no_bit(family):
+    spec, tokens = windowed(family), random_tokens(2, 12)
+
+    def gradients(wrap):
+        model = built(spec)
+        for block in model.layers.values():
+            wrap(block)
+        model(tokens, tokens).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    def recomputed(block):
+        forward = block.forward
+        block.forward = lambda *arguments: checkpoint(forward, *arguments, use_reentrant=False)
+
+    for plain, again in zip(gradients(lambda block: None), gradients(recomputed), strict=True):
+        assert torch.equal(plain, again)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler asks for it, and hides it elsewhere
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_block_compiles_without_graph_breaks(family):
+    spec, tokens = windowed(family), random_tokens(2, 12)
+    plain, compiled = built(spec), built(spec)
+    torch._dynamo.reset()
+    for block in compiled.layers.values():
+        block.compile(fullgraph=True, backend="aot_eager")
+    for model in (plain, compiled):
+        model(tokens, tokens).backward()
+    for (name, parameter), expected in zip(compiled.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-11, atol=1e-11, msg=name)
+
+
+def test_learned_positions_end():
+    model = built(tiny("gpt2", max_positions=8))
+    with pytest.raises(ValueError, match="9 positions; this model has embeddings for 8"):
+        model(random_tokens(1, 9))
+
+
+def test_meta_models_need_only_their_parameters():
+    spec = windowed("qwen3")
+    model = build_model(spec)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model = model.to_empty(device="cpu")
+    initialize(model, parameter_table(spec), 0)
+    tokens = random_tokens(1, 6)
+    assert torch.equal(model(tokens), built(spec, torch.float32)(tokens))
