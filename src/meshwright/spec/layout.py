@@ -1,5 +1,6 @@
 """The one place that says how ranks are arranged and which arrangements are legal."""
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
@@ -56,26 +57,32 @@ class LayoutSpec(Spec):
             raise ValueError("; ".join(problems))
         return self
 
-    def _problems(self):
-        for axis in (*AXES, "ep"):
-            degree = getattr(self, axis)
-            if degree < 1:
-                yield f"{axis}={degree}: a degree is at least 1"
-            elif degree > 1 and axis in PLANNED_AXES:
-                ranks = self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+    def _problems(self) -> Iterator[str]:
+        senseless = [axis for axis in (*AXES, "ep") if getattr(self, axis) < 1]
+        for axis in senseless:
+            yield f"{axis}={getattr(self, axis)}: a degree is at least 1"
+        if senseless:
+            return
+        nearest = "the nearest legal layout is"
+        for axis, name in PLANNED_AXES.items():
+            if getattr(self, axis) > 1:
+                shards = self.world_size // self.dp_replicate
                 yield (
-                    f"{axis}={degree}: {PLANNED_AXES[axis]} is not in this version; the nearest legal layout for "
-                    f"{ranks} ranks is dp_replicate={self.dp_replicate}, dp_shard={ranks // self.dp_replicate}"
+                    f"{axis}={getattr(self, axis)}: {name} is not in this version; {nearest} "
+                    f"dp_replicate={self.dp_replicate}, dp_shard={shards}"
                 )
         if self.zero == 0 and self.dp_shard > 1:
             yield (
                 f"zero=0 with dp_shard={self.dp_shard}: zero 0 keeps a full copy on every rank, so nothing is sharded; "
-                f"the nearest legal layout is dp_replicate={self.dp_replicate * self.dp_shard}, dp_shard=1, zero=0"
+                f"{nearest} dp_replicate={self.data_parallel}, dp_shard=1, zero=0"
             )
         if self.zero in (1, 2, 3) and self.dp_shard == 1:
-            ranks = self.dp_replicate
-            nearest = f"dp_shard={ranks}, zero={self.zero}" if ranks > 1 else "zero=0 (one rank has nothing to share)"
-            yield f"zero={self.zero} with dp_shard=1: there is no axis to shard over; the nearest legal layout is {nearest}"
+            alone = "zero=0 (one rank has nothing to share)"
+            sharded = f"dp_replicate=1, dp_shard={self.dp_replicate}, zero={self.zero}"
+            yield (
+                f"zero={self.zero} with dp_shard=1: there is no axis to shard over; {nearest} "
+                f"{sharded if self.dp_replicate > 1 else alone}"
+            )
 
     @property
     def world_size(self) -> int:

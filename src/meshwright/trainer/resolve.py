@@ -35,7 +35,7 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
     if global_batch % ranks:
         raise ValueError(
             f"training.global_batch={global_batch} sequences cannot be split over {ranks} data-parallel ranks; "
-            f"the nearest that can is {max(1, round(global_batch / ranks)) * ranks}"
+            f"the nearest number that can is {max(1, round(global_batch / ranks)) * ranks}"
         )
     micro_batch, reason = _micro_batch(run, model, global_batch // ranks, machine)
     return ResolvedRun(
@@ -57,7 +57,7 @@ def _global_batch(run: Run) -> int:
     if tokens % length:
         raise ValueError(
             f"training.global_batch_tokens={tokens} is no multiple of data.sequence_length={length}; "
-            f"the nearest that is one is {max(1, round(tokens / length)) * length}"
+            f"the nearest multiple is {max(1, round(tokens / length)) * length}"
         )
     return tokens // length
 
@@ -70,22 +70,22 @@ def _micro_batch(run: Run, model: ModelSpec, per_rank: int, machine: Machine) ->
             nearest = min(divisors, key=lambda size: abs(size - run.training.micro_batch))  # type: ignore[operator]
             raise ValueError(
                 f"training.micro_batch={run.training.micro_batch} does not divide the {per_rank} sequences of a rank; "
-                f"the nearest that does is {nearest}"
+                f"the nearest number that does is {nearest}"
             )
         return run.training.micro_batch, "given"
     table = parameter_table(model)
     limit = MEMORY_SHARE * machine.memory_per_rank(run.layout.world_size)
-    best, reason = 1, "the smallest there is"
+    best = 0
     for size in divisors:
-        prediction = predict_memory(
+        predicted = predict_memory(
             model, table, run.training, run.layout, micro_batch=size, sequence_length=run.data.sequence_length
-        )
-        if prediction.total > limit:
-            return (
-                best,
-                f"{size} sequences would need about {prediction.total / 2**30:.1f} of {limit / 2**30:.1f} GiB",
+        ).total
+        if predicted > limit:
+            needs = (
+                f"{size} at a time would need about {predicted / 2**30:.1f} GiB of the {limit / 2**30:.1f} to be used"
             )
-        best, reason = size, "all sequences of a rank at once"
+            return (best, needs) if best else (size, f"the smallest there is; {needs}")
+        best = size
         if size * run.data.sequence_length >= ENOUGH_TOKENS[machine.kind]:
-            return best, f"{size * run.data.sequence_length} tokens keep a {machine.name} busy"
-    return best, reason
+            return best, f"{size * run.data.sequence_length} tokens at a time keep this machine's {machine.kind} busy"
+    return best, "all sequences of a rank at once"

@@ -1,0 +1,74 @@
+"""Every `auto` becomes a value with a reason; batches that cannot be split are refused with one that can."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from meshwright.plan.machine import Machine
+from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.run import Run
+from meshwright.trainer.resolve import resolve_run
+
+H100 = Machine(kind="cuda", name="NVIDIA H100 80GB HBM3", devices=8, memory_bytes=80 * 2**30)
+
+
+def run(model: Any = "llama-3-8b", **sections: Any) -> Run:
+    return Run.model_validate({"model": model, **sections})
+
+
+def test_the_batch_is_accumulated_where_it_does_not_fit() -> None:
+    recipe = run(
+        training={"global_batch": 64, "recompute": "none"},
+        data={"sequence_length": 4096},
+        layout={"dp_shard": 8},
+    )
+    resolved = resolve_run(recipe, base_dir=Path(), machine=H100)
+    assert resolved.micro_batch * resolved.accumulation * 8 == resolved.global_batch == 64
+    assert resolved.micro_batch < 8
+    assert "GiB" in resolved.reasons["training.micro_batch"]
+    cheaper = recipe.model_copy(update={"training": recipe.training.model_copy(update={"recompute": "full"})})
+    assert resolve_run(cheaper, base_dir=Path(), machine=H100).micro_batch > resolved.micro_batch
+
+
+def test_a_model_far_too_large_still_gets_the_smallest_microbatch_and_says_so() -> None:
+    resolved = resolve_run(run("llama-3.1-405b"), base_dir=Path(), machine=H100)
+    assert resolved.micro_batch == 1
+    assert resolved.reasons["training.micro_batch"].startswith("the smallest there is; 1 at a time would need about")
+
+
+def test_a_batch_in_tokens() -> None:
+    recipe = run(training={"global_batch_tokens": 2**19}, data={"sequence_length": 2048})
+    resolved = resolve_run(recipe, base_dir=Path(), machine=H100)
+    assert (resolved.global_batch, resolved.tokens_per_step) == (256, 2**19)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"training": {"global_batch": 10}, "layout": {"dp_shard": 4}}, "the nearest number that can is 8"),
+        ({"training": {"global_batch_tokens": 1000}, "data": {"sequence_length": 256}}, "nearest multiple is 1024"),
+        ({"training": {"global_batch": 12, "micro_batch": 5}}, "the nearest number that does is 4"),
+        ({"data": {"sequence_length": 9000}}, "use data.sequence_length=8192 or raise model.max_positions"),
+    ],
+)
+def test_refused_with_what_would_work(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve_run(run(**sections), base_dir=Path(), machine=H100)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "message"),
+    [
+        ({"tp": 2, "dp_shard": 4}, "tensor parallelism is not in this version; .* dp_replicate=1, dp_shard=8"),
+        ({"pp": 4, "dp_replicate": 2}, "pipeline parallelism is not in this version; .* dp_replicate=2, dp_shard=4"),
+        ({"zero": 0, "dp_shard": 4}, "zero=0 with dp_shard=4: .* dp_replicate=4, dp_shard=1, zero=0"),
+        ({"zero": 2, "dp_replicate": 4}, "zero=2 with dp_shard=1: .* dp_replicate=1, dp_shard=4, zero=2"),
+        ({"zero": 3}, "nearest legal layout is zero=0"),
+        ({"dp_shard": 0, "tp": 2}, "dp_shard=0: a degree is at least 1"),
+    ],
+)
+def test_illegal_layouts_name_the_nearest_legal_one(degrees: dict[str, int], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        LayoutSpec.model_validate(degrees)
