@@ -21,7 +21,7 @@ def test_equals_torchs_counter(family, tied):
     sizes = {"hidden": 32, "num_layers": 3, "num_heads": 4, "vocab": 61, "ffn": 40, "tied_embeddings": tied}
     kv = {} if family == "gpt2" else {"num_kv_heads": 2}
     spec = resolve_model(ModelFields(family=family, **sizes, **kv), base_dir=Path())
-    model = build_model(spec, device="cpu")
+    model = build_model(spec, device="cpu", dtype=torch.float64)
     initialize(model, parameter_table(spec), 0)
     tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     # The math kernel computes all T x T scores by matrix products that the counter knows.

@@ -93,6 +93,14 @@ def test_ignored_tokens_cannot_spread_their_values():
     torch.testing.assert_close(ours, gradients(linear_cross_entropy, hidden, weight, labels), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("label", [-1, V])
+def test_a_label_outside_the_vocabulary(label):
+    hidden, weight, labels = case()
+    labels[3] = label
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        linear_cross_entropy(hidden, weight, labels)
+
+
 def test_no_tokens():
     hidden, weight, labels = case()
     value, grad_hidden, grad_weight = gradients(linear_cross_entropy, hidden[:0], weight, labels[:0])

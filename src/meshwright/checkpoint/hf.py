@@ -1,10 +1,9 @@
-"""The one place that reads and writes the weights of Hugging Face directories, one tensor or slice at a
-time."""
+"""The one place that reads and writes the weights of Hugging Face directories, a tensor or a slice at a time."""
 
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -133,19 +132,16 @@ def export_hf(
     token_ids: Mapping[str, int] | None = None,
     prove: bool = True,
 ) -> float | None:
-    """Write a directory that transformers 4 and 5 and this project read; it appears under its name only when
-    complete.
+    """Write a directory that transformers 4 and 5 and this project read. It gets its name only when it is complete.
 
     Args:
-        parameters: our names with whole tensors, each once, in any order; one is held at a time (three for
-        gpt2's
-            fused attention).
+        parameters: our names with whole tensors, each once, in any order. One is held at a time, and those that share
+            a stored tensor (gpt2's queries, keys and values) until all have come.
         tokenizer_dir: folder whose tokenizer files are copied, or None.
         dtype: of the stored weights.
         shard_bytes: size beyond which a file is not filled further.
         token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id` for config.json and generation_config.json.
-        prove: read the directory back and compare logits before it gets its name, with transformers as well
-        where it
+        prove: before the directory gets its name, read it back and compare logits, by transformers as well where it
             is installed. Holds two models in fp32 in host memory.
 
     Returns:
@@ -160,7 +156,8 @@ def export_hf(
     staging.mkdir(parents=True)
     try:
         reference = build_model(spec, device="cpu") if prove else None
-        _write_weights(parameters, spec, staging, dtype, shard_bytes, reference)
+        kept = parameters if reference is None else _kept(parameters, reference, dtype)
+        _write_weights(_as_stored(kept, spec), spec, staging, dtype, shard_bytes)
         _write_configs(spec, staging, dtype, tokenizer_dir, dict(token_ids or {}))
         difference = None
         if reference is not None:
@@ -172,46 +169,55 @@ def export_hf(
     return difference
 
 
-def _write_weights(
-    parameters: Iterable[tuple[str, torch.Tensor]],
-    spec: ModelSpec,
-    directory: Path,
-    dtype: torch.dtype,
-    shard_bytes: int,
-    reference: Decoder | None,
-) -> None:
+def _kept(
+    parameters: Iterable[tuple[str, torch.Tensor]], reference: Decoder, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same parameters, copied into `reference` as they pass, rounded as they will be stored."""
+    targets = dict(reference.named_parameters())
+    for name, tensor in parameters:
+        if name in targets and tensor.shape == targets[name].shape:
+            targets[name].data.copy_(tensor.detach().to(dtype))
+        yield name, tensor
+
+
+def _as_stored(parameters: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every stored tensor, in its orientation, as soon as all parameters that share it have come."""
     places = hf_tensors(spec)
-    shapes = {place.key: place.shape for place in places.values()}
-    shards = _plan_shards({key: prod(shape) * dtype.itemsize for key, shape in shapes.items()}, shard_bytes)
-    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    names = names if len(shards) > 1 else [WEIGHTS]
-    kept = dict(reference.named_parameters()) if reference is not None else {}
     missing = {parameter.name: parameter.shape for parameter in parameter_table(spec)}
-    waiting: dict[str, dict[int, torch.Tensor]] = {}  # parts of a fused tensor by their first row
+    waiting: dict[str, dict[int, torch.Tensor]] = {}  # what has come of a stored tensor, by its first row
+    for name, tensor in parameters:
+        if missing.pop(name, None) != tuple(tensor.shape):
+            raise ValueError(f"export: {name} of shape {list(tensor.shape)} is not expected, or came twice")
+        place = places[name]
+        parts = waiting.setdefault(place.key, {})
+        parts[place.offset] = tensor.detach()
+        if sum(len(part) for part in parts.values()) == place.shape[-1 if place.transposed else 0]:
+            rows = [part for _, part in sorted(waiting.pop(place.key).items())]
+            whole = rows[0] if len(rows) == 1 else torch.cat(rows)
+            yield place.key, whole.t() if place.transposed else whole
+    if missing:
+        raise ValueError(f"export: {len(missing)} parameters are missing, the first is {next(iter(missing))}")
+
+
+def _write_weights(
+    tensors: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec, directory: Path, dtype: torch.dtype, shard_bytes: int
+) -> None:
+    """One file, or several with their index. All are open at once, because tensors come in any order."""
+    shapes = {place.key: place.shape for place in hf_tensors(spec).values()}
+    sizes = {key: prod(shape) * dtype.itemsize for key, shape in shapes.items()}
+    shards = _plan_shards(sizes, shard_bytes)
+    files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    files = files if len(shards) > 1 else [WEIGHTS]
+    weight_map = {key: file for file, keys in zip(files, shards, strict=True) for key in keys}
     with ExitStack() as stack:
-        writers: dict[str, TensorFileWriter] = {}
-        for file, keys in zip(names, shards, strict=True):
-            writer = TensorFileWriter(directory / file, {key: shapes[key] for key in keys}, dtype)
-            writers |= dict.fromkeys(keys, stack.enter_context(writer))
-        for name, tensor in parameters:
-            if missing.pop(name, None) != tuple(tensor.shape):
-                raise ValueError(f"export: {name} of shape {list(tensor.shape)} is not expected, or came twice")
-            if name in kept:
-                kept[name].data.copy_(tensor.detach().to(dtype))
-            place = places[name]
-            parts = waiting.setdefault(place.key, {})
-            parts[place.offset] = tensor.detach()
-            whole = shapes[place.key][-1 if place.transposed else 0]
-            if sum(len(part) for part in parts.values()) == whole:
-                rows = [part for _, part in sorted(waiting.pop(place.key).items())]
-                joined = torch.cat(rows) if len(rows) > 1 else rows[0]
-                writers[place.key].write(place.key, joined.t() if place.transposed else joined)
-        if missing:
-            raise ValueError(f"export: {len(missing)} parameters are missing, the first is {next(iter(missing))}")
+        writers = {
+            file: stack.enter_context(TensorFileWriter(directory / file, {key: shapes[key] for key in keys}, dtype))
+            for file, keys in zip(files, shards, strict=True)
+        }
+        for key, tensor in tensors:
+            writers[weight_map[key]].write(key, tensor)
     if len(shards) > 1:
-        weight_map = {key: file for file, keys in zip(names, shards, strict=True) for key in keys}
-        total = sum(prod(shape) for shape in shapes.values())
-        metadata = {"total_parameters": total, "total_size": total * dtype.itemsize}
+        metadata = {"total_parameters": sum(map(prod, shapes.values())), "total_size": sum(sizes.values())}
         _write_json(directory / INDEX, {"metadata": metadata, "weight_map": weight_map})
 
 

@@ -47,8 +47,8 @@ class Family:
     hf_accepts: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys that must have one of these values where they are given; the first is what is written."""
     hf_modules: Mapping[str, str]
-    """Our module -> the module that holds it in a checkpoint, `{i}` for the layer. Modules that share one
-    name are stacked there along their rows, in the order given here."""
+    """Our module -> the module that holds it in a checkpoint, `{i}` for the layer. Modules that share one are stacked
+    there, rows below rows, in the parameter table's order."""
     hf_prefix: str
     """What a checkpoint saved from the model without its head leaves out of its names."""
     hf_transposed: frozenset[str] = frozenset()
@@ -60,8 +60,7 @@ class Family:
         """The complete model of the given fields: at least hidden, num_layers, num_heads and vocab.
 
         Raises:
-            ValueError: sizes that do not fit together (pydantic's `ValidationError` for a value of the wrong
-            type).
+            ValueError: sizes that do not fit together, or (pydantic's `ValidationError`) a value of the wrong type.
         """
         hidden, num_heads = given["hidden"], given["num_heads"]
         if "head_dim" not in given and hidden % num_heads:

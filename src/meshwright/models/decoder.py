@@ -38,8 +38,7 @@ class Block(nn.Module):
 
 
 class Cache:
-    """Every layer's keys and values for a batch of up to `capacity` tokens, and how much of each row is left
-    padding."""
+    """Every layer's keys and values for rows of up to `capacity` tokens, and each row's padding on the left."""
 
     def __init__(self, model: "Decoder", batch: int, capacity: int, padding_B: torch.Tensor | None = None):
         spec, like = model.spec, model.tok_embeddings.weight

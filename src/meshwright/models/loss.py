@@ -18,12 +18,10 @@ CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**30}
 """Logits held at a time. More of them means fewer passes over the head's gradient: one a chunk."""
 
 WIDE_BYTES = {"cpu": 2**22, "cuda": 2**28}
-"""Numbers held in fp32 at a time; so few on a CPU that every pass over them but the first stays in its
-cache."""
+"""Numbers held in fp32 at a time; so few on a CPU that every pass over them but the first is in its cache."""
 
 ROW_MULTIPLE = 64
-"""Rows of logits start this many elements apart, or a multiple: matrix products are slow over unaligned
-rows."""
+"""Rows of logits start this many elements apart, or a multiple: products over unaligned rows are slow."""
 
 
 def linear_cross_entropy(hidden_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
@@ -35,8 +33,11 @@ def linear_cross_entropy(hidden_ND: torch.Tensor, weight_VD: torch.Tensor, label
         labels_N: int64 [N].
 
     Returns:
-        scalar, fp32 (fp64 for fp64 inputs). Softmax and loss are computed in that dtype and matrix products
-        in that of the inputs; over chunks the head's gradient is accumulated in fp32 (fp64).
+        scalar, fp32 (fp64 for fp64 inputs). Softmax and loss are computed in that dtype and matrix products in that
+        of the inputs; over chunks the head's gradient is accumulated in fp32 (fp64).
+
+    Raises:
+        RuntimeError: a label outside the vocabulary (on a GPU, as an assertion of the device).
     """
     loss = _LinearCrossEntropy.apply(hidden_ND, weight_VD, labels_N, torch.is_grad_enabled())
     assert isinstance(loss, torch.Tensor)
@@ -59,11 +60,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         logits_CV = hidden_ND.new_empty(chunk, stride)[:, :vocab]
         for start in range(0, tokens, max(1, chunk)):
             rows = slice(start, start + chunk)
-            trained_C1 = (labels_N[rows] != IGNORED)[:, None]
+            labels_C1 = labels_N[rows, None]
+            trained_C1 = labels_C1 != IGNORED
             # A token is ignored by zeroing its hidden state: its row of logits is many times as long.
             hidden_CD = hidden_ND[rows].where(trained_C1, 0)
             grad_CV = torch.mm(hidden_CD, weight_VD.t(), out=logits_CV[: len(hidden_CD)])
-            losses_C1 = _cross_entropy_(grad_CV, labels_N[rows, None].clamp(min=0))
+            losses_C1 = _cross_entropy_(grad_CV, labels_C1.where(trained_C1, 0))
             loss += losses_C1.where(trained_C1, 0).sum()
             if grad_hidden_ND is not None:
                 grad_hidden_ND[rows] = torch.mm(grad_CV, weight_VD).where(trained_C1, 0)
@@ -93,7 +95,7 @@ def _cross_entropy_(logits_CV: torch.Tensor, targets_C1: torch.Tensor) -> torch.
         torch.softmax(work_RV, 1, out=work_RV)
         # logsumexp is the largest logit less the logarithm of its probability, which is never small.
         torch.sub(above_R1, work_RV.amax(1, keepdim=True).log(), out=losses_R1)
-        work_RV.scatter_add_(1, targets_R1, torch.full_like(losses_R1, -1.0))
+        work_RV.scatter_(1, targets_R1, work_RV.gather(1, targets_R1) - 1)
         logits_RV.copy_(work_RV)
     return losses_C1
 
