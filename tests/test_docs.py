@@ -4,6 +4,8 @@ import importlib
 import re
 import runpy
 import shlex
+from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 
 from meshwright.cli.main import VERBS, Parser
 from meshwright.spec.model import ModelFields
-from meshwright.spec.recipe import dump_recipe, parse_spec
+from meshwright.spec.recipe import RecipeError, dump_recipe, parse_spec
 from meshwright.spec.run import Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,7 +28,8 @@ EVERYTHING_GIVEN = dump_recipe(Run(model=ModelFields(name="gpt2")), expanded=Tru
 
 def blocks(page: str, language: str) -> list[str]:
     """The fenced blocks of a page in a language; an empty one is a terminal."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGES[page], flags=re.MULTILINE | re.DOTALL)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", PAGES[page], flags=re.MULTILINE | re.DOTALL)
+    return [block for found, block in fenced if found == language]
 
 
 def each(language: str) -> list[Any]:
@@ -38,20 +41,22 @@ def each(language: str) -> list[Any]:
     ]
 
 
-def commands() -> list[tuple[str, str]]:
-    """(page, command) of every `meshwright ...` that a page tells people to type.
+def commands() -> list[tuple[str, str, str]]:
+    """(page, command, error) of every `meshwright ...` that a page tells people to type.
 
     In a terminal block that shows output, the lines behind `$ `; in one that does not, and in shell scripts, every
-    line; and what stands in backquotes in the text.
+    line; and what stands in backquotes in the text. The error is what the page shows below it, where it does.
     """
     found = []
     for page, text in PAGES.items():
         for block in blocks(page, "") + blocks(page, "bash"):
-            typed = [line[2:] for line in block.splitlines() if line.startswith("$ ")]
-            found += [(page, line.strip()) for line in typed or block.splitlines()]
+            lines = [*block.splitlines(), ""]
+            typed = [(line[2:], after) for line, after in pairwise(lines) if line.startswith("$ ")]
+            for line, after in typed or [(line.strip(), "") for line in lines]:
+                found.append((page, line, after.removeprefix("error: ") if after.startswith("error: ") else ""))
         prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-        found += [(page, " ".join(code.split())) for code in re.findall(r"`([^`]+)`", prose)]
-    return [(page, line) for page, line in found if re.search(r"^(.* -m )?meshwright( |$)", line)]
+        found += [(page, " ".join(code.split()), "") for code in re.findall(r"`([^`]+)`", prose)]
+    return [found for found in found if re.search(r"^(.* -m )?meshwright( |$)", found[1])]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -72,9 +77,9 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize(("page", "command"), commands())
-def test_commands_parse(page: str, command: str) -> None:
-    """Up to the first sign of the shell's: a pipe, a redirection, a comment."""
+@pytest.mark.parametrize(("page", "command", "error"), commands())
+def test_commands_parse(page: str, command: str, error: str) -> None:
+    """Up to the first sign of the shell's: a pipe, a redirection, a comment. Overrides load, or fail as is shown."""
     words = shlex.split(re.split(r" [|>&;<#]", command, maxsplit=1)[0])
     verb, *words = words[words.index("meshwright") + 1 :] or ["--help"]
     if verb in ("--help", "--version", "VERB"):
@@ -84,15 +89,17 @@ def test_commands_parse(page: str, command: str) -> None:
     importlib.import_module(f"meshwright.cli.{verb}").add_arguments(parser)
     if not words or "--help" in words:
         return
-    arguments = parser.parse(words)
-    overrides = getattr(arguments, "overrides", [])
-    if overrides and overrides != ["a.b=c"]:
+    overrides = getattr(parser.parse(words), "overrides", [])
+    if not overrides or overrides == ["a.b=c"]:
+        return
+    message = error.split(": ", 1)[-1]  # without the file's line
+    with pytest.raises(RecipeError, match=re.escape(message)) if error else nullcontext():
         parse_spec(EVERYTHING_GIVEN, Run, overrides)
 
 
 def test_every_verb_is_shown() -> None:
     """And the test above sees it."""
-    words = [command.split() for _, command in commands()]
+    words = [command.split() for _, command, _ in commands()]
     assert set(VERBS) <= {after for line in words for after in line[line.index("meshwright") + 1 :][:1]}
 
 
