@@ -58,6 +58,14 @@ def test_every_preset_survives_our_file_and_transformers(name, tmp_path):
     assert model_from_hf_config(theirs.to_dict()) == spec
 
 
+@pytest.mark.parametrize("unread", [("rope_parameters", "dtype"), ("rope_theta", "rope_scaling", "torch_dtype")])
+def test_our_file_says_everything_in_each_spelling(unread, tmp_path):
+    spec = resolve_model(ModelFields(name="llama-3.2-1b"), base_dir=tmp_path)
+    config = model_to_hf_config(spec, dtype="bfloat16")
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+    assert model_from_hf_config({key: value for key, value in config.items() if key not in unread}) == spec
+
+
 def test_older_files_name_the_rope_type_otherwise():
     old = {key: value for key, value in SCALING.items() if key != "rope_type"} | {"type": "llama3"}
     config = {**SIZES, "rope_theta": 500000.0, "rope_scaling": old}
