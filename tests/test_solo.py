@@ -1,0 +1,121 @@
+"""The one-file trainer against the modular one: same tokens, same seed, same losses, alone and on two processes."""
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from meshwright.data.prepare import prepare_corpus
+from meshwright.spec.run import Run
+from meshwright.trainer.metrics import read_journal
+from meshwright.trainer.run import train
+from test_launch import clean_environment
+
+SOLO = Path(__file__).parents[1] / "solo" / "train.py"
+STEPS = 8
+SIZES = {"hidden": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn": 64, "tied_embeddings": True}
+WORDS = "--width 48 --layers 2 --heads 4 --kv-heads 2 --inner 64 --length 32 --batch 8 --micro-batch 2 --warmup 3 --cpu"
+
+
+def solo(folder: Path, *words: str, processes: int = 1) -> list[float]:
+    """Losses of the steps that `solo/train.py` printed (the first, every tenth and the last)."""
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"] if processes > 1 else []
+    done = subprocess.run(
+        [sys.executable, *launcher, str(SOLO), *WORDS.split(), *words],
+        cwd=folder,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [float(loss) for loss in re.findall(r"^step \d+/\d+  loss (\S+)", done.stdout, flags=re.MULTILINE)]
+
+
+@pytest.fixture(scope="module")
+def modular(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[float]]:
+    """(folder, token file, losses) of the modular trainer in float64, of which four digits are printed by solo."""
+    folder = tmp_path_factory.mktemp("solo")
+    text = "".join(f"def f{i}(x):\n    return x * {i} + {i * i % 97}\n\n" for i in range(1500))
+    (folder / "text.py").write_text(text)
+    run = Run.model_validate(
+        {
+            "model": {"family": "llama", **SIZES},
+            "data": {"sources": ["text.py"], "sequence_length": 32, "tokenizer_vocab": 300,
+                     "cache_dir": str(folder / "cache")},
+            "training": {"steps": STEPS, "global_batch": 8, "micro_batch": 4, "precision": "fp64",
+                         "optimizer": {"lr": 3e-3}, "lr_schedule": {"warmup": 3}, "evaluation": {"batches": 0}},
+            "device": "cpu",
+            "run_dir": str(folder / "run"),
+        }
+    )  # fmt: skip
+    train(run, base_dir=folder)
+    losses = [r["loss"] for r in read_journal(folder / "run" / "metrics.jsonl") if r["kind"] == "step"]
+    return folder, prepare_corpus(run.data, base_dir=folder).train.path, losses
+
+
+@pytest.fixture
+def module() -> ModuleType:
+    """`solo/train.py`, imported, one thread like the modular trainer's ranks."""
+    spec = importlib.util.spec_from_file_location("solo_train", SOLO)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def test_the_same_losses_in_one_process(
+    modular: tuple[Path, Path, list[float]], module: ModuleType, tmp_path: Path
+) -> None:
+    """Microbatches of two against four: only the order of float64 sums differs, which AdamW, dividing by |gradient| +
+    1e-8, enlarges where a gradient is nearly zero: by at most lr / 1e-8 = 3e5 a step from 1e-16."""
+    _, tokens, expected = modular
+    words = [*WORDS.split(), "--tokens", str(tokens), "--vocab", "300", "--dtype", "float64"]
+    losses = module.train(module.parse([*words, "--steps", str(STEPS), "--save", str(tmp_path / "solo.pt")]))
+    assert losses == pytest.approx(expected, rel=1e-8)
+    assert losses[0] - losses[-1] > 0.1  # something was learned, so the steps themselves were compared
+
+
+def test_the_same_losses_on_two_processes(modular: tuple[Path, Path, list[float]]) -> None:
+    folder, tokens, expected = modular
+    words = ("--tokens", str(tokens), "--vocab", "300", "--dtype", "float64", "--steps", str(STEPS))
+    losses = solo(folder, *words, processes=2)
+    assert losses == [pytest.approx(loss, abs=0.51e-4) for loss in (expected[0], expected[-1])]  # as printed
+
+
+def test_it_continues_bit_for_bit(
+    modular: tuple[Path, Path, list[float]], module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, tokens, _ = modular
+    words = [*WORDS.split(), "--tokens", str(tokens), "--vocab", "300", "--steps", "6", "--save-every", "3"]
+    save = module.save
+
+    def save_and_keep(path: Path, model: Any, optimizer: Any, step: int) -> None:
+        save(path, model, optimizer, step)
+        save(path.with_name(f"{step}.pt"), model, optimizer, step)
+
+    monkeypatch.setattr(module, "save", save_and_keep)
+    whole = module.train(module.parse([*words, "--save", str(tmp_path / "whole.pt")]))
+    again = module.train(module.parse([*words, "--save", str(tmp_path / "3.pt"), "--resume"]))
+    assert again == whole[3:]
+
+
+def test_it_is_one_readable_file_of_torch_and_the_standard_library() -> None:
+    source = SOLO.read_text()
+    assert 350 <= source.count("\n") <= 500
+    modules = {
+        name.split(".")[0]
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+        if name
+    }
+    assert modules <= set(sys.stdlib_module_names) | {"torch"}
