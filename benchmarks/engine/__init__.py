@@ -1,0 +1,1 @@
+"""One file an engine; each is a program that `engines.py` starts."""
