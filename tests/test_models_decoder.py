@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.families import PRESETS, parameter_table, resolve_model
@@ -172,3 +173,19 @@ def test_meta_models_need_only_their_parameters():
     initialize(model, parameter_table(spec), 0)
     tokens = random_tokens(1, 6)
     assert torch.equal(model(tokens), built(spec, torch.float32)(tokens))
+
+
+def dtypes_met_by_rope() -> set[torch.dtype]:
+    """Dtypes of the angles that blocks receive under FSDP2's mixed precision with its default settings."""
+    model, seen = built(windowed("llama"), torch.float32), set()
+    for block in model.layers.values():
+        block.attention.register_forward_pre_hook(lambda module, inputs: seen.add(inputs[1].cos.dtype))
+        fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    tokens = random_tokens(1, 8)
+    model(tokens, tokens).backward()
+    return seen
+
+
+def test_angles_stay_fp32_under_mixed_precision(ranks):
+    assert ranks.run(2, dtypes_met_by_rope) == [{torch.float32}] * 2

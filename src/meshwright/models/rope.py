@@ -4,26 +4,23 @@ Shapes: B batch (or 1), T sequence, H heads, K head_dim, R = K / 2 rotated pairs
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 
 from meshwright.spec.model import ModelSpec, RopeScaling
 
 
-@dataclass(frozen=True)
 class RopeTables:
-    """Cosine and sine of every position's angles, fp32.
+    """Cosine and sine of every position's angles: fp32 [B, T, 1, R], or [T, 1, R] where the batch shares its positions.
 
-    A plain object and not a tuple of tensors, so that wrappers which cast a block's floating-point inputs
-    (FSDP2's mixed precision) leave the angles in fp32: in bf16 relative positions are lost (Wang et al.,
-    "When Precision Meets Position", 2024).
+    A plain class, because FSDP2's mixed precision casts what it finds in a block's inputs, tuples and dataclasses
+    included, and in bf16 the angles of distant positions run together (Wang et al., "When Precision Meets Position",
+    2024).
     """
 
-    cos: torch.Tensor
-    """[B, T, 1, R], or [T, 1, R] where the batch shares its positions."""
-    sin: torch.Tensor
-    """Like `cos`."""
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor):
+        self.cos = cos
+        self.sin = sin
 
 
 def rope_frequencies(spec: ModelSpec, device: torch.device) -> torch.Tensor:
