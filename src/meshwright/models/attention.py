@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshwright.models.cpu_kernels import Linear, causal_attention, serves_attention
 from meshwright.models.norm import build_norm
 from meshwright.models.rope import RopeTables, apply_rope
 from meshwright.spec.model import ModelSpec
@@ -69,10 +70,10 @@ class Attention(nn.Module):
         heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.head_dim = spec.head_dim
         self.grouped = spec.num_kv_heads < spec.num_heads
-        self.wq = nn.Linear(spec.hidden, heads, bias=spec.qkv_bias)
-        self.wk = nn.Linear(spec.hidden, kv_heads, bias=spec.qkv_bias)
-        self.wv = nn.Linear(spec.hidden, kv_heads, bias=spec.qkv_bias)
-        self.wo = nn.Linear(heads, spec.hidden, bias=spec.output_bias)
+        self.wq = Linear(spec.hidden, heads, bias=spec.qkv_bias)
+        self.wk = Linear(spec.hidden, kv_heads, bias=spec.qkv_bias)
+        self.wv = Linear(spec.hidden, kv_heads, bias=spec.qkv_bias)
+        self.wo = Linear(heads, spec.hidden, bias=spec.output_bias)
         self.q_norm = build_norm(spec, spec.head_dim) if spec.qk_norm else None
         self.k_norm = build_norm(spec, spec.head_dim) if spec.qk_norm else None
 
@@ -110,6 +111,8 @@ class Attention(nn.Module):
             k_BGSK, v_BGSK = k_BGSK.repeat_interleave(repeats, 1), v_BGSK.repeat_interleave(repeats, 1)
             grouped = False
         is_causal = mask is None and q_BHTK.shape[2] > 1
+        if is_causal and serves_attention(q_BHTK):
+            return causal_attention(q_BHTK, k_BGSK, v_BGSK)
         return F.scaled_dot_product_attention(
             q_BHTK, k_BGSK, v_BGSK, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped
         )

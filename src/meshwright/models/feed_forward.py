@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshwright.models.cpu_kernels import Linear
 from meshwright.spec.model import ModelSpec
 
 
@@ -15,9 +16,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
-        self.w1 = nn.Linear(spec.hidden, spec.ffn, bias=spec.ffn_bias)
-        self.w2 = nn.Linear(spec.ffn, spec.hidden, bias=spec.ffn_bias)
-        self.w3 = nn.Linear(spec.hidden, spec.ffn, bias=spec.ffn_bias) if spec.activation == "swiglu" else None
+        self.w1 = Linear(spec.hidden, spec.ffn, bias=spec.ffn_bias)
+        self.w2 = Linear(spec.ffn, spec.hidden, bias=spec.ffn_bias)
+        self.w3 = Linear(spec.hidden, spec.ffn, bias=spec.ffn_bias) if spec.activation == "swiglu" else None
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """[B, T, D] to [B, T, D]."""

@@ -11,6 +11,8 @@ from math import ceil
 
 import torch
 
+from meshwright.models.cpu_kernels import add_matmul_, matmul
+
 IGNORED = -100
 """The label of a token that is not trained on."""
 
@@ -64,11 +66,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             trained_C1 = labels_C1 != IGNORED
             # A token is ignored by zeroing its hidden state: its row of logits is many times as long.
             hidden_CD = hidden_ND[rows].where(trained_C1, 0)
-            grad_CV = torch.mm(hidden_CD, weight_VD.t(), out=logits_CV[: len(hidden_CD)])
+            grad_CV = matmul(hidden_CD, weight_VD.t(), logits_CV[: len(hidden_CD)])
             losses_C1 = _cross_entropy_(grad_CV, labels_C1.where(trained_C1, 0))
             loss += losses_C1.where(trained_C1, 0).sum()
             if grad_hidden_ND is not None:
-                grad_hidden_ND[rows] = torch.mm(grad_CV, weight_VD).where(trained_C1, 0)
+                grad_hidden_ND[rows] = matmul(grad_CV, weight_VD).where(trained_C1, 0)
             if grad_weight_VD is not None:
                 _add_product_(grad_weight_VD, grad_CV, hidden_CD, product_VD)
         ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
@@ -105,7 +107,7 @@ def _add_product_(
 ) -> None:
     """total += grad.T @ hidden, by way of `product_VD` where their dtype is narrower than the total's."""
     if product_VD is None:
-        torch.addmm(total_VD, grad_CV.t(), hidden_CD, out=total_VD)
+        add_matmul_(total_VD, grad_CV.t(), hidden_CD)
         return
     torch.mm(grad_CV.t(), hidden_CD, out=product_VD)
     rows = _wide_rows(total_VD)

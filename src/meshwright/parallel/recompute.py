@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from meshwright.models.cpu_kernels import MATMULS
+
 aten = torch.ops.aten
 
 # What selective recomputation keeps: the results that are dear to compute for their size (Korthikanti et al., "Reducing
@@ -19,6 +21,7 @@ KEPT = frozenset(
         aten.mm.default,
         aten.addmm.default,
         aten.bmm.default,
+        *MATMULS,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,

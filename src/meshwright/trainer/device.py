@@ -1,14 +1,19 @@
 """The one place that asks torch about the device a rank computes on: which, how fast, how much memory is in use."""
 
+import ctypes
 import resource
+import sys
 import time
 
 import torch
 
+from meshwright.models.cpu_kernels import matmul
 from meshwright.parallel.precision import DTYPES
 from meshwright.plan.machine import Machine
 from meshwright.plan.peaks import datasheet_flops
 from meshwright.trainer.launch import make_cublas_deterministic
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def choose_device(machine: Machine, local_rank: int) -> torch.device:
@@ -45,6 +50,19 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def keep_freed_memory() -> None:
+    """Make the C library keep memory that tensors free; every later call of malloc in this process is concerned.
+
+    glibc gives large blocks back to the system at once, which clears every page anew when the next step asks for them:
+    a third of a step with a large vocabulary. It keeps them for a step of the same sizes to come, and the peak is the
+    same. Other C libraries are left as they are.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        for option in M_TRIM_THRESHOLD, M_MMAP_THRESHOLD:
+            mallopt(option, 2**31 - 1)
+
+
 def synchronise(device: torch.device) -> None:
     """Wait until the device has done what it was asked."""
     if device.type == "cuda":
@@ -67,7 +85,7 @@ def _measured_matmul_flops(device: torch.device, dtype: torch.dtype, size: int) 
     for _ in range(6):
         synchronise(device)
         began = time.perf_counter()
-        torch.mm(a, a)
+        matmul(a, a)
         synchronise(device)
         best = min(best, time.perf_counter() - began)
     return 2 * size**3 / best

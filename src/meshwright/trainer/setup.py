@@ -26,7 +26,7 @@ from meshwright.parallel.precision import MasterWeights, stored_dtype
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.spec.model import Parameter
 from meshwright.spec.run import ResolvedRun, Run
-from meshwright.trainer.device import choose_device, peak_flops, use_deterministic_kernels
+from meshwright.trainer.device import choose_device, keep_freed_memory, peak_flops, use_deterministic_kernels
 from meshwright.trainer.launch import Worker, join_group, threads_per_rank
 from meshwright.trainer.step import TrainStep
 
@@ -130,6 +130,7 @@ def find_place(run: Run, worker: Worker) -> tuple[torch.device, DeviceMesh | Non
     device = choose_device(find_machine(run.device), worker.local_rank)
     if device.type == "cpu":
         torch.set_num_threads(threads_per_rank(worker.local_world_size))
+        keep_freed_memory()
     if run.layout.world_size == worker.world_size == 1 and run.layout.offload == "none":
         return device, None
     join_group(worker, run.layout, device)

@@ -1,0 +1,173 @@
+"""The one place that goes round kernels of torch that are slow on CPUs; each can be deleted when torch's is faster.
+
+- `Linear`: torch gives fp32 matrix products to MKL, which leaves AVX-512 unused on AMD; oneDNN, in the same build of
+  torch, is twice as fast there and as fast elsewhere. Both compute in full fp32.
+- `causal_attention`: the backward pass of torch's bf16 flash kernel takes twice as long as the few batched matrix
+  products that it consists of.
+
+Shapes: M rows, D in, N out; B batch, H heads, G key and value heads, R = H / G query heads that share one, T sequence,
+K head_dim; C pairs (batch, G) computed together, Q queries of a block, S keys that they see.
+"""
+
+import torch
+from torch import nn
+
+ONEDNN = torch.backends.mkldnn.is_available()
+"""Whether this build of torch has oneDNN."""
+
+MATMULS = (torch.ops.mkldnn._linear_pointwise.default,) if ONEDNN else ()
+"""Operations that are matrix products, besides torch's own names for them."""
+
+ROWS = 2**12
+"""Rows of a product computed together before they are added to what it is added to."""
+
+SCORES = 2**20
+"""Attention scores computed together, at most (one head's at least): so few that they stay in the cache."""
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+class Linear(nn.Linear):
+    """`nn.Linear`, by oneDNN for fp32 on a CPU: [..., D] to [..., N]."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input @ weight.T + bias`."""
+        if not _by_onednn(input, self.weight):
+            return super().forward(input)
+        output = _Linear.apply(input, self.weight, self.bias)
+        assert isinstance(output, torch.Tensor)
+        return output
+
+
+def matmul(a_MD: torch.Tensor, b_DN: torch.Tensor, room_MN: torch.Tensor | None = None) -> torch.Tensor:
+    """`a @ b`, without autograd. `room` is memory that the result may take."""
+    return _onednn(a_MD, b_DN.t()) if _by_onednn(a_MD, b_DN) else torch.mm(a_MD, b_DN, out=room_MN)
+
+
+def add_matmul_(total_MN: torch.Tensor, a_MD: torch.Tensor, b_DN: torch.Tensor) -> None:
+    """`total += a @ b`, without autograd."""
+    if _by_onednn(a_MD, b_DN):
+        for total_RN, a_RD in zip(total_MN.split(ROWS), a_MD.split(ROWS), strict=True):
+            total_RN += _onednn(a_RD, b_DN.t())
+    else:
+        torch.addmm(total_MN, a_MD, b_DN, out=total_MN)
+
+
+def serves_attention(q_BHTK: torch.Tensor) -> bool:
+    """Whether `causal_attention` can replace SDPA: plain CPU tensors in bf16 that need a backward pass, eager mode."""
+    trained = torch.is_grad_enabled() and q_BHTK.requires_grad
+    return q_BHTK.dtype == torch.bfloat16 and trained and _is_plain(q_BHTK)
+
+
+def causal_attention(q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor) -> torch.Tensor:
+    """`F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)` with a faster backward pass."""
+    y = _CausalAttention.apply(q_BHTK, k_BGTK, v_BGTK)
+    assert isinstance(y, torch.Tensor)
+    return y
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """A tensor with its numbers on the CPU, met in eager mode; not a DTensor, a fake one or one being compiled."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    return plain and tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _by_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == torch.float32 and ONEDNN and _is_plain(a) and _is_plain(b)
+
+
+def _onednn(a: torch.Tensor, b_ND: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+    """`a @ b.T + bias`, [..., D] to [..., N]. `b` or its transpose must be contiguous: oneDNN has no fast kernel
+    for rows that are apart."""
+    assert b_ND.is_contiguous() or b_ND.t().is_contiguous()
+    return torch.ops.mkldnn._linear_pointwise(a, b_ND, bias_N, "none", [], "")
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight_ND, bias_N):
+        ctx.save_for_backward(x, weight_ND)
+        return _onednn(x, weight_ND, bias_N)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        (grad,) = grad_outputs
+        x, weight_ND = ctx.saved_tensors
+        grad_MN = grad.flatten(0, -2)
+        need_x, need_weight, need_bias = ctx.needs_input_grad
+        return (
+            _onednn(grad, weight_ND.t()) if need_x else None,
+            _onednn(grad_MN.t(), x.flatten(0, -2).contiguous().t()) if need_weight else None,
+            grad_MN.sum(0) if need_bias else None,
+        )
+
+
+class _CausalAttention(torch.autograd.Function):
+    """Forward by torch's flash kernel. Backward as in FlashAttention (Dao et al., 2022), block by block."""
+
+    @staticmethod
+    def forward(ctx, q_BHTK, k_BGTK, v_BGTK):
+        repeats = q_BHTK.shape[1] // k_BGTK.shape[1]
+        keys_values = k_BGTK, v_BGTK
+        if repeats > 1:
+            keys_values = (tensor.repeat_interleave(repeats, 1) for tensor in keys_values)
+        y_BHTK, logsumexp_BHT = _flash(q_BHTK, *keys_values, 0.0, True)
+        ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, logsumexp_BHT)
+        return y_BHTK
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        (grad_BHTK,) = grad_outputs
+        q_BHTK, k_BGTK, v_BGTK, logsumexp_BHT = ctx.saved_tensors
+        (batch, groups, length, width), repeats = k_BGTK.shape, q_BHTK.shape[1] // k_BGTK.shape[1]
+        queries = min(512, max(128, length // 4))
+        together = max(1, SCORES // (queries * length * repeats))
+
+        def split(tensor: torch.Tensor, *shape: int) -> tuple[torch.Tensor, ...]:
+            return tensor.reshape(batch * groups, *shape).split(together)
+
+        grads = [
+            _attention_backward(*chunk, queries)
+            for chunk in zip(
+                split(q_BHTK, repeats, length, width),
+                split(k_BGTK, length, width),
+                split(v_BGTK, length, width),
+                split(grad_BHTK, repeats, length, width),
+                split(logsumexp_BHT, repeats, length, 1),
+                strict=True,
+            )
+        ]
+        shapes = q_BHTK.shape, k_BGTK.shape, v_BGTK.shape
+        return tuple(torch.cat(grad).view(shape) for grad, shape in zip(zip(*grads, strict=True), shapes, strict=True))
+
+
+def _attention_backward(
+    q_CRTK: torch.Tensor,
+    k_CTK: torch.Tensor,
+    v_CTK: torch.Tensor,
+    grad_CRTK: torch.Tensor,
+    logsumexp_CRT1: torch.Tensor,
+    queries: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v, those of k and v summed in fp32 over blocks of queries."""
+    scale = q_CRTK.shape[-1] ** -0.5
+    pairs, repeats, length, width = q_CRTK.shape
+    grad_q_CRTK = torch.empty_like(q_CRTK)
+    grad_k_CTK, grad_v_CTK = (torch.zeros_like(k_CTK, dtype=torch.float32) for _ in range(2))
+    for start in range(0, length, queries):
+        stop = min(start + queries, length)
+        q_CqK, dy_CqK = (x[:, :, start:stop].reshape(pairs, -1, width) for x in (q_CRTK, grad_CRTK))
+        k_CSK, v_CSK = k_CTK[:, :stop], v_CTK[:, :stop]
+        # Scores are rounded to bf16 only after their logsumexp, or nearly that, is taken off: large probabilities,
+        # whose logarithms are small, come out exact, and softmax makes up for the rounding of the logsumexp itself.
+        minus_CR = -logsumexp_CRT1[:, :, start:stop].reshape(pairs, -1, 1).to(q_CqK.dtype)
+        p_CqS = torch.baddbmm(minus_CR, q_CqK, k_CSK.mT, alpha=scale)
+        future_QQ = torch.ones(stop - start, stop - start, dtype=torch.bool).triu_(1)
+        p_CqS.view(pairs, repeats, stop - start, stop)[..., start:].masked_fill_(future_QQ, -torch.inf)
+        torch.softmax(p_CqS, -1, out=p_CqS)
+        grad_v_CTK[:, :stop] += torch.bmm(p_CqS.mT, dy_CqK)
+        dp_CqS = torch.bmm(dy_CqK, v_CSK.mT)
+        ds_CqS = torch._softmax_backward_data(dp_CqS, p_CqS, -1, p_CqS.dtype)
+        grad_q_CRTK[:, :, start:stop] = torch.bmm(ds_CqS, k_CSK).mul_(scale).view(pairs, repeats, -1, width)
+        grad_k_CTK[:, :stop] += torch.bmm(ds_CqS.mT, q_CqK)
+    return grad_q_CRTK, grad_k_CTK.mul_(scale).to(k_CTK.dtype), grad_v_CTK.to(v_CTK.dtype)

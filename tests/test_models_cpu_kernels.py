@@ -1,0 +1,138 @@
+"""The kernels chosen for CPUs compute what torch's own do, and are really the ones that run."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from meshwright.models import cpu_kernels
+from meshwright.models.cpu_kernels import Linear, add_matmul_, causal_attention, matmul, serves_attention
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=GENERATOR)
+
+
+def assert_product(found: torch.Tensor, a: torch.Tensor, b: torch.Tensor, start: torch.Tensor | float = 0) -> None:
+    """`start + a @ b` in fp32: n + 1 rounded operations a sum are off by (n + 1) eps of the sum of absolute terms."""
+    exact, terms = start + a.double() @ b.double(), abs(start) + a.double().abs() @ b.double().abs()
+    bound = (a.shape[-1] + 1) * torch.finfo(torch.float32).eps * terms
+    assert found.dtype == torch.float32
+    assert ((found.double() - exact).abs() <= bound).all()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """The dtypes of the products that oneDNN was asked for."""
+    if not cpu_kernels.ONEDNN:
+        pytest.skip("this torch was built without oneDNN")
+    seen: list[torch.dtype] = []
+    original = cpu_kernels._onednn
+    monkeypatch.setattr(cpu_kernels, "_onednn", lambda *args: (seen.append(args[0].dtype), original(*args))[1])
+    return seen
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+def test_linear(calls: list[torch.dtype], bias: bool, turned: bool) -> None:
+    """Forward and both gradients, for rows that lie together and for rows that do not."""
+    layer, shape = Linear(33, 70, bias=bias), (20, 3) if turned else (3, 20)
+    x = random(*shape, 33).requires_grad_()
+    rows, grad = x.transpose(0, 1) if turned else x, random(3, 20, 70)
+    y = layer(rows)
+    y.backward(grad)
+    assert calls == [torch.float32] * 3
+    weight, rows_ND, grad_NM = layer.weight.detach(), rows.detach().flatten(0, 1), grad.flatten(0, 1)
+    assert_product(y.detach().flatten(0, 1), rows_ND, weight.t(), layer.bias.detach().double() if bias else 0)
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    assert_product((x.grad.transpose(0, 1) if turned else x.grad).flatten(0, 1), grad_NM, weight)
+    assert_product(layer.weight.grad, grad_NM.t(), rows_ND)
+    if bias:
+        assert_product(layer.bias.grad, torch.ones(60), grad_NM)
+
+
+def test_linear_makes_only_the_gradients_that_are_asked_for(calls: list[torch.dtype]) -> None:
+    layer = Linear(8, 8).requires_grad_(False)
+    layer(random(4, 8).requires_grad_()).sum().backward()
+    assert len(calls) == 2
+    assert layer.weight.grad is None
+
+
+def test_products_without_autograd(calls: list[torch.dtype]) -> None:
+    a, b, total = random(9000, 40), random(40, 30), random(9000, 30)
+    assert_product(matmul(a, b), a, b)
+    before = total.double()
+    add_matmul_(total, a, b)
+    assert_product(total, a, b, before)
+    assert len(calls) == 4  # one, and three blocks of rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_are_torchs(calls: list[torch.dtype], dtype: torch.dtype) -> None:
+    layer, x = Linear(8, 8).to(dtype), random(4, 8).to(dtype)
+    torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias), rtol=0, atol=0)
+    torch.testing.assert_close(matmul(x, x.t()), x @ x.t(), rtol=0, atol=0)
+    total = torch.zeros(4, 4, dtype=dtype)
+    add_matmul_(total, x, x.t())
+    torch.testing.assert_close(total, x @ x.t(), rtol=0, atol=0)
+    assert not calls
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("length", [5, 128, 300, 700])
+def test_attention(monkeypatch: pytest.MonkeyPatch, groups: int, length: int) -> None:
+    """As near to float64 as torch's own bf16 kernels, over several blocks of queries and several pairs of heads.
+
+    Both round every probability and every result to bf16, in different places, so their errors are of one size.
+    """
+    monkeypatch.setattr(cpu_kernels, "SCORES", 3 * 128 * length)
+    q, k, v, grad = (random(3, length, heads, 16).bfloat16().transpose(1, 2) for heads in (4, groups, groups, 4))
+    q *= 4  # peaked distributions, where rounded scores would hurt most
+
+    def gradients(attend, dtype: torch.dtype) -> list[torch.Tensor]:
+        inputs = [tensor.to(dtype).detach().requires_grad_() for tensor in (q, k, v)]
+        y = attend(*inputs)
+        return [y.detach(), *torch.autograd.grad(y, inputs, grad.to(dtype))]
+
+    def torchs(*inputs: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+
+    exact = gradients(torchs, torch.float64)
+    for found, usual, true in zip(
+        gradients(causal_attention, torch.bfloat16), gradients(torchs, torch.bfloat16), exact, strict=True
+    ):
+        assert found.dtype == torch.bfloat16
+        error, usual_error = ((tensor.double() - true).norm() / true.norm() for tensor in (found, usual))
+        assert error < 1.3 * usual_error < 0.02
+
+
+def test_attention_serves_training_in_bf16_only() -> None:
+    q = random(1, 2, 4, 8)
+    assert serves_attention(q.bfloat16().requires_grad_())
+    assert not serves_attention(q.requires_grad_())
+    assert not serves_attention(q.bfloat16().detach())
+    with torch.no_grad():
+        assert not serves_attention(q.bfloat16().requires_grad_())
+
+
+def test_freed_memory_is_kept() -> None:
+    """Without it every one of the ten tensors of 64 MiB is mapped anew: 16384 pages each."""
+    code = """if True:
+        import resource, torch
+        from meshwright.trainer.device import keep_freed_memory
+        keep_freed_memory()
+        faults = []
+        for _ in range(10):
+            torch.ones(2**24)
+            faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+        print(faults[-1] - faults[2])  # the heap may move once
+    """
+    if sys.platform != "linux":
+        pytest.skip("only glibc has this setting")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 1000
