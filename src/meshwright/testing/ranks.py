@@ -1,5 +1,6 @@
 """The one place that keeps worker processes at hand, so that many cases with several ranks cost little each."""
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -90,6 +91,7 @@ def _as_rank(rank: int, world_size: int, store: str, function: Callable[..., Any
         return function(*args)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     result = function(*args)
+    gc.collect()  # meshes live in reference cycles; a group that outlives its peers leaves gloo's threads spinning
     dist.barrier()  # a rank that leaves early makes gloo abort the others
     dist.destroy_process_group()
     return result
