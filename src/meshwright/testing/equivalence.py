@@ -1,16 +1,19 @@
 """The one place that compares a layout with one process: loss, every gradient, and every weight after one step."""
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshwright.data.loader import Loader
 from meshwright.models.loss import IGNORED
 from meshwright.optim.clip import global_gradient_norm
 from meshwright.parallel import build_mesh
+from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.launch import Worker
 from meshwright.trainer.setup import Trainer, build_trainer
@@ -48,8 +51,14 @@ def build_here(resolved: ResolvedRun) -> Trainer:
     """A trainer on the CPU for this rank of whatever process group there is."""
     distributed = dist.is_initialized()
     worker = Worker(rank=dist.get_rank(), world_size=dist.get_world_size()) if distributed else Worker()
-    mesh = build_mesh(resolved.run.layout, "cpu") if distributed else None
+    mesh = _mesh(resolved.run.layout.model_copy(update={"zero": "auto", "offload": "none"})) if distributed else None
     return build_trainer(resolved, worker, torch.device("cpu"), mesh)
+
+
+@functools.cache
+def _mesh(degrees: LayoutSpec) -> DeviceMesh:
+    """One mesh per arrangement of ranks: each costs gloo groups that last as long as the process."""
+    return build_mesh(degrees, "cpu")
 
 
 def one_step(resolved: ResolvedRun) -> Outcome | None:

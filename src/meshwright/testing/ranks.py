@@ -1,11 +1,10 @@
 """The one place that keeps worker processes at hand, so that many cases with several ranks cost little each."""
 
-import gc
 import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -15,57 +14,70 @@ import torch.distributed as dist
 
 
 class RankPool:
-    """Processes that wait for work; `run` makes some of them the ranks of a fresh gloo group for one function call."""
+    """Groups of waiting gloo ranks, one group per world size, started when first asked for and then kept.
 
-    def __init__(self, size: int) -> None:
+    A group lives as long as its processes: gloo's threads outlive a destroyed group wherever a mesh is still cached, and
+    spin once their peers are gone.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[int, _Group] = {}
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+        """What `function(*args)` returned on each of `world_size` ranks, in rank order.
+
+        `function` must be importable by its module's name. Raises `RuntimeError` with the tracebacks of the ranks that
+        failed; their group is ended, since the others may hang, and the next call starts a new one.
+        """
+        if world_size not in self._groups:
+            self._groups[world_size] = _Group(world_size)
+        answers = self._groups[world_size].ask(function, args, timeout)
+        failures = [f"rank {rank} of {world_size}:\n{value}" for rank, (ok, value) in enumerate(answers) if not ok]
+        if failures:
+            self._groups.pop(world_size).close()
+            raise RuntimeError("\n".join(failures))
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        """End all processes."""
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
+
+
+class _Group:
+    """The processes of one world size."""
+
+    def __init__(self, world_size: int) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "meshwright.trainer.setup"])
         self._folder = tempfile.TemporaryDirectory()
-        self._cases = 0
         self._pipes: list[Connection] = []
         self._processes = []
-        for rank in range(size):
+        for rank in range(world_size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, there), daemon=True)
+            store = str(Path(self._folder.name) / "store")
+            process = context.Process(target=_serve, args=(rank, world_size, store, there), daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
 
-    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
-        """What `function(*args)` returned on each of `world_size` ranks, in rank order.
-
-        `function` must be importable by its module's name. Raises `RuntimeError` with the traceback of the first rank
-        that failed; a rank that died or hangs takes the pool with it.
-        """
-        self._cases += 1
-        store = Path(self._folder.name) / str(self._cases)
-        for pipe in self._pipes[:world_size]:
-            pipe.send((world_size, str(store), function, args))
-        answers = [self._answer(rank, timeout) for rank in range(world_size)]
-        failures = [f"rank {rank} of {world_size}:\n{value}" for rank, (ok, value) in enumerate(answers) if not ok]
-        if failures:
-            self.close()
-            raise RuntimeError("\n".join(failures))
-        return [value for _, value in answers]
+    def ask(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[tuple[bool, Any]]:
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        return [self._answer(rank, timeout) for rank in range(len(self._pipes))]
 
     def _answer(self, rank: int, timeout: float) -> tuple[bool, Any]:
-        pipe, process = self._pipes[rank], self._processes[rank]
         try:
-            if pipe.poll(timeout):
-                return pipe.recv()
+            if self._pipes[rank].poll(timeout):
+                return self._pipes[rank].recv()
         except EOFError:
-            process.join(5)
-            return False, f"the process died with status {process.exitcode}"
+            self._processes[rank].join(5)
+            return False, f"the process died with status {self._processes[rank].exitcode}"
         return False, f"no answer within {timeout} s"
 
-    @property
-    def alive(self) -> bool:
-        """Whether every process still waits for work."""
-        return all(process.is_alive() for process in self._processes)
-
     def close(self) -> None:
-        """End the processes."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -73,25 +85,16 @@ class RankPool:
         self._folder.cleanup()
 
 
-def _serve(rank: int, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    if world_size > 1:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     while True:
         try:
-            world_size, store, function, args = pipe.recv()
+            function, args = pipe.recv()
         except EOFError:
             os._exit(0)
         try:
-            pipe.send((True, _as_rank(rank, world_size, store, function, args)))
+            pipe.send((True, function(*args)))
         except BaseException:  # a failed checkpoint load raises one that is no Exception
             pipe.send((False, traceback.format_exc()))
-
-
-def _as_rank(rank: int, world_size: int, store: str, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    if world_size == 1:
-        return function(*args)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    result = function(*args)
-    gc.collect()  # meshes live in reference cycles; a group that outlives its peers leaves gloo's threads spinning
-    dist.barrier()  # a rank that leaves early makes gloo abort the others
-    dist.destroy_process_group()
-    return result
