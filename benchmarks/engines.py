@@ -1,12 +1,13 @@
 """Our trainer beside a bare loop, Hugging Face's Trainer, Lightning Fabric and nanoGPT on the same work.
 
-    python benchmarks/engines.py --nanogpt PATH/TO/nanoGPT --write benchmarks/results/NAME
+    python benchmarks/engines.py --nanogpt PATH/TO/nanoGPT                # about a quarter of an hour on 2 cores
+    python benchmarks/engines.py --nanogpt PATH/TO/nanoGPT --quick        # below 5 minutes
 
-Every engine runs in a process of its own, one after another, round after round, so that a machine whose speed drifts
-drifts under all of them; what counts is the ratio of the medians over rounds. All start from the same weights and see
-the same batches of the standard library's text; first losses stand in the table to show that the work is the same.
-(Trainer's GPT-2 divides its loss by one label more than it has, and gets a label less per sequence; nanoGPT uses the
-exact GELU.) Needs `pip install -e '.[bench]'`.
+Every engine is a process of its own. All live side by side and take turns of a few steps, A B C A B C ..., so that a
+machine whose speed drifts drifts under all of them; what counts is the ratio of the medians over all timed steps. All
+start from the same weights, see the same batches of the standard library's text and train every token; first and last
+losses stand in the table to show that the work is the same. (nanoGPT uses the exact GELU, the others its approximation
+by tanh.) Every cell needs the memory of all engines together. Needs `pip install -e '.[bench]'`.
 """
 
 import argparse
@@ -16,10 +17,11 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
-import torch
 from workload import Workload, arguments_for
 
 HERE = Path(__file__).parent
@@ -31,85 +33,141 @@ ENGINES = {
     "nanogpt": "nanogpt",
 }
 
+PACKAGES = ("torch", "transformers", "accelerate", "lightning-fabric")
+
 
 def main() -> int:
-    """Measure, print the table, and write it where asked."""
+    """Measure, print the table, and write it."""
     arguments = parse()
     engines = [name for name in arguments.engines if name != "nanogpt" or arguments.nanogpt]
-    cells = {}
-    for vocab in arguments.vocab:
-        for precision in arguments.precision:
-            workload = Workload(vocab=vocab, precision=precision, steps=arguments.steps, threads=arguments.threads)
-            rounds = [
-                {engine: run_engine(engine, workload, arguments.nanogpt) for engine in engines}
-                for _ in range(arguments.rounds)
-            ]
-            cells[f"vocabulary {vocab}, {precision}"] = summarise(engines, rounds)
-            print(table({name: cells[name] for name in [list(cells)[-1]]}), flush=True)
+    about, cells = describe(arguments), {}
+    for compiled in (False, True) if arguments.compile else (False,):
+        for vocab in arguments.vocab:
+            for precision in arguments.precision:
+                workload = Workload(
+                    vocab=vocab,
+                    precision=precision,
+                    rounds=arguments.rounds,
+                    turn=arguments.turn,
+                    warm_up=arguments.warm_up,
+                    threads=arguments.threads,
+                    compile=compiled,
+                )
+                name = f"vocabulary {vocab}, {precision}" + (", compiled" if compiled else "")
+                cells[name] = summarise(measure(engines, workload, arguments.nanogpt), workload)
+                print(table(name, cells[name]), flush=True)
     if arguments.write:
-        about = describe(arguments)
+        about["load"] += f" before, {load()} after"
+        arguments.write.parent.mkdir(parents=True, exist_ok=True)
         arguments.write.with_suffix(".json").write_text(json.dumps({**about, "cells": cells}, indent=1) + "\n")
-        lines = [f"{name}: {value}" for name, value in about.items()]
-        arguments.write.with_suffix(".md").write_text("\n".join([*lines, "", table(cells)]) + "\n")
+        text = [f"- {key}: {value}" for key, value in about.items()]
+        text += [table(name, cell) for name, cell in cells.items()]
+        arguments.write.with_suffix(".md").write_text("\n".join(text) + "\n")
+        print(f"wrote {arguments.write.with_suffix('.md')} and .json")
     return 0
 
 
-def run_engine(engine: str, workload: Workload, nanogpt: Path | None) -> dict:
-    """What one engine's process reports; raises with its errors where it failed."""
-    words = [sys.executable, "-m", f"engine.{ENGINES[engine]}", *arguments_for(workload)]
-    if engine == "nanogpt":
-        words += ["--nanogpt", str(nanogpt)]
-    environment = os.environ | {
-        "PYTHONPATH": str(HERE),
-        "OMP_NUM_THREADS": str(workload.threads),
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-    }
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        raise SystemExit(f"{engine} failed:\n{done.stderr}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+class Engine:
+    """One engine's process, which computes only while this one waits for it."""
+
+    def __init__(self, name: str, workload: Workload, nanogpt: Path | None) -> None:
+        """Start it and make its warm-up steps."""
+        words = [sys.executable, "-m", f"engine.{ENGINES[name]}", *arguments_for(workload)]
+        if name == "nanogpt":
+            words += ["--nanogpt", str(nanogpt)]
+        environment = os.environ | {
+            "PYTHONPATH": str(HERE),
+            "OMP_NUM_THREADS": str(workload.threads),
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_VERBOSITY": "error",
+        }
+        self.name = name
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (lives as long as the process)
+        self.process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment
+        )
+        self.report = self.hear()  # the first step's time
+        self.hear()  # the warm-up's
+        self.turns: list[list[float]] = []
+
+    def take_turn(self) -> None:
+        """Let it make its next steps."""
+        self.release()
+        self.turns.append(self.hear()["seconds"])
+
+    def finish(self) -> None:
+        """Let it end and take its last words."""
+        self.release()
+        self.report |= self.hear()
+        self.process.wait()
+
+    def release(self) -> None:
+        """Allow it to compute."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> dict:
+        """Wait for its next line; raises with its errors where it ended instead."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            self.errors.seek(0)
+            raise SystemExit(f"{self.name} failed:\n{self.errors.read()}")
+        return json.loads(line)
 
 
-def summarise(engines: list[str], rounds: list[dict[str, dict]]) -> dict[str, dict]:
-    """Medians over rounds, and each engine's rate as a ratio to nanoGPT's (to the bare loop's without it)."""
-    base = "nanogpt" if "nanogpt" in engines else "bare"
+def measure(names: list[str], workload: Workload, nanogpt: Path | None) -> list[Engine]:
+    """The engines after all their turns."""
+    engines: list[Engine] = []
+    try:
+        engines.extend(Engine(name, workload, nanogpt) for name in names)
+        for _ in range(workload.rounds):
+            for engine in engines:
+                engine.take_turn()
+        for engine in engines:
+            engine.finish()
+    finally:
+        for engine in engines:
+            engine.process.kill()
+    return engines
+
+
+def summarise(engines: list[Engine], workload: Workload) -> dict[str, dict]:
+    """Medians over all steps, and as ratios to nanoGPT's and to the bare loop's, with the range of single rounds."""
+    medians = {engine.name: [statistics.median(turn) for turn in engine.turns] for engine in engines}
     summary = {}
     for engine in engines:
-        reports = [one[engine] for one in rounds]
-        rates = [report["tokens_per_s"] for report in reports]
-        summary[engine] = {
-            "tokens_per_s": statistics.median(rates),
-            "slowest": min(rates),
-            "fastest": max(rates),
-            "peak_gib": statistics.median(report["peak_gib"] for report in reports),
-            "first_step_s": statistics.median(report["first_step_s"] for report in reports),
-            "losses": reports[0]["losses"],
-        }
-    for engine in engines:
-        summary[engine][f"ratio_to_{base}"] = summary[engine]["tokens_per_s"] / summary[base]["tokens_per_s"]
-        if "bare" in summary:
-            summary[engine]["ratio_to_bare"] = summary[engine]["tokens_per_s"] / summary["bare"]["tokens_per_s"]
+        seconds = statistics.median(second for turn in engine.turns for second in turn)
+        row = {"tokens_per_s": workload.batch * workload.length / seconds, "seconds": engine.turns, **engine.report}
+        summary[engine.name] = row
+    for name, row in summary.items():
+        for base in ("nanogpt", "bare"):
+            if base in summary:
+                rounds = [theirs / ours for theirs, ours in zip(medians[base], medians[name], strict=True)]
+                row[f"ratio_to_{base}"] = row["tokens_per_s"] / summary[base]["tokens_per_s"]
+                row[f"rounds_to_{base}"] = min(rounds), max(rounds)
     return summary
 
 
-def table(cells: dict[str, dict[str, dict]]) -> str:
-    """A Markdown table per cell."""
-    parts = []
-    for name, engines in cells.items():
-        parts += [
-            f"\n{name}\n",
-            "| engine | tok/s | range | x nanogpt | x bare | peak GiB | first step s | first, last loss |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-        for engine, row in engines.items():
-            ratios = [f"{row[key]:.3f}" if key in row else "" for key in ("ratio_to_nanogpt", "ratio_to_bare")]
-            first, last = row["losses"]
-            parts.append(
-                f"| {engine} | {row['tokens_per_s']:.0f} | {row['slowest']:.0f}-{row['fastest']:.0f} | {ratios[0]} | "
-                f"{ratios[1]} | {row['peak_gib']:.2f} | {row['first_step_s']:.1f} | {first:.3f}, {last:.3f} |"
-            )
-    return "\n".join(parts)
+def table(name: str, rows: dict[str, dict]) -> str:
+    """A cell as a Markdown table, and what each engine was found to have done."""
+    lines = [
+        f"\n## {name}\n",
+        "| engine | tok/s | x nanogpt (rounds) | x bare (rounds) | peak GiB | first step s | first, last loss |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for engine, row in rows.items():
+        ratios = []
+        for base in ("nanogpt", "bare"):
+            low, high = row.get(f"rounds_to_{base}", (0, 0))
+            ratios.append(f"{row[f'ratio_to_{base}']:.3f} ({low:.2f}-{high:.2f})" if f"ratio_to_{base}" in row else "")
+        first, last = row["losses"]
+        lines.append(
+            f"| {engine} | {row['tokens_per_s']:.0f} | {ratios[0]} | {ratios[1]} | {row['peak_gib']:.2f} | "
+            f"{row['first_step_s']:.1f} | {first:.4f}, {last:.4f} |"
+        )
+    return "\n".join([*lines, "", *(f"- {engine}: {row['about']}" for engine, row in rows.items())])
 
 
 def describe(arguments: argparse.Namespace) -> dict[str, str]:
@@ -119,29 +177,43 @@ def describe(arguments: argparse.Namespace) -> dict[str, str]:
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     cpu = names[0].split(":")[1].strip() if names else "unknown CPU"
     words = [word for word in sys.argv[1:] if word not in ("--nanogpt", str(arguments.nanogpt))]
+    nanogpt = ["--nanogpt NANOGPT"] if arguments.nanogpt else []
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit,
-        "command": "python benchmarks/engines.py --nanogpt NANOGPT " + " ".join(words),
+        "command": " ".join(["python benchmarks/engines.py", *nanogpt, *words]),
         "machine": f"{cpu}, {os.cpu_count()} cores, {platform.system()}",
-        "torch": torch.__version__,
-        "rounds": str(arguments.rounds),
-        "steps": str(arguments.steps),
+        "load": load(),
+        "versions": ", ".join(f"{name} {version(name)}" for name in PACKAGES),
+        "steps": f"{arguments.rounds} rounds of {arguments.turn}, after {arguments.warm_up} of warm-up",
     }
+
+
+def load() -> str:
+    """How many processes wanted to run, on average over the last minute: below 0.5 before a measurement, one hopes."""
+    return f"{os.getloadavg()[0]:.1f}"
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
+    results = HERE / "results" / f"{datetime.now(UTC).date().isoformat()}-engines"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nanogpt", type=Path, help="checkout of karpathy/nanoGPT; without it that engine is left out")
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES), help="which to run")
-    parser.add_argument("--vocab", nargs="+", type=int, default=[4096, 50257], help="vocabulary sizes")
-    parser.add_argument("--precision", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"], help="dtypes")
-    parser.add_argument("--rounds", type=int, default=3, help="processes per engine and cell")
-    parser.add_argument("--steps", type=int, default=15, help="optimizer steps per process, the first 4 not counted")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument("--write", type=Path, help="write PATH.json and PATH.md")
-    return parser.parse_args()
+    option = parser.add_argument
+    option("--nanogpt", type=Path, help="checkout of karpathy/nanoGPT; without it that engine is left out")
+    option("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES), help="which to run")
+    option("--vocab", nargs="+", type=int, default=[4096, 50257], help="vocabulary sizes")
+    option("--precision", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"], help="dtypes")
+    option("--compile", action="store_true", help="measure every cell again with torch.compile on for all engines")
+    option("--rounds", type=int, default=8, help="turns of each engine")
+    option("--turn", type=int, default=3, help="steps of a turn")
+    option("--warm-up", type=int, default=4, help="steps before the first turn")
+    option("--threads", type=int, default=2, help="CPU threads")
+    option("--quick", action="store_true", help="2 rounds of 2 steps after 2 of warm-up")
+    option("--write", type=Path, default=results, help="write PATH.json and PATH.md (default: results/DATE-engines)")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds, arguments.turn, arguments.warm_up = 2, 2, 2
+    return arguments
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
 import argparse
 import json
+import os
 import resource
-import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,8 +22,7 @@ from meshwright.spec.data import DataSpec
 from meshwright.spec.model import ModelFields, ModelSpec
 
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
-WARM_UP = 3
-"""Steps left out of the rate: allocators, caches and kernels settle."""
+"""AdamW at a constant rate; decay on matrices and embeddings only; clipping by the global norm."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +32,26 @@ class Workload:
     vocab: int
     precision: str
     """fp32 or bf16."""
-    steps: int
+    rounds: int
+    """Turns in which steps are timed."""
+    turn: int
+    """Steps of a turn."""
+    warm_up: int
+    """Steps before them: allocators, caches and kernels settle."""
     threads: int = 2
+    compile: bool = False
+    """torch.compile, the way each engine does it."""
     layers: int = 6
     width: int = 384
     heads: int = 6
     length: int = 256
     batch: int = 8
     cache: str = "runs/cache"
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that an engine makes in all."""
+        return self.warm_up + self.rounds * self.turn
 
     @property
     def data(self) -> DataSpec:
@@ -81,31 +92,64 @@ class Workload:
 
 
 class Report:
-    """Collects what one engine's process measured and prints it as the last line."""
+    """Times the steps of one engine's process, a turn at a time, and tells the parent by lines of json.
+
+    After the warm-up and after every turn the process waits until the parent gives it the next: so all engines live
+    side by side and only one computes.
+    """
 
     def __init__(self, workload: Workload, began: float) -> None:
         self.workload, self.began = workload, began
-        self.ends: list[float] = []
         self.losses: list[float] = []
+        self._seconds: list[float] = []
+        self._steps = 0
+        self._since = time.perf_counter()
+        self._parent = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # what libraries print goes to the errors
 
-    def step(self, loss: float | None = None, at: float | None = None) -> None:
+    def step(self, loss: float | None = None) -> None:
         """Call at the end of every step."""
-        self.ends.append(at or time.time())
+        self._seconds.append(time.perf_counter() - self._since)
+        self._steps += 1
         if loss is not None:
             self.losses.append(loss)
+        if self._steps == 1:
+            self._tell(first_step_s=time.time() - self.began)
+        done = self._steps - self.workload.warm_up
+        if done >= 0 and done % self.workload.turn == 0:
+            self._tell(seconds=self._seconds)
+            self._seconds = []
+            sys.stdin.readline()
+        self._since = time.perf_counter()
 
-    def print(self) -> None:
-        """Tokens per second by the median step, peak resident memory, seconds from the command to the first step."""
-        seconds = [after - before for before, after in zip(self.ends[WARM_UP:], self.ends[WARM_UP + 1 :], strict=False)]
-        tokens = self.workload.batch * self.workload.length
-        report = {
-            "tokens_per_s": tokens / statistics.median(seconds),
-            "steps": len(seconds),
-            "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-            "first_step_s": self.ends[0] - self.began,
-            "losses": [round(loss, 4) for loss in (self.losses[0], self.losses[-1])],
-        }
-        print(json.dumps(report), flush=True)
+    def end(self, about: str) -> None:
+        """Tell the rest: peak resident memory, first and last loss, and what the engine is found to have done."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        losses = [round(loss, 4) for loss in (self.losses[0], self.losses[-1])]
+        self._tell(peak_gib=peak, losses=losses, about=about)
+
+    def _tell(self, **what: object) -> None:
+        print(json.dumps(what), file=self._parent, flush=True)
+
+
+def describe(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> str:
+    """What was trained and how, read back from the objects that did it."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # wrapped by Accelerate
+    tensors, groups = list(parameters), optimizer.param_groups
+    dtypes = "/".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
+    decays = ", ".join(f"decay {group['weight_decay']:g} on {len(group['params'])} tensors" for group in groups)
+    return (
+        f"{sum(tensor.numel() for tensor in tensors)} parameters in {dtypes}; {type(optimizer).__name__}, "
+        f"lr {groups[0]['lr']:g}, betas {groups[0]['betas']}, eps {groups[0]['eps']:g}, "
+        f"fused {bool(groups[0].get('fused'))}, {decays}; {torch.get_num_threads()} threads"
+    )
+
+
+def decay_groups(parameters: Iterable[torch.Tensor]) -> list[dict]:
+    """AdamW's two groups."""
+    tensors = list(parameters)
+    matrices, vectors = [t for t in tensors if t.dim() >= 2], [t for t in tensors if t.dim() < 2]
+    return [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
 
 
 def arguments_for(workload: Workload) -> list[str]:

@@ -1,23 +1,34 @@
 """Engine `bare`: the plainest PyTorch loop over the same module, to show what the trainer adds."""
 
 import torch
-from workload import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, read_arguments
+from workload import BETAS, CLIP, EPS, LR, decay_groups, describe, read_arguments
 
-from meshwright.parallel.precision import MasterWeights
-from meshwright.spec.training import TrainingSpec
+from meshwright.parallel.compile import apply_compile
+from meshwright.trainer.device import keep_freed_memory
 
 workload, report, _ = read_arguments()
+keep_freed_memory()  # as our trainer does: its effect is not what is measured here
 model = workload.model()
-masters = MasterWeights(model, TrainingSpec(precision="bf16")) if workload.precision == "bf16" else None
-parameters = list(masters.parameters.values()) if masters else list(model.parameters())
-optimizer = torch.optim.AdamW(parameters, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True)
+copies: list[torch.Tensor] = list(model.parameters())
+weights = copies
+if workload.precision == "bf16":  # the model computes with copies of fp32 weights
+    weights = [weight.detach().clone() for weight in copies]
+    model.bfloat16()
+if workload.compile:
+    apply_compile(model.layers)
+optimizer = torch.optim.AdamW(decay_groups(weights), lr=LR, betas=BETAS, eps=EPS, fused=True)
 for inputs, labels in workload.batches():
     loss = model(inputs, labels) / labels.numel()
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+    if weights is not copies:
+        for weight, copy in zip(weights, copies, strict=True):
+            assert copy.grad is not None
+            weight.grad, copy.grad = copy.grad.float(), None
+    torch.nn.utils.clip_grad_norm_(weights, CLIP)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    if masters:
-        masters.refresh()
+    if weights is not copies:
+        with torch.no_grad():
+            torch._foreach_copy_(copies, weights)
     report.step(loss.item())
-report.print()
+report.end(describe(weights, optimizer))

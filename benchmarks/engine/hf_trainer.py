@@ -2,9 +2,8 @@
 
 import tempfile
 
-import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from workload import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, read_arguments
+from workload import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, describe, read_arguments
 
 from engine.transformers_model import build
 
@@ -22,9 +21,12 @@ class Clock(TrainerCallback):
             report.losses.append(float(logs["loss"]))
 
 
+# `shift_labels` says that labels are already moved on by one: each token is trained, as by the other engines.
 rows = [
-    {"input_ids": row, "labels": row} for inputs, _ in workload.batches() for row in inputs
-]  # the model moves labels on by one itself, so a row carries one label less
+    {"input_ids": row, "labels": label, "shift_labels": label}
+    for inputs, labels in workload.batches()
+    for row, label in zip(inputs, labels, strict=True)
+]
 with tempfile.TemporaryDirectory() as folder:
     options = TrainingArguments(
         output_dir=folder,
@@ -41,8 +43,10 @@ with tempfile.TemporaryDirectory() as folder:
         optim="adamw_torch_fused",
         bf16=workload.precision == "bf16",
         use_cpu=True,
-        logging_steps=workload.steps - 1,
-        logging_first_step=True,
+        logging_steps=1,
+        train_sampling_strategy="sequential",
+        remove_unused_columns=False,
+        torch_compile=workload.compile,
         save_strategy="no",
         eval_strategy="no",
         report_to=[],
@@ -50,9 +54,8 @@ with tempfile.TemporaryDirectory() as folder:
         dataloader_num_workers=0,
         dataloader_pin_memory=False,
     )
-    trainer = Trainer(model=build(workload), args=options, train_dataset=rows, callbacks=[Clock()])
-    trainer.get_train_dataloader = lambda: torch.utils.data.DataLoader(  # the order of the other engines
-        rows, batch_size=workload.batch, shuffle=False, collate_fn=trainer.data_collator
-    )
+    model = build(workload)
+    trainer = Trainer(model=model, args=options, train_dataset=rows, callbacks=[Clock()])
     trainer.train()
-report.print()
+    assert trainer.optimizer is not None
+    report.end(describe(model.parameters(), trainer.optimizer))  # pyright: ignore[reportArgumentType]

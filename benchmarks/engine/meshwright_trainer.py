@@ -1,15 +1,24 @@
 """Engine `meshwright`: the trainer as a user starts it, journal and display included."""
 
+import json
 import tempfile
 from pathlib import Path
 
 from workload import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, read_arguments
 
+import meshwright.trainer.run
 from meshwright.spec.run import Run
-from meshwright.trainer.metrics import read_journal
-from meshwright.trainer.run import train
 
 workload, report, _ = read_arguments()
+
+
+def tap(record: dict) -> None:
+    """Hears every line of the run's journal as it is written."""
+    if record["kind"] == "step":
+        report.step(record["loss"])
+
+
+meshwright.trainer.run.open_trackers = lambda run: [tap]
 with tempfile.TemporaryDirectory() as folder:
     run = Run.model_validate(
         {
@@ -23,14 +32,15 @@ with tempfile.TemporaryDirectory() as folder:
                 "optimizer": {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY},
                 "lr_schedule": {"name": "constant", "warmup": 0},
                 "clip": CLIP,
+                "compile": workload.compile,
                 "evaluation": {"batches": 0},
             },
             "device": "cpu",
             "run_dir": folder,
         }
     )
-    train(run)
-    for record in read_journal(Path(folder) / "metrics.jsonl"):
-        if record["kind"] == "step":
-            report.step(record["loss"], at=record["time"])
-report.print()
+    meshwright.trainer.run.train(run)
+    found = json.loads((Path(folder) / "env.json").read_text())
+report.end(
+    f"torch {found['torch']}, {found['threads']} threads, {found['peak_flops'] / 1e9:.0f} GFLOP/s in a large product"
+)

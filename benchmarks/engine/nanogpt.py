@@ -4,14 +4,14 @@ import contextlib
 import sys
 
 import torch
-from workload import BETAS, CLIP, LR, WEIGHT_DECAY, Workload, read_arguments
+from workload import BETAS, CLIP, LR, WEIGHT_DECAY, Workload, describe, read_arguments
 
 from meshwright.families import hf_tensors
 
 workload, report, checkout = read_arguments()
 assert checkout is not None, "the parent passes --nanogpt"
 sys.path.insert(0, str(checkout))
-from model import GPT, GPTConfig  # noqa: E402  (nanoGPT's model.py)
+from model import GPT, GPTConfig  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 
 @torch.no_grad()
@@ -36,6 +36,8 @@ config = GPTConfig(
 model = GPT(config)
 start_from_ours(model, workload)
 optimizer = model.configure_optimizers(WEIGHT_DECAY, LR, BETAS, "cpu")
+if workload.compile:
+    model.compile()
 low = workload.precision == "bf16"
 autocast = torch.autocast("cpu", torch.bfloat16) if low else contextlib.nullcontext()
 for inputs, labels in workload.batches():
@@ -46,4 +48,4 @@ for inputs, labels in workload.batches():
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     report.step(loss.item())
-report.print()
+report.end(describe(model.parameters(), optimizer))
