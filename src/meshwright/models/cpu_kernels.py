@@ -18,9 +18,6 @@ ONEDNN = torch.backends.mkldnn.is_available()
 MATMULS = (torch.ops.mkldnn._linear_pointwise.default,) if ONEDNN else ()
 """Operations that are matrix products, besides torch's own names for them."""
 
-ROWS = 2**12
-"""Rows of a product computed together before they are added to what it is added to."""
-
 SCORES = 2**20
 """Attention scores computed together, at most (one head's at least): so few that they stay in the cache."""
 
@@ -42,15 +39,6 @@ class Linear(nn.Linear):
 def matmul(a_MD: torch.Tensor, b_DN: torch.Tensor, room_MN: torch.Tensor | None = None) -> torch.Tensor:
     """`a @ b`, without autograd. `room` is memory that the result may take."""
     return _onednn(a_MD, b_DN.t()) if _by_onednn(a_MD, b_DN) else torch.mm(a_MD, b_DN, out=room_MN)
-
-
-def add_matmul_(total_MN: torch.Tensor, a_MD: torch.Tensor, b_DN: torch.Tensor) -> None:
-    """`total += a @ b`, without autograd."""
-    if _by_onednn(a_MD, b_DN):
-        for total_RN, a_RD in zip(total_MN.split(ROWS), a_MD.split(ROWS), strict=True):
-            total_RN += _onednn(a_RD, b_DN.t())
-    else:
-        torch.addmm(total_MN, a_MD, b_DN, out=total_MN)
 
 
 def serves_attention(q_BHTK: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from math import ceil
 
 import torch
 
-from meshwright.models.cpu_kernels import add_matmul_, matmul
+from meshwright.models.cpu_kernels import matmul
 
 IGNORED = -100
 """The label of a token that is not trained on."""
@@ -53,7 +53,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         need_hidden, need_weight = (train and need for need in ctx.needs_input_grad[:2])
         grad_hidden_ND = torch.empty_like(hidden_ND) if need_hidden else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if need_weight else None
-        product_VD = torch.empty_like(weight_VD) if need_weight and weight_VD.dtype != wide else None
         loss = hidden_ND.new_zeros((), dtype=wide)
 
         stride = ceil(vocab / ROW_MULTIPLE) * ROW_MULTIPLE
@@ -72,7 +71,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_hidden_ND is not None:
                 grad_hidden_ND[rows] = matmul(grad_CV, weight_VD).where(trained_C1, 0)
             if grad_weight_VD is not None:
-                _add_product_(grad_weight_VD, grad_CV, hidden_CD, product_VD)
+                _add_product_(grad_weight_VD, grad_CV, hidden_CD)
         ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
         ctx.dtype = hidden_ND.dtype
         return loss
@@ -102,17 +101,12 @@ def _cross_entropy_(logits_CV: torch.Tensor, targets_C1: torch.Tensor) -> torch.
     return losses_C1
 
 
-def _add_product_(
-    total_VD: torch.Tensor, grad_CV: torch.Tensor, hidden_CD: torch.Tensor, product_VD: torch.Tensor | None
-) -> None:
-    """total += grad.T @ hidden, by way of `product_VD` where their dtype is narrower than the total's."""
-    if product_VD is None:
-        add_matmul_(total_VD, grad_CV.t(), hidden_CD)
-        return
-    torch.mm(grad_CV.t(), hidden_CD, out=product_VD)
+def _add_product_(total_VD: torch.Tensor, grad_CV: torch.Tensor, hidden_CD: torch.Tensor) -> None:
+    """total += grad.T @ hidden; by rows of the total, so that no product is held in full or leaves the cache."""
     rows = _wide_rows(total_VD)
-    for total, product in zip(total_VD.split(rows), product_VD.split(rows), strict=True):
-        total += product.to(total.dtype)  # widened first: adding across dtypes is ten times slower on a CPU
+    for total_RD, grad_CR in zip(total_VD.split(rows), grad_CV.split(rows, dim=1), strict=True):
+        # Widened before it is added: adding across dtypes is ten times slower on a CPU.
+        total_RD += matmul(grad_CR.t(), hidden_CD).to(total_RD.dtype)
 
 
 def _scaled(grad: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
