@@ -38,9 +38,7 @@ def load(samples, step, *, world_size, micro_batch, seed=3, global_batch=12):
     return seen
 
 
-@pytest.mark.parametrize(
-    ("world_size", "micro_batch"), [(1, 1), (1, 12), (2, 3), (3, 2), (4, 3), (6, 1), (12, 1)]
-)
+@pytest.mark.parametrize(("world_size", "micro_batch"), [(1, 1), (1, 12), (2, 3), (3, 2), (4, 3), (6, 1), (12, 1)])
 def test_the_order_is_the_same_for_every_split(world_size, micro_batch):
     samples = numbered(50)
     for step in (0, 3, 4, 1000):
@@ -116,8 +114,7 @@ def test_evaluation_sees_every_token_once(world_size, num_tokens):
     tokens = np.arange(num_tokens)
     samples = ConcatenatedSamples(tokens, T, keep_tail=True)
     ranks = [
-        list(evaluation_batches(samples, micro_batch=2, rank=rank, world_size=world_size))
-        for rank in range(world_size)
+        list(evaluation_batches(samples, micro_batch=2, rank=rank, world_size=world_size)) for rank in range(world_size)
     ]
     assert len({len(batches) for batches in ranks}) == 1, "every rank runs the same number of microbatches"
     assert all(inputs.shape == labels.shape == (2, T) for batches in ranks for inputs, labels in batches)

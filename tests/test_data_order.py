@@ -77,9 +77,7 @@ def test_epochs_have_their_own_orders():
     assert epochs[0] == [permuted(i, size, 5) for i in range(size)]
     for a in range(4):
         for b in range(a):
-            assert sum(x == y for x, y in zip(epochs[a], epochs[b], strict=True)) < 10, (
-                "orders agree by chance only"
-            )
+            assert sum(x == y for x, y in zip(epochs[a], epochs[b], strict=True)) < 10, "orders agree by chance only"
 
 
 def test_the_order_never_changes():

@@ -17,9 +17,7 @@ def test_samples_follow_one_another(length):
     tokens = stream(length)
     samples = ConcatenatedSamples(tokens, 4)
     assert len(samples) == (length - 1) // 4
-    inputs, labels = (
-        np.concatenate(part) for part in zip(*(samples[i] for i in range(len(samples))), strict=True)
-    )
+    inputs, labels = (np.concatenate(part) for part in zip(*(samples[i] for i in range(len(samples))), strict=True))
     assert inputs.dtype == labels.dtype == np.int64
     np.testing.assert_array_equal(inputs, tokens[: len(inputs)])
     np.testing.assert_array_equal(labels, tokens[1 : len(labels) + 1])

@@ -97,9 +97,7 @@ def test_the_second_time_it_is_found(folder):
     assert second.directory == first.directory
     assert second.tokenizer.fingerprint == first.tokenizer.fingerprint
     np.testing.assert_array_equal(second.train.tokens, first.train.tokens)
-    assert [path.name for path in (folder / "cache").iterdir()] == [first.directory.name], (
-        "nothing is left over"
-    )
+    assert [path.name for path in (folder / "cache").iterdir()] == [first.directory.name], "nothing is left over"
     prepare(folder, sequence_length=7)
     assert len(list((folder / "cache").iterdir())) == 1, "how tokens are cut into samples changes no token"
 
@@ -159,9 +157,7 @@ def test_given_tokenizers(folder):
 def test_large_vocabularies_take_four_bytes(folder):
     tokenizer = train_tokenizer(TEXTS, 300)
     content = json.loads(tokenizer._files["tokenizer.json"])
-    content["added_tokens"].append(
-        content["added_tokens"][0] | {"id": 70000, "content": "Document", "special": False}
-    )
+    content["added_tokens"].append(content["added_tokens"][0] | {"id": 70000, "content": "Document", "special": False})
     content["model"]["vocab"]["Document"] = 70000
     large = TextTokenizer({"tokenizer.json": json.dumps(content).encode()}, where="test")
     large.save(folder / "model")
@@ -208,14 +204,12 @@ prepare_corpus(data, base_dir=Path({str(folder)!r}), progress=progress)
     killed = subprocess.run([sys.executable, "-c", script], check=False)
     assert killed.returncode == -signal.SIGKILL
     left = list((folder / "cache").iterdir())
-    assert [path.name[0] for path in left] == ["."], (
-        "what was begun lies under a hidden name that nobody reads"
-    )
+    assert [path.name[0] for path in left] == ["."], "what was begun lies under a hidden name that nobody reads"
     corpus, done = prepare(folder)
     assert done
-    assert sorted(
-        texts_of(corpus.train, corpus.tokenizer) + texts_of(corpus.held_out, corpus.tokenizer)
-    ) == sorted(TEXTS)
+    assert sorted(texts_of(corpus.train, corpus.tokenizer) + texts_of(corpus.held_out, corpus.tokenizer)) == sorted(
+        TEXTS
+    )
 
 
 def test_a_race_is_won_by_the_first(folder):
@@ -286,7 +280,5 @@ def test_an_empty_corpus(folder):
 
 
 def test_no_torch():
-    script = (
-        "import sys, meshwright.data; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
-    )
+    script = "import sys, meshwright.data; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -60,9 +60,7 @@ def test_training_is_deterministic_and_bounded(trained):
     assert again.fingerprint == trained.fingerprint
     assert trained.vocab_size == 350
     assert max(i for text in TEXTS + ODD for i in trained.encode(text)) < trained.vocab_size
-    assert train_tokenizer(["ab"], 400).vocab_size == 258, (
-        "256 bytes, end-of-text, and the one possible merge"
-    )
+    assert train_tokenizer(["ab"], 400).vocab_size == 258, "256 bytes, end-of-text, and the one possible merge"
 
 
 def test_save_and_load(trained, tmp_path):
@@ -136,9 +134,7 @@ def test_a_file_of_another_name_stands_alone(tmp_path):
 
 
 def test_ids_with_holes_fit_the_embedding(tmp_path):
-    Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 900}, unk_token="<unk>")).save(
-        str(tmp_path / "tokenizer.json")
-    )
+    Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 900}, unk_token="<unk>")).save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(tmp_path).vocab_size == 901
 
 

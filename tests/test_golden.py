@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny import tiny_run
 
 from meshwright.spec.layout import LayoutSpec
 from meshwright.testing.equivalence import build_here, loader_for
+from tiny import tiny_run
 
 GOLDEN = Path(__file__).with_name("golden_losses.json")
 CASES = {

@@ -122,7 +122,7 @@ def test_every_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
 def test_a_foreign_file_is_named(tmp_path: Path) -> None:
     trajectory(tiny("single"), tmp_path, save_every=6)
     (latest_checkpoint(tmp_path) / "__7_0.distcp").write_text("left by another run")
-    with pytest.raises(CheckpointError, match="__7_0.distcp: not part of this checkpoint"):
+    with pytest.raises(CheckpointError, match=r"__7_0\.distcp: not part of this checkpoint"):
         verify_checkpoint(latest_checkpoint(tmp_path))
 
 
@@ -140,7 +140,7 @@ def test_metadata_cannot_run_code(tmp_path: Path, capsys: pytest.CaptureFixture[
     content = json.loads((checkpoint / "manifest.json").read_text())
     content["files"][".metadata"] = manifest_module.describe_file(checkpoint / ".metadata")
     (checkpoint / "manifest.json").write_text(json.dumps(content))  # whoever plants a pickle mends the sum as well
-    with pytest.raises(CheckpointError, match="builtins.print"):
+    with pytest.raises(CheckpointError, match=r"builtins\.print"):
         trajectory(tiny("single"), tmp_path, resume=True)
     assert "ran" not in capsys.readouterr().out
 

@@ -1,5 +1,7 @@
 """Meshwright trains language models with any parallel strategy from one recipe.
 
+From Python, in five lines::
+
     from meshwright import Run, train
 
     run = Run(model={"family": "llama", "hidden": 256, "num_layers": 4, "num_heads": 4}, layout={"dp_shard": 2})

@@ -11,9 +11,7 @@ WIDTH = 100
 """Characters shown of a line."""
 
 
-def describe_sample(
-    samples: Samples, index: int, tokenizer: TextTokenizer, *, max_lines: int = 24
-) -> list[str]:
+def describe_sample(samples: Samples, index: int, tokenizer: TextTokenizer, *, max_lines: int = 24) -> list[str]:
     """Lines for a terminal: what sample `index` holds, then its decoded text.
 
     Text behind `|` is predicted (in the loss), text behind `.` is only read. Of a long text, the first and
@@ -46,9 +44,7 @@ def _marked_lines(inputs_T: np.ndarray, labels_T: np.ndarray, tokenizer: TextTok
         borders = [0, *(np.flatnonzero(np.diff(predicted[: used + 1])) + 1), used + 1]
         for start, end in pairwise(borders):
             mark = "|" if predicted[start] else "."
-            lines += [
-                f"{mark} {_printable(line)}" for line in tokenizer.decode(tokens[start:end]).split("\n")
-            ]
+            lines += [f"{mark} {_printable(line)}" for line in tokenizer.decode(tokens[start:end]).split("\n")]
     if used < len(labels_T):
         lines.append(f"({len(labels_T) - used} positions of padding)")
     return lines

@@ -83,9 +83,7 @@ class Loader:
     def _read(self, step: int) -> list[Batch]:
         indices = self.sample_indices(step)
         samples = [self._samples[index] for index in indices]
-        return [
-            _stack(samples[i : i + self._micro_batch]) for i in range(0, self._per_rank, self._micro_batch)
-        ]
+        return [_stack(samples[i : i + self._micro_batch]) for i in range(0, self._per_rank, self._micro_batch)]
 
 
 def evaluation_batches(

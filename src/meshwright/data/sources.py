@@ -78,9 +78,7 @@ def _files_of(source: SourceSpec, base_dir: Path) -> list[SourceFile]:
         return _stdlib_files()
     pattern = os.path.expanduser(source.path)
     if (base_dir / pattern).is_dir():
-        raise ValueError(
-            f"data source {source.path} is a folder; say which files, as in {source.path}/**/*.txt"
-        )
+        raise ValueError(f"data source {source.path} is a folder; say which files, as in {source.path}/**/*.txt")
     # A name that exists is taken literally, so that brackets in file names need no escape.
     literal = (base_dir / pattern).is_file()
     names = [pattern] if literal else glob.glob(pattern, root_dir=base_dir, recursive=True)
@@ -94,9 +92,7 @@ def _source_file(name: str, source: SourceSpec, base_dir: Path) -> SourceFile:
     ending = Path(name).suffix.lower()
     if ending in NOT_TEXT:
         raise ValueError(f"{name}: {ending} files cannot be read; make it .jsonl, or plain text such as .txt")
-    return SourceFile(
-        path=base_dir / name, name=name, text_key=source.text_key if ending == ".jsonl" else None
-    )
+    return SourceFile(path=base_dir / name, name=name, text_key=source.text_key if ending == ".jsonl" else None)
 
 
 def _stdlib_files() -> list[SourceFile]:

@@ -79,7 +79,5 @@ def _cut(text: str, held_out: float) -> int:
     target = int(len(text) * (1 - held_out))
     cut = text.rfind("\n", 0, target) + 1 or target
     if not 0 < cut < len(text):
-        raise ValueError(
-            f"the only document has {len(text)} characters, too few to hold out data.held_out={held_out}"
-        )
+        raise ValueError(f"the only document has {len(text)} characters, too few to hold out data.held_out={held_out}")
     return cut

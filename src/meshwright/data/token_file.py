@@ -67,9 +67,7 @@ def open_token_file(path: Path, tokenizer: TextTokenizer) -> TokenFile:
         dtype, num_tokens = np.dtype(about["dtype"]), about["num_tokens"]
         num_bytes = path.stat().st_size
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}); delete {path.parent} to build it again"
-        ) from error
+        raise ValueError(f"{path} cannot be read ({error}); delete {path.parent} to build it again") from error
     if num_bytes != num_tokens * dtype.itemsize:
         raise ValueError(
             f"{path} is damaged: it has {num_bytes} bytes instead of {num_tokens * dtype.itemsize}; "

@@ -122,9 +122,7 @@ def load_tokenizer(path: Path) -> TextTokenizer:
     if path.is_file() and path.name != "tokenizer.json":
         return TextTokenizer({"tokenizer.json": path.read_bytes()}, where=where)
     directory = path if path.is_dir() else path.parent
-    files = {
-        name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()
-    }
+    files = {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
     if "tokenizer.json" not in files:
         raise ValueError(f"{where}: this folder has no tokenizer.json")
     return TextTokenizer(files, where=where)
@@ -171,9 +169,7 @@ def _end_of_text(files: Mapping[str, bytes], ids: Mapping[str, int], where: str)
         found = found[0] if found else None
     if found is not None:
         if found not in ids.values():
-            raise ValueError(
-                f"{where}: generation_config.json says eos_token_id {found}, which tokenizer.json has not"
-            )
+            raise ValueError(f"{where}: generation_config.json says eos_token_id {found}, which tokenizer.json has not")
         return found
     for token in END_OF_TEXT_NAMES:
         if token in ids:

@@ -51,14 +51,15 @@ def build_here(resolved: ResolvedRun) -> Trainer:
     """A trainer on the CPU for this rank of whatever process group there is."""
     distributed = dist.is_initialized()
     worker = Worker(rank=dist.get_rank(), world_size=dist.get_world_size()) if distributed else Worker()
-    mesh = _mesh(resolved.run.layout.model_copy(update={"zero": "auto", "offload": "none"})) if distributed else None
+    layout = resolved.run.layout
+    mesh = _mesh(layout.dp_replicate, layout.dp_shard) if distributed else None
     return build_trainer(resolved, worker, torch.device("cpu"), mesh)
 
 
 @functools.cache
-def _mesh(degrees: LayoutSpec) -> DeviceMesh:
+def _mesh(dp_replicate: int, dp_shard: int) -> DeviceMesh:
     """One mesh per arrangement of ranks: each costs gloo groups that last as long as the process."""
-    return build_mesh(degrees, "cpu")
+    return build_mesh(LayoutSpec(dp_replicate=dp_replicate, dp_shard=dp_shard), "cpu")
 
 
 def one_step(resolved: ResolvedRun) -> Outcome | None:

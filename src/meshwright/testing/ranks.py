@@ -16,8 +16,8 @@ import torch.distributed as dist
 class RankPool:
     """Groups of waiting gloo ranks, one group per world size, started when first asked for and then kept.
 
-    A group lives as long as its processes: gloo's threads outlive a destroyed group wherever a mesh is still cached, and
-    spin once their peers are gone.
+    A group lives as long as its processes: gloo's threads outlive a destroyed group wherever a mesh is still cached,
+    and spin once their peers are gone.
     """
 
     def __init__(self) -> None:

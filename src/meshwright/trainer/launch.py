@@ -116,7 +116,7 @@ def start_workers(layout: LayoutSpec, nodes: Nodes, arguments: list[str]) -> int
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(redirects=Std.NONE, tee=Std.NONE),
     )
-    for module in ("agent.server.api", "multiprocessing.api"):  # they would repeat at length what is said here in a line
+    for module in ("agent.server.api", "multiprocessing.api"):  # else they repeat at length what is said here in a line
         logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)
     try:
         elastic_launch(config, sys.executable)("-u", "-m", "meshwright.trainer.worker", *arguments)
