@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from meshwright.cli.common import presets
 from meshwright.cli.main import VERBS, Parser
-from meshwright.spec.model import ModelFields
-from meshwright.spec.recipe import RecipeError, dump_recipe, parse_spec
+from meshwright.spec.recipe import RecipeError, dump_recipe, load_recipe, parse_spec
 from meshwright.spec.run import Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,8 +22,8 @@ PAGES = {
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 }
 
-EVERYTHING_GIVEN = dump_recipe(Run(model=ModelFields(name="gpt2")), expanded=True)
-"""A recipe in which any setting can be overridden."""
+EVERYTHING_GIVEN = dump_recipe(load_recipe(presets()["demo"]), expanded=True)
+"""The recipe that pages start from, in which any setting can be overridden."""
 
 
 def blocks(page: str, language: str) -> list[str]:
