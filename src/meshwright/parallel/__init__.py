@@ -3,6 +3,6 @@
 from meshwright.parallel.apply import apply_parallelism
 from meshwright.parallel.data import set_gradient_sync
 from meshwright.parallel.materialize import materialize
-from meshwright.parallel.mesh import build_mesh
+from meshwright.parallel.mesh import Meshes, build_meshes
 
-__all__ = ["apply_parallelism", "build_mesh", "materialize", "set_gradient_sync"]
+__all__ = ["Meshes", "apply_parallelism", "build_meshes", "materialize", "set_gradient_sync"]

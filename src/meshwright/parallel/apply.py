@@ -1,22 +1,21 @@
 """The one page that says in which order a single-device model becomes a parallel one."""
 
-from torch.distributed.device_mesh import DeviceMesh
-
 from meshwright.models import Decoder
 from meshwright.parallel.compile import apply_compile
 from meshwright.parallel.data import apply_data_parallel
+from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.precision import build_fsdp_policy
 from meshwright.parallel.recompute import apply_recompute
 from meshwright.spec.run import Run
 
 
-def apply_parallelism(model: Decoder, run: Run, mesh: DeviceMesh | None) -> None:
-    """Change `model` (on the meta device) in place into what this rank runs; `mesh` is None for one process alone.
+def apply_parallelism(model: Decoder, run: Run, meshes: Meshes | None) -> None:
+    """Change `model` (on the meta device) in place into what this rank runs; `meshes` is None for one process alone.
 
     Data parallelism comes last: it shards whatever the others made.
     """
     apply_recompute(model.layers, run.training.recompute)
     if run.training.compile:
         apply_compile(model.layers)
-    if mesh is not None:
-        apply_data_parallel(model, mesh, run.layout, build_fsdp_policy(run.training))
+    if meshes is not None:
+        apply_data_parallel(model, meshes.state, run.layout, build_fsdp_policy(run.training))

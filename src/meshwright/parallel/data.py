@@ -37,9 +37,8 @@ def apply_data_parallel(model: Decoder, mesh: DeviceMesh, layout: LayoutSpec, po
 
     Gradients are summed over ranks, not averaged: the loss is already divided by the global batch's token count.
     """
-    hybrid = layout.dp_replicate > 1
     options: dict[str, Any] = {
-        "mesh": mesh["dp_replicate", "dp_shard"] if hybrid else mesh["dp_shard"],
+        "mesh": mesh["replicate", "shard"] if layout.replicate > 1 else mesh["shard"],
         "reshard_after_forward": layout.zero_stage == 3,
         "mp_policy": policy,
         "offload_policy": _offload_policy(layout, mesh.device_type),

@@ -1,6 +1,7 @@
 """The one place that says how ranks are arranged and which arrangements are legal."""
 
 from collections.abc import Iterator
+from math import gcd
 from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
@@ -8,7 +9,7 @@ from pydantic import field_validator, model_validator
 from meshwright.spec.base import Spec
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Axes of the device mesh, outermost first; `ep` will be a second view of `dp_shard x cp x tp`."""
+"""Axes along which ranks are numbered, outermost first; `ep` is a second view of the ranks of `dp_shard x cp x tp`."""
 
 PLANNED_AXES = {
     "pp": "pipeline parallelism",
@@ -76,7 +77,13 @@ class LayoutSpec(Spec):
                 f"zero=0 with dp_shard={self.dp_shard}: zero 0 keeps a full copy on every rank, so nothing is sharded; "
                 f"{nearest} dp_replicate={self.data_parallel}, dp_shard=1, zero=0"
             )
-        if self.zero in (1, 2, 3) and self.dp_shard == 1:
+        sharers = self.dp_shard * self.cp * self.tp
+        if sharers % self.ep:
+            yield (
+                f"ep={self.ep} does not divide dp_shard x cp x tp = {sharers}, the ranks that share the experts; "
+                f"{nearest} ep={gcd(self.ep, sharers)}"
+            )
+        if self.zero in (1, 2, 3) and self.dp_shard * self.cp == 1:
             alone = "zero=0 (one rank has nothing to share)"
             sharded = f"dp_replicate=1, dp_shard={self.dp_replicate}, zero={self.zero}"
             yield (
@@ -91,8 +98,28 @@ class LayoutSpec(Spec):
 
     @property
     def data_parallel(self) -> int:
-        """Number of ranks that read different data."""
+        """Number of ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def replicate(self) -> int:
+        """Ranks that hold copies of the same share of the model state: data- and context-parallel ones."""
+        return self.dp_replicate * (self.cp if self.zero_stage == 0 else 1)
+
+    @property
+    def shard(self) -> int:
+        """Ranks among which ZeRO splits the model state: data- and context-parallel ones."""
+        return self.dp_shard * (1 if self.zero_stage == 0 else self.cp)
+
+    @property
+    def expert_replicate(self) -> int:
+        """Ranks that hold copies of the same share of the experts' state."""
+        return self.world_size // (self.pp * self.ep * self.expert_shard)
+
+    @property
+    def expert_shard(self) -> int:
+        """Ranks among which ZeRO splits the state of the same experts."""
+        return 1 if self.zero_stage == 0 else self.dp_shard * self.cp * self.tp // self.ep
 
     @property
     def zero_stage(self) -> int:

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshwright.data.loader import Loader
 from meshwright.models.loss import IGNORED
 from meshwright.optim.clip import global_gradient_norm
-from meshwright.parallel import build_mesh
-from meshwright.spec.layout import LayoutSpec
+from meshwright.parallel import Meshes, build_meshes
+from meshwright.spec.layout import AXES, LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.launch import Worker
 from meshwright.trainer.setup import Trainer, build_trainer
@@ -52,14 +51,15 @@ def build_here(resolved: ResolvedRun) -> Trainer:
     distributed = dist.is_initialized()
     worker = Worker(rank=dist.get_rank(), world_size=dist.get_world_size()) if distributed else Worker()
     layout = resolved.run.layout
-    mesh = _mesh(layout.dp_replicate, layout.dp_shard) if distributed else None
-    return build_trainer(resolved, worker, torch.device("cpu"), mesh)
+    degrees = {axis: getattr(layout, axis) for axis in (*AXES, "ep")}
+    meshes = _meshes(sharded=layout.zero_stage > 0, **degrees) if distributed else None
+    return build_trainer(resolved, worker, torch.device("cpu"), meshes)
 
 
 @functools.cache
-def _mesh(dp_replicate: int, dp_shard: int) -> DeviceMesh:
-    """One mesh per arrangement of ranks: each costs gloo groups that last as long as the process."""
-    return build_mesh(LayoutSpec(dp_replicate=dp_replicate, dp_shard=dp_shard), "cpu")
+def _meshes(*, sharded: bool, **degrees: int) -> Meshes:
+    """One set of meshes per arrangement of ranks: each costs gloo groups that last as long as the process."""
+    return build_meshes(LayoutSpec.model_validate({**degrees, "zero": 3 if sharded else 0}), "cpu")
 
 
 def one_step(resolved: ResolvedRun) -> Outcome | None:

@@ -28,13 +28,20 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, microbatches: Iterable[Microbatch], device: torch.device) -> Evaluation:
-    """Mean token loss over `microbatches` of all ranks; every rank must bring the same number of them. Collective."""
+def evaluate(
+    model: nn.Module, microbatches: Iterable[Microbatch], device: torch.device, *, repeats_loss: bool = False
+) -> Evaluation:
+    """Mean token loss over `microbatches` of all ranks; every rank must bring the same number of them. Collective.
+
+    `repeats_loss`: another rank brings the same microbatches as this one, and counts them.
+    """
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     for inputs, labels in microbatches:
         totals[0] += model(*to_device((inputs, labels), device))
         totals[1] += int((labels != IGNORED).sum())
     release_gathered(model)
+    if repeats_loss:
+        totals.zero_()
     if dist.is_initialized():
         dist.all_reduce(totals)
     if totals[1] == 0:

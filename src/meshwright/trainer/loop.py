@@ -89,7 +89,7 @@ def evaluate_held_out(trainer: Trainer, held_out: TokenFile) -> Evaluation:
         world_size=resolved.run.layout.data_parallel,
         num_samples=resolved.run.training.evaluation.batches * resolved.global_batch,
     )
-    return evaluate(trainer.model, batches, trainer.device)
+    return evaluate(trainer.model, batches, trainer.device, repeats_loss=trainer.train_step.repeats_loss)
 
 
 def report(evaluation: Evaluation, step: int, journal: Journal | None, display: Display) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.checkpoint.dcp import load_tensors, save_checkpoint, verify_checkpoint
 from meshwright.checkpoint.hf import HfWeights
@@ -19,9 +18,8 @@ from meshwright.families import parameter_table, pretrained_directory
 from meshwright.models import build_model
 from meshwright.models.init import draw_rows
 from meshwright.optim.build import Optimizers, build_optimizers
-from meshwright.parallel import apply_parallelism, build_mesh, materialize
+from meshwright.parallel import Meshes, apply_parallelism, build_meshes, materialize
 from meshwright.parallel.materialize import RowSource
-from meshwright.parallel.mesh import data_parallel_rank
 from meshwright.parallel.precision import MasterWeights, stored_dtype
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.spec.model import Parameter
@@ -38,7 +36,7 @@ class Trainer:
     resolved: ResolvedRun
     worker: Worker
     device: torch.device
-    mesh: DeviceMesh | None
+    meshes: Meshes | None
     table: tuple[Parameter, ...]
     model: nn.Module
     parameters: dict[str, torch.Tensor]
@@ -71,7 +69,7 @@ class Trainer:
     @property
     def data_rank(self) -> int:
         """This rank's place among those that read different data."""
-        return 0 if self.mesh is None else data_parallel_rank(self.mesh)
+        return 0 if self.meshes is None else self.meshes.data_rank
 
     def save(self, root: Path) -> Path:
         """Save a checkpoint; collective."""
@@ -125,8 +123,8 @@ class Trainer:
         return tensors
 
 
-def find_place(run: Run, worker: Worker) -> tuple[torch.device, DeviceMesh | None]:
-    """This rank's device, and the mesh of all ranks where there is one; joins the process group. Collective."""
+def find_place(run: Run, worker: Worker) -> tuple[torch.device, Meshes | None]:
+    """This rank's device, and the meshes of all ranks where there are several; joins the process group. Collective."""
     device = choose_device(find_machine(run.device), worker.local_rank)
     if device.type == "cpu":
         torch.set_num_threads(threads_per_rank(worker.local_world_size))
@@ -134,22 +132,22 @@ def find_place(run: Run, worker: Worker) -> tuple[torch.device, DeviceMesh | Non
     if run.layout.world_size == worker.world_size == 1 and run.layout.offload == "none":
         return device, None
     join_group(worker, run.layout, device)
-    return device, build_mesh(run.layout, device.type)
+    return device, build_meshes(run.layout, device.type)
 
 
-def build_trainer(resolved: ResolvedRun, worker: Worker, device: torch.device, mesh: DeviceMesh | None) -> Trainer:
+def build_trainer(resolved: ResolvedRun, worker: Worker, device: torch.device, meshes: Meshes | None) -> Trainer:
     """Build this rank's part of a run; every rank of the layout must call it."""
     run, training = resolved.run, resolved.run.training
     if training.deterministic:
         use_deterministic_kernels()
     table = parameter_table(resolved.model)
     model = build_model(resolved.model, device="meta", dtype=stored_dtype(training))
-    apply_parallelism(model, run, mesh)
+    apply_parallelism(model, run, meshes)
     weights_device = torch.device("cpu") if run.layout.offload == "cpu" else device
     materialize(model, table, _weights(resolved), weights_device)
 
     masters = None
-    if mesh is None and training.precision in ("bf16", "fp16"):
+    if meshes is None and training.precision in ("bf16", "fp16"):
         masters = MasterWeights(model, training)
     parameters: dict[str, torch.Tensor] = masters.parameters if masters else dict(model.named_parameters())
     optimizers = build_optimizers(training.optimizer, table, parameters)
@@ -157,13 +155,15 @@ def build_trainer(resolved: ResolvedRun, worker: Worker, device: torch.device, m
         resolved=resolved,
         worker=worker,
         device=device,
-        mesh=mesh,
+        meshes=meshes,
         table=table,
         model=model,
         parameters=parameters,
         masters=masters,
         optimizers=optimizers,
-        train_step=TrainStep(run, model, parameters, optimizers, masters, device),
+        train_step=TrainStep(
+            run, model, parameters, optimizers, masters, device, repeats_loss=meshes is not None and meshes.repeats_loss
+        ),
     )
 
 

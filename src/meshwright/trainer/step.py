@@ -54,10 +54,13 @@ class TrainStep:
         optimizers: Optimizers,
         masters: MasterWeights | None,
         device: torch.device,
+        *,
+        repeats_loss: bool = False,
     ) -> None:
+        """`repeats_loss`: another rank computes the same share of the loss as this one, and counts it."""
         self.run, self.training = run, run.training
         self.model, self.parameters, self.optimizers, self.masters = model, parameters, optimizers, masters
-        self.device = device
+        self.device, self.repeats_loss = device, repeats_loss
         self.scaler = LossScaler() if run.training.precision == "fp16" else None
 
     def __call__(self, step: int, microbatches: Sequence[Microbatch]) -> StepResult:
@@ -117,7 +120,9 @@ class TrainStep:
         return lr_factor(self.training.lr_schedule, step, self.training.steps)
 
     def _sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum over all ranks, each of which reads different data."""
+        """Sum over all ranks, each share counted once."""
+        if self.repeats_loss:
+            value.zero_()
         if dist.is_initialized():
             dist.all_reduce(value)
         return value
