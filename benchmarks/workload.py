@@ -87,7 +87,7 @@ class Workload:
         samples = ConcatenatedSamples(corpus.train.tokens, self.length)
         with Loader(samples, seed=0, global_batch=self.batch, micro_batch=self.batch) as loader:
             for step in range(self.steps):
-                inputs, labels = loader.microbatches(step)[0]
+                inputs, labels, _ = loader.microbatches(step)[0]
                 yield torch.from_numpy(inputs), torch.from_numpy(labels)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshwright.data.loader import Loader, evaluation_batches
-from meshwright.data.packing import NO_LABEL, ConcatenatedSamples
+from meshwright.data.packing import NO_LABEL, ConcatenatedSamples, Sample
 
 T = 8
 
@@ -30,7 +30,8 @@ def load(samples, step, *, world_size, micro_batch, seed=3, global_batch=12):
         ) as loader:
             batches = loader.microbatches(step)
         assert len(batches) == global_batch // world_size // micro_batch
-        for inputs_bT, labels_bT in batches:
+        for inputs_bT, labels_bT, documents in batches:
+            assert documents is None
             assert inputs_bT.shape == labels_bT.shape == (micro_batch, T)
             assert inputs_bT.dtype == labels_bT.dtype == np.int64
             np.testing.assert_array_equal(labels_bT, inputs_bT + 1)
@@ -60,7 +61,8 @@ def test_steps_in_any_order():
     with Loader(samples, seed=0, global_batch=4, micro_batch=2) as loader:
         in_order = [loader.microbatches(step) for step in range(6)]
         for step in (5, 0, 3, 3, 4, 1):
-            np.testing.assert_array_equal(loader.microbatches(step), in_order[step])
+            for ours, first in zip(loader.microbatches(step), in_order[step], strict=True):
+                np.testing.assert_array_equal(ours[:2], first[:2])
 
 
 class Watched:
@@ -78,7 +80,7 @@ class Watched:
         self.threads.append(threading.current_thread())
         if len(self.threads) > self.fail_after:
             raise OSError("the disk is gone")
-        return np.full(T, index), np.full(T, index)
+        return Sample(np.full(T, index), np.full(T, index))
 
 
 def test_the_next_step_is_read_ahead():
@@ -117,9 +119,9 @@ def test_evaluation_sees_every_token_once(world_size, num_tokens):
         list(evaluation_batches(samples, micro_batch=2, rank=rank, world_size=world_size)) for rank in range(world_size)
     ]
     assert len({len(batches) for batches in ranks}) == 1, "every rank runs the same number of microbatches"
-    assert all(inputs.shape == labels.shape == (2, T) for batches in ranks for inputs, labels in batches)
+    assert all(inputs.shape == labels.shape == (2, T) for batches in ranks for inputs, labels, _ in batches)
     in_order = [batch for batches in zip(*ranks, strict=True) for batch in batches]
-    labels = np.concatenate([labels for _, labels in in_order]).ravel()
+    labels = np.concatenate([batch.labels for batch in in_order]).ravel()
     np.testing.assert_array_equal(labels[labels != NO_LABEL], tokens[1:])
 
 
@@ -128,7 +130,7 @@ def test_evaluation_of_a_part_is_evenly_spaced():
 
     def seen(**limits):
         batches = evaluation_batches(samples, micro_batch=2, **limits)
-        rows = [row for inputs, labels in batches for row in zip(inputs, labels, strict=True)]
+        rows = [row for inputs, labels, _ in batches for row in zip(inputs, labels, strict=True)]
         return [int(inputs_T[0]) // T for inputs_T, labels_T in rows if labels_T[0] != NO_LABEL]
 
     assert seen() == list(range(10))

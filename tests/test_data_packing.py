@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from meshwright.data.describe import describe_sample
-from meshwright.data.packing import NO_LABEL, ConcatenatedSamples, blank_sample
+from meshwright.data.packing import NO_LABEL, ConcatenatedSamples, Sample, blank_sample
 from meshwright.data.tokenizer import train_tokenizer
 
 
@@ -17,7 +17,7 @@ def test_samples_follow_one_another(length):
     tokens = stream(length)
     samples = ConcatenatedSamples(tokens, 4)
     assert len(samples) == (length - 1) // 4
-    inputs, labels = (np.concatenate(part) for part in zip(*(samples[i] for i in range(len(samples))), strict=True))
+    inputs, labels = (np.concatenate(part) for part in zip(*(samples[i][:2] for i in range(len(samples))), strict=True))
     assert inputs.dtype == labels.dtype == np.int64
     np.testing.assert_array_equal(inputs, tokens[: len(inputs)])
     np.testing.assert_array_equal(labels, tokens[1 : len(labels) + 1])
@@ -29,10 +29,10 @@ def test_with_the_tail_every_token_is_a_label_once(length):
     tokens = stream(length)
     samples = ConcatenatedSamples(tokens, 4, keep_tail=True)
     read = [samples[i] for i in range(len(samples))]
-    assert all(inputs.shape == labels.shape == (4,) for inputs, labels in read)
-    labels = np.concatenate([labels for _, labels in read])
+    assert all(inputs.shape == labels.shape == (4,) for inputs, labels, _ in read)
+    labels = np.concatenate([sample.labels for sample in read])
     np.testing.assert_array_equal(labels[labels != NO_LABEL], tokens[1:])
-    inputs = np.concatenate([inputs for inputs, _ in read])
+    inputs = np.concatenate([sample.inputs for sample in read])
     np.testing.assert_array_equal(inputs[: length - 1], tokens[:-1])
     assert not inputs[length - 1 :].any()
     assert (labels[length - 1 :] == NO_LABEL).all()
@@ -97,7 +97,7 @@ def test_masked_text_is_marked(letters):
         np.array([*letters.encode("uestion"), letters.eos_id]),
     )
     labels[2:4] = NO_LABEL
-    assert describe_sample(Fixed((inputs, labels)), 0, letters)[1:] == [
+    assert describe_sample(Fixed(Sample(inputs, labels)), 0, letters)[1:] == [
         ". q",
         "| ue",
         ". st",

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from meshwright.data.loader import Microbatch
 from meshwright.models.loss import IGNORED
 from meshwright.optim.loss_scale import LossScaler
 from meshwright.spec.layout import LayoutSpec
@@ -90,7 +91,7 @@ def test_loss_is_per_trained_token_whatever_the_split() -> None:
     inputs = generator.integers(0, 50, (2, SEQUENCE_LENGTH))
     labels = generator.integers(0, 50, (2, SEQUENCE_LENGTH))
     labels[0, 2:] = IGNORED
-    batches = [(inputs[:1], labels[:1]), (inputs[1:], labels[1:])]
+    batches = [Microbatch(inputs[:1], labels[:1]), Microbatch(inputs[1:], labels[1:])]
     loss, trained = trainer.train_step.gradients(batches)
     assert trained == 2 + SEQUENCE_LENGTH
     logits = trainer.model(torch.from_numpy(inputs))

@@ -1,17 +1,18 @@
 """From the sources of a recipe to the batches of a rank, without torch."""
 
 from meshwright.data.describe import describe_sample
-from meshwright.data.loader import Batch, Loader, evaluation_batches
-from meshwright.data.packing import NO_LABEL, ConcatenatedSamples, Samples
+from meshwright.data.loader import Loader, Microbatch, evaluation_batches
+from meshwright.data.packing import NO_LABEL, ConcatenatedSamples, Sample, Samples
 from meshwright.data.prepare import Corpus, find_tokenizer, prepare_corpus
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [
     "NO_LABEL",
-    "Batch",
     "ConcatenatedSamples",
     "Corpus",
     "Loader",
+    "Microbatch",
+    "Sample",
     "Samples",
     "TextTokenizer",
     "describe_sample",

@@ -17,7 +17,7 @@ def describe_sample(samples: Samples, index: int, tokenizer: TextTokenizer, *, m
     Text behind `|` is predicted (in the loss), text behind `.` is only read. Of a long text, the first and
     the last lines, `max_lines` together.
     """
-    inputs_T, labels_T = samples[index]
+    inputs_T, labels_T, _ = samples[index]
     num_predicted = int(np.count_nonzero(labels_T != NO_LABEL))
     num_ends = int(np.count_nonzero(labels_T == tokenizer.eos_id))
     lines = [

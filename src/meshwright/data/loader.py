@@ -5,14 +5,21 @@ Shapes: b samples of a microbatch, T tokens of a sample.
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 
 from meshwright.data.order import sample_at
-from meshwright.data.packing import Samples, blank_sample
+from meshwright.data.packing import Sample, Samples, blank_sample
 
-Batch = tuple[np.ndarray, np.ndarray]
-"""(inputs_bT, labels_bT), both int64."""
+
+class Microbatch(NamedTuple):
+    """What a rank runs at once; int64 arrays [b, T], as in `Sample`."""
+
+    inputs: np.ndarray
+    labels: np.ndarray
+    documents: np.ndarray | None = None
+    """The documents that each row keeps apart; None: every row is read as one document."""
 
 
 class Loader:
@@ -51,9 +58,9 @@ class Loader:
         self._per_rank = global_batch // world_size
         self._rank = rank
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="meshwright-loader")
-        self._ahead: tuple[int, Future[list[Batch]]] | None = None
+        self._ahead: tuple[int, Future[list[Microbatch]]] | None = None
 
-    def microbatches(self, step: int) -> list[Batch]:
+    def microbatches(self, step: int) -> list[Microbatch]:
         """This rank's microbatches of a step; the step after it is then read ahead.
 
         Steps may be asked for in any order. Raises what reading raised.
@@ -80,7 +87,7 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(self, step: int) -> list[Batch]:
+    def _read(self, step: int) -> list[Microbatch]:
         indices = self.sample_indices(step)
         samples = [self._samples[index] for index in indices]
         return [_stack(samples[i : i + self._micro_batch]) for i in range(0, self._per_rank, self._micro_batch)]
@@ -88,7 +95,7 @@ class Loader:
 
 def evaluation_batches(
     samples: Samples, *, micro_batch: int, rank: int = 0, world_size: int = 1, num_samples: int | None = None
-) -> Iterator[Batch]:
+) -> Iterator[Microbatch]:
     """Every sample once over all ranks, in order; or `num_samples` of them, evenly spaced.
 
     Every rank gets the same number of microbatches, so that all make the same collective calls: what is
@@ -106,6 +113,11 @@ def evaluation_batches(
         )
 
 
-def _stack(samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> Batch:
-    inputs, labels = zip(*samples, strict=True)
-    return np.stack(inputs), np.stack(labels)
+def _stack(samples: Sequence[Sample]) -> Microbatch:
+    documents = None
+    if any(sample.documents is not None for sample in samples):
+        one = np.zeros_like(samples[0].inputs)
+        documents = np.stack([one if sample.documents is None else sample.documents for sample in samples])
+    return Microbatch(
+        np.stack([sample.inputs for sample in samples]), np.stack([sample.labels for sample in samples]), documents
+    )

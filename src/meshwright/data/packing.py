@@ -3,12 +3,23 @@
 Shapes: T tokens of a sample.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 NO_LABEL = -100
 """Label of a position that is not in the loss."""
+
+
+class Sample(NamedTuple):
+    """One sample: int64 arrays [T]."""
+
+    inputs: np.ndarray
+    labels: np.ndarray
+    """The next tokens; NO_LABEL where nothing is predicted."""
+    documents: np.ndarray | None = None
+    """Where documents are kept apart: a number for each position, the same throughout a document and another than
+    its neighbours'; padding is a document of its own. None: the sample is read as one document."""
 
 
 class Samples(Protocol):
@@ -19,9 +30,7 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(inputs_T, labels_T) of a sample, both int64; NO_LABEL where nothing is predicted."""
-        ...
+    def __getitem__(self, index: int) -> Sample: ...
 
 
 class ConcatenatedSamples:
@@ -53,17 +62,17 @@ class ConcatenatedSamples:
     def __len__(self) -> int:
         return self._len
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < self._len:
             raise IndexError(f"sample {index} of {self._len}")
         start = index * self.sequence_length
         window = self._tokens[start : start + self.sequence_length + 1]
-        inputs_T, labels_T = blank_sample(self.sequence_length)
-        inputs_T[: len(window) - 1] = window[:-1]
-        labels_T[: len(window) - 1] = window[1:]
-        return inputs_T, labels_T
+        sample = blank_sample(self.sequence_length)
+        sample.inputs[: len(window) - 1] = window[:-1]
+        sample.labels[: len(window) - 1] = window[1:]
+        return sample
 
 
-def blank_sample(sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(inputs_T, labels_T) of a sample that adds nothing to a loss."""
-    return np.zeros(sequence_length, np.int64), np.full(sequence_length, NO_LABEL, np.int64)
+def blank_sample(sequence_length: int) -> Sample:
+    """A sample that adds nothing to a loss."""
+    return Sample(np.zeros(sequence_length, np.int64), np.full(sequence_length, NO_LABEL, np.int64))

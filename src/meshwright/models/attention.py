@@ -1,16 +1,26 @@
-"""The one place that computes attention: grouped heads, rotation, sliding window and the cache of generation.
+"""The one place that computes attention: grouped heads, rotation, packed documents and the cache of generation.
 
-Shapes: B batch, T sequence, S keys (cached and new), D hidden, H heads, G key and value heads, K head_dim.
+Shapes: B batch, T sequence, S keys (cached and new), N = B * T tokens, D hidden, H heads, G key and value heads, K
+head_dim.
 """
+
+import inspect
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from meshwright.models.cpu_kernels import Linear, causal_attention, serves_attention
+from meshwright.models.masks import Documents
 from meshwright.models.norm import build_norm
 from meshwright.models.rope import RopeTables, apply_rope
 from meshwright.spec.model import ModelSpec
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # a build of torch without it
+    varlen_attn = None
 
 
 class LayerCache:
@@ -29,37 +39,14 @@ class LayerCache:
         return self.keys_BGSK[:, :, : self.length], self.values_BGSK[:, :, : self.length]
 
 
-def attention_mask(
-    num_queries: int,
-    num_keys: int,
-    *,
-    window: int | None,
-    padding_B: torch.Tensor | None,
-    device: torch.device,
-) -> torch.Tensor | None:
-    """Which keys each of the last `num_queries` positions sees: bool [T, S], or [B, 1, T, S] where prompts
-    are padded.
+Mask = torch.Tensor | Documents | None
+"""Which tokens see which: as `attention_mask` makes it (None: causal order is all), or the documents of packed rows."""
 
-    None where SDPA's own causal rule says the same, which keeps its fast path.
+VARLEN = frozenset(inspect.signature(varlen_attn).parameters) if varlen_attn else frozenset()
+"""What this torch's kernel for packed documents can be told."""
 
-    Args:
-        window: keys a query sees at most, itself included.
-        padding_B: number of padding tokens on the left of each row, or None.
-    """
-    if window is not None and num_keys <= window:
-        window = None
-    if window is None and padding_B is None and num_queries in (1, num_keys):
-        return None
-    keys_S = torch.arange(num_keys, device=device)
-    queries_T1 = keys_S[num_keys - num_queries :, None]
-    mask = keys_S <= queries_T1
-    if window is not None:
-        mask = mask & (keys_S > queries_T1 - window)
-    if padding_B is not None:
-        # A padding token sees itself, because a row that sees nothing is NaN; nobody sees it.
-        mask = (mask & (keys_S >= padding_B[:, None, None])) | (keys_S == queries_T1)
-        mask = mask[:, None]
-    return mask
+VARLEN_OPS = (torch.ops.torch_attn._varlen_attn.default,) if hasattr(torch.ops.torch_attn, "_varlen_attn") else ()
+"""The operation behind it."""
 
 
 class Attention(nn.Module):
@@ -69,7 +56,6 @@ class Attention(nn.Module):
         super().__init__()
         heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.head_dim = spec.head_dim
-        self.grouped = spec.num_kv_heads < spec.num_heads
         self.wq = Linear(spec.hidden, heads, bias=spec.qkv_bias)
         self.wk = Linear(spec.hidden, kv_heads, bias=spec.qkv_bias)
         self.wv = Linear(spec.hidden, kv_heads, bias=spec.qkv_bias)
@@ -81,10 +67,10 @@ class Attention(nn.Module):
         self,
         x_BTD: torch.Tensor,
         rope: RopeTables | None = None,
-        mask: torch.Tensor | None = None,
+        mask: Mask = None,
         cache: LayerCache | None = None,
     ) -> torch.Tensor:
-        """[B, T, D] to [B, T, D]; `mask` as `attention_mask` makes it (None: causal)."""
+        """[B, T, D] to [B, T, D]; `mask` as `attention_mask` makes it (None: causal), or the row's documents."""
         # The number of heads is read off the projections, so a rank that holds a share of them needs no other
         # code.
         q_BTHK = self.wq(x_BTD).unflatten(-1, (-1, self.head_dim))
@@ -97,22 +83,79 @@ class Attention(nn.Module):
         q_BHTK, k_BGSK, v_BGSK = (tensor.transpose(1, 2) for tensor in (q_BTHK, k_BTGK, v_BTGK))
         if cache is not None:
             k_BGSK, v_BGSK = cache.append(k_BGSK, v_BGSK)
-        y_BHTK = self._attend(q_BHTK, k_BGSK, v_BGSK, mask)
+        y_BHTK = self.attend(q_BHTK, k_BGSK, v_BGSK, mask)
         return self.wo(y_BHTK.transpose(1, 2).flatten(-2))
 
-    def _attend(
-        self, q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        grouped = self.grouped
-        if grouped and q_BHTK.is_cuda and (mask is not None or q_BHTK.dtype in (torch.float32, torch.float64)):
-            # Only CUDA's flash kernel shares keys between heads, and it takes neither fp32 nor masks; without
-            # this SDPA would fall back to its slow path, which holds all T x S scores.
-            repeats = q_BHTK.shape[1] // k_BGSK.shape[1]
-            k_BGSK, v_BGSK = k_BGSK.repeat_interleave(repeats, 1), v_BGSK.repeat_interleave(repeats, 1)
-            grouped = False
-        is_causal = mask is None and q_BHTK.shape[2] > 1
-        if is_causal and serves_attention(q_BHTK):
-            return causal_attention(q_BHTK, k_BGSK, v_BGSK)
-        return F.scaled_dot_product_attention(
-            q_BHTK, k_BGSK, v_BGSK, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped
-        )
+    def attend(self, q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: Mask) -> torch.Tensor:
+        """Softmax attention [B, H, T, K] of queries to the keys that `mask` lets them see.
+
+        The seam for strategies that hold only a part of the sequence: they put a function of theirs in its place.
+        """
+        if isinstance(mask, Documents):
+            return attend_documents(q_BHTK, k_BGSK, v_BGSK, mask)
+        return scaled_dot_product(q_BHTK, k_BGSK, v_BGSK, mask)
+
+
+def scaled_dot_product(
+    q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Attention [B, H, T, K] by the fastest kernel for device and dtype; `mask` as `attention_mask` makes it."""
+    repeats = q_BHTK.shape[1] // k_BGSK.shape[1]
+    if repeats > 1 and q_BHTK.is_cuda and (mask is not None or q_BHTK.dtype in (torch.float32, torch.float64)):
+        # Only CUDA's flash kernel shares keys between heads, and it takes neither fp32 nor masks; without
+        # this SDPA would fall back to its slow path, which holds all T x S scores.
+        k_BGSK, v_BGSK = k_BGSK.repeat_interleave(repeats, 1), v_BGSK.repeat_interleave(repeats, 1)
+        repeats = 1
+    is_causal = mask is None and q_BHTK.shape[2] > 1
+    if is_causal and serves_attention(q_BHTK):
+        return causal_attention(q_BHTK, k_BGSK, v_BGSK)
+    return F.scaled_dot_product_attention(
+        q_BHTK, k_BGSK, v_BGSK, attn_mask=mask, is_causal=is_causal, enable_gqa=repeats > 1
+    )
+
+
+def attend_documents(
+    q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, documents: Documents
+) -> torch.Tensor:
+    """Causal attention [B, H, T, K] within documents.
+
+    On a GPU by the flash kernel for packed documents where it serves; on a CPU span by span, which computes hardly a
+    score that a mask would throw away. Else under a mask: in fp32 on a GPU, and in compiled code for CPUs, which would
+    be compiled for every arrangement of spans.
+    """
+    if serves_varlen(q_BHTK):
+        return _varlen(q_BHTK, k_BGTK, v_BGTK, documents)
+    if q_BHTK.device.type != "cpu" or torch.compiler.is_compiling():
+        return scaled_dot_product(q_BHTK, k_BGTK, v_BGTK, documents.mask())
+    lengths, masks = zip(*documents.spans, strict=True)
+    spans = zip(*(_flat(x).split(lengths, 2) for x in (q_BHTK, k_BGTK, v_BGTK)), masks, strict=True)
+    y_1HNK = torch.cat([scaled_dot_product(*span) for span in spans], 2)
+    return y_1HNK[0].unflatten(1, (len(q_BHTK), -1)).transpose(0, 1)
+
+
+def serves_varlen(q_BHTK: torch.Tensor) -> bool:
+    """Whether the flash kernel for packed documents can be used: half precision on a GPU."""
+    return q_BHTK.is_cuda and q_BHTK.dtype in (torch.bfloat16, torch.float16) and "window_size" in VARLEN
+
+
+def _varlen(q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, documents: Documents) -> torch.Tensor:
+    q_NHK, k_NGK, v_NGK = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTK, k_BGTK, v_BGTK))
+    repeats = q_NHK.shape[1] // k_NGK.shape[1]
+    options: dict[str, Any] = {
+        # No document is longer than a row; how long the longest is, only the GPU knows.
+        **dict.fromkeys(("max_q", "max_k"), q_BHTK.shape[2]),
+        "window_size": (-1 if documents.window is None else documents.window - 1, 0),
+    }
+    if repeats > 1 and "enable_gqa" in VARLEN:
+        options["enable_gqa"] = True
+    elif repeats > 1:
+        k_NGK, v_NGK = k_NGK.repeat_interleave(repeats, 1), v_NGK.repeat_interleave(repeats, 1)
+    assert varlen_attn is not None
+    y_NHK = varlen_attn(q_NHK, k_NGK, v_NGK, documents.offsets, documents.offsets, **options)
+    assert isinstance(y_NHK, torch.Tensor)
+    return y_NHK.unflatten(0, (len(q_BHTK), -1)).transpose(1, 2)
+
+
+def _flat(x_BHTK: torch.Tensor) -> torch.Tensor:
+    """[1, H, N, K]: all rows behind one another, without a copy where x is a transposed [B, T, H, K]."""
+    return x_BHTK.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.models.attention import Attention, LayerCache, attention_mask
+from meshwright.models.attention import Attention, LayerCache, Mask
 from meshwright.models.feed_forward import FeedForward
 from meshwright.models.loss import linear_cross_entropy
+from meshwright.models.masks import Documents, attention_mask, document_positions
 from meshwright.models.norm import build_norm
 from meshwright.models.rope import RopeTables, rope_tables
 from meshwright.spec.model import ModelSpec
@@ -29,7 +30,7 @@ class Block(nn.Module):
         self,
         x_BTD: torch.Tensor,
         rope: RopeTables | None = None,
-        mask: torch.Tensor | None = None,
+        mask: Mask = None,
         cache: LayerCache | None = None,
     ) -> torch.Tensor:
         """[B, T, D] to [B, T, D]."""
@@ -74,6 +75,7 @@ class Decoder(nn.Module):
         self,
         tokens_BT: torch.Tensor,
         labels_BT: torch.Tensor | None = None,
+        documents_BT: torch.Tensor | None = None,
         *,
         positions_BT: torch.Tensor | None = None,
         cache: Cache | None = None,
@@ -83,7 +85,9 @@ class Decoder(nn.Module):
         Args:
             tokens_BT: int64 token ids [B, T].
             labels_BT: int64 next tokens [B, T]; -100 is not trained on.
-            positions_BT: int64 [B, T]; default 0 .. T-1, continued from the cache.
+            documents_BT: int64 [B, T]; a document is a run of equal numbers in a row. Its tokens see no other
+                document, and their positions count from its first. Default: every row is one document.
+            positions_BT: int64 [B, T]; default 0 .. T-1 in every document, continued from the cache.
             cache: keys and values of earlier tokens; the new ones are added to it.
 
         Returns:
@@ -93,26 +97,32 @@ class Decoder(nn.Module):
         Raises:
             ValueError: more positions than learned position embeddings.
         """
-        x_BTD = self.features(tokens_BT, positions_BT=positions_BT, cache=cache)
+        x_BTD = self.features(tokens_BT, documents_BT, positions_BT=positions_BT, cache=cache)
         if labels_BT is None:
             return self.logits(x_BTD)
         return linear_cross_entropy(x_BTD.flatten(0, 1), self.head_weight, labels_BT.flatten())
 
     def features(
-        self, tokens_BT: torch.Tensor, *, positions_BT: torch.Tensor | None = None, cache: Cache | None = None
+        self,
+        tokens_BT: torch.Tensor,
+        documents_BT: torch.Tensor | None = None,
+        *,
+        positions_BT: torch.Tensor | None = None,
+        cache: Cache | None = None,
     ) -> torch.Tensor:
         """The normed residual stream [B, T, D] that the head reads."""
         start = 0 if cache is None else cache.length
         stop = start + tokens_BT.shape[1]
-        if positions_BT is None:
-            positions_BT = torch.arange(start, stop, device=tokens_BT.device)
-        mask = attention_mask(
-            stop - start,
-            stop,
-            window=self.spec.sliding_window,
-            padding_B=None if cache is None else cache.padding_B,
-            device=tokens_BT.device,
-        )
+        window, device = self.spec.sliding_window, tokens_BT.device
+        mask: Mask
+        if documents_BT is not None:
+            assert cache is None, "generation continues one document a row"
+            mask = Documents(documents_BT, window=window)
+            positions_BT = document_positions(documents_BT) if positions_BT is None else positions_BT
+        else:
+            padding_B = None if cache is None else cache.padding_B
+            mask = attention_mask(stop - start, stop, window=window, padding_B=padding_B, device=device)
+            positions_BT = torch.arange(start, stop, device=device) if positions_BT is None else positions_BT
         x_BTD = self.tok_embeddings(tokens_BT)
         rope = None
         if self.pos_embeddings is None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from meshwright.models.attention import VARLEN_OPS
 from meshwright.models.cpu_kernels import MATMULS
 
 aten = torch.ops.aten
@@ -22,6 +23,7 @@ KEPT = frozenset(
         aten.addmm.default,
         aten.bmm.default,
         *MATMULS,
+        *VARLEN_OPS,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,

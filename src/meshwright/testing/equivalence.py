@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from meshwright.data.loader import Loader
+from meshwright.data.packing import Sample
 from meshwright.models.loss import IGNORED
 from meshwright.optim.clip import global_gradient_norm
 from meshwright.parallel import Meshes, build_meshes
@@ -38,12 +39,12 @@ class RandomSamples:
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def __getitem__(self, index: int) -> Sample:
         generator = np.random.default_rng((self.seed, index))
         tokens = generator.integers(0, self.vocab, self.sequence_length + 1)
         inputs_T, labels_T = tokens[:-1].copy(), tokens[1:].copy()
         labels_T[generator.random(self.sequence_length) < generator.random() / 2] = IGNORED
-        return inputs_T, labels_T
+        return Sample(inputs_T, labels_T)
 
 
 def build_here(resolved: ResolvedRun) -> Trainer:

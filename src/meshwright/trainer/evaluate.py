@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.data.loader import Microbatch
 from meshwright.models.loss import IGNORED
 from meshwright.parallel.data import release_gathered
-from meshwright.trainer.step import Microbatch, to_device
+from meshwright.trainer.step import to_device
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ def evaluate(
     `repeats_loss`: another rank brings the same microbatches as this one, and counts them.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=device)
-    for inputs, labels in microbatches:
-        totals[0] += model(*to_device((inputs, labels), device))
-        totals[1] += int((labels != IGNORED).sum())
+    for microbatch in microbatches:
+        totals[0] += model(*to_device(microbatch, device))
+        totals[1] += int((microbatch.labels != IGNORED).sum())
     release_gathered(model)
     if repeats_loss:
         totals.zero_()

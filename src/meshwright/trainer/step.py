@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.data.loader import Microbatch
 from meshwright.models.loss import IGNORED
 from meshwright.optim.build import Optimizers
 from meshwright.optim.clip import global_gradient_norm, scale_gradients
@@ -16,9 +17,6 @@ from meshwright.optim.schedule import lr_factor
 from meshwright.parallel import set_gradient_sync
 from meshwright.parallel.precision import MasterWeights
 from meshwright.spec.run import Run
-
-Microbatch = tuple[np.ndarray, np.ndarray]
-"""inputs_bT and labels_bT, int64."""
 
 
 class NonFiniteError(ValueError):
@@ -93,12 +91,12 @@ class TrainStep:
 
         Returns that loss and the number of tokens of the global batch that carry loss.
         """
-        here = sum(int((labels != IGNORED).sum()) for _, labels in microbatches)
+        here = sum(int((microbatch.labels != IGNORED).sum()) for microbatch in microbatches)
         trained = max(1, int(self._sum_over_ranks(torch.tensor(here, device=self.device))))
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        for index, (inputs, labels) in enumerate(microbatches):
+        for index, microbatch in enumerate(microbatches):
             set_gradient_sync(self.model, self.run.layout, last_microbatch=index == len(microbatches) - 1)
-            loss = self.model(*to_device((inputs, labels), self.device))
+            loss = self.model(*to_device(microbatch, self.device))
             (loss * (self._scale / trained)).backward()
             loss_sum += loss.detach()
         return self._sum_over_ranks(loss_sum).item() / trained, trained
@@ -128,11 +126,10 @@ class TrainStep:
         return value
 
 
-def to_device(microbatch: Microbatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """inputs_bT and labels_bT as int64 tensors on `device`; copies to a GPU do not block."""
-    tensors = tuple(torch.from_numpy(array) for array in microbatch)
-    if device.type == "cuda":
-        return tensors[0].pin_memory().to(device, non_blocking=True), tensors[1].pin_memory().to(
-            device, non_blocking=True
-        )
-    return tensors[0], tensors[1]
+def to_device(microbatch: Microbatch, device: torch.device) -> tuple[torch.Tensor | None, ...]:
+    """The model's arguments on `device`, int64: inputs, labels and documents, or None; copies to a GPU do not
+    block."""
+    tensors = (None if array is None else torch.from_numpy(array) for array in microbatch)
+    if device.type != "cuda":
+        return tuple(tensors)
+    return tuple(None if x is None else x.pin_memory().to(device, non_blocking=True) for x in tensors)

@@ -1,0 +1,103 @@
+"""The one place that says which tokens may see which: causal order, sliding window, padding, documents of a packed row.
+
+Shapes: B batch, T sequence, S keys (cached and new), N = B * T tokens, D documents of all rows.
+"""
+
+import functools
+
+import torch
+
+MERGED = 128
+"""On a CPU short documents that follow one another are attended together, up to so many tokens, under a mask: a call a
+document would cost more than the scores that the mask throws away."""
+
+
+def attention_mask(
+    num_queries: int,
+    num_keys: int,
+    *,
+    window: int | None,
+    padding_B: torch.Tensor | None,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """Which keys each of the last `num_queries` positions sees: bool [T, S], or [B, 1, T, S] where prompts
+    are padded.
+
+    None where SDPA's own causal rule says the same, which keeps its fast path.
+
+    Args:
+        window: keys a query sees at most, itself included.
+        padding_B: number of padding tokens on the left of each row, or None.
+    """
+    if window is not None and num_keys <= window:
+        window = None
+    if window is None and padding_B is None and num_queries in (1, num_keys):
+        return None
+    keys_S = torch.arange(num_keys, device=device)
+    queries_T1 = keys_S[num_keys - num_queries :, None]
+    mask = keys_S <= queries_T1
+    if window is not None:
+        mask = mask & (keys_S > queries_T1 - window)
+    if padding_B is not None:
+        # A padding token sees itself, because a row that sees nothing is NaN; nobody sees it.
+        mask = (mask & (keys_S >= padding_B[:, None, None])) | (keys_S == queries_T1)
+        mask = mask[:, None]
+    return mask
+
+
+def document_positions(documents_BT: torch.Tensor) -> torch.Tensor:
+    """Each token's place in its document: int64 [B, T], 0 at every document's first token of a row."""
+    indices_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+    return indices_T - torch.where(_starts(documents_BT), indices_T, 0).cummax(1).values
+
+
+class Documents:
+    """The documents of a batch, for attention that never crosses their borders.
+
+    A plain class, because FSDP2's mixed precision casts what it finds in a block's inputs, tuples and dataclasses
+    included.
+    """
+
+    def __init__(self, documents_BT: torch.Tensor, *, window: int | None):
+        """`documents_BT`: integers [B, T]; a document is a run of equal ones in a row. `window`: as in a mask."""
+        self.documents_BT = documents_BT
+        self.window = window
+        starts_D = _starts(documents_BT).flatten().nonzero().flatten()
+        self.offsets = torch.cat((starts_D, starts_D.new_tensor([documents_BT.numel()]))).int()
+        """Where each document starts among the N tokens of all rows, and N at the end: int32 [D + 1]."""
+        torch._dynamo.mark_dynamic(self.offsets, 0)  # or compiled blocks would be compiled anew for every number
+
+    @functools.cached_property
+    def spans(self) -> list[tuple[int, torch.Tensor | None]]:
+        """The N tokens cut into (length, mask), none of which sees another: a document alone (without a mask where
+        causal order is all), or neighbours that are short."""
+        spans, together = [], []
+        for length in [*self.offsets.diff().tolist(), MERGED]:
+            if together and sum(together) + length > MERGED:
+                spans.append((sum(together), self._span_mask(together)))
+                together = []
+            together.append(length)
+        return spans
+
+    def mask(self) -> torch.Tensor:
+        """Who sees whom, in full: bool [B, 1, T, T]."""
+        sees_BTT = self.documents_BT[:, :, None] == self.documents_BT[:, None, :]
+        return (sees_BTT & self._order(self.documents_BT.shape[1]))[:, None]
+
+    def _span_mask(self, lengths: list[int]) -> torch.Tensor | None:
+        if len(lengths) == 1:
+            device = self.documents_BT.device
+            return attention_mask(lengths[0], lengths[0], window=self.window, padding_B=None, device=device)
+        return torch.block_diag(*(self._order(length).int() for length in lengths)).bool()
+
+    def _order(self, length: int) -> torch.Tensor:
+        """Causal order and sliding window alone: bool [T, T]."""
+        order_TT = torch.ones(length, length, dtype=torch.bool, device=self.documents_BT.device).tril()
+        return order_TT if self.window is None else order_TT.triu(1 - self.window)
+
+
+def _starts(documents_BT: torch.Tensor) -> torch.Tensor:
+    """Whether a document starts at a token: bool [B, T]."""
+    starts_BT = torch.ones_like(documents_BT, dtype=torch.bool)
+    starts_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    return starts_BT
