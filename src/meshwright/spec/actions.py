@@ -1,0 +1,164 @@
+"""The one place that says what a pipeline schedule is: every rank's actions in order, and which orders are legal.
+
+An action is what a stage does with a microbatch: F the forward pass, B the whole backward pass, or B in two parts: I
+the gradient of the stage's input, for which the stage before is waiting, and W the gradients of its weights, for which
+nobody is (Qi et al., "Zero Bubble Pipeline Parallelism", 2024).
+"""
+
+import csv
+import re
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+Kind = Literal["F", "B", "I", "W"]
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be made or cannot run."""
+
+
+class Action(NamedTuple):
+    """What one stage does with one microbatch."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @property
+    def needs(self) -> tuple[tuple["Action", ...], ...]:
+        """What must have been done before: one action of each group. Stage -1 and what lies behind the last stage do
+        not exist, and are left out by whoever knows the number of stages."""
+        kind, stage, microbatch = self
+        if kind == "F":
+            return ((Action("F", stage - 1, microbatch),),) if stage else ()
+        if kind == "W":
+            return ((Action("I", stage, microbatch),),)
+        later = (Action("B", stage + 1, microbatch), Action("I", stage + 1, microbatch))
+        return (Action("F", stage, microbatch),), later
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order in which every rank works; legal by construction."""
+
+    name: str
+    ranks: tuple[tuple[Action, ...], ...]
+    """Every rank's actions."""
+
+    def __post_init__(self) -> None:
+        _check_once(self)
+        in_order(self)
+
+    @cached_property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of every stage."""
+        found = {action.stage: rank for rank, actions in enumerate(self.ranks) for action in actions}
+        return tuple(found[stage] for stage in sorted(found))
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages over all ranks."""
+        return len(self.placement)
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """Number of microbatches in a step."""
+        return 1 + max(action.microbatch for actions in self.ranks for action in actions)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank, in the order of the model."""
+        return tuple(stage for stage, place in enumerate(self.placement) if place == rank)
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether any backward pass is split into I and W."""
+        return any(action.kind == "W" for actions in self.ranks for action in actions)
+
+    def needs(self, action: Action) -> tuple[tuple[Action, ...], ...]:
+        """What must have been done before `action`: one of each group."""
+        return tuple(group for group in action.needs if group[0].stage < self.num_stages)
+
+    def csv(self) -> str:
+        """The schedule as a file that `read_schedule` reads: a line per rank, a cell per action, such as 0F3."""
+        return "".join(",".join(map(str, actions)) + "\n" for actions in self.ranks)
+
+
+def read_schedule(path: Path) -> Schedule:
+    """A schedule of one's own: a line per rank, a cell per action (`0F3`: stage 0, forward, microbatch 3).
+
+    Empty cells mean nothing. It is the format of torch's pipelining runtime, computation alone.
+
+    Raises `ScheduleError` with line and cell.
+    """
+    try:
+        rows = [row for row in csv.reader(path.read_text().splitlines()) if row]
+    except OSError as error:
+        raise ScheduleError(f"schedule {path}: {error.strerror}") from error
+    ranks = tuple(
+        tuple(
+            _parse(cell.strip(), f"{path}:{line}, cell {column}") for column, cell in enumerate(row, 1) if cell.strip()
+        )
+        for line, row in enumerate(rows, 1)
+    )
+    if not all(ranks):
+        raise ScheduleError(f"schedule {path}: every rank needs a line with actions such as 0F0")
+    return Schedule(str(path), ranks)
+
+
+def _parse(cell: str, where: str) -> Action:
+    match = re.fullmatch(r"(\d+)([FBIW])(\d+)", cell)
+    if match is None:
+        raise ScheduleError(f"{where}: {cell!r} is no action; an action is stage, F, B, I or W, microbatch, as in 0F3")
+    stage, kind, microbatch = match.groups()
+    return Action(kind, int(stage), int(microbatch))  # type: ignore[arg-type]
+
+
+def in_order(schedule: Schedule) -> list[tuple[int, Action]]:
+    """(rank, action) for all actions, in an order in which they could be done one after another.
+
+    Ranks take turns of one action, so the order is close to that of time. Raises `ScheduleError` for a deadlock.
+    """
+    todo = [list(reversed(actions)) for actions in schedule.ranks]
+    done: set[Action] = set()
+    order: list[tuple[int, Action]] = []
+    while any(todo):
+        turn = [
+            (rank, actions[-1])
+            for rank, actions in enumerate(todo)
+            if actions and all(done.intersection(group) for group in schedule.needs(actions[-1]))
+        ]
+        if not turn:
+            rank, action = next((rank, actions[-1]) for rank, actions in enumerate(todo) if actions)
+            missing = next(group for group in schedule.needs(action) if not done.intersection(group))
+            raise ScheduleError(
+                f"schedule {schedule.name}: rank {rank} waits forever with {action} for "
+                f"{' or '.join(map(str, missing))}, which comes too late or never"
+            )
+        done.update(todo[rank].pop() for rank, _ in turn)
+        order += turn
+    return order
+
+
+def _check_once(schedule: Schedule) -> None:
+    """Raise unless every stage has one rank, and does every microbatch's forward and backward pass once."""
+    places = {(action.stage, rank) for rank, actions in enumerate(schedule.ranks) for action in actions}
+    where = Counter(stage for stage, _ in places)
+    stages = 1 + max(where, default=0)
+    for stage in range(stages):
+        if where[stage] != 1:
+            raise ScheduleError(f"schedule {schedule.name}: stage {stage} is on {where[stage]} ranks, not on one")
+    times = Counter(action for actions in schedule.ranks for action in actions)
+    for stage in range(stages):
+        for microbatch in range(schedule.num_microbatches):
+            forward, whole, inputs, weights = (times[Action(kind, stage, microbatch)] for kind in ("F", "B", "I", "W"))
+            if forward != 1 or (whole, inputs, weights) not in ((1, 0, 0), (0, 1, 1)):
+                raise ScheduleError(
+                    f"schedule {schedule.name}: stage {stage}, microbatch {microbatch} has {forward} F, {whole} B, "
+                    f"{inputs} I, {weights} W; it needs one F, and one B or one I and one W"
+                )

@@ -1,0 +1,280 @@
+"""The one place that makes pipeline schedules: who runs which microbatch of which stage when.
+
+| name                    | stages per rank | source                                                                   |
+|-------------------------|-----------------|--------------------------------------------------------------------------|
+| afab                    | 1               | Huang et al., "GPipe", 2019: all forward, all backward                   |
+| 1f1b                    | 1               | Narayanan et al., "Memory-Efficient Pipeline-Parallel Training", 2021    |
+| interleaved-1f1b        | any             | Narayanan et al., "Efficient Large-Scale Language Model Training", 2021  |
+| looped-bfs              | any             | Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2023                 |
+| interleaved-zero-bubble | any             | Qi et al., "Zero Bubble Pipeline Parallelism", 2024: ZB-H1, interleaved  |
+| zbv                     | 2               | Qi et al., 2024, section 6: ZB-V                                         |
+| dualpipev               | 2               | DeepSeek-AI, "DeepSeek-V3", 2024: DualPipe, cut in half                  |
+
+`spec/timeline.py` reads time, bubble and memory off a schedule.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from meshwright.spec.actions import Action, Kind, Schedule, ScheduleError, read_schedule
+
+NEAREST = 4096
+"""How far a legal number of microbatches is looked for."""
+
+
+class Step(NamedTuple):
+    """An action of a local order: (forward, backward or its parts; which of the rank's stages; which microbatch)."""
+
+    kind: Kind
+    chunk: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """A published schedule."""
+
+    generate: Callable[[int, int, int, int], Iterable[Step]]
+    """(rank, ranks, stages per rank, microbatches) -> what the rank does."""
+    stages_per_rank: int
+    """Usually."""
+    fixed: bool = False
+    """Whether no other number of stages per rank works."""
+    shape: Literal["loop", "v"] = "loop"
+    """loop: stages go round the ranks again and again. v: from the first rank to the last and back."""
+    fewest: Callable[[int, int], int] = lambda ranks, chunks: ranks
+    """(ranks, stages per rank) -> the fewest microbatches that it works with."""
+    rounds: bool = False
+    """Whether microbatches go in rounds of equal size, about as many as there are ranks."""
+
+    def problem(self, ranks: int, chunks: int, microbatches: int) -> str | None:
+        """Why it cannot be made of this many microbatches."""
+        fewest = self.fewest(ranks, chunks)
+        if microbatches < fewest:
+            return f"needs at least {fewest}, or ranks wait for nothing"
+        if self.rounds and chunks > 1 and microbatches % _rounds(ranks, microbatches):
+            return f"runs them in {_rounds(ranks, microbatches)} rounds of equal size, at least {ranks} each"
+        return None
+
+
+def build_schedule(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
+    """The schedule of a published name for `ranks` pipeline ranks, or the one in the file `name` ends in `.csv`.
+
+    `stages_per_rank`: None takes what is usual for the schedule.
+
+    Raises `ScheduleError`, which names what is nearest and legal.
+    """
+    if name.endswith(".csv"):
+        return _own_schedule(Path(name), ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    kind = schedule_kind(name)
+    chunks = stages_per_rank or kind.stages_per_rank
+    if kind.fixed and chunks != kind.stages_per_rank:
+        raise ScheduleError(f"schedule {name} has {kind.stages_per_rank} stage(s) per rank, not {chunks}")
+    problem = kind.problem(ranks, chunks, microbatches)
+    if problem:
+        raise ScheduleError(
+            f"schedule {name} with {ranks} ranks of {chunks} stage(s) and {microbatches} microbatches: it {problem}; "
+            f"the nearest number that works is {nearest_microbatches(name, ranks, microbatches, chunks)}"
+        )
+
+    def stage(rank: int, chunk: int) -> int:
+        return 2 * ranks - 1 - rank if kind.shape == "v" and chunk else chunk * ranks + rank
+
+    return Schedule(
+        name,
+        tuple(
+            tuple(Action(k, stage(rank, chunk), m) for k, chunk, m in kind.generate(rank, ranks, chunks, microbatches))
+            for rank in range(ranks)
+        ),
+    )
+
+
+def schedule_kind(name: str) -> ScheduleKind:
+    """The published schedule of this name; raises `ScheduleError`."""
+    if name not in SCHEDULES:
+        raise ScheduleError(f"unknown schedule {name!r}; there are {', '.join(SCHEDULES)}, or a file's name in .csv")
+    return SCHEDULES[name]
+
+
+def nearest_microbatches(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> int:
+    """The number of microbatches nearest to `microbatches` with which a published schedule works."""
+    kind = schedule_kind(name)
+    chunks = stages_per_rank or kind.stages_per_rank
+    around = (microbatches + sign * away for away in range(NEAREST) for sign in (1, -1))
+    return next(m for m in around if m > 0 and kind.problem(ranks, chunks, m) is None)
+
+
+def _own_schedule(path: Path, *, ranks: int, microbatches: int, stages_per_rank: int | None) -> Schedule:
+    schedule = read_schedule(path)
+    for what, asked, given in (
+        ("pipeline ranks", ranks, len(schedule.ranks)),
+        ("microbatches", microbatches, schedule.num_microbatches),
+        ("stages", stages_per_rank and stages_per_rank * ranks, schedule.num_stages),
+    ):
+        if asked and asked != given:
+            raise ScheduleError(f"schedule {path} is for {given} {what}, the run has {asked}")
+    return schedule
+
+
+# The published schedules. Each yields what one rank does.
+
+
+def _rounds(ranks: int, microbatches: int) -> int:
+    return max(1, microbatches // ranks)
+
+
+def _alternating(
+    rank: int, ranks: int, chunks: int, microbatches: int, *, ahead: int, split: bool = False
+) -> Iterator[Step]:
+    """Forward passes to fill the pipeline, then one forward and one backward pass in turn, then the backward passes.
+
+    A rank takes a round of microbatches through all its stages before the next round. It begins the backward passes
+    `ahead` forward passes earlier than the rank before it. With `split`, rank r does the W of r backward passes ago
+    after each I, so that all ranks hold as many microbatches as in 1F1B (ZB-H1).
+    """
+    size = microbatches // _rounds(ranks, microbatches) if chunks > 1 else microbatches
+    rounds = [range(start, start + size) for start in range(0, microbatches, size)]
+    forward = [(chunk, m) for some in rounds for chunk in range(chunks) for m in some]
+    backward = [(chunk, m) for some in rounds for chunk in reversed(range(chunks)) for m in some]
+    first = min((chunks - 1) * size + ahead * (ranks - 1 - rank), len(forward))
+    yield from (Step("F", *which) for which in forward[:first])
+    for i, which in enumerate(backward):
+        if first + i < len(forward):
+            yield Step("F", *forward[first + i])
+        yield Step("I" if split else "B", *which)
+        if split and i >= rank:
+            yield Step("W", *backward[i - rank])
+    if split:
+        yield from (Step("W", *which) for which in backward[max(0, len(backward) - rank) :])
+
+
+def _afab(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Step]:
+    yield from (Step("F", 0, m) for m in range(microbatches))
+    yield from (Step("B", 0, m) for m in range(microbatches))
+
+
+def _1f1b(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Step]:
+    return _alternating(rank, ranks, chunks, microbatches, ahead=1)
+
+
+def _interleaved_1f1b(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Step]:
+    return _alternating(rank, ranks, chunks, microbatches, ahead=2)
+
+
+def _interleaved_zero_bubble(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Step]:
+    return _alternating(rank, ranks, chunks, microbatches, ahead=1, split=True)
+
+
+def _looped_bfs(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Step]:
+    for chunk in range(chunks):
+        yield from (Step("F", chunk, m) for m in range(microbatches))
+    for chunk in reversed(range(chunks)):
+        yield from (Step("B", chunk, m) for m in reversed(range(microbatches)))
+
+
+class _Counted:
+    """Steps that number their microbatches themselves; W takes up the I that has waited longest."""
+
+    def __init__(self) -> None:
+        self._next: Counter[tuple[str, int]] = Counter()
+        self._waiting: list[tuple[int, int]] = []
+
+    def __call__(self, kinds: str, chunk: int) -> Iterator[Step]:
+        """A step of each of the `kinds` (F, B, I) for the stage `chunk`."""
+        for kind in kinds:
+            key = ("F" if kind == "F" else "B", chunk)
+            microbatch = self._next[key]
+            self._next[key] += 1
+            if kind == "I":
+                self._waiting.append((chunk, microbatch))
+            yield Step(kind, chunk, microbatch)  # type: ignore[arg-type]
+
+    def weights(self, chunk: int | None = None) -> Iterator[Step]:
+        """The W that has waited longest, of the stage `chunk` or of any; nothing where none waits."""
+        for place, (of, microbatch) in enumerate(self._waiting):
+            if chunk in (None, of):
+                del self._waiting[place]
+                yield Step("W", of, microbatch)
+                return
+
+
+def _zbv(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Step]:
+    """ZB-V for as many microbatches as fill the pipeline; those that do not exist are left out."""
+    return (step for step in _full_zbv(rank, ranks, max(2 * ranks - 1, microbatches)) if step.microbatch < microbatches)
+
+
+def _full_zbv(rank: int, ranks: int, microbatches: int) -> Iterator[Step]:
+    do = _Counted()
+    yield from do("F" * (2 * (ranks - rank) - 1), 0)
+    for _ in range(rank):
+        yield from do("F", 1)
+        yield from do("F", 0)
+    for _ in range(ranks - rank):
+        yield from do("FI", 1)
+        yield from do.weights(1)
+    begun = 2 * ranks - 1 - rank  # forward passes of the first stage so far; of the second there are `ranks`
+    for i in range(microbatches - ranks):
+        if begun + i < microbatches:
+            yield from do("F", 0)
+        yield from do("I", 0)
+        yield from do.weights(0)
+        yield from do("FI", 1)
+        yield from do.weights(1)
+    for _ in range(rank):
+        yield from do("I", 0)
+        yield from do("I", 1)
+    for _ in range(ranks - rank):
+        yield from do("I", 0)
+        yield from do.weights(0)
+    for chunk in (1, 0):
+        for _ in range(rank):
+            yield from do.weights(chunk)
+
+
+def _dualpipev(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Step]:
+    """As in DeepSeek's published code; its overlapped pairs of a forward and a backward pass come one by one."""
+    do, after = _Counted(), ranks - 1 - rank
+    yield from do("F" * (2 * after), 0)
+    for _ in range(rank + 1):
+        yield from do("F", 0)
+        yield from do("F", 1)
+    for _ in range(after):
+        yield from do("I", 1)
+        yield from do.weights()
+        yield from do("F", 1)
+    for _ in range(microbatches - 2 * ranks + rank + 1):
+        yield from do("F", 0)
+        yield from do("B", 1)
+        yield from do("F", 1)
+        yield from do("B", 0)
+    for _ in range(after):
+        yield from do("B", 1)
+        yield from do("F", 1)
+        yield from do("B", 0)
+    split_from = 2 * ((rank + 1) // 2) + (rank + 1) % 2  # of these backward passes the second half is split
+    for i in range(2 * (rank + 1)):
+        yield from do("I" if i >= split_from else "B", 1 - i % 2)
+    for _ in range(after):
+        yield from do.weights()
+        yield from do("I", 0)
+    for _ in range(rank + 1):
+        yield from do.weights()
+
+
+def _both(ranks: int, chunks: int) -> int:
+    return ranks * chunks
+
+
+SCHEDULES: dict[str, ScheduleKind] = {
+    "afab": ScheduleKind(_afab, 1, fixed=True),
+    "1f1b": ScheduleKind(_1f1b, 1, fixed=True),
+    "interleaved-1f1b": ScheduleKind(_interleaved_1f1b, 2, rounds=True),
+    "looped-bfs": ScheduleKind(_looped_bfs, 2),
+    "interleaved-zero-bubble": ScheduleKind(_interleaved_zero_bubble, 2, rounds=True),
+    "zbv": ScheduleKind(_zbv, 2, fixed=True, shape="v"),
+    "dualpipev": ScheduleKind(_dualpipev, 2, fixed=True, shape="v", fewest=_both),
+}
+"""The schedules that have a name."""

@@ -1,0 +1,132 @@
+"""The one place that reads off a schedule what it costs: time, bubble, activations held at once, and a picture."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.spec.actions import Action, Schedule, in_order
+
+DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCosts:
+    """Seconds, or any other unit, that one microbatch takes on each stage."""
+
+    forward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    """A whole backward pass B takes the sum of both."""
+    transfer: float = 0.0
+    """From the end of an action until a stage on another rank has its result. It keeps no rank from computing."""
+
+    @classmethod
+    def equal(cls, stages: int, *, transfer: float = 0.0) -> "StageCosts":
+        """Forward pass and either part of the backward pass take 1 on every stage, as in the schedules' papers."""
+        ones = (1.0,) * stages
+        return cls(forward=ones, backward_input=ones, backward_weight=ones, transfer=transfer)
+
+    def of(self, action: Action) -> float:
+        """What an action takes."""
+        if action.kind == "F":
+            return self.forward[action.stage]
+        weight = 0.0 if action.kind == "I" else self.backward_weight[action.stage]
+        return weight + (0.0 if action.kind == "W" else self.backward_input[action.stage])
+
+
+@dataclass(frozen=True)
+class Span:
+    """An action and when it runs."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A schedule in time: what `simulate` makes of it."""
+
+    schedule: Schedule
+    ranks: tuple[tuple[Span, ...], ...]
+
+    @property
+    def duration(self) -> float:
+        """From the first action's start to the last one's end, over all ranks."""
+        return max(spans[-1].end for spans in self.ranks)
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """The share of the step in which each rank waits, 0 to 1."""
+        busy = (sum(span.end - span.start for span in spans) for spans in self.ranks)
+        return tuple(1 - some / self.duration for some in busy)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time that is spent waiting."""
+        return sum(self.bubbles) / len(self.ranks)
+
+    def picture(self, *, unit: float = 1.0) -> str:
+        """Two lines per rank, a column per `unit` of time: the microbatch (0-9, a-z) above what is done with it.
+
+        F, B, I and W are the rank's first stage's, small letters its later stages'; dots are the bubble.
+        """
+        lines = []
+        for rank, spans in enumerate(self.ranks):
+            width = round(self.duration / unit)
+            above, below = [" "] * width, ["."] * width
+            first = self.schedule.stages_of(rank)[0]
+            for action, start, end in ((span.action, span.start, span.end) for span in spans):
+                for column in range(round(start / unit), round(end / unit)):
+                    above[column] = DIGITS[action.microbatch % len(DIGITS)]
+                    below[column] = action.kind if action.stage == first else action.kind.lower()
+            lines += [f"rank {rank:<3}{''.join(above)}".rstrip(), f"        {''.join(below)}"]
+        return "\n".join(lines)
+
+
+def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
+    """When every action runs, each as early as its rank's order and what it needs allow."""
+    free = [0.0] * len(schedule.ranks)
+    end: dict[Action, float] = {}
+    spans: list[list[Span]] = [[] for _ in schedule.ranks]
+    for rank, action in in_order(schedule):
+        start = free[rank]
+        for group in schedule.needs(action):
+            for needed in group:
+                if needed in end:
+                    away = schedule.placement[needed.stage] != rank
+                    start = max(start, end[needed] + (costs.transfer if away else 0.0))
+        free[rank] = end[action] = start + costs.of(action)
+        spans[rank].append(Span(action, start, free[rank]))
+    return Timeline(schedule, tuple(map(tuple, spans)))
+
+
+def peak_activations(
+    schedule: Schedule, activations: Sequence[float], *, until_weights: Sequence[float] | None = None
+) -> tuple[float, ...]:
+    """The most that each rank holds at once of what its stages keep from forward for backward passes.
+
+    Args:
+        activations: what one microbatch keeps on each stage from F until B or I, in bytes or any other unit.
+        until_weights: what it keeps from I until W; by default all of it.
+    """
+    until_weights = activations if until_weights is None else until_weights
+    peaks = []
+    for actions in schedule.ranks:
+        held = peak = 0.0
+        for kind, stage, _ in actions:
+            if kind == "F":
+                held += activations[stage]
+            elif kind == "B":
+                held -= activations[stage]
+            elif kind == "I":
+                held -= activations[stage] - until_weights[stage]
+            else:
+                held -= until_weights[stage]
+            peak = max(peak, held)
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """The most microbatches that each rank has begun and not finished at once, counted for each of its stages."""
+    return tuple(int(peak) for peak in peak_activations(schedule, [1] * schedule.num_stages))
