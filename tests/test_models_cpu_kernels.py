@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.models import cpu_kernels
-from meshwright.models.cpu_kernels import Linear, causal_attention, matmul, serves_attention
+from meshwright.models.cpu_kernels import Linear, causal_attention, gelu_tanh, matmul, serves_training
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -107,13 +107,30 @@ def test_attention(monkeypatch: pytest.MonkeyPatch, groups: int, length: int) ->
         assert error < 1.3 * usual_error < 0.02
 
 
-def test_attention_serves_training_in_bf16_only() -> None:
+def test_gelu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Value and gradient over several chunks: one rounding to bf16 for the value, two for the gradient."""
+    monkeypatch.setattr(cpu_kernels, "GELUS", 1000)
+    x, grad = ((4 * random(3, 700)).bfloat16() for _ in range(2))
+    y = gelu_tanh(x.requires_grad_())
+    y.backward(grad)
+    exact = x.detach().double().requires_grad_()
+    F.gelu(exact, approximate="tanh").backward(grad.double())
+    assert x.grad is not None
+    assert exact.grad is not None
+    unit = torch.finfo(torch.bfloat16).eps / 2
+    fp32 = 32 * torch.finfo(torch.float32).eps  # of the few operations on values up to 16 before the rounding
+    for found, true, roundings in ((y, F.gelu(exact, approximate="tanh"), 1), (x.grad, exact.grad, 2)):
+        slack = fp32 * (1 + grad.double().abs())
+        assert ((found.double() - true).abs() <= ((1 + unit) ** roundings - 1) * true.abs() + slack).all()
+
+
+def test_own_kernels_serve_training_in_bf16_only() -> None:
     q = random(1, 2, 4, 8)
-    assert serves_attention(q.bfloat16().requires_grad_())
-    assert not serves_attention(q.requires_grad_())
-    assert not serves_attention(q.bfloat16().detach())
+    assert serves_training(q.bfloat16().requires_grad_())
+    assert not serves_training(q.requires_grad_())
+    assert not serves_training(q.bfloat16().detach())
     with torch.no_grad():
-        assert not serves_attention(q.bfloat16().requires_grad_())
+        assert not serves_training(q.bfloat16().requires_grad_())
 
 
 def test_freed_memory_is_kept() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.models.cpu_kernels import Linear, causal_attention, serves_attention
+from meshwright.models.cpu_kernels import Linear, causal_attention, serves_training
 from meshwright.models.masks import Documents
 from meshwright.models.norm import build_norm
 from meshwright.models.rope import RopeTables, apply_rope
@@ -107,7 +107,7 @@ def scaled_dot_product(
         k_BGSK, v_BGSK = k_BGSK.repeat_interleave(repeats, 1), v_BGSK.repeat_interleave(repeats, 1)
         repeats = 1
     is_causal = mask is None and q_BHTK.shape[2] > 1
-    if is_causal and serves_attention(q_BHTK):
+    if is_causal and serves_training(q_BHTK):
         return causal_attention(q_BHTK, k_BGSK, v_BGSK)
     return F.scaled_dot_product_attention(
         q_BHTK, k_BGSK, v_BGSK, attn_mask=mask, is_causal=is_causal, enable_gqa=repeats > 1

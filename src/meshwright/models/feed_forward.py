@@ -1,13 +1,13 @@
 """The one place that computes the feed-forward layer: SwiGLU (Shazeer, 2020) or GPT-2's GELU.
 
-Shapes: B batch, T sequence, D hidden.
+Shapes: B batch, T sequence, D hidden, F feed-forward width.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.models.cpu_kernels import Linear
+from meshwright.models.cpu_kernels import Linear, gelu_tanh, serves_training
 from meshwright.spec.model import ModelSpec
 
 
@@ -23,5 +23,6 @@ class FeedForward(nn.Module):
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """[B, T, D] to [B, T, D]."""
         if self.w3 is None:
-            return self.w2(F.gelu(self.w1(x_BTD), approximate="tanh"))
+            h_BTF = self.w1(x_BTD)
+            return self.w2(gelu_tanh(h_BTF) if serves_training(h_BTF) else F.gelu(h_BTF, approximate="tanh"))
         return self.w2(F.silu(self.w1(x_BTD)) * self.w3(x_BTD))
