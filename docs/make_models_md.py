@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshwright.families import FAMILIES, PRESETS, parameter_table, resolve_model
+from meshwright.families import FAMILIES, PRESETS, active_parameters, parameter_table, resolve_model
 from meshwright.spec.model import ModelFields, ModelSpec
 
 PAGE = Path(__file__).with_name("models.md")
@@ -31,10 +31,31 @@ model: {name: qwen3-0.6b, num_layers: 8}
 [The recipe](recipe.md#model) lists the fields. What no field changes is what makes the family:
 """
 
+EXPERTS = """\
+
+## Mixtures of experts
+
+A router sends every token to a few of a layer's experts; the parameters that a token meets are *active*, and only they
+cost operations. No token is dropped: an expert takes all that are sent to it. Routing is computed in fp32 whatever the
+precision.
+
+The load-balancing loss (`model.balance_loss`, the coefficient) has Mixtral's form, the number of experts times the sum
+of each expert's share of the tokens and its mean probability, for each layer. It is taken over each sequence, and its
+mean over the sequences of the global batch joins the gradient. So it is the same however a batch is split into
+microbatches and ranks, which a loss over whole microbatches is not. The reported loss does not contain it.
+
+```yaml
+model: {family: mixtral, hidden: 512, num_layers: 8, num_heads: 8, ffn: 1024, num_experts: 8, experts_per_token: 2}
+```
+
+In Hugging Face directories every expert has tensors of its own, as transformers 4 and 5 both write them; in ours the
+experts of a layer are one tensor.
+"""
+
 
 def page() -> str:
     """The text of docs/models.md."""
-    return "\n".join([BEGIN, *_families(), "", *_presets()]) + "\n"
+    return "\n".join([BEGIN, *_families(), "", *_presets(), EXPERTS.rstrip()]) + "\n"
 
 
 def _families() -> Iterator[str]:
@@ -44,6 +65,7 @@ def _families() -> Iterator[str]:
         model = family.model({"hidden": 64, "num_layers": 1, "num_heads": 1, "vocab": 1, "max_positions": 1})
         norm = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}[model.norm]
         feed_forward = {"swiglu": "SwiGLU", "gelu_tanh": "GELU (tanh)"}[model.activation]
+        feed_forward += " experts" if model.num_experts else ""
         positions = {"rope": "rotary", "learned": "learned"}[model.positions]
         qk_norm = "RMSNorm each head" if model.qk_norm else "as they are"
         yield f"| `{name}` | {norm} | {feed_forward} | {positions} | {_biases(model)} | {qk_norm} |"
@@ -71,6 +93,9 @@ def _presets() -> Iterator[str]:
 def _notes(model: ModelSpec) -> str:
     """What a size has that its family leaves open."""
     notes = ["tied head"] if model.tied_embeddings else []
+    if model.num_experts:
+        active = active_parameters(model) / 1e9
+        notes.append(f"{model.experts_per_token} of {model.num_experts} experts a token: {active:.1f}B active")
     if model.sliding_window:
         notes.append(f"window {model.sliding_window}")
     if model.rope_scaling:

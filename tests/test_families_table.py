@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.families import PRESETS, parameter_table, resolve_model
+from meshwright.families import PRESETS, active_parameters, parameter_table, resolve_model
 from meshwright.spec.model import ModelFields
 
 # Totals published with the models (tied heads counted once).
@@ -42,7 +42,12 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
 }
+
+# Parameters that one token meets, in billions, as published with the models.
+ACTIVE = {"mixtral-8x7b": 12.9, "mixtral-8x22b": 39.2}
 
 
 def test_every_preset_is_pinned():
@@ -53,3 +58,14 @@ def test_every_preset_is_pinned():
 def test_published_parameter_counts(name, total):
     spec = resolve_model(ModelFields(name=name), base_dir=Path())
     assert sum(parameter.numel for parameter in parameter_table(spec)) == total
+
+
+@pytest.mark.parametrize(("name", "billions"), ACTIVE.items())
+def test_published_active_parameters(name, billions):
+    spec = resolve_model(ModelFields(name=name), base_dir=Path())
+    assert round(active_parameters(spec) / 1e9, 1) == billions
+
+
+def test_a_dense_model_is_active_as_a_whole():
+    spec = resolve_model(ModelFields(name="llama-3.2-1b"), base_dir=Path())
+    assert active_parameters(spec) == PUBLISHED["llama-3.2-1b"]

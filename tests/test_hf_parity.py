@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
+from transformers.models.mixtral import modeling_mixtral
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
@@ -35,6 +36,15 @@ CASES = {
     "qwen2-tied-window": {"family": "qwen2", **GROUPED, "tied_embeddings": True, "sliding_window": 7},
     "qwen3": {"family": "qwen3", **GROUPED, "head_dim": 16},
     "qwen3-tied-scaled": {"family": "qwen3", **GROUPED, **LLAMA_3, "tied_embeddings": True},
+    "mixtral": {"family": "mixtral", **GROUPED},
+    "mixtral-tied-window": {
+        "family": "mixtral",
+        **GROUPED,
+        "num_experts": 5,
+        "experts_per_token": 3,
+        "sliding_window": 7,
+        "tied_embeddings": True,
+    },
 }
 
 
@@ -58,6 +68,27 @@ def tokens(spec: ModelSpec) -> torch.Tensor:
     return torch.randint(spec.vocab, (2, LENGTH), generator=torch.Generator().manual_seed(7))
 
 
+def loaded_fp64(directory: Path):
+    """transformers' model; its experts one by one, for its fast kernel has no fp64."""
+    theirs = AutoModelForCausalLM.from_pretrained(directory).double().eval()
+    theirs.set_experts_implementation("eager")
+    return theirs
+
+
+def stored(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Under the names of files what transformers has fused in memory: all experts of a layer."""
+    found = {}
+    for name, tensor in gradients.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            found[name] = tensor
+            continue
+        prefix, kind = name.replace(".mlp.", ".block_sparse_moe.").rsplit(".", 1)
+        for e, matrix in enumerate(tensor):
+            gate_up = zip(("w1", "w3"), matrix.chunk(2), strict=True) if kind == "gate_up_proj" else [("w2", matrix)]
+            found |= {f"{prefix}.{e}.{module}.weight": part for module, part in gate_up}
+    return found | {name.replace(".mlp.gate.", ".block_sparse_moe.gate."): found[name] for name in found}
+
+
 def exported(spec: ModelSpec, directory: Path, dtype=torch.float32, **options) -> Decoder:
     model = ours(spec)
     export_hf(model.named_parameters(), spec, directory, tokenizer_dir=None, dtype=dtype, **options)
@@ -65,15 +96,24 @@ def exported(spec: ModelSpec, directory: Path, dtype=torch.float32, **options) -
 
 
 @pytest.fixture
-def exact_norms(monkeypatch):
-    """transformers' RMSNorm rounds to fp32 whatever the model's dtype; here it keeps fp64, all else untouched."""
+def exact(monkeypatch):
+    """transformers' RMSNorm and routers round to fp32 whatever the model's dtype; here they keep fp64, all else
+    untouched."""
 
     def forward(self, x):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
+    def route(self, x):
+        logits = torch.nn.functional.linear(x.flatten(0, -2), self.weight)
+        scores, experts = logits.softmax(-1).topk(self.top_k)
+        return logits, scores / scores.sum(-1, keepdim=True), experts
+
+    monkeypatch.setattr(modeling_mixtral.MixtralTopKRouter, "forward", route)
+
     norms = (
         modeling_llama.LlamaRMSNorm,
         modeling_mistral.MistralRMSNorm,
+        modeling_mixtral.MixtralRMSNorm,
         modeling_qwen2.Qwen2RMSNorm,
         modeling_qwen3.Qwen3RMSNorm,
     )
@@ -82,10 +122,10 @@ def exact_norms(monkeypatch):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_our_export_computes_the_same_in_transformers_fp64(name, tmp_path, exact_norms):
+def test_our_export_computes_the_same_in_transformers_fp64(name, tmp_path, exact):
     spec = case_spec(name)
     model = exported(spec, tmp_path / "hf", prove=False).double()
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").double().eval()
+    theirs = loaded_fp64(tmp_path / "hf")
     batch = tokens(spec)
     with torch.no_grad():
         found, expected = model(batch), theirs(batch).logits
@@ -113,19 +153,23 @@ def test_their_model_computes_the_same_here_fp32(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_equal_transformers(name, tmp_path, exact_norms):
+def test_gradients_equal_transformers(name, tmp_path, exact):
     spec = case_spec(name)
     model = exported(spec, tmp_path / "hf", prove=False).double()
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").double()
+    theirs = loaded_fp64(tmp_path / "hf")
     batch, labels = tokens(spec), tokens(spec).roll(-1, 1)
     model(batch, labels).backward()
     logits = theirs(batch).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
-    expected = {name: p.grad for name, p in theirs.named_parameters()}
+    expected = stored({name: p.grad for name, p in theirs.named_parameters()})
     # Of the largest gradient of all, because some are zero but for rounding (a key's bias moves no attention).
     largest = max(grad.abs().max().item() for grad in expected.values())
     for key, place in hf_tensors(spec).items():
         grad = model.get_parameter(key).grad
+        if place.experts is not None:
+            part = torch.stack([expected[expert] for expert in place.keys])
+            torch.testing.assert_close(grad, part, rtol=0, atol=1e-13 * largest)
+            continue
         whole = expected[place.key].t() if place.transposed else expected[place.key]
         part = whole[place.offset : place.offset + grad.shape[0]]
         torch.testing.assert_close(grad, part, rtol=0, atol=1e-13 * largest)

@@ -11,7 +11,7 @@ from meshwright.families import PRESETS, parameter_table, resolve_model
 from meshwright.models import Cache, build_model, initialize
 from meshwright.spec.model import ModelFields
 
-FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3"]
+FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral"]
 TINY = {"hidden": 32, "num_layers": 2, "num_heads": 4, "vocab": 97, "ffn": 48}
 
 
@@ -98,7 +98,8 @@ def test_no_token_sees_what_it_must_not(family):
     model, tokens = built(spec), random_tokens(1, 24)
     changed = tokens.clone()
     changed[0, 10] = (changed[0, 10] + 1) % 97
-    moved = (model(tokens) - model(changed)).abs().amax(-1)[0] > 0
+    # More than rounding, for an expert's products may be summed in another order beside other tokens.
+    moved = (model(tokens) - model(changed)).abs().amax(-1)[0] > 1e-12
     assert not moved[:10].any()
     assert moved[10]
     reach = (spec.sliding_window - 1) * spec.num_layers if spec.sliding_window else 24
@@ -148,11 +149,12 @@ def test_recomputing_blocks_changes_no_bit(family):
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler asks for it, and hides it elsewhere
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_block_compiles_without_graph_breaks(family):
+    """But for experts, whose loads decide the shapes: there a compiled block has a break."""
     spec, tokens = windowed(family), random_tokens(2, 12)
     plain, compiled = built(spec), built(spec)
     torch._dynamo.reset()
     for block in compiled.layers.values():
-        block.compile(fullgraph=True, backend="aot_eager")
+        block.compile(fullgraph=spec.num_experts == 0, backend="aot_eager")
     for model in (plain, compiled):
         model(tokens, tokens).backward()
     for (name, parameter), expected in zip(compiled.named_parameters(), plain.parameters(), strict=True):

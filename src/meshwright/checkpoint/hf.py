@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from meshwright.checkpoint.hf_proof import prove_export
 from meshwright.checkpoint.tensor_files import DTYPES, StoredTensor, TensorFileWriter, read_header
-from meshwright.families import FAMILIES, HfTensor, hf_tensors, model_to_hf_config, parameter_table
+from meshwright.families import FAMILIES, hf_tensors, model_to_hf_config, parameter_table
 from meshwright.models import Decoder, build_model
 from meshwright.spec.model import ModelSpec
 
@@ -47,20 +47,29 @@ class HfWeights:
         self._places = hf_tensors(spec)
         self._handles: dict[Path, Any] = {}
         stored, where = _stored_tensors(directory)
-        self._tensors = {name: _find(stored, name, place, spec, where) for name, place in self._places.items()}
-        _refuse_unknown(stored, {key for key, _ in self._tensors.values()}, spec)
+        self._tensors = {
+            name: [_find(stored, key, name, place.shape, spec, where) for key in place.keys]
+            for name, place in self._places.items()
+        }
+        _refuse_unknown(stored, {key for found in self._tensors.values() for key, _ in found}, spec)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of our parameter `name` in our orientation and the file's dtype, on the CPU.
 
         Only those rows are read from disk.
         """
-        place, (key, tensor) = self._places[name], self._tensors[name]
-        if tensor.file not in self._handles:
-            self._handles[tensor.file] = safe_open(tensor.file, framework="pt")
-        lazy = self._handles[tensor.file].get_slice(key)
+        place, tensors = self._places[name], self._tensors[name]
+        if place.experts is not None:
+            experts = [self._slice(*tensor)[:] for tensor in tensors[start:stop]]
+            return torch.stack(experts) if experts else self._slice(*tensors[0])[:0].new_empty(0, *place.shape)
+        lazy = self._slice(*tensors[0])
         rows = slice(place.offset + start, place.offset + stop)
         return lazy[:, rows].t() if place.transposed else lazy[rows]
+
+    def _slice(self, key: str, tensor: StoredTensor) -> Any:
+        if tensor.file not in self._handles:
+            self._handles[tensor.file] = safe_open(tensor.file, framework="pt")
+        return self._handles[tensor.file].get_slice(key)
 
 
 def _stored_tensors(directory: Path) -> tuple[dict[str, StoredTensor], Path]:
@@ -96,17 +105,17 @@ def _from_index(index: Path) -> dict[str, StoredTensor]:
 
 
 def _find(
-    stored: Mapping[str, StoredTensor], name: str, place: HfTensor, spec: ModelSpec, where: Path
+    stored: Mapping[str, StoredTensor], full: str, name: str, shape: tuple[int, ...], spec: ModelSpec, where: Path
 ) -> tuple[str, StoredTensor]:
-    """The stored tensor that holds our parameter `name`, and the name it is stored under."""
-    bare = place.key.removeprefix(FAMILIES[spec.family].hf_prefix)
-    key = next((key for key in (place.key, bare) if key in stored), None)
+    """The stored tensor `full`, which holds our parameter `name`, and the name it is stored under."""
+    bare = full.removeprefix(FAMILIES[spec.family].hf_prefix)
+    key = next((key for key in (full, bare) if key in stored), None)
     if key is None:
-        raise ValueError(f"{where} has no tensor {place.key}, which {spec.family} needs for {name}")
+        raise ValueError(f"{where} has no tensor {full}, which {spec.family} needs for {name}")
     tensor = stored[key]
-    if tensor.shape != place.shape:
+    if tensor.shape != shape:
         raise ValueError(
-            f"{tensor.file}: tensor {key} has shape {list(tensor.shape)}, but config.json asks for {list(place.shape)}"
+            f"{tensor.file}: tensor {key} has shape {list(tensor.shape)}, but config.json asks for {list(shape)}"
         )
     if tensor.dtype not in DTYPES:
         raise ValueError(f"{tensor.file}: tensor {key} is {tensor.dtype}; only {', '.join(DTYPES)} are supported")
@@ -189,6 +198,9 @@ def _as_stored(parameters: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec) 
         if missing.pop(name, None) != tuple(tensor.shape):
             raise ValueError(f"export: {name} of shape {list(tensor.shape)} is not expected, or came twice")
         place = places[name]
+        if place.experts is not None:
+            yield from zip(place.keys, tensor.detach().unbind(), strict=True)
+            continue
         parts = waiting.setdefault(place.key, {})
         parts[place.offset] = tensor.detach()
         if sum(len(part) for part in parts.values()) == place.shape[-1 if place.transposed else 0]:
@@ -203,7 +215,7 @@ def _write_weights(
     tensors: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec, directory: Path, dtype: torch.dtype, shard_bytes: int
 ) -> None:
     """One file, or several with their index. All are open at once, because tensors come in any order."""
-    shapes = {place.key: place.shape for place in hf_tensors(spec).values()}
+    shapes = {key: place.shape for place in hf_tensors(spec).values() for key in place.keys}
     sizes = {key: prod(shape) * dtype.itemsize for key, shape in shapes.items()}
     shards = _plan_shards(sizes, shard_bytes)
     files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]

@@ -17,7 +17,7 @@ from meshwright.data.packing import ConcatenatedSamples
 from meshwright.data.prepare import find_tokenizer
 from meshwright.data.sources import SourceFile, find_files, read_documents
 from meshwright.data.tokenizer import TextTokenizer, train_tokenizer
-from meshwright.families import parameter_table, pretrained_directory, resolve_model
+from meshwright.families import active_parameters, parameter_table, pretrained_directory, resolve_model
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.recipe import RecipeError, line_of
 from meshwright.spec.run import Run
@@ -126,6 +126,7 @@ def _model_facts(recipe: Run, model: ModelSpec) -> dict[str, Any]:
     return {
         "name": recipe.model.name or model.family,
         "parameters": sum(row.numel for row in table),
+        "active_parameters": active_parameters(model),
         "parameters_in_blocks": sum(row.numel for row in table if row.name.startswith("layers.")),
         **model.model_dump(mode="json"),
     }
@@ -176,9 +177,10 @@ def _stream(texts: list[str], tokenizer: TextTokenizer) -> np.ndarray:
 def _report(facts: dict[str, Any]) -> Iterator[str]:
     """The facts as lines for people."""
     if model := facts.get("model"):
+        active = f", {short(model['active_parameters'])} active a token" if model["num_experts"] else ""
         yield (
             f"model      {model['name']}: {short(model['parameters'])} parameters "
-            f"({short(model['parameters_in_blocks'])} in blocks); {model['num_layers']} layers, "
+            f"({short(model['parameters_in_blocks'])} in blocks{active}); {model['num_layers']} layers, "
             f"width {model['hidden']}, {model['num_heads']} heads, vocabulary {model['vocab']}"
         )
     if layout := facts.get("layout"):

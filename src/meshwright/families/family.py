@@ -8,6 +8,9 @@ from meshwright.spec.model import ModelFields, ModelSpec
 
 GATED_MULTIPLE = 256
 
+EXPERT_FIELDS = frozenset({"num_experts", "experts_per_token", "expert_ffn", "balance_loss"})
+"""Fields of `ModelFields` that only families of experts have."""
+
 
 def gated_ffn(hidden: int) -> int:
     """Default width of a SwiGLU layer: 8/3 of the hidden width, rounded up to a multiple of 256, so that
@@ -33,7 +36,7 @@ class Family:
     """Fields of `ModelSpec` that a recipe may change and need not give."""
     default_ffn: Callable[[int], int]
     """Width of the feed-forward layer from the hidden width."""
-    unavailable: frozenset[str] = frozenset()
+    unavailable: frozenset[str] = EXPERT_FIELDS
     """Fields of `ModelFields` that this family does not have."""
     presets: Mapping[str, ModelFields]
     """Published sizes by lower-case name. What a preset leaves out follows from the rest of it."""
@@ -48,7 +51,7 @@ class Family:
     """Keys that must have one of these values where they are given; the first is what is written."""
     hf_modules: Mapping[str, str]
     """Our module -> the module that holds it in a checkpoint, `{i}` for the layer. Modules that share one are stacked
-    there, rows below rows, in the parameter table's order."""
+    there, rows below rows, in the parameter table's order. With `{e}` each expert has a module of its own there."""
     hf_prefix: str
     """What a checkpoint saved from the model without its head leaves out of its names."""
     hf_transposed: frozenset[str] = frozenset()
@@ -70,9 +73,15 @@ class Family:
             "head_dim": hidden // num_heads,
             "ffn": self.default_ffn(hidden),
         }
+        if "num_experts" in self.defaults:
+            follows["expert_ffn"] = given.get("ffn", follows["ffn"])
+            if "expert_ffn" in self.unavailable:  # because experts are always as wide as ffn says
+                given = {**given, "expert_ffn": follows["expert_ffn"]}
         spec = ModelSpec.model_validate({"family": self.name, **follows, **self.switches, **self.defaults, **given})
         if spec.num_heads % spec.num_kv_heads:
             raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={spec.num_kv_heads}")
         if spec.positions == "rope" and spec.head_dim % 2:
             raise ValueError(f"head_dim={spec.head_dim} is odd, but rotary embeddings turn pairs")
+        if spec.experts_per_token > spec.num_experts:
+            raise ValueError(f"experts_per_token={spec.experts_per_token} of num_experts={spec.num_experts}: too many")
         return spec

@@ -1,6 +1,6 @@
 """The one place that knows GPT-2 (Radford et al., "Language Models are Unsupervised Multitask Learners")."""
 
-from meshwright.families.family import Family, four_times
+from meshwright.families.family import EXPERT_FIELDS, Family, four_times
 from meshwright.spec.model import ModelFields
 
 
@@ -27,7 +27,7 @@ GPT2 = Family(
     },
     defaults={"max_positions": 1024, "norm_eps": 1e-5, "tied_embeddings": True, "init_std": 0.02},
     default_ffn=four_times,
-    unavailable=frozenset({"num_kv_heads", "head_dim", "rope_theta", "rope_scaling", "sliding_window"}),
+    unavailable=EXPERT_FIELDS | {"num_kv_heads", "head_dim", "rope_theta", "rope_scaling", "sliding_window"},
     presets={
         "gpt2": _size(768, 12, 12),
         "gpt2-medium": _size(1024, 24, 16),

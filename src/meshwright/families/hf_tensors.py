@@ -12,16 +12,23 @@ from meshwright.spec.model import ModelSpec
 @dataclass(frozen=True, kw_only=True)
 class HfTensor:
     """Where a parameter lies: in tensor `key` (in its transpose, where `transposed`), from row `offset`
-    on."""
+    on; or, where it holds all experts of a layer, in one tensor for each."""
 
     key: str
-    """Name of the stored tensor."""
+    """Name of the stored tensor, `{e}` for the expert."""
     shape: tuple[int, ...]
     """Shape of the stored tensor, as stored."""
+    experts: int | None = None
+    """Number of stored tensors that our parameter stacks along a dim of its own, its first; None: it does not."""
     transposed: bool = False
     """The tensor is stored (in, out); ours are (out, in)."""
     offset: int = 0
     """First row, in our orientation, that belongs to this parameter: several may share a stored tensor."""
+
+    @property
+    def keys(self) -> list[str]:
+        """Names of all stored tensors."""
+        return [self.key] if self.experts is None else [self.key.format(e=e) for e in range(self.experts)]
 
 
 def hf_tensors(spec: ModelSpec) -> dict[str, HfTensor]:
@@ -39,6 +46,10 @@ def hf_tensors(spec: ModelSpec) -> dict[str, HfTensor]:
     places = {}
     for parameter in table:
         key = keys[parameter.name]
+        if "{e}" in key:
+            experts, *shape = parameter.shape
+            places[parameter.name] = HfTensor(key=key, shape=tuple(shape), experts=experts)
+            continue
         *_, module, kind = key.split(".")
         transposed = kind == "weight" and module in family.hf_transposed
         shape = (rows[key], *parameter.shape[1:])
@@ -57,4 +68,4 @@ def _hf_key(family: Family, name: str) -> str:
     if layer is None:
         return f"{family.hf_modules[module]}.{kind}"
     stored = family.hf_modules["layers.{i}." + module[layer.end() :]]
-    return f"{stored.format(i=layer[1])}.{kind}"
+    return f"{stored.replace('{i}', layer[1])}.{kind}"

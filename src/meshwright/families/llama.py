@@ -1,7 +1,7 @@
 """The one place that knows Llama 2, 3, 3.1, 3.2 (Touvron et al., 2023; Dubey et al., "The Llama 3 Herd of
 Models", 2024), and what every family built like it shares."""
 
-from meshwright.families.family import Family, gated_ffn
+from meshwright.families.family import EXPERT_FIELDS, Family, gated_ffn
 from meshwright.spec.model import ModelFields, RopeScaling
 
 SWITCHES = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope"}
@@ -75,7 +75,7 @@ LLAMA = Family(
     switches=SWITCHES,
     defaults={"max_positions": 8192, "norm_eps": 1e-5, "rope_theta": 10000.0},
     default_ffn=gated_ffn,
-    unavailable=frozenset({"sliding_window"}),
+    unavailable=EXPERT_FIELDS | {"sliding_window"},
     presets={
         "llama-2-7b": sized(LLAMA_2, 4096, 32, 32, 11008),
         "llama-2-13b": sized(LLAMA_2, 5120, 40, 40, 13824),

@@ -20,6 +20,8 @@ def dim_sizes(spec: ModelSpec) -> dict[str, int]:
         "head_dim": spec.head_dim,
         "ffn": spec.ffn,
         "positions": spec.max_positions,
+        "experts": spec.num_experts,
+        "expert_ffn": spec.expert_ffn,
     }
 
 
@@ -31,6 +33,17 @@ def parameter_table(spec: ModelSpec) -> tuple[Parameter, ...]:
     variance does not grow with depth (Radford et al., 2019). Norms start at one, biases at zero.
     """
     return tuple(_rows(spec))
+
+
+def active_parameters(spec: ModelSpec) -> int:
+    """Parameters that one token meets: all but the experts that it is not sent to."""
+    return sum(active_numel(spec, row) for row in parameter_table(spec))
+
+
+def active_numel(spec: ModelSpec, row: Parameter) -> int:
+    """Elements of one parameter that one token meets."""
+    per_expert = row.dims[0] == "experts" and len(row.dims) == 3
+    return row.numel // spec.num_experts * spec.experts_per_token if per_expert else row.numel
 
 
 def _rows(spec: ModelSpec) -> Iterator[Parameter]:
@@ -65,6 +78,12 @@ def _rows(spec: ModelSpec) -> Iterator[Parameter]:
             yield from norm(f"{attention}.q_norm", "head_dim")
             yield from norm(f"{attention}.k_norm", "head_dim")
         yield from norm(f"{feed_forward}_norm")
+        if spec.is_moe(i):
+            yield row(f"{feed_forward}.router.weight", "experts", "embed")
+            yield row(f"{feed_forward}.experts.w1.weight", "experts", "expert_ffn", "embed")
+            yield row(f"{feed_forward}.experts.w2.weight", "experts", "embed", "expert_ffn", std=residual_std)
+            yield row(f"{feed_forward}.experts.w3.weight", "experts", "expert_ffn", "embed")
+            continue
         yield from linear(f"{feed_forward}.w1", "ffn", "embed", spec.ffn_bias)
         yield from linear(f"{feed_forward}.w2", "embed", "ffn", spec.ffn_bias, residual_std)
         if spec.activation == "swiglu":

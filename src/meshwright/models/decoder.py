@@ -11,6 +11,7 @@ from meshwright.models.attention import Attention, LayerCache, Mask
 from meshwright.models.feed_forward import FeedForward
 from meshwright.models.loss import linear_cross_entropy
 from meshwright.models.masks import Documents, attention_mask, document_positions
+from meshwright.models.moe import MoE
 from meshwright.models.norm import build_norm
 from meshwright.models.rope import RopeTables, rope_tables
 from meshwright.spec.model import ModelSpec
@@ -19,12 +20,12 @@ from meshwright.spec.model import ModelSpec
 class Block(nn.Module):
     """One layer: attention and feed-forward, each after a norm and added to the residual stream."""
 
-    def __init__(self, spec: ModelSpec):
+    def __init__(self, spec: ModelSpec, layer: int):
         super().__init__()
         self.attention_norm = build_norm(spec, spec.hidden)
         self.attention = Attention(spec)
         self.feed_forward_norm = build_norm(spec, spec.hidden)
-        self.feed_forward = FeedForward(spec)
+        self.feed_forward = MoE(spec, layer) if spec.is_moe(layer) else FeedForward(spec)
 
     def forward(
         self,
@@ -62,7 +63,7 @@ class Decoder(nn.Module):
         self.tok_embeddings = nn.Embedding(spec.vocab, spec.hidden)
         learned = spec.positions == "learned"
         self.pos_embeddings = nn.Embedding(spec.max_positions, spec.hidden) if learned else None
-        self.layers = nn.ModuleDict({str(i): Block(spec) for i in range(spec.num_layers)})
+        self.layers = nn.ModuleDict({str(i): Block(spec, i) for i in range(spec.num_layers)})
         self.norm = build_norm(spec, spec.hidden)
         self.output = None if spec.tied_embeddings else nn.Linear(spec.hidden, spec.vocab, bias=False)
 

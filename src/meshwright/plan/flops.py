@@ -6,14 +6,16 @@ an addition are two operations; the backward pass is twice the forward pass. Att
 kernel may skip half of it; recomputation, norms, activations, the embedding's look-up and the optimizer do not count.
 """
 
-from meshwright.families import parameter_table
+from meshwright.families.table import active_numel, parameter_table
 from meshwright.spec.model import ModelSpec
 
 
 def matmul_parameters(spec: ModelSpec) -> int:
-    """Parameters that every token is multiplied by: all matrices and the head, tied or not, without embeddings."""
+    """Parameters that every token is multiplied by: all matrices and the head, tied or not, without embeddings and
+    without the experts that it is not sent to."""
     looked_up = {"pos_embeddings.weight"} | (set() if spec.tied_embeddings else {"tok_embeddings.weight"})
-    return sum(row.numel for row in parameter_table(spec) if len(row.shape) == 2 and row.name not in looked_up)
+    matrices = (row for row in parameter_table(spec) if len(row.shape) >= 2 and row.name not in looked_up)
+    return sum(active_numel(spec, row) for row in matrices)
 
 
 def attention_flops_per_token(spec: ModelSpec, sequence_length: int) -> int:

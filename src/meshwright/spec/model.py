@@ -32,7 +32,7 @@ class ModelFields(Spec):
     weights: Literal["random", "pretrained"] = "random"
     """Where training starts: freshly drawn weights, or the Hugging Face directory's."""
     family: str | None = None
-    """Architecture when no name is given: gpt2, llama, mistral, qwen2 or qwen3."""
+    """Architecture when no name is given: gpt2, llama, mistral, qwen2, qwen3 or mixtral."""
     hidden: int | None = Field(default=None, ge=1)
     """Width of the residual stream."""
     num_layers: int | None = Field(default=None, ge=1)
@@ -61,12 +61,20 @@ class ModelFields(Spec):
     """Use the embedding matrix as the output head as well."""
     init_std: float | None = Field(default=None, gt=0)
     """Standard deviation of freshly drawn matrices."""
+    num_experts: int | None = Field(default=None, ge=1)
+    """Experts that the router chooses from (mixtral, qwen3_moe, deepseek_v3)."""
+    experts_per_token: int | None = Field(default=None, ge=1)
+    """Experts that each token is sent to."""
+    expert_ffn: int | None = Field(default=None, ge=1)
+    """Width of one expert; default ffn. In mixtral always ffn."""
+    balance_loss: float | None = Field(default=None, ge=0)
+    """Coefficient of the load-balancing loss, which joins the gradient but not the reported loss; 0 switches it off."""
 
 
 class ModelSpec(Spec):
     """A model, complete: everything that families, models and planner need, no defaults left to guess."""
 
-    family: Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"]
+    family: Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral"]
     hidden: int
     num_layers: int
     num_heads: int
@@ -90,6 +98,20 @@ class ModelSpec(Spec):
     sliding_window: int | None = None
     tied_embeddings: bool = False
     init_std: float = 0.02
+    num_experts: int = 0
+    """Experts that the router chooses from; 0: every layer is dense."""
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    """Width of one expert."""
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    """What the router's logits become: probabilities over all experts, or a score of each by itself."""
+    router_normalised: bool = False
+    """The chosen experts' scores are divided by their sum."""
+    balance_loss: float = 0.0
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether the feed-forward of layer `layer` consists of experts."""
+        return self.num_experts > 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from torch import nn
 
 from meshwright.data.loader import Microbatch
 from meshwright.models.loss import IGNORED
+from meshwright.optim.balance import ExpertBalance
 from meshwright.optim.build import Optimizers
 from meshwright.optim.clip import global_gradient_norm, scale_gradients
 from meshwright.optim.loss_scale import LossScaler
@@ -59,6 +60,7 @@ class TrainStep:
         self.run, self.training = run, run.training
         self.model, self.parameters, self.optimizers, self.masters = model, parameters, optimizers, masters
         self.device, self.repeats_loss = device, repeats_loss
+        self.balance = ExpertBalance(model)
         self.scaler = LossScaler() if run.training.precision == "fp16" else None
 
     def __call__(self, step: int, microbatches: Sequence[Microbatch]) -> StepResult:
@@ -93,6 +95,8 @@ class TrainStep:
         """
         here = sum(int((microbatch.labels != IGNORED).sum()) for microbatch in microbatches)
         trained = max(1, int(self._sum_over_ranks(torch.tensor(here, device=self.device))))
+        sequences = sum(len(microbatch.inputs) for microbatch in microbatches) * self.run.layout.data_parallel
+        self.balance.begin(self._scale / sequences)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, microbatch in enumerate(microbatches):
             set_gradient_sync(self.model, self.run.layout, last_microbatch=index == len(microbatches) - 1)

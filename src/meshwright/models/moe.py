@@ -1,0 +1,162 @@
+"""The one place for mixtures of experts: routing, the experts' products, and what keeps their load even.
+
+Shapes: B batch, T sequence, D hidden, N = B T tokens, E experts, K experts of a token, M = N K rows, each the copy of
+a token for one of its experts, I in, O out.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright.spec.model import ModelSpec
+
+
+class Router(nn.Module):
+    """Chooses each token's experts and what their outputs are weighed by; keeps account of every expert's load."""
+
+    def __init__(self, spec: ModelSpec, layer: int):
+        super().__init__()
+        self.spec = spec
+        self.layer = layer
+        self.weight = nn.Parameter(torch.empty(spec.num_experts, spec.hidden))
+        self.sequence_weight = 0.0
+        """What the balance loss of one sequence is multiplied by when it joins the gradient: the trainer's share of one
+        sequence in the global batch. 0 leaves it out."""
+        self.load_E: torch.Tensor | None = None
+        """Tokens sent to each expert in all backward passes since `take_load`, int64."""
+
+    def forward(self, x_BTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Route every token, in fp32 (fp64 in fp64), for a rounded score may choose another expert.
+
+        Returns:
+            the chosen experts' weights [B, T, K], the experts [B, T, K], int64, and how many tokens of each
+            sequence go to each expert [B, E], int64.
+        """
+        wide = torch.promote_types(x_BTD.dtype, torch.float32)
+        logits_BTE = F.linear(x_BTD.to(wide), self.weight.to(wide))
+        scores_BTE = logits_BTE.softmax(-1) if self.spec.router_scores == "softmax" else logits_BTE.sigmoid()
+        experts_BTK = scores_BTE.topk(self.spec.experts_per_token, dim=-1).indices
+        weights_BTK = scores_BTE.gather(-1, experts_BTK)
+        if self.spec.router_normalised:
+            weights_BTK = weights_BTK / weights_BTK.sum(-1, keepdim=True)
+        chosen_BM = experts_BTK.flatten(1)
+        counts_BE = chosen_BM.new_zeros(len(x_BTD), self.spec.num_experts)
+        counts_BE.scatter_add_(1, chosen_BM, torch.ones_like(chosen_BM))
+        weights_BTK = _JoinBackward.apply(weights_BTK, self._balance_loss(scores_BTE, counts_BE), self, counts_BE)
+        assert isinstance(weights_BTK, torch.Tensor)
+        return weights_BTK, experts_BTK, counts_BE
+
+    def _balance_loss(self, scores_BTE: torch.Tensor, counts_BE: torch.Tensor) -> torch.Tensor | None:
+        """E sum_i f_i P_i of every sequence, summed (Fedus et al., "Switch Transformers", 2021, eq. 4, as Mixtral has
+        it): f_i is the share of the sequence's tokens that expert i gets, of all K choices (so they sum to K), and P_i
+        the mean of its probability. Only P has a gradient.
+
+        Each sequence counts by itself, so that how a batch is split into microbatches and ranks changes nothing.
+        """
+        if self.sequence_weight * self.spec.balance_loss == 0 or not torch.is_grad_enabled():
+            return None
+        counts_BE = self.sum_over_sequence(counts_BE)
+        length_B1 = counts_BE.sum(-1, keepdim=True) / self.spec.experts_per_token
+        probabilities_BTE = scores_BTE
+        if self.spec.router_scores == "sigmoid":
+            probabilities_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
+        shares_BE = (counts_BE / length_B1).to(scores_BTE.dtype)
+        means_BE = probabilities_BTE.sum(1) / length_B1
+        return self.spec.num_experts * (shares_BE * means_BE).sum()
+
+    def sum_over_sequence(self, counts_BE: torch.Tensor) -> torch.Tensor:
+        """The counts of whole sequences: here they are; a strategy that splits sequences replaces this."""
+        return counts_BE
+
+    def take_load(self) -> torch.Tensor:
+        """Tokens sent to each expert [E], int64, in the backward passes since this was last called."""
+        load_E, self.load_E = self.load_E, None
+        return torch.zeros(self.spec.num_experts, dtype=torch.int64) if load_E is None else load_E
+
+
+class _JoinBackward(torch.autograd.Function):
+    """Passes the routing weights on; the backward pass lets the balance loss join the gradient and counts the load.
+
+    The loss joins here, where it arises, so that no block has to hand it on, and the load is counted where it happens
+    once for each microbatch, however often a forward pass is computed again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weights: torch.Tensor, loss: torch.Tensor | None, router: Router, counts_BE: torch.Tensor):
+        ctx.router, ctx.load_E, ctx.joins = router, counts_BE.sum(0), loss is not None
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any):
+        (grad,) = grad_outputs
+        router: Router = ctx.router
+        router.load_E = ctx.load_E if router.load_E is None else router.load_E + ctx.load_E
+        factor = router.spec.balance_loss * router.sequence_weight
+        return grad, grad.new_tensor(factor) if ctx.joins else None, None, None
+
+
+class ExpertLinear(nn.Module):
+    """One matrix of every expert."""
+
+    def __init__(self, num_experts: int, into: int, out: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, out, into))
+
+    def forward(self, x_MI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        """[M, I] to [M, O]: the first `counts[0]` rows by the first expert's matrix, and so on."""
+        return grouped_matmul(x_MI, self.weight, counts_E)
+
+
+def grouped_matmul(x_MI: torch.Tensor, weight_EOI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    """Rows of `x`, sorted by expert, each multiplied by its expert's matrix: [M, O].
+
+    One kernel for all experts where torch has it: not in fp64, and only for rows of whole 16 bytes.
+    """
+    _, out, into = weight_EOI.shape
+    if x_MI.dtype != torch.float64 and (into * x_MI.itemsize) % 16 == (out * x_MI.itemsize) % 16 == 0:
+        ends_E = counts_E.cumsum(0, dtype=torch.int32)
+        return F.grouped_mm(x_MI, weight_EOI.mT, offs=ends_E)
+    groups = x_MI.split(counts_E.tolist())
+    return torch.cat([F.linear(rows, weight_OI) for rows, weight_OI in zip(groups, weight_EOI.unbind(), strict=True)])
+
+
+class Experts(nn.Module):
+    """All experts of a layer, each `w2(silu(w1 x) * w3 x)`."""
+
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self.w1 = ExpertLinear(spec.num_experts, spec.hidden, spec.expert_ffn)
+        self.w2 = ExpertLinear(spec.num_experts, spec.expert_ffn, spec.hidden)
+        self.w3 = ExpertLinear(spec.num_experts, spec.hidden, spec.expert_ffn)
+
+    def forward(self, x_MD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        """[M, D] to [M, D]; the rows are sorted by expert, `counts` says how many each has."""
+        return self.w2(F.silu(self.w1(x_MD, counts_E)) * self.w3(x_MD, counts_E), counts_E)
+
+
+class MoE(nn.Module):
+    """A feed-forward layer of experts, of which each token uses a few (Shazeer et al., 2017). Dropless: an expert takes
+    all tokens that are sent to it, however many."""
+
+    def __init__(self, spec: ModelSpec, layer: int):
+        super().__init__()
+        self.experts_per_token = spec.experts_per_token
+        self.router = Router(spec, layer)
+        self.experts = Experts(spec)
+
+    # Not compiled: the loads decide the shapes.
+    @torch.compiler.disable
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """[B, T, D] to [B, T, D]."""
+        weights_BTK, experts_BTK, counts_BE = self.router(x_BTD)
+        order_M = experts_BTK.flatten().argsort(stable=True)
+        x_MD = x_BTD.flatten(0, 1)[order_M // self.experts_per_token]
+        y_MD = self.run_experts(x_MD, counts_BE.sum(0))
+        y_BTKD = y_MD[order_M.argsort()].view(*experts_BTK.shape, -1)
+        return (y_BTKD * weights_BTK.to(y_MD.dtype).unsqueeze(-1)).sum(-2)
+
+    def run_experts(self, x_MD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        """Rows sorted by expert through their experts; a strategy whose ranks share the experts replaces this."""
+        return self.experts(x_MD, counts_E)

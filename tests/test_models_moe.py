@@ -1,0 +1,164 @@
+"""Experts compute what their formula says, however unevenly they are loaded; loads are counted, and balanced."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from meshwright.families import parameter_table, resolve_model
+from meshwright.models import build_model, initialize
+from meshwright.models.moe import MoE, Router, grouped_matmul
+from meshwright.spec.model import ModelFields
+
+SIZES = {"hidden": 16, "num_layers": 2, "num_heads": 2, "vocab": 40, "max_positions": 32, "init_std": 0.3}
+TOKENS = torch.randint(40, (3, 10), generator=torch.Generator().manual_seed(1))
+
+
+def built(family="mixtral", dtype=torch.float64, **fields):
+    experts = {"ffn": 24, "num_experts": 6, "experts_per_token": 2, "balance_loss": 0.5}
+    spec = resolve_model(ModelFields(family=family, **{**SIZES, **experts, **fields}), base_dir=Path())
+    model = build_model(spec, device="cpu", dtype=dtype)
+    initialize(model, parameter_table(spec), 0)
+    return model
+
+
+def layers(model) -> list[MoE]:
+    return [module for module in model.modules() if isinstance(module, MoE)]
+
+
+def weigh(model, sequence_weight: float) -> None:
+    for layer in layers(model):
+        layer.router.sequence_weight = sequence_weight
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+def test_every_token_alone(dtype, tolerance):
+    """Against the formula, token by token: the loop of fp64 and the kernel of fp32."""
+    layer = layers(built(dtype=dtype))[0]
+    x = torch.randn(2, 7, 16, dtype=dtype, generator=torch.Generator().manual_seed(2))
+    experts = layer.experts
+    for b, t in ((b, t) for b in range(2) for t in range(7)):
+        scores = (layer.router.weight @ x[b, t]).softmax(-1)
+        weights, chosen = scores.topk(2)
+        expected = torch.zeros(16, dtype=dtype)
+        for weight, e in zip(weights / weights.sum(), chosen, strict=True):
+            w1, w2, w3 = (linear.weight[e] for linear in (experts.w1, experts.w2, experts.w3))
+            expected += weight * (w2 @ (F.silu(w1 @ x[b, t]) * (w3 @ x[b, t])))
+        torch.testing.assert_close(layer(x)[b, t], expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [8, 12, 7])
+@pytest.mark.parametrize("counts", [[5, 0, 4, 0], [0, 0, 0, 9], [0, 0, 0, 0]])
+def test_grouped_products_equal_a_loop(dtype, width, counts):
+    """Whatever torch's kernel takes or not, experts without tokens included: they have a gradient, and it is zero."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(sum(counts), width, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(4, 16, width, generator=generator).to(dtype).requires_grad_()
+    y = grouped_matmul(x, weight, torch.tensor(counts))
+    factor = torch.randn(y.shape, generator=generator)
+    (y * factor).sum().backward()
+    exact_x, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (x, weight))
+    expected = grouped_matmul(exact_x, exact_weight, torch.tensor(counts))
+    (expected * factor).sum().backward()
+    tolerance = {"rtol": 0, "atol": 64 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(y.double(), expected, **tolerance)
+    torch.testing.assert_close(x.grad.double(), exact_x.grad, **tolerance)
+    torch.testing.assert_close(weight.grad.double(), exact_weight.grad, **tolerance)
+    assert not weight.grad[torch.tensor(counts) == 0].any()
+
+
+def test_a_wrong_number_of_experts_is_refused():
+    with pytest.raises(ValueError, match="experts_per_token=7 of num_experts=6: too many"):
+        built(experts_per_token=7)
+
+
+def recorded(model, monkeypatch) -> list[torch.Tensor]:
+    """The balance losses of the forward passes to come, a scalar for each layer."""
+    losses = []
+    formula = Router._balance_loss
+
+    def record(self, scores, counts):
+        loss = formula(self, scores, counts)
+        losses.append(loss)
+        return loss
+
+    monkeypatch.setattr(Router, "_balance_loss", record)
+    weigh(model, 0.125)
+    return losses
+
+
+def test_the_balance_loss_of_a_sequence_is_mixtrals(monkeypatch):
+    model = built()
+    losses, logits = recorded(model, monkeypatch), []
+    for layer in layers(model):
+        layer.router.register_forward_pre_hook(
+            lambda module, inputs: logits.append(inputs[0].flatten(0, 1) @ module.weight.T)
+        )
+    model(TOKENS[:1])
+    for loss, of_layer in zip(losses, logits, strict=True):
+        # Theirs counts in fp32.
+        torch.testing.assert_close(loss.float(), load_balancing_loss_func((of_layer,), 6, 2).float())
+
+
+def test_the_balance_loss_joins_the_gradient_with_its_weight(monkeypatch):
+    """As if it had been added to the loss: coefficient x weight x the sum over layers and sequences."""
+    model = built()
+    model(TOKENS, TOKENS).backward()
+    alone = [parameter.grad.clone() for parameter in model.parameters()]
+    losses = recorded(model, monkeypatch)
+    model.zero_grad()
+    loss = model(TOKENS, TOKENS)
+    weigh(model, 0.0)  # or each loss would be joined by those below it
+    balance = torch.autograd.grad(sum(losses), list(model.parameters()), allow_unused=True, retain_graph=True)
+    weigh(model, 0.125)
+    loss.backward()
+    assert any(part is not None and part.abs().max() > 1e-3 for part in balance)
+    for parameter, plain, part in zip(model.parameters(), alone, balance, strict=True):
+        expected = plain if part is None else plain + 0.5 * 0.125 * part
+        torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=1e-13)
+
+
+def test_no_loss_joins_where_none_is_asked_for():
+    for fields, weight in (({}, 0.0), ({"balance_loss": 0.0}, 0.125)):
+        model, plain = built(**fields), built(**fields)
+        weigh(model, weight)
+        for each in (model, plain):
+            each(TOKENS, TOKENS).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_loads_are_counted_once(recomputed):
+    """Once for every microbatch that has a backward pass, also where blocks are computed again for it."""
+    model = built()
+    for block in model.layers.values() if recomputed else ():
+        forward = block.forward
+        block.forward = lambda *arguments, forward=forward: checkpoint(forward, *arguments, use_reentrant=False)
+    for _ in range(3):
+        model(TOKENS, TOKENS).backward()
+    with torch.no_grad():
+        model(TOKENS, TOKENS)
+    for layer in layers(model):
+        load = layer.router.take_load()
+        assert load.dtype == torch.int64
+        assert load.sum() == 3 * TOKENS.numel() * 2
+        assert not layer.router.take_load().any()
+
+
+def test_an_expert_that_nobody_chooses():
+    """Its gradient is zero, and that of the others is not."""
+    layer = layers(built())[0]
+    with torch.no_grad():
+        layer.router.weight[4] = -10
+    x = torch.rand(2, 7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    layer(x).square().sum().backward()
+    assert layer.router.take_load()[4] == 0
+    for linear in layer.experts.children():
+        assert linear.weight.grad.isfinite().all()
+        assert not linear.weight.grad[4].any()
+        assert linear.weight.grad.any()
