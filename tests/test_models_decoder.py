@@ -51,6 +51,30 @@ def test_loss_is_the_cross_entropy_of_the_logits(family):
     torch.testing.assert_close(model(tokens, labels), expected, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_in_parts_is_the_model(family, tied):
+    """Each part has the parameters it needs and no others; one after the other they compute the same, bit for bit."""
+    spec = tiny(family, num_layers=5, tied_embeddings=tied)
+    tokens = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(1))
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * 9])
+    whole, parts = built(spec), [range(0, 2), range(2, 3), range(3, 5)]
+    weights = dict(whole.named_parameters())
+    x, names = None, []
+    for part in parts:
+        model = build_model(spec, device="cpu", dtype=torch.float64)
+        model.keep_layers([part])
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(weights[name])
+            names.append(name)
+        x = model(tokens, tokens, documents, layers=part, x_BTD=x)
+    assert torch.equal(x, whole(tokens, tokens, documents))
+    assert sorted(names) == sorted([*weights, *(["tok_embeddings.weight"] if tied else [])])
+    outer = build_model(spec)
+    outer.keep_layers([parts[0], parts[2]])  # a rank may hold several parts
+    assert {name for name, _ in outer.named_parameters()} == {name for name in weights if ".2." not in name}
+
+
 def windowed(family: str, **more):
     """The family with grouped heads and a window where it has them."""
     grouped = {} if family == "gpt2" else {"num_kv_heads": 2}

@@ -3,6 +3,8 @@
 Shapes: B batch, T sequence, D hidden, V vocabulary.
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -67,6 +69,22 @@ class Decoder(nn.Module):
         self.norm = build_norm(spec, spec.hidden)
         self.output = None if spec.tied_embeddings else nn.Linear(spec.hidden, spec.vocab, bias=False)
 
+    def keep_layers(self, parts: Iterable[range]) -> None:
+        """Drop every module that running these parts of the layers, by `forward(layers=part)`, does not need.
+
+        Embeddings go with the first layer, norm and head with the last one; a tied head keeps the embedding.
+        """
+        kept = {i for part in parts for i in part}
+        first, last = 0 in kept, self.spec.num_layers - 1 in kept
+        for i in set(range(self.spec.num_layers)) - kept:
+            del self.layers[str(i)]
+        if not first:
+            self.pos_embeddings = None
+        if not last:
+            del self.norm, self.output
+        if not (first or (last and self.spec.tied_embeddings)):
+            del self.tok_embeddings
+
     @property
     def head_weight(self) -> torch.Tensor:
         """The output head's weight [V, D]; the embedding's where they are tied."""
@@ -80,8 +98,10 @@ class Decoder(nn.Module):
         *,
         positions_BT: torch.Tensor | None = None,
         cache: Cache | None = None,
+        layers: range | None = None,
+        x_BTD: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits, or the summed loss where there are labels.
+        """Logits, or the summed loss where there are labels; of a part of the layers, what goes into the next part.
 
         Args:
             tokens_BT: int64 token ids [B, T].
@@ -90,15 +110,22 @@ class Decoder(nn.Module):
                 document, and their positions count from its first. Default: every row is one document.
             positions_BT: int64 [B, T]; default 0 .. T-1 in every document, continued from the cache.
             cache: keys and values of earlier tokens; the new ones are added to it.
+            layers: the layers to run; default all.
+            x_BTD: the residual stream [B, T, D] that goes into `layers` where they do not begin with the first.
 
         Returns:
             logits [B, T, V] in the model's dtype; with labels a scalar: the sum over labels of the
             cross-entropy in nats, fp32 (fp64 in fp64), computed without ever holding all logits.
+            Where `layers` do not end with the last one, the residual stream [B, T, D] behind them.
 
         Raises:
             ValueError: more positions than learned position embeddings.
         """
-        x_BTD = self.features(tokens_BT, documents_BT, positions_BT=positions_BT, cache=cache)
+        x_BTD = self.features(
+            tokens_BT, documents_BT, positions_BT=positions_BT, cache=cache, layers=layers, x_BTD=x_BTD
+        )
+        if layers is not None and layers.stop < self.spec.num_layers:
+            return x_BTD
         if labels_BT is None:
             return self.logits(x_BTD)
         return linear_cross_entropy(x_BTD.flatten(0, 1), self.head_weight, labels_BT.flatten())
@@ -110,8 +137,11 @@ class Decoder(nn.Module):
         *,
         positions_BT: torch.Tensor | None = None,
         cache: Cache | None = None,
+        layers: range | None = None,
+        x_BTD: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The normed residual stream [B, T, D] that the head reads."""
+        """The residual stream [B, T, D] behind `layers`; behind the last one normed, as the head reads it."""
+        layers = range(self.spec.num_layers) if layers is None else layers
         start = 0 if cache is None else cache.length
         stop = start + tokens_BT.shape[1]
         window, device = self.spec.sliding_window, tokens_BT.device
@@ -124,17 +154,21 @@ class Decoder(nn.Module):
             padding_B = None if cache is None else cache.padding_B
             mask = attention_mask(stop - start, stop, window=window, padding_B=padding_B, device=device)
             positions_BT = torch.arange(start, stop, device=device) if positions_BT is None else positions_BT
-        x_BTD = self.tok_embeddings(tokens_BT)
-        rope = None
-        if self.pos_embeddings is None:
-            rope = rope_tables(self.spec, positions_BT)
-        else:
-            if stop > self.spec.max_positions:
-                raise ValueError(f"{stop} positions; this model has embeddings for {self.spec.max_positions}")
-            x_BTD = x_BTD + self.pos_embeddings(positions_BT)
-        for key, block in self.layers.items():
+        if x_BTD is None:
+            x_BTD = self._embed(tokens_BT, positions_BT, stop)
+        rope = rope_tables(self.spec, positions_BT) if self.spec.positions == "rope" else None
+        for key in map(str, layers):
+            block = self.layers[key]
             x_BTD = block(x_BTD, rope, mask) if cache is None else block(x_BTD, rope, mask, cache.layers[key])
-        return self.norm(x_BTD)
+        return self.norm(x_BTD) if layers.stop == self.spec.num_layers else x_BTD
+
+    def _embed(self, tokens_BT: torch.Tensor, positions_BT: torch.Tensor, stop: int) -> torch.Tensor:
+        x_BTD = self.tok_embeddings(tokens_BT)
+        if self.pos_embeddings is None:
+            return x_BTD
+        if stop > self.spec.max_positions:
+            raise ValueError(f"{stop} positions; this model has embeddings for {self.spec.max_positions}")
+        return x_BTD + self.pos_embeddings(positions_BT)
 
     def logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of features [..., D]."""
