@@ -154,13 +154,12 @@ class Decoder(nn.Module):
             padding_B = None if cache is None else cache.padding_B
             mask = attention_mask(stop - start, stop, window=window, padding_B=padding_B, device=device)
             positions_BT = torch.arange(start, stop, device=device) if positions_BT is None else positions_BT
-        if x_BTD is None:
-            x_BTD = self._embed(tokens_BT, positions_BT, stop)
+        y_BTD = self._embed(tokens_BT, positions_BT, stop) if x_BTD is None else x_BTD
         rope = rope_tables(self.spec, positions_BT) if self.spec.positions == "rope" else None
         for key in map(str, layers):
             block = self.layers[key]
-            x_BTD = block(x_BTD, rope, mask) if cache is None else block(x_BTD, rope, mask, cache.layers[key])
-        return self.norm(x_BTD) if layers.stop == self.spec.num_layers else x_BTD
+            y_BTD = block(y_BTD, rope, mask) if cache is None else block(y_BTD, rope, mask, cache.layers[key])
+        return self.norm(y_BTD) if layers.stop == self.spec.num_layers else y_BTD
 
     def _embed(self, tokens_BT: torch.Tensor, positions_BT: torch.Tensor, stop: int) -> torch.Tensor:
         x_BTD = self.tok_embeddings(tokens_BT)
