@@ -3,11 +3,12 @@
     python benchmarks/engines.py --nanogpt PATH/TO/nanoGPT                # about a quarter of an hour on 2 cores
     python benchmarks/engines.py --nanogpt PATH/TO/nanoGPT --quick        # below 5 minutes
 
-Every engine is a process of its own. All live side by side and take turns of a few steps, A B C A B C ..., so that a
-machine whose speed drifts drifts under all of them; what counts is the ratio of the medians over all timed steps. All
-start from the same weights, see the same batches of the standard library's text and train every token; first and last
-losses stand in the table to show that the work is the same. (nanoGPT uses the exact GELU, the others its approximation
-by tanh.) Every cell needs the memory of all engines together. Needs `pip install -e '.[bench]'`.
+Every engine is a process of its own. All live side by side and take turns of a few steps, A B C C B A A B C ..., so
+that a machine whose speed drifts drifts under all of them, and nobody always follows the same one; what counts is the
+ratio of the medians over all timed steps. All start from the same weights, see the same batches of the standard
+library's text and train every token; first and last losses stand in the table to show that the work is the same.
+(nanoGPT uses the exact GELU, the others its approximation by tanh.) Every cell needs the memory of all engines
+together. Needs `pip install -e '.[bench]'`.
 """
 
 import argparse
@@ -122,8 +123,8 @@ def measure(names: list[str], workload: Workload, nanogpt: Path | None) -> list[
     engines: list[Engine] = []
     try:
         engines.extend(Engine(name, workload, nanogpt) for name in names)
-        for _ in range(workload.rounds):
-            for engine in engines:
+        for number in range(workload.rounds):
+            for engine in engines if number % 2 == 0 else reversed(engines):
                 engine.take_turn()
         for engine in engines:
             engine.finish()
