@@ -1,0 +1,93 @@
+"""The one place that counts what a rank sends: every collective by kind and mesh axis, with its bytes."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_group
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshwright.parallel.mesh import Meshes
+
+KINDS = {
+    "_allgather_base_": "all-gather",
+    "allgather_": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "all_gather_into_tensor_out": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "allreduce_": "all-reduce",
+    "all_reduce": "all-reduce",
+    "all_reduce_": "all-reduce",
+    "alltoall_base_": "all-to-all",
+    "alltoall_": "all-to-all",
+    "all_to_all_single": "all-to-all",
+    "broadcast_": "broadcast",
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv_": "receive",
+}
+"""Names of operations in torch's namespaces `c10d` and `_c10d_functional` -> what the field calls them. Waiting,
+barriers and exchanges of Python objects are not counted."""
+
+
+@dataclass
+class Count:
+    """How often a rank took part in something, and the bytes of the whole tensors: what a gather makes, what a
+    scatter is given, what is reduced, what goes out or comes in."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+class Traffic(TorchDispatchMode):
+    """Counts while it is entered: `counts[kind, axis]`, the axis by its name in `Meshes`, or `world` for all ranks."""
+
+    def __init__(self, meshes: Meshes | None = None) -> None:
+        super().__init__()
+        self.counts: defaultdict[tuple[str, str], Count] = defaultdict(Count)
+        self._axes = {} if meshes is None else axis_names(meshes)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        namespace, _, name = function._schema.name.partition("::")
+        if namespace in ("c10d", "_c10d_functional") and name in KINDS:
+            group = _group(function, args, kwargs or {})
+            leaves = tree_leaves((args, kwargs, result))
+            count = self.counts[KINDS[name], self._axes.get(group.group_name, "world")]
+            count.calls += 1
+            count.bytes += max((leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)), default=0)
+        return result
+
+
+def axis_names(meshes: Meshes) -> dict[str, str]:
+    """Name of a process group -> name of its axis; the experts' own are `expert replicate` and `expert shard`."""
+    names: dict[str, str] = {}
+
+    def add(view: DeviceMesh, prefix: str = "") -> None:
+        for axis in view.mesh_dim_names or ():
+            if view[axis].size() > 1:
+                names.setdefault(view.get_group(axis).group_name, axis if axis in ("pp", "tp", "ep") else prefix + axis)
+
+    add(meshes.state)
+    add(meshes.batch)
+    add(meshes.experts, "expert ")
+    return names
+
+
+def _group(function: Any, args: tuple, kwargs: dict) -> ProcessGroup:
+    """The process group among a collective's arguments."""
+    for index, argument in enumerate(function._schema.arguments):
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        if argument.name == "process_group":
+            return ProcessGroup.unbox(value)
+        if argument.name == "group_name":
+            assert value is not None
+            return _resolve_process_group(value)
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
