@@ -10,7 +10,7 @@ from meshwright.testing.equivalence import Outcome, largest_difference, one_step
 from meshwright.testing.ranks import RankPool
 from tiny import EPS, GLOBAL_BATCH, LR, SEQUENCE_LENGTH, STRATEGIES, tiny_run
 
-FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral")
+FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 PARALLEL = [name for name in STRATEGIES if name != "single"]
 RECOMPUTES = ("none", "selective", "full")
 _ALONE: dict[str, Outcome] = {}

@@ -72,6 +72,20 @@ def test_older_files_name_the_rope_type_otherwise():
     assert model_from_hf_config(config) == model_from_hf_config(SPELLINGS["transformers 4"])
 
 
+MOE = {**SIZES, "model_type": "qwen3_moe", "moe_intermediate_size": 768, "num_experts_per_tok": 4}
+
+
+def test_the_number_of_experts_in_both_spellings():
+    """transformers 5 renames the key of 4."""
+    four, five = ({**MOE, key: 16, "mlp_only_layers": []} for key in ("num_experts", "num_local_experts"))
+    assert model_from_hf_config(four) == model_from_hf_config(five)
+    assert model_from_hf_config(four).num_experts == 16
+    assert not model_from_hf_config(four).router_normalised
+    assert model_from_hf_config({**four, "norm_topk_prob": True}).router_normalised
+    written = model_to_hf_config(model_from_hf_config(four))
+    assert written["num_experts"] == written["num_local_experts"] == 16
+
+
 @pytest.mark.parametrize(
     ("change", "window"),
     [
@@ -115,6 +129,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         ({**SIZES, "quantization_config": {"bits": 4}}, "quantized weights are not supported"),
         ({**GPT2, "activation_function": "relu"}, "activation_function='relu' is not supported"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported"),
+        ({**MOE, "decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported for qwen3_moe, only 1"),
+        ({**MOE, "mlp_only_layers": [0]}, "mlp_only_layers=[0] is not supported for qwen3_moe, only []"),
+        ({**MOE, "num_experts": 3}, "experts_per_token=4 of num_experts=3: too many"),
         ({**QWEN, "use_sliding_window": True, "max_window_layers": 4}, "a sliding window on some layers only"),
     ],
 )

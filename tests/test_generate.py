@@ -15,7 +15,7 @@ PROMPTS = [[5, 6, 7, 8, 9], [3], [11, 4, 11]]
 GREEDY = Sampling(temperature=0)
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2", "mistral", "mixtral"])
+@pytest.fixture(scope="module", params=["llama", "gpt2", "mistral", "mixtral", "qwen3_moe"])
 def model(request, tmp_path_factory):
     fields = ModelFields(
         family=request.param, hidden=32, num_layers=2, num_heads=4, vocab=50, max_positions=24, init_std=0.3

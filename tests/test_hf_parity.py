@@ -12,6 +12,7 @@ from transformers.models.mistral import modeling_mistral
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from meshwright.checkpoint.hf import HfWeights, export_hf
 from meshwright.families import hf_tensors, model_to_hf_config, parameter_table, read_hf_directory, resolve_model
@@ -45,6 +46,8 @@ CASES = {
         "sliding_window": 7,
         "tied_embeddings": True,
     },
+    "qwen3-moe": {"family": "qwen3_moe", **GROUPED, "expert_ffn": 24, "num_experts": 8, "experts_per_token": 3},
+    "qwen3-moe-one-each": {"family": "qwen3_moe", **GROUPED, "num_experts": 4, "experts_per_token": 1},
 }
 
 
@@ -75,18 +78,30 @@ def loaded_fp64(directory: Path):
     return theirs
 
 
-def stored(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Under the names of files what transformers has fused in memory: all experts of a layer."""
+MIXTRAL_NAMES = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
+"""What transformers calls in memory otherwise than in Mixtral's files."""
+
+
+def in_memory(key: str) -> str:
+    for theirs, name in MIXTRAL_NAMES.items():
+        key = key.replace(theirs, name)
+    return key
+
+
+def separate(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Expert by expert, as in files, what transformers has fused in memory."""
     found = {}
     for name, tensor in gradients.items():
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             found[name] = tensor
             continue
-        prefix, kind = name.replace(".mlp.", ".block_sparse_moe.").rsplit(".", 1)
+        prefix, kind = name.rsplit(".", 1)
         for e, matrix in enumerate(tensor):
-            gate_up = zip(("w1", "w3"), matrix.chunk(2), strict=True) if kind == "gate_up_proj" else [("w2", matrix)]
-            found |= {f"{prefix}.{e}.{module}.weight": part for module, part in gate_up}
-    return found | {name.replace(".mlp.gate.", ".block_sparse_moe.gate."): found[name] for name in found}
+            parts = {"down_proj": matrix}
+            if kind == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True))
+            found |= {f"{prefix}.{e}.{module}.weight": part for module, part in parts.items()}
+    return found
 
 
 def exported(spec: ModelSpec, directory: Path, dtype=torch.float32, **options) -> Decoder:
@@ -106,9 +121,11 @@ def exact(monkeypatch):
     def route(self, x):
         logits = torch.nn.functional.linear(x.flatten(0, -2), self.weight)
         scores, experts = logits.softmax(-1).topk(self.top_k)
-        return logits, scores / scores.sum(-1, keepdim=True), experts
+        normalised = getattr(self, "norm_topk_prob", True)
+        return logits, scores / scores.sum(-1, keepdim=True) if normalised else scores, experts
 
-    monkeypatch.setattr(modeling_mixtral.MixtralTopKRouter, "forward", route)
+    for router in (modeling_mixtral.MixtralTopKRouter, modeling_qwen3_moe.Qwen3MoeTopKRouter):
+        monkeypatch.setattr(router, "forward", route)
 
     norms = (
         modeling_llama.LlamaRMSNorm,
@@ -116,6 +133,7 @@ def exact(monkeypatch):
         modeling_mixtral.MixtralRMSNorm,
         modeling_qwen2.Qwen2RMSNorm,
         modeling_qwen3.Qwen3RMSNorm,
+        modeling_qwen3_moe.Qwen3MoeRMSNorm,
     )
     for norm in norms:
         monkeypatch.setattr(norm, "forward", forward)
@@ -161,16 +179,17 @@ def test_gradients_equal_transformers(name, tmp_path, exact):
     model(batch, labels).backward()
     logits = theirs(batch).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
-    expected = stored({name: p.grad for name, p in theirs.named_parameters()})
+    expected = separate({name: p.grad for name, p in theirs.named_parameters()})
     # Of the largest gradient of all, because some are zero but for rounding (a key's bias moves no attention).
     largest = max(grad.abs().max().item() for grad in expected.values())
     for key, place in hf_tensors(spec).items():
         grad = model.get_parameter(key).grad
         if place.experts is not None:
-            part = torch.stack([expected[expert] for expert in place.keys])
+            part = torch.stack([expected[in_memory(expert)] for expert in place.keys])
             torch.testing.assert_close(grad, part, rtol=0, atol=1e-13 * largest)
             continue
-        whole = expected[place.key].t() if place.transposed else expected[place.key]
+        whole = expected[in_memory(place.key)]
+        whole = whole.t() if place.transposed else whole
         part = whole[place.offset : place.offset + grad.shape[0]]
         torch.testing.assert_close(grad, part, rtol=0, atol=1e-13 * largest)
 

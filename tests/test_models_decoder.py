@@ -11,7 +11,7 @@ from meshwright.families import PRESETS, parameter_table, resolve_model
 from meshwright.models import Cache, build_model, initialize
 from meshwright.spec.model import ModelFields
 
-FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral"]
+FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
 TINY = {"hidden": 32, "num_layers": 2, "num_heads": 4, "vocab": 97, "ffn": 48}
 
 

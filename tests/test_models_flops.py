@@ -16,7 +16,7 @@ BATCH, LENGTH = 2, 24
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3", "mixtral"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
 def test_equals_torchs_counter(family, tied):
     sizes = {"hidden": 32, "num_layers": 3, "num_heads": 4, "vocab": 61, "ffn": 40, "tied_embeddings": tied}
     kv = {} if family == "gpt2" else {"num_kv_heads": 2}

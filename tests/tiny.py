@@ -39,9 +39,11 @@ def tiny_run(
         sizes |= {"num_kv_heads": 2, "ffn": 40}
     if family == "mistral":
         sizes["sliding_window"] = 8
-    if family == "mixtral":
+    if family in ("mixtral", "qwen3_moe"):
         # So uneven a routing that experts are left without any token of a microbatch.
         sizes |= {"num_experts": 8, "experts_per_token": 2, "balance_loss": 0.5}
+    if family == "qwen3_moe":
+        sizes["expert_ffn"] = 20
     fields = ModelFields(family=family, tied_embeddings=tied, init_std=0.2, **sizes)
     defaults = {
         "precision": "fp64",

@@ -45,6 +45,8 @@ class Family:
     """`architectures` in config.json: the causal language model's class."""
     hf_fields: Mapping[str, str]
     """Field of `ModelSpec` -> key in config.json."""
+    hf_aliases: Mapping[str, str] = field(default_factory=dict)
+    """Keys that transformers 4 and 5 spell differently: the spelling of 4 -> that of 5."""
     hf_absent: Mapping[str, Any]
     """What a key means that config.json does not give (a key absent here as well is required)."""
     hf_accepts: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)

@@ -54,8 +54,9 @@ def model_from_hf_config(config: Mapping[str, Any], *, where: str = "config.json
 
 
 def _value(config: Mapping[str, Any], key: str, family: Family, where: str) -> Any:
-    if key in config:
-        return config[key]
+    for spelling in (key, family.hf_aliases.get(key)):
+        if spelling in config:
+            return config[spelling]
     if key in family.hf_absent:
         return family.hf_absent[key]
     raise ValueError(f"{where}: {key!r} is missing; a {family.name} model cannot be built without it")
@@ -114,6 +115,7 @@ def model_to_hf_config(spec: ModelSpec, *, dtype: str = "float32", **token_ids: 
         value = getattr(spec, field)
         if config.setdefault(key, value) != value:
             raise ValueError(f"{field}={value} cannot be said in a {family.name} config.json: {key} is {config[key]}")
+    config |= {alias: config[key] for key, alias in family.hf_aliases.items()}
     config |= {key: accepted[0] for key, accepted in family.hf_accepts.items()}
     if spec.positions == "rope":
         config |= _rope_keys(spec)

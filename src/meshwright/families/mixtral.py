@@ -6,8 +6,6 @@ from meshwright.spec.model import ModelFields
 
 BASE = ModelFields(family="mixtral", vocab=32000, num_kv_heads=8, num_experts=8, experts_per_token=2)
 
-DENSE_MODULES = {module: stored for module, stored in HF_MODULES.items() if ".feed_forward.w" not in module}
-
 MIXTRAL = Family(
     name="mixtral",
     switches={**SWITCHES, "router_scores": "softmax", "router_normalised": True},
@@ -48,7 +46,7 @@ MIXTRAL = Family(
     },
     hf_accepts={"hidden_act": ("silu", "swish"), "router_jitter_noise": (0.0,)},
     hf_modules={
-        **DENSE_MODULES,
+        **{module: stored for module, stored in HF_MODULES.items() if ".feed_forward.w" not in module},
         "layers.{i}.feed_forward.router": "model.layers.{i}.block_sparse_moe.gate",
         "layers.{i}.feed_forward.experts.w1": "model.layers.{i}.block_sparse_moe.experts.{e}.w1",
         "layers.{i}.feed_forward.experts.w2": "model.layers.{i}.block_sparse_moe.experts.{e}.w2",

@@ -1,5 +1,5 @@
-"""The one place that knows Qwen 2, 2.5 (biases on queries, keys and values; Yang et al., 2024) and the dense
-Qwen 3 (RMSNorm on queries and keys instead; Yang et al., 2025)."""
+"""The one place that knows Qwen 2, 2.5 (biases on queries, keys and values; Yang et al., 2024) and Qwen 3, dense and
+of experts (RMSNorm on queries and keys instead; Yang et al., 2025)."""
 
 from meshwright.families.family import Family, gated_ffn
 from meshwright.families.llama import HF_ABSENT, HF_FIELDS, HF_MODULES, SWITCHES, sized
@@ -66,6 +66,59 @@ QWEN3 = Family(
     hf_absent={**HF_ABSENT, **QWEN_ABSENT, "head_dim": 128, "attention_bias": False},
     hf_accepts={"hidden_act": ("silu", "swish")},
     hf_modules=HF_MODULES,
+    hf_prefix="model.",
+    hf_ignored=(".rotary_emb.inv_freq",),
+)
+
+QWEN_3_MOE = QWEN_3.model_copy(
+    update={"family": "qwen3_moe", "num_kv_heads": 4, "num_experts": 128, "experts_per_token": 8}
+)
+
+HF_EXPERTS = {
+    "layers.{i}.feed_forward.router": "model.layers.{i}.mlp.gate",
+    "layers.{i}.feed_forward.experts.w1": "model.layers.{i}.mlp.experts.{e}.gate_proj",
+    "layers.{i}.feed_forward.experts.w2": "model.layers.{i}.mlp.experts.{e}.down_proj",
+    "layers.{i}.feed_forward.experts.w3": "model.layers.{i}.mlp.experts.{e}.up_proj",
+}
+
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    switches=QWEN3.switches,
+    defaults={
+        **QWEN3.defaults,
+        "num_experts": 128,
+        "experts_per_token": 8,
+        "router_normalised": True,
+        "balance_loss": 0.001,
+    },
+    default_ffn=gated_ffn,
+    unavailable=frozenset(),
+    presets={
+        "qwen3-30b-a3b": sized(QWEN_3_MOE, 2048, 48, 32, 6144, expert_ffn=768),
+        "qwen3-235b-a22b": sized(QWEN_3_MOE, 4096, 94, 64, 12288, expert_ffn=1536),
+    },
+    hf_architecture="Qwen3MoeForCausalLM",
+    hf_fields={
+        **QWEN3.hf_fields,
+        "expert_ffn": "moe_intermediate_size",
+        "num_experts": "num_experts",
+        "experts_per_token": "num_experts_per_tok",
+        "router_normalised": "norm_topk_prob",
+        "balance_loss": "router_aux_loss_coef",
+    },
+    hf_aliases={"num_experts": "num_local_experts"},
+    hf_absent={
+        **QWEN3.hf_absent,
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.001,
+    },
+    hf_accepts={**QWEN3.hf_accepts, "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+    hf_modules={**HF_MODULES, **HF_EXPERTS},
     hf_prefix="model.",
     hf_ignored=(".rotary_emb.inv_freq",),
 )

@@ -5,10 +5,12 @@ from meshwright.families.gpt2 import GPT2
 from meshwright.families.llama import LLAMA
 from meshwright.families.mistral import MISTRAL
 from meshwright.families.mixtral import MIXTRAL
-from meshwright.families.qwen import QWEN2, QWEN3
+from meshwright.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from meshwright.spec.model import ModelFields
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL)}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE)
+}
 
 PRESETS: dict[str, ModelFields] = {
     name: fields for family in FAMILIES.values() for name, fields in family.presets.items()

@@ -32,7 +32,7 @@ class ModelFields(Spec):
     weights: Literal["random", "pretrained"] = "random"
     """Where training starts: freshly drawn weights, or the Hugging Face directory's."""
     family: str | None = None
-    """Architecture when no name is given: gpt2, llama, mistral, qwen2, qwen3 or mixtral."""
+    """Architecture when no name is given: gpt2, llama, mistral, qwen2, qwen3, mixtral or qwen3_moe."""
     hidden: int | None = Field(default=None, ge=1)
     """Width of the residual stream."""
     num_layers: int | None = Field(default=None, ge=1)
@@ -62,7 +62,7 @@ class ModelFields(Spec):
     init_std: float | None = Field(default=None, gt=0)
     """Standard deviation of freshly drawn matrices."""
     num_experts: int | None = Field(default=None, ge=1)
-    """Experts that the router chooses from (mixtral, qwen3_moe, deepseek_v3)."""
+    """Experts that the router chooses from (mixtral, qwen3_moe)."""
     experts_per_token: int | None = Field(default=None, ge=1)
     """Experts that each token is sent to."""
     expert_ffn: int | None = Field(default=None, ge=1)
@@ -74,7 +74,7 @@ class ModelFields(Spec):
 class ModelSpec(Spec):
     """A model, complete: everything that families, models and planner need, no defaults left to guess."""
 
-    family: Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral"]
+    family: Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
     hidden: int
     num_layers: int
     num_heads: int
