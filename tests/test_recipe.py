@@ -150,7 +150,7 @@ BAD_VALUES = {
     ),
     "unknown and nothing near": (
         "checkpoint: {interval: 1}",
-        "run.yaml:2: checkpoint.interval: unknown key; there are every, keep_last",
+        "run.yaml:2: checkpoint.interval: unknown key; there are every, asynchronous, keep_last, keep_every, keep_best",
     ),
     "too small": (
         "training: {steps: -5}",

@@ -1,8 +1,8 @@
 """The one place that publishes a checkpoint: written aside, checked by manifest, made visible by one rename.
 
-The order of a publication, each step on disk before the next: shards and `trainer.json` in a hidden folder, then
-`manifest.json` with the size and sha256 of every file, then the folder's final name, then `latest`, then the removal of
-old checkpoints. A process killed anywhere leaves the last good checkpoint untouched.
+The order of a publication, each step on disk before the next: shards, index and `trainer.json` in a hidden folder, then
+`manifest.json` with the size and sha256 of every file, then the folder's final name, then `latest`; only then do old
+checkpoints go (`retention.py`). A process killed anywhere leaves the last good checkpoint untouched.
 """
 
 import hashlib
@@ -13,8 +13,14 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
+TRAINER = "trainer.json"
+"""Everything of a checkpoint that is no tensor."""
 LATEST = "latest"
 PREFIX = "step-"
+STAGING, REPLACED = ".writing-", ".replaced-"
+"""Prefixes of folders that are not yet, or no longer, checkpoints."""
+ABANDONED = "abandoned-"
+"""Prefix of checkpoints beyond the step that a run went back to: kept for people, never continued from."""
 
 
 class CheckpointError(ValueError):
@@ -26,11 +32,18 @@ def checkpoint_name(step: int) -> str:
     return f"{PREFIX}{step:08d}"
 
 
+def step_of(checkpoint: Path) -> int:
+    """The number of optimizer steps in a checkpoint's name."""
+    return int(checkpoint.name.removeprefix(PREFIX))
+
+
 def list_checkpoints(root: Path) -> list[Path]:
     """Published checkpoints below `root`, oldest first."""
     if not root.is_dir():
         return []
-    return sorted(path for path in root.iterdir() if path.name.startswith(PREFIX) and path.is_dir())
+    return sorted(
+        (path for path in root.iterdir() if path.name.removeprefix(PREFIX).isdecimal() and path.is_dir()), key=step_of
+    )
 
 
 def latest_checkpoint(root: Path) -> Path:
@@ -49,24 +62,23 @@ def describe_file(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": digest}
 
 
-def publish(staging: Path, root: Path, step: int, files: dict[str, dict[str, Any]], *, keep_last: int) -> Path:
-    """Give the complete checkpoint in `staging` its manifest and its name; returns the published folder."""
+def publish(staging: Path, root: Path, step: int, files: dict[str, dict[str, Any]]) -> Path:
+    """Give the complete checkpoint in `staging` its manifest and its name; returns the published folder.
+
+    A run that went back to an older checkpoint takes another way from there: what it had saved at later steps is
+    renamed, and what it had saved at this step is replaced.
+    """
     write_durably(staging / MANIFEST, json.dumps({"format": 1, "step": step, "files": files}, indent=1))
     sync_folder(staging)
     final = root / checkpoint_name(step)
-    if final.exists():  # the same step saved again, after a resume from an older checkpoint
-        replaced = root / f".replaced-{final.name}"
-        shutil.rmtree(replaced, ignore_errors=True)
-        final.rename(replaced)
-        staging.rename(final)
-        shutil.rmtree(replaced)
-    else:
-        staging.rename(final)
+    for later in list_checkpoints(root):
+        if step_of(later) >= step:
+            aside = root / f"{REPLACED if later == final else ABANDONED}{later.name}"
+            shutil.rmtree(aside, ignore_errors=True)
+            later.rename(aside)
+    staging.rename(final)
     sync_folder(root)
     write_durably(root / LATEST, final.name + "\n")
-    for old in list_checkpoints(root)[:-keep_last]:
-        if old != final:
-            shutil.rmtree(old)
     return final
 
 
@@ -76,15 +88,14 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text())
         files = manifest["files"]
+        names = [Path(name).name for name in files]
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{path}: missing, so this checkpoint was never completed; {_others(checkpoint)}"
-        ) from None
+        raise CheckpointError(f"{path}: missing, so this checkpoint was never completed") from None
     except (ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{path}: not a manifest; {_others(checkpoint)}") from None
-    for name in files:
-        if Path(name).name != name:
-            raise CheckpointError(f"{path}: {name!r} is not a plain file name; {_others(checkpoint)}")
+        raise CheckpointError(f"{path}: not a manifest") from None
+    for name, plain in zip(files, names, strict=True):
+        if plain != name:
+            raise CheckpointError(f"{path}: {name!r} is not a plain file name")
     return manifest
 
 
@@ -93,13 +104,13 @@ def verify_files(checkpoint: Path, files: dict[str, dict[str, Any]]) -> None:
     for name, expected in files.items():
         path = checkpoint / name
         if not path.is_file():
-            raise CheckpointError(f"{path}: missing; {_others(checkpoint)}")
+            raise CheckpointError(f"{path}: missing")
         size = path.stat().st_size
         if size != expected["bytes"]:
-            raise CheckpointError(f"{path}: {size} bytes, but {expected['bytes']} were saved; {_others(checkpoint)}")
+            raise CheckpointError(f"{path}: {size} bytes, but {expected['bytes']} were saved")
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
-                raise CheckpointError(f"{path}: damaged, its sha256 is not the saved one; {_others(checkpoint)}")
+                raise CheckpointError(f"{path}: damaged, its sha256 is not the saved one")
 
 
 def verify_no_foreign_files(checkpoint: Path, manifest: dict[str, Any]) -> None:
@@ -127,10 +138,3 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _others(checkpoint: Path) -> str:
-    others = [path.name for path in list_checkpoints(checkpoint.parent) if path != checkpoint]
-    if not others:
-        return "there is no other checkpoint beside it"
-    return f"to continue from {others[-1]} instead, move {checkpoint.name} away"

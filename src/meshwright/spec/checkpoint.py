@@ -6,9 +6,16 @@ from meshwright.spec.base import Spec
 
 
 class CheckpointSpec(Spec):
-    """When to save. The last step is always saved."""
+    """When to save, how, and what to keep. The last step is always saved."""
 
     every: int = Field(default=0, ge=0)
     """Save every this many steps; 0 means only after the last step."""
+    asynchronous: bool = True
+    """Training waits only while the state is copied to host memory; a thread writes it while training goes on. Costs
+    host memory for what this rank writes. false: training waits until the checkpoint is on disk."""
     keep_last: int = Field(default=2, ge=1)
     """Number of newest checkpoints to keep."""
+    keep_every: int = Field(default=0, ge=0)
+    """Also keep checkpoints whose step is a multiple of this; 0 means none."""
+    keep_best: int = Field(default=0, ge=0)
+    """Also keep this many checkpoints of lowest held-out loss, of those saved right after an evaluation."""

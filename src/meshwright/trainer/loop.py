@@ -8,10 +8,12 @@ from meshwright.data.packing import ConcatenatedSamples
 from meshwright.data.prepare import Corpus
 from meshwright.data.token_file import TokenFile
 from meshwright.plan.flops import flops_per_token
+from meshwright.trainer.agreement import any_rank
 from meshwright.trainer.device import peak_memory_bytes, synchronise
 from meshwright.trainer.display import Display, short
 from meshwright.trainer.evaluate import Evaluation, evaluate
 from meshwright.trainer.metrics import Journal, StepClock, StepRecord
+from meshwright.trainer.saver import Saver
 from meshwright.trainer.setup import Trainer
 
 
@@ -27,6 +29,7 @@ def train_loop(trainer: Trainer, corpus: Corpus, journal: Journal | None, displa
         peak_flops=trainer.peak[0],
         steps=training.steps,
     )
+    saver = Saver(trainer, run_dir / "checkpoints", journal, display)
     with build_loader(trainer, corpus) as loader:
         while trainer.step < training.steps:
             clock.begin()
@@ -53,12 +56,15 @@ def train_loop(trainer: Trainer, corpus: Corpus, journal: Journal | None, displa
 
             last = trainer.step == training.steps
             if corpus.held_out and training.evaluation.batches and due(trainer.step, training.evaluation.every, last):
-                report(evaluate_held_out(trainer, corpus.held_out), trainer.step, journal, display)
-            if due(trainer.step, resolved.run.checkpoint.every, last):
-                saved = trainer.save(run_dir / "checkpoints")
-                display.say(f"saved {saved}")
-                if journal:
-                    journal.write("checkpoint", step=trainer.step, path=str(saved))
+                found = evaluate_held_out(trainer, corpus.held_out)
+                saver.held_out_loss = trainer.step, found.loss
+                report(found, trainer.step, journal, display)
+            (writing,) = any_rank(saver.busy)
+            if not writing:
+                saver.settle()
+            if due(trainer.step, resolved.run.checkpoint.every, last=False) and not last:
+                saver.save()
+    saver.finish()
 
 
 def due(step: int, every: int, last: bool) -> bool:

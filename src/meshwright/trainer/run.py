@@ -23,6 +23,7 @@ from meshwright.trainer.setup import (
     find_place,
     write_json,
 )
+from meshwright.trainer.state import NEWEST, choose_checkpoint, describe_restored, restore
 from meshwright.trainer.trackers import open_trackers, require_trackers
 
 RESOLVED = "resolved.yaml"
@@ -94,7 +95,10 @@ def train_rank(resolved: ResolvedRun, worker: Worker, *, resume: bool) -> None:
     )
     display.say(banner(trainer, corpus))
     if resume:
-        display.say(f"continuing from {trainer.resume(run_dir / 'checkpoints')}, step {trainer.step}")
+        checkpoint, _ = choose_checkpoint(run_dir / "checkpoints", NEWEST)
+        assert checkpoint is not None
+        saved = restore(trainer, checkpoint)
+        display.say(f"continuing from {checkpoint}, step {trainer.step}\n{describe_restored(trainer, saved)}")
     if not first:
         train_loop(trainer, corpus, None, display, run_dir)
     else:

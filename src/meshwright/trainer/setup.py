@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.checkpoint.dcp import load_tensors, save_checkpoint, verify_checkpoint
 from meshwright.checkpoint.hf import HfWeights
-from meshwright.checkpoint.manifest import CheckpointError, latest_checkpoint
 from meshwright.data.prepare import Corpus
 from meshwright.families import parameter_table, pretrained_directory
 from meshwright.models import build_model
@@ -70,57 +68,6 @@ class Trainer:
     def data_rank(self) -> int:
         """This rank's place among those that read different data."""
         return 0 if self.meshes is None else self.meshes.data_rank
-
-    def save(self, root: Path) -> Path:
-        """Save a checkpoint; collective."""
-        trainer = {
-            "step": self.step,
-            "tokens": self.tokens,
-            "skipped": self.skipped,
-            "loss_scale": self.train_step.scaler.state() if self.train_step.scaler else None,
-            "layout": self.resolved.run.layout.model_dump(),
-            **self._trajectory(),
-        }
-        keep_last = self.resolved.run.checkpoint.keep_last
-        return save_checkpoint(root, self.step, self._tensors(), trainer, keep_last=keep_last)
-
-    def resume(self, root: Path) -> Path:
-        """Continue from the newest checkpoint below `root`; returns it. Collective.
-
-        Raises `CheckpointError` where a file is damaged, or where the run's data would not continue where it stopped.
-        """
-        checkpoint = latest_checkpoint(root)
-        saved = verify_checkpoint(checkpoint)
-        for field, value in self._trajectory().items():
-            if saved[field] != value:
-                raise CheckpointError(
-                    f"{checkpoint}: was trained with {field}={saved[field]}, this run says {value}; "
-                    f"continue with {saved[field]}, so that every sample is still seen once"
-                )
-        load_tensors(checkpoint, self._tensors())
-        if self.masters is not None:
-            self.masters.refresh()
-        self.step, self.tokens, self.skipped = saved["step"], saved["tokens"], saved["skipped"]
-        if self.train_step.scaler is not None and saved["loss_scale"] is not None:
-            self.train_step.scaler.load(saved["loss_scale"])
-        return checkpoint
-
-    def _trajectory(self) -> dict[str, Any]:
-        """What must not change between a run and its continuation for the data's order to continue."""
-        run = self.resolved.run
-        return {
-            "training.seed": run.training.seed,
-            "training.global_batch": self.resolved.global_batch,
-            "data.sequence_length": run.data.sequence_length,
-        }
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        tensors = {}
-        for name, parameter in self.parameters.items():
-            tensors[f"model.{name}"] = parameter.detach()
-            for key, state in self.optimizers.state_of(parameter).items():
-                tensors[f"optimizer.{name}.{key}"] = state
-        return tensors
 
 
 def find_place(run: Run, worker: Worker) -> tuple[torch.device, Meshes | None]:

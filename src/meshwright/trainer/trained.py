@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint.dcp import load_tensors, verify_checkpoint
+from meshwright.checkpoint.dcp import load_tensors
 from meshwright.checkpoint.hf import HfWeights, export_hf
 from meshwright.checkpoint.manifest import MANIFEST, CheckpointError, list_checkpoints
+from meshwright.checkpoint.verify import verify_checkpoint
 from meshwright.data.loader import evaluation_batches
 from meshwright.data.packing import ConcatenatedSamples
 from meshwright.data.prepare import prepare_corpus

@@ -1,0 +1,48 @@
+"""The one place that decides which old checkpoints stay."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+from meshwright.checkpoint.manifest import (
+    REPLACED,
+    STAGING,
+    TRAINER,
+    list_checkpoints,
+    step_of,
+    write_durably,
+)
+from meshwright.spec.checkpoint import CheckpointSpec
+
+BEST = "best"
+HELD_OUT_LOSS = "held_out_loss"
+"""Key of `trainer.json`: the loss measured right before the checkpoint was saved, or None."""
+
+
+def prune(root: Path, spec: CheckpointSpec) -> None:
+    """Name the best checkpoint in `best`, then remove what `spec` does not keep and what killed saves have left."""
+    published = list_checkpoints(root)
+    kept = set(published[-spec.keep_last :])
+    if spec.keep_every:
+        kept |= {path for path in published if step_of(path) % spec.keep_every == 0}
+    if spec.keep_best:
+        ranked = sorted((loss, path) for path in published if (loss := held_out_loss(path)) is not None)
+        if ranked:
+            write_durably(root / BEST, ranked[0][1].name + "\n")
+        kept |= {path for _, path in ranked[: spec.keep_best]}
+    for path in published:
+        if path not in kept:
+            shutil.rmtree(path)
+    for path in root.iterdir():
+        if path.name.startswith((STAGING, REPLACED)):
+            shutil.rmtree(path)
+
+
+def held_out_loss(checkpoint: Path) -> float | None:
+    """What the evaluation right before the checkpoint measured; None where there was none or it cannot be read."""
+    try:
+        loss = json.loads((checkpoint / TRAINER).read_text())[HELD_OUT_LOSS]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return loss if isinstance(loss, float) and math.isfinite(loss) else None

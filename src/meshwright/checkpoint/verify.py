@@ -1,0 +1,63 @@
+"""The one place that decides whether a checkpoint may be used, and which other one could be."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint.manifest import (
+    TRAINER,
+    CheckpointError,
+    list_checkpoints,
+    read_manifest,
+    verify_files,
+    verify_no_foreign_files,
+)
+from meshwright.checkpoint.metadata import METADATA
+from meshwright.checkpoint.ranks import from_first, gather_everywhere, rank, world_size
+
+
+def verify_checkpoint(checkpoint: Path) -> dict[str, Any]:
+    """Check every file against the manifest, the work divided over ranks; returns the value in `trainer.json`.
+
+    Raises the same `CheckpointError` on every rank, naming the file and the newest checkpoint that is good. Collective.
+    """
+    problems = [text for text in gather_everywhere(_problem(checkpoint, rank(), world_size())) if text]
+    if problems:
+        raise CheckpointError(f"{problems[0]}; {from_first(_offer(checkpoint) if rank() == 0 else None)}")
+    return json.loads((checkpoint / TRAINER).read_text())
+
+
+def newest_good_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint without a fault, if there is one, and what is wrong with those after it. Collective."""
+    faults: list[str] = []
+    for name in reversed(from_first([path.name for path in list_checkpoints(root)])):
+        problems = [text for text in gather_everywhere(_problem(root / name, rank(), world_size())) if text]
+        if not problems:
+            return root / name, faults
+        faults.append(problems[0])
+    return None, faults
+
+
+def _problem(checkpoint: Path, part: int, parts: int) -> str | None:
+    """What is wrong with the checkpoint, every `parts`-th file from `part` on being read; None if nothing is."""
+    try:
+        manifest = read_manifest(checkpoint)
+        verify_no_foreign_files(checkpoint, manifest)
+        names = sorted(manifest["files"])[part::parts]
+        verify_files(checkpoint, {name: manifest["files"][name] for name in names})
+        for needed in (METADATA, TRAINER):
+            if needed not in manifest["files"]:
+                raise CheckpointError(f"{checkpoint / needed}: not named by the manifest, so this is not a checkpoint")
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.filename or checkpoint}: cannot be read ({error.strerror})"
+    return None
+
+
+def _offer(checkpoint: Path) -> str:
+    others = [path for path in list_checkpoints(checkpoint.parent) if path != checkpoint]
+    for other in reversed(others):
+        if _problem(other, 0, 1) is None:
+            return f"{other.name} is good, continue from it with --resume {other.name}"
+    return "the others are damaged too" if others else "there is no other checkpoint beside it"

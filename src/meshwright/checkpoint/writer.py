@@ -1,0 +1,197 @@
+"""The one place that saves while training goes on: copy the state, write it in a thread, publish it, say how it went.
+
+No thread ever talks to another rank. A save goes through three stages, and what ranks have to tell one another they
+tell between two steps, when all of them have heard that no thread is at work (`busy`):
+
+    begin   every rank copies its share to host memory and its thread writes it        training waits for the copy
+    settle  ranks send rank 0 what they wrote; its thread writes the index, publishes, removes old checkpoints
+    settle  every rank learns how the save ended
+
+Whatever goes wrong on any rank's disk ends as a `SaveOutcome` with a problem; the checkpoint before is as it was.
+"""
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.storage import WriteResult
+
+from meshwright.checkpoint.dcp import ShardPlan, local_part, plan_shards, write_index, write_shards
+from meshwright.checkpoint.manifest import STAGING, TRAINER, checkpoint_name, describe_file, publish
+from meshwright.checkpoint.metadata import METADATA
+from meshwright.checkpoint.ranks import from_first, gather, rank
+from meshwright.checkpoint.retention import prune
+from meshwright.spec.checkpoint import CheckpointSpec
+
+Files = dict[str, dict[str, Any]]
+"""Name -> size and sha256."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOutcome:
+    """How a save ended, the same on every rank."""
+
+    step: int
+    path: Path | None
+    """The published checkpoint; None where there is none."""
+    problem: str | None
+    """What went wrong, if something did; a published checkpoint may have one too (old ones could not be removed)."""
+    blocked_seconds: float
+    """Wall time for which training waited on rank 0."""
+    total_seconds: float
+    """Wall time from the first copy to the end of the publication."""
+    bytes: int
+    """Size of all files."""
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What one rank's thread has to report."""
+
+    results: list[WriteResult]
+    files: Files
+    problem: str | None
+
+
+class CheckpointWriter:
+    """Saves the state of one run again and again. Every rank holds one and makes the same calls in the same order."""
+
+    def __init__(self, root: Path, spec: CheckpointSpec) -> None:
+        self.root, self.spec = root, spec
+        self._plan: ShardPlan | None = None
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._step: int | None = None  # of the save on its way
+        self._publishing = False
+        self._written = _Written([], {}, None)
+        self._outcome: SaveOutcome | None = None
+        self._began = self._blocked = 0.0
+        self._trainer = ""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no save is on its way; the same on every rank."""
+        return self._step is None
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank's thread is at work."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(self, step: int, tensors: dict[str, torch.Tensor], trainer: dict[str, Any]) -> None:
+        """Start to save `tensors` (plain or DTensor) and the JSON value `trainer`, which may change from here on.
+
+        Must be idle. The first call is collective: it plans who writes what.
+        """
+        assert self.idle, f"step {self._step} is still being saved"
+        self._began = time.perf_counter()
+        if self._plan is None:
+            self._plan = plan_shards(tensors)
+        assert self._plan.names == tensors.keys(), "a run saves the same tensors every time"
+        self._step, self._trainer, self._publishing = step, json.dumps(trainer, indent=1), False
+        mine = {item.index.fqn: local_part(tensors[item.index.fqn]) for item in self._plan.mine.items}
+        if self.spec.asynchronous:
+            mine = self._copy(mine)
+        self._blocked = time.perf_counter() - self._began
+        self._start(self._write, self._plan, mine)
+
+    def settle(self) -> SaveOutcome | None:
+        """Bring the save on its way to its next stage; returns how it ended once it has. Collective.
+
+        Call it on all ranks when none is `busy`.
+        """
+        if self.idle:
+            return None
+        assert not self.busy
+        if self._publishing:
+            outcome = from_first(self._outcome)
+            self._step, self._outcome = None, None
+            return outcome
+        self._publishing = True
+        reports = gather(self._written)
+        if reports is not None:
+            self._start(self._publish, reports)
+        return None
+
+    def finish(self) -> SaveOutcome | None:
+        """Wait until the save on its way has ended; returns how. Collective."""
+        outcome = None
+        while not self.idle:
+            began = time.perf_counter()
+            if self._thread is not None:
+                self._thread.join()
+            self._blocked += time.perf_counter() - began
+            outcome = self.settle()
+        return outcome
+
+    def _copy(self, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Host copies of `parts`, in buffers that every save uses again; pinned where `parts` are on a GPU."""
+        for name, part in parts.items():
+            if name not in self._buffers:
+                self._buffers[name] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
+            self._buffers[name].copy_(part, non_blocking=True)
+        if any(part.is_cuda for part in parts.values()):
+            torch.cuda.synchronize()
+        return self._buffers
+
+    def _start(self, work: Callable[..., None], *args: Any) -> None:
+        self._thread = threading.Thread(target=work, args=args, name="meshwright-checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def _staging(self) -> Path:
+        assert self._step is not None
+        assert self._plan is not None
+        return self.root / f"{STAGING}{checkpoint_name(self._step)}-{self._plan.token}"
+
+    def _write(self, plan: ShardPlan, parts: dict[str, torch.Tensor]) -> None:
+        """Thread of every rank: its shards, on disk and hashed."""
+        results, files, problem = [], {}, None
+        try:
+            self._staging.mkdir(parents=True, exist_ok=True)
+            results = write_shards(self._staging, plan, parts)
+            names = sorted({result.storage_data.relative_path for result in results})
+            files = {name: describe_file(self._staging / name) for name in names}
+        except Exception as error:  # a full disk comes out of torch.save as one of several kinds
+            problem = f"rank {rank()}: {_described(error)}"
+        self._written = _Written(results, files, problem)
+
+    def _publish(self, reports: list[_Written]) -> None:
+        """Thread of rank 0: the rest of the files, the visible name, retention."""
+        assert self._plan is not None
+        assert self._step is not None
+        path, files = None, {name: entry for report in reports for name, entry in report.files.items()}
+        problem = next((report.problem for report in reports if report.problem), None)
+        if problem is None:
+            try:
+                write_index(self._staging, self._plan, [report.results for report in reports])
+                (self._staging / TRAINER).write_text(self._trainer)
+                files |= {name: describe_file(self._staging / name) for name in (METADATA, TRAINER)}
+                path = publish(self._staging, self.root, self._step, dict(sorted(files.items())))
+                prune(self.root, self.spec)
+            except Exception as error:
+                what = "old checkpoints could not be removed: " if path else ""
+                problem = f"{what}{_described(error)}"
+        if path is None:
+            shutil.rmtree(self._staging, ignore_errors=True)
+        total = time.perf_counter() - self._began
+        self._outcome = SaveOutcome(
+            step=self._step,
+            path=path,
+            problem=problem,
+            blocked_seconds=self._blocked if self.spec.asynchronous else total,
+            total_seconds=total,
+            bytes=sum(entry["bytes"] for entry in files.values()),
+        )
+
+
+def _described(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,0 +1,61 @@
+"""The one place that stops a process between two file operations, or slows its storage down, to test what survives."""
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+AUDITED = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"}
+"""Python's audit events that change files, or begin to; `os.fsync` is not audited and is wrapped instead."""
+
+
+def run_in_fork(work: Callable[[], Any], *, die_at: int | None = None, below: Path | None = None) -> int:
+    """Run `work` in a forked child and return its exit status, 0 where it returned.
+
+    With `die_at`, the child ends without a word (as by kill -9, status 9) right before its `die_at`-th file operation,
+    counted from 0, on something below the folder `below`.
+    """
+    child = os.fork()
+    if child == 0:
+        try:
+            if die_at is not None:
+                assert below is not None
+                before_file_operations(below, lambda count: os._exit(9) if count == die_at else None)
+            work()
+        except BaseException:  # a child never returns into its parent's frames
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def before_file_operations(below: Path, hook: Callable[[int], object]) -> None:
+    """Call `hook` with their running number before all file operations below a folder, for the rest of the process."""
+    count = -1
+    prefix = str(below)
+    really_sync = os.fsync
+
+    def count_one() -> None:
+        nonlocal count
+        count += 1
+        hook(count)
+
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in AUDITED and isinstance(arguments[0], str | os.PathLike) and str(arguments[0]).startswith(prefix):
+            count_one()
+
+    def fsync(descriptor: int) -> None:
+        count_one()
+        really_sync(descriptor)
+
+    sys.addaudithook(audit)
+    os.fsync = fsync
+
+
+def slow_storage(below: Path, seconds: float) -> None:
+    """Make every file operation below a folder wait first, for the rest of the process."""
+    before_file_operations(below, lambda count: time.sleep(seconds))

@@ -1,0 +1,109 @@
+"""The one place that runs a training run's checkpoints: begun when they are due, announced when they have ended."""
+
+import time
+from pathlib import Path
+
+from meshwright.checkpoint.manifest import list_checkpoints
+from meshwright.checkpoint.writer import CheckpointWriter, SaveOutcome
+from meshwright.trainer.display import Display
+from meshwright.trainer.metrics import Journal
+from meshwright.trainer.setup import Trainer
+from meshwright.trainer.state import state_tensors, state_values
+
+LAST_ATTEMPTS, LAST_PAUSE = 30, 10.0
+"""How often, and after how many seconds, the last checkpoint is tried again: time to free some disk space."""
+
+
+class UnsavedError(RuntimeError):
+    """The last checkpoint could not be written."""
+
+
+class Saver:
+    """The checkpoints of one run. Every rank makes the same calls; a disk's troubles never reach training."""
+
+    def __init__(self, trainer: Trainer, root: Path, journal: Journal | None, display: Display) -> None:
+        self.trainer, self.root, self.journal, self.display = trainer, root, journal, display
+        self.writer = CheckpointWriter(root, trainer.resolved.run.checkpoint)
+        self.held_out_loss: tuple[int, float] | None = None
+        """Step and result of the last evaluation."""
+        self.failed = 0
+        """Checkpoints that were due and do not exist."""
+        self._begun = trainer.step  # what a run continues from is saved already
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank is writing."""
+        return self.writer.busy
+
+    def save(self) -> None:
+        """Begin the checkpoint of the trainer's step; where the one before still takes its time, leave it out."""
+        if not self.writer.idle:
+            self._fail("the one before is still being written")
+            return
+        self._begin()
+        if not self.writer.spec.asynchronous:
+            self._tell(self.writer.finish())
+
+    def settle(self) -> None:
+        """Go on with the save on its way; call it when no rank is `busy`. Collective."""
+        self._tell(self.writer.settle())
+
+    def finish(self, *, patient: bool = True) -> None:
+        """Wait until the trainer's step is saved, whatever it takes. Collective.
+
+        Tries again for five minutes, if `patient`. Raises `UnsavedError` where it is of no use.
+        """
+        self._tell(self.writer.finish())
+        attempts = LAST_ATTEMPTS if patient else 1
+        while self._begun != self.trainer.step:
+            self._begin()
+            attempts -= 1
+            outcome = self.writer.finish()
+            self._tell(outcome)
+            if self._begun == self.trainer.step:
+                return
+            if not attempts:
+                saved = list_checkpoints(self.root)
+                rest = f"{saved[-1].name} is the newest good one" if saved else "there is no other"
+                raise UnsavedError(f"the checkpoint of step {self.trainer.step} could not be written; {rest}")
+            time.sleep(LAST_PAUSE)
+
+    def _begin(self) -> None:
+        trainer = self.trainer
+        self._begun = trainer.step
+        step, loss = self.held_out_loss or (None, None)
+        values = state_values(trainer, held_out_loss=loss if step == trainer.step else None)
+        self.writer.begin(trainer.step, state_tensors(trainer), values)
+
+    def _tell(self, outcome: SaveOutcome | None) -> None:
+        if outcome is None:
+            return
+        if outcome.path is None:
+            self._begun = -1
+            self._fail(outcome.problem or "", outcome.step)
+            return
+        self.display.say(
+            f"saved {outcome.path} ({outcome.bytes / 1e6:.1f} MB in {outcome.total_seconds:.2f} s; "
+            f"training waited {outcome.blocked_seconds:.2f} s)"
+        )
+        if outcome.problem:
+            self.display.say(f"warning: {outcome.problem}")
+        if self.journal:
+            self.journal.write(
+                "checkpoint",
+                step=outcome.step,
+                path=str(outcome.path),
+                bytes=outcome.bytes,
+                blocked_seconds=outcome.blocked_seconds,
+                total_seconds=outcome.total_seconds,
+            )
+
+    def _fail(self, problem: str, step: int | None = None) -> None:
+        self.failed += 1
+        step = self.trainer.step if step is None else step
+        self.display.say(
+            f"warning: step {step} is not saved: {problem}; training goes on and tries again at the next checkpoint "
+            f"({self.failed} missed so far)"
+        )
+        if self.journal:
+            self.journal.write("checkpoint_missed", step=step, problem=problem, missed=self.failed)

@@ -1,0 +1,184 @@
+"""The one place that says what a checkpoint holds of a run, puts it back, and tells people what was preserved."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.checkpoint.dcp import held_tensors, load_tensors
+from meshwright.checkpoint.manifest import CheckpointError, checkpoint_name, latest_checkpoint, list_checkpoints
+from meshwright.checkpoint.retention import HELD_OUT_LOSS
+from meshwright.checkpoint.verify import newest_good_checkpoint, verify_checkpoint
+from meshwright.optim.schedule import lr_factor
+from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.training import LrScheduleSpec
+from meshwright.trainer.setup import Trainer
+
+NEWEST, AUTO = "newest", "auto"
+"""What a run can be told to continue from, besides a checkpoint's name: the newest checkpoint, which must be there and
+good; or the newest good one, and the beginning where there is none."""
+
+BATCH_SPLIT = ("micro_batch", "device", "torch", "training.precision", "training.reduce_dtype", "training.compile")
+"""What may change in which order numbers are added, besides the layout."""
+
+SILENT = ("run_dir", "trackers", "checkpoint.", "layout.", "guards.", *BATCH_SPLIT)
+"""Settings that do not change what is trained, or are told of apart."""
+
+
+def state_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Every tensor that a checkpoint keeps of this rank: weights, optimizer state and random state."""
+    tensors = {}
+    for name, parameter in trainer.parameters.items():
+        tensors[f"model.{name}"] = parameter.detach()
+        for key, state in trainer.optimizers.state_of(parameter).items():
+            tensors[f"optimizer.{name}.{key}"] = state
+    return tensors | _random_state(trainer)
+
+
+def state_values(trainer: Trainer, *, held_out_loss: float | None = None) -> dict[str, Any]:
+    """Everything else, as a JSON value."""
+    return {
+        "step": trainer.step,
+        "tokens": trainer.tokens,
+        "skipped": trainer.skipped,
+        "loss_scale": trainer.train_step.scaler.state() if trainer.train_step.scaler else None,
+        HELD_OUT_LOSS: held_out_loss,
+        "layout": trainer.resolved.run.layout.model_dump(),
+        **_fixed(trainer),
+        "settings": _settings(trainer),
+    }
+
+
+def choose_checkpoint(root: Path, which: str) -> tuple[Path | None, list[str]]:
+    """The checkpoint below `root` that `which` means, and what is to be said about others. Collective.
+
+    `which` is `NEWEST`, `AUTO` or a checkpoint's name. Raises `CheckpointError` where it is not there.
+    """
+    if which == AUTO:
+        found, faults = newest_good_checkpoint(root)
+        return found, [f"warning: passed over {fault}" for fault in faults]
+    if which == NEWEST:
+        return latest_checkpoint(root), []
+    names = [path.name for path in list_checkpoints(root)]
+    name = checkpoint_name(int(which.removeprefix("step-"))) if which.removeprefix("step-").isdecimal() else which
+    if name not in names:
+        raise CheckpointError(f"{root}: no checkpoint {which}; there are {', '.join(names) or 'none'}")
+    return root / name, []
+
+
+def restore(trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
+    """Continue from `checkpoint`; returns what was saved beside the tensors. Collective.
+
+    Raises `CheckpointError` where a file is damaged, or where the run's data would not continue where it stopped.
+    """
+    saved = verify_checkpoint(checkpoint)
+    for field, value in _fixed(trainer).items():
+        if saved[field] != value:
+            raise CheckpointError(
+                f"{checkpoint}: was trained with {field}={saved[field]}, this run says {value}; "
+                f"continue with {saved[field]}, so that every sample is still seen once"
+            )
+    tensors = state_tensors(trainer)
+    random = _random_state(trainer)
+    if not _same_ranks(trainer, saved) or not random.keys() <= held_tensors(checkpoint):
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in random}
+    load_tensors(checkpoint, tensors)
+    if trainer.masters is not None:
+        trainer.masters.refresh()
+    _restore_random_state(trainer, tensors)
+    trainer.step, trainer.tokens, trainer.skipped = saved["step"], saved["tokens"], saved["skipped"]
+    if trainer.train_step.scaler is not None and saved["loss_scale"] is not None:
+        trainer.train_step.scaler.load(saved["loss_scale"])
+    return saved
+
+
+def load_weights(trainer: Trainer, checkpoint: Path) -> None:
+    """Start from the weights of `checkpoint` alone: optimizer, schedule and data begin anew. Collective.
+
+    Raises `CheckpointError` where a file is damaged or the model is another one.
+    """
+    verify_checkpoint(checkpoint)
+    load_tensors(checkpoint, {f"model.{name}": tensor.detach() for name, tensor in trainer.parameters.items()})
+    if trainer.masters is not None:
+        trainer.masters.refresh()
+
+
+def describe_restored(trainer: Trainer, saved: dict[str, Any]) -> str:
+    """What is preserved exactly, what to float tolerance, and which settings have changed, for the banner."""
+    exact = "weights, optimizer state, loss scale, position in the data"
+    if _same_ranks(trainer, saved):
+        exact += ", random state"
+    before, now = saved.get("settings", {}), _settings(trainer)
+    layout = LayoutSpec.model_validate(saved["layout"])
+    reasons = [f"{key} {before[key]} -> {now[key]}" for key in BATCH_SPLIT if key in before and before[key] != now[key]]
+    if layout != trainer.resolved.run.layout:
+        reasons.insert(0, f"{layout.strategy} -> {trainer.resolved.run.layout.strategy}")
+    lines = [f"exact     {exact}"]
+    if reasons:
+        lines.append(f"tolerance from here on sums are taken in another order: {'; '.join(reasons)}")
+    else:
+        lines.append("exact     from here on every step, to the last bit where kernels are deterministic")
+    changed = [
+        f"{key} {before[key]} -> {value}"
+        for key, value in now.items()
+        if key in before and before[key] != value and not key.startswith(SILENT)
+    ]
+    if changed:
+        lines.append(f"changed   {'; '.join(changed)}{_lr_change(trainer, before)}")
+    return "\n".join(lines)
+
+
+def _lr_change(trainer: Trainer, before: dict[str, Any]) -> str:
+    """What the changed settings do to the learning rate of the next step."""
+    prefix = "training.lr_schedule."
+    schedule = LrScheduleSpec(**{k.removeprefix(prefix): v for k, v in before.items() if k.startswith(prefix)})
+    step, training = trainer.step + 1, trainer.resolved.run.training
+    old = before["training.optimizer.lr"] * lr_factor(schedule, step, before["training.steps"])
+    new = training.optimizer.lr * trainer.train_step.lr_factor(step)
+    return f" (learning rate of step {step}: {new:.3g} instead of {old:.3g})" if old != new else ""
+
+
+def _fixed(trainer: Trainer) -> dict[str, Any]:
+    """What must not change between a run and its continuation for the data's order to continue."""
+    run = trainer.resolved.run
+    return {
+        "training.seed": run.training.seed,
+        "training.global_batch": trainer.resolved.global_batch,
+        "data.sequence_length": run.data.sequence_length,
+    }
+
+
+def _settings(trainer: Trainer) -> dict[str, Any]:
+    """The whole run, flat: `training.optimizer.lr` -> value."""
+    resolved = trainer.resolved
+    decided = {"micro_batch": resolved.micro_batch, "device": trainer.device.type, "torch": torch.__version__}
+    return dict(_flat(resolved.run.model_dump(mode="json"), "")) | decided
+
+
+def _flat(value: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items():
+        if isinstance(inner, dict):
+            yield from _flat(inner, f"{prefix}{key}.")
+        else:
+            yield prefix + key, inner
+
+
+def _same_ranks(trainer: Trainer, saved: dict[str, Any]) -> bool:
+    return LayoutSpec.model_validate(saved["layout"]).world_size == trainer.worker.world_size
+
+
+def _random_state(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """This rank's generators, under names that no other rank has."""
+    states = {f"random.cpu.{trainer.worker.rank}": torch.get_rng_state()}
+    if trainer.device.type == "cuda":
+        states[f"random.cuda.{trainer.worker.rank}"] = torch.cuda.get_rng_state(trainer.device)
+    return states
+
+
+def _restore_random_state(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> None:
+    for name in _random_state(trainer):
+        if name in tensors and name.startswith("random.cpu"):
+            torch.set_rng_state(tensors[name])
+        elif name in tensors:
+            torch.cuda.set_rng_state(tensors[name], trainer.device)
