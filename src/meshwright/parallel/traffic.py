@@ -84,10 +84,9 @@ def _group(function: Any, args: tuple, kwargs: dict) -> ProcessGroup:
     """The process group among a collective's arguments."""
     for index, argument in enumerate(function._schema.arguments):
         value = args[index] if index < len(args) else kwargs.get(argument.name)
-        if argument.name == "process_group":
+        if value is not None and argument.name == "process_group":
             return ProcessGroup.unbox(value)
-        if argument.name == "group_name":
-            assert value is not None
+        if value is not None and argument.name == "group_name":
             return _resolve_process_group(value)
     assert dist.group.WORLD is not None
     return dist.group.WORLD

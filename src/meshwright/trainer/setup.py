@@ -84,14 +84,31 @@ def find_place(run: Run, worker: Worker) -> tuple[torch.device, Meshes | None]:
 
 def build_trainer(resolved: ResolvedRun, worker: Worker, device: torch.device, meshes: Meshes | None) -> Trainer:
     """Build this rank's part of a run; every rank of the layout must call it."""
-    run, training = resolved.run, resolved.run.training
-    if training.deterministic:
+    if resolved.run.training.deterministic:
         use_deterministic_kernels()
+    return give_state(build_parallel_model(resolved, meshes), resolved, worker, device, meshes, _weights(resolved))
+
+
+def build_parallel_model(resolved: ResolvedRun, meshes: Meshes | None) -> nn.Module:
+    """This rank's part of the model, on the meta device; collective."""
+    model = build_model(resolved.model, device="meta", dtype=stored_dtype(resolved.run.training))
+    apply_parallelism(model, resolved.run, meshes)
+    return model
+
+
+def give_state(
+    model: nn.Module,
+    resolved: ResolvedRun,
+    worker: Worker,
+    device: torch.device,
+    meshes: Meshes | None,
+    weights: RowSource,
+) -> Trainer:
+    """Give a parallel model its weights and all that trains it."""
+    run, training = resolved.run, resolved.run.training
     table = parameter_table(resolved.model)
-    model = build_model(resolved.model, device="meta", dtype=stored_dtype(training))
-    apply_parallelism(model, run, meshes)
     weights_device = torch.device("cpu") if run.layout.offload == "cpu" else device
-    materialize(model, table, _weights(resolved), weights_device)
+    materialize(model, table, weights, weights_device)
 
     masters = None
     if meshes is None and training.precision in ("bf16", "fp16"):
