@@ -30,7 +30,7 @@ def load(samples, step, *, world_size, micro_batch, seed=3, global_batch=12):
         ) as loader:
             batches = loader.microbatches(step)
         assert len(batches) == global_batch // world_size // micro_batch
-        for inputs_bT, labels_bT, documents in batches:
+        for inputs_bT, labels_bT, documents, _ in batches:
             assert documents is None
             assert inputs_bT.shape == labels_bT.shape == (micro_batch, T)
             assert inputs_bT.dtype == labels_bT.dtype == np.int64
@@ -119,7 +119,7 @@ def test_evaluation_sees_every_token_once(world_size, num_tokens):
         list(evaluation_batches(samples, micro_batch=2, rank=rank, world_size=world_size)) for rank in range(world_size)
     ]
     assert len({len(batches) for batches in ranks}) == 1, "every rank runs the same number of microbatches"
-    assert all(inputs.shape == labels.shape == (2, T) for batches in ranks for inputs, labels, _ in batches)
+    assert all(inputs.shape == labels.shape == (2, T) for batches in ranks for inputs, labels, *_ in batches)
     in_order = [batch for batches in zip(*ranks, strict=True) for batch in batches]
     labels = np.concatenate([batch.labels for batch in in_order]).ravel()
     np.testing.assert_array_equal(labels[labels != NO_LABEL], tokens[1:])
@@ -130,7 +130,7 @@ def test_evaluation_of_a_part_is_evenly_spaced():
 
     def seen(**limits):
         batches = evaluation_batches(samples, micro_batch=2, **limits)
-        rows = [row for inputs, labels, _ in batches for row in zip(inputs, labels, strict=True)]
+        rows = [row for inputs, labels, *_ in batches for row in zip(inputs, labels, strict=True)]
         return [int(inputs_T[0]) // T for inputs_T, labels_T in rows if labels_T[0] != NO_LABEL]
 
     assert seen() == list(range(10))

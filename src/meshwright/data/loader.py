@@ -1,4 +1,4 @@
-"""The one place that says which rank gets which samples in which step.
+"""The one place that says which rank gets which tokens of which samples in which step.
 
 Shapes: b samples of a microbatch, T tokens of a sample.
 """
@@ -20,6 +20,10 @@ class Microbatch(NamedTuple):
     labels: np.ndarray
     documents: np.ndarray | None = None
     """The documents that each row keeps apart; None: every row is read as one document."""
+    positions: np.ndarray | None = None
+    """Given where a rank holds only some of a row's tokens, which inputs and labels then are: each token's place in
+    its document. `documents` are the whole row's even then, for attention asks which documents the other tokens are in.
+    """
 
 
 class Loader:
@@ -42,9 +46,11 @@ class Loader:
         micro_batch: int,
         rank: int = 0,
         world_size: int = 1,
+        places: np.ndarray | None = None,
     ):
-        """Batches in sequences. Raises ValueError when they do not divide, or `rank` is not below
-        `world_size`.
+        """Batches in sequences; `places` in a sample whose tokens this rank holds (default all).
+
+        Raises ValueError when they do not divide, or `rank` is not below `world_size`.
         """
         if global_batch % (micro_batch * world_size):
             raise ValueError(
@@ -56,7 +62,7 @@ class Loader:
         self._samples, self._seed = samples, seed
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._per_rank = global_batch // world_size
-        self._rank = rank
+        self._rank, self._places = rank, places
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="meshwright-loader")
         self._ahead: tuple[int, Future[list[Microbatch]]] | None = None
 
@@ -90,13 +96,20 @@ class Loader:
     def _read(self, step: int) -> list[Microbatch]:
         indices = self.sample_indices(step)
         samples = [self._samples[index] for index in indices]
-        return [_stack(samples[i : i + self._micro_batch]) for i in range(0, self._per_rank, self._micro_batch)]
+        starts = range(0, self._per_rank, self._micro_batch)
+        return [_stack(samples[i : i + self._micro_batch], self._places) for i in starts]
 
 
 def evaluation_batches(
-    samples: Samples, *, micro_batch: int, rank: int = 0, world_size: int = 1, num_samples: int | None = None
+    samples: Samples,
+    *,
+    micro_batch: int,
+    rank: int = 0,
+    world_size: int = 1,
+    num_samples: int | None = None,
+    places: np.ndarray | None = None,
 ) -> Iterator[Microbatch]:
-    """Every sample once over all ranks, in order; or `num_samples` of them, evenly spaced.
+    """Every sample once over all ranks, in order; or `num_samples` of them, evenly spaced. `places` as in `Loader`.
 
     Every rank gets the same number of microbatches, so that all make the same collective calls: what is
     missing at the end are blank samples, without labels. Sums over labels and ranks are the same for every
@@ -109,15 +122,27 @@ def evaluation_batches(
             [
                 samples[i * len(samples) // count] if i < count else blank_sample(samples.sequence_length)
                 for i in range(first, first + micro_batch)
-            ]
+            ],
+            places,
         )
 
 
-def _stack(samples: Sequence[Sample]) -> Microbatch:
+def _stack(samples: Sequence[Sample], places: np.ndarray | None) -> Microbatch:
     documents = None
     if any(sample.documents is not None for sample in samples):
         one = np.zeros_like(samples[0].inputs)
         documents = np.stack([one if sample.documents is None else sample.documents for sample in samples])
-    return Microbatch(
-        np.stack([sample.inputs for sample in samples]), np.stack([sample.labels for sample in samples]), documents
-    )
+    inputs, labels = np.stack([sample.inputs for sample in samples]), np.stack([sample.labels for sample in samples])
+    if places is None:
+        return Microbatch(inputs, labels, documents)
+    return Microbatch(inputs[:, places], labels[:, places], documents, _positions(inputs, documents)[:, places])
+
+
+def _positions(inputs: np.ndarray, documents: np.ndarray | None) -> np.ndarray:
+    """Each token's place in its document: int64 [b, T]."""
+    indices = np.broadcast_to(np.arange(inputs.shape[1]), inputs.shape)
+    if documents is None:
+        return indices
+    starts = np.ones_like(documents, dtype=bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return indices - np.maximum.accumulate(np.where(starts, indices, 0), axis=1)

@@ -95,8 +95,8 @@ class Decoder(nn.Module):
         tokens_BT: torch.Tensor,
         labels_BT: torch.Tensor | None = None,
         documents_BT: torch.Tensor | None = None,
-        *,
         positions_BT: torch.Tensor | None = None,
+        *,
         cache: Cache | None = None,
         layers: range | None = None,
         x_BTD: torch.Tensor | None = None,
@@ -107,7 +107,8 @@ class Decoder(nn.Module):
             tokens_BT: int64 token ids [B, T].
             labels_BT: int64 next tokens [B, T]; -100 is not trained on.
             documents_BT: int64 [B, T]; a document is a run of equal numbers in a row. Its tokens see no other
-                document, and their positions count from its first. Default: every row is one document.
+                document, and their positions count from its first. Default: every row is one document. Of the
+                whole row, where the tokens are only a part of it and attention is told how.
             positions_BT: int64 [B, T]; default 0 .. T-1 in every document, continued from the cache.
             cache: keys and values of earlier tokens; the new ones are added to it.
             layers: the layers to run; default all.

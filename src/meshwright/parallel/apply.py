@@ -2,18 +2,25 @@
 
 from meshwright.models import Decoder
 from meshwright.parallel.compile import apply_compile
+from meshwright.parallel.context import apply_context_parallel
 from meshwright.parallel.data import apply_data_parallel
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.precision import build_fsdp_policy
 from meshwright.parallel.recompute import apply_recompute
+from meshwright.spec.fit import context_method
 from meshwright.spec.run import Run
 
 
 def apply_parallelism(model: Decoder, run: Run, meshes: Meshes | None) -> None:
     """Change `model` (on the meta device) in place into what this rank runs; `meshes` is None for one process alone.
 
-    Data parallelism comes last: it shards whatever the others made.
+    Context parallelism replaces attention inside the blocks, so it comes before what wraps them; data parallelism comes
+    last, for it shards whatever the others made.
     """
+    if meshes is not None and run.layout.cp > 1:
+        apply_context_parallel(
+            model, meshes.batch["cp"], context_method(run.layout, model.spec, run.data.sequence_length)[0]
+        )
     apply_recompute(model.layers, run.training.recompute)
     if run.training.compile:
         apply_compile(model.layers)

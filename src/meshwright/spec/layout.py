@@ -13,10 +13,13 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 PLANNED_AXES = {
     "pp": "pipeline parallelism",
-    "cp": "context parallelism",
     "tp": "tensor parallelism",
     "ep": "expert parallelism",
 }
+
+NEAREST = "the nearest legal layout is"
+
+ContextMethod = Literal["ring", "all_gather", "ulysses"]
 
 
 class LayoutSpec(Spec):
@@ -33,7 +36,11 @@ class LayoutSpec(Spec):
     dp_shard: int = 1
     """Data-parallel ranks that share one copy: ZeRO-1, -2, -3 (FSDP)."""
     cp: int = 1
-    """Context-parallel ranks that share one sequence. Only 1 in this version."""
+    """Context-parallel ranks that share every sequence."""
+    cp_method: Literal["auto", "ring", "all_gather", "ulysses"] = "auto"
+    """How context-parallel ranks attend to each other's tokens. ring: keys and values go round; all_gather: every rank
+    gets all of them; ulysses: all tokens of a share of the heads. auto: ulysses where the key and value heads divide
+    over cp x tp, else ring."""
     tp: int = 1
     """Tensor-parallel ranks that share every matrix. Only 1 in this version."""
     ep: int = 1
@@ -64,30 +71,29 @@ class LayoutSpec(Spec):
             yield f"{axis}={getattr(self, axis)}: a degree is at least 1"
         if senseless:
             return
-        nearest = "the nearest legal layout is"
         for axis, name in PLANNED_AXES.items():
             if getattr(self, axis) > 1:
                 shards = self.world_size // self.dp_replicate
                 yield (
-                    f"{axis}={getattr(self, axis)}: {name} is not in this version; {nearest} "
+                    f"{axis}={getattr(self, axis)}: {name} is not in this version; {NEAREST} "
                     f"dp_replicate={self.dp_replicate}, dp_shard={shards}"
                 )
         if self.zero == 0 and self.dp_shard > 1:
             yield (
                 f"zero=0 with dp_shard={self.dp_shard}: zero 0 keeps a full copy on every rank, so nothing is sharded; "
-                f"{nearest} dp_replicate={self.data_parallel}, dp_shard=1, zero=0"
+                f"{NEAREST} dp_replicate={self.data_parallel}, dp_shard=1, zero=0"
             )
         sharers = self.dp_shard * self.cp * self.tp
         if sharers % self.ep:
             yield (
                 f"ep={self.ep} does not divide dp_shard x cp x tp = {sharers}, the ranks that share the experts; "
-                f"{nearest} ep={gcd(self.ep, sharers)}"
+                f"{NEAREST} ep={gcd(self.ep, sharers)}"
             )
         if self.zero in (1, 2, 3) and self.dp_shard * self.cp == 1:
             alone = "zero=0 (one rank has nothing to share)"
             sharded = f"dp_replicate=1, dp_shard={self.dp_replicate}, zero={self.zero}"
             yield (
-                f"zero={self.zero} with dp_shard=1: there is no axis to shard over; {nearest} "
+                f"zero={self.zero} with dp_shard=1: there is no axis to shard over; {NEAREST} "
                 f"{sharded if self.dp_replicate > 1 else alone}"
             )
 
@@ -131,10 +137,19 @@ class LayoutSpec(Spec):
         """The field's name for this layout, for people."""
         if self.world_size == 1:
             name = "single process"
-        elif self.dp_shard == 1:
+        elif self.data_parallel == 1 and self.zero_stage == 0:
+            name = ""
+        elif self.zero_stage == 0:
             name = f"DDP x {self.dp_replicate}"
+        elif self.data_parallel == 1:
+            name = f"ZeRO-{self.zero_stage}"
         elif self.dp_replicate == 1:
             name = f"ZeRO-{self.zero_stage} x {self.dp_shard}"
         else:
             name = f"hybrid ZeRO-{self.zero_stage}: {self.dp_replicate} replicas x {self.dp_shard} shards"
-        return name + (" + CPU offload" if self.offload == "cpu" else "")
+        parts = [
+            name,
+            f"context parallel x {self.cp}" if self.cp > 1 else "",
+            "CPU offload" if self.offload == "cpu" else "",
+        ]
+        return " + ".join(part for part in parts if part)

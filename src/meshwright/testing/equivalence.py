@@ -31,10 +31,16 @@ class Outcome:
 
 
 class RandomSamples:
-    """Random tokens, of whose labels a varying share is ignored: ranks and microbatches carry unequal token counts."""
+    """Random tokens, of whose labels a varying share is ignored: ranks and microbatches carry unequal token counts.
 
-    def __init__(self, *, vocab: int, sequence_length: int, seed: int = 0, count: int = 64) -> None:
+    With `documents` every row holds several documents that are kept apart.
+    """
+
+    def __init__(
+        self, *, vocab: int, sequence_length: int, seed: int = 0, count: int = 64, documents: bool = False
+    ) -> None:
         self.vocab, self.sequence_length, self.seed, self.count = vocab, sequence_length, seed, count
+        self.documents = documents
 
     def __len__(self) -> int:
         return self.count
@@ -44,7 +50,8 @@ class RandomSamples:
         tokens = generator.integers(0, self.vocab, self.sequence_length + 1)
         inputs_T, labels_T = tokens[:-1].copy(), tokens[1:].copy()
         labels_T[generator.random(self.sequence_length) < generator.random() / 2] = IGNORED
-        return Sample(inputs_T, labels_T)
+        documents_T = (generator.random(self.sequence_length) < 0.2).cumsum() if self.documents else None
+        return Sample(inputs_T, labels_T, documents_T)
 
 
 def build_here(resolved: ResolvedRun) -> Trainer:
@@ -63,11 +70,11 @@ def _meshes(*, sharded: bool, **degrees: int) -> Meshes:
     return build_meshes(LayoutSpec.model_validate({**degrees, "zero": 3 if sharded else 0}), "cpu")
 
 
-def one_step(resolved: ResolvedRun) -> Outcome | None:
+def one_step(resolved: ResolvedRun, documents: bool = False) -> Outcome | None:
     """Build the run and make its first step on random tokens; None on every rank but the first. Collective."""
     trainer = build_here(resolved)
     step = trainer.train_step
-    with loader_for(trainer) as loader:
+    with loader_for(trainer, documents=documents) as loader:
         loss, _ = step.gradients(loader.microbatches(0))
     gnorm = global_gradient_norm(trainer.parameters.values()).item()
     gradients = {name: whole(tensor.grad) for name, tensor in trainer.parameters.items()}
@@ -76,10 +83,11 @@ def one_step(resolved: ResolvedRun) -> Outcome | None:
     return Outcome(loss, gnorm, gradients, weights) if trainer.worker.rank == 0 else None
 
 
-def loader_for(trainer: Trainer, *, seed: int = 0) -> Loader:
+def loader_for(trainer: Trainer, *, seed: int = 0, documents: bool = False) -> Loader:
     """This rank's microbatches of random samples."""
     resolved = trainer.resolved
-    samples = RandomSamples(vocab=resolved.model.vocab, sequence_length=resolved.run.data.sequence_length, seed=seed)
+    length = resolved.run.data.sequence_length
+    samples = RandomSamples(vocab=resolved.model.vocab, sequence_length=length, seed=seed, documents=documents)
     return Loader(
         samples,
         seed=resolved.run.training.seed,
@@ -87,6 +95,7 @@ def loader_for(trainer: Trainer, *, seed: int = 0) -> Loader:
         micro_batch=resolved.micro_batch,
         rank=trainer.data_rank,
         world_size=resolved.run.layout.data_parallel,
+        places=trainer.places,
     )
 
 

@@ -82,6 +82,7 @@ def build_loader(trainer: Trainer, corpus: Corpus) -> Loader:
         micro_batch=resolved.micro_batch,
         rank=trainer.data_rank,
         world_size=resolved.run.layout.data_parallel,
+        places=trainer.places,
     )
 
 
@@ -93,6 +94,7 @@ def evaluate_held_out(trainer: Trainer, held_out: TokenFile) -> Evaluation:
         micro_batch=resolved.micro_batch,
         rank=trainer.data_rank,
         world_size=resolved.run.layout.data_parallel,
+        places=trainer.places,
         num_samples=resolved.run.training.evaluation.batches * resolved.global_batch,
     )
     return evaluate(trainer.model, batches, trainer.device, repeats_loss=trainer.train_step.repeats_loss)

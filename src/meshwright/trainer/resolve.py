@@ -5,6 +5,7 @@ from pathlib import Path
 from meshwright.families import parameter_table, resolve_model
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.plan.memory import predict_memory
+from meshwright.spec.fit import context_method, find_misfits
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import ResolvedRun, Run
 
@@ -30,6 +31,9 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
             f"data.sequence_length={run.data.sequence_length} is longer than the model's {model.max_positions} "
             f"positions; use data.sequence_length={model.max_positions} or raise model.max_positions"
         )
+    misfits = find_misfits(run.layout, model, run.data.sequence_length)
+    if misfits:
+        raise ValueError("; ".join(misfits))
     global_batch = _global_batch(run)
     ranks = run.layout.data_parallel
     if global_batch % ranks:
@@ -38,6 +42,10 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
             f"the nearest number that can is {max(1, round(global_batch / ranks)) * ranks}"
         )
     micro_batch, reason = _micro_batch(run, model, global_batch // ranks, machine)
+    reasons = {"training.micro_batch": reason}
+    if run.layout.cp > 1:
+        method, reason = context_method(run.layout, model, run.data.sequence_length)
+        reasons["layout.cp_method"] = f"{method}: {reason}"
     return ResolvedRun(
         run=run,
         base_dir=str(base_dir),
@@ -45,7 +53,7 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
         global_batch=global_batch,
         micro_batch=micro_batch,
         accumulation=global_batch // ranks // micro_batch,
-        reasons={"training.micro_batch": reason},
+        reasons=reasons,
     )
 
 
@@ -73,12 +81,12 @@ def _micro_batch(run: Run, model: ModelSpec, per_rank: int, machine: Machine) ->
                 f"the nearest number that does is {nearest}"
             )
         return run.training.micro_batch, "given"
-    table = parameter_table(model)
+    table, length = parameter_table(model), run.data.sequence_length // run.layout.cp
     limit = MEMORY_SHARE * machine.memory_per_rank(run.layout.world_size)
     best = 0
     for size in divisors:
         predicted = predict_memory(
-            model, table, run.training, run.layout, micro_batch=size, sequence_length=run.data.sequence_length
+            model, table, run.training, run.layout, micro_batch=size, sequence_length=length
         ).total
         if predicted > limit:
             needs = (
@@ -86,6 +94,6 @@ def _micro_batch(run: Run, model: ModelSpec, per_rank: int, machine: Machine) ->
             )
             return (best, needs) if best else (size, f"the smallest there is; {needs}")
         best = size
-        if size * run.data.sequence_length >= ENOUGH_TOKENS[machine.kind]:
-            return best, f"{size * run.data.sequence_length} tokens at a time keep this machine's {machine.kind} busy"
+        if size * length >= ENOUGH_TOKENS[machine.kind]:
+            return best, f"{size * length} tokens at a time keep this machine's {machine.kind} busy"
     return best, "all sequences of a rank at once"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,9 +18,11 @@ from meshwright.models import build_model
 from meshwright.models.init import draw_rows
 from meshwright.optim.build import Optimizers, build_optimizers
 from meshwright.parallel import Meshes, apply_parallelism, build_meshes, materialize
+from meshwright.parallel.context import sequence_places
 from meshwright.parallel.materialize import RowSource
 from meshwright.parallel.precision import MasterWeights, stored_dtype
 from meshwright.plan.machine import Machine, find_machine
+from meshwright.spec.fit import context_method
 from meshwright.spec.model import Parameter
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.trainer.device import choose_device, keep_freed_memory, peak_flops, use_deterministic_kernels
@@ -68,6 +71,16 @@ class Trainer:
     def data_rank(self) -> int:
         """This rank's place among those that read different data."""
         return 0 if self.meshes is None else self.meshes.data_rank
+
+    @property
+    def places(self) -> np.ndarray | None:
+        """The places in every sample whose tokens this rank holds; None for all."""
+        layout = self.resolved.run.layout
+        if self.meshes is None or layout.cp == 1:
+            return None
+        length, rank = self.resolved.run.data.sequence_length, self.meshes.batch["cp"].get_local_rank()
+        method, _ = context_method(layout, self.resolved.model, length)
+        return sequence_places(method, degree=layout.cp, rank=rank, length=length)
 
 
 def find_place(run: Run, worker: Worker) -> tuple[torch.device, Meshes | None]:

@@ -131,8 +131,8 @@ class TrainStep:
 
 
 def to_device(microbatch: Microbatch, device: torch.device) -> tuple[torch.Tensor | None, ...]:
-    """The model's arguments on `device`, int64: inputs, labels and documents, or None; copies to a GPU do not
-    block."""
+    """The model's arguments on `device`, int64: inputs, labels, documents and positions, or None; copies to
+    a GPU do not block."""
     tensors = (None if array is None else torch.from_numpy(array) for array in microbatch)
     if device.type != "cuda":
         return tuple(tensors)

@@ -1,0 +1,156 @@
+"""The one place that attends to a part of the keys at a time, so that the results of all parts add up to attention.
+
+A part's result y comes with the logarithm L of the sum of its exponentiated scores. Two parts make one by weights
+exp(L - L'), where exp(L') is the sum of both; the backward pass of each part needs only y and L of the whole
+(Dao et al., "FlashAttention", 2022; Liu et al., "Ring Attention with Blockwise Transformers", 2023).
+
+Shapes: B batch, H heads, G key and value heads, Q queries, S keys of the part, K head_dim.
+"""
+
+from typing import Literal
+
+import torch
+
+from meshwright.models.cpu_kernels import SCORES
+
+aten = torch.ops.aten
+
+Sight = torch.Tensor | Literal["causal", "all"]
+"""Which keys of a part a query sees: all, those up to its own place (Q = S), or bool [Q, S] or [B, 1, Q, S]."""
+
+
+def attend_part(
+    q_BHQK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, sight: Sight
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The part's result [B, H, Q, K] and logsumexp [B, H, Q], both fp32 (fp64 for fp64); without autograd.
+
+    A query that sees nothing of the part gets 0 and -inf.
+    """
+    k_BHSK, v_BHSK = (_repeat(x, q_BHQK.shape[1]) for x in (k_BGSK, v_BGSK))
+    wide = _wide(q_BHQK.dtype)
+    if not isinstance(sight, torch.Tensor):
+        flash = _flash_kernels(q_BHQK, v_BHSK)
+        if flash is not None:
+            y_BHQK, logsumexp_BHQ, *_ = flash[0](q_BHQK, k_BHSK, v_BHSK, 0.0, sight == "causal")
+            return y_BHQK.to(wide, copy=True), logsumexp_BHQ.to(wide, copy=True)
+    y_BHQK = q_BHQK.new_empty(*q_BHQK.shape[:-1], v_BHSK.shape[-1], dtype=wide)
+    logsumexp_BHQ = y_BHQK.new_empty(y_BHQK.shape[:-1])
+    for rows in _blocks(q_BHQK, k_BHSK):
+        scores_BHqS = _scores(q_BHQK, k_BHSK, sight, rows)
+        logsumexp_BHq = scores_BHqS.logsumexp(-1)
+        logsumexp_BHQ[:, :, rows] = logsumexp_BHq
+        p_BHqS = (scores_BHqS - _finite(logsumexp_BHq)[..., None]).exp()
+        y_BHQK[:, :, rows] = p_BHqS.to(v_BHSK.dtype) @ v_BHSK
+    return y_BHQK, logsumexp_BHQ
+
+
+def attend_part_backward(
+    grad_BHQK: torch.Tensor,
+    q_BHQK: torch.Tensor,
+    k_BGSK: torch.Tensor,
+    v_BGSK: torch.Tensor,
+    y_BHQK: torch.Tensor,
+    logsumexp_BHQ: torch.Tensor,
+    sight: Sight,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The part's share of the gradients of q, k and v, fp32 (fp64 for fp64).
+
+    `y` (in q's dtype) and `logsumexp` are those of all parts together.
+    """
+    k_BHSK, v_BHSK = (_repeat(x, q_BHQK.shape[1]) for x in (k_BGSK, v_BGSK))
+    flash = None if isinstance(sight, torch.Tensor) else _flash_kernels(q_BHQK, v_BHSK)
+    if flash is not None:
+        grads = flash[1](grad_BHQK, q_BHQK, k_BHSK, v_BHSK, y_BHQK, logsumexp_BHQ, sight == "causal")
+        wide = _wide(q_BHQK.dtype)
+        grad_q_BHQK, grad_k_BHSK, grad_v_BHSK = (grad.to(wide) for grad in grads)
+    else:
+        grad_q_BHQK, grad_k_BHSK, grad_v_BHSK = _plain_backward(
+            grad_BHQK, q_BHQK, k_BHSK, v_BHSK, y_BHQK, logsumexp_BHQ, sight
+        )
+    groups = k_BGSK.shape[1], -1
+    return grad_q_BHQK, grad_k_BHSK.unflatten(1, groups).sum(2), grad_v_BHSK.unflatten(1, groups).sum(2)
+
+
+def add_part_(
+    y_BHQK: torch.Tensor, logsumexp_BHQ: torch.Tensor, part_BHQK: torch.Tensor, part_logsumexp_BHQ: torch.Tensor
+) -> None:
+    """Add a part to the sum of others, in place; each query must have seen something in one of those."""
+    total_BHQ = torch.logaddexp(logsumexp_BHQ, part_logsumexp_BHQ)
+    y_BHQK.mul_((logsumexp_BHQ - total_BHQ).exp()[..., None])
+    y_BHQK.addcmul_(part_BHQK, (part_logsumexp_BHQ - total_BHQ).exp()[..., None])
+    logsumexp_BHQ.copy_(total_BHQ)
+
+
+def _flash_kernels(q_BHQK: torch.Tensor, v_BHSK: torch.Tensor):
+    """torch's flash kernels (forward, backward) where they serve this dtype, device and head width; else None."""
+    if q_BHQK.shape[-1] != v_BHSK.shape[-1]:
+        return None
+    if q_BHQK.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu, _flash_backward_cpu
+    half = q_BHQK.dtype in (torch.bfloat16, torch.float16)
+    if q_BHQK.is_cuda and half and q_BHQK.shape[-1] % 8 == 0 and q_BHQK.shape[-1] <= 256:
+        return aten._scaled_dot_product_flash_attention, _flash_backward_cuda
+    return None
+
+
+def _flash_backward_cpu(grad, q, k, v, y, logsumexp, causal: bool):
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return backward(grad, q, k, v, y, logsumexp, 0.0, causal)
+
+
+def _flash_backward_cuda(grad, q, k, v, y, logsumexp, causal: bool):
+    # Without dropout the random state is not read, and without nested tensors neither are the sequences' offsets.
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)
+    backward = aten._scaled_dot_product_flash_attention_backward
+    lengths = q.shape[2], k.shape[2]
+    return backward(grad, q, k, v, y, logsumexp, None, None, *lengths, 0.0, causal, unused, unused)
+
+
+def _plain_backward(grad_BHQK, q_BHQK, k_BHSK, v_BHSK, y_BHQK, logsumexp_BHQ, sight: Sight):
+    """By ordinary products, some queries at a time."""
+    scale, dtype = q_BHQK.shape[-1] ** -0.5, q_BHQK.dtype
+    wide = _wide(dtype)
+    grad_q_BHQK = torch.empty_like(q_BHQK, dtype=wide)
+    grad_k_BHSK, grad_v_BHSK = (torch.zeros_like(x, dtype=wide) for x in (k_BHSK, v_BHSK))
+    weighted_BHQ1 = (grad_BHQK.to(wide) * y_BHQK.to(wide)).sum(-1, keepdim=True)
+    for rows in _blocks(q_BHQK, k_BHSK):
+        dy_BHqK = grad_BHQK[:, :, rows]
+        p_BHqS = (_scores(q_BHQK, k_BHSK, sight, rows) - logsumexp_BHQ[:, :, rows, None]).exp()
+        ds_BHqS = p_BHqS * ((dy_BHqK @ v_BHSK.mT).to(wide) - weighted_BHQ1[:, :, rows]) * scale
+        grad_q_BHQK[:, :, rows] = ds_BHqS.to(dtype) @ k_BHSK
+        grad_k_BHSK += ds_BHqS.to(dtype).mT @ q_BHQK[:, :, rows]
+        grad_v_BHSK += p_BHqS.to(dtype).mT @ dy_BHqK
+    return grad_q_BHQK, grad_k_BHSK, grad_v_BHSK
+
+
+def _scores(q_BHQK: torch.Tensor, k_BHSK: torch.Tensor, sight: Sight, rows: slice) -> torch.Tensor:
+    """Scaled scores of some queries, fp32 (fp64); -inf for what they do not see."""
+    scores_BHqS = (q_BHQK[:, :, rows] @ k_BHSK.mT).to(_wide(q_BHQK.dtype)) * q_BHQK.shape[-1] ** -0.5
+    if sight == "all":
+        return scores_BHqS
+    if isinstance(sight, torch.Tensor):
+        hidden = ~sight[..., rows, :]
+    else:
+        hidden = torch.ones(scores_BHqS.shape[-2:], dtype=torch.bool, device=q_BHQK.device).triu_(1 + rows.start)
+    return scores_BHqS.masked_fill_(hidden, -torch.inf)
+
+
+def _blocks(q_BHQK: torch.Tensor, k_BHSK: torch.Tensor) -> list[slice]:
+    """Cuts of the queries, so that no more than SCORES scores a head and row of the batch are held."""
+    queries = max(1, SCORES // k_BHSK.shape[2])
+    return [slice(start, min(start + queries, q_BHQK.shape[2])) for start in range(0, q_BHQK.shape[2], queries)]
+
+
+def _repeat(x_BGSK: torch.Tensor, heads: int) -> torch.Tensor:
+    """Each key and value head once for each query head that shares it."""
+    repeats = heads // x_BGSK.shape[1]
+    return x_BGSK if repeats == 1 else x_BGSK.repeat_interleave(repeats, 1)
+
+
+def _finite(logsumexp: torch.Tensor) -> torch.Tensor:
+    """0 instead of -inf, so that what sees nothing has probabilities of 0 instead of NaN."""
+    return logsumexp.where(logsumexp.isfinite(), 0)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,331 @@
+"""The one place for context parallelism: ranks that each hold a part of every sequence, and attend to all of it.
+
+Everything but attention works on single tokens, so the batch is split once, and only attention talks:
+
+- ring (Liu et al., 2023): keys and values go round, and each rank attends to what it has just received;
+- all_gather (as for Llama 3, Dubey et al., 2024, section 3.3.2): every rank gets all keys and values at once;
+- ulysses (Jacobs et al., "DeepSpeed Ulysses", 2023): an all-to-all turns a part of the tokens of all heads into all
+  tokens of a part of the heads, on which attention is computed as ever, and another turns the result back.
+
+For ring and all_gather a sequence is cut into 2 N chunks and rank r holds chunks r and 2N-1-r, so that under causal
+order all have the same to do ("zigzag"); for ulysses it is cut into N.
+
+Shapes: B batch, T tokens of a rank, H heads, G key and value heads, K head_dim, N ranks, C tokens of a chunk, S keys of
+a part.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.models import Decoder
+from meshwright.models.attention import Mask
+from meshwright.models.masks import Documents, attention_mask
+from meshwright.models.partial_attention import Sight, add_part_, attend_part, attend_part_backward
+from meshwright.spec.layout import ContextMethod
+
+Attend = Callable[..., torch.Tensor]
+"""`Attention.attend`: q [B, H, T, K], k and v [B, G, T, K] and a mask to [B, H, T, K]."""
+
+
+def apply_context_parallel(model: Decoder, mesh: DeviceMesh, method: ContextMethod) -> None:
+    """Make the attention of every block see whole sequences, of which each rank of `mesh` holds `sequence_places`."""
+    group, window = mesh.get_group(), model.spec.sliding_window
+    for module in model.modules():
+        attend: Any = getattr(module, "attend", None)
+        if attend is not None:
+            if method == "ulysses":
+                attention = _Ulysses(group, attend, window)
+            else:
+                attention = _ByParts(group, _Ring if method == "ring" else _AllGather, window)
+            # Communication cannot be compiled, nor can what depends on this rank's place.
+            setattr(module, "attend", torch.compiler.disable(attention.attend))  # noqa: B010  (not a tensor or module)
+
+
+def sequence_places(method: ContextMethod, *, degree: int, rank: int, length: int) -> np.ndarray:
+    """The places in a row of `length` tokens that a rank holds, in the order in which it holds them: int64 [T]."""
+    if method == "ulysses":
+        return np.arange(length).reshape(degree, -1)[rank]
+    return np.arange(length).reshape(2 * degree, -1)[list(_own_chunks(rank, degree))].ravel()
+
+
+class _Ulysses:
+    """All tokens of a part of the heads, attended to as on one device."""
+
+    def __init__(self, group: dist.ProcessGroup, attend: Attend, window: int | None) -> None:
+        self.group, self.attend_heads, self.window = group, attend, window
+        self.degree = group.size()
+
+    def attend(self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, mask: Mask) -> torch.Tensor:
+        if not isinstance(mask, Documents):  # then it was made for this rank's tokens alone
+            length = q_BHTK.shape[2] * self.degree
+            mask = attention_mask(length, length, window=self.window, padding_B=None, device=q_BHTK.device)
+        heads, kv_heads = q_BHTK.shape[1], k_BGTK.shape[1]
+        # Fewer key and value heads than ranks: copies, as few as will do.
+        shares = range(1, heads // kv_heads + 1)
+        repeats = next(n for n in shares if heads // kv_heads % n == 0 and kv_heads * n % self.degree == 0)
+        if repeats > 1:
+            k_BGTK, v_BGTK = k_BGTK.repeat_interleave(repeats, 1), v_BGTK.repeat_interleave(repeats, 1)
+        y_BhSK = self.attend_heads(*(self._to_heads(x) for x in (q_BHTK, k_BGTK, v_BGTK)), mask)
+        return self._to_tokens(y_BhSK)
+
+    def _to_heads(self, x_BHTK: torch.Tensor) -> torch.Tensor:
+        """A rank's tokens of all heads to all tokens of its share of the heads."""
+        x_NBhTK = _all_to_all(x_BHTK.unflatten(1, (self.degree, -1)).movedim(1, 0), self.group)
+        return x_NBhTK.movedim(0, 2).flatten(2, 3)
+
+    def _to_tokens(self, x_BhSK: torch.Tensor) -> torch.Tensor:
+        x_NBhTK = _all_to_all(x_BhSK.unflatten(2, (self.degree, -1)).movedim(2, 0), self.group)
+        return x_NBhTK.movedim(0, 1).flatten(1, 2)
+
+
+def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Entry n of the first dim goes to rank n, and that of rank n comes in its place."""
+    received = _AllToAll.apply(x, group)
+    assert isinstance(received, torch.Tensor)
+    return received
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, x.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        return _all_to_all(grad_outputs[0], ctx.group), None
+
+
+class _ByParts:
+    """Attention of this rank's queries to all keys before them, part by part."""
+
+    def __init__(self, group: dist.ProcessGroup, function: type[torch.autograd.Function], window: int | None) -> None:
+        self.group, self.function, self.window = group, function, window
+
+    def attend(self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, mask: Mask) -> torch.Tensor:
+        zigzag = _Zigzag(
+            rank=self.group.rank(),
+            degree=self.group.size(),
+            chunk=q_BHTK.shape[2] // 2,
+            window=self.window,
+            documents=mask.documents_BT if isinstance(mask, Documents) else None,
+            device=q_BHTK.device,
+        )
+        y_BHTK = self.function.apply(q_BHTK, k_BGTK, v_BGTK, zigzag, self.group)
+        assert isinstance(y_BHTK, torch.Tensor)
+        return y_BHTK
+
+
+class _Part(NamedTuple):
+    """Some of a rank's queries, some of the keys at hand, and which of them each query sees."""
+
+    queries: slice
+    keys: slice
+    sight: Sight
+
+
+@dataclass(frozen=True)
+class _Zigzag:
+    """What this rank's two chunks of queries see of other chunks of keys."""
+
+    rank: int
+    degree: int
+    chunk: int
+    """Tokens of a chunk."""
+    window: int | None
+    documents: torch.Tensor | None
+    """Of whole rows, [B, S]."""
+    device: torch.device
+
+    def own(self) -> list[_Part]:
+        """Parts of the keys that this rank holds."""
+        chunks = _own_chunks(self.rank, self.degree)
+        return self._part(slice(None), chunks, slice(None), chunks)
+
+    def of_rank(self, source: int) -> list[_Part]:
+        """Parts of the keys that another rank holds."""
+        ours, theirs = _own_chunks(self.rank, self.degree), _own_chunks(source, self.degree)
+        if source < self.rank:  # their second chunk comes after both of ours
+            return self._part(slice(None), ours, slice(0, self.chunk), theirs[:1])
+        return self._part(slice(self.chunk, None), ours[1:], slice(None), theirs)
+
+    def of_all(self) -> list[_Part]:
+        """Parts of all keys in the order of the sequence, this rank's own left out."""
+        early, late = ours = _own_chunks(self.rank, self.degree)
+        before, between = slice(0, early * self.chunk), slice((early + 1) * self.chunk, late * self.chunk)
+        return [
+            *self._part(slice(None), ours, before, range(early)),
+            *self._part(slice(self.chunk, None), ours[1:], between, range(early + 1, late)),
+        ]
+
+    def _part(self, queries: slice, ours: Sequence[int], keys: slice, theirs: Sequence[int]) -> list[_Part]:
+        """One part, or none where there is nothing to see. `ours` and `theirs` are the chunks of queries and keys."""
+        if not theirs:
+            return []
+        nearest = ours[0] * self.chunk - (theirs[-1] + 1) * self.chunk + 1
+        farthest = (ours[-1] + 1) * self.chunk - 1 - theirs[0] * self.chunk
+        if self.window is not None and nearest >= self.window:
+            return []
+        if self.documents is None and (self.window is None or farthest < self.window):
+            return [_Part(queries, keys, "causal" if ours is theirs else "all")]
+        queries_Q1, keys_S = self._places(ours)[:, None], self._places(theirs)
+        sees = keys_S <= queries_Q1
+        if self.window is not None:
+            sees &= keys_S > queries_Q1 - self.window
+        if self.documents is not None:
+            sees = (sees & (self.documents[:, queries_Q1] == self.documents[:, None, keys_S]))[:, None]
+        return [_Part(queries, keys, sees)]
+
+    def _places(self, chunks: Sequence[int]) -> torch.Tensor:
+        one_C = torch.arange(self.chunk, device=self.device)
+        return torch.cat([one_C + chunk * self.chunk for chunk in chunks])
+
+
+def _own_chunks(rank: int, degree: int) -> tuple[int, int]:
+    return rank, 2 * degree - 1 - rank
+
+
+class _Sum:
+    """The result of this rank's own keys, to which others are added."""
+
+    def __init__(self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, zigzag: _Zigzag) -> None:
+        self.q_BHTK = q_BHTK
+        (own,) = zigzag.own()
+        self.y_BHTK, self.logsumexp_BHT = attend_part(q_BHTK, k_BGTK, v_BGTK, own.sight)
+
+    def add(self, parts: list[_Part], k_BGSK: torch.Tensor, v_BGSK: torch.Tensor) -> None:
+        for queries, keys, sight in parts:
+            part = attend_part(self.q_BHTK[:, :, queries], k_BGSK[:, :, keys], v_BGSK[:, :, keys], sight)
+            add_part_(self.y_BHTK[:, :, queries], self.logsumexp_BHT[:, :, queries], *part)
+
+
+class _Backward:
+    """The gradient of this rank's queries, and from the same products those of the keys and values at hand."""
+
+    def __init__(self, grad_BHTK, q_BHTK, y_BHTK, logsumexp_BHT) -> None:
+        self.inputs = grad_BHTK, q_BHTK, y_BHTK, logsumexp_BHT
+        self.grad_q_BHTK = torch.zeros_like(q_BHTK, dtype=logsumexp_BHT.dtype)
+
+    def of_keys(self, parts: list[_Part], k_BGSK: torch.Tensor, v_BGSK: torch.Tensor) -> torch.Tensor:
+        """Gradients of the keys and values, side by side as `_join` puts them; those of the queries are kept."""
+        width = k_BGSK.shape[-1] + v_BGSK.shape[-1]
+        grads_BGSW = torch.zeros(*k_BGSK.shape[:-1], width, dtype=self.grad_q_BHTK.dtype, device=k_BGSK.device)
+        for queries, keys, sight in parts:
+            grad, q, y, logsumexp = (x[:, :, queries].contiguous() for x in self.inputs)
+            k, v = k_BGSK[:, :, keys], v_BGSK[:, :, keys]
+            grad_q, *grads = attend_part_backward(grad, q, k, v, y, logsumexp, sight)
+            self.grad_q_BHTK[:, :, queries] += grad_q
+            grads_BGSW[:, :, keys] += torch.cat(grads, -1)
+        return grads_BGSW
+
+
+def _join(k_BGTK: torch.Tensor, v_BGTK: torch.Tensor) -> torch.Tensor:
+    """Keys and values side by side, so that they travel in one message; their widths may differ."""
+    return torch.cat((k_BGTK, v_BGTK), -1)
+
+
+def _separate(joint_BGTW: torch.Tensor, like_BGTK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys, of the width of `like`, and values again, or their gradients in its dtype."""
+    width = like_BGTK.shape[-1]
+    return joint_BGTW[..., :width].to(like_BGTK.dtype), joint_BGTW[..., width:].to(like_BGTK.dtype)
+
+
+class _Ring(torch.autograd.Function):
+    """Keys and values go to the next rank while those at hand are attended to; in the backward pass their gradients
+    follow them, until after N hops they are at home."""
+
+    @staticmethod
+    def forward(ctx, q_BHTK, k_BGTK, v_BGTK, zigzag, group):
+        held = _join(k_BGTK, v_BGTK)
+        total = None
+        for step in range(zigzag.degree):
+            coming = _Hop(held, group) if step < zigzag.degree - 1 else None
+            if total is None:
+                total = _Sum(q_BHTK, k_BGTK, v_BGTK, zigzag)
+            else:
+                total.add(zigzag.of_rank((zigzag.rank - step) % zigzag.degree), *_separate(held, k_BGTK))
+            held = held if coming is None else coming.wait()
+        assert total is not None
+        y_BHTK = total.y_BHTK.to(q_BHTK.dtype)
+        ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, y_BHTK, total.logsumexp_BHT)
+        ctx.zigzag, ctx.group = zigzag, group
+        return y_BHTK
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        q_BHTK, k_BGTK, v_BGTK, y_BHTK, logsumexp_BHT = ctx.saved_tensors
+        zigzag, group = ctx.zigzag, ctx.group
+        backward = _Backward(grad_outputs[0], q_BHTK, y_BHTK, logsumexp_BHT)
+        held, grads = _join(k_BGTK, v_BGTK), None
+        for step in range(zigzag.degree):
+            coming = _Hop(held, group) if step < zigzag.degree - 1 else None
+            parts = zigzag.of_rank((zigzag.rank - step) % zigzag.degree) if step else zigzag.own()
+            ours = backward.of_keys(parts, *_separate(held, k_BGTK))
+            grads = _Hop(ours if grads is None else ours.add_(grads.wait()), group)
+            held = held if coming is None else coming.wait()
+        assert grads is not None
+        return backward.grad_q_BHTK.to(q_BHTK.dtype), *_separate(grads.wait(), k_BGTK), None, None
+
+
+class _Hop:
+    """A tensor on its way to the next rank, while the previous rank's comes."""
+
+    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        ranks, here = dist.get_process_group_ranks(group), group.rank()
+        self.sent, self.received = tensor, torch.empty_like(tensor)
+        operations = [
+            dist.P2POp(dist.isend, tensor, ranks[(here + 1) % len(ranks)], group),
+            dist.P2POp(dist.irecv, self.received, ranks[here - 1], group),
+        ]
+        self.works = dist.batch_isend_irecv(operations)
+
+    def wait(self) -> torch.Tensor:
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+class _AllGather(torch.autograd.Function):
+    """All keys and values at once; in the backward pass they are gathered again, and their gradients reduced."""
+
+    @staticmethod
+    def forward(ctx, q_BHTK, k_BGTK, v_BGTK, zigzag, group):
+        total = _Sum(q_BHTK, k_BGTK, v_BGTK, zigzag)
+        total.add(zigzag.of_all(), *_gather(k_BGTK, v_BGTK, group))
+        y_BHTK = total.y_BHTK.to(q_BHTK.dtype)
+        ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, y_BHTK, total.logsumexp_BHT)
+        ctx.zigzag, ctx.group = zigzag, group
+        return y_BHTK
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        q_BHTK, k_BGTK, v_BGTK, y_BHTK, logsumexp_BHT = ctx.saved_tensors
+        backward = _Backward(grad_outputs[0], q_BHTK, y_BHTK, logsumexp_BHT)
+        of_all = backward.of_keys(ctx.zigzag.of_all(), *_gather(k_BGTK, v_BGTK, ctx.group))
+        own = backward.of_keys(ctx.zigzag.own(), k_BGTK, v_BGTK)
+        grads = own.add_(_reduce_scatter(of_all, ctx.group))
+        return backward.grad_q_BHTK.to(q_BHTK.dtype), *_separate(grads, k_BGTK), None, None
+
+
+def _gather(k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values of all ranks in the order of the sequence."""
+    gathered = funcol.all_gather_tensor(_join(k_BGTK, v_BGTK), 0, group)
+    all_NBGTW = funcol.wait_tensor(gathered).unflatten(0, (group.size(), -1))
+    early_NBGCW, late_NBGCW = all_NBGTW.chunk(2, dim=3)
+    return _separate(torch.cat((*early_NBGCW, *late_NBGCW.flip(0)), dim=2), k_BGTK)
+
+
+def _reduce_scatter(grads_BGSW: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The reverse of `_gather`: the sum over ranks of the gradients of this rank's keys and values, [B, G, T, W]."""
+    chunks = grads_BGSW.chunk(2 * group.size(), dim=2)
+    by_rank = [torch.cat((chunks[i], chunks[-1 - i]), dim=2) for i in range(group.size())]
+    return funcol.wait_tensor(funcol.reduce_scatter_tensor(torch.cat(by_rank), "sum", 0, group))
