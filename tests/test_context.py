@@ -22,7 +22,7 @@ from test_equivalence import alone, assert_equal
 from tiny import tiny_run
 
 METHODS = ("ring", "all_gather", "ulysses")
-FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 T, K = 32, 8
 LAYOUTS = {
     "cp": {"cp": 4},
@@ -129,7 +129,7 @@ def run_of(method: str, name: str, **options: Any):
 def test_layouts_against_one_process(ranks: RankPool, method: str, name: str) -> None:
     """Families, recomputation, accumulation and ties take turns, so that each meets each over methods and layouts."""
     turn = METHODS.index(method) + list(LAYOUTS).index(name)
-    for number, family in enumerate(FAMILIES):
+    for number, family in list(enumerate(FAMILIES))[turn % 2 :: 2]:
         recompute = ("none", "selective", "full")[(turn + number) % 3]
         accumulation, tied = (1, 3)[(turn + number) // 3 % 2], bool((turn + number) % 2)
         run = run_of(method, name, family=family, tied=tied, recompute=recompute, accumulation=accumulation)
