@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from meshwright.data.loader import Loader
-from meshwright.data.packing import ConcatenatedSamples
+from meshwright.data.mixture import training_samples
 from meshwright.data.prepare import prepare_corpus
 from meshwright.families import parameter_table, resolve_model
 from meshwright.models import build_model, initialize
@@ -84,7 +84,7 @@ class Workload:
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """inputs_BT and labels_BT (inputs moved on by one) of every step, the same for all engines."""
         corpus = prepare_corpus(self.data, base_dir=Path())
-        samples = ConcatenatedSamples(corpus.train.tokens, self.length)
+        samples = training_samples(corpus, self.data)
         with Loader(samples, seed=0, global_batch=self.batch, micro_batch=self.batch) as loader:
             for step in range(self.steps):
                 inputs, labels, _ = loader.microbatches(step)[0]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 
 from meshwright.data import prepare as prepare_module
+from meshwright.data.encoders import Encoders
 from meshwright.data.prepare import find_tokenizer, prepare_corpus
 from meshwright.data.tokenizer import TextTokenizer, train_tokenizer
 from meshwright.spec.data import DataSpec
@@ -48,6 +48,24 @@ def prepare(folder, **changes):
     return corpus, done
 
 
+def train_of(corpus):
+    (stream,) = corpus.streams
+    return stream.train
+
+
+def held_out_of(corpus):
+    (held_out,) = corpus.held_out
+    return held_out
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def folder_of(corpus):
+    return train_of(corpus).path.parent
+
+
 def documents(tokens, tokenizer):
     """The texts in a stream of tokens."""
     ends = np.flatnonzero(tokens == tokenizer.eos_id)
@@ -61,18 +79,18 @@ def texts_of(file, tokenizer):
 
 def test_every_document_is_there_once_and_in_order(folder):
     corpus, _ = prepare(folder)
-    train, held_out = (texts_of(file, corpus.tokenizer) for file in (corpus.train, corpus.held_out))
-    assert (len(train), len(held_out)) == (corpus.train.num_documents, corpus.held_out.num_documents)
+    train, held_out = (texts_of(file, corpus.tokenizer) for file in (train_of(corpus), held_out_of(corpus)))
+    assert (len(train), len(held_out)) == (train_of(corpus).num_documents, held_out_of(corpus).num_documents)
     assert train == [text for text in TEXTS if text in train]
     assert held_out == [text for text in TEXTS if text in held_out]
     assert sorted(train + held_out) == sorted(TEXTS)
     assert 0 < len(held_out) < len(train)
-    assert corpus.train.tokens.dtype == np.uint16
+    assert train_of(corpus).tokens.dtype == np.uint16
 
 
 def test_the_tokenizer_is_trained_on_training_text_only(folder):
     corpus, _ = prepare(folder)
-    train = texts_of(corpus.train, corpus.tokenizer)
+    train = texts_of(train_of(corpus), corpus.tokenizer)
     assert corpus.tokenizer.fingerprint == train_tokenizer(train, 300).fingerprint
     assert corpus.tokenizer.fingerprint != train_tokenizer(TEXTS, 300).fingerprint
 
@@ -94,12 +112,15 @@ def test_the_second_time_it_is_found(folder):
     ]
     second, done = prepare(folder)
     assert not done
-    assert second.directory == first.directory
+    assert folder_of(second) == folder_of(first)
     assert second.tokenizer.fingerprint == first.tokenizer.fingerprint
-    np.testing.assert_array_equal(second.train.tokens, first.train.tokens)
-    assert [path.name for path in (folder / "cache").iterdir()] == [first.directory.name], "nothing is left over"
+    np.testing.assert_array_equal(train_of(second).tokens, train_of(first).tokens)
+    assert {folder_of(first).name} < set(names(folder / "cache")), "the tokens and their tokenizer"
+    assert len(names(folder / "cache")) == 2, "nothing is left over"
+    stem = ("bin", "idx", "json")
+    assert names(folder_of(first)) == [f"{side}.{ending}" for side in ("held_out", "train") for ending in stem]
     prepare(folder, sequence_length=7)
-    assert len(list((folder / "cache").iterdir())) == 1, "how tokens are cut into samples changes no token"
+    assert len(names(folder / "cache")) == 2, "how tokens are cut into samples changes no token"
 
 
 @pytest.mark.parametrize("change", ["vocab", "share", "key", "time", "size", "added", "removed", "renamed"])
@@ -129,14 +150,14 @@ def test_whatever_changes_tokens_makes_another_corpus(folder, change):
         file.rename(file.with_name("zz.txt"))
     second, done = prepare(folder, **changes)
     assert done
-    assert second.directory != first.directory
+    assert folder_of(second) != folder_of(first)
 
 
 def test_nothing_held_out(folder):
     corpus, _ = prepare(folder, held_out=0)
-    assert corpus.held_out is None
-    assert texts_of(corpus.train, corpus.tokenizer) == TEXTS
-    assert not (corpus.directory / "held_out.bin").exists()
+    assert not corpus.held_out
+    assert texts_of(train_of(corpus), corpus.tokenizer) == TEXTS
+    assert not (folder_of(corpus) / "held_out.bin").exists()
 
 
 def test_given_tokenizers(folder):
@@ -144,11 +165,11 @@ def test_given_tokenizers(folder):
     tokenizer.save(folder / "model")
     by_path, _ = prepare(folder, tokenizer="model")
     assert by_path.tokenizer.fingerprint == tokenizer.fingerprint
-    assert not (by_path.directory / "tokenizer").exists()
+    assert not (folder_of(by_path) / "tokenizer").exists()
     of_model = prepare_corpus(spec(folder), base_dir=folder, model_dir=folder / "model")
-    assert of_model.directory == by_path.directory
+    assert folder_of(of_model) == folder_of(by_path)
     trained, _ = prepare(folder)
-    assert trained.directory != by_path.directory
+    assert folder_of(trained) != folder_of(by_path)
     assert find_tokenizer(spec(folder), base_dir=folder) is None
     with pytest.raises(ValueError, match="no such file"):
         prepare(folder, tokenizer="none/tokenizer.json")
@@ -162,9 +183,9 @@ def test_large_vocabularies_take_four_bytes(folder):
     large = TextTokenizer({"tokenizer.json": json.dumps(content).encode()}, where="test")
     large.save(folder / "model")
     corpus, _ = prepare(folder, tokenizer="model", held_out=0)
-    assert corpus.train.tokens.dtype == np.uint32
-    assert np.count_nonzero(corpus.train.tokens == 70000) == len(TEXTS)
-    assert texts_of(corpus.train, corpus.tokenizer) == TEXTS
+    assert train_of(corpus).tokens.dtype == np.int32
+    assert np.count_nonzero(train_of(corpus).tokens == 70000) == len(TEXTS)
+    assert texts_of(train_of(corpus), corpus.tokenizer) == TEXTS
 
 
 def test_one_long_document_in_small_chunks_is_the_same_stream(folder, monkeypatch):
@@ -172,67 +193,124 @@ def test_one_long_document_in_small_chunks_is_the_same_stream(folder, monkeypatc
     (folder / "big.txt").write_bytes("".join(TEXTS).encode())
     whole.tokenizer.save(folder / "model")
     monkeypatch.setattr("meshwright.data.tokenizer.PIECE", 50)
-    monkeypatch.setattr("meshwright.data.prepare.CHUNK", 120)
+    monkeypatch.setattr("meshwright.data.build.CHUNK", 120)
     corpus, _ = prepare(folder, sources="big.txt", tokenizer="model", held_out=0)
-    assert corpus.train.num_documents == 1
-    assert corpus.train.tokens.tolist() == [*whole.tokenizer.encode("".join(TEXTS)), whole.tokenizer.eos_id]
+    assert train_of(corpus).num_documents == 1
+    assert train_of(corpus).tokens.tolist() == [*whole.tokenizer.encode("".join(TEXTS)), whole.tokenizer.eos_id]
 
 
-def test_a_failure_leaves_nothing(folder, monkeypatch):
-    def fail(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TextTokenizer, "encode_batch", fail)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(folder)
-    assert list((folder / "cache").iterdir()) == []
+def files_of(cache):
+    """Every file of the cache with its content."""
+    return {path.relative_to(cache): path.read_bytes() for path in cache.rglob("*") if path.is_file()}
 
 
-def test_a_kill_leaves_no_half_corpus(folder):
-    script = f"""
-import os, signal
+def test_mistakes_leave_nothing(folder):
+    (folder / "text" / "05.txt").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"05\.txt: not UTF-8"):
+        prepare(folder)
+    assert names(folder / "cache") == []
+
+
+SCAFFOLDING = (".lengths", ".jsonl")
+"""Endings of files that may be left where the kill came after the corpus had its name."""
+
+KILLED = """
+import os, signal, sys
 from pathlib import Path
-from meshwright.data.prepare import prepare_corpus
+from meshwright.data import build, encoders, prepare, token_file
 from meshwright.spec.data import DataSpec
-data = DataSpec.model_validate_json({spec(folder).model_dump_json()!r})
-def progress(what, done, total):
-    if what == "tokenizing" and done == total:
-        os.kill(os.getpid(), signal.SIGKILL)
-prepare_corpus(data, base_dir=Path({str(folder)!r}), progress=progress)
+
+data, folder = DataSpec.model_validate_json(sys.argv[1]), Path(sys.argv[2])
+build.CHUNK, build.COMMIT_SECONDS, build.SMALL = 300, 0, 0
+encoders.TextTokenizer.pieces = lambda self, text: [text[i : i + 40] for i in range(0, len(text), 40)]
+real, moments = {"fsync": os.fsync, "rename": Path.rename, "mkdir": Path.mkdir, "unlink": Path.unlink}, 0
+
+def may_be_killed(name):
+    def before(*arguments, **options):
+        global moments
+        moments += 1
+        if moments == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real[name](*arguments, **options)
+    return before
+
+os.fsync, Path.rename = may_be_killed("fsync"), may_be_killed("rename")
+Path.mkdir, Path.unlink = may_be_killed("mkdir"), may_be_killed("unlink")
+for last in range(1, 1000):
+    cache = f"{folder}/killed-{last}"
+    for attempt in range(2):
+        child = os.fork()
+        if not child:
+            first = []
+            progress = lambda what, done, total: first or first.append(done) or attempt and print(last, done)
+            here = data.model_copy(update={"cache_dir": cache})
+            prepare.prepare_corpus(here, base_dir=folder, progress=progress, processes=0)
+            sys.stdout.flush()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        last, moment = (0, last) if attempt == 0 else (last, moment)
+        if attempt == 0 and status == 0:
+            sys.exit()
+        assert os.WIFSIGNALED(status) if attempt == 0 else status == 0
 """
-    killed = subprocess.run([sys.executable, "-c", script], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    left = list((folder / "cache").iterdir())
-    assert [path.name[0] for path in left] == ["."], "what was begun lies under a hidden name that nobody reads"
-    corpus, done = prepare(folder)
-    assert done
-    assert sorted(texts_of(corpus.train, corpus.tokenizer) + texts_of(corpus.held_out, corpus.tokenizer)) == sorted(
-        TEXTS
-    )
 
 
-def test_a_race_is_won_by_the_first(folder):
-    both_are_building = threading.Barrier(2, timeout=20)
-    found = []
+def test_killed_at_any_moment_it_continues(folder):
+    """SIGKILL before every operation that brings something to disk: the files are those of an undisturbed run, and what
+    was committed is not done again."""
+    train_tokenizer(TEXTS, 300).save(folder / "model")
+    data = spec(folder, tokenizer="model")
+    script = [sys.executable, "-c", KILLED, data.model_dump_json(), str(folder)]
+    result = subprocess.run(script, check=True, capture_output=True, text=True, timeout=120)
+    caches = sorted(folder.glob("killed-*"), key=lambda path: int(path.name.split("-")[1]))
+    assert len(caches) > 50
+    expected = files_of(caches[-1])
+    assert len(expected) == 6
+    for cache in caches:
+        found = {path: content for path, content in files_of(cache).items() if path.suffix not in SCAFFOLDING}
+        assert found == expected, cache.name
+    begins = [int(line.split()[1]) for line in result.stdout.splitlines()]
+    assert len(set(begins)) > 10, "each continues where the one before it had come"
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_processes(folder, monkeypatch):
+    train_tokenizer(TEXTS, 300).save(folder / "model")
+    data = spec(folder, tokenizer="model")
+    prepare_corpus(data, base_dir=folder, processes=0)
+    expected = files_of(folder / "cache")
+    monkeypatch.setattr("meshwright.data.build.CHUNK", 300)
+    other = data.model_copy(update={"cache_dir": str(folder / "other")})
+    prepare_corpus(other, base_dir=folder, processes=2)
+    assert files_of(folder / "other") == expected
+
+
+def test_an_encoder_that_dies_is_told(folder):
+    with Encoders(train_tokenizer(TEXTS, 300), 1) as encoders:
+        encoders._processes[0].kill()
+        with pytest.raises(RuntimeError, match="an encoding process ended with status -9"):
+            list(encoders.map([(0, ["a"])]))
+
+
+def test_of_two_one_builds_and_the_other_waits(folder):
+    train_tokenizer(TEXTS, 300).save(folder / "model")
+    begun, found, events = threading.Event(), [], []
 
     def build():
-        corpus = prepare_corpus(spec(folder), base_dir=folder, progress=progress)
-        found.append(corpus)
+        found.append(prepare_corpus(spec(folder, tokenizer="model"), base_dir=folder, progress=progress))
 
     def progress(what, done, total):
-        if what == "tokenizing" and done == total:
-            both_are_building.wait()
+        begun.set()
+        events.append(threading.current_thread())
 
     threads = [threading.Thread(target=build) for _ in range(2)]
-    for thread in threads:
-        thread.start()
+    threads[0].start()
+    assert begun.wait(20)
+    threads[1].start()
     for thread in threads:
         thread.join()
     assert len(found) == 2
-    assert [path.name for path in (folder / "cache").iterdir()] == [found[0].directory.name]
-    for corpus in found:
-        assert len(texts_of(corpus.train, corpus.tokenizer)) == corpus.train.num_documents
+    assert set(events) == {threads[0]}
+    assert names(folder / "cache") == [folder_of(found[0]).name]
 
 
 def truncate(path):
@@ -246,7 +324,11 @@ def edit(path, **changes):
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
-        ("train.bin", truncate, r"train\.bin is damaged: it has \d+ bytes instead of \d+; delete"),
+        (
+            "train.bin",
+            truncate,
+            r"train\.bin is damaged: it has \d+ bytes instead of \d+, which its index says; delete",
+        ),
         ("held_out.bin", truncate, r"held_out\.bin is damaged"),
         ("train.bin", Path.unlink, r"train\.bin cannot be read .*; delete"),
         ("train.json", Path.unlink, r"train\.bin cannot be read .*; delete"),
@@ -256,12 +338,14 @@ def edit(path, **changes):
             lambda path: edit(path, tokenizer="other"),
             r"train\.bin was made by another tokenizer",
         ),
-        ("train.json", lambda path: edit(path, dtype="uint7"), r"train\.bin cannot be read .*; delete"),
+        ("train.idx", Path.unlink, r"train\.bin cannot be read .*; delete"),
+        ("train.idx", truncate, r"train\.idx is damaged: it has \d+ bytes instead of \d+; delete"),
+        ("train.idx", lambda path: path.write_bytes(b"x" + path.read_bytes()[1:]), r"train\.idx is no index of tokens"),
     ],
 )
 def test_damage_is_noticed(folder, name, damage, message):
     corpus, _ = prepare(folder)
-    damage(corpus.directory / name)
+    damage(folder_of(corpus) / name)
     with pytest.raises(ValueError, match=message):
         prepare(folder)
 
@@ -276,7 +360,7 @@ def test_an_empty_corpus(folder):
     (folder / "empty.txt").write_text("")
     with pytest.raises(ValueError, match="hold no text"):
         prepare(folder, sources="empty.txt")
-    assert not (folder / "cache").exists()
+    assert names(folder / "cache") == []
 
 
 def test_no_torch():

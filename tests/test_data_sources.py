@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.data.sources import find_files, read_documents
+from meshwright.data.readers import read_documents
+from meshwright.data.sources import find_files
 from meshwright.spec.data import DataSpec, SourceSpec
 
 
@@ -96,12 +97,12 @@ def test_bad_content_is_named(tmp_path, name, content, message):
 
 def test_bad_sources_are_named(tmp_path):
     write(tmp_path / "folder" / "a.txt", "x")
-    write(tmp_path / "a.CSV", "x,y")
+    write(tmp_path / "a.zip", "x,y")
     (tmp_path / "link.txt").symlink_to(tmp_path / "folder" / "a.txt")
     for sources, message in [
         (["none/*.txt"], "none/*.txt matches no file"),
         (["folder"], "folder is a folder; say which files, as in folder/**/*.txt"),
-        (["a.CSV"], "a.CSV: .csv files cannot be read"),
+        (["a.zip"], "a.zip: .zip files cannot be read"),
         (["folder/a.txt", "folder/*.txt"], "read one file twice: as folder/a.txt and as folder/a.txt"),
         (["folder/a.txt", "link.txt"], "read one file twice: as folder/a.txt and as link.txt"),
         (["stdlib", "stdlib"], "read one file twice: as stdlib/"),

@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshwright.data.sources import Document
-from meshwright.data.split import plan_split
+from meshwright.data.readers import Document
+from meshwright.data.split import Census, likely_split, plan_split, text_hash
 
 
 def corpus(texts):
@@ -11,10 +11,11 @@ def corpus(texts):
 
 
 def sides(texts, share):
-    split = plan_split(corpus(texts), share)
+    split, census = plan_split(corpus(texts), share)
+    assert census.suits(split)
     train, held_out = [], []
     for document in corpus(texts):
-        for held, text in split.parts(document):
+        for held, text in split.parts(document.text, text_hash(document.text)):
             (held_out if held else train).append(text)
     return train, held_out
 
@@ -46,7 +47,7 @@ def test_a_small_share_of_few_documents_is_one(count):
 
 def test_nothing_held_out():
     assert sides(["only"], 0) == (["only"], [])
-    assert not plan_split(corpus(["only"]), 0).holds_out
+    assert not plan_split(corpus(["only"]), 0)[0].holds_out
 
 
 def test_a_single_document_gives_its_last_lines():
@@ -55,6 +56,17 @@ def test_a_single_document_gives_its_last_lines():
     assert train == ["".join(lines[:90])]
     assert held_out == ["".join(lines[90:])]
     assert sides(["x" * 100], 0.25) == (["x" * 75], ["x" * 25]), "without lines it is cut anywhere"
+
+
+@pytest.mark.parametrize(("count", "share", "suits"), [(4000, 0.05, True), (20, 1e-6, False), (3, 0.999999, False)])
+def test_the_likely_split_is_the_planned_one_where_it_suits(count, share, suits):
+    census = Census()
+    for i in range(count):
+        census.add(1, text_hash(f"document {i}"))
+    assert census.suits(likely_split(share)) == suits
+    if suits:
+        assert likely_split(share) == plan_split(corpus(f"document {i}" for i in range(count)), share)[0]
+    assert not Census().suits(likely_split(0)), "nothing at all"
 
 
 @pytest.mark.parametrize(

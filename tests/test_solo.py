@@ -58,7 +58,7 @@ def modular(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[
     )  # fmt: skip
     train(run, base_dir=folder)
     losses = [r["loss"] for r in read_journal(folder / "run" / "metrics.jsonl") if r["kind"] == "step"]
-    return folder, prepare_corpus(run.data, base_dir=folder).train.path, losses
+    return folder, prepare_corpus(run.data, base_dir=folder).streams[0].train.path, losses
 
 
 @pytest.fixture

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
 from meshwright.cli.common import add_recipe_arguments, read_recipe
 from meshwright.cli.output import add_json_argument, print_json
 from meshwright.data.describe import describe_sample
-from meshwright.data.packing import ConcatenatedSamples
-from meshwright.data.prepare import find_tokenizer
-from meshwright.data.sources import SourceFile, find_files, read_documents
-from meshwright.data.tokenizer import TextTokenizer, train_tokenizer
+from meshwright.data.packing import build_samples
+from meshwright.data.prepare import find_tokenizer, first_tokens
+from meshwright.data.readers import read_documents
+from meshwright.data.sources import SourceFile, find_files
+from meshwright.data.token_file import file_in_memory
+from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families import active_parameters, parameter_table, pretrained_directory, resolve_model
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.recipe import RecipeError, line_of
@@ -141,9 +141,12 @@ def _sample(
     trained, one is trained here on SAMPLE_CHARACTERS alone; training's own will cut a little better.
     """
     tokenizer = find_tokenizer(recipe.data, base_dir=base_dir, model_dir=model_dir)
-    texts = _beginning(files)
-    if not texts:
+    given = [file for file in files if file.is_tokens]
+    texts = _beginning([file for file in files if not file.is_tokens])
+    if not texts and not given:
         raise ValueError("data.sources hold no text: every document is empty")
+    if given and tokenizer is None:
+        raise ValueError(f"{given[0].name} holds tokens: give the tokenizer that made them as data.tokenizer")
     size = tokenizer.vocab_size if tokenizer else recipe.data.tokenizer_vocab
     facts = {"vocab": size, "trained": tokenizer is None}
     if model is not None and size > model.vocab:
@@ -151,8 +154,11 @@ def _sample(
             f"the tokenizer has {size} tokens but the model only {model.vocab} rows; set model.vocab={size}"
         )
     tokenizer = tokenizer or train_tokenizer(texts, recipe.data.tokenizer_vocab)
-    samples = ConcatenatedSamples(_stream(texts, tokenizer), recipe.data.sequence_length, keep_tail=True)
-    _, *lines = describe_sample(samples, 0, tokenizer)
+    parts = [first_tokens(file, tokenizer, SAMPLE_CHARACTERS) for file in given]
+    if texts:
+        parts.insert(0, file_in_memory([[*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(texts)]))
+    samples = [build_samples(part, recipe.data, keep_tail=True) for part in parts]
+    _, *lines = describe_sample(samples[0], 0, tokenizer)
     return {"tokenizer": facts, "sample": lines}
 
 
@@ -167,11 +173,6 @@ def _beginning(files: list[SourceFile]) -> list[str]:
         elif num_bytes >= READ_BYTES:
             break
     return texts
-
-
-def _stream(texts: list[str], tokenizer: TextTokenizer) -> np.ndarray:
-    """(num_tokens,) the documents' tokens, each document followed by the end-of-text token."""
-    return np.concatenate([[*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(texts)])
 
 
 def _report(facts: dict[str, Any]) -> Iterator[str]:

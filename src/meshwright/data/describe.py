@@ -4,11 +4,26 @@ from itertools import pairwise
 
 import numpy as np
 
-from meshwright.data.packing import NO_LABEL, Samples
+from meshwright.data.mixture import Mixture
+from meshwright.data.packing import NO_LABEL, BestFitSamples, Samples
+from meshwright.data.prepare import Corpus
 from meshwright.data.tokenizer import TextTokenizer
 
 WIDTH = 100
 """Characters shown of a line."""
+
+
+def describe_mixture(corpus: Corpus, mixture: Mixture, num_samples: int) -> str:
+    """What a run of so many samples sees: epochs, where there are several streams also their shares of the tokens, and
+    how full best-fit samples are."""
+    counts, epochs = mixture.counts(num_samples), mixture.epochs(num_samples)
+    tokens = [count * stream.num_tokens / len(stream) for count, stream in zip(counts, mixture.streams, strict=True)]
+    parts = []
+    for stream, packed, times, seen in zip(corpus.streams, mixture.streams, epochs, tokens, strict=True):
+        share = f"{stream.name} {100 * seen / max(1.0, sum(tokens)):.1f} % in " if len(tokens) > 1 else ""
+        fill = f" of samples {100 * packed.fill:.2f} % full" if isinstance(packed, BestFitSamples) else ""
+        parts.append(f"{share}{times:.1f} epochs{fill}")
+    return "; ".join(parts)
 
 
 def describe_sample(samples: Samples, index: int, tokenizer: TextTokenizer, *, max_lines: int = 24) -> list[str]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.data.order import sample_at
+from meshwright.data.mixture import Mixture
 from meshwright.data.packing import Sample, Samples, blank_sample
 
 
@@ -39,7 +39,7 @@ class Loader:
 
     def __init__(
         self,
-        samples: Samples,
+        samples: Samples | Mixture,
         *,
         seed: int,
         global_batch: int,
@@ -59,7 +59,8 @@ class Loader:
             )
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in 0 .. {world_size - 1}")
-        self._samples, self._seed = samples, seed
+        self._mixture = samples if isinstance(samples, Mixture) else Mixture([samples])
+        self._seed = seed
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._per_rank = global_batch // world_size
         self._rank, self._places = rank, places
@@ -78,10 +79,10 @@ class Loader:
         self._ahead = (step + 1, self._reader.submit(self._read, step + 1))
         return batches
 
-    def sample_indices(self, step: int) -> list[int]:
-        """This rank's samples of a step, in order."""
+    def positions(self, step: int) -> range:
+        """This rank's positions of a step in the run's order, one a sample."""
         start = step * self._global_batch + self._rank * self._per_rank
-        return [sample_at(p, len(self._samples), self._seed) for p in range(start, start + self._per_rank)]
+        return range(start, start + self._per_rank)
 
     def close(self) -> None:
         """Stop reading ahead and wait for the thread."""
@@ -94,8 +95,7 @@ class Loader:
         self.close()
 
     def _read(self, step: int) -> list[Microbatch]:
-        indices = self.sample_indices(step)
-        samples = [self._samples[index] for index in indices]
+        samples = [self._mixture.sample(position, self._seed) for position in self.positions(step)]
         starts = range(0, self._per_rank, self._micro_batch)
         return [_stack(samples[i : i + self._micro_batch], self._places) for i in starts]
 

@@ -6,8 +6,8 @@ ROUNDS = 8
 """Rounds of the Feistel network: 4 make it pseudo-random (Luby and Rackoff, 1988), more help small sizes."""
 
 
-def permuted(index: int, size: int, seed: int, epoch: int = 0) -> int:
-    """Where a pseudo-random permutation of 0 .. size-1 sends `index`; every seed and epoch has its own.
+def permuted(index: int, size: int, seed: int, epoch: int = 0, stream: int = 0) -> int:
+    """Where a pseudo-random permutation of 0 .. size-1 sends `index`; every seed, epoch and stream has its own.
 
     Constant time and memory: a Feistel network permutes the smallest power of 4 that is at least `size`,
     and is applied again until it lands below `size` (cycle walking, Black and Rogaway, 2002), 4 times at
@@ -16,16 +16,17 @@ def permuted(index: int, size: int, seed: int, epoch: int = 0) -> int:
     if not 0 <= index < size:
         raise ValueError(f"index {index} is not in 0 .. {size - 1}")
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    key = b"%d %d" % (seed, epoch) + (b" %d" % stream if stream else b"")
     while True:
-        index = _feistel(index, half_bits, b"%d %d" % (seed, epoch))
+        index = _feistel(index, half_bits, key)
         if index < size:
             return index
 
 
-def sample_at(position: int, size: int, seed: int) -> int:
-    """The sample (of `size`) seen at `position` of an endless run of epochs, each in its own order."""
+def sample_at(position: int, size: int, seed: int, stream: int = 0) -> int:
+    """The sample (of `size`) seen at `position` of a stream's endless run of epochs, each in its own order."""
     epoch, index = divmod(position, size)
-    return permuted(index, size, seed, epoch)
+    return permuted(index, size, seed, epoch, stream)
 
 
 def _feistel(value: int, half_bits: int, key: bytes) -> int:

@@ -1,11 +1,16 @@
-"""The one place that cuts a stream of tokens into samples of inputs and labels.
+"""The one place that cuts tokens into samples of inputs and labels.
 
-Shapes: T tokens of a sample.
+Shapes: T positions of a sample.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
+
+from meshwright.data.best_fit import Bins, best_fit
+from meshwright.data.token_file import TokenFile
+from meshwright.spec.data import DataSpec
 
 NO_LABEL = -100
 """Label of a position that is not in the loss."""
@@ -22,36 +27,64 @@ class Sample(NamedTuple):
     its neighbours'; padding is a document of its own. None: the sample is read as one document."""
 
 
+class Piece(NamedTuple):
+    """Tokens `start` to `start + length - 1` of a stream, which are inputs; the token after each is its label."""
+
+    start: int
+    length: int
+
+
 class Samples(Protocol):
     """What a packing offers: a fixed number of samples, each reachable at once."""
 
     sequence_length: int
     """Tokens of a sample."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Positions of all samples that are not padding."""
+        ...
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Sample: ...
+
+    def pieces(self, index: int) -> Sequence[Piece]:
+        """The pieces of the stream that sample `index` is made of, in order; padding follows them."""
+        ...
+
+
+def build_samples(file: TokenFile, data: DataSpec, *, keep_tail: bool = False) -> Samples:
+    """Tokens as the recipe packs them. `keep_tail` as in `ConcatenatedSamples`; the other packings lose nothing."""
+    if data.packing == "best_fit":
+        return BestFitSamples(file, data.sequence_length, separate=data.separate_documents)
+    borders = file if data.separate_documents else None
+    return ConcatenatedSamples(file.tokens, data.sequence_length, keep_tail=keep_tail, borders=borders)
 
 
 class ConcatenatedSamples:
     """One stream cut every T = `sequence_length` tokens: sample i reads tokens iT to iT + T - 1, and its
     labels are iT + 1 to iT + T.
 
-    Documents run into one another, parted by the end-of-text token, and may attend to one another. Every
-    token but the first is a label once. The tail of the stream that does not fill a sample (fewer than T
-    labels) is left out, or with `keep_tail` is a last sample, padded: labels NO_LABEL, inputs 0, which no
-    earlier position can see.
+    Documents run into one another, parted by the end-of-text token. Every token but the first is a label once; where
+    documents are kept apart, every token but each document's first. The tail of the stream that does not fill a sample
+    (fewer than T labels) is left out, or with `keep_tail` is a last sample, padded: labels NO_LABEL, inputs 0, which
+    no earlier position can see.
     """
 
-    def __init__(self, tokens: np.ndarray, sequence_length: int, *, keep_tail: bool = False):
-        """`tokens` is a stream of any integer dtype, such as `TokenFile.tokens`.
+    def __init__(
+        self, tokens: np.ndarray, sequence_length: int, *, keep_tail: bool = False, borders: TokenFile | None = None
+    ):
+        """`tokens` is a stream of any integer dtype, such as `TokenFile.tokens`; `borders` is their file where its
+        documents are to be kept apart.
 
         Raises ValueError when it is too short for one sample.
         """
         self.sequence_length = sequence_length
-        self._tokens = tokens
+        self._tokens, self._borders = tokens, borders
         num_labels = max(len(tokens) - 1, 0)
         self._len = -(-num_labels // sequence_length) if keep_tail else num_labels // sequence_length
+        self.num_tokens = min(num_labels, self._len * sequence_length)
         if not self._len:
             needed = 2 if keep_tail else sequence_length + 1
             raise ValueError(
@@ -62,15 +95,84 @@ class ConcatenatedSamples:
     def __len__(self) -> int:
         return self._len
 
-    def __getitem__(self, index: int) -> Sample:
+    def pieces(self, index: int) -> list[Piece]:
+        """One piece."""
         if not 0 <= index < self._len:
             raise IndexError(f"sample {index} of {self._len}")
         start = index * self.sequence_length
-        window = self._tokens[start : start + self.sequence_length + 1]
-        sample = blank_sample(self.sequence_length)
-        sample.inputs[: len(window) - 1] = window[:-1]
-        sample.labels[: len(window) - 1] = window[1:]
-        return sample
+        return [Piece(start, min(self.sequence_length, len(self._tokens) - 1 - start))]
+
+    def __getitem__(self, index: int) -> Sample:
+        sample = packed_sample(self._tokens, self.pieces(index), self.sequence_length)
+        return sample if self._borders is None else self._kept_apart(sample, *self.pieces(index)[0])
+
+    def _kept_apart(self, sample: Sample, start: int, length: int) -> Sample:
+        """The sample with its documents, and without the labels that are the first tokens of others."""
+        assert self._borders is not None
+        documents_T = np.zeros_like(sample.inputs)
+        document, stop = self._borders.document_at(start), start + length
+        while (border := self._borders.start(document + 1)) < stop:
+            documents_T[border - start :] += 1
+            sample.labels[border - start - 1] = NO_LABEL
+            document += 1
+        if border == stop:
+            sample.labels[length - 1] = NO_LABEL
+        documents_T[length:] += 1
+        return sample._replace(documents=documents_T)
+
+
+class BestFitSamples:
+    """Whole documents put together so that samples are full, by best-fit-decreasing bins (`best_fit`).
+
+    Only documents longer than a sample are cut, every T labels. Every token but each document's first is a label once.
+    Positions that stay free are padding.
+    """
+
+    def __init__(self, file: TokenFile, sequence_length: int, *, separate: bool):
+        """`separate`: keep the documents of a sample apart. Raises ValueError where no document has two tokens."""
+        self.sequence_length = sequence_length
+        self._tokens, self._separate = file.tokens, separate
+        self._bins: Bins = best_fit(file.starts(), sequence_length)
+        self.num_tokens = int(self._bins.lengths.sum(dtype=np.int64))
+        if not len(self):
+            raise ValueError(f"{file.path}: no document has two tokens, so there is nothing to predict; add text")
+
+    @property
+    def fill(self) -> float:
+        """Share of all positions that are not padding."""
+        return self.num_tokens / (len(self) * self.sequence_length)
+
+    def __len__(self) -> int:
+        return len(self._bins.firsts) - 1
+
+    def pieces(self, index: int) -> list[Piece]:
+        """The bin's documents, the longest first."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        bin = slice(int(self._bins.firsts[index]), int(self._bins.firsts[index + 1]))
+        pairs = zip(self._bins.starts[bin].tolist(), self._bins.lengths[bin].tolist(), strict=True)
+        return [Piece(start, length) for start, length in pairs]
+
+    def __getitem__(self, index: int) -> Sample:
+        pieces = self.pieces(index)
+        sample = packed_sample(self._tokens, pieces, self.sequence_length)
+        if not self._separate:
+            return sample
+        lengths = [piece.length for piece in pieces]
+        lengths.append(self.sequence_length - sum(lengths))
+        return sample._replace(documents=np.repeat(np.arange(len(lengths)), lengths))
+
+
+def packed_sample(tokens: np.ndarray, pieces: Sequence[Piece], sequence_length: int) -> Sample:
+    """Pieces of a stream one behind another, then padding."""
+    sample = blank_sample(sequence_length)
+    place = 0
+    for start, length in pieces:
+        window = tokens[start : start + length + 1]
+        sample.inputs[place : place + length] = window[:-1]
+        sample.labels[place : place + length] = window[1:]
+        place += length
+    return sample
 
 
 def blank_sample(sequence_length: int) -> Sample:

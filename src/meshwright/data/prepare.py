@@ -1,86 +1,126 @@
-"""The one place that turns the sources of a recipe into a tokenizer and token files, once, in a cache."""
+"""The one place that turns the sources of a recipe into a tokenizer and streams of tokens, once, in a cache."""
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from meshwright.data.sources import Document, SourceFile, find_files, read_documents
-from meshwright.data.split import Split, plan_split
-from meshwright.data.token_file import TokenFile, TokenWriter, open_token_file
+import numpy as np
+
+from meshwright.data.build import HELD_OUT, TRAIN, Progress, counted, remove_scaffolding, tokenize_files
+from meshwright.data.sources import SourceFile, find_files
+from meshwright.data.split import Split, plan_split, text_hash
+from meshwright.data.token_file import (
+    TokenFile,
+    check_places,
+    file_in_memory,
+    open_indexed,
+    open_token_file,
+    scan_tokens,
+    write_index,
+)
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from meshwright.spec.data import DataSpec
 
-TRAIN, HELD_OUT, TOKENIZER = "train.bin", "held_out.bin", "tokenizer"
-"""Names in a corpus's folder; it holds a tokenizer only where one was trained."""
-CACHE_FORMAT = 1
+TOKENIZER, SCANNED = "tokenizer", "scanned"
+"""Names in the cache's folders: the files of a tokenizer that was trained, and what was found in given tokens."""
+CACHE_FORMAT = 2
 """Raised whenever the same corpus would give other files."""
 TRAINING_CHARACTERS = 1 << 26
 """Characters a tokenizer is trained on at most: more changes its merges little and costs minutes."""
 BLOCK = 1 << 12
 """Characters of a block, where a tokenizer is trained on a sample of the text."""
-CHUNK = 1 << 22
-"""Characters encoded at a time on all cores; about 100 bytes of memory each while they are."""
 
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, bytes of the corpus done, bytes of the corpus)."""
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """Tokens that are seen in one order: those of a source with a weight, or of all text without weights together."""
+
+    name: str
+    """The source's path, or what the sources have in common."""
+    train: TokenFile
+    """Tokens to train on."""
+    held_out: TokenFile | None
+    """Tokens for evaluation; None where data.held_out is 0."""
+    weight: float | None
+    """The source's weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
     """A corpus ready to be trained on."""
 
-    directory: Path
-    """Folder in the cache that holds it."""
     tokenizer: TextTokenizer
     """The tokenizer that made its tokens."""
-    train: TokenFile
-    """Tokens to train on."""
-    held_out: TokenFile | None
-    """Tokens for evaluation; None where data.held_out is 0."""
+    streams: tuple[Stream, ...]
+    """At least one."""
+
+    @property
+    def held_out(self) -> tuple[TokenFile, ...]:
+        """What is held out of each stream; nothing where data.held_out is 0."""
+        return tuple(stream.held_out for stream in self.streams if stream.held_out)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to train on."""
+        return sum(len(stream.train.tokens) for stream in self.streams)
+
+    @property
+    def num_held_out(self) -> int:
+        """Tokens held out."""
+        return sum(len(file.tokens) for file in self.held_out)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents to train on."""
+        return sum(stream.train.num_documents for stream in self.streams)
 
 
 def prepare_corpus(
-    data: DataSpec, *, base_dir: Path, model_dir: Path | None = None, progress: Progress | None = None
+    data: DataSpec,
+    *,
+    base_dir: Path,
+    model_dir: Path | None = None,
+    progress: Progress | None = None,
+    processes: int | None = None,
 ) -> Corpus:
     """Tokenize the sources, or find the tokens in the cache.
 
     `base_dir` is the recipe's folder, to which sources and tokenizer are relative; `model_dir` is the
     model's Hugging Face directory, whose tokenizer `tokenizer: auto` takes. A tokenizer is trained on the
     training documents only, or where they are longer than TRAINING_CHARACTERS on blocks of them, evenly
-    spaced.
+    spaced. `processes` as in `tokenize_files`.
 
-    The cache knows a corpus by name, size and modification time of its files, by the tokenizer and by the
-    share held out: one `stat` per file, so that starting a run never reads the corpus again. (A file changed
-    without changing size and time goes unnoticed.) A corpus appears in the cache by one rename when it is
-    complete; processes that build the same one at the same time do so apart, and the first wins.
+    The cache knows tokens by name, size and modification time of the files that they were made of, by the
+    tokenizer and by the share held out: one `stat` per file, so that starting a run never reads the corpus
+    again. (A file changed without changing size and time goes unnoticed.) What is complete appears by one
+    rename; what a killed process began is continued. Of several processes that need the same one builds it
+    and the others wait.
 
     Raises ValueError for everything that is wrong with sources, tokenizer or cache.
     """
-    files = find_files(data.sources, base_dir)
+    progress = progress or (lambda what, done, total: None)
+    cache = Path(data.cache_dir)
+    groups = _streams(data, find_files(data.sources, base_dir))
     tokenizer = find_tokenizer(data, base_dir=base_dir, model_dir=model_dir)
-    about = {
-        "format": CACHE_FORMAT,
-        "files": [(file.name, file.text_key, *_size_and_time(file)) for file in files],
-        "held_out": data.held_out,
-        "tokenizer": tokenizer.fingerprint if tokenizer else f"train {data.tokenizer_vocab}",
-    }
-    fingerprint = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
-    directory = Path(data.cache_dir) / fingerprint
-    if not directory.is_dir():
-        _build(directory, files, data, tokenizer, progress or (lambda what, done, total: None))
-    tokenizer = tokenizer or load_tokenizer(directory / TOKENIZER)
-    return Corpus(
-        directory=directory,
-        tokenizer=tokenizer,
-        train=open_token_file(directory / TRAIN, tokenizer),
-        held_out=open_token_file(directory / HELD_OUT, tokenizer) if data.held_out else None,
-    )
+    splits: dict[str, Split] = {}
+    if tokenizer is None:
+        tokenizer = _trained_tokenizer(data, cache, groups, splits, progress)
+    streams = []
+    for name, files in groups.items():
+        if files[0].is_tokens:
+            train, held_out = _given_tokens(files[0], data, cache, tokenizer)
+        else:
+            train, held_out = _tokenized(files, data, cache, tokenizer, splits.get(name), progress, processes)
+        weight = data.sources[files[0].source].weight
+        streams.append(Stream(name=name, train=train, held_out=held_out, weight=weight))
+    return Corpus(tokenizer=tokenizer, streams=tuple(streams))
 
 
 def find_tokenizer(data: DataSpec, *, base_dir: Path, model_dir: Path | None = None) -> TextTokenizer | None:
@@ -90,75 +130,155 @@ def find_tokenizer(data: DataSpec, *, base_dir: Path, model_dir: Path | None = N
     return load_tokenizer(model_dir) if model_dir else None
 
 
-def _build(
-    directory: Path,
+def first_tokens(file: SourceFile, tokenizer: TextTokenizer, num_tokens: int) -> TokenFile:
+    """The beginning of a file of tokens: about so many, in whole documents where it has any."""
+    if file.tokens is None:
+        whole = open_token_file(file.path, tokenizer)
+        return whole.part(0, min(whole.num_documents, whole.document_at(num_tokens) + 1))
+    dtype = np.dtype(file.tokens).newbyteorder("<")
+    tokens = np.fromfile(file.path, dtype, num_tokens).astype(np.int64)
+    _, lengths = scan_tokens(tokens, eos_id=tokenizer.eos_id)
+    return file_in_memory(np.split(tokens, np.cumsum(lengths)[:-1]), file.path)
+
+
+def _streams(data: DataSpec, files: Sequence[SourceFile]) -> dict[str, list[SourceFile]]:
+    """The files of each stream, by its name: every file of tokens is one; text is one a weighted source, else all."""
+    streams: dict[str, list[SourceFile]] = {}
+    for file in files:
+        source = data.sources[file.source]
+        if file.is_tokens:
+            name = file.name
+        else:
+            name = source.path if source.weight is not None else "text"
+        streams.setdefault(name, []).append(file)
+    return streams
+
+
+def _tokenized(
     files: Sequence[SourceFile],
     data: DataSpec,
-    tokenizer: TextTokenizer | None,
+    cache: Path,
+    tokenizer: TextTokenizer,
+    split: Split | None,
     progress: Progress,
-) -> None:
-    split = plan_split(_counted("reading", files, progress), data.held_out)
-    unfinished = directory.with_name(f".{directory.name}-{uuid.uuid4().hex[:8]}")
+    processes: int | None,
+) -> tuple[TokenFile, TokenFile | None]:
+    """The tokens of text: (train, held out)."""
+
+    def build(directory: Path) -> None:
+        tokenize_files(
+            files,
+            held_out=data.held_out,
+            tokenizer=tokenizer,
+            directory=directory,
+            progress=progress,
+            split=split,
+            processes=processes,
+        )
+
+    directory = _cached(cache, [_identities(files), data.held_out, tokenizer.fingerprint], build)
+    rebuild = f"; delete {directory} to build it again"
+    train = open_token_file(directory / TRAIN, tokenizer, rebuild=rebuild)
+    return train, open_token_file(directory / HELD_OUT, tokenizer, rebuild=rebuild) if data.held_out else None
+
+
+def _given_tokens(
+    file: SourceFile, data: DataSpec, cache: Path, tokenizer: TextTokenizer
+) -> tuple[TokenFile, TokenFile | None]:
+    """The tokens of a file of tokens: (train, held out). It is gone through once; of that the cache keeps a note."""
+    dtype = np.dtype(file.tokens).newbyteorder("<") if file.tokens else None
+
+    def scan(directory: Path) -> None:
+        if dtype is None:
+            opened = open_token_file(file.path, tokenizer)
+            check_places(opened)
+            tokens = opened.tokens
+        else:
+            tokens = np.memmap(file.path, dtype=dtype, mode="r")
+        largest, lengths = scan_tokens(tokens, eos_id=tokenizer.eos_id)
+        if largest >= tokenizer.vocab_size:
+            raise ValueError(
+                f"{file.name}: token {largest} is none of the tokenizer's {tokenizer.vocab_size}; give the tokenizer "
+                "that made this file as data.tokenizer, or the right integers as the source's tokens"
+            )
+        if dtype is not None:  # the index has no code for uint32, whose numbers are as wide as int32's
+            write_index(directory / f"{SCANNED}.idx", lengths, np.dtype("<u2" if dtype.itemsize == 2 else "<i4"))
+
+    directory = _cached(cache, [file.identity(), tokenizer.fingerprint], scan)
+    if dtype is None:
+        whole = open_token_file(file.path, tokenizer)
+    else:
+        whole = open_indexed(file.path, index=directory / f"{SCANNED}.idx", dtype=dtype)
+    if not data.held_out:
+        return whole, None
+    train = whole.num_documents - max(1, round(data.held_out * whole.num_documents))
+    if train < 1:
+        raise ValueError(f"{file.name} has only one document, too few to hold one out; set data.held_out=0")
+    return whole.part(0, train), whole.part(train, whole.num_documents)
+
+
+def _trained_tokenizer(
+    data: DataSpec, cache: Path, groups: dict[str, list[SourceFile]], splits: dict[str, Split], progress: Progress
+) -> TextTokenizer:
+    """The tokenizer of a corpus that brings none; notes the splits that it had to find out."""
+    for files in groups.values():
+        if files[0].is_tokens:
+            raise ValueError(f"{files[0].name} holds tokens: give the tokenizer that made them as data.tokenizer")
+
+    def build(directory: Path) -> None:
+        num_characters = 0
+        for name, files in groups.items():
+            splits[name], census = plan_split(counted("reading", files, progress), data.held_out)
+            num_characters += census.num_characters
+        texts = (
+            text
+            for name, files in groups.items()
+            for document in counted("training the tokenizer", files, progress)
+            for held_out, text in splits[name].parts(document.text, text_hash(document.text))
+            if not held_out
+        )
+        train_tokenizer(_sample(texts, num_characters), data.tokenizer_vocab).save(directory / TOKENIZER)
+
+    about = [_identities([file for files in groups.values() for file in files]), data.held_out, data.tokenizer_vocab]
+    return load_tokenizer(_cached(cache, [*about, list(groups)], build) / TOKENIZER)
+
+
+def _cached(cache: Path, about: Any, build: Callable[[Path], None]) -> Path:
+    """The folder of the cache for what `about` describes, built where it is missing."""
+    fingerprint = hashlib.sha256(json.dumps([CACHE_FORMAT, about]).encode()).hexdigest()[:16]
+    directory, unfinished = cache / fingerprint, cache / f".{fingerprint}"
+    if directory.is_dir():
+        return directory
     try:
-        unfinished.mkdir(parents=True)
-        if tokenizer is None:
-            documents = _counted("training the tokenizer", files, progress)
-            texts = (text for doc in documents for held_out, text in split.parts(doc) if not held_out)
-            tokenizer = train_tokenizer(_sample(texts, split.num_characters), data.tokenizer_vocab)
-            tokenizer.save(unfinished / TOKENIZER)
-        _tokenize(_counted("tokenizing", files, progress), split, tokenizer, unfinished)
-        try:
-            unfinished.rename(directory)
-        except OSError:
-            if not directory.is_dir():  # otherwise another process was first
-                raise
+        unfinished.mkdir(parents=True, exist_ok=True)
+        with _locked(unfinished):
+            if directory.is_dir():  # another process was at it
+                shutil.rmtree(unfinished, ignore_errors=True)
+            else:
+                build(unfinished)
+                unfinished.rename(directory)
+        remove_scaffolding(directory)
     except OSError as error:
-        raise ValueError(f"data.cache_dir={data.cache_dir} cannot be written: {error}") from error
+        raise ValueError(f"data.cache_dir={cache} cannot be written: {error}") from error
+    except ValueError:
+        shutil.rmtree(unfinished, ignore_errors=True)  # a corrected corpus will be another one
+        raise
+    return directory
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Alone in a folder; the system lets go of it when the process ends, however it ends."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        os.close(handle)
 
 
-def _tokenize(documents: Iterable[Document], split: Split, tokenizer: TextTokenizer, directory: Path) -> None:
-    with ExitStack() as stack:
-        train = stack.enter_context(closing(TokenWriter(directory / TRAIN, tokenizer)))
-        held_out = train
-        if split.holds_out:
-            held_out = stack.enter_context(closing(TokenWriter(directory / HELD_OUT, tokenizer)))
-        for chunk in _chunks(_pieces(documents, split, tokenizer)):
-            ids_of_pieces = tokenizer.encode_batch([piece.text for piece in chunk])
-            for piece, ids in zip(chunk, ids_of_pieces, strict=True):
-                writer = held_out if piece.held_out else train
-                writer.write(ids)
-                if piece.ends_document:
-                    writer.end_document()
-
-
-@dataclass(frozen=True)
-class _Piece:
-    text: str
-    held_out: bool
-    ends_document: bool
-
-
-def _pieces(documents: Iterable[Document], split: Split, tokenizer: TextTokenizer) -> Iterator[_Piece]:
-    for document in documents:
-        for held_out, text in split.parts(document):
-            *firsts, last = tokenizer.pieces(text)
-            for first in firsts:
-                yield _Piece(first, held_out, ends_document=False)
-            yield _Piece(last, held_out, ends_document=True)
-
-
-def _chunks(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    chunk, size = [], 0
-    for piece in pieces:
-        chunk.append(piece)
-        size += len(piece.text)
-        if size >= CHUNK:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
+def _identities(files: Sequence[SourceFile]) -> list[tuple[Any, ...]]:
+    return [file.identity() for file in files]
 
 
 def _sample(texts: Iterable[str], num_characters: int) -> Iterator[str]:
@@ -175,16 +295,3 @@ def _sample(texts: Iterable[str], num_characters: int) -> Iterator[str]:
                 taken += len(block)
                 yield block
             seen += len(block)
-
-
-def _counted(what: str, files: Sequence[SourceFile], progress: Progress) -> Iterator[Document]:
-    done, total = 0, sum(_size_and_time(file)[0] for file in files)
-    for document in read_documents(files):
-        yield document
-        done += document.num_bytes
-        progress(what, done, total)
-
-
-def _size_and_time(file: SourceFile) -> tuple[int, int]:
-    found = file.path.stat()
-    return found.st_size, found.st_mtime_ns

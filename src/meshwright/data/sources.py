@@ -1,15 +1,17 @@
-"""The one place that finds the files of a corpus and reads documents out of them."""
+"""The one place that finds the files of a corpus, and says by their names how they are read."""
 
 import glob
+import importlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from types import ModuleType
+from typing import Any, Literal
 
-from meshwright.spec.data import STDLIB, SourceSpec
+from meshwright.spec.data import HUB, STDLIB, SourceSpec
 
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
 """Folders that the stdlib corpus leaves out.
@@ -19,21 +21,26 @@ files, and are not on every machine. `encodings` is a hundred generated tables, 
 next, so that the split by document would show the held-out ones to training.
 """
 
-NOT_TEXT = frozenset(
-    [".json", ".csv", ".parquet", ".arrow", ".bin", ".npy", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar"]
-)
+Format = Literal["text", "jsonl", "csv", "parquet", "arrow", "megatron", "raw"]
+
+FORMATS: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".idx": "megatron",
+    ".bin": "raw",
+}
+"""By ending; every other file is text."""
+
+COMPRESSED = (".gz", ".zst")
+"""Endings behind the ending of a text, .jsonl or .csv file."""
+
+NOT_TEXT = frozenset([".json", ".npy", ".npz", ".xz", ".bz2", ".zip", ".tar", ".pt", ".safetensors"])
 """Endings refused: read as plain text, these would train silently on markup or fail at the first byte."""
 
-
-class Document(NamedTuple):
-    """One document of a corpus."""
-
-    id: str
-    """Where it lies: the file's name, with the line of a .jsonl file."""
-    text: str
-    """Its text, never empty."""
-    num_bytes: int
-    """Bytes of the file that it took."""
+EXTRAS = {"pyarrow": "arrow", "datasets": "hub"}
+"""Which of this package's extras installs a library."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,19 +48,37 @@ class SourceFile:
     """One file of a corpus."""
 
     path: Path
-    """Where to open it."""
+    """Where to open it; of tokens the .bin file."""
     name: str
     """Its name in messages and document ids: relative to the recipe, or `stdlib/...`."""
-    text_key: str | None
-    """Key of the text in every line of JSON; None: the whole file is one document."""
+    format: Format
+    """How it is read."""
+    compression: str = ""
+    """.gz, .zst or nothing."""
+    text_key: str = "text"
+    """Key or column of the text."""
+    tokens: str | None = None
+    """Integers of a raw token file."""
+    source: int = 0
+    """Which of the recipe's sources it belongs to."""
+
+    @property
+    def is_tokens(self) -> bool:
+        """Whether it holds tokens instead of text."""
+        return self.format in ("megatron", "raw")
+
+    def identity(self) -> tuple[Any, ...]:
+        """What changes when what would be read from it changes; all that a cache looks at."""
+        found = self.path.stat()
+        return (self.name, self.format, self.text_key, self.tokens, found.st_size, found.st_mtime_ns)
 
 
 def find_files(sources: Sequence[SourceSpec], base_dir: Path) -> list[SourceFile]:
     """The files of all sources: sources in their order, the files of each sorted by name.
 
-    Raises ValueError when a source matches nothing, or no text, and when a file would be read twice.
+    Raises ValueError when a source matches nothing, or nothing that can be read, and when a file would be read twice.
     """
-    files = [file for source in sources for file in _files_of(source, base_dir)]
+    files = [file for number, source in enumerate(sources) for file in _files_of(source, number, base_dir)]
     names: dict[Path, str] = {}
     for file in files:
         path = file.path.resolve()
@@ -63,97 +88,122 @@ def find_files(sources: Sequence[SourceSpec], base_dir: Path) -> list[SourceFile
     return files
 
 
-def read_documents(files: Iterable[SourceFile]) -> Iterator[Document]:
-    """The documents of these files, in order, one in memory at a time; empty ones are left out.
+def require(library: str, why: str) -> ModuleType:
+    """An optional library; raises ValueError that says how to install it."""
+    try:
+        return importlib.import_module(library)
+    except ImportError as error:
+        package = library.split(".")[0]
+        raise ValueError(f"{why} needs {package}; install it: pip install 'meshwright[{EXTRAS[package]}]'") from error
 
-    Raises ValueError, naming file and byte or line, at text that is not UTF-8 and at lines that are not
-    JSON objects with a string under the file's key.
-    """
-    for file in files:
-        yield from _read_text(file) if file.text_key is None else _read_json_lines(file, file.text_key)
 
-
-def _files_of(source: SourceSpec, base_dir: Path) -> list[SourceFile]:
+def _files_of(source: SourceSpec, number: int, base_dir: Path) -> list[SourceFile]:
     if source.path == STDLIB:
-        return _stdlib_files()
+        return _stdlib_files(number)
+    if source.path.startswith(HUB):
+        return [_arrow_file(path, source, number) for path in _hub_files(source)]
     pattern = os.path.expanduser(source.path)
-    if (base_dir / pattern).is_dir():
-        raise ValueError(f"data source {source.path} is a folder; say which files, as in {source.path}/**/*.txt")
+    folder = base_dir / pattern
+    if folder.is_dir():
+        return [_arrow_file(path, source, number) for path in _saved_dataset(folder, source)]
     # A name that exists is taken literally, so that brackets in file names need no escape.
-    literal = (base_dir / pattern).is_file()
+    literal = folder.is_file()
     names = [pattern] if literal else glob.glob(pattern, root_dir=base_dir, recursive=True)
-    files = [_source_file(name, source, base_dir) for name in sorted(names) if (base_dir / name).is_file()]
+    names = sorted(name for name in names if (base_dir / name).is_file())
+    files = [_source_file(name, source, number, base_dir) for name in _without_twins(names)]
     if not files:
         raise ValueError(f"data source {source.path} matches no file (looked in {base_dir.resolve()})")
     return files
 
 
-def _source_file(name: str, source: SourceSpec, base_dir: Path) -> SourceFile:
-    ending = Path(name).suffix.lower()
-    if ending in NOT_TEXT:
-        raise ValueError(f"{name}: {ending} files cannot be read; make it .jsonl, or plain text such as .txt")
-    return SourceFile(path=base_dir / name, name=name, text_key=source.text_key if ending == ".jsonl" else None)
+def _without_twins(names: Sequence[str]) -> list[str]:
+    """The names without the .bin files whose .idx is among them too: together they are one source of tokens."""
+    indexed = {name.removesuffix(".idx") for name in names if name.endswith(".idx")}
+    return [name for name in names if not (name.endswith(".bin") and name.removesuffix(".bin") in indexed)]
 
 
-def _stdlib_files() -> list[SourceFile]:
+def _source_file(name: str, source: SourceSpec, number: int, base_dir: Path) -> SourceFile:
+    path = base_dir / name
+    compression = next((ending for ending in COMPRESSED if name.lower().endswith(ending)), "")
+    ending = Path(name[: len(name) - len(compression)]).suffix.lower()
+    format = FORMATS.get(ending, "text")
+    if ending in NOT_TEXT or (compression and format not in ("text", "jsonl", "csv")):
+        raise ValueError(
+            f"{name}: {ending}{compression} files cannot be read; make it .jsonl, or plain text such as .txt"
+        )
+    if format == "raw" and path.with_suffix(".idx").is_file():
+        format = "megatron"
+    elif format == "megatron":
+        path = path.with_suffix(".bin")
+        if not path.is_file():
+            raise ValueError(f"{name}: {path.name}, whose index it is, does not lie beside it")
+    elif format == "raw" and source.tokens is None:
+        raise ValueError(
+            f"{name}: no {path.stem}.idx lies beside it; say which integers it holds, as in "
+            f"{{path: {source.path}, tokens: uint16}}"
+        )
+    return SourceFile(
+        path=path,
+        name=name,
+        format=format,
+        compression=compression,
+        text_key=source.text_key,
+        tokens=source.tokens if format == "raw" else None,
+        source=number,
+    )
+
+
+def _arrow_file(path: Path, source: SourceSpec, number: int) -> SourceFile:
+    name = f"{source.path}/{path.name}"
+    return SourceFile(path=path, name=name, format="arrow", text_key=source.text_key, source=number)
+
+
+def _saved_dataset(folder: Path, source: SourceSpec) -> Iterator[Path]:
+    """The arrow files of what `datasets` wrote with `save_to_disk`: a dataset, or a split of several."""
+    splits = folder / "dataset_dict.json"
+    if splits.is_file():
+        names = _json_object(splits).get("splits", [])
+        if source.split not in names:
+            raise ValueError(f"data source {source.path} has no split {source.split!r} (it has {', '.join(names)})")
+        folder = folder / source.split
+    state = folder / "state.json"
+    if not state.is_file():
+        raise ValueError(f"data source {source.path} is a folder; say which files, as in {source.path}/**/*.txt")
+    for file in _json_object(state).get("_data_files", []):
+        yield folder / Path(file["filename"]).name
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+        assert isinstance(content, dict)
+    except (OSError, ValueError, AssertionError) as error:
+        raise ValueError(f"{path} is not what `datasets` writes: {error}") from error
+    return content
+
+
+def _hub_files(source: SourceSpec) -> list[Path]:
+    """The arrow files in the cache of `datasets`, downloaded where they are not there yet."""
+    datasets = require("datasets", f"data source {source.path}")
+    try:
+        found = datasets.load_dataset(source.path.removeprefix(HUB), source.subset, split=source.split)
+    except Exception as error:  # whatever the network, the hub and a dataset's files can do
+        reason = " ".join(str(error).split())
+        raise ValueError(f"data source {source.path}, split {source.split}, cannot be loaded: {reason}") from error
+    return [Path(file["filename"]) for file in found.cache_files]
+
+
+def _stdlib_files(number: int) -> list[SourceFile]:
     folder = Path(sysconfig.get_path("stdlib"))
     files = []
     for parent, folders, names in os.walk(folder):
         folders[:] = set(folders) - STDLIB_LEFT_OUT
         for path in (Path(parent, name) for name in names if name.endswith(".py")):
             name = f"{STDLIB}/{path.relative_to(folder).as_posix()}"
-            files.append(SourceFile(path=path, name=name, text_key=None))
+            files.append(SourceFile(path=path, name=name, format="text", source=number))
     if not files:
         raise ValueError(
             f"this Python keeps no source text of its standard library (looked for .py files in {folder}); "
             f"give data.sources a file or glob instead of {STDLIB}"
         )
     return sorted(files, key=lambda file: file.name)
-
-
-def _read_text(file: SourceFile) -> Iterator[Document]:
-    with _open(file) as opened:
-        content = opened.read()
-    try:
-        text = content.decode().removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file.name}: not UTF-8 at byte {error.start}") from error
-    if text:
-        yield Document(file.name, text, len(content))
-
-
-def _read_json_lines(file: SourceFile, key: str) -> Iterator[Document]:
-    with _open(file) as lines:
-        for number, line in enumerate(lines, start=1):
-            where = f"{file.name}:{number}"
-            if line.strip() and (text := _text_of(line, key, where)):
-                yield Document(where, text, len(line))
-
-
-def _open(file: SourceFile) -> BinaryIO:
-    try:
-        return file.path.open("rb")
-    except OSError as error:
-        raise ValueError(f"{file.name} cannot be read: {error.strerror}") from error
-
-
-def _text_of(line: bytes, key: str, where: str) -> str:
-    try:
-        fields = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not UTF-8 at byte {error.start} of the line") from error
-    except ValueError as error:
-        raise ValueError(f"{where}: not JSON: {error}") from error
-    if not isinstance(fields, dict) or key not in fields:
-        found = f"its keys are {', '.join(fields)}" if isinstance(fields, dict) else "it is no object"
-        raise ValueError(f"{where}: no {key!r} in this line ({found}); set the source's text_key")
-    text = fields[key]
-    if not isinstance(text, str):
-        raise ValueError(f"{where}: {key!r} is not a string but {type(text).__name__}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{where}: {key!r} is not Unicode text: a lone surrogate at character {error.start}"
-        ) from error
-    return text

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from meshwright.data.sources import Document
+from meshwright.data.readers import Document
 
 HASHES = 1 << 64
 """Number of values of a text's hash."""
@@ -24,10 +24,6 @@ class Split:
     held-out text is ever trained on under another name.
     """
 
-    num_documents: int
-    """Documents in the corpus."""
-    num_characters: int
-    """Characters in the corpus."""
     below: int
     """Documents whose hash is below this are held out."""
     single_cut: int | None = None
@@ -38,41 +34,65 @@ class Split:
         """Whether anything is held out."""
         return self.below > 0 or self.single_cut is not None
 
-    def parts(self, document: Document) -> Iterator[tuple[bool, str]]:
-        """(held out?, text) of a document: itself, or the two parts of an only document."""
+    def parts(self, text: str, value: int) -> Iterator[tuple[bool, str]]:
+        """(held out?, text) of a document with this `text_hash`: itself, or the two parts of an only document."""
         if self.single_cut is None:
-            yield text_hash(document.text) < self.below, document.text
+            yield value < self.below, text
         else:
-            yield False, document.text[: self.single_cut]
-            yield True, document.text[self.single_cut :]
+            yield False, text[: self.single_cut]
+            yield True, text[self.single_cut :]
 
 
-def plan_split(documents: Iterable[Document], held_out: float) -> Split:
+@dataclass(kw_only=True)
+class Census:
+    """What has been seen of a corpus."""
+
+    num_documents: int = 0
+    num_characters: int = 0
+    smallest: int = HASHES
+    """Smallest hash of a document."""
+    largest: int = -1
+    """Largest hash of a document."""
+
+    def add(self, num_characters: int, value: int) -> None:
+        """Count a document."""
+        self.num_documents += 1
+        self.num_characters += num_characters
+        self.smallest, self.largest = min(self.smallest, value), max(self.largest, value)
+
+    def suits(self, split: Split) -> bool:
+        """Whether both sides of a split by hashes have documents."""
+        return self.num_documents > 0 and (not split.below or self.smallest < split.below <= self.largest)
+
+
+def likely_split(held_out: float) -> Split:
+    """The split of a corpus that nobody has read yet, right where it has so many documents that a share of them falls
+    on either side; a `Census` tells."""
+    return Split(below=int(held_out * HASHES))
+
+
+def plan_split(documents: Iterable[Document], held_out: float) -> tuple[Split, Census]:
     """Read all documents once and choose a split that holds out the share `held_out` of them.
 
     A share above 0 holds out at least the document with the smallest hash. Of an only document it is the
     last part, from the start of a line. Raises ValueError when there is no text, or one side of the split
     would be empty.
     """
-    num_documents, num_characters, smallest, largest, text = 0, 0, HASHES, -1, ""
+    census, text = Census(), ""
     for document in documents:
         text = document.text
-        value = text_hash(text)
-        smallest, largest = min(smallest, value), max(largest, value)
-        num_documents, num_characters = num_documents + 1, num_characters + len(text)
-    if not num_documents:
+        census.add(len(text), text_hash(text))
+    if not census.num_documents:
         raise ValueError("data.sources hold no text: every document is empty")
-    below, cut = 0, None
-    if held_out and num_documents == 1:
-        cut = _cut(text, held_out)
-    elif held_out:
-        below = max(int(held_out * HASHES), smallest + 1)
-    if largest < below:
+    if held_out and census.num_documents == 1:
+        return Split(below=0, single_cut=_cut(text, held_out)), census
+    below = max(likely_split(held_out).below, census.smallest + 1) if held_out else 0
+    if census.largest < below:
         raise ValueError(
-            f"no document is left to train on: all {num_documents} fall into the share "
+            f"no document is left to train on: all {census.num_documents} fall into the share "
             f"data.held_out={held_out}; lower it, or set it to 0 to train on everything"
         )
-    return Split(num_documents=num_documents, num_characters=num_characters, below=below, single_cut=cut)
+    return Split(below=below), census
 
 
 def _cut(text: str, held_out: float) -> int:

@@ -1,55 +1,135 @@
-"""The one place that knows how tokens lie on disk: a file of integers and a json that describes it."""
+"""The one place that knows how tokens lie on disk: a file of integers, and Megatron's index of its documents.
 
+`x.bin` holds tokens back to back. `x.idx`, as Megatron-LM's `IndexedDataset` reads and writes it, little-endian: the
+9 bytes of MAGIC, u64 version 1, u8 code of the dtype, u64 number S of sequences, u64 number of documents and one, then
+i32[S] lengths of sequences in tokens, i64[S] places of sequences in `x.bin` in bytes, i64 first sequence of every
+document and S. What is written here has one sequence a document. `x.json` says which tokenizer made it; files made
+elsewhere have none.
+"""
+
+import bisect
 import json
 import os
+import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from meshwright.data.tokenizer import TextTokenizer
 
+MAGIC = b"MMIDIDX\0\0"
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+"""Megatron's codes; 6 and 7 are floats."""
+SMALL_VOCABULARY = 65500
+"""Megatron's builder takes uint16 below so many tokens, else int32."""
+LENGTHS = ".lengths"
+"""Ending of the file that a writer keeps the documents' lengths in, to continue or to make the index of."""
+BLOCK = 1 << 20
+"""Numbers handled at a time where a file is gone through."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFile:
-    """Tokens of many documents, each followed by the end-of-text token, mapped into memory."""
+    """Tokens of many documents, each followed by the end-of-text token, mapped into memory, with their borders."""
 
     path: Path
     """The file."""
     tokens: np.ndarray
-    """(num_tokens,) uint16 or uint32, read-only, read from disk as it is touched."""
-    num_documents: int
-    """Documents in the file."""
+    """(num_tokens,) integers, read-only, read from disk as they are touched."""
+    places: np.ndarray
+    """Byte at which each sequence begins, in memory or mapped."""
+    firsts: np.ndarray
+    """First sequence of each document, and the number of sequences."""
+    begin: int = 0
+    """Documents of the file before the first one here."""
+
+    @property
+    def num_documents(self) -> int:
+        """Documents here."""
+        return len(self.firsts) - 1
+
+    def start(self, document: int) -> int:
+        """Index of a document's first token; of the document after the last, the number of tokens."""
+        if document == self.num_documents:
+            return len(self.tokens)
+        return self._place(document) - self._place(0)
+
+    def document_at(self, token: int) -> int:
+        """The document that a token belongs to."""
+        return bisect.bisect_right(range(self.num_documents), token, key=self.start) - 1
+
+    def starts(self) -> np.ndarray:
+        """`start` of all documents at once: int64 (num_documents + 1,)."""
+        starts = self.places[self.firsts[:-1]] // self.tokens.itemsize
+        return np.append(starts - starts[:1], len(self.tokens))
+
+    def part(self, first: int, last: int) -> "TokenFile":
+        """Documents `first` to `last - 1` alone."""
+        tokens = self.tokens[self.start(first) : self.start(last)]
+        return replace(self, tokens=tokens, firsts=self.firsts[first : last + 1], begin=self.begin + first)
+
+    def _place(self, document: int) -> int:
+        return int(self.places[self.firsts[document]]) // self.tokens.itemsize
+
+
+class Mark(NamedTuple):
+    """How far a token file has been written."""
+
+    tokens: int = 0
+    documents: int = 0
+    begun: int = 0
+    """Tokens so far of the document that has not ended."""
 
 
 class TokenWriter:
-    """Writes a token file document by document; it exists for readers once `close` has returned."""
+    """Writes a token file document by document; it exists for readers once `close` has returned.
 
-    def __init__(self, path: Path, tokenizer: TextTokenizer):
+    What was written when `sync` returned outlives any accident: a writer that starts from that mark continues there.
+    """
+
+    def __init__(self, path: Path, tokenizer: TextTokenizer, *, mark: Mark | None = None):
+        """Begin a file, or continue one that was written up to `mark`; what lies behind the mark is cut off."""
         self._path, self._tokenizer = path, tokenizer
-        self._dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-        self._file = path.open("wb")
-        self._num_documents = 0
+        self.dtype = token_dtype(tokenizer)
+        self._tokens, self._documents, self._begun = mark or Mark()
+        self._file = _open_to_continue(path, self._tokens * self.dtype.itemsize)
+        self._lengths = _open_to_continue(_lengths_path(path), self._documents * 4)
 
-    def write(self, ids: Sequence[int]) -> None:
+    def write(self, ids: Sequence[int] | np.ndarray) -> None:
         """Append token ids to the current document."""
-        self._file.write(np.asarray(ids, dtype=self._dtype).data)
+        self._file.write(np.asarray(ids, dtype=self.dtype).data)
+        self._tokens += len(ids)
+        self._begun += len(ids)
 
     def end_document(self) -> None:
         """Append the end-of-text token."""
         self.write([self._tokenizer.eos_id])
-        self._num_documents += 1
+        if self._begun >= 1 << 31:
+            raise ValueError(f"{self._path}: a document of {self._begun} tokens; the index holds less than 2**31")
+        self._lengths.write(struct.pack("<i", self._begun))
+        self._documents, self._begun = self._documents + 1, 0
+
+    def sync(self) -> Mark:
+        """Bring everything to disk and say how much that is."""
+        _to_disk(self._file)
+        _to_disk(self._lengths)
+        return Mark(self._tokens, self._documents, self._begun)
 
     def close(self) -> None:
-        """Bring everything to disk, then write the description."""
-        num_tokens = self._file.tell() // self._dtype.itemsize
-        _to_disk(self._file)
+        """Bring everything to disk, then write index and description; a writer may still continue from the end."""
+        self.sync()
         self._file.close()
+        self._lengths.close()
+        lengths = _map(_lengths_path(self._path), np.dtype("<i4"), 0, self._documents)
+        write_index(self._path.with_suffix(".idx"), lengths, self.dtype)
         about = {
-            "num_tokens": num_tokens,
-            "dtype": self._dtype.name,
-            "num_documents": self._num_documents,
+            "num_tokens": self._tokens,
+            "dtype": self.dtype.name,
+            "num_documents": self._documents,
             "tokenizer": self._tokenizer.fingerprint,
         }
         with _about_path(self._path).open("w") as file:
@@ -57,32 +137,132 @@ class TokenWriter:
             _to_disk(file)
 
 
-def open_token_file(path: Path, tokenizer: TextTokenizer) -> TokenFile:
-    """Map a token file into memory.
+def token_dtype(tokenizer: TextTokenizer) -> np.dtype:
+    """What Megatron's builder stores this tokenizer's tokens in."""
+    return np.dtype("<u2" if tokenizer.vocab_size < SMALL_VOCABULARY else "<i4")
 
-    Raises ValueError when it is not as its description says, or was made by another tokenizer.
+
+def write_index(path: Path, lengths: np.ndarray, dtype: np.dtype) -> None:
+    """Write an .idx of documents of `lengths` tokens, one sequence each, in memory that does not grow with them."""
+    code = next(code for code, known in DTYPES.items() if known == dtype)
+    with path.open("wb") as file:
+        file.write(HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1))
+        blocks = range(0, len(lengths), BLOCK)
+        for first in blocks:
+            file.write(lengths[first : first + BLOCK].astype("<i4").data)
+        place = 0
+        for first in blocks:
+            block = lengths[first : first + BLOCK].astype("<i8") * dtype.itemsize
+            file.write((place + np.cumsum(block) - block).data)
+            place += int(block.sum())
+        for first in range(0, len(lengths) + 1, BLOCK):
+            file.write(np.arange(first, min(first + BLOCK, len(lengths) + 1), dtype="<i8").data)
+        _to_disk(file)
+
+
+def open_token_file(path: Path, tokenizer: TextTokenizer, *, rebuild: str = "") -> TokenFile:
+    """Map `x.bin` and `x.idx` into memory.
+
+    Raises ValueError when they do not fit one another, or another tokenizer made them; the message ends with `rebuild`.
     """
     try:
-        about = json.loads(_about_path(path).read_bytes())
-        dtype, num_tokens = np.dtype(about["dtype"]), about["num_tokens"]
-        num_bytes = path.stat().st_size
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); delete {path.parent} to build it again") from error
-    if num_bytes != num_tokens * dtype.itemsize:
-        raise ValueError(
-            f"{path} is damaged: it has {num_bytes} bytes instead of {num_tokens * dtype.itemsize}; "
-            f"delete {path.parent} to build it again"
-        )
-    if about["tokenizer"] != tokenizer.fingerprint:
-        raise ValueError(f"{path} was made by another tokenizer; delete {path.parent} to build it again")
-    tokens = np.memmap(path, dtype=dtype, mode="r")
-    return TokenFile(path=path, tokens=tokens, num_documents=about["num_documents"])
+        about = json.loads(_about_path(path).read_bytes()) if rebuild or _about_path(path).exists() else None
+        made_by = about and about["tokenizer"]
+        found = open_indexed(path)
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}){rebuild}") from error
+    except ValueError as error:
+        raise ValueError(f"{error}{rebuild}") from error
+    if made_by not in (None, tokenizer.fingerprint):
+        raise ValueError(f"{path} was made by another tokenizer{rebuild}")
+    return found
+
+
+def open_indexed(path: Path, *, index: Path | None = None, dtype: np.dtype | None = None) -> TokenFile:
+    """Map a file of tokens and its index (default: the .idx beside it) into memory; `dtype` if not the index's.
+
+    Raises ValueError when the two do not fit one another.
+    """
+    index = index or path.with_suffix(".idx")
+    indexed_dtype, lengths, places, firsts = _open_index(index)
+    dtype = dtype or indexed_dtype
+    expected = int(places[-1]) + int(lengths[-1]) * dtype.itemsize if len(places) else 0
+    num_bytes = path.stat().st_size
+    if num_bytes != expected:
+        raise ValueError(f"{path} is damaged: it has {num_bytes} bytes instead of {expected}, which its index says")
+    return TokenFile(path=path, tokens=_map(path, dtype, 0, num_bytes // dtype.itemsize), places=places, firsts=firsts)
+
+
+def file_in_memory(documents: Sequence[Sequence[int] | np.ndarray], path: Path = Path("memory")) -> TokenFile:
+    """A token file that was never written; each document brings its end-of-text token."""
+    ends = np.cumsum([0, *map(len, documents)])
+    tokens = np.concatenate([np.zeros(0, np.int32), *(np.asarray(ids, np.int32) for ids in documents)])
+    return TokenFile(path=path, tokens=tokens, places=ends[:-1] * tokens.itemsize, firsts=np.arange(len(ends)))
+
+
+def scan_tokens(tokens: np.ndarray, *, eos_id: int) -> tuple[int, np.ndarray]:
+    """(largest token, lengths of documents, each with the end-of-text token that ends it) of a stream of tokens."""
+    largest, ends = -1, []
+    for first in range(0, len(tokens), BLOCK):
+        block = tokens[first : first + BLOCK]
+        # A negative number, read as unsigned, is above every vocabulary.
+        largest = max(largest, int(block.max()), int(block.min()) % (1 << 63))
+        ends.append(np.flatnonzero(block == eos_id) + first + 1)
+    borders = np.concatenate([[0], *ends, [len(tokens)]])
+    lengths = np.diff(borders)
+    return largest, lengths[lengths > 0]
+
+
+def check_places(file: TokenFile) -> None:
+    """Raise ValueError where sequences do not lie one behind another, as every known builder puts them."""
+    for first in range(0, max(0, len(file.places) - 1), BLOCK):
+        block = np.array(file.places[first : first + BLOCK + 1])
+        if (np.diff(block) < 0).any():
+            raise ValueError(f"{file.path}: its index says that sequences do not lie in order, which cannot be read")
+
+
+def _open_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+    """(dtype of the tokens, lengths, places, first sequences) of an .idx."""
+    with path.open("rb") as file:
+        header = file.read(HEADER.size)
+    if len(header) < HEADER.size or not header.startswith(MAGIC):
+        raise ValueError(f"{path} is no index of tokens: it does not begin with MMIDIDX")
+    _, version, code, sequences, documents = HEADER.unpack(header)
+    if version != 1 or code not in DTYPES:
+        raise ValueError(f"{path}: version {version} with dtype {code} cannot be read, only version 1 with integers")
+    sizes = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences, 8 * documents])
+    # Multimodal files have a byte more for each sequence.
+    if path.stat().st_size not in (sizes[-1], sizes[-1] + sequences) or not documents:
+        raise ValueError(f"{path} is damaged: it has {path.stat().st_size} bytes instead of {sizes[-1]}")
+    lengths = _map(path, np.dtype("<i4"), int(sizes[0]), sequences)
+    places = _map(path, np.dtype("<i8"), int(sizes[1]), sequences)
+    firsts = _map(path, np.dtype("<i8"), int(sizes[2]), documents)
+    if firsts[0] != 0 or firsts[-1] != sequences:
+        raise ValueError(f"{path} is damaged: its documents do not begin with sequence 0 and end with {sequences}")
+    return np.dtype(DTYPES[code]).newbyteorder("<"), lengths, places, firsts
+
+
+def _map(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
+    if not count:  # nothing cannot be mapped
+        return np.zeros(0, dtype)
+    return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
+
+
+def _open_to_continue(path: Path, num_bytes: int) -> BinaryIO:
+    file = path.open("r+b" if path.exists() else "w+b")
+    file.truncate(num_bytes)
+    file.seek(num_bytes)
+    return file
 
 
 def _about_path(path: Path) -> Path:
     return path.with_suffix(".json")
 
 
-def _to_disk(file) -> None:
+def _lengths_path(path: Path) -> Path:
+    return path.with_suffix(LENGTHS)
+
+
+def _to_disk(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())

@@ -61,6 +61,11 @@ class TextTokenizer:
         self.fingerprint: str = hashlib.sha256(identity).hexdigest()
         """Equal for tokenizers that make the same tokens of every document."""
 
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """Its files, from which another process can make it again."""
+        return self._files
+
     def encode(self, text: str) -> list[int]:
         """Token ids of one text."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -1,4 +1,4 @@
-"""The one place that says what a run reads: sources of text, the tokenizer, and how tokens become samples."""
+"""The one place that says what a run reads: sources of text or tokens, the tokenizer, and how tokens become samples."""
 
 from typing import Any, Literal
 
@@ -9,15 +9,30 @@ from meshwright.spec.base import Spec
 STDLIB = "stdlib"
 """The path that stands for the embedded default corpus."""
 
+HUB = "hub:"
+"""What a path begins with that names a dataset on the Hugging Face hub."""
+
 
 class SourceSpec(Spec):
     """One source of documents. A string is short for `{path: string}`."""
 
     path: str = Field(min_length=1)
-    """A file or a glob (`**` goes down), relative to the recipe. A .jsonl file holds one document per line,
-    any other file is one document of UTF-8 text. `stdlib` is the standard library of this Python."""
+    """A file or a glob (`**` goes down), relative to the recipe; its ending says what it is. .jsonl, .csv, .parquet and
+    .arrow hold one document per line or row; .idx, or .bin beside one, holds tokens as Megatron stores them; .bin alone
+    is a raw file of `tokens`; any other file is one document of UTF-8 text. Text, .jsonl and .csv may be compressed
+    (.gz, .zst). Also the folder of a dataset that `datasets` saved, `hub:owner/name` on the Hugging Face hub, or
+    `stdlib`, the standard library of this Python."""
     text_key: str = Field(default="text", min_length=1)
-    """Key of the text in every line of a .jsonl file."""
+    """Key or column of the text in .jsonl, .csv, .parquet, .arrow and datasets."""
+    weight: float | None = Field(default=None, gt=0)
+    """Share of the tokens that are trained on, relative to the other sources' weights; every source has one or none
+    has. Without weights every document is seen equally often."""
+    split: str = Field(default="train", min_length=1)
+    """Split of a dataset."""
+    subset: str | None = None
+    """Subset (configuration) of a dataset on the hub."""
+    tokens: Literal["uint16", "uint32"] | None = None
+    """Integers of a raw token file."""
 
 
 class DataSpec(Spec):
@@ -32,12 +47,16 @@ class DataSpec(Spec):
     """Vocabulary of a tokenizer that is trained: 256 bytes, the end-of-text token, and merges."""
     sequence_length: int = Field(default=1024, ge=1)
     """Tokens per sample."""
-    packing: Literal["concatenated"] = "concatenated"
+    packing: Literal["concatenated", "best_fit"] = "concatenated"
     """How documents become samples. concatenated: one stream, an end-of-text token after every document, cut
-    every sequence_length tokens."""
+    every sequence_length tokens. best_fit: documents are put whole into the fullest sample that has room, the longest
+    first; only those longer than a sample are cut."""
+    separate_documents: bool = False
+    """Whether documents of one sample are kept apart: no token sees another document's, positions count from each
+    document's first token, and no label crosses a border."""
     held_out: float = Field(default=0.05, ge=0, lt=1)
     """Share of the documents kept for evaluation, chosen by a hash of their text; at least one document, and
-    of a corpus of a single document its last part. 0 keeps none."""
+    of a single document its last part. Of files of tokens the last documents. 0 keeps none."""
     cache_dir: str = Field(default="runs/cache", min_length=1)
     """Folder for tokens and trained tokenizers, relative to the working directory. It may be deleted."""
 
@@ -46,3 +65,11 @@ class DataSpec(Spec):
     def _one_source_alone(cls, value: Any) -> Any:
         sources = value if isinstance(value, list | tuple) else [value]
         return tuple({"path": source} if isinstance(source, str) else source for source in sources)
+
+    @field_validator("sources")
+    @classmethod
+    def _all_weights_or_none(cls, sources: tuple[SourceSpec, ...]) -> tuple[SourceSpec, ...]:
+        bare = [source.path for source in sources if source.weight is None]
+        if 0 < len(bare) < len(sources):
+            raise ValueError(f"source {bare[0]} has no weight but others have; give every source one, or none")
+        return sources

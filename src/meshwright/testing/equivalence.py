@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from meshwright.data.loader import Loader
-from meshwright.data.packing import Sample
+from meshwright.data.packing import Piece, Sample
 from meshwright.models.loss import IGNORED
 from meshwright.optim.clip import global_gradient_norm
 from meshwright.parallel import Meshes, build_meshes
@@ -42,8 +42,17 @@ class RandomSamples:
         self.vocab, self.sequence_length, self.seed, self.count = vocab, sequence_length, seed, count
         self.documents = documents
 
+    @property
+    def num_tokens(self) -> int:
+        """Positions of all samples."""
+        return self.count * self.sequence_length
+
     def __len__(self) -> int:
         return self.count
+
+    def pieces(self, index: int) -> list[Piece]:
+        """One piece; it lies nowhere."""
+        return [Piece(index * self.sequence_length, self.sequence_length)]
 
     def __getitem__(self, index: int) -> Sample:
         generator = np.random.default_rng((self.seed, index))

@@ -4,9 +4,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from meshwright.data.loader import Loader, evaluation_batches
-from meshwright.data.packing import ConcatenatedSamples
+from meshwright.data.mixture import held_out_samples, training_samples
 from meshwright.data.prepare import Corpus
-from meshwright.data.token_file import TokenFile
 from meshwright.plan.flops import flops_per_token
 from meshwright.trainer.agreement import any_rank
 from meshwright.trainer.device import peak_memory_bytes, synchronise
@@ -56,7 +55,7 @@ def train_loop(trainer: Trainer, corpus: Corpus, journal: Journal | None, displa
 
             last = trainer.step == training.steps
             if corpus.held_out and training.evaluation.batches and due(trainer.step, training.evaluation.every, last):
-                found = evaluate_held_out(trainer, corpus.held_out)
+                found = evaluate_held_out(trainer, corpus)
                 saver.held_out_loss = trainer.step, found.loss
                 report(found, trainer.step, journal, display)
             (writing,) = any_rank(saver.busy)
@@ -76,7 +75,7 @@ def build_loader(trainer: Trainer, corpus: Corpus) -> Loader:
     """This rank's batches of training samples."""
     resolved = trainer.resolved
     return Loader(
-        ConcatenatedSamples(corpus.train.tokens, resolved.run.data.sequence_length),
+        training_samples(corpus, resolved.run.data),
         seed=resolved.run.training.seed,
         global_batch=resolved.global_batch,
         micro_batch=resolved.micro_batch,
@@ -86,11 +85,11 @@ def build_loader(trainer: Trainer, corpus: Corpus) -> Loader:
     )
 
 
-def evaluate_held_out(trainer: Trainer, held_out: TokenFile) -> Evaluation:
+def evaluate_held_out(trainer: Trainer, corpus: Corpus) -> Evaluation:
     """Loss on `evaluation.batches` global batches of held-out text, evenly spaced and always the same; collective."""
     resolved = trainer.resolved
     batches = evaluation_batches(
-        ConcatenatedSamples(held_out.tokens, resolved.run.data.sequence_length, keep_tail=True),
+        held_out_samples(corpus, resolved.run.data),
         micro_batch=resolved.micro_batch,
         rank=trainer.data_rank,
         world_size=resolved.run.layout.data_parallel,

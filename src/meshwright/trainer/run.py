@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.checkpoint.manifest import CheckpointError, list_checkpoints
+from meshwright.data.describe import describe_mixture
+from meshwright.data.mixture import training_samples
 from meshwright.data.prepare import Corpus, prepare_corpus
 from meshwright.families import pretrained_directory
 from meshwright.spec.recipe import dump_recipe, load_spec
@@ -116,18 +118,17 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
     """What is about to be trained, on what, split how."""
     resolved, run, model = trainer.resolved, trainer.resolved.run, trainer.resolved.model
     weights = sum(parameter.numel for parameter in trainer.table)
-    train_tokens = len(corpus.train.tokens)
-    epochs = resolved.tokens_per_step * run.training.steps / max(1, train_tokens)
+    held_out = short(corpus.num_held_out) if corpus.held_out else "none"
+    samples, num_samples = training_samples(corpus, run.data), resolved.global_batch * run.training.steps
     peak, origin = trainer.peak
-    held_out = short(len(corpus.held_out.tokens)) if corpus.held_out else "none"
     lines = {
         "model": f"{run.model.name or model.family}: {short(weights)} parameters, all trained; "
         f"{model.num_layers} layers, width {model.hidden}, {model.num_heads} heads, vocabulary {model.vocab}",
-        "data": f"{short(train_tokens)} tokens of {corpus.train.num_documents} documents, held out {held_out}; "
+        "data": f"{short(corpus.num_tokens)} tokens of {corpus.num_documents} documents, held out {held_out}; "
         f"tokenizer of {corpus.tokenizer.vocab_size}",
         "batch": f"{resolved.tokens_per_step} tokens a step = {run.layout.data_parallel} ranks x "
         f"{resolved.accumulation} microbatches x {resolved.micro_batch} sequences x {run.data.sequence_length}",
-        "length": f"{run.training.steps} steps, {epochs:.1f} epochs",
+        "length": f"{run.training.steps} steps, {describe_mixture(corpus, samples, num_samples)}",
         "strategy": f"{run.layout.strategy}, {run.training.precision}, recompute {run.training.recompute}"
         + (", compiled" if run.training.compile else ""),
         "devices": f"{trainer.worker.world_size} x {trainer.machine.name}, "

@@ -11,9 +11,8 @@ from meshwright.checkpoint.hf import HfWeights, export_hf
 from meshwright.checkpoint.manifest import MANIFEST, CheckpointError, list_checkpoints
 from meshwright.checkpoint.verify import verify_checkpoint
 from meshwright.data.loader import evaluation_batches
-from meshwright.data.packing import ConcatenatedSamples
+from meshwright.data.mixture import JoinedSamples, all_samples, held_out_samples
 from meshwright.data.prepare import prepare_corpus
-from meshwright.data.token_file import TokenFile
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
 from meshwright.families import parameter_table, read_hf_directory
 from meshwright.models import Decoder, build_model
@@ -102,10 +101,10 @@ def evaluate_texts(
     length = sequence_length or (recipe.data.sequence_length if recipe else min(1024, trained.spec.max_positions))
     if length > trained.spec.max_positions:
         raise ValueError(f"sequence length {length}: the model is meant for at most {trained.spec.max_positions}")
-    tokens = _held_out(trained) if sources is None else _tokens_of(trained, sources)
+    samples = _held_out(trained, length) if sources is None else _samples_of(trained, sources, length)
     micro_batch = max(1, ENOUGH_TOKENS[trained.device.type] // length)
     batches = evaluation_batches(
-        ConcatenatedSamples(tokens.tokens, length, keep_tail=True),
+        samples,
         micro_batch=micro_batch,
         num_samples=num_samples,
     )
@@ -133,23 +132,28 @@ def export_trained(trained: TrainedModel, directory: Path, *, dtype: str | None 
     return difference, dtype
 
 
-def _held_out(trained: TrainedModel) -> TokenFile:
+def _held_out(trained: TrainedModel, length: int) -> JoinedSamples:
     if trained.run is None:
         raise ValueError(f"{trained.source} is no run, so it has no held-out text; say which text with --source")
     corpus = corpus_of(trained.run)
-    if corpus.held_out is None:
+    if not corpus.held_out:
         raise ValueError("the run held nothing out (data.held_out is 0); say which text with --source")
-    return corpus.held_out
+    return held_out_samples(corpus, trained.run.run.data.model_copy(update={"sequence_length": length}))
 
 
-def _tokens_of(trained: TrainedModel, sources: Sequence[str]) -> TokenFile:
+def _samples_of(trained: TrainedModel, sources: Sequence[str], length: int) -> JoinedSamples:
+    """All text of the sources, packed as the run's own was."""
+    own = trained.run.run.data if trained.run else DataSpec()
     data = DataSpec(
         sources=tuple(SourceSpec(path=source) for source in sources),
         tokenizer=str(trained.tokenizer_dir.resolve()),
+        sequence_length=length,
+        packing=own.packing,
+        separate_documents=own.separate_documents,
         held_out=0,
-        cache_dir=trained.run.run.data.cache_dir if trained.run else DataSpec().cache_dir,
+        cache_dir=own.cache_dir,
     )
-    return prepare_corpus(data, base_dir=Path()).train
+    return all_samples(prepare_corpus(data, base_dir=Path()), data)
 
 
 def _from_checkpoint(run_dir: Path, checkpoint: Path, device: torch.device, dtype: str | None) -> TrainedModel:

@@ -1,0 +1,98 @@
+"""The one place that puts documents into bins: best-fit decreasing, by counting instead of one document at a time.
+
+The longest document first, each goes into the fullest bin that has room (Johnson, 1973; for sequences Krell et al.,
+"Efficient Sequence Packing without Cross-contamination", 2021). Documents of one length are placed together: the
+fullest bins with room are those of some room r, and each of them takes r // length documents before the next. So the
+work is that of sorting, and then of one operation on arrays for each pair of length and room that meet, of which
+there are about as many as the capacity, however many documents there are.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+WINDOW = 1 << 24
+"""Documents packed together: of more, each window has bins of its own, which bounds memory (about 100 bytes a document)
+and leaves some bins a window less full."""
+
+
+@dataclass(frozen=True)
+class Bins:
+    """What lies in each bin: pieces of a stream, whose labels are the tokens one on."""
+
+    starts: np.ndarray
+    """First token of each piece, bin after bin: int64."""
+    lengths: np.ndarray
+    """Labels of each piece: int32."""
+    firsts: np.ndarray
+    """First piece of each bin, and the number of pieces: int64 (num_bins + 1,)."""
+
+
+def best_fit(starts: np.ndarray, capacity: int) -> Bins:
+    """Pack documents into bins of `capacity` labels.
+
+    `starts`, int64 (num_documents + 1,), are the documents' first tokens and the number of tokens. A document of n
+    tokens has n - 1 labels; one of more than `capacity` labels is cut into pieces that fill a bin, and a rest.
+    """
+    windows = [_pack(starts[first : first + WINDOW + 1], capacity) for first in range(0, len(starts) - 1, WINDOW)]
+    offsets = np.cumsum([0, *(len(window.lengths) for window in windows)])
+    firsts = [window.firsts[:-1] + offset for window, offset in zip(windows, offsets[:-1], strict=True)]
+    return Bins(
+        starts=np.concatenate([np.zeros(0, np.int64), *(window.starts for window in windows)]),
+        lengths=np.concatenate([np.zeros(0, np.int32), *(window.lengths for window in windows)]),
+        firsts=np.append(np.concatenate([np.zeros(0, np.int64), *firsts]), offsets[-1]),
+    )
+
+
+def assign_bins(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
+    """(bin of each item, number of bins) for items of 1 to `capacity`."""
+    bins = np.empty(len(lengths), np.int64)
+    order = np.argsort((capacity - lengths).astype(np.uint16 if capacity < 1 << 16 else np.int64), kind="stable")
+    rooms: dict[int, list[np.ndarray]] = {}
+    """Bins by the room that is left in them."""
+    open_rooms = 0  # bit r is set where rooms[r] has bins
+    num_bins = placed = 0
+    for length, count in reversed(list(enumerate(np.bincount(lengths)))):
+        items = order[placed : placed + count]
+        placed += int(count)
+        while len(items):
+            fitting = open_rooms >> length
+            if fitting:
+                room = length + (fitting & -fitting).bit_length() - 1
+                found = rooms[room].pop()
+                if not rooms[room]:
+                    open_rooms &= ~(1 << room)
+            else:
+                room = capacity
+                found = np.arange(num_bins, num_bins - (-len(items) // (capacity // length)))
+                num_bins += len(found)
+            each = room // length
+            used, unused = np.split(found, [-(-len(items) // each)])
+            bins[items[: len(used) * each]] = np.repeat(used, each)[: len(items)]
+            last = min(each, len(items) - each * (len(used) - 1))  # documents in the last bin used
+            items = items[len(used) * each :]
+            for left, some in ((room, unused), (room - each * length, used[:-1]), (room - last * length, used[-1:])):
+                if left and len(some):
+                    rooms.setdefault(left, []).append(some)
+                    open_rooms |= 1 << left
+    return bins, num_bins
+
+
+def _pack(starts: np.ndarray, capacity: int) -> Bins:
+    labels = np.maximum(np.diff(starts) - 1, 0)
+    whole, rests = labels // capacity, labels % capacity
+    # Pieces that fill a bin, then the rests of documents, which short documents are as a whole.
+    cut = np.flatnonzero(whole)
+    numbers = np.arange(whole.sum()) - np.repeat(np.cumsum(whole[cut]) - whole[cut], whole[cut])
+    full_starts = np.repeat(starts[cut], whole[cut]) + capacity * numbers
+    has_rest = np.flatnonzero(rests)
+    bins, num_bins = assign_bins(rests[has_rest], capacity)
+    # Within a bin the longest comes first.
+    order = np.lexsort((-rests[has_rest], bins))
+    rest_starts = (starts[:-1] + whole * capacity)[has_rest][order]
+    counts = np.append(np.ones(len(full_starts), np.int64), np.bincount(bins, minlength=num_bins))
+    return Bins(
+        starts=np.append(full_starts, rest_starts).astype(np.int64),
+        lengths=np.append(np.full(len(full_starts), capacity), rests[has_rest][order]).astype(np.int32),
+        firsts=np.append(0, np.cumsum(counts)),
+    )

@@ -1,0 +1,248 @@
+"""The one place that tokenizes the files of a corpus, so that whoever is killed continues where they were.
+
+The folder of a corpus in the making holds its token files and a journal. The journal begins with the split; every
+further line is a commit: a place in the corpus and how far the token files go up to there, all of it on disk. Who finds
+such a folder cuts the files off at the last commit and reads on from its place.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from meshwright.data.encoders import Encoders, num_cores
+from meshwright.data.readers import Document, read_documents
+from meshwright.data.sources import SourceFile
+from meshwright.data.split import Census, Split, likely_split, plan_split, text_hash
+from meshwright.data.token_file import LENGTHS, Mark, TokenWriter
+from meshwright.data.tokenizer import TextTokenizer
+
+TRAIN, HELD_OUT = "train.bin", "held_out.bin"
+"""Names in a corpus's folder; without text held out there is no second file."""
+JOURNAL = "journal.jsonl"
+"""Name in the folder of a corpus in the making."""
+COMMIT_SECONDS = 2.0
+"""Work that a kill may cost."""
+CHUNK = 1 << 19
+"""Characters encoded together by one process; about 100 bytes of memory each while they are."""
+SMALL = 1 << 26
+"""Bytes of a corpus that is read once before it is tokenized, to choose its split; a larger one's is likely to be right
+at once, and where it is not, all is done again."""
+ALONE = 1 << 23
+"""Bytes up to which a corpus is tokenized before other processes would have started."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, bytes of the corpus done, bytes of the corpus)."""
+
+
+class Place(NamedTuple):
+    """What has been tokenized."""
+
+    file: int = 0
+    """Number of the file."""
+    record: int = 0
+    """Records of it that are done."""
+    pieces: int = 0
+    """Pieces of the next record that are done."""
+    num_bytes: int = 0
+    """Bytes of all files that are done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """One line of the journal."""
+
+    place: Place
+    census: Census
+    train: Mark
+    held_out: Mark
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    text: str
+    held_out: bool
+    ends_document: bool
+    counts: tuple[int, int] | None
+    """Characters and hash of the record that ends here."""
+    place: Place
+    """What is done once this piece is."""
+
+
+def tokenize_files(
+    files: Sequence[SourceFile],
+    *,
+    held_out: float,
+    tokenizer: TextTokenizer,
+    directory: Path,
+    progress: Progress,
+    split: Split | None = None,
+    processes: int | None = None,
+) -> None:
+    """Write the token files of a corpus into `directory`, or go on writing them; `split` where it is known.
+
+    `processes` encode; default: one a core, none for a small corpus. The files do not depend on it.
+
+    Raises ValueError for everything that is wrong with the text, and where one side of the split would be empty.
+    """
+    total = sum(file.path.stat().st_size for file in files)
+    if processes is None:
+        processes = num_cores() if total > ALONE else 0
+    begun_split, commit = _read_journal(directory)
+    split = begun_split or split or choose_split(files, held_out, progress, small=total <= SMALL)
+    _write_journal(directory, split, commit)
+    while True:
+        census = _tokenize(files, split, tokenizer, directory, processes, commit, progress, total)
+        if census.suits(split):
+            return
+        split, commit = choose_split(files, held_out, progress, small=True), None
+        _write_journal(directory, split, commit)
+
+
+def remove_scaffolding(directory: Path) -> None:
+    """Delete what was only needed to continue, once the corpus has its name."""
+    for path in (directory / JOURNAL, *directory.glob(f"*{LENGTHS}")):
+        path.unlink(missing_ok=True)
+
+
+def choose_split(files: Sequence[SourceFile], held_out: float, progress: Progress, *, small: bool) -> Split:
+    """The split of a small corpus, after reading it, or the likely one of a large corpus."""
+    beginning = [document for _, document in zip(range(2), read_documents(files), strict=False)]
+    if small or len(beginning) < 2:
+        return plan_split(counted("reading", files, progress), held_out)[0]
+    return likely_split(held_out)
+
+
+def counted(what: str, files: Sequence[SourceFile], progress: Progress) -> Iterator[Document]:
+    """The documents of the files, the progress told."""
+    done, total = 0, sum(file.path.stat().st_size for file in files)
+    for document in read_documents(files):
+        yield document
+        done += document.num_bytes
+        progress(what, done, total)
+
+
+def _tokenize(
+    files: Sequence[SourceFile],
+    split: Split,
+    tokenizer: TextTokenizer,
+    directory: Path,
+    processes: int,
+    commit: Commit | None,
+    progress: Progress,
+    total: int,
+) -> Census:
+    """Everything after `commit`; returns what the whole corpus holds."""
+    commit = commit or Commit(place=Place(), census=Census(), train=Mark(), held_out=Mark())
+    with ExitStack() as stack:
+        train = TokenWriter(directory / TRAIN, tokenizer, mark=commit.train)
+        held_out = TokenWriter(directory / HELD_OUT, tokenizer, mark=commit.held_out) if split.holds_out else None
+        journal = stack.enter_context((directory / JOURNAL).open("a"))
+        encoders = stack.enter_context(Encoders(tokenizer, processes))
+        census, place, last_commit = commit.census, commit.place, time.monotonic()
+
+        def commit_now() -> None:
+            marks = {"train": train.sync(), "held_out": held_out.sync() if held_out else Mark()}
+            journal.write(json.dumps({"place": place, "census": asdict(census), **marks}) + "\n")
+            journal.flush()
+            os.fsync(journal.fileno())
+
+        for pieces, encoded in encoders.map(_chunks(_pieces(files, split, tokenizer, place))):
+            for piece, ids in zip(pieces, encoded, strict=True):
+                writer = held_out if piece.held_out and held_out else train
+                writer.write(ids)
+                if piece.ends_document:
+                    writer.end_document()
+                if piece.counts:
+                    census.add(*piece.counts)
+            place = pieces[-1].place
+            if time.monotonic() - last_commit >= COMMIT_SECONDS:
+                commit_now()
+                last_commit = time.monotonic()
+            progress("tokenizing", place.num_bytes, total)
+        commit_now()
+        train.close()
+        if held_out:
+            held_out.close()
+        return census
+
+
+def _pieces(files: Sequence[SourceFile], split: Split, tokenizer: TextTokenizer, place: Place) -> Iterator[_Piece]:
+    """The pieces of all documents after `place`, in order."""
+    done, skip_pieces, num_bytes = place.record, place.pieces, place.num_bytes
+    for index in range(place.file, len(files)):
+        for document in read_documents([files[index]], skip=done):
+            value = text_hash(document.text)
+            cut = [
+                (held_out, text, number == len(texts) - 1)
+                for held_out, part in split.parts(document.text, value)
+                for texts in [tokenizer.pieces(part)]
+                for number, text in enumerate(texts)
+            ]
+            for number, (held_out, text, ends) in enumerate(cut[skip_pieces:], start=skip_pieces + 1):
+                last = number == len(cut)
+                after = Place(index, document.record - 1, number, num_bytes)
+                if last:
+                    num_bytes += document.num_bytes
+                    after = Place(index, document.record, 0, num_bytes)
+                yield _Piece(
+                    text=text,
+                    held_out=held_out,
+                    ends_document=ends,
+                    counts=(len(document.text), value) if last else None,
+                    place=after,
+                )
+            skip_pieces = 0
+        done = 0
+
+
+def _chunks(pieces: Iterator[_Piece]) -> Iterator[tuple[list[_Piece], list[str]]]:
+    chunk, size = [], 0
+    for piece in pieces:
+        chunk.append(piece)
+        size += len(piece.text)
+        if size >= CHUNK:
+            yield chunk, [piece.text for piece in chunk]
+            chunk, size = [], 0
+    if chunk:
+        yield chunk, [piece.text for piece in chunk]
+
+
+def _write_journal(directory: Path, split: Split, commit: Commit | None) -> None:
+    """The journal with nothing but the last commit in it."""
+    lines = [asdict(split), *([asdict(commit)] if commit else [])]
+    beside = directory / f".{JOURNAL}"
+    with beside.open("w") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.rename(directory / JOURNAL)
+
+
+def _read_journal(directory: Path) -> tuple[Split | None, Commit | None]:
+    """The split and the last commit, where there are any; a line that was cut off while written does not count."""
+    if not (directory / JOURNAL).is_file():
+        return None, None
+    lines: list[dict[str, Any]] = []
+    for line in (directory / JOURNAL).read_text().splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    if not lines:
+        return None, None
+    split, commits = Split(**lines[0]), lines[1:]
+    if not commits:
+        return split, None
+    last = commits[-1]
+    commit = Commit(
+        place=Place(*last["place"]),
+        census=Census(**last["census"]),
+        train=Mark(*last["train"]),
+        held_out=Mark(*last["held_out"]),
+    )
+    return split, commit

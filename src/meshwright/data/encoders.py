@@ -1,0 +1,116 @@
+"""The one place that encodes texts on all cores, in processes that do nothing else.
+
+One process with threads is held up by Python: it makes lists of every token's number, one thread at a time. A process
+reads lists of texts from its standard input and writes their tokens to its standard output; it ends with its input, so
+also when whoever started it was killed.
+"""
+
+import marshal
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import numpy as np
+
+from meshwright.data.tokenizer import TextTokenizer
+
+ItemT = TypeVar("ItemT")
+
+Encoded = list[np.ndarray]
+"""Token ids of each text, int32."""
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+class Encoders:
+    """Encodes chunks of texts, in order; with 0 processes in this one. Use it in `with`."""
+
+    def __init__(self, tokenizer: TextTokenizer, processes: int):
+        self._tokenizer = tokenizer
+        self._processes = [_start(tokenizer) for _ in range(processes)]
+        self._idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
+        for process in self._processes:
+            self._idle.put(process)
+        self._threads = ThreadPoolExecutor(max(1, processes), thread_name_prefix="meshwright-encoders")
+
+    def map(self, chunks: Iterable[tuple[ItemT, Sequence[str]]]) -> Iterator[tuple[ItemT, Encoded]]:
+        """Each chunk's item with the tokens of its texts. At most two chunks a process are held in memory."""
+        if not self._processes:
+            yield from ((item, _encode(self._tokenizer, texts)) for item, texts in chunks)
+            return
+        ahead: deque[tuple[ItemT, Future[Encoded]]] = deque()
+        for item, texts in chunks:
+            ahead.append((item, self._threads.submit(self._ask, texts)))
+            if len(ahead) > 2 * len(self._processes):
+                first, future = ahead.popleft()
+                yield first, future.result()
+        yield from ((item, future.result()) for item, future in ahead)
+
+    def __enter__(self) -> "Encoders":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()  # what it may still be at, nobody waits for
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._processes:
+            process.communicate()
+
+    def _ask(self, texts: Sequence[str]) -> Encoded:
+        process = self._idle.get()
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            _send(list(texts), process.stdin)
+            lengths, ids = marshal.load(process.stdout)
+        except (OSError, EOFError) as error:
+            raise RuntimeError(f"an encoding process ended with status {process.wait()}") from error
+        finally:
+            self._idle.put(process)
+        borders = np.cumsum(np.frombuffer(lengths, np.int32))
+        return np.split(np.frombuffer(ids, np.int32), borders)[: len(texts)]
+
+
+def _start(tokenizer: TextTokenizer) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", __name__]
+    # A session of its own, so that Ctrl-C ends it through its input and not with a stack trace.
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdin is not None
+    _send(dict(tokenizer.files), process.stdin)
+    return process
+
+
+def _send(value: Any, stream: Any) -> None:
+    marshal.dump(value, stream)
+    stream.flush()
+
+
+def _encode(tokenizer: TextTokenizer, texts: Sequence[str]) -> Encoded:
+    return [np.asarray(ids, np.int32) for ids in tokenizer.encode_batch(texts)]
+
+
+def _serve() -> None:
+    """A process's whole life."""
+    os.putenv("TOKENIZERS_PARALLELISM", "false")  # one core each
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    tokenizer = TextTokenizer(marshal.load(requests), where="encoder")
+    while True:
+        try:
+            texts = marshal.load(requests)
+        except EOFError:
+            return
+        encoded = _encode(tokenizer, texts)
+        lengths = np.array([len(ids) for ids in encoded], np.int32)
+        _send((lengths.tobytes(), np.concatenate([np.zeros(0, np.int32), *encoded]).tobytes()), answers)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,111 @@
+"""The one place that mixes streams of samples: which stream, and which sample of it, is seen at a position of a run."""
+
+import bisect
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import accumulate
+
+from meshwright.data.order import sample_at
+from meshwright.data.packing import Piece, Sample, Samples, build_samples
+from meshwright.data.prepare import Corpus
+from meshwright.spec.data import DataSpec
+
+
+class Mixture:
+    """An endless sequence of samples in which every stream has its share, at every point of it.
+
+    Among the first n samples a stream of share w has n w, give or take less than one for every stream. Which ones these
+    are is computed from the position alone, in exact whole numbers: of the samples that streams i, i + 1, ... share,
+    stream i takes the k-th where floor((k + 1) w) is one more than floor(k w), as Bresenham (1965) draws a line; the
+    others are left to the streams after it.
+    """
+
+    def __init__(self, streams: Sequence[Samples], weights: Sequence[float | None] | None = None):
+        """`weights` are shares of tokens, in any unit; without them every sample of every stream is seen equally often.
+
+        A stream's samples are as many as its tokens need, by how full its samples are on average.
+        """
+        self.streams = tuple(streams)
+        self.weights = [None] * len(streams) if weights is None else list(weights)
+        shares = [_samples_wanted(*pair) for pair in zip(self.streams, self.weights, strict=True)]
+        # Of the samples that are left to it and the later streams, what a stream takes.
+        self._takes = [share / sum(shares[i:]) for i, share in enumerate(shares)]
+
+    def locate(self, position: int, seed: int) -> tuple[int, int]:
+        """(number of the stream, sample of it) at `position`; each stream is seen in epochs of its own."""
+        for number, take in enumerate(self._takes):
+            before = take.numerator * position // take.denominator
+            if take.numerator * (position + 1) // take.denominator > before:
+                return number, sample_at(before, len(self.streams[number]), seed, number)
+            position -= before
+        raise AssertionError("the last stream takes all that is left")
+
+    def sample(self, position: int, seed: int) -> Sample:
+        """The sample at `position`."""
+        stream, index = self.locate(position, seed)
+        return self.streams[stream][index]
+
+    def counts(self, num_positions: int) -> list[int]:
+        """How many of the first positions each stream has."""
+        counts = []
+        for take in self._takes:
+            counts.append(take.numerator * num_positions // take.denominator)
+            num_positions -= counts[-1]
+        return counts
+
+    def epochs(self, num_positions: int) -> list[float]:
+        """How often each stream has been seen after so many positions."""
+        counts = zip(self.counts(num_positions), self.streams, strict=True)
+        return [count / len(stream) for count, stream in counts]
+
+
+class JoinedSamples:
+    """The samples of several streams, one stream after another."""
+
+    def __init__(self, streams: Sequence[Samples]):
+        """At least one stream, all of one sequence length."""
+        self.sequence_length = streams[0].sequence_length
+        self._streams = streams
+        self._ends = list(accumulate(len(stream) for stream in streams))
+        self.num_tokens = sum(stream.num_tokens for stream in streams)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Sample:
+        stream, index = self.locate(index)
+        return self._streams[stream][index]
+
+    def pieces(self, index: int) -> Sequence[Piece]:
+        """The pieces of a sample, of its own stream."""
+        stream, index = self.locate(index)
+        return self._streams[stream].pieces(index)
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """(number of the stream, sample of it)."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        stream = bisect.bisect_right(self._ends, index)
+        return stream, index - (self._ends[stream - 1] if stream else 0)
+
+
+def training_samples(corpus: Corpus, data: DataSpec) -> Mixture:
+    """What a run is trained on, as its recipe packs and mixes it."""
+    streams = [build_samples(stream.train, data) for stream in corpus.streams]
+    return Mixture(streams, [stream.weight for stream in corpus.streams])
+
+
+def held_out_samples(corpus: Corpus, data: DataSpec) -> JoinedSamples:
+    """Everything held out, packed as the training samples are, nothing left out; there must be something."""
+    return JoinedSamples([build_samples(file, data, keep_tail=True) for file in corpus.held_out])
+
+
+def all_samples(corpus: Corpus, data: DataSpec) -> JoinedSamples:
+    """Everything but what is held out, once, nothing left out."""
+    return JoinedSamples([build_samples(stream.train, data, keep_tail=True) for stream in corpus.streams])
+
+
+def _samples_wanted(stream: Samples, weight: float | None) -> Fraction:
+    if weight is None:
+        return Fraction(len(stream))
+    return Fraction(str(weight)) * len(stream) / stream.num_tokens

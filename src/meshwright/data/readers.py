@@ -1,0 +1,208 @@
+"""The one place that reads documents out of the files of a corpus, whatever their format."""
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO, Any, NamedTuple
+
+from meshwright.data.sources import SourceFile, require
+
+ROWS = 256
+"""Rows of a table in memory at a time."""
+LONGEST_FIELD = 1 << 30
+"""Characters of a field of a .csv file."""
+
+
+class Document(NamedTuple):
+    """One document of a corpus."""
+
+    id: str
+    """Where it lies: the file's name, with the line or row of a file of many."""
+    text: str
+    """Its text, never empty."""
+    num_bytes: int
+    """Bytes of the file that it took."""
+    record: int = 1
+    """Line or row of its file, from 1; of a .csv file the row without its header."""
+
+
+def read_documents(files: Iterable[SourceFile], *, skip: int = 0) -> Iterator[Document]:
+    """The documents of these files, in order, a few in memory at a time; empty ones are left out.
+
+    The first `skip` records (lines or rows) of the first file are passed over, which is much faster than reading them.
+
+    Raises ValueError, naming file and byte, line or row, at what cannot be read and at text that is not UTF-8.
+    """
+    for file in files:
+        yield from (document for document in _READERS[file.format](file, skip) if document.text)
+        skip = 0
+
+
+def _read_text(file: SourceFile, skip: int) -> Iterator[Document]:
+    if skip:
+        return
+    with _opened(file) as (opened, raw):
+        content = opened.read()
+        num_bytes = raw.tell()
+    try:
+        text = content.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file.name}: not UTF-8 at byte {error.start}") from error
+    yield Document(file.name, text, num_bytes)
+
+
+def _read_json_lines(file: SourceFile, skip: int) -> Iterator[Document]:
+    place = 0
+    with _opened(file) as (lines, raw):
+        for number, line in enumerate(lines, start=1):
+            if number == skip:
+                place = raw.tell()
+            if number <= skip or not line.strip():
+                continue
+            before, place = place, raw.tell()
+            where = f"{file.name}:{number}"
+            yield Document(where, _text_of(line, file.text_key, where), place - before, number)
+
+
+def _read_csv(file: SourceFile, skip: int) -> Iterator[Document]:
+    csv.field_size_limit(LONGEST_FIELD)
+    place = 0
+    with _opened(file) as (opened, raw), io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as text:
+        rows = csv.reader(text, strict=True)
+        try:
+            names = next(rows, [])
+            column = _column(file, names)
+            for number, row in enumerate(rows, start=1):
+                if number <= skip or not row:
+                    continue
+                before, place = place, raw.tell()
+                where = f"{file.name}:{rows.line_num}"
+                if len(row) != len(names):
+                    raise ValueError(f"{where}: {len(row)} fields, but the header has {len(names)}")
+                yield Document(where, row[column], place - before, number)
+        except csv.Error as error:
+            raise ValueError(f"{file.name}:{rows.line_num}: not CSV: {error}") from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file.name}: not UTF-8 soon after line {rows.line_num}") from error
+
+
+def _read_parquet(file: SourceFile, skip: int) -> Iterator[Document]:
+    parquet = require("pyarrow.parquet", f"reading {file.name}")
+    with _arrow_errors(file), parquet.ParquetFile(file.path) as opened:
+        _column(file, opened.schema_arrow.names)
+        share = file.path.stat().st_size / max(1, opened.metadata.num_rows)
+        groups, row = list(range(opened.num_row_groups)), 0
+        while groups and row + opened.metadata.row_group(groups[0]).num_rows <= skip:
+            row += opened.metadata.row_group(groups.pop(0)).num_rows
+        batches = opened.iter_batches(batch_size=ROWS, row_groups=groups, columns=[file.text_key])
+        yield from _rows(file, batches, row, skip, share)
+
+
+def _read_arrow(file: SourceFile, skip: int) -> Iterator[Document]:
+    arrow = require("pyarrow", f"reading {file.name}")
+    with _arrow_errors(file), arrow.memory_map(str(file.path)) as mapped:
+        if mapped.read(6) == b"ARROW1":
+            opened = arrow.ipc.open_file(mapped)
+            batches = (opened.get_batch(i) for i in range(opened.num_record_batches))
+        else:
+            mapped.seek(0)
+            batches = opened = arrow.ipc.open_stream(mapped)
+        column = _column(file, opened.schema.names)
+        pieces = (
+            batch.select([column]).slice(start, ROWS) for batch in batches for start in range(0, batch.num_rows, ROWS)
+        )
+        yield from _rows(file, pieces, 0, skip, None)
+
+
+def _rows(file: SourceFile, batches: Iterable[Any], row: int, skip: int, share: float | None) -> Iterator[Document]:
+    """Documents of one-column record batches, the first of which begins after `row` rows."""
+    for batch in batches:
+        if row + batch.num_rows > skip:
+            # A slice counts the bytes of its own rows only.
+            each = batch.nbytes / max(1, batch.num_rows) if share is None else share
+            for number, text in enumerate(batch.column(0).to_pylist(), start=row + 1):
+                if not isinstance(text, str):
+                    kind = "empty (null)" if text is None else f"not a string but {type(text).__name__}"
+                    raise ValueError(f"{file.name}: row {number}: {file.text_key!r} is {kind}")
+                if number > skip:
+                    num_bytes = int(each * number) - int(each * (number - 1))
+                    yield Document(f"{file.name}: row {number}", text, num_bytes, number)
+        row += batch.num_rows
+
+
+def _column(file: SourceFile, names: Sequence[str]) -> int:
+    if file.text_key not in names:
+        raise ValueError(
+            f"{file.name}: no column {file.text_key!r} (its columns are {', '.join(names)}); set the source's text_key"
+        )
+    return list(names).index(file.text_key)
+
+
+@contextmanager
+def _opened(file: SourceFile) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """The file's content as a stream, and the stream of the bytes on disk, whose place tells the progress."""
+    try:
+        raw = file.path.open("rb")
+    except OSError as error:
+        raise ValueError(f"{file.name} cannot be read: {error.strerror}") from error
+    with raw:
+        if not file.compression:
+            yield raw, raw
+            return
+        damage: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
+        if file.compression == ".gz":
+            stream: Any = gzip.GzipFile(fileobj=raw, mode="rb")
+        else:
+            arrow = require("pyarrow", f"reading {file.name}")
+            damage = (OSError, EOFError)
+            stream = io.BufferedReader(arrow.CompressedInputStream(raw, "zstd"), 1 << 20)
+        try:
+            yield stream, raw
+        except damage as error:
+            place = "" if raw.closed else f" near byte {raw.tell()}"
+            raise ValueError(f"{file.name} is damaged{place}: {' '.join(str(error).split())}") from error
+
+
+@contextmanager
+def _arrow_errors(file: SourceFile) -> Iterator[None]:
+    arrow = require("pyarrow", f"reading {file.name}")
+    try:
+        yield
+    except (arrow.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{file.name} cannot be read: {reason}") from error
+
+
+def _text_of(line: bytes, key: str, where: str) -> str:
+    try:
+        fields = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8 at byte {error.start} of the line") from error
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON: {error}") from error
+    if not isinstance(fields, dict) or key not in fields:
+        found = f"its keys are {', '.join(fields)}" if isinstance(fields, dict) else "it is no object"
+        raise ValueError(f"{where}: no {key!r} in this line ({found}); set the source's text_key")
+    text = fields[key]
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: {key!r} is not a string but {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where}: {key!r} is not Unicode text: a lone surrogate at character {error.start}"
+        ) from error
+    return text
+
+
+_READERS = {
+    "text": _read_text,
+    "jsonl": _read_json_lines,
+    "csv": _read_csv,
+    "parquet": _read_parquet,
+    "arrow": _read_arrow,
+}
