@@ -13,8 +13,9 @@ import pytest
 
 from meshwright.cli.common import presets
 from meshwright.cli.main import VERBS, Parser
-from meshwright.spec.recipe import RecipeError, dump_recipe, load_recipe, parse_spec
+from meshwright.spec.recipe import dump_recipe, load_recipe, parse_spec
 from meshwright.spec.run import Run
+from meshwright.trainer.resolve import resolve_run
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
@@ -93,8 +94,10 @@ def test_commands_parse(page: str, command: str, error: str) -> None:
     if not overrides or overrides == ["a.b=c"]:
         return
     message = error.split(": ", 1)[-1]  # without the file's line
-    with pytest.raises(RecipeError, match=re.escape(message)) if error else nullcontext():
-        parse_spec(EVERYTHING_GIVEN, Run, overrides)
+    with pytest.raises(ValueError, match=re.escape(message)) if error else nullcontext():
+        run = parse_spec(EVERYTHING_GIVEN, Run, overrides)
+        if error:
+            resolve_run(run, base_dir=Path())
 
 
 def test_every_verb_is_shown() -> None:

@@ -1,4 +1,4 @@
-"""Every data-parallel strategy against one process: loss, every gradient, every weight after one step, in float64."""
+"""Every layout against one process: loss, every gradient, every weight after one step, in float64."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ import torch
 
 from meshwright.spec.layout import LayoutSpec
 from meshwright.testing.equivalence import Outcome, largest_difference, one_step
+from meshwright.testing.layouts import LAYOUTS, MODEL_PARALLEL
 from meshwright.testing.ranks import RankPool
 from tiny import EPS, GLOBAL_BATCH, LR, SEQUENCE_LENGTH, STRATEGIES, tiny_run
 
@@ -48,8 +49,8 @@ def assert_equal(
 
 
 def check(ranks: RankPool, strategy: str, *, accumulation: int = 1, recompute: str = "none", **options: Any) -> None:
-    """One strategy's outcome against one process that neither accumulates nor recomputes."""
-    layout = STRATEGIES[strategy]
+    """One layout's outcome against one process that neither accumulates nor recomputes."""
+    layout = LAYOUTS[strategy]
     if GLOBAL_BATCH // layout.data_parallel % accumulation:
         accumulation = 2  # three ranks have four sequences each
     run = tiny_run(layout, accumulation=accumulation, recompute=recompute, **options)
@@ -76,20 +77,35 @@ def test_every_strategy_for_every_family(ranks: RankPool, family: str, strategy:
             check(ranks, strategy, family=family, recompute=recompute, tied=tied, accumulation=accumulation)
 
 
-@pytest.mark.parametrize("strategy", PARALLEL)
+@pytest.mark.parametrize("name", MODEL_PARALLEL)
+def test_every_layout_that_splits_the_model(ranks: RankPool, name: str) -> None:
+    """Tied and untied, recomputation, accumulation and documents alternate over layouts and families."""
+    for index, family in enumerate(FAMILIES):
+        turn = list(MODEL_PARALLEL).index(name) + index
+        check(
+            ranks,
+            name,
+            family=family,
+            tied=turn % 2 == 0,
+            recompute=RECOMPUTES[turn % 3],
+            accumulation=3 if turn % 4 < 2 else 1,
+        )
+
+
+@pytest.mark.parametrize("strategy", [*PARALLEL, "tp-wide", "zero-3-tp-uneven", "zero-3-tp-wide"])
 def test_muon(ranks: RankPool, strategy: str) -> None:
     """Orthogonalisation divides by a matrix's norm and then enlarges differences by at most 3.4445^5 = 485."""
     options = {"optimizer": {"name": "muon", "lr": LR, "eps": EPS, "muon_lr": 0.02}}
     expected = alone(**options)
     smallest = min(gradient.norm().item() for gradient in expected.gradients.values() if gradient.dim() == 2)
-    layout = STRATEGIES[strategy]
+    layout = LAYOUTS[strategy]
     outcome = ranks.run(layout.world_size, one_step, tiny_run(layout, **options))[0]
     assert_equal(outcome, expected, slope=0.02 * 485 / smallest)
 
 
-@pytest.mark.parametrize("strategy", PARALLEL)
+@pytest.mark.parametrize("strategy", [*PARALLEL, "tp-wide", "hybrid-3-tp"])
 def test_fp32(ranks: RankPool, strategy: str) -> None:
-    layout = STRATEGIES[strategy]
+    layout = LAYOUTS[strategy]
     outcome = ranks.run(layout.world_size, one_step, tiny_run(layout, precision="fp32"))[0]
     assert_equal(outcome, alone(precision="fp32"), dtype=torch.float32)
 

@@ -238,8 +238,8 @@ BAD_VALUES = {
         "run.yaml:3: training: lr_schedule.warmup=100 is longer than steps=10",
     ),
     "an axis of a later version": (
-        "layout: {tp: 2}",
-        "run.yaml:2: layout: tp=2: tensor parallelism is not in this version",
+        "layout: {ep: 2}",
+        "run.yaml:2: layout: ep=2: expert parallelism is not in this version",
     ),
     "nothing to shard over": ("layout: {zero: 3}", "run.yaml:2: layout: zero=3 with dp_shard=1"),
     "true for a stage": (

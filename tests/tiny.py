@@ -9,6 +9,7 @@ from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.training import TrainingSpec
+from meshwright.testing.layouts import DATA_PARALLEL
 
 GLOBAL_BATCH = 12
 SEQUENCE_LENGTH = 16
@@ -16,18 +17,8 @@ LR = 1e-2
 EPS = 0.1
 """Large, so that AdamW's step is a smooth function of the gradient: its slope is at most LR / EPS."""
 
-STRATEGIES = {
-    "single": LayoutSpec(),
-    "ddp": LayoutSpec(dp_replicate=4),
-    "zero-1": LayoutSpec(dp_shard=4, zero=1),
-    "zero-2": LayoutSpec(dp_shard=4, zero=2),
-    "zero-3": LayoutSpec(dp_shard=4, zero=3),
-    "zero-3-uneven": LayoutSpec(dp_shard=3, zero=3),
-    "hybrid-1": LayoutSpec(dp_replicate=2, dp_shard=2, zero=1),
-    "hybrid-2": LayoutSpec(dp_replicate=2, dp_shard=2, zero=2),
-    "hybrid-3": LayoutSpec(dp_replicate=2, dp_shard=2, zero=3),
-    "offload": LayoutSpec(dp_shard=2, zero=3, offload="cpu"),
-}
+STRATEGIES = DATA_PARALLEL
+"""The strategies that leave the model as it is; most tests that are not about splitting it run over these."""
 
 
 def tiny_run(

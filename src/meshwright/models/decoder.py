@@ -129,7 +129,7 @@ class Decoder(nn.Module):
             return x_BTD
         if labels_BT is None:
             return self.logits(x_BTD)
-        return linear_cross_entropy(x_BTD.flatten(0, 1), self.head_weight, labels_BT.flatten())
+        return self.loss(x_BTD, labels_BT)
 
     def features(
         self,
@@ -169,6 +169,10 @@ class Decoder(nn.Module):
         if stop > self.spec.max_positions:
             raise ValueError(f"{stop} positions; this model has embeddings for {self.spec.max_positions}")
         return x_BTD + self.pos_embeddings(positions_BT)
+
+    def loss(self, x_BTD: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+        """The summed cross-entropy of features [B, T, D] with labels [B, T], a scalar in fp32 (fp64)."""
+        return linear_cross_entropy(x_BTD.flatten(0, 1), self.head_weight, labels_BT.flatten())
 
     def logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of features [..., D]."""

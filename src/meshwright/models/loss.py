@@ -8,6 +8,7 @@ Shapes: N tokens, D hidden, V vocabulary, C tokens of a chunk, R rows that are w
 """
 
 from math import ceil
+from typing import Protocol
 
 import torch
 
@@ -26,13 +27,32 @@ ROW_MULTIPLE = 64
 """Rows of logits start this many elements apart, or a multiple: products over unaligned rows are slow."""
 
 
-def linear_cross_entropy(hidden_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+class VocabularyShare(Protocol):
+    """Which rows of the head are here, where others hold the rest of them, and what all of them have together."""
+
+    first: int
+    """Token id of the first row here."""
+    vocab: int
+    """Tokens of the whole vocabulary."""
+
+    def maximum_(self, values: torch.Tensor) -> None:
+        """Replace `values` by their element-wise maximum over all shares."""
+
+    def sum_(self, values: torch.Tensor) -> None:
+        """Replace `values` by their sum over all shares."""
+
+
+def linear_cross_entropy(
+    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor, share: VocabularyShare | None = None
+) -> torch.Tensor:
     """Sum over labels other than -100 of the cross-entropy of `softmax(hidden @ weight.T)`, in nats.
 
     Args:
         hidden_ND: floating point [N, D].
         weight_VD: the head [V, D], of the same dtype.
         labels_N: int64 [N].
+        share: where others hold the rest of the head. All call with the same hidden states and labels and have the same
+            loss; the gradient of the hidden states is what flows through the rows here, to be summed over shares.
 
     Returns:
         scalar, fp32 (fp64 for fp64 inputs). Softmax and loss are computed in that dtype and matrix products in that
@@ -41,19 +61,24 @@ def linear_cross_entropy(hidden_ND: torch.Tensor, weight_VD: torch.Tensor, label
     Raises:
         RuntimeError: a label outside the vocabulary (on a GPU, as an assertion of the device).
     """
-    loss = _LinearCrossEntropy.apply(hidden_ND, weight_VD, labels_N, torch.is_grad_enabled())
+    loss = _LinearCrossEntropy.apply(hidden_ND, weight_VD, labels_N, torch.is_grad_enabled(), share)
     assert isinstance(loss, torch.Tensor)
     return loss
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, labels_N, train):
+    def forward(ctx, hidden_ND, weight_VD, labels_N, train, share):
         tokens, vocab, wide = len(hidden_ND), len(weight_VD), _wide(hidden_ND.dtype)
         need_hidden, need_weight = (train and need for need in ctx.needs_input_grad[:2])
         grad_hidden_ND = torch.empty_like(hidden_ND) if need_hidden else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if need_weight else None
         loss = hidden_ND.new_zeros((), dtype=wide)
+        first = 0
+        if share is not None:
+            first = share.first
+            known_N = (labels_N == IGNORED) | (labels_N >= 0) & (labels_N < share.vocab)
+            torch._assert_async(known_N.all(), "a label is out of bounds: it lies outside the vocabulary")
 
         stride = ceil(vocab / ROW_MULTIPLE) * ROW_MULTIPLE
         most = max(1, _budget(CHUNK_BYTES, hidden_ND) // (stride * hidden_ND.element_size()))
@@ -66,7 +91,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # A token is ignored by zeroing its hidden state: its row of logits is many times as long.
             hidden_CD = hidden_ND[rows].where(trained_C1, 0)
             grad_CV = matmul(hidden_CD, weight_VD.t(), logits_CV[: len(hidden_CD)])
-            losses_C1 = _cross_entropy_(grad_CV, labels_C1.where(trained_C1, 0))
+            losses_C1 = _cross_entropy_(grad_CV, labels_C1.where(trained_C1, first) - first, share)
             loss += losses_C1.where(trained_C1, 0).sum()
             if grad_hidden_ND is not None:
                 grad_hidden_ND[rows] = matmul(grad_CV, weight_VD).where(trained_C1, 0)
@@ -80,24 +105,51 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, *grad_outputs):
         (grad_loss,) = grad_outputs
         grads = [None if grad is None else _scaled(grad, grad_loss, ctx.dtype) for grad in ctx.saved_tensors]
-        return (*grads, None, None)
+        return (*grads, None, None, None)
 
 
-def _cross_entropy_(logits_CV: torch.Tensor, targets_C1: torch.Tensor) -> torch.Tensor:
-    """The losses [C, 1] in fp32 (fp64); `logits_CV` becomes their gradient, softmax - one-hot, in place."""
-    losses_C1 = torch.empty_like(targets_C1, dtype=_wide(logits_CV.dtype))
+def _cross_entropy_(logits_CV: torch.Tensor, targets_C1: torch.Tensor, share: VocabularyShare | None) -> torch.Tensor:
+    """The losses [C, 1] in fp32 (fp64); `logits_CV` becomes their gradient, softmax - one-hot, in place.
+
+    A target outside the rows of a share is another's.
+    """
+    here_C1 = torch.ones_like(targets_C1, dtype=torch.bool)
+    if share is not None:
+        here_C1 = (targets_C1 >= 0) & (targets_C1 < logits_CV.shape[1])
+        targets_C1 = targets_C1.where(here_C1, 0)
+    # Of each row: its largest logit and that one's probability; how far the target's logit is below it, and its
+    # probability.
+    largest_C1, peak_C1, below_C1, target_C1 = (
+        torch.empty_like(targets_C1, dtype=_wide(logits_CV.dtype)) for _ in range(4)
+    )
     rows = _wide_rows(logits_CV)
-    wide_RV = losses_C1.new_empty(min(rows, len(logits_CV)), logits_CV.shape[1])
-    for logits_RV, targets_R1, losses_R1 in zip(
-        logits_CV.split(rows), targets_C1.split(rows), losses_C1.split(rows), strict=True
-    ):
+    wide_RV = largest_C1.new_empty(min(rows, len(logits_CV)), logits_CV.shape[1])
+    for start in range(0, len(logits_CV), rows):
+        block = slice(start, start + rows)
+        logits_RV, targets_R1 = logits_CV[block], targets_C1[block]
         work_RV = wide_RV[: len(logits_RV)].copy_(logits_RV)
-        above_R1 = work_RV.amax(1, keepdim=True) - work_RV.gather(1, targets_R1)
+        torch.amax(work_RV, 1, keepdim=True, out=largest_C1[block])
+        torch.sub(largest_C1[block], work_RV.gather(1, targets_R1), out=below_C1[block])
         torch.softmax(work_RV, 1, out=work_RV)
-        # logsumexp is the largest logit less the logarithm of its probability, which is never small.
-        torch.sub(above_R1, work_RV.amax(1, keepdim=True).log(), out=losses_R1)
-        work_RV.scatter_(1, targets_R1, work_RV.gather(1, targets_R1) - 1)
+        torch.amax(work_RV, 1, keepdim=True, out=peak_C1[block])
+        torch.gather(work_RV, 1, targets_R1, out=target_C1[block])
         logits_RV.copy_(work_RV)
+    if share is None:
+        # logsumexp is the largest logit less the logarithm of its probability, which is never small.
+        losses_C1 = below_C1 - peak_C1.log()
+    else:
+        top_C1 = largest_C1.clone()
+        share.maximum_(top_C1)
+        mass_C1 = (largest_C1 - top_C1).exp() / peak_C1  # sum over the rows here of exp(logit - top)
+        below_C1 += top_C1 - largest_C1
+        sums_C2 = torch.cat((mass_C1, below_C1.where(here_C1, 0)), 1)
+        share.sum_(sums_C2)
+        losses_C1 = sums_C2[:, :1].log() + sums_C2[:, 1:]
+        part_C1 = mass_C1 / sums_C2[:, :1]
+        logits_CV *= part_C1
+        target_C1 *= part_C1
+    gradients_C1 = (target_C1 - 1).to(logits_CV.dtype)
+    logits_CV.scatter_(1, targets_C1, gradients_C1.where(here_C1, logits_CV.gather(1, targets_C1)))
     return losses_C1
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
@@ -22,9 +22,9 @@ def global_gradient_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
             continue
         key: tuple = ()
         if isinstance(gradient, DTensor):
-            assert not any(isinstance(placement, Partial) for placement in gradient.placements)
+            assert not any(placement.is_partial() for placement in gradient.placements)
             mesh = gradient.device_mesh
-            axes = tuple(axis for axis, placement in enumerate(gradient.placements) if isinstance(placement, Shard))
+            axes = tuple(axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
             key = (mesh, axes)
             groups[key] = [mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1]
             gradient = gradient.to_local()

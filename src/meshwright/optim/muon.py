@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+
+from meshwright.optim.shards import local, part_like, whole
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration, from the paper's reference implementation."""
@@ -48,16 +49,10 @@ class Muon(torch.optim.Optimizer):
         buffer = state["momentum_buffer"]
         buffer.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(buffer, group["momentum"])
-        if isinstance(update, DTensor):
-            mesh, placements = update.device_mesh, update.placements
-            whole = orthogonalise(update.full_tensor(), group["steps"])
-            update = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-            update = update.redistribute(placements=placements)
-        else:
-            update = orthogonalise(update, group["steps"])
+        update = part_like(orthogonalise(whole(update), group["steps"]), parameter)
         rows, columns = parameter.shape
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(update, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
+        local(parameter).mul_(1 - group["lr"] * group["weight_decay"])
+        local(parameter).add_(update, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
 
 
 def orthogonalise(matrix: torch.Tensor, steps: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.precision import build_fsdp_policy
 from meshwright.parallel.recompute import apply_recompute
 from meshwright.spec.fit import context_method
+from meshwright.parallel.tensor import apply_tensor_parallel
 from meshwright.spec.run import Run
 
 
@@ -17,6 +18,8 @@ def apply_parallelism(model: Decoder, run: Run, meshes: Meshes | None) -> None:
     Context parallelism replaces attention inside the blocks, so it comes before what wraps them; data parallelism comes
     last, for it shards whatever the others made.
     """
+    if meshes is not None:
+        apply_tensor_parallel(model, meshes.state["tp"])
     if meshes is not None and run.layout.cp > 1:
         apply_context_parallel(
             model, meshes.batch["cp"], context_method(run.layout, model.spec, run.data.sequence_length)[0]

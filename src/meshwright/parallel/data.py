@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.models import Decoder
 from meshwright.spec.layout import LayoutSpec
@@ -42,6 +43,7 @@ def apply_data_parallel(model: Decoder, mesh: DeviceMesh, layout: LayoutSpec, po
         "reshard_after_forward": layout.zero_stage == 3,
         "mp_policy": policy,
         "offload_policy": _offload_policy(layout, mesh.device_type),
+        "shard_placement_fn": _shard_placement,
     }
     for block in model.layers.values():
         fully_shard(block, **options)
@@ -50,6 +52,15 @@ def apply_data_parallel(model: Decoder, mesh: DeviceMesh, layout: LayoutSpec, po
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def _shard_placement(parameter: nn.Parameter) -> Shard:
+    """The dim that FSDP2 splits: `families.split.shard_dim`, which says why."""
+    unequal = isinstance(parameter, DTensor) and any(
+        placement.is_shard(0) and parameter.shape[0] % parameter.device_mesh.size(axis)
+        for axis, placement in enumerate(parameter.placements)
+    )
+    return Shard(1 if unequal else 0)
 
 
 def set_gradient_sync(model: nn.Module, layout: LayoutSpec, *, last_microbatch: bool) -> None:

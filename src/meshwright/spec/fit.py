@@ -9,7 +9,42 @@ from meshwright.spec.model import ModelSpec
 def find_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> list[str]:
     """Every reason why the layout cannot train the model on sequences of so many tokens, each a sentence that begins
     with the setting and ends with the nearest legal layout."""
-    return list(_context_misfits(layout, model, sequence_length) if layout.cp > 1 else ())
+    return [
+        *(_tensor_misfits(layout, model, sequence_length) if layout.tp > 1 else ()),
+        *(_context_misfits(layout, model, sequence_length) if layout.cp > 1 else ()),
+    ]
+
+
+def _tensor_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> Iterator[str]:
+    def reason(tp: int) -> str | None:
+        """Why `tp` ranks cannot share this model; None where they can."""
+        heads, kv_heads, tokens = model.num_heads, model.num_kv_heads, sequence_length // layout.cp
+        rows = -(-model.vocab // tp)
+        if model.num_experts and tp > 1:
+            return "experts under tensor parallelism are not in this version"
+        if heads % tp:
+            return f"{heads} query heads cannot be split evenly over {tp} ranks"
+        if kv_heads % tp and tp % kv_heads:
+            return f"{kv_heads} key and value heads can be neither split over {tp} ranks nor copied evenly to them"
+        if model.ffn % tp:
+            return f"a feed-forward layer of width {model.ffn} cannot be split evenly over {tp} ranks"
+        if tokens % tp:
+            return f"between blocks {tp} ranks share the sequence, and {tokens} tokens cannot be split evenly over them"
+        if rows * (tp - 1) >= model.vocab:
+            return f"a vocabulary of {model.vocab} leaves the last of {tp} ranks without a row"
+        if model.vocab % tp and model.hidden % layout.shard:
+            return (
+                f"a vocabulary of {model.vocab} cannot be split evenly over {tp} ranks, so ZeRO shards the embedding's "
+                f"columns, and {model.hidden} of them cannot be split evenly over {layout.shard} ranks"
+            )
+        return None
+
+    why = reason(layout.tp)
+    if why is not None:
+        nearest = min(
+            (tp for tp in range(1, model.num_heads + 1) if not reason(tp)), key=lambda tp: abs(tp - layout.tp)
+        )
+        yield f"layout.tp={layout.tp}: {why}; the nearest legal layout is tp={nearest}"
 
 
 def context_method(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> tuple[ContextMethod, str]:

@@ -13,7 +13,6 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 PLANNED_AXES = {
     "pp": "pipeline parallelism",
-    "tp": "tensor parallelism",
     "ep": "expert parallelism",
 }
 
@@ -42,7 +41,7 @@ class LayoutSpec(Spec):
     gets all of them; ulysses: all tokens of a share of the heads. auto: ulysses where the key and value heads divide
     over cp x tp, else ring."""
     tp: int = 1
-    """Tensor-parallel ranks that share every matrix. Only 1 in this version."""
+    """Tensor-parallel ranks that share every matrix and, between matrices, every sequence."""
     ep: int = 1
     """Expert-parallel ranks that share the experts. Only 1 in this version."""
     zero: Literal["auto", 0, 1, 2, 3] = "auto"
@@ -149,6 +148,7 @@ class LayoutSpec(Spec):
             name = f"hybrid ZeRO-{self.zero_stage}: {self.dp_replicate} replicas x {self.dp_shard} shards"
         parts = [
             name,
+            f"tensor parallel x {self.tp}" if self.tp > 1 else "",
             f"context parallel x {self.cp}" if self.cp > 1 else "",
             "CPU offload" if self.offload == "cpu" else "",
         ]

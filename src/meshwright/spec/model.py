@@ -118,8 +118,7 @@ class ModelSpec(Spec):
 class Parameter:
     """One row of the parameter table: a tensor of the model, its dims named.
 
-    A weight's dims are (out, in), so a name in TP_SPLITS on the first dim is column-wise and on the second
-    row-wise.
+    A weight's dims are (out, in); `families/split.py` says which of them tensor parallelism splits.
     """
 
     name: str

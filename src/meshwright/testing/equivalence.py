@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from meshwright.data.loader import Loader
 from meshwright.data.packing import Piece, Sample
 from meshwright.models.loss import IGNORED
+from meshwright.optim import shards
 from meshwright.optim.clip import global_gradient_norm
 from meshwright.parallel import Meshes, build_meshes
 from meshwright.spec.layout import AXES, LayoutSpec
@@ -111,7 +111,7 @@ def loader_for(trainer: Trainer, *, seed: int = 0, documents: bool = False) -> L
 def whole(tensor: torch.Tensor | None) -> torch.Tensor:
     """A copy of the global tensor; collective for sharded ones."""
     assert tensor is not None, "a parameter has no gradient"
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return shards.whole(tensor.detach()).clone()
 
 
 def largest_difference(ours: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> tuple[float, str]:

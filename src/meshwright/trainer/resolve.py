@@ -22,7 +22,8 @@ ENOUGH_TOKENS = {"cpu": 4096, "cuda": 32768}
 def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> ResolvedRun:
     """Decide what the recipe leaves open; paths in the recipe are relative to `base_dir`.
 
-    Raises `ValueError` with the field and a value that would work where the batch cannot be split as asked.
+    Raises `ValueError` with the field and a value that would work where model, sequence or batch cannot be split as
+    asked.
     """
     machine = machine or find_machine(run.device)
     model = resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab)

@@ -1,0 +1,50 @@
+"""The one place that says which part of each parameter a rank keeps; planner and engine both go by it."""
+
+from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.model import ModelSpec, Parameter
+
+TP_SPLITS = frozenset({"heads", "kv_heads", "ffn", "vocab"})
+"""Named dims that tensor-parallel ranks split. A weight's dims are (out, in): one split on its out side is column-wise
+parallel, on its in side row-wise."""
+
+
+def split_dim(row: Parameter, model: ModelSpec, tp: int) -> int | None:
+    """Index of the dim of `row` that `tp` ranks split; None where each of them keeps the whole.
+
+    Where a model has fewer key and value heads than there are ranks, every rank keeps all of them and computes the one
+    that its query heads need.
+    """
+    for index, dim in enumerate(row.dims):
+        if dim in TP_SPLITS:
+            return None if tp == 1 or (dim == "kv_heads" and model.num_kv_heads % tp) else index
+    return None
+
+
+def shard_dim(row: Parameter, model: ModelSpec, tp: int) -> int:
+    """Index of the dim that the ranks which share the state (ZeRO) split: the rows of what tensor parallelism leaves.
+
+    Where it leaves unequal numbers of rows (a vocabulary that `tp` does not divide), the columns: torch's arithmetic of
+    two splits of one dim, by which checkpoints find the pieces, holds for equal ones only.
+    """
+    dim = split_dim(row, model, tp)
+    return 1 if dim == 0 and row.shape[0] % tp else 0
+
+
+def split_range(size: int, ranks: int, rank: int) -> tuple[int, int]:
+    """(start, stop) of a rank's part of a dim of `size`: equal parts, rounded up, and what is left at the end."""
+    part = -(-size // ranks)
+    return min(rank * part, size), min((rank + 1) * part, size)
+
+
+def kept_shape(
+    row: Parameter, model: ModelSpec, layout: LayoutSpec, *, tp_rank: int, shard_rank: int
+) -> tuple[int, ...]:
+    """Shape of what a rank stores of a parameter, of its gradient and of each of its moments, from its place on the
+    axes `tp` (of `layout.tp`) and `shard` (of `layout.shard`)."""
+    shape = list(row.shape)
+    dim = split_dim(row, model, layout.tp)
+    for index, ranks, rank in ((dim, layout.tp, tp_rank), (shard_dim(row, model, layout.tp), layout.shard, shard_rank)):
+        if index is not None:
+            start, stop = split_range(shape[index], ranks, rank)
+            shape[index] = stop - start
+    return tuple(shape)

@@ -1,0 +1,63 @@
+"""The one place that goes between a whole tensor and a rank's part of it.
+
+Written out, because torch's own way back from two splits of one dim (`full_tensor`) says in a warning that it is slow,
+and its way there is not implemented for all of them.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from meshwright.families.split import split_range
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The global tensor, a view where it is not sharded; collective where it is."""
+    part = local(tensor)
+    if isinstance(tensor, DTensor):
+        for axis, dim, size in reversed(list(_splits(tensor))):
+            part = _gather(part, dim, size, tensor.device_mesh.get_group(axis))
+    return part
+
+
+def part_like(global_tensor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a global tensor that this rank holds of `tensor`; a view."""
+    if isinstance(tensor, DTensor):
+        for axis, dim, size in _splits(tensor):
+            mesh = tensor.device_mesh
+            start, stop = split_range(size, mesh.size(axis), mesh.get_local_rank(axis))
+            global_tensor = global_tensor.narrow(dim, min(start, size), stop - start)
+    return global_tensor
+
+
+def _splits(tensor: DTensor) -> Iterator[tuple[int, int, int]]:
+    """(axis of the mesh, dim, size of the dim before this split) in the order in which the tensor was split: the
+    innermost axis first, since data parallelism comes last and is outermost."""
+    shape, mesh = list(tensor.shape), tensor.device_mesh
+    for axis in reversed(range(mesh.ndim)):
+        placement = tensor.placements[axis]
+        if not isinstance(placement, Shard | _StridedShard):
+            continue
+        dim = placement.dim
+        yield axis, dim, shape[dim]
+        start, stop = split_range(shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
+        shape[dim] = stop - start
+
+
+def _gather(part: torch.Tensor, dim: int, size: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """The parts of all ranks of a group, `size` long together; padded on the way, where the last ones are shorter."""
+    ranks = group.size()
+    longest = -(-size // ranks)
+    padded = part.new_zeros(longest, *(n for index, n in enumerate(part.shape) if index != dim))
+    padded[: part.shape[dim]] = part.movedim(dim, 0)
+    gathered = part.new_empty(ranks * longest, *padded.shape[1:])
+    dist.all_gather(list(gathered.split(longest)), padded, group=group)
+    return gathered[:size].movedim(0, dim)

@@ -1,0 +1,37 @@
+"""The one place that lists the layouts which tests hold to one process, and those that must be refused.
+
+`docs/equivalence.md` is made from it. To prove another mix, add a line.
+"""
+
+from meshwright.spec.layout import LayoutSpec
+
+LAYOUTS = {
+    "single": LayoutSpec(),
+    "ddp": LayoutSpec(dp_replicate=4),
+    "zero-1": LayoutSpec(dp_shard=4, zero=1),
+    "zero-2": LayoutSpec(dp_shard=4, zero=2),
+    "zero-3": LayoutSpec(dp_shard=4, zero=3),
+    "zero-3-uneven": LayoutSpec(dp_shard=3, zero=3),
+    "hybrid-1": LayoutSpec(dp_replicate=2, dp_shard=2, zero=1),
+    "hybrid-2": LayoutSpec(dp_replicate=2, dp_shard=2, zero=2),
+    "hybrid-3": LayoutSpec(dp_replicate=2, dp_shard=2, zero=3),
+    "offload": LayoutSpec(dp_shard=2, zero=3, offload="cpu"),
+    "tp": LayoutSpec(tp=2),
+    "tp-wide": LayoutSpec(tp=4),
+    "ddp-tp": LayoutSpec(dp_replicate=2, tp=2),
+    "zero-1-tp": LayoutSpec(dp_shard=2, tp=2, zero=1),
+    "zero-2-tp": LayoutSpec(dp_shard=2, tp=2, zero=2),
+    "zero-3-tp": LayoutSpec(dp_shard=2, tp=2),
+    "zero-3-tp-uneven": LayoutSpec(dp_shard=4, tp=2),
+    "zero-3-tp-wide": LayoutSpec(dp_shard=2, tp=4),
+    "hybrid-3-tp": LayoutSpec(dp_replicate=2, dp_shard=2, tp=2),
+    "offload-tp": LayoutSpec(dp_shard=2, tp=2, offload="cpu"),
+}
+"""By name, for the tests' model: 4 query heads, 2 key and value heads, a vocabulary of 50. `wide`: more ranks than key
+and value heads, and than divide the vocabulary. `uneven`: ranks that do not divide the rows of a matrix."""
+
+DATA_PARALLEL = {name: layout for name, layout in LAYOUTS.items() if layout.data_parallel == layout.world_size}
+"""Those that leave the model as it is."""
+
+MODEL_PARALLEL = {name: layout for name, layout in LAYOUTS.items() if name not in DATA_PARALLEL}
+"""Those that split it."""

@@ -1,0 +1,121 @@
+"""What each rank keeps when a model is split, byte for byte, and which layouts do not fit a model."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.families import parameter_table
+from meshwright.families.split import kept_shape, split_dim
+from meshwright.optim.shards import local, part_like, whole
+from meshwright.spec.fit import find_misfits
+from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.run import ResolvedRun
+from meshwright.testing.equivalence import build_here, loader_for
+from meshwright.testing.layouts import LAYOUTS
+from meshwright.testing.ranks import RankPool
+from tiny import tiny_run
+
+VOCAB = 500
+
+Shapes = dict[str, list[tuple[int, ...]]]
+
+
+def kept(run: ResolvedRun) -> tuple[tuple[int, int], Shapes]:
+    """This rank's place (tp, shard), and shapes of what it keeps of each parameter, gradient and moment. Collective."""
+    trainer = build_here(run)
+    with loader_for(trainer) as loader:
+        trainer.train_step.gradients(loader.microbatches(0))
+    place = (0, 0)
+    if trainer.meshes is not None:
+        place = trainer.meshes.state["tp"].get_local_rank(), trainer.meshes.state["shard"].get_local_rank()
+    shapes: Shapes = {}
+    for name, parameter in trainer.parameters.items():
+        moments = [state for key, state in trainer.optimizers.state_of(parameter).items() if key != "step"]
+        assert parameter.grad is not None
+        for tensor in (parameter, parameter.grad, *moments):
+            assert torch.equal(part_like(whole(tensor), tensor), local(tensor))
+            shapes.setdefault(name, []).append(tuple(local(tensor).shape))
+    return place, shapes
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_rank_keeps_exactly_what_the_table_says(ranks: RankPool, name: str) -> None:
+    """Of weights, gradients and both moments of AdamW, all of the same number of bytes an element."""
+    layout, family = LAYOUTS[name], ("gpt2", "qwen2", "qwen3")[len(name) % 3]
+    run = tiny_run(layout, family=family, tied=len(name) % 2 == 0)
+    for (tp_rank, shard_rank), shapes in ranks.run(layout.world_size, kept, run):
+        expected = {
+            row.name: [kept_shape(row, run.model, layout, tp_rank=tp_rank, shard_rank=shard_rank)] * 4
+            for row in parameter_table(run.model)
+        }
+        assert shapes == expected
+
+
+def test_named_dims_alone_say_what_is_split() -> None:
+    model = tiny_run(LayoutSpec(), family="gpt2").model
+    dims = {row.name: split_dim(row, model, 2) for row in parameter_table(model) if "layers.1" not in row.name}
+    columns = [f"layers.0.attention.{name}" for name in ("wq", "wk", "wv")] + ["layers.0.feed_forward.w1"]
+    expected = {f"{name}.{kind}" for name in columns for kind in ("weight", "bias")}
+    assert {name for name, dim in dims.items() if dim == 0} == {"tok_embeddings.weight", "output.weight", *expected}
+    assert {name for name, dim in dims.items() if dim == 1} == {
+        "layers.0.attention.wo.weight",
+        "layers.0.feed_forward.w2.weight",
+    }
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "tokens", "message"),
+    [
+        ({"tp": 3}, {}, 12, "layout.tp=3: 4 query heads cannot be split evenly over 3 ranks; the nearest .* is tp=2"),
+        ({"tp": 8}, {}, 16, "4 query heads cannot be split evenly over 8 ranks; the nearest legal layout is tp=4"),
+        (
+            {"tp": 4},
+            {"num_heads": 12, "num_kv_heads": 6},
+            16,
+            "6 key and value heads can be neither split over 4 ranks nor copied evenly to them; .* tp=2",
+        ),
+        ({"tp": 4}, {"ffn": 42}, 16, "a feed-forward layer of width 42 cannot be split evenly over 4 ranks; .* tp=2"),
+        ({"tp": 4}, {}, 18, "4 ranks share the sequence, and 18 tokens cannot be split evenly over them; .* tp=2"),
+        ({"tp": 4}, {"vocab": 5}, 16, "a vocabulary of 5 leaves the last of 4 ranks without a row; .* tp=2"),
+        (
+            {"tp": 4, "dp_shard": 5},
+            {},
+            16,
+            "a vocabulary of 50 cannot be split evenly over 4 ranks, .* 24 of them .* over 5 ranks; .* tp=2",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_nearest_that_does(
+    layout: dict[str, int], model: dict[str, int], tokens: int, message: str
+) -> None:
+    spec = tiny_run(LayoutSpec()).model.model_copy(update=model)
+    (problem,) = find_misfits(LayoutSpec.model_validate(layout), spec, tokens)
+    assert re.search(message, problem), problem
+
+
+def largest_tensor_with_a_whole_vocabulary(run: ResolvedRun) -> int:
+    """Most elements of a tensor made in a step whose last dim is the vocabulary, or that padded to 512. Collective."""
+
+    class Widest(torch.utils._python_dispatch.TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dim() > 1 and out.shape[-1] in (VOCAB, 512):
+                self.seen = max(self.seen, out.numel())
+            return out
+
+    trainer = build_here(run)
+    with loader_for(trainer) as loader, Widest() as widest:
+        trainer.train_step.gradients(loader.microbatches(0))
+    return widest.seen
+
+
+def test_no_rank_ever_holds_a_row_of_logits(ranks: RankPool) -> None:
+    single, split = (tiny_run(LAYOUTS[name]) for name in ("single", "zero-3-tp"))
+    model = single.model.model_copy(update={"vocab": VOCAB})
+    single, split = (run.model_copy(update={"model": model}) for run in (single, split))
+    assert largest_tensor_with_a_whole_vocabulary(single) > 0
+    assert ranks.run(4, largest_tensor_with_a_whole_vocabulary, split) == [0] * 4
