@@ -7,8 +7,8 @@ from meshwright.parallel.data import apply_data_parallel
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.precision import build_fsdp_policy
 from meshwright.parallel.recompute import apply_recompute
-from meshwright.spec.fit import context_method
 from meshwright.parallel.tensor import apply_tensor_parallel
+from meshwright.spec.fit import context_method
 from meshwright.spec.run import Run
 
 
