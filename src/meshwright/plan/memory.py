@@ -1,73 +1,243 @@
-"""The one place that predicts what a rank holds in memory, in bytes, from the parameter table."""
+"""The one place that predicts what a rank holds in memory at the peak of a step, by kind, in bytes.
 
-from collections.abc import Iterable
+State follows the ZeRO paper (Rajbhandari et al., 2020, section 3), tensor by tensor; activations follow Korthikanti et
+al. ("Reducing Activation Recomputation in Large Transformer Models", 2022, section 4), itemised so that flash
+attention, gated feed-forward layers, experts and each recomputation policy are sums of the same items. How many
+microbatches a pipeline stage holds follows from its schedule.
+"""
+
 from dataclasses import dataclass
 
-from meshwright.spec.layout import LayoutSpec
-from meshwright.spec.model import ModelSpec, Parameter
-from meshwright.spec.training import TrainingSpec
+from meshwright.plan.blueprint import Block
+from meshwright.plan.job import Job
 
-COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "fragmentation", "context")
+
+LOGIT_BYTES = 10.0
+"""Live bytes per logit of a loss that holds them all: low precision, fp32 copy, and the gradient of both."""
+CHUNK_BYTES = 2**30
+"""Logits that a chunked loss holds at a time on a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryPrediction:
-    """Bytes per rank at the peak of a step."""
+class MemoryUse:
+    """Bytes of one rank at the peak of a step."""
 
-    weights: int
-    """Stored weights and, under bf16, fp16 or sharding, the copies that the model computes with."""
-    gradients: int
-    optimizer: int
-    activations: int
-    """What the backward pass needs from the forward pass, with the recomputation asked for."""
+    weights: float
+    """Weights that the model computes with, gathered copies included."""
+    gradients: float
+    optimizer: float
+    """Master weights and the optimizer's moments."""
+    activations: float
+    logits: float
+    communication: float
+    """Buckets and gathered layers in flight."""
+    fragmentation: float
+    context: float
+    stage: int = 0
+    """The pipeline stage that needs most."""
 
     @property
-    def total(self) -> int:
-        """Sum of all parts."""
-        return self.weights + self.gradients + self.optimizer + self.activations
+    def states(self) -> float:
+        """Weights, gradients and optimizer: what the ZeRO paper counts."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def allocated(self) -> float:
+        """What the allocator has given out."""
+        return self.states + self.activations + self.logits + self.communication
+
+    @property
+    def total(self) -> float:
+        """What the device reports as used."""
+        return self.allocated + self.fragmentation + self.context
+
+    @property
+    def least(self) -> float:
+        """With an allocator under pressure, which gives back what it holds in reserve."""
+        return self.allocated + self.context
+
+    def kinds(self) -> dict[str, float]:
+        """Bytes by kind, in the order of `KINDS`."""
+        return {kind: getattr(self, kind) for kind in KINDS}
 
 
-def predict_memory(
-    model: ModelSpec,
-    table: Iterable[Parameter],
-    training: TrainingSpec,
-    layout: LayoutSpec,
-    *,
-    micro_batch: int,
-    sequence_length: int,
-) -> MemoryPrediction:
-    """Peak bytes per rank; state as in the ZeRO paper (Rajbhandari et al., 2020, section 3), fp32 gradients.
+def predict_memory(job: Job) -> MemoryUse:
+    """The rank that needs most, over all pipeline stages."""
+    stages = {0, 1, job.pp - 1} & set(range(job.pp))
+    return max((stage_memory(job, stage) for stage in stages), key=lambda use: use.total)
 
-    A coarse model: allocator overhead, kernels' workspaces and communication buffers are not counted.
-    """
-    table = tuple(table)
-    psi = sum(parameter.numel for parameter in table)
-    largest_block = psi // max(1, model.num_layers)
-    stored = 8 if training.precision == "fp64" else 4
-    compute = COMPUTE_BYTES[training.precision]
-    shards, stage = layout.dp_shard, layout.zero_stage
-    copies = 0 if layout.world_size == 1 and compute == stored else compute * (psi if stage < 3 else largest_block)
-    states = 2 if training.optimizer.name == "adamw" else 1
-    return MemoryPrediction(
-        weights=stored * psi // shards + copies,
-        gradients=stored * (psi // shards if stage >= 2 else psi),
-        optimizer=states * stored * psi // shards,
-        activations=micro_batch * sequence_length * _activation_bytes_per_token(model, training),
+
+def stage_memory(job: Job, stage: int) -> MemoryUse:
+    """Peak bytes of a rank of pipeline stage `stage`."""
+    model, stack = job.model, job.stack
+    held, experts = held_parameters(job, stage)
+    shards, expert_shards = job.shards, max(1, job.dp_shard * job.cp * job.tp // job.ep) if job.ep > 1 else job.shards
+
+    def sharded(from_stage: int, bytes_each: float) -> float:
+        if job.zero >= from_stage:
+            return bytes_each * (held / shards + experts / expert_shards)
+        return bytes_each * (held + experts)
+
+    trainable = 0.01 if job.lora else 1.0  # adapters of the usual ranks are a percent of the weights
+    weights = sharded(3, stack.weight_bytes)
+    gathered = 0.0
+    if job.zero >= 3 and shards > 1:
+        layer = max(block.dense / job.tp + block.whole + block.experts / job.ep for block in model.kinds)
+        ends = model.embedding * (1 if model.tied else 2) / job.tp
+        # Two layers' weights, one used and one arriving, and a layer's gradient on its way out.
+        gathered = 2 * stack.weight_bytes * max(layer, ends / 2) + (stack.weight_bytes + stack.reduce_bytes) * layer
+    optimizer = sharded(1, stack.state_bytes) * trainable
+    if job.offload != "none":
+        optimizer = 0.0
+    gradients = sharded(2, stack.gradient_bytes) * trainable
+    bucket = stack.bucket_bytes if job.dp > 1 and job.zero < 3 else 0.0
+    activations = stage_activations(job, stage)
+    logits = head_bytes(job) if stage == job.pp - 1 else 0.0
+    moving = activations + logits + gathered
+    return MemoryUse(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations,
+        logits=logits,
+        communication=gathered + bucket,
+        fragmentation=stack.fragmentation * moving,
+        context=stack.context_bytes,
+        stage=stage,
     )
 
 
-def _activation_bytes_per_token(model: ModelSpec, training: TrainingSpec) -> int:
-    """Saved activations of all blocks and the head per token of a microbatch.
+def held_parameters(job: Job, stage: int) -> tuple[float, float]:
+    """(dense, expert) parameters of one rank of a stage; a tied head counts again where it has a stage of its own."""
+    model = job.model
+    start = sum(job.stage_layers[:stage])
+    dense = experts = 0.0
+    for kind in model.pattern[start : start + job.stage_layers[stage]]:
+        block = model.kinds[kind]
+        dense += block.dense / job.tp + block.whole
+        experts += block.experts / (job.ep if job.ep > 1 else job.tp)
+    ends = (stage == 0) + (stage == job.pp - 1 and not (model.tied and job.pp == 1))
+    return dense + ends * model.embedding / job.tp + (stage == 0) * model.positions * model.hidden, experts
 
-    After Korthikanti et al. (2022), section 4.1, without dropout and with flash attention (no T x T scores), SwiGLU's
-    two inputs and product counted.
-    """
-    width = COMPUTE_BYTES[training.precision]
+
+def stage_activations(job: Job, stage: int) -> float:
+    """Bytes that backward passes wait for, over all microbatches in flight, and one block's recomputation."""
+    model = job.model
+    start = sum(job.stage_layers[:stage])
+    kinds = model.pattern[start : start + job.stage_layers[stage]]
+    saved = {kind: block_activations(job, model.kinds[kind]) for kind in set(kinds)}
+    whole = {kind: block_activations(job, model.kinds[kind], recompute="none") for kind in set(kinds)}
+    flying = microbatches_in_flight(job, stage)
+    total = flying * sum(saved[kind] for kind in kinds) * (1 - job.offload_activations)
+    if job.offload_activations:  # one chunk on its way to the host, one on its way back
+        total += 2 * sum(saved[kind] for kind in kinds[: max(1, len(kinds) // job.virtual_stages)])
+    if job.recompute == "full" and kinds:
+        total += max(whole.values())
+    if kinds:
+        total += max(backward_bytes(job, model.kinds[kind]) for kind in set(kinds))
+    if stage == 0:
+        dropped = 1 if job.stack.dropout else 0
+        total += flying * stream_tokens(job) * model.hidden * (job.width + dropped)
+    return total
+
+
+def microbatches_in_flight(job: Job, stage: int) -> float:
+    """Microbatches whose activations a stage holds at its peak, in whole passes through the stage."""
+    if job.schedule == "gpipe":
+        return job.microbatches
+    if job.virtual_stages == 1:
+        return min(job.microbatches, job.pp - stage)
+    chunks = 2 * (job.pp - stage - 1) + (job.virtual_stages - 1) * job.pp + 1
+    return min(job.microbatches * job.virtual_stages, chunks) / job.virtual_stages
+
+
+def stream_tokens(job: Job) -> float:
+    """Tokens of the residual stream that one rank keeps."""
+    return job.tokens / (job.tp if job.sequence_parallel else 1)
+
+
+def block_activations(job: Job, block: Block, recompute: str | None = None) -> float:
+    """Bytes that one block keeps of one microbatch for its backward pass, by recomputation policy."""
+    policy = job.recompute if recompute is None else recompute
+    stream, tokens, width, hidden = stream_tokens(job), job.tokens / job.tp, job.width, job.model.hidden
+    everything = _saved_everything(job, block, stream, tokens)
+    if policy == "none":
+        return everything
+    if policy == "full":
+        kept = stream * hidden * width
+        return job.recompute_share * kept + (1 - job.recompute_share) * everything
+    if job.stack.attention == "unfused":  # selective as Korthikanti et al. mean it: all but the scores
+        return everything - _score_bytes(job, tokens)
+    return _saved_selectively(job, block, stream, tokens)
+
+
+def _saved_everything(job: Job, block: Block, stream: float, tokens: float) -> float:
+    """Norms' inputs and outputs, attention's operands and result, the feed-forward layer's steps."""
+    model, width = job.model, job.width
     heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    ffn_inputs = 2 if model.activation == "swiglu" else 1
-    products = 2 * heads + 2 * kv_heads + 2 * model.hidden + ffn_inputs * model.ffn  # qkv, attention, wo, w1 w3, w2
-    between = 4 * model.hidden + 2 * model.ffn  # norms' inputs and outputs, the activation function's steps
-    whole_block = products + between
-    per_block = {"none": whole_block, "selective": products + model.hidden, "full": model.hidden}[training.recompute]
-    again = 0 if training.recompute == "none" else whole_block  # one block at a time is recomputed
-    return width * (model.num_layers * per_block + again + 3 * model.hidden)
+    masks = 2 if job.stack.dropout else 0
+    saved = stream * model.hidden * (4 * width + masks)
+    saved += tokens * (width * (2 * heads + 2 * kv_heads) + 4 * model.num_heads)
+    if job.stack.attention == "unfused":
+        saved += _score_bytes(job, tokens)
+    for inner, per_token, routed in _inner_widths(job, block):
+        saved += tokens * width * per_token * inner * _inner_steps(job)
+        if routed:
+            saved += tokens * width * per_token * 2 * model.hidden
+    return saved
+
+
+def _saved_selectively(job: Job, block: Block, stream: float, tokens: float) -> float:
+    """The block's input, and the results of matrix products and attention."""
+    model, width = job.model, job.width
+    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    if not job.stack.saves_products:  # norms and activation functions are computed again, all else is kept
+        saved = stream * model.hidden * 2 * width + tokens * width * (2 * heads + 2 * kv_heads)
+        return saved + sum(
+            tokens * width * per_token * inner * (2 if model.gated else 1)
+            for inner, per_token, _ in _inner_widths(job, block)
+        )
+    saved = stream * model.hidden * 3 * width + tokens * (width * (2 * heads + 2 * kv_heads) + 4 * model.num_heads)
+    for inner, per_token, routed in _inner_widths(job, block):
+        saved += tokens * width * per_token * (inner * (2 if model.gated else 1) + (2 * model.hidden if routed else 0))
+    return saved
+
+
+def _score_bytes(job: Job, tokens: float) -> float:
+    """Softmax, its dropout mask and result: 5 bytes per score."""
+    span = min(job.sequence, job.model.window or job.sequence)
+    return 5 * tokens * span * job.model.num_heads
+
+
+def _inner_widths(job: Job, block: Block) -> list[tuple[int, float, bool]]:
+    """(width, visits per token, whether routed) of every feed-forward layer of a block, shared experts included."""
+    found = []
+    for matrix in block.matrices:
+        if matrix.out == job.model.hidden and not matrix.name.startswith("attention"):
+            found.append((matrix.into, job.model.top_k if matrix.experts else 1, bool(matrix.experts)))
+    return found
+
+
+def _inner_steps(job: Job) -> int:
+    """Tensors of the feed-forward layer's width that are kept."""
+    if not job.model.gated:
+        return 2  # before and after the activation function
+    return 3 if job.stack.fused else 4  # both projections, the product, and the activated gate where it is eager
+
+
+def backward_bytes(job: Job, block: Block) -> float:
+    """Gradients of activations that live while one block's backward pass runs."""
+    widest = max((inner * per_token for inner, per_token, _ in _inner_widths(job, block)), default=0)
+    return job.width * (job.tokens / job.tp * 2 * widest + 2 * stream_tokens(job) * job.model.hidden)
+
+
+def head_bytes(job: Job) -> float:
+    """What the loss holds at its peak: logits and their gradient, and the last norm's tensors."""
+    model = job.model
+    vocab = model.vocab / job.tp
+    norm = stream_tokens(job) * model.hidden * 2 * job.width
+    if not job.stack.chunked_loss:
+        return norm + job.tokens * vocab * LOGIT_BYTES
+    chunk = min(float(CHUNK_BYTES), job.tokens * vocab * job.width)
+    return norm + 1.25 * chunk + 4 * vocab * model.hidden + job.tokens * model.hidden * job.width

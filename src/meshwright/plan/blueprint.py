@@ -1,0 +1,181 @@
+"""The one place that condenses a parameter table into what costs depend on: a block's matrices, attention and experts."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from meshwright.families import parameter_table
+from meshwright.spec.model import ModelSpec, Parameter
+
+TP_DIMS = frozenset({"heads", "kv_heads", "ffn", "vocab"})
+"""Named dims that tensor parallelism splits: on a matrix's out side column-wise, on its in side row-wise."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight matrix of a block: every token is multiplied by it, or, with experts, by `top_k` of `experts` of them."""
+
+    name: str
+    out: int
+    into: int
+    split: bool
+    """Whether tensor parallelism gives a rank only a share of it."""
+    experts: int = 0
+    """Number of such matrices side by side; 0 for a dense one."""
+
+    @property
+    def numel(self) -> int:
+        """Parameters, all experts together."""
+        return self.out * self.into * max(1, self.experts)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer's parameters by kind."""
+
+    matrices: tuple[Matrix, ...]
+    vectors: int
+    """Parameters of norms and biases, which nothing splits."""
+
+    @cached_property
+    def dense(self) -> int:
+        """Parameters of matrices that tensor parallelism splits, experts left out."""
+        return sum(matrix.numel for matrix in self.matrices if matrix.split and not matrix.experts)
+
+    @cached_property
+    def whole(self) -> int:
+        """Parameters that every tensor-parallel rank holds."""
+        return self.vectors + sum(matrix.numel for matrix in self.matrices if not matrix.split and not matrix.experts)
+
+    @cached_property
+    def experts(self) -> int:
+        """Parameters of all experts."""
+        return sum(matrix.numel for matrix in self.matrices if matrix.experts)
+
+    @cached_property
+    def num_experts(self) -> int:
+        """Experts of the layer; 0 where it has none."""
+        return max((matrix.experts for matrix in self.matrices), default=0)
+
+    @property
+    def numel(self) -> int:
+        """All parameters of the block."""
+        return self.dense + self.whole + self.experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blueprint:
+    """A model as the planner sees it."""
+
+    name: str = "model"
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+    gated: bool
+    """Whether the feed-forward layer multiplies two projections (SwiGLU)."""
+    tied: bool
+    positions: int = 0
+    """Rows of a learned position embedding."""
+    window: int | None = None
+    top_k: int = 0
+    """Experts that a token visits."""
+    kinds: tuple[Block, ...]
+    """The different blocks."""
+    pattern: tuple[int, ...]
+    """Kind of every layer, first to last."""
+    extras: dict[str, int] = field(default_factory=dict, compare=False)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of blocks."""
+        return len(self.pattern)
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """The block of every layer."""
+        return tuple(self.kinds[kind] for kind in self.pattern)
+
+    @cached_property
+    def embedding(self) -> int:
+        """Parameters of the token embedding, and of the head where it is not the same matrix."""
+        return self.vocab * self.hidden
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """All parameters; a tied head counts once."""
+        ends = self.embedding * (1 if self.tied else 2) + self.positions * self.hidden + self.hidden
+        return ends + sum(block.numel for block in self.blocks)
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Parameters that one token is multiplied by, head included, embedding's look-up not."""
+        total = self.embedding
+        for block in self.blocks:
+            for matrix in block.matrices:
+                total += matrix.out * matrix.into * (self.top_k if matrix.experts else 1)
+        return total
+
+    @cached_property
+    def largest_layer(self) -> int:
+        """Parameters of the largest group that is gathered at once: a block, or embedding and head."""
+        return max([block.numel for block in self.kinds] + [self.embedding * (1 if self.tied else 2)])
+
+    def attention_flops(self, sequence: int, *, causal: bool) -> float:
+        """Forward operations of scores and values of one token in one layer."""
+        span = min(sequence, self.window or sequence)
+        whole = 4.0 * self.num_heads * self.head_dim * span
+        return whole / 2 if causal and span == sequence else whole
+
+    def model_flops(self, sequence: int) -> float:
+        """Training operations of one token, PaLM's convention: 6 per active parameter, attention in full."""
+        return 6.0 * self.active_parameters + 3 * self.num_layers * self.attention_flops(sequence, causal=False)
+
+
+def blueprint(spec: ModelSpec, table: Iterable[Parameter] | None = None) -> Blueprint:
+    """The blueprint of a model that meshwright can build."""
+    return condense(
+        table if table is not None else parameter_table(spec),
+        hidden=spec.hidden,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        vocab=spec.vocab,
+        gated=spec.activation == "swiglu",
+        tied=spec.tied_embeddings,
+        positions=spec.max_positions if spec.positions == "learned" else 0,
+        window=spec.sliding_window,
+        top_k=getattr(spec, "experts_per_token", 0) or 0,
+        name=spec.family,
+    )
+
+
+def condense(table: Iterable[Parameter], **sizes) -> Blueprint:
+    """A blueprint from rows of parameters, `layers.N.` in the name of every block's; `sizes` as in `Blueprint`."""
+    layers: dict[str, list[Parameter]] = {}
+    for row in table:
+        if row.name.startswith("layers."):
+            layers.setdefault(row.name.split(".", 2)[1], []).append(row)
+    kinds: dict[Block, int] = {}
+    pattern = []
+    seen: dict[tuple[tuple[int, ...], ...], Block] = {}
+    for rows in layers.values():
+        key = tuple(row.shape for row in rows)
+        if key not in seen:
+            seen[key] = _block(rows)
+        pattern.append(kinds.setdefault(seen[key], len(kinds)))
+    return Blueprint(kinds=tuple(kinds), pattern=tuple(pattern), **sizes)
+
+
+def _block(rows: list[Parameter]) -> Block:
+    matrices, vectors = [], 0
+    for row in rows:
+        if len(row.shape) == 1 or "experts" in row.dims and len(row.shape) == 2 and row.dims[0] == "experts":
+            vectors += row.numel
+            continue
+        experts = row.shape[0] if row.dims[0] == "experts" else 0
+        dims, shape = row.dims[-2:], row.shape[-2:]
+        name = row.name.split(".", 2)[2].removesuffix(".weight")
+        matrices.append(Matrix(name, shape[0], shape[1], bool(TP_DIMS & set(dims)), experts))
+    return Block(tuple(matrices), vectors)

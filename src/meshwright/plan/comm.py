@@ -1,0 +1,97 @@
+"""The one place that says how long a collective takes: latency and bandwidth, inside nodes and between them.
+
+A ring over N ranks puts (N - 1) / N of the payload on every rank's wire for an all-gather or reduce-scatter, twice that
+for an all-reduce (Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005). Where a group
+leaves the node, all of its ranks in a node share the node's network, one channel each, so the slower of the two decides.
+"""
+
+from dataclasses import dataclass
+from math import log2
+
+from meshwright.plan.constants import Constants
+from meshwright.spec.cluster import ClusterSpec
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate: how many, and how many of them sit within one fast-link domain."""
+
+    ranks: int
+    local: int
+
+    @property
+    def domains(self) -> int:
+        """Nodes (or racks) that the group touches."""
+        return -(-self.ranks // max(1, self.local))
+
+
+def axis_group(cluster: ClusterSpec, degree: int, stride: int) -> Group:
+    """The group of an axis of `degree` ranks that are `stride` ranks apart, ranks numbered through the nodes."""
+    local = max(1, min(degree, cluster.domain // stride)) if stride < cluster.domain else 1
+    return Group(degree, local)
+
+
+@dataclass(frozen=True)
+class Wires:
+    """A cluster's links at the rates that collectives reach."""
+
+    link: float
+    """Bytes per second of one rank inside its domain."""
+    network: float
+    """Bytes per second of one rank between domains."""
+    link_s: float
+    """Latency inside a domain, in seconds."""
+    network_s: float
+    """Latency that each doubling of the domains adds."""
+    scattered: float
+    """Rate of an all-to-all, relative to a ring's."""
+
+    @classmethod
+    def of(cls, cluster: ClusterSpec, constants: Constants) -> "Wires":
+        """Measured figures where there are any, else the datasheet's with the fitted efficiencies."""
+        link, network = (cluster.measured.collectives.get(kind) for kind in ("link", "network"))
+        return cls(
+            link=link.bandwidth_gb_s * 1e9 if link else cluster.link_gb_s * 1e9 * constants.link,
+            network=network.bandwidth_gb_s * 1e9 if network else cluster.network_gb_s * 1e9 * constants.network,
+            link_s=(link.latency_us if link else constants.link_us) * 1e-6,
+            network_s=(network.latency_us if network else constants.network_us) * 1e-6,
+            scattered=constants.all_to_all,
+        )
+
+    def _seconds(self, group: Group, wire_bytes: float, rounds: float) -> float:
+        if group.ranks <= 1 or wire_bytes <= 0:
+            return 0.0
+        latency, rate = self.link_s, self.link
+        if group.domains > 1:
+            latency += self.network_s * log2(group.domains)
+            rate = min(rate, self.network * group.local)
+        return rounds * latency + wire_bytes / rate
+
+    def all_gather(self, group: Group, payload: float) -> float:
+        """Seconds until every rank of `group` holds all `payload` bytes; a reduce-scatter takes as long."""
+        return self._seconds(group, payload * (group.ranks - 1) / max(1, group.ranks), 1.0)
+
+    def all_reduce(self, group: Group, payload: float) -> float:
+        """Seconds until every rank holds the sum of `payload` bytes."""
+        return self._seconds(group, 2 * payload * (group.ranks - 1) / max(1, group.ranks), 1.0)
+
+    def all_to_all(self, group: Group, payload: float, far: float | None = None) -> float:
+        """Seconds until every rank has sent its share of `payload` bytes to every other.
+
+        What stays in the domain takes the fast link; all else, or the `far` bytes where a relay sends what is for
+        several ranks of a domain once, leaves through the rank's own network channel.
+        """
+        if group.ranks <= 1 or payload <= 0:
+            return 0.0
+        near = payload * (group.local - 1) / group.ranks / self.link
+        if far is None:
+            far = payload * (group.ranks - group.local) / group.ranks
+        else:
+            near += far / self.link
+        far /= self.network
+        latency = self.link_s + (self.network_s * log2(group.domains) if group.domains > 1 else 0.0)
+        return latency + max(near, far) / self.scattered
+
+    def send(self, payload: float, *, far: bool) -> float:
+        """Seconds for one message to the neighbouring stage."""
+        return (self.network_s + payload / self.network) if far else (self.link_s / 2 + payload / self.link)

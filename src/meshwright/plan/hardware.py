@@ -1,0 +1,205 @@
+"""The one place that knows devices and networks by name: the hardware table, and what becomes of `cluster:`."""
+
+import csv
+import functools
+from importlib import resources
+from pathlib import Path
+
+from meshwright.plan.machine import Machine, find_machine
+from meshwright.spec.cluster import ClusterSpec, Measured, parse_cluster_name
+from meshwright.spec.recipe import load_spec
+
+SIBLINGS = {"A100": "A100-SXM-80GB", "A800": "A100-SXM-80GB", "H800": "H100-SXM-80GB", "H20": "H200-SXM-141GB", "GB300": "B300-SXM"}
+"""Export and successor variants take the figures that the table lacks from the device they are made of."""
+
+NETWORK_GB_S = {"V100": 12.5, "A100": 25.0, "A800": 25.0, "MI250X": 25.0, "TPU": 50.0}
+"""Network per device where nobody says: 4 x 100 Gb/s a node of Voltas, 8 x 200 Gb/s of Amperes."""
+
+MODERN_NETWORK_GB_S = 50.0
+"""8 x 400 Gb/s a node: Hopper and later."""
+
+WORKSTATION = {"A10", "A10G", "A40", "A6000", "L4", "L40S", "T4", "RTX 3090", "RTX 4090", "RTX 5090"}
+WORKSTATION_NETWORK_GB_S = 3.1
+"""25 Gb/s a node for cards without NVLink."""
+
+USABLE_GB = 2**30 / 1e9 * 0.985
+"""Gigabytes that a card sold with one can give out: they are 2**30 bytes, less what its error correction keeps."""
+
+PRICES = {
+    "V100": 1.0,
+    "A100": 1.8,
+    "A800": 1.8,
+    "H100": 3.0,
+    "H800": 3.0,
+    "H200": 3.8,
+    "B200": 5.5,
+    "GB200": 6.0,
+    "B300": 6.5,
+    "GB300": 7.0,
+    "MI300X": 2.5,
+    "L40S": 1.2,
+    "A10G": 0.9,
+    "L4": 0.6,
+    "RTX 4090": 0.5,
+    "RTX 3090": 0.3,
+}
+"""US dollars a device and hour, rounded list prices of GPU clouds in 2025; give `price_per_hour` for your own."""
+
+CPU_CORE_TFLOPS = {"fp64": 0.02, "fp32": 0.05, "bf16": 0.1, "fp16": 0.05}
+"""A core of today, to an order of magnitude: `meshwright plan calibrate` measures it."""
+
+
+@functools.cache
+def hardware_table(kind: str = "accelerator") -> tuple[dict[str, str], ...]:
+    """Rows of the packaged table (datasheets and measurements, each with its source), by name of column."""
+    text = resources.files("meshwright.plan").joinpath("data/hardware.csv").read_text(encoding="utf-8")
+    return tuple(row for row in csv.DictReader(text.splitlines()) if row["kind"] == kind)
+
+
+@functools.cache
+def find_device(name: str, memory_gb: int | None = None, form: str | None = None) -> dict[str, str]:
+    """The row of an accelerator such as `h100`, `A100-80GB-SXM` or `NVIDIA H200`.
+
+    Of several that fit, the one with measured rates, then the one with most memory, SXM rather than PCIe.
+    Raises `ValueError` with the known names.
+    """
+    wanted, memory_gb, form = _words(name, memory_gb, form)
+    fitting = [row for row in hardware_table() if _fits(row, wanted, memory_gb, form)]
+    if not fitting:
+        known = ", ".join(dict.fromkeys(row["name"].split("-")[0] for row in hardware_table()))
+        raise ValueError(f"unknown device {name!r}{f' with {memory_gb} GB' if memory_gb else ''}; known are {known}")
+    return max(fitting, key=_preference)
+
+
+def device_cluster(
+    device: str,
+    devices: int,
+    *,
+    memory_gb: int | None = None,
+    form: str | None = None,
+    per_node: int | None = None,
+    node_gb_s: float | None = None,
+    gpu_gb_s: float | None = None,
+) -> ClusterSpec:
+    """A cluster of `devices` of one kind with the table's figures; `node_gb_s` is a node's network, one way."""
+    row = find_device(device, memory_gb, form)
+    short = row["name"].split("-")[0].split(" (")[0]
+    sibling = find_device(SIBLINGS[short]) if short in SIBLINGS else row
+
+    def figure(column: str, default: float = 0.0) -> float:
+        return float(row[column] or sibling[column] or default)
+
+    rack = "NVL72" in row["scale_up_link"]
+    per_node = per_node or (4 if rack else 8)
+    workstation = short in WORKSTATION
+    network = gpu_gb_s or (node_gb_s / per_node if node_gb_s else None)
+    if network is None:
+        network = WORKSTATION_NETWORK_GB_S / per_node if workstation else _network(short)
+    peak = figure("bf16_dense_tflops")
+    tflops = {"fp32": peak / 16, "fp16": peak, "bf16": peak, "fp64": peak / 16}
+    tflops |= {
+        precision: figure(f"{precision}_dense_tflops")
+        for precision in ("fp8", "fp4")
+        if figure(f"{precision}_dense_tflops")
+    }
+    best = {"bf16": figure("bf16_achievable_tflops"), "fp8": figure("fp8_achievable_tflops")}
+    link = figure("scale_up_unidir_gb_s_per_gpu", 25.0)
+    if short in ("A800", "H800"):
+        link = 200.0  # the export variants' NVLink: 400 GB/s, both ways together
+    return ClusterSpec(
+        name=f"{devices} x {row['name']}",
+        device=row["name"],
+        devices=devices,
+        per_node=min(per_node, devices),
+        domain=min(72 if rack else per_node, devices),
+        memory_gb=float(memory_gb or figure("mem_gb", 80.0)) * USABLE_GB,
+        memory_gb_s=figure("mem_bw_gb_s", 1000.0),
+        tflops=tflops,
+        achievable_tflops={precision: rate for precision, rate in best.items() if rate},
+        link_gb_s=link,
+        network_gb_s=network,
+        price_per_hour=next((price for name, price in PRICES.items() if row["name"].startswith(name)), None),
+        source=row["source"],
+    )
+
+
+def resolve_cluster(text: str | ClusterSpec, *, base_dir: Path, machine: Machine | None = None) -> ClusterSpec:
+    """What `cluster:` means: a ClusterSpec as it is, `local`, a YAML or JSON file below `base_dir`, or a short name.
+
+    Raises `ValueError` where it is none of them.
+    """
+    if isinstance(text, ClusterSpec):
+        return text
+    if text == "local":
+        return local_cluster(machine or find_machine())
+    path = base_dir / text
+    if path.suffix in (".yaml", ".yml", ".json") or path.is_file():
+        if not path.is_file():
+            raise ValueError(f"cluster file {path} does not exist; 'meshwright plan calibrate {text}' writes one")
+        return load_spec(path, ClusterSpec)
+    name = parse_cluster_name(text)
+    return device_cluster(
+        name.device,
+        name.devices,
+        memory_gb=name.memory_gb,
+        form=name.form,
+        node_gb_s=name.node_gb_s,
+        gpu_gb_s=name.gpu_gb_s,
+    )
+
+
+def local_cluster(machine: Machine, ranks: int | None = None) -> ClusterSpec:
+    """This machine: its GPUs by their table row, or `ranks` processes (default: one a core) on its CPU cores."""
+    if machine.kind == "cuda":
+        spec = device_cluster(machine.name, machine.devices, per_node=machine.devices)
+        return spec.model_copy(update={"name": "local", "memory_gb": machine.memory_bytes / 1e9})
+    ranks = ranks or machine.devices
+    cores = max(1, machine.devices // ranks)
+    return ClusterSpec(
+        name="local",
+        device="cpu",
+        devices=ranks,
+        per_node=ranks,
+        domain=ranks,
+        memory_gb=machine.memory_bytes / ranks / 1e9,
+        memory_gb_s=10.0,
+        tflops={precision: rate * cores for precision, rate in CPU_CORE_TFLOPS.items()},
+        link_gb_s=1.0,
+        network_gb_s=1.0,
+        measured=Measured(host_us=20.0),
+        source="orders of magnitude; 'meshwright plan calibrate' measures this machine",
+    )
+
+
+def _network(short: str) -> float:
+    return next((rate for name, rate in NETWORK_GB_S.items() if short.startswith(name)), MODERN_NETWORK_GB_S)
+
+
+def _words(name: str, memory_gb: int | None, form: str | None) -> tuple[str, int | None, str | None]:
+    """`A100-80GB-SXM4` as ("a100", 80, "sxm"); words that say nothing about the kind are left out."""
+    kind = []
+    for word in name.lower().replace("nvidia", " ").replace("amd", " ").replace("-", " ").split():
+        size = word.removesuffix("gb").removesuffix("g")
+        if word.startswith(("sxm", "hbm")) or word in ("pcie", "nvl", "geforce", "instinct", "tensor", "core", "gpu"):
+            form = form or (word[:3] if word.startswith("sxm") else word if word in ("pcie", "nvl") else None)
+        elif size != word and size.isdigit():
+            memory_gb = memory_gb or int(size)
+        else:
+            kind.append(word)
+    return "".join(kind), memory_gb, form
+
+
+def _fits(row: dict[str, str], wanted: str, memory_gb: int | None, form: str | None) -> bool:
+    kind, memory, row_form = _words(row["name"].split(" (")[0], None, None)
+    memory = memory or (float(row["mem_gb"]) if row["mem_gb"] else None)
+    variant = row["name"].startswith("V100") and memory_gb == 16  # the table has one row for both sizes
+    return (
+        kind == wanted
+        and (memory_gb is None or memory is None or abs(memory - memory_gb) <= 3 or variant)
+        and (form is None or row_form in (form, None))
+    )
+
+
+def _preference(row: dict[str, str]) -> tuple[bool, bool, bool, float]:
+    stated = "(" not in row["name"]
+    return stated, "PCIe" not in row["name"], bool(row["bf16_achievable_tflops"]), float(row["mem_gb"] or 0)

@@ -1,0 +1,171 @@
+"""The one place that says how long one device computes on a block, the head or an update: a roofline at achieved rates.
+
+Every operator costs its arithmetic at the achievable (not the datasheet's) rate, plus the part of its memory traffic
+that the arithmetic does not hide; thin matrices are slow because their traffic is large for their arithmetic. Chains of
+element-wise operators cost their traffic alone. The host issues operators at its own pace and may be the slower one.
+"""
+
+from dataclasses import dataclass
+
+from meshwright.plan.blueprint import Block, Matrix
+from meshwright.plan.constants import Constants
+from meshwright.plan.job import Job
+from meshwright.spec.cluster import ClusterSpec
+
+HOPPER = ("H100", "H200", "H800", "H20", "GH200", "B200", "B300", "GB200", "GB300")
+"""Devices with kernels of their own generation."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of computation of one microbatch."""
+
+    forward: float
+    backward: float
+
+    def __add__(self, other: "Pass") -> "Pass":
+        return Pass(self.forward + other.forward, self.backward + other.backward)
+
+    def scaled(self, factor: float) -> "Pass":
+        """Both, times `factor`."""
+        return Pass(self.forward * factor, self.backward * factor)
+
+
+class Device:
+    """One device of a cluster under one job's precision and software."""
+
+    def __init__(self, cluster: ClusterSpec, job: Job, constants: Constants) -> None:
+        self.job, self.constants = job, constants
+        measured, low = cluster.measured, "bf16" if job.precision in ("fp8", "fp4") else job.precision
+        self.hopper = cluster.device.startswith(HOPPER)
+        self.rate = _rate(cluster, low, constants)
+        self.linear_rate = self.rate
+        if job.precision in ("fp8", "fp4") and job.precision in cluster.tflops:
+            self.linear_rate = max(self.rate, _rate(cluster, job.precision, constants))
+        self.quantized = self.linear_rate > self.rate
+        self.bandwidth = 1e9 * (measured.memory_gb_s or cluster.memory_gb_s * constants.memory)
+        self.host = 1e-6 * (measured.host_us or constants.host_us * job.stack.python)
+        self.start = 1e-6 * measured.matmul_half_us.get(low, 0.0)
+        self.attention_rate = 1e12 * measured.attention_tflops if measured.attention_tflops else self._attention_rate()
+        self.width = job.width
+        self.fusion = constants.fused_elementwise if job.stack.fused else constants.elementwise
+
+    def _attention_rate(self) -> float:
+        kind, constants = self.job.stack.attention, self.constants
+        if kind == "unfused":
+            return self.rate * constants.unfused
+        if kind == "hopper" and self.hopper:
+            return self.rate * constants.hopper
+        flash = self.rate * (constants.flash_hopper if self.hopper else constants.flash)
+        return flash * (constants.bias if kind == "flash-bias" else 1.0)
+
+    def busy(self, block: Block) -> Pass:
+        """Computation of one block for one microbatch, without recomputation."""
+        tokens = self.job.tokens
+        gemm = Pass(0.0, 0.0)
+        for matrix in block.matrices:
+            gemm += self._experts(matrix, tokens) if matrix.experts else self._matrix(matrix, tokens)
+        attention = self._attention(tokens)
+        traffic = self._elementwise_bytes(block, tokens) / self.bandwidth
+        return gemm + attention + Pass(traffic, 2 * traffic)
+
+    def block(self, block: Block) -> Pass:
+        """The same, no faster than the host issues its operators."""
+        device, host = self.busy(block), self.issue(block)
+        return Pass(max(device.forward, host), max(device.backward, 2 * host))
+
+    def issue(self, block: Block) -> float:
+        """Seconds in which the host issues a block's forward pass; the backward pass takes it twice as long."""
+        return self.host * self.constants.block_operators * (2.0 if block.num_experts else 1.0)
+
+    def waiting(self, block: Block) -> float:
+        """Seconds of both passes in which the device waits for the host."""
+        device, host = self.busy(block), self.issue(block)
+        return max(0.0, host - device.forward) + max(0.0, 2 * host - device.backward)
+
+    def head(self) -> Pass:
+        """Output head and loss of one microbatch."""
+        job = self.job
+        vocab, tokens = job.model.vocab / job.tp, job.tokens
+        product = self._product(tokens, vocab, job.model.hidden, self.rate, quantized=False)
+        traffic = tokens * vocab * self.constants.logit_bytes / self.bandwidth / 3
+        return product + Pass(traffic, 2 * traffic)
+
+    def cheap_part(self, block: Block) -> float:
+        """Seconds of a block's forward pass that selective recomputation repeats."""
+        if self.job.stack.attention == "unfused":
+            return self._attention(self.job.tokens).forward
+        return self._elementwise_bytes(block, self.job.tokens) / self.bandwidth
+
+    def update(self, parameters: float) -> float:
+        """Seconds of clipping and one optimizer step over `parameters` of this rank."""
+        return parameters * self.constants.optimizer_bytes / self.bandwidth
+
+    def _matrix(self, matrix: Matrix, tokens: float) -> Pass:
+        out, into = matrix.out, matrix.into
+        if matrix.split:  # which of the two is split changes nothing but the traffic, and that little
+            out, into = (out / self.job.tp, into) if out >= into else (out, into / self.job.tp)
+        return self._product(tokens, out, into, self.linear_rate, quantized=self.quantized)
+
+    def _experts(self, matrix: Matrix, tokens: float) -> Pass:
+        """Grouped products over this rank's experts, the busiest rank's load."""
+        job, constants = self.job, self.constants
+        share = job.tp if job.ep == 1 else 1  # without expert parallelism, tensor parallelism splits the experts
+        routed = tokens * job.model.top_k * constants.imbalance / (1 if job.ep == 1 else job.tp)
+        rows = routed * job.ep / matrix.experts
+        rate = self.linear_rate * constants.expert_matmul
+        one = self._product(rows, matrix.out / share, matrix.into, rate, quantized=self.quantized)
+        return one.scaled(matrix.experts / job.ep)
+
+    def _product(self, rows: float, out: float, into: float, rate: float, *, quantized: bool) -> Pass:
+        """`rows` tokens times a matrix [out, into]; backward computes two such products and adds a gradient."""
+        constants, width = self.constants, self.width
+        arithmetic = 2 * rows * out * into / rate
+        reads = width * (rows * into + out * into + rows * out)
+        if quantized:
+            reads += constants.fp8_casts * (rows * into + out * into)
+        gradient = 2 * self.job.stack.gradient_bytes * out * into
+        exposed = constants.matmul_memory / self.bandwidth
+        frozen = 0.5 if self.job.lora else 1.0  # a frozen matrix has no gradient of its own
+        forward = arithmetic + reads * exposed + self.start
+        backward = 2 * (arithmetic + reads * exposed + self.start) * frozen
+        return Pass(forward, backward + (0 if self.job.lora else gradient * exposed))
+
+    def _attention(self, tokens: float) -> Pass:
+        job, model, constants = self.job, self.job.model, self.constants
+        unfused = job.stack.attention == "unfused"
+        flops = tokens * model.attention_flops(job.sequence, causal=not unfused) / job.tp
+        forward, backward = flops / self.attention_rate, constants.attention_backward * flops / self.attention_rate
+        if unfused:
+            span = min(job.sequence, model.window or job.sequence)
+            scores = tokens * span * model.num_heads / job.tp
+            traffic = scores * constants.score_bytes / self.bandwidth
+            forward, backward = forward + traffic, 2 * flops / self.attention_rate + 1.5 * traffic
+        return Pass(forward, backward)
+
+    def _elementwise_bytes(self, block: Block, tokens: float) -> float:
+        """Traffic of norms, residuals, rotation and activation function in a block's forward pass."""
+        job, model = self.job, self.job.model
+        stream = 10 * model.hidden + (5 * model.hidden if job.stack.dropout else 0)
+        if job.sequence_parallel:
+            stream /= job.tp
+        inner = 2.0 * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim / job.tp
+        routed = 0.0
+        for matrix in block.matrices:
+            if matrix.into != model.hidden and matrix.out == model.hidden and not matrix.name.startswith("attention"):
+                steps = 5 if model.gated else 2
+                per_token = model.top_k if matrix.experts else 1
+                inner += steps * matrix.into * per_token / job.tp
+                routed += (self.constants.route_bytes / self.width) * per_token * model.hidden if matrix.experts else 0
+        return tokens * self.width * (stream + inner + routed / job.tp) * self.fusion
+
+
+def _rate(cluster: ClusterSpec, precision: str, constants: Constants) -> float:
+    """FLOP/s that large matrix products reach in training."""
+    measured = cluster.measured.matmul_tflops.get(precision)
+    if measured:
+        return measured * 1e12
+    peak = cluster.tflops[precision]
+    twin = "bf16" if precision == "fp16" else precision
+    best = cluster.achievable_tflops.get(twin, 0.8 * peak if precision != "fp8" else 0.7 * peak)
+    return 1e12 * best * (constants.small_fp8 if precision in ("fp8", "fp4") else constants.matmul)

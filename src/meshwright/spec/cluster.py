@@ -1,0 +1,117 @@
+"""The one place that says what a cluster is: its devices, how they are linked, and how a short name spells it."""
+
+import re
+from typing import Literal
+
+from pydantic import Field
+
+from meshwright.spec.base import Spec
+
+Precision = Literal["fp64", "fp32", "fp16", "bf16", "fp8", "fp4"]
+
+
+class CollectiveCost(Spec):
+    """A measured collective over one kind of link: seconds = latency + bytes on the wire / bandwidth."""
+
+    latency_us: float = Field(ge=0)
+    """Time of the smallest message over two ranks."""
+    bandwidth_gb_s: float = Field(gt=0)
+    """Bus bandwidth that large messages reach, 10**9 bytes per second and rank."""
+
+
+class Measured(Spec):
+    """What `meshwright plan calibrate` found on the machine itself; it replaces the datasheet's part of a prediction."""
+
+    matmul_tflops: dict[str, float] = {}
+    """Precision -> rate of a large square matrix product, 10**12 FLOP/s."""
+    matmul_half_us: dict[str, float] = {}
+    """Precision -> time that every product costs beyond its arithmetic."""
+    memory_gb_s: float | None = None
+    """Rate at which a large tensor is read and written."""
+    attention_tflops: float | None = None
+    """Rate of causal attention, forward and backward, in the precision measured first; masked scores not counted."""
+    host_us: float | None = None
+    """Time the host needs to issue one operator."""
+    collectives: dict[str, CollectiveCost] = {}
+    """`link` inside a node, `network` between nodes."""
+    contention: float = Field(default=1.0, gt=0)
+    """Slow-down of computation when every device of a node works at once."""
+
+
+class ClusterSpec(Spec):
+    """A cluster of equal devices in equal nodes. Rates are what the datasheet says; the planner knows what is reached."""
+
+    name: str
+    """For people."""
+    device: str
+    """Row of the hardware table, or a name of your own."""
+    devices: int = Field(ge=1)
+    """Devices of the whole cluster, one rank each."""
+    per_node: int = Field(ge=1)
+    """Devices of a node."""
+    domain: int = Field(ge=1)
+    """Devices joined by the fast link: a node, or an NVL72 rack."""
+    memory_gb: float = Field(gt=0)
+    """Memory of one device, 10**9 bytes."""
+    memory_gb_s: float = Field(gt=0)
+    """Its bandwidth, 10**9 bytes per second."""
+    tflops: dict[str, float]
+    """Precision -> dense matrix products, 10**12 FLOP/s."""
+    achievable_tflops: dict[str, float] = {}
+    """Precision -> what the best matrix shape reaches of it; 0.8 of the datasheet where not given."""
+    link_gb_s: float = Field(gt=0)
+    """Fast link, one way and per device, 10**9 bytes per second."""
+    network_gb_s: float = Field(gt=0)
+    """Network between nodes, one way and per device, 10**9 bytes per second."""
+    host_memory_gb: float = Field(default=1024.0, gt=0)
+    """Host memory of a node, 10**9 bytes, for offloading."""
+    price_per_hour: float | None = Field(default=None, ge=0)
+    """Price of one device for an hour, in the currency you think in."""
+    measured: Measured = Measured()
+    """Filled in by `meshwright plan calibrate`."""
+    source: str = ""
+    """Where the figures are from."""
+
+
+NAME = re.compile(
+    r"(?:(?P<devices>\d+)\s*x\s*)?(?P<device>[a-z][a-z0-9 ]*?)(?:-(?P<memory>\d+)g(?:b)?)?(?:-(?P<form>sxm|pcie|nvl))?"
+    r"(?:@(?P<rate>\d+(?:\.\d+)?)(?P<unit>gb/s|gbps)(?P<each>/gpu)?)?",
+    re.IGNORECASE,
+)
+
+
+class ClusterName(Spec):
+    """A short name taken apart: `64xa100-80g@400Gb/s`."""
+
+    devices: int = 1
+    device: str
+    memory_gb: int | None = None
+    form: str | None = None
+    node_gb_s: float | None = None
+    """Network of a node, one way, 10**9 bytes per second."""
+    gpu_gb_s: float | None = None
+    """Network of one GPU, where the name says `/gpu`."""
+
+
+def parse_cluster_name(text: str) -> ClusterName:
+    """`[COUNTx]DEVICE[-80g][-pcie][@RATE]` taken apart; RATE is a node's network in Gb/s (bits) or GB/s (bytes).
+
+    Raises `ValueError` with the grammar where the text does not follow it.
+    """
+    found = NAME.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(
+            f"cluster {text!r} is no name such as 8xh100 or 64xa100-80g@400Gb/s "
+            "(a node's network in Gb/s or GB/s, or a GPU's with /gpu), no file, and not 'local'"
+        )
+    rate = None
+    if found["rate"]:
+        rate = float(found["rate"]) / (1 if found["unit"] in ("GB/s", "GB/S") else 8)
+    return ClusterName(
+        devices=int(found["devices"] or 1),
+        device=found["device"].lower().strip(),
+        memory_gb=int(found["memory"]) if found["memory"] else None,
+        form=found["form"].lower() if found["form"] else None,
+        node_gb_s=None if found["each"] else rate,
+        gpu_gb_s=rate if found["each"] else None,
+    )
