@@ -17,6 +17,7 @@ import meshwright
 VERBS = {
     "init": "list the preset recipes, or print one to start from",
     "check": "find what is wrong with a recipe, without training",
+    "plan": "predict what fits, how fast and at what cost, without training",
     "train": "train what a recipe says, on one process or many",
     "generate": "continue prompts with a trained model",
     "eval": "loss and perplexity of a trained model on any text",

@@ -1,7 +1,7 @@
-"""The one place that condenses a parameter table into what costs depend on: a block's matrices, attention and experts."""
+"""The one place that condenses a parameter table into what costs depend on: matrices, attention and experts."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from meshwright.families import parameter_table
@@ -13,7 +13,7 @@ TP_DIMS = frozenset({"heads", "kv_heads", "ffn", "vocab"})
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight matrix of a block: every token is multiplied by it, or, with experts, by `top_k` of `experts` of them."""
+    """A weight matrix of a block: every token is multiplied by it or, with experts, by `top_k` of them."""
 
     name: str
     out: int
@@ -78,6 +78,8 @@ class Blueprint:
     tied: bool
     positions: int = 0
     """Rows of a learned position embedding."""
+    final: int = 0
+    """Parameters of the last norm."""
     window: int | None = None
     top_k: int = 0
     """Experts that a token visits."""
@@ -85,7 +87,6 @@ class Blueprint:
     """The different blocks."""
     pattern: tuple[int, ...]
     """Kind of every layer, first to last."""
-    extras: dict[str, int] = field(default_factory=dict, compare=False)
 
     @property
     def num_layers(self) -> int:
@@ -105,7 +106,7 @@ class Blueprint:
     @cached_property
     def num_parameters(self) -> int:
         """All parameters; a tied head counts once."""
-        ends = self.embedding * (1 if self.tied else 2) + self.positions * self.hidden + self.hidden
+        ends = self.embedding * (1 if self.tied else 2) + self.positions * self.hidden + self.final
         return ends + sum(block.numel for block in self.blocks)
 
     @cached_property
@@ -154,7 +155,10 @@ def blueprint(spec: ModelSpec, table: Iterable[Parameter] | None = None) -> Blue
 def condense(table: Iterable[Parameter], **sizes) -> Blueprint:
     """A blueprint from rows of parameters, `layers.N.` in the name of every block's; `sizes` as in `Blueprint`."""
     layers: dict[str, list[Parameter]] = {}
+    final = 0
     for row in table:
+        if row.name.startswith("norm."):
+            final += row.numel
         if row.name.startswith("layers."):
             layers.setdefault(row.name.split(".", 2)[1], []).append(row)
     kinds: dict[Block, int] = {}
@@ -165,13 +169,13 @@ def condense(table: Iterable[Parameter], **sizes) -> Blueprint:
         if key not in seen:
             seen[key] = _block(rows)
         pattern.append(kinds.setdefault(seen[key], len(kinds)))
-    return Blueprint(kinds=tuple(kinds), pattern=tuple(pattern), **sizes)
+    return Blueprint(kinds=tuple(kinds), pattern=tuple(pattern), final=final, **sizes)
 
 
 def _block(rows: list[Parameter]) -> Block:
     matrices, vectors = [], 0
     for row in rows:
-        if len(row.shape) == 1 or "experts" in row.dims and len(row.shape) == 2 and row.dims[0] == "experts":
+        if len(row.shape) == 1 or ("experts" in row.dims and len(row.shape) == 2 and row.dims[0] == "experts"):
             vectors += row.numel
             continue
         experts = row.shape[0] if row.dims[0] == "experts" else 0

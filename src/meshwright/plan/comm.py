@@ -2,7 +2,7 @@
 
 A ring over N ranks puts (N - 1) / N of the payload on every rank's wire for an all-gather or reduce-scatter, twice that
 for an all-reduce (Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005). Where a group
-leaves the node, all of its ranks in a node share the node's network, one channel each, so the slower of the two decides.
+leaves the node, its ranks in a node share the node's network, one channel each, so the slower of the two decides.
 """
 
 from dataclasses import dataclass

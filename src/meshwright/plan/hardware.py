@@ -9,7 +9,13 @@ from meshwright.plan.machine import Machine, find_machine
 from meshwright.spec.cluster import ClusterSpec, Measured, parse_cluster_name
 from meshwright.spec.recipe import load_spec
 
-SIBLINGS = {"A100": "A100-SXM-80GB", "A800": "A100-SXM-80GB", "H800": "H100-SXM-80GB", "H20": "H200-SXM-141GB", "GB300": "B300-SXM"}
+SIBLINGS = {
+    "A100": "A100-SXM-80GB",
+    "A800": "A100-SXM-80GB",
+    "H800": "H100-SXM-80GB",
+    "H20": "H200-SXM-141GB",
+    "GB300": "B300-SXM",
+}
 """Export and successor variants take the figures that the table lacks from the device they are made of."""
 
 NETWORK_GB_S = {"V100": 12.5, "A100": 25.0, "A800": 25.0, "MI250X": 25.0, "TPU": 50.0}

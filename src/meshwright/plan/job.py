@@ -27,6 +27,8 @@ class Stack:
     """Bytes per parameter of master weights and optimizer state."""
     weight_bytes: float = 2.0
     """Bytes per parameter of the weights that the model computes with."""
+    casts_when_gathering: bool = False
+    """Whether ZeRO-3 keeps only master weights and makes the low-precision ones as it gathers them (FSDP)."""
     dropout: bool = False
     overlap_gradients: bool = True
     """Whether gradients travel while the backward pass still computes."""
@@ -34,6 +36,8 @@ class Stack:
     """Whether tensor-parallel collectives are cut up and hidden behind matrix products."""
     expert_relay: bool = False
     """Whether a token crosses to another node once for all of its experts there, and is copied on inside the node."""
+    logit_bytes: float = 10.0
+    """Live bytes per logit of a loss that holds them all: low precision, fp32 copy, and the gradient of both."""
     chunked_loss: bool = False
     """Whether logits exist for a chunk of tokens at a time only."""
     group_shards: bool = True
@@ -50,7 +54,7 @@ class Stack:
     """Host time per operator, relative to an eager PyTorch program."""
 
 
-MESHWRIGHT = Stack(name="meshwright", chunked_loss=True)
+MESHWRIGHT = Stack(name="meshwright", chunked_loss=True, casts_when_gathering=True)
 """The engine of this repository: FSDP2, fp32 master weights and reductions, SDPA, chunked loss."""
 
 

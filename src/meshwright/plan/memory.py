@@ -13,8 +13,6 @@ from meshwright.plan.job import Job
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "fragmentation", "context")
 
-LOGIT_BYTES = 10.0
-"""Live bytes per logit of a loss that holds them all: low precision, fp32 copy, and the gradient of both."""
 CHUNK_BYTES = 2**30
 """Logits that a chunked loss holds at a time on a GPU."""
 
@@ -34,6 +32,8 @@ class MemoryUse:
     """Buckets and gathered layers in flight."""
     fragmentation: float
     context: float
+    host: float = 0.0
+    """State that offloading keeps in host memory; not part of the device's total."""
     stage: int = 0
     """The pipeline stage that needs most."""
 
@@ -80,7 +80,7 @@ def stage_memory(job: Job, stage: int) -> MemoryUse:
         return bytes_each * (held + experts)
 
     trainable = 0.01 if job.lora else 1.0  # adapters of the usual ranks are a percent of the weights
-    weights = sharded(3, stack.weight_bytes)
+    weights = 0.0 if job.zero >= 3 and stack.casts_when_gathering else sharded(3, stack.weight_bytes)
     gathered = 0.0
     if job.zero >= 3 and shards > 1:
         layer = max(block.dense / job.tp + block.whole + block.experts / job.ep for block in model.kinds)
@@ -88,9 +88,12 @@ def stage_memory(job: Job, stage: int) -> MemoryUse:
         # Two layers' weights, one used and one arriving, and a layer's gradient on its way out.
         gathered = 2 * stack.weight_bytes * max(layer, ends / 2) + (stack.weight_bytes + stack.reduce_bytes) * layer
     optimizer = sharded(1, stack.state_bytes) * trainable
-    if job.offload != "none":
-        optimizer = 0.0
     gradients = sharded(2, stack.gradient_bytes) * trainable
+    host = 0.0
+    if job.offload != "none":
+        host, optimizer = optimizer, 0.0
+    if job.offload == "cpu":
+        host, gradients = host + gradients, 0.0
     bucket = stack.bucket_bytes if job.dp > 1 and job.zero < 3 else 0.0
     activations = stage_activations(job, stage)
     logits = head_bytes(job) if stage == job.pp - 1 else 0.0
@@ -104,6 +107,7 @@ def stage_memory(job: Job, stage: int) -> MemoryUse:
         communication=gathered + bucket,
         fragmentation=stack.fragmentation * moving,
         context=stack.context_bytes,
+        host=host,
         stage=stage,
     )
 
@@ -118,7 +122,8 @@ def held_parameters(job: Job, stage: int) -> tuple[float, float]:
         dense += block.dense / job.tp + block.whole
         experts += block.experts / (job.ep if job.ep > 1 else job.tp)
     ends = (stage == 0) + (stage == job.pp - 1 and not (model.tied and job.pp == 1))
-    return dense + ends * model.embedding / job.tp + (stage == 0) * model.positions * model.hidden, experts
+    dense += (stage == 0) * model.positions * model.hidden + (stage == job.pp - 1) * model.final
+    return dense + ends * model.embedding / job.tp, experts
 
 
 def stage_activations(job: Job, stage: int) -> float:
@@ -238,6 +243,6 @@ def head_bytes(job: Job) -> float:
     vocab = model.vocab / job.tp
     norm = stream_tokens(job) * model.hidden * 2 * job.width
     if not job.stack.chunked_loss:
-        return norm + job.tokens * vocab * LOGIT_BYTES
+        return norm + job.tokens * vocab * job.stack.logit_bytes
     chunk = min(float(CHUNK_BYTES), job.tokens * vocab * job.width)
     return norm + 1.25 * chunk + 4 * vocab * model.hidden + job.tokens * model.hidden * job.width

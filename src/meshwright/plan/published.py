@@ -39,7 +39,7 @@ MEGATRON = Stack(
     saves_products=False,
     python=3.0,
 )
-FSDP = Stack(name="PyTorch FSDP", attention="flash", reduce_bytes=2.0)
+FSDP = Stack(name="PyTorch FSDP", attention="flash", reduce_bytes=2.0, logit_bytes=6.0, casts_when_gathering=True)
 
 VOCABULARIES = {
     "llama-2": 32000,
@@ -69,7 +69,15 @@ KNOWN: dict[str, dict[str, float]] = {
         "top_k": 6,
         "moe_layers": 23,
     },
-    "qwen3-next-80b": {"layers": 48, "hidden": 2048, "heads": 16, "kv_heads": 2, "ffn": 512, "experts": 512, "top_k": 10},
+    "qwen3-next-80b": {
+        "layers": 48,
+        "hidden": 2048,
+        "heads": 16,
+        "kv_heads": 2,
+        "ffn": 512,
+        "experts": 512,
+        "top_k": 10,
+    },
     "deepseek-v3": {"ffn": 2048, "dense_ffn": 18432, "dense_layers": 3, "shared": 1, "kv_heads": 4},
     "mixtral-8x7b": {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "experts": 8, "top_k": 2},
     "mixtral-8x22b": {"layers": 56, "hidden": 6144, "heads": 48, "kv_heads": 8, "ffn": 16384, "experts": 8, "top_k": 2},
@@ -208,8 +216,10 @@ def _model(read: Completion) -> Blueprint:
     top_k = int(read.number("top_k") or known.get("top_k") or 1) if experts else 0
     ffn = int(size["ffn"] or read.given("ffn_hidden", 4 * hidden))
     sizes = _Sizes(int(size["layers"]), hidden, heads, kv_heads, ffn, int(vocab), experts, top_k, known)
-    return min(sizes.candidates(), key=lambda plan: abs(plan.num_parameters - (params or 0) * 1e9)) if params else (
-        sizes.build(gated=bool(experts) or ffn != 4 * hidden, tied=not experts and ffn == 4 * hidden)
+    return (
+        min(sizes.candidates(), key=lambda plan: abs(plan.num_parameters - (params or 0) * 1e9))
+        if params
+        else (sizes.build(gated=bool(experts) or ffn != 4 * hidden, tied=not experts and ffn == 4 * hidden))
     )
 
 
@@ -250,8 +260,10 @@ class _Sizes:
     def _block(self, layer: int, gated: bool) -> Iterable[Parameter]:
         head_dim = max(1, self.hidden // self.heads)
         moe_layers = int(self.known.get("moe_layers", self.layers))
-        sparse = self.experts and layer >= self.known.get("dense_layers", 0) and layer < moe_layers + self.known.get(
-            "dense_layers", 0
+        sparse = (
+            self.experts
+            and layer >= self.known.get("dense_layers", 0)
+            and layer < moe_layers + self.known.get("dense_layers", 0)
         )
         ffn = self.ffn if sparse or not self.experts else int(self.known.get("dense_ffn", self.ffn))
 
@@ -291,7 +303,7 @@ def _stack(read: Completion, precision: str) -> Stack:
         if precision == "bf16":  # DeepSpeed's BF16_Optimizer accumulates in fp32, beside bf16 gradients
             return replace(LEGACY, gradient_bytes=6.0, state_bytes=12.0)
         return LEGACY
-    if "FSDP" in sharding and "Megatron" not in sharding:
+    if "SDP" in sharding and "Megatron" not in sharding:  # FSDP, FSDP2, HSDP
         bias = "alibi" in row.get("notes", "").lower()
         quantized = precision in ("fp8", "fp4")
         mixed = "amp" in row.get("precision", "")  # a policy of its own for reductions: fp32
@@ -369,7 +381,14 @@ def _recompute(read: Completion, stack: Stack) -> tuple[Literal["none", "selecti
 
 
 def _fitting(read: Completion, job: Job, cluster: ClusterSpec) -> Job:
-    """Where sharding or recomputation is not stated, the least of it with which the run fits: it did run."""
+    """Where sharding or recomputation is not stated, the least of it with which the run fits: it did run.
+
+    FSDP's "selective" alone means some of the blocks: as few quarters of them as fit.
+    """
+    if job.recompute == "selective" and job.stack.name == FSDP.name:
+        tries = [replace(job, recompute="full", recompute_share=quarter / 4) for quarter in (1, 2, 3, 4)]
+        fitting = (tried for tried in tries if predict_memory(tried).total <= cluster.memory_gb * 1e9)
+        return next(fitting, tries[-1])
     stages = [job.zero]
     if not read.row.get("zero_stage_or_fsdp") and job.dp > 1:
         stages += [stage for stage in (1, 2, 3) if stage > job.zero]

@@ -147,7 +147,10 @@ def sweeps(rows: Iterable[Judged], quantity: str) -> list[list[Judged]]:
 def sweep_correlation(rows: Iterable[Judged], quantity: str) -> float | None:
     """Spearman's rank correlation inside sweeps, averaged with the number of rows as weight."""
     weighted = [
-        (len(group), spearman([row.pairs(quantity)[0].value for row in group], [_measured(row, quantity) for row in group]))
+        (
+            len(group),
+            spearman([row.pairs(quantity)[0].value for row in group], [_measured(row, quantity) for row in group]),
+        )
         for group in sweeps(rows, quantity)
     ]
     weighted = [(weight, value) for weight, value in weighted if value is not None]
@@ -256,5 +259,3 @@ def _count(names: Iterable[str]) -> dict[str, int]:
     for name in names:
         counts[name] += 1
     return dict(sorted(counts.items(), key=lambda item: -item[1]))
-
-

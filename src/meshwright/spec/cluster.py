@@ -20,11 +20,11 @@ class CollectiveCost(Spec):
 
 
 class Measured(Spec):
-    """What `meshwright plan calibrate` found on the machine itself; it replaces the datasheet's part of a prediction."""
+    """What `meshwright plan calibrate` found on the machine itself, in place of the datasheet's figures."""
 
-    matmul_tflops: dict[str, float] = {}
+    matmul_tflops: dict[str, float] = Field(default_factory=dict)
     """Precision -> rate of a large square matrix product, 10**12 FLOP/s."""
-    matmul_half_us: dict[str, float] = {}
+    matmul_half_us: dict[str, float] = Field(default_factory=dict)
     """Precision -> time that every product costs beyond its arithmetic."""
     memory_gb_s: float | None = None
     """Rate at which a large tensor is read and written."""
@@ -32,14 +32,14 @@ class Measured(Spec):
     """Rate of causal attention, forward and backward, in the precision measured first; masked scores not counted."""
     host_us: float | None = None
     """Time the host needs to issue one operator."""
-    collectives: dict[str, CollectiveCost] = {}
+    collectives: dict[str, CollectiveCost] = Field(default_factory=dict)
     """`link` inside a node, `network` between nodes."""
     contention: float = Field(default=1.0, gt=0)
     """Slow-down of computation when every device of a node works at once."""
 
 
 class ClusterSpec(Spec):
-    """A cluster of equal devices in equal nodes. Rates are what the datasheet says; the planner knows what is reached."""
+    """A cluster of equal devices in equal nodes; rates are the datasheet's, the planner knows what is reached."""
 
     name: str
     """For people."""
@@ -57,7 +57,7 @@ class ClusterSpec(Spec):
     """Its bandwidth, 10**9 bytes per second."""
     tflops: dict[str, float]
     """Precision -> dense matrix products, 10**12 FLOP/s."""
-    achievable_tflops: dict[str, float] = {}
+    achievable_tflops: dict[str, float] = Field(default_factory=dict)
     """Precision -> what the best matrix shape reaches of it; 0.8 of the datasheet where not given."""
     link_gb_s: float = Field(gt=0)
     """Fast link, one way and per device, 10**9 bytes per second."""

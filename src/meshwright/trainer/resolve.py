@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from meshwright.families import parameter_table, resolve_model
+from meshwright.families import resolve_model
+from meshwright.plan.blueprint import blueprint
+from meshwright.plan.engine import engine_job
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.plan.memory import predict_memory
 from meshwright.spec.fit import context_method, find_misfits
@@ -42,7 +44,7 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
             f"training.global_batch={global_batch} sequences cannot be split over {ranks} data-parallel ranks; "
             f"the nearest number that can is {max(1, round(global_batch / ranks)) * ranks}"
         )
-    micro_batch, reason = _micro_batch(run, model, global_batch // ranks, machine)
+    micro_batch, reason = _micro_batch(run, model, global_batch, machine)
     reasons = {"training.micro_batch": reason}
     if run.layout.cp > 1:
         method, reason = context_method(run.layout, model, run.data.sequence_length)
@@ -71,8 +73,9 @@ def _global_batch(run: Run) -> int:
     return tokens // length
 
 
-def _micro_batch(run: Run, model: ModelSpec, per_rank: int, machine: Machine) -> tuple[int, str]:
+def _micro_batch(run: Run, model: ModelSpec, global_batch: int, machine: Machine) -> tuple[int, str]:
     """Sequences per forward pass and why."""
+    per_rank = global_batch // run.layout.data_parallel
     divisors = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
     if run.training.micro_batch != "auto":
         if run.training.micro_batch not in divisors:
@@ -82,13 +85,12 @@ def _micro_batch(run: Run, model: ModelSpec, per_rank: int, machine: Machine) ->
                 f"the nearest number that does is {nearest}"
             )
         return run.training.micro_batch, "given"
-    table, length = parameter_table(model), run.data.sequence_length // run.layout.cp
+    plan = blueprint(model)
     limit = MEMORY_SHARE * machine.memory_per_rank(run.layout.world_size)
     best = 0
     for size in divisors:
-        predicted = predict_memory(
-            model, table, run.training, run.layout, micro_batch=size, sequence_length=length
-        ).total
+        job = engine_job(run, plan, global_batch=global_batch, micro_batch=size, device=machine.kind)
+        predicted = predict_memory(job).total
         if predicted > limit:
             needs = (
                 f"{size} at a time would need about {predicted / 2**30:.1f} GiB of the {limit / 2**30:.1f} to be used"
