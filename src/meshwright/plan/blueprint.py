@@ -147,7 +147,7 @@ def blueprint(spec: ModelSpec, table: Iterable[Parameter] | None = None) -> Blue
         tied=spec.tied_embeddings,
         positions=spec.max_positions if spec.positions == "learned" else 0,
         window=spec.sliding_window,
-        top_k=getattr(spec, "experts_per_token", 0) or 0,
+        top_k=spec.experts_per_token,
         name=spec.family,
     )
 

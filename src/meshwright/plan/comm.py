@@ -73,7 +73,7 @@ class Wires:
 
     def all_reduce(self, group: Group, payload: float) -> float:
         """Seconds until every rank holds the sum of `payload` bytes."""
-        return self._seconds(group, 2 * payload * (group.ranks - 1) / max(1, group.ranks), 1.0)
+        return self._seconds(group, 2 * payload * (group.ranks - 1) / max(1, group.ranks), 2.0)
 
     def all_to_all(self, group: Group, payload: float, far: float | None = None) -> float:
         """Seconds until every rank has sent its share of `payload` bytes to every other.

@@ -96,7 +96,7 @@ def device_cluster(
         return float(row[column] or sibling[column] or default)
 
     rack = "NVL72" in row["scale_up_link"]
-    per_node = per_node or (4 if rack else 8)
+    per_node = min(per_node or (4 if rack else 8), devices)
     workstation = short in WORKSTATION
     network = gpu_gb_s or (node_gb_s / per_node if node_gb_s else None)
     if network is None:
@@ -116,7 +116,7 @@ def device_cluster(
         name=f"{devices} x {row['name']}",
         device=row["name"],
         devices=devices,
-        per_node=min(per_node, devices),
+        per_node=per_node,
         domain=min(72 if rack else per_node, devices),
         memory_gb=float(memory_gb or figure("mem_gb", 80.0)) * USABLE_GB,
         memory_gb_s=figure("mem_bw_gb_s", 1000.0),

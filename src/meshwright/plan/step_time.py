@@ -142,8 +142,7 @@ class StepModel:
         payload = job.tokens * job.model.hidden * self.device.width
         visits = 1 if block.num_experts and job.ep > 1 else 2
         both = visits * self.wires.all_reduce(self.tp, payload)
-        if job.sequence_parallel:  # two collectives in place of one, and one gather more in the backward pass
-            both += visits * self.wires.link_s
+        # With sequence parallelism each is cut in two halves, and the backward pass gathers once more.
         shown = 1 - self.constants.tensor_hidden if job.stack.overlap_tensor else 1.0
         return Pass(shown * both, shown * both * (1.25 if job.sequence_parallel else 1.0))
 

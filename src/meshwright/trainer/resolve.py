@@ -85,7 +85,7 @@ def _micro_batch(run: Run, model: ModelSpec, global_batch: int, machine: Machine
                 f"the nearest number that does is {nearest}"
             )
         return run.training.micro_batch, "given"
-    plan = blueprint(model)
+    plan, length = blueprint(model), run.data.sequence_length // run.layout.cp
     limit = MEMORY_SHARE * machine.memory_per_rank(run.layout.world_size)
     best = 0
     for size in divisors:

@@ -1,0 +1,149 @@
+"""Writes docs/plan-validation.md, the planner's error on published runs: run it after changing the planner."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.plan.constants import FITTED
+from meshwright.plan.published import read_published
+from meshwright.plan.validate import Judged, judge, regret, report, worst
+
+PAGE = Path(__file__).with_name("plan-validation.md")
+TABLE = Path(__file__).resolve().parents[1] / "benchmarks" / "published_runs.csv"
+
+BEGIN = """\
+# How far off the planner is
+
+Predictions against {rows} published training runs (`benchmarks/published_runs.csv`, each row with its source), made by
+`meshwright plan validate benchmarks/published_runs.csv`. The model's constants
+([`plan/constants.py`](../src/meshwright/plan/constants.py)) are global: {constants} numbers for all devices, models and
+programs, none for a row or a source. They were fitted to this table, so the fair figure is the one in the column *left
+out*: every source predicted with constants fitted to all other sources (`benchmarks/fit_planner.py`).
+
+*median* and *mean* are absolute errors relative to what was measured; *skill* is 1 - mean error / mean error of the
+rule of thumb "one model FLOPs utilisation for all" (the median of the other sources); *rank* is Spearman's correlation
+among layouts of one job; *inside* is the share of measurements within the {nominal:.0%} interval; *one factor* is the
+median error after one factor per source, fitted on the source's other rows.
+"""
+
+RULES = """\
+
+## How gaps are filled
+
+{completed} of {rows} rows lack an input; {refused} cannot be predicted at all. Nothing is dropped in silence: `--json`
+names the rules that spoke for every row. Counts are of rows.
+
+| input | rows | rule |
+|---|---|---|
+"""
+
+RULE = {
+    "interconnect": "8 x 200 Gb/s a node of Amperes, 8 x 400 of Hoppers and later, 4 x 100 of Voltas",
+    "vocab": "the family's by the model's name, else 51200 (Megatron's padded GPT-2)",
+    "ffn_hidden": "what the published parameter count leaves, else four times hidden",
+    "recompute": "none where it fits, else selective: recomputing everything would have been worth a word",
+    "heads": "one for 128 of hidden",
+    "layers": "from the architecture's name or the parameter count; without either, hidden is 128 times the layers",
+    "hidden": "the same",
+    "micro_batch": "1",
+    "global_batch": "one microbatch a data-parallel rank",
+    "seq_len": "2048",
+    "gpu": "A100-80GB (rows without one state memory on paper only)",
+    "precision": "bf16",
+    "zero_stage_or_fsdp": "the least ZeRO stage that fits",
+    "cp": "data-parallel ranks for which the batch has no sequence share one: they are context-parallel ranks",
+    "gpus": "the product of the degrees",
+}
+
+SOFTWARE = """\
+
+What a table of runs never says follows from precision, year and sharding: fp16 and years before 2023 mean attention
+that writes its scores to memory, dropout, 16-byte optimizer state and gradients that do not travel while the backward
+pass computes; FSDP means eager PyTorch with FlashAttention-2 (slower under ALiBi's bias) unless compiled; what remains
+is Megatron Core with its fused kernels, attention written for Hopper and a distributed optimizer, in fp8 recipes with
+bf16 gradients. Rates become times by the convention that the row's notes name; reported TFLOP/s are never compared.
+Memory is compared by what was counted: on paper (states), by the allocator, or by the driver.
+"""
+
+WHY = {
+    "v1-": "a V100 cluster whose own authors warn of 40 % between allocations; the same job took 82 s and 217 s",
+    "gv-": "a continuous-integration run of a toy model: the host's launches decide, deterministic kernels slow it",
+    "bl-035": "more than the same job at twice the microbatch (bl-036, 56 GB): probably swapped",
+    "mb-228": "twice as slow as the next release of the same program on the same job (mb-191)",
+    "mb-260": "twice as slow as the previous release of the same program on the same job (mb-277)",
+    "vm-016": "one microbatch of 64 sequences took twice as long as two of 32 (vm-017)",
+    "ca-": "batch and recomputation are not stated, and one row exceeds the device's memory",
+}
+
+
+def page() -> str:
+    """The whole page."""
+    runs, refused = read_published(TABLE)
+    judged = judge(runs)
+    summary = report(judged, refused)["summary"]
+    return "\n".join(_lines(summary, judged, refused)) + "\n"
+
+
+def _lines(summary: dict[str, Any], judged: Sequence[Judged], refused: dict[str, str]) -> Iterator[str]:
+    yield BEGIN.format(rows=summary["rows"], constants=len(FITTED.__dict__), nominal=summary["nominal_coverage"])
+    for quantity, title in (("step_time", "Step time"), ("memory", "Memory")):
+        yield f"## {title}\n"
+        yield "| source | rows | median | mean | skill | rank | inside | one factor |"
+        yield "|---|---|---|---|---|---|---|---|"
+        yield _row("**all**", summary[quantity])
+        for name, source in summary["per_source"].items():
+            if source[quantity]["rows"]:
+                yield _row(name, source[quantity])
+        yield ""
+    memory = summary["memory"]
+    yield (
+        f"Of {memory['oom_rows']} rows that ran out of memory {memory['oom_recall']:.0%} were predicted to; of "
+        f"{memory['oom_predicted']} that were predicted to, {memory['oom_precision']:.0%} did. Most of the others ran "
+        "close to the limit, at a batch that their authors had pushed there."
+    )
+    yield "\n## The ten rows furthest off\n"
+    yield "| row | quantity | predicted | measured | why |"
+    yield "|---|---|---|---|---|"
+    for quantity, unit in (("step_time", "s"), ("memory", "GB")):
+        for row in worst(judged, quantity):
+            predicted, value = row.pairs(quantity)
+            cells = (row.run.id, quantity.replace("_", " "), f"{predicted.value:.3g} {unit}", f"{value:.3g} {unit}")
+            yield f"| {' | '.join(cells)} | {_why(row)} |"
+    yield "\n## Regret\n"
+    yield "Where several layouts of one job were measured: how much slower the planner's choice is than the fastest.\n"
+    yield "| source | layouts | devices | parameters | chosen | regret |"
+    yield "|---|---|---|---|---|---|"
+    found = regret(judged)
+    for sweep in found:
+        size = f"{sweep['parameters'] / 1e9:.1f}B"
+        yield (
+            f"| {sweep['source']} | {sweep['rows']} | {sweep['devices']} | {size} | {sweep['chosen']} | "
+            f"{sweep['regret']:.1%} |"
+        )
+    yield f"| **mean** | | | | | **{sum(sweep['regret'] for sweep in found) / len(found):.1%}** |"
+    yield RULES.format(**summary).rstrip()
+    for name, count in summary["completed_inputs"].items():
+        yield f"| {name} | {count} | {RULE[name]} |"
+    yield SOFTWARE
+    yield f"Not predictable: {', '.join(refused)} (no figures for their device)."
+
+
+def _row(name: str, errors: dict[str, Any]) -> str:
+    rank = errors.get("spearman")
+    cells = [name.replace("|", "/"), str(errors["rows"])]
+    cells += [_percent(errors.get(key)) for key in ("median_ape", "mape", "skill")]
+    cells += ["" if rank is None else f"{rank:.2f}"]
+    cells += [_percent(errors.get(key)) for key in ("coverage", "calibrated_median_ape")]
+    return f"| {' | '.join(cells)} |"
+
+
+def _why(row: Judged) -> str:
+    return next((reason for start, reason in WHY.items() if row.run.id.startswith(start)), "")
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

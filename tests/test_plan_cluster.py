@@ -1,0 +1,119 @@
+"""Clusters by name, file and machine; devices found as people write them; collectives as measured."""
+
+import csv
+from importlib import resources
+from math import exp, log
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from meshwright.plan.comm import Group, Wires, axis_group
+from meshwright.plan.constants import FITTED
+from meshwright.plan.hardware import device_cluster, find_device, hardware_table, local_cluster, resolve_cluster
+from meshwright.plan.machine import Machine
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.recipe import dump_recipe
+
+GIB = 2**30 / 1e9
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "row", "memory", "network"),
+    [
+        ("8xh100", 8, "H100-SXM-80GB", 80, 50.0),
+        ("64xa100-80g@400Gb/s", 64, "A100-SXM-80GB", 80, 6.25),
+        ("64xa100-40g@50GB/s", 64, "A100-SXM-40GB", 40, 6.25),
+        ("16xh200@400Gb/s/gpu", 16, "H200-SXM-141GB", 141, 50.0),
+        ("1024xgb200", 1024, "GB200", 186, 50.0),
+        ("4xrtx 4090", 4, "RTX 4090", 24, 3.1 / 4),
+    ],
+)
+def test_a_short_name_is_a_cluster(name: str, devices: int, row: str, memory: float, network: float) -> None:
+    cluster = resolve_cluster(name, base_dir=Path())
+    assert (cluster.devices, cluster.device) == (devices, row)
+    assert cluster.memory_gb == pytest.approx(memory * GIB * 0.985)
+    assert cluster.network_gb_s == pytest.approx(network)
+
+
+def test_racks_are_wider_than_nodes() -> None:
+    cluster = resolve_cluster("144xgb200", base_dir=Path())
+    assert (cluster.per_node, cluster.domain) == (4, 72)
+
+
+@pytest.mark.parametrize("written", ["A100-80GB-SXM", "NVIDIA A100-SXM4-80GB", "a100", "A100-SXM-80GB"])
+def test_devices_are_found_as_people_write_them(written: str) -> None:
+    assert find_device(written)["name"] == "A100-SXM-80GB"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("8xh1000", "unknown device 'h1000'; known are V100"), ("8 gpus!", "8xh100 or 64xa100-80g@400Gb/s")],
+)
+def test_unknown_clusters_are_refused_with_what_there_is(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve_cluster(name, base_dir=Path())
+
+
+def test_a_cluster_file_is_read_and_a_missing_one_named(tmp_path: Path) -> None:
+    cluster = device_cluster("h100", 16).model_copy(update={"price_per_hour": 1.25})
+    (tmp_path / "mine.yaml").write_text(dump_recipe(cluster))
+    assert resolve_cluster("mine.yaml", base_dir=tmp_path) == cluster
+    assert resolve_cluster(cluster, base_dir=tmp_path) is cluster
+    with pytest.raises(ValueError, match=r"does not exist; 'meshwright plan calibrate yours.yaml' writes one"):
+        resolve_cluster("yours.yaml", base_dir=tmp_path)
+
+
+def test_local_is_this_machine() -> None:
+    h200 = Machine(kind="cuda", name="NVIDIA H200", devices=2, memory_bytes=150 * 10**9)
+    cluster = resolve_cluster("local", base_dir=Path(), machine=h200)
+    assert (cluster.name, cluster.device, cluster.devices) == ("local", "H200-SXM-141GB", 2)
+    assert cluster.memory_gb == 150
+    cpu = local_cluster(Machine(kind="cpu", name="cpu", devices=4, memory_bytes=8 * 10**9), ranks=2)
+    assert (cpu.devices, cpu.memory_gb) == (2, 4.0)
+
+
+def test_every_row_of_the_hardware_table_makes_a_cluster() -> None:
+    rows = [row["name"] for row in hardware_table() if not row["name"].startswith(("TPU", "Gaudi"))]
+    assert len(rows) > 25
+    for name in rows:
+        cluster = device_cluster(name.split(" (")[0], 8)
+        assert isinstance(cluster, ClusterSpec)
+        assert cluster.tflops["bf16"] > 50
+
+
+def test_an_axis_leaves_the_node_where_its_ranks_do() -> None:
+    cluster = device_cluster("h100", 32)
+    assert axis_group(cluster, 8, 1) == Group(8, 8)
+    assert axis_group(cluster, 16, 1) == Group(16, 8)
+    assert axis_group(cluster, 4, 8) == Group(4, 1)
+    assert axis_group(cluster, 8, 2) == Group(8, 4)
+    assert axis_group(cluster, 8, 2).domains == 2
+
+
+def test_a_ring_of_several_nodes_is_as_fast_as_the_slower_of_link_and_network() -> None:
+    wires = Wires.of(device_cluster("h100", 64), FITTED)
+    inside, across, lonely = Group(8, 8), Group(64, 8), Group(8, 1)
+    payload = 8e9
+    assert wires.all_reduce(inside, payload) < wires.all_reduce(across, payload) < wires.all_reduce(lonely, payload)
+    assert wires.all_reduce(inside, payload) == pytest.approx(2 * wires.all_gather(inside, payload), rel=0.01)
+    assert wires.all_gather(Group(1, 1), payload) == 0
+    # Sent once for all experts of a node, a token crosses the network less often than once for each of them.
+    assert wires.all_to_all(across, payload, far=payload / 8) < wires.all_to_all(across, payload)
+
+
+def test_collectives_agree_with_measurements() -> None:
+    """nccl-tests of two nodes, 1 MiB to 16 GiB: right on the mean, within a factor of 1.4 at the mean size."""
+    text = resources.files("meshwright.plan").joinpath("data/collectives.csv").read_text(encoding="utf-8")
+    devices = {"8xA100 node (NVLink 3)": "a100", "8xH200 node (NVLink 4)": "h200"}
+    ratios = []
+    for row in csv.DictReader(text.splitlines()):
+        if row["system"] not in devices or not row["time_ms"] or float(row["bytes"]) < 2**20:
+            continue
+        ranks, payload = int(row["gpus"]), float(row["bytes"])
+        wires = Wires.of(device_cluster(devices[row["system"]], 8), FITTED)
+        operation = wires.all_reduce if row["collective"] == "all_reduce" else wires.all_gather
+        ratios.append(log(operation(Group(ranks, ranks), payload) / (float(row["time_ms"]) / 1e3)))
+    assert len(ratios) >= 30
+    assert 1 / 1.3 < exp(mean(ratios)) < 1.3
+    assert exp(mean(map(abs, ratios))) < 1.4

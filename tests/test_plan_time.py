@@ -1,0 +1,109 @@
+"""Step time: the pipeline against its schedule, parts that add up, and what must cost more costing more."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwright.families import PRESETS, resolve_model
+from meshwright.plan.blueprint import blueprint
+from meshwright.plan.hardware import device_cluster
+from meshwright.plan.interval import NOMINAL, Interval, time_sigma
+from meshwright.plan.job import Job, Stack
+from meshwright.plan.pipeline import pipeline_seconds
+from meshwright.plan.step_time import predict_step_time
+from meshwright.spec.schedule import build_schedule
+from meshwright.spec.timeline import StageCosts, simulate
+
+H100 = device_cluster("h100", 64)
+MODEL = blueprint(resolve_model(PRESETS["llama-3-70b"], base_dir=Path()))
+JOB = Job(
+    model=MODEL, sequence=4096, global_batch=512, micro_batch=1, dp_shard=64, zero=3, recompute="full",
+    stack=Stack(name="test"),
+)  # fmt: skip
+
+
+def seconds(job: Job, cluster=H100) -> float:
+    return predict_step_time(job, cluster).total
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize("uneven", [False, True])
+def test_the_pipelines_time_is_its_schedules(stages: int, virtual: int, uneven: bool) -> None:
+    """Equal stages: exact. One stage 20 % longer: within 3 %."""
+    microbatches = 4 * stages
+    forward = [1.0 + 0.2 * (uneven and rank == stages - 1) for rank in range(stages)]
+    costs = [time / virtual for _ in range(virtual) for time in forward]
+    name = "1f1b" if virtual == 1 else "interleaved-1f1b"
+    schedule = build_schedule(name, ranks=stages, microbatches=microbatches, stages_per_rank=virtual)
+    simulated = simulate(
+        schedule, StageCosts(forward=tuple(costs), backward_input=tuple(costs), backward_weight=tuple(costs))
+    ).duration
+    backward = [2 * time for time in forward]
+    predicted = pipeline_seconds(forward, backward, microbatches, virtual, send=0.0)
+    assert predicted.total == pytest.approx(simulated, rel=0.03 if uneven else 1e-9)
+    assert predicted.total - predicted.bubble == pytest.approx(microbatches * 3 * max(forward))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"dp_shard": 8, "dp_replicate": 8},
+        {"dp_shard": 1, "dp_replicate": 8, "zero": 0, "tp": 8},
+        {"dp_shard": 2, "zero": 1, "tp": 8, "pp": 4},
+        {"dp_shard": 2, "zero": 1, "tp": 4, "pp": 8, "virtual_stages": 5},
+        {"dp_shard": 4, "cp": 4, "tp": 4, "zero": 1},
+    ],
+)
+def test_the_parts_add_up(layout: dict) -> None:
+    job = replace(JOB, **layout)
+    assert job.world == 64
+    time = predict_step_time(job, H100)
+    parts = (time.compute, time.tensor, time.context, time.expert, time.data, time.pipeline, time.bubble, time.update)
+    assert min(parts) >= 0
+    assert time.total == pytest.approx(sum(parts))
+    model_seconds = 512 * 4096 * MODEL.model_flops(4096) / (64 * 989e12)
+    assert 1.5 < time.total / model_seconds < 6
+
+
+def test_what_must_cost_more_costs_more() -> None:
+    assert seconds(replace(JOB, recompute="none")) < seconds(replace(JOB, recompute="selective")) < seconds(JOB)
+    assert seconds(JOB) < seconds(replace(JOB, global_batch=1024)) < 2.1 * seconds(JOB)
+    slow = H100.model_copy(update={"network_gb_s": 1.0})
+    assert seconds(JOB, slow) > 1.5 * seconds(JOB)
+    # Sharding inside the node alone is the cure for a slow network.
+    assert seconds(replace(JOB, dp_shard=8, dp_replicate=8), slow) < 0.8 * seconds(JOB, slow)
+    assert seconds(replace(JOB, precision="fp32")) > 5 * seconds(JOB)
+
+
+def test_tensor_parallelism_pays_where_it_leaves_the_node() -> None:
+    inside = replace(JOB, tp=8, dp_shard=8, zero=1)
+    across = replace(JOB, tp=16, dp_shard=4, zero=1)
+    assert predict_step_time(across, H100).tensor > 3 * predict_step_time(inside, H100).tensor
+
+
+def test_more_microbatches_shrink_the_bubble() -> None:
+    few = predict_step_time(replace(JOB, pp=8, dp_shard=8, zero=1, global_batch=64), H100)
+    many = predict_step_time(replace(JOB, pp=8, dp_shard=8, zero=1, global_batch=512), H100)
+    assert few.bubble / few.total > 2 * many.bubble / many.total
+
+
+def test_experts_cost_their_dispatch() -> None:
+    model = blueprint(resolve_model(PRESETS["qwen3-30b-a3b"], base_dir=Path()))
+    job = replace(JOB, model=model, ep=8, zero=1, dp_shard=64)
+    near, far = predict_step_time(job, H100), predict_step_time(replace(job, ep=64), H100)
+    assert 0 < near.expert < far.expert
+    assert predict_step_time(replace(job, ep=1), H100).expert == 0
+
+
+def test_intervals_hold_their_value_and_widen_with_what_is_unsure() -> None:
+    interval = Interval.spread(2.0, 0.1)
+    assert interval.low < interval.value < interval.high
+    assert interval.high / interval.value == pytest.approx(interval.value / interval.low)
+    assert NOMINAL == 0.8
+    time = predict_step_time(JOB, H100)
+    unmeasured = H100.model_copy(update={"achievable_tflops": {}})
+    assert time_sigma(time, JOB, unmeasured) > time_sigma(time, JOB, H100)
+    assert time_sigma(time, JOB, H100, completed=5) > time_sigma(time, JOB, H100)

@@ -1,0 +1,156 @@
+"""`plan validate`: rows completed by rule, measurements by their source's convention, honest summaries."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import main
+from meshwright.plan.published import read_published, read_row
+from meshwright.plan.validate import spearman
+
+LLAMA = {
+    "id": "a-1",
+    "source": "a",
+    "year": "2024",
+    "model_name": "Llama3-8B",
+    "params_b": "8",
+    "layers": "32",
+    "hidden": "4096",
+    "heads": "32",
+    "kv_heads": "8",
+    "ffn_hidden": "14336",
+    "vocab": "128256",
+    "seq_len": "8192",
+    "gpu": "A100-80GB-SXM",
+    "gpus": "64",
+    "gpus_per_node": "8",
+    "tp": "1",
+    "pp": "1",
+    "zero_stage_or_fsdp": "FSDP2",
+    "micro_batch": "1",
+    "global_batch": "64",
+    "precision": "bf16",
+    "recompute": "selective-op",
+    "tokens_per_s_per_gpu": "2973",
+}
+
+COLUMNS = [
+    *LLAMA, "n_experts", "top_k", "interconnect", "vpp", "cp", "ep", "dp", "sequence_parallel", "compile", "offload",
+    "tflops_per_gpu", "mfu", "step_time_s", "memory_gb_per_gpu", "notes",
+]  # fmt: skip
+
+
+def row(**changes: str) -> dict[str, str]:
+    return dict.fromkeys(COLUMNS, "") | LLAMA | changes
+
+
+def write(path: Path, *rows: dict[str, str]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def test_a_complete_row_is_read_as_it_is() -> None:
+    run = read_row(row(interconnect="8x200 Gbps"))
+    assert run.completed == ()
+    assert run.job.model.num_parameters == pytest.approx(8.03e9, rel=0.001)
+    assert (run.job.zero, run.job.dp_shard, run.job.stack.attention, run.job.recompute_share) == (3, 64, "flash", 0.5)
+    assert run.seconds == pytest.approx(64 * 8192 / (2973 * 64))
+    assert run.cluster.network_gb_s == 25
+
+
+@pytest.mark.parametrize(
+    ("text", "per_gpu"),
+    [
+        ("1600 Gbps node-node RoCE", 25.0),
+        ("NVLink; 4x Omni-Path (100 Gb) per node", 6.25),
+        ("NVLink 4; InfiniBand 8x50 GB/s", 50.0),
+        ("RoCE 400 Gb/s per GPU; 3072-GPU pods", 50.0),
+        ("800 Gbps inter-node, 150 GB/s intra-node", 12.5),
+        ("", 25.0),
+    ],
+)
+def test_networks_are_read_in_every_spelling(text: str, per_gpu: float) -> None:
+    run = read_row(row(interconnect=text))
+    assert run.cluster.network_gb_s == pytest.approx(per_gpu)
+    assert ("interconnect" in run.completed) == (not text)
+    assert run.cluster.link_gb_s == (150 if "intra" in text else 300)
+
+
+def test_gaps_are_filled_by_rule_and_counted() -> None:
+    gaps = dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "recompute"), "")
+    run = read_row(row(**gaps))
+    assert run.job.model.num_parameters == pytest.approx(8e9, rel=0.02)
+    assert {"layers", "hidden", "vocab", "recompute"} <= set(run.completed)
+    assert run.job.model.vocab == 128256  # by the family's name
+
+
+def test_the_feed_forward_layer_is_the_one_that_gives_the_published_count() -> None:
+    assert read_row(row()).job.model.gated
+    gpt = {"model_name": "GPT", "params_b": "22", "layers": "48", "hidden": "6144", "heads": "64", "kv_heads": "64"}
+    run = read_row(row(**gpt, ffn_hidden="24576", vocab="51200", precision="fp16-mixed", year="2021"))
+    assert not run.job.model.gated
+    assert run.job.model.tied
+    assert run.job.stack.attention == "unfused"  # fp16, before flash attention
+
+
+def test_flops_are_turned_into_time_by_the_sources_own_convention() -> None:
+    both = {"tokens_per_s_per_gpu": "", "tflops_per_gpu": "150"}
+    model = read_row(row(notes="Model FLOPs (Megatron appendix A formula)", **both))
+    hardware = read_row(row(notes="hardware FLOPs 8*N*T", **both))
+    assert model.seconds == pytest.approx(8192 * model.job.model.model_flops(8192) / 150e12)
+    assert hardware.seconds == pytest.approx(8192 * 8 * model.job.model.num_parameters / 150e12)
+
+
+def test_memory_is_compared_by_what_was_counted() -> None:
+    assert read_row(row(memory_gb_per_gpu="40", notes="Mem = nvidia-smi max, GB")).memory_kind == "device"
+    allocated = read_row(row(memory_gb_per_gpu="40", notes="max_memory_allocated, here GiB"))
+    assert (allocated.memory_kind, allocated.memory_gb) == ("allocated", pytest.approx(42.95, abs=0.01))
+    ran_out = read_row(row(memory_gb_per_gpu="OOM"))
+    assert (ran_out.memory_gb, ran_out.out_of_memory) == (None, True)
+
+
+def test_every_row_is_predicted_or_refused_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    table = write(
+        tmp_path / "runs.csv",
+        row(),
+        row(id="a-2", recompute="full", tokens_per_s_per_gpu="2700"),
+        row(id="a-3", recompute="none", tokens_per_s_per_gpu="", memory_gb_per_gpu="OOM"),
+        row(id="a-4", gpu="TPUv3"),
+        row(id="b-1", source="b row 7", gpu="H100-80GB-SXM", tokens_per_s_per_gpu="5800"),
+    )
+    runs, refused = read_published(table)
+    assert [run.id for run in runs] == ["a-1", "a-2", "a-3", "b-1"]
+    assert "TPUv3" in refused["a-4"]
+    assert main(["plan", "validate", str(table), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    summary = found["summary"]
+    assert (summary["rows"], summary["refused"]) == (5, 1)
+    assert summary["step_time"]["rows"] == 3
+    assert summary["step_time"]["median_ape"] < 0.2
+    assert set(summary["per_source"]) == {"a", "b"}
+    assert {"rows", "median_ape", "mape", "skill", "spearman", "coverage"} <= set(summary["step_time"])
+    assert summary["memory"]["oom_rows"] == 1
+    first = found["rows"][0]["step_time"]
+    assert first["low"] < first["predicted"] < first["high"]
+    assert first["measured"] == pytest.approx(64 * 8192 / (2973 * 64))
+    assert len(found["rows"]) == 5
+    assert main(["plan", "validate", str(table)]) == 0
+    assert "5 rows" in capsys.readouterr().out
+
+
+def test_a_table_of_something_else_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    assert main(["plan", "validate", str(tmp_path / "other.csv")]) == 2
+    assert "it is no table of published runs" in capsys.readouterr().err
+
+
+def test_rank_correlation() -> None:
+    assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
+    assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
+    assert spearman([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(0.9487, abs=1e-4)
+    assert spearman([1, 1, 1], [1, 2, 3]) is None
