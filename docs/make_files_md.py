@@ -8,7 +8,8 @@ PAGE = Path(__file__).with_name("files.md")
 SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
 
 ROOMS = {
-    "cli": "Floor 5: the verbs people type",
+    "cli": "Floor 6: the verbs people type",
+    "prove": "Floor 5: a layout against one process",
     "trainer": "Floor 4: a run from its recipe to its last checkpoint",
     "parallel": "Floor 3: a single-device model becomes a sharded one",
     "optim": "Floor 3: optimizers, schedules, clipping, loss scaling",

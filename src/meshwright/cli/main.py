@@ -18,6 +18,7 @@ VERBS = {
     "init": "list the preset recipes, or print one to start from",
     "check": "find what is wrong with a recipe, without training",
     "plan": "predict what fits, how fast and at what cost, without training",
+    "verify": "prove that a recipe's layout computes what one process computes",
     "train": "train what a recipe says, on one process or many",
     "generate": "continue prompts with a trained model",
     "eval": "loss and perplexity of a trained model on any text",

@@ -3,16 +3,14 @@
 import functools
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from meshwright.data.loader import Loader
-from meshwright.data.packing import Piece, Sample
-from meshwright.models.loss import IGNORED
 from meshwright.optim import shards
 from meshwright.optim.clip import global_gradient_norm
 from meshwright.parallel import Meshes, build_meshes
+from meshwright.prove.samples import RandomSamples
 from meshwright.spec.layout import AXES, LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.launch import Worker
@@ -28,39 +26,6 @@ class Outcome:
     gradients: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
     """After the step."""
-
-
-class RandomSamples:
-    """Random tokens, of whose labels a varying share is ignored: ranks and microbatches carry unequal token counts.
-
-    With `documents` every row holds several documents that are kept apart.
-    """
-
-    def __init__(
-        self, *, vocab: int, sequence_length: int, seed: int = 0, count: int = 64, documents: bool = False
-    ) -> None:
-        self.vocab, self.sequence_length, self.seed, self.count = vocab, sequence_length, seed, count
-        self.documents = documents
-
-    @property
-    def num_tokens(self) -> int:
-        """Positions of all samples."""
-        return self.count * self.sequence_length
-
-    def __len__(self) -> int:
-        return self.count
-
-    def pieces(self, index: int) -> list[Piece]:
-        """One piece; it lies nowhere."""
-        return [Piece(index * self.sequence_length, self.sequence_length)]
-
-    def __getitem__(self, index: int) -> Sample:
-        generator = np.random.default_rng((self.seed, index))
-        tokens = generator.integers(0, self.vocab, self.sequence_length + 1)
-        inputs_T, labels_T = tokens[:-1].copy(), tokens[1:].copy()
-        labels_T[generator.random(self.sequence_length) < generator.random() / 2] = IGNORED
-        documents_T = (generator.random(self.sequence_length) < 0.2).cumsum() if self.documents else None
-        return Sample(inputs_T, labels_T, documents_T)
 
 
 def build_here(resolved: ResolvedRun) -> Trainer:

@@ -26,6 +26,12 @@ LAYOUTS = {
     "zero-3-tp-wide": LayoutSpec(dp_shard=2, tp=4),
     "hybrid-3-tp": LayoutSpec(dp_replicate=2, dp_shard=2, tp=2),
     "offload-tp": LayoutSpec(dp_shard=2, tp=2, offload="cpu"),
+    "cp": LayoutSpec(cp=4),
+    "zero-3-cp": LayoutSpec(dp_shard=2, cp=2),
+    "cp-ring-tp": LayoutSpec(cp=2, tp=2, cp_method="ring"),
+    "cp-all-gather-tp": LayoutSpec(cp=2, tp=2, zero=3, cp_method="all_gather"),
+    "cp-ulysses-tp": LayoutSpec(cp=2, tp=2, zero=2, cp_method="ulysses"),
+    "hybrid-3-cp-tp": LayoutSpec(dp_replicate=2, cp=2, tp=2, zero=3),
 }
 """By name, for the tests' model: 4 query heads, 2 key and value heads, a vocabulary of 50. `wide`: more ranks than key
 and value heads, and than divide the vocabulary. `uneven`: ranks that do not divide the rows of a matrix."""

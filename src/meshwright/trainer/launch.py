@@ -94,8 +94,10 @@ def find_nodes(environment: Mapping[str, str] = os.environ) -> Nodes:
     return Nodes()
 
 
-def start_workers(layout: LayoutSpec, nodes: Nodes, arguments: list[str]) -> int:
-    """Run `python -m meshwright.trainer.worker ARGUMENTS` once per local rank; returns the exit status.
+def start_workers(
+    layout: LayoutSpec, nodes: Nodes, arguments: list[str], *, module: str = "meshwright.trainer.worker"
+) -> int:
+    """Run `python -m MODULE ARGUMENTS` once per local rank; returns the exit status.
 
     0 where all succeeded; a worker's own status where one failed, its message being printed already.
     """
@@ -116,10 +118,10 @@ def start_workers(layout: LayoutSpec, nodes: Nodes, arguments: list[str]) -> int
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(redirects=Std.NONE, tee=Std.NONE),
     )
-    for module in ("agent.server.api", "multiprocessing.api"):  # else they repeat at length what is said here in a line
-        logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)
+    for name in ("agent.server.api", "multiprocessing.api"):  # else they repeat at length what is said here in a line
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", "meshwright.trainer.worker", *arguments)
+        elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode == MISUSE:

@@ -1,0 +1,134 @@
+"""The verb `verify`: the recipe's layout against one process, from the same weights on the same data."""
+
+import argparse
+import sys
+from typing import Any
+
+from meshwright.cli.common import add_recipe_arguments, read_recipe
+from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
+from meshwright.prove.shrink import shrink
+from meshwright.spec.run import ResolvedRun, Run
+from meshwright.trainer.resolve import resolve_run
+
+DIFFERENT = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Operands and options of `verify`."""
+    add_recipe_arguments(parser)
+    parser.add_argument("--steps", type=int, default=2, metavar="N", help="steps to compare (default 2)")
+    parser.add_argument(
+        "--shrink",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compare with a small model that meets the same conditions (default), or with the recipe's own",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=["fp64", "recipe"],
+        default="fp64",
+        help="fp64 (default) tells rounding from mistakes; recipe computes as the recipe says",
+    )
+    add_json_argument(parser)
+    parser.epilog = (
+        "It runs on this machine's CPUs, one process a rank, on random tokens.\n"
+        "exit status: 0 equal, 1 different, 2 misuse\n\n"
+        "examples:\n"
+        "  meshwright verify run.yaml\n"
+        "  meshwright verify run.yaml layout.cp=2 training.recompute=full --steps 3\n"
+        "  meshwright verify run.yaml --no-shrink --precision recipe"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prove the layout, report, and say by the exit status whether it differs."""
+    if not 1 <= arguments.steps <= 64:
+        raise ValueError(f"--steps {arguments.steps}: from 1 to 64 steps can be compared")
+    recipe = read_recipe(arguments)
+    resolved = _prepare(recipe, arguments)
+    # Torch loads here, so that a mistake in the recipe is told at once.
+    from meshwright.prove.verify import LayoutFailed, verify
+
+    if not arguments.json:
+        print(_what(resolved, arguments), flush=True)
+    try:
+        with progress_on_stderr(arguments.json):
+            proof = verify(resolved, steps=arguments.steps)
+    except LayoutFailed:
+        print("error: the layout's processes failed, so there is nothing to compare", file=sys.stderr)
+        return DIFFERENT
+    if arguments.json:
+        print_json({"strategy": resolved.run.layout.strategy, **proof.as_data()})
+    else:
+        for comparison in proof.comparisons:
+            print("\n".join(_step(comparison)))
+        print(_conclusion(proof))
+    return 0 if proof.equal else DIFFERENT
+
+
+def _prepare(recipe: Run, arguments: argparse.Namespace) -> ResolvedRun:
+    if arguments.precision == "fp64":
+        recipe = recipe.model_copy(
+            update={"training": recipe.training.model_copy(update={"precision": "fp64", "reduce_dtype": "fp32"})}
+        )
+    resolved = resolve_run(recipe, base_dir=arguments.recipe.parent)
+    return shrink(resolved) if arguments.shrink else resolved
+
+
+def _what(resolved: ResolvedRun, arguments: argparse.Namespace) -> str:
+    run, model = resolved.run, resolved.model
+    how = "shrunk: " if arguments.shrink else ""
+    return (
+        f"layout     {run.layout.strategy}; processes: {run.layout.world_size}\n"
+        f"against    one process, {arguments.steps} steps, {run.training.precision}\n"
+        f"model      {how}{model.family}, {model.num_layers} layers, width {model.hidden}, {model.num_heads} heads, "
+        f"{model.num_kv_heads} of keys and values, vocabulary {model.vocab}\n"
+        f"batch      {resolved.global_batch} sequences of {run.data.sequence_length} = {run.layout.data_parallel} "
+        f"data-parallel ranks x {resolved.accumulation} microbatches x {resolved.micro_batch}"
+    )
+
+
+def _step(comparison: Any) -> list[str]:
+    """A step in four lines."""
+
+    def tensors(differences: dict[str, Any]) -> str:
+        worst = max(differences, key=lambda name: differences[name].share)
+        wrong = sum(not difference.equal for difference in differences.values())
+        equal = f"{len(differences) - wrong} of {len(differences)} equal"
+        return f"{equal}; the worst {worst}: by {_amount(differences[worst])}"
+
+    return [
+        f"step {comparison.step}",
+        f"  loss       {comparison.reference['loss']:.6f}, differs by {_amount(comparison.loss)}",
+        f"  norm       {comparison.reference['gnorm']:.6f}, differs by {_amount(comparison.gnorm)}",
+        f"  gradients  {tensors(comparison.gradients)}",
+        f"  updates    {tensors(comparison.updates)}",
+    ]
+
+
+def _amount(difference: Any) -> str:
+    factor = "" if difference.factor is None else f", a factor of {difference.factor:.6g}"
+    return f"{difference.by:.1e} of {difference.allowed:.1e} allowed{factor}"
+
+
+def _conclusion(proof: Any) -> str:
+    if proof.equal:
+        return f"\nequal: every difference is within {proof.relative:.1e}, which rounding explains (docs/verify.md)"
+    location = proof.location
+    what = {
+        "forward": f"the forward pass: {location.name}",
+        "loss": "the loss, though every activation before it is equal: its sum or the number of trained tokens",
+        "backward": f"the backward pass: the gradient of {location.name}, though the whole forward pass is equal",
+        "reduction": f"the gradient of the weight {location.name}, though every activation and its gradient are equal: "
+        "how it is summed over microbatches or ranks",
+        "update": f"the update of the weight {location.name}, though every gradient is equal",
+    }[location.phase]
+    difference = location.difference
+    if difference is None:
+        where = "no rank computed it"
+    else:
+        ranks = ", ".join(str(rank) for rank in location.ranks)
+        where = f"by {_amount(difference)}, worst on rank {difference.rank}"
+        where += f" at {difference.place}" if difference.place else ""
+        where += f"; ranks that differ: {ranks}" if len(location.ranks) > 1 else ""
+    return f"\ndifferent; first in {what}\n           {where}"

@@ -1,0 +1,38 @@
+"""The one place for the data of a proof: random tokens, so that no corpus or tokenizer is needed."""
+
+import numpy as np
+
+from meshwright.data.packing import NO_LABEL, Piece, Sample
+
+
+class RandomSamples:
+    """Random tokens, of whose labels a varying share is ignored: ranks and microbatches carry unequal token counts.
+
+    With `documents` every row holds several documents that are kept apart.
+    """
+
+    def __init__(
+        self, *, vocab: int, sequence_length: int, seed: int = 0, count: int = 64, documents: bool = False
+    ) -> None:
+        self.vocab, self.sequence_length, self.seed, self.count = vocab, sequence_length, seed, count
+        self.documents = documents
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions of all samples."""
+        return self.count * self.sequence_length
+
+    def __len__(self) -> int:
+        return self.count
+
+    def pieces(self, index: int) -> list[Piece]:
+        """One piece; it lies nowhere."""
+        return [Piece(index * self.sequence_length, self.sequence_length)]
+
+    def __getitem__(self, index: int) -> Sample:
+        generator = np.random.default_rng((self.seed, index))
+        tokens = generator.integers(0, self.vocab, self.sequence_length + 1)
+        inputs_T, labels_T = tokens[:-1].copy(), tokens[1:].copy()
+        labels_T[generator.random(self.sequence_length) < generator.random() / 2] = NO_LABEL
+        documents_T = (generator.random(self.sequence_length) < 0.2).cumsum() if self.documents else None
+        return Sample(inputs_T, labels_T, documents_T)

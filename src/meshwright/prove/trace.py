@@ -1,0 +1,68 @@
+"""The one place that watches a model compute: every module's activations and their gradients, as they arise."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+
+Visit = Callable[[str, str, int, torch.Tensor], None]
+"""(`forward` or `backward`, name, microbatch, activation or its gradient). Names are `MODULE` for what a module returns
+and `input of MODULE` for what it is given."""
+
+
+class Tracer:
+    """While entered, shows `visit` every floating-point activation [b, T, ...] of a model's modules, and its gradient.
+
+    An activation that several modules pass on is shown once, unless `names` says which to show.
+    """
+
+    def __init__(self, model: nn.Module, visit: Visit, names: set[str] | None = None) -> None:
+        self.model, self.visit, self.names = model, visit, names
+        self._calls: Counter[str] = Counter()
+        self._shown: list[torch.Tensor] = []
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> "Tracer":
+        for name, module in self.model.named_modules():
+            if name:
+                self._hooks.append(module.register_forward_hook(self._watcher(name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._shown.clear()
+
+    def _watcher(self, module_name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        def watch(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            if torch._C._current_autograd_node() is not None:  # type: ignore[attr-defined]
+                return  # recomputed in the backward pass
+            microbatch = self._calls[module_name]
+            self._calls[module_name] += 1
+            self._show(f"input of {module_name}", microbatch, inputs[0] if inputs else None)
+            self._show(module_name, microbatch, output)
+
+        return watch
+
+    def _show(self, name: str, microbatch: int, activation: Any) -> None:
+        if not isinstance(activation, torch.Tensor) or activation.dim() < 3 or not activation.is_floating_point():
+            return
+        if self.names is None:
+            if any(activation is shown for shown in self._shown):
+                return
+            self._shown = [*self._shown[-100:], activation]
+        elif name not in self.names:
+            return
+        self.visit("forward", name, microbatch, _plain(activation))
+        if activation.requires_grad:
+            activation.register_hook(lambda gradient: self.visit("backward", name, microbatch, _plain(gradient)))
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor.detach()

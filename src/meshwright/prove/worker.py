@@ -1,0 +1,43 @@
+"""The one entry of a rank of a proof: `python -m meshwright.prove.worker --resolved FILE --folder DIR --steps N`."""
+
+import argparse
+import os
+import pickle
+import sys
+from pathlib import Path
+
+from meshwright.prove.verify import PROOF, prove_rank
+from meshwright.trainer.launch import MISUSE, Worker, find_worker, leave_group
+from meshwright.trainer.run import read_resolved
+from meshwright.trainer.setup import build_trainer, find_place
+from meshwright.trainer.worker import report_to_parent
+
+
+def main() -> int:
+    """Compare as one rank; a user's mistake goes to the parent."""
+    parser = argparse.ArgumentParser(prog="meshwright.prove.worker", description=__doc__)
+    parser.add_argument("--resolved", type=Path, required=True, help="the run to prove")
+    parser.add_argument("--folder", type=Path, required=True, help="the reference's folder")
+    parser.add_argument("--steps", type=int, required=True, help="steps to compare")
+    parser.add_argument("--trace", type=int, default=0, help="the step to find the first difference of")
+    arguments = parser.parse_args()
+    worker = find_worker() or Worker()
+    try:
+        resolved = read_resolved(arguments.resolved)
+        device, meshes = find_place(resolved.run, worker)
+        trainer = build_trainer(resolved, worker, device, meshes)
+        proof = prove_rank(trainer, arguments.folder, arguments.steps, arguments.trace)
+    except ValueError as error:
+        report_to_parent(str(error))
+        return MISUSE
+    if worker.rank == 0:
+        (arguments.folder / PROOF).write_bytes(pickle.dumps(proof))
+    leave_group()
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # gloo's threads may abort a process that tears itself down in order

@@ -1,0 +1,221 @@
+"""`verify`: layouts that are right are proved equal, and planted faults are caught and located."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.cli.main import main
+from meshwright.families import resolve_model
+from meshwright.prove.reference import trace_reference, train_reference
+from meshwright.prove.shrink import shrink
+from meshwright.prove.verify import Proof, for_proof, prove_rank
+from meshwright.spec.fit import find_misfits
+from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.model import ModelFields
+from meshwright.spec.run import ResolvedRun
+from meshwright.testing.equivalence import build_here
+from meshwright.testing.ranks import RankPool
+from meshwright.trainer.step import TrainStep
+from tiny import tiny_run
+
+STEPS = 2
+
+
+def rank_proof(fault: str, resolved: ResolvedRun, folder: Path, trace: int) -> Proof:
+    with FAULTS[fault]():
+        return prove_rank(build_here(resolved), folder, STEPS, trace)
+
+
+def prove(ranks: RankPool, folder: Path, resolved: ResolvedRun, fault: str = "none") -> Proof:
+    """As `verify` does it, on ranks that are at hand."""
+    resolved, world = for_proof(resolved), resolved.run.layout.world_size
+    reference = train_reference(resolved, folder, STEPS)
+    proof = ranks.run(world, rank_proof, fault, resolved, folder, 0)[0]
+    if not proof.equal:
+        trace_reference(resolved, reference, proof.comparisons[-1].step)
+        proof = ranks.run(world, rank_proof, fault, resolved, folder, proof.comparisons[-1].step)[0]
+    return proof
+
+
+def patch(target: str, replacement: Any) -> Any:
+    return mock.patch(f"meshwright.{target}", replacement)
+
+
+def positions_not_offset() -> Any:
+    """Rope counts a rank's tokens from 0."""
+    from meshwright.models.decoder import rope_tables
+
+    return patch("models.decoder.rope_tables", lambda spec, p: rope_tables(spec, torch.arange(p.shape[-1])))
+
+
+def tokens_counted_on_this_rank_alone() -> Any:
+    """The loss is divided by the number of tokens that this rank trains."""
+    summed = TrainStep._sum_over_ranks
+
+    def sum_only_losses(self: TrainStep, value: torch.Tensor) -> torch.Tensor:
+        return summed(self, value) if value.is_floating_point() else value
+
+    return patch("trainer.step.TrainStep._sum_over_ranks", sum_only_losses)
+
+
+@contextlib.contextmanager
+def accumulation_not_scaled() -> Iterator[None]:
+    """Every microbatch's gradient is that of its own mean: too large by their number."""
+    from meshwright.models import Decoder
+
+    forward = Decoder.forward
+
+    def unscaled(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = forward(self, *args, **kwargs)
+        return loss + 2 * (loss - loss.detach())  # for three microbatches
+
+    with patch("models.decoder.Decoder.forward", unscaled):
+        yield
+
+
+def received_keys_get_no_gradient() -> Any:
+    """What a ring computes for another rank's keys does not reach it."""
+    from meshwright.parallel.context import _Backward
+
+    of_keys = _Backward.of_keys
+
+    def only_own(self: _Backward, parts: Any, *keys_values: torch.Tensor) -> torch.Tensor:
+        gradient = of_keys(self, parts, *keys_values)
+        return gradient if parts[0].sight == "causal" else torch.zeros_like(gradient)
+
+    return patch("parallel.context._Backward.of_keys", only_own)
+
+
+def gradients_not_summed_over_ranks() -> Any:
+    """One rank's share of the norm's gradient is lost before the sum over ranks."""
+
+    class Lossy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+            return weight.view_as(weight)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return grads[0] * (dist.get_rank() != 1)
+
+    rms_norm = torch.nn.functional.rms_norm
+
+    def lossy(x: Any, shape: Any, weight: Any = None, eps: Any = None) -> torch.Tensor:
+        return rms_norm(x, shape, Lossy.apply(weight), eps)  # type: ignore[arg-type]
+
+    return mock.patch("torch.nn.functional.rms_norm", lossy)
+
+
+def one_rank_learns_faster() -> Any:
+    """Ranks disagree about the learning rate."""
+    lr_factor = TrainStep.lr_factor
+    return patch("trainer.step.TrainStep.lr_factor", lambda self, step: lr_factor(self, step) * (1 + dist.get_rank()))
+
+
+FAULTS: dict[str, Any] = {
+    "none": contextlib.nullcontext,
+    **{
+        plant.__name__: plant
+        for plant in (
+            positions_not_offset,
+            tokens_counted_on_this_rank_alone,
+            accumulation_not_scaled,
+            received_keys_get_no_gradient,
+            gradients_not_summed_over_ranks,
+            one_rank_learns_faster,
+        )
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        (LayoutSpec(), {"recompute": "full"}),
+        (LayoutSpec(dp_shard=3, zero=3), {"tied": True, "accumulation": 2}),
+        (LayoutSpec(dp_replicate=2, cp=2, cp_method="ring"), {"family": "mistral", "recompute": "selective"}),
+        (LayoutSpec(dp_shard=2, cp=2, zero=2), {"family": "gpt2", "precision": "fp32"}),
+        (LayoutSpec(cp=2, zero=3), {"optimizer": {"name": "muon"}, "clip": 0.01}),
+        (LayoutSpec(dp_shard=2), {"precision": "bf16"}),
+    ],
+)
+def test_right_layouts_are_proved_equal(ranks: RankPool, tmp_path: Path, layout: LayoutSpec, options: Any) -> None:
+    proof = prove(ranks, tmp_path, tiny_run(layout, **options))
+    assert proof.equal
+    assert [comparison.step for comparison in proof.comparisons] == [1, 2]
+    assert proof.location is None
+
+
+RING = LayoutSpec(dp_replicate=2, cp=2, cp_method="ring")
+
+
+@pytest.mark.parametrize(
+    ("fault", "layout", "phase", "name", "factor"),
+    [
+        ("positions_not_offset", RING, "forward", "input of layers.0.attention.wo", None),
+        ("tokens_counted_on_this_rank_alone", LayoutSpec(dp_shard=2), "loss", "loss", None),
+        ("accumulation_not_scaled", LayoutSpec(dp_shard=2), "backward", "norm", 3.0),
+        ("received_keys_get_no_gradient", RING, "backward", "layers.1.attention.wv", None),
+        ("gradients_not_summed_over_ranks", RING, "reduction", "norm.weight", None),
+        ("one_rank_learns_faster", LayoutSpec(dp_shard=2), "update", "output.weight", None),
+    ],
+)
+def test_planted_faults_are_located(
+    ranks: RankPool, tmp_path: Path, fault: str, layout: LayoutSpec, phase: str, name: str, factor: float | None
+) -> None:
+    """To plant the fault of another strategy: a function that patches it, a name in FAULTS, a row here."""
+    proof = prove(ranks, tmp_path, tiny_run(layout, accumulation=3), fault)
+    assert not proof.equal
+    location = proof.location
+    assert location is not None
+    assert (location.phase, location.name) == (phase, name)
+    assert location.difference is not None
+    assert location.difference.by > 1e3 * location.difference.allowed
+    if factor is not None:
+        assert location.difference.factor == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(
+    ("fields", "layout", "length"),
+    [
+        (ModelFields(name="llama-3-8b"), {"dp_shard": 8}, 8192),
+        (ModelFields(name="llama-3-8b"), {"dp_replicate": 2, "cp": 8, "cp_method": "ulysses", "zero": 3}, 8192),
+        (ModelFields(name="mistral-7b"), {"cp": 4}, 32768),
+        (ModelFields(name="gpt2-xl"), {"dp_shard": 2, "cp": 5, "cp_method": "ulysses"}, 1000),
+        (ModelFields(name="qwen3-0.6b"), {"cp": 16, "cp_method": "ring"}, 4096),
+    ],
+)
+def test_what_is_shrunk_still_fits(fields: ModelFields, layout: dict[str, Any], length: int) -> None:
+    run = tiny_run(LayoutSpec.model_validate(layout))
+    model = resolve_model(fields, base_dir=Path())
+    data = run.run.data.model_copy(update={"sequence_length": length})
+    large = run.model_copy(update={"model": model, "run": run.run.model_copy(update={"data": data}), "accumulation": 7})
+    small = shrink(large)
+    assert not find_misfits(small.run.layout, small.model, small.run.data.sequence_length)
+    assert small.run.layout == large.run.layout
+    assert small.model.num_heads * model.num_kv_heads == model.num_heads * small.model.num_kv_heads
+    assert small.model.hidden <= 128
+    assert small.run.data.sequence_length <= 128
+    assert small.accumulation == 2
+    assert small.global_batch == small.micro_batch * small.accumulation * small.run.layout.data_parallel
+
+
+def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text(
+        "model: llama-3-8b\nlayout: {dp_replicate: 1, cp: 2}\ntraining: {steps: 9, lr_schedule: {warmup: 0}}\n"
+    )
+    assert main(["verify", str(recipe), "--steps", "1", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["equal"]
+    assert len(answer["comparisons"]) == 1
+    assert main(["verify", str(recipe), "--steps", "0"]) == 2
+    assert main(["verify", str(recipe), "layout.cp=3", "layout.cp_method=ulysses"]) == 2
+    assert "32 heads do not divide" in capsys.readouterr().err
