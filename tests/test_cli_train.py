@@ -56,6 +56,21 @@ def test_evaluation_of_the_saved_run_repeats_what_training_measured(trained, fol
     assert saved["source"] == "held-out text of the run"
 
 
+def test_a_model_that_was_split_over_ranks_is_the_same_model(trained, folder, capsys):
+    """Trained by two tensor-parallel ranks; evaluated and exported by one process, its losses those of one."""
+    options = ["layout.tp=2", "run_dir=runs/split", "--json"]
+    found = subprocess.run(
+        [sys.executable, "-m", "meshwright", "train", "recipes/run.yaml", *options], capture_output=True, check=True
+    )
+    split, alone = json.loads(found.stdout), json.loads(trained[1].stdout)
+    for figure in ("loss", "held_out_loss"):
+        assert split[figure] == pytest.approx(alone[figure], rel=1e-5)
+    assert main(["eval", "runs/split", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(split["held_out_loss"], rel=1e-6)
+    assert main(["export", "runs/split", "--hf", "exports/split"]) == 0
+    assert main(["eval", "exports/split", "--source", "recipes/texts/*.txt"]) == 0
+
+
 def test_evaluation_on_other_text(folder, capsys):
     (folder / "other.txt").write_text("quite another text\n" * 40)
     assert main(["eval", "runs/small/checkpoints/step-00000003", "--source", "other.txt", "--json"]) == 0

@@ -131,6 +131,23 @@ def test_low_precision_rounds_as_one_process_does(ranks: RankPool, strategy: str
     assert all(tensor.dtype == torch.float32 for tensor in outcome.weights.values())
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_of_a_split_model_rounds_no_worse_than_one_process(ranks: RankPool, precision: str) -> None:
+    """Each rank's part of a row-wise product is rounded before the parts are added, so the numbers differ from one
+    process's; but not from the exact ones by more than twice as much."""
+    exact = alone(family="gpt2")
+    rounded = one_step(tiny_run(LayoutSpec(), family="gpt2", precision=precision))
+    layout = LAYOUTS["zero-3-tp-wide"]
+    split = ranks.run(layout.world_size, one_step, tiny_run(layout, family="gpt2", precision=precision))[0]
+    assert rounded is not None
+    errors = [
+        sum((outcome.gradients[name] - exact.gradients[name]).square().sum() for name in exact.gradients)
+        for outcome in (split, rounded)
+    ]
+    assert 0 < errors[0] <= 2**2 * errors[1]
+    assert all(tensor.dtype == torch.float32 for tensor in split.weights.values())
+
+
 def test_clipping_scales_the_step_by_the_global_norm(ranks: RankPool) -> None:
     check(ranks, "hybrid-3", clip=0.05)
     clipped, free = alone(clip=0.05), alone(clip=None)

@@ -16,6 +16,7 @@ from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import build_here, largest_difference, loader_for, whole
+from meshwright.testing.layouts import LAYOUTS
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer.state import restore, state_tensors, state_values
 from tiny import STRATEGIES, tiny_run
@@ -48,7 +49,7 @@ def trajectory(run: ResolvedRun, root: Path, *, save_every: int = 0, resume: boo
 
 def tiny(strategy: str, **options: Any) -> ResolvedRun:
     options = {"lr_schedule": {"name": "cosine", "warmup": 2}, "steps": STEPS} | options
-    run = tiny_run(STRATEGIES[strategy], **options)
+    run = tiny_run(LAYOUTS[strategy], **options)
     checkpoint = CheckpointSpec(keep_last=STEPS)
     return run.model_copy(update={"run": run.run.model_copy(update={"checkpoint": checkpoint})})
 
@@ -69,7 +70,7 @@ def keep_until(root: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "zero-3-tp"])
 def test_same_layout_continues_bit_for_bit(ranks: RankPool, tmp_path: Path, strategy: str, precision: str) -> None:
     run = tiny(strategy, precision=precision)
     losses, weights = run_on(ranks, run, tmp_path, save_every=1)
@@ -82,13 +83,15 @@ def test_same_layout_continues_bit_for_bit(ranks: RankPool, tmp_path: Path, stra
 
 @pytest.mark.parametrize(("optimizer", "tied"), [("adamw", False), ("muon", True)])
 def test_any_layout_continues_what_any_other_saved(ranks: RankPool, tmp_path: Path, optimizer: str, tied: bool) -> None:
-    """In float64 a few steps amplify a summation order's 1e-16 by far less than the 1e-10 allowed here."""
+    """In float64 a few steps amplify a summation order's 1e-16 by far less than the 1e-10 allowed here. Every saver
+    meets every second loader, and every loader every second saver."""
     options = {"optimizer": {"name": optimizer, "lr": 1e-2, "eps": 0.1}, "tied": tied}
-    for saver in ("single", "ddp", "zero-3-uneven", "hybrid-3"):
+    loaders = [*STRATEGIES, "tp-wide", "zero-3-tp-uneven", "zero-3-tp-wide"]
+    for turn, saver in enumerate(("single", "ddp", "zero-3-uneven", "hybrid-3", "zero-3-tp", "zero-3-tp-wide")):
         root = tmp_path / saver
         losses, weights = run_on(ranks, tiny(saver, **options), root, save_every=3)
         keep_until(root, 3)
-        for loader in STRATEGIES:
+        for loader in loaders[turn % 2 :: 2]:
             again, weights_again = run_on(ranks, tiny(loader, **options), root, resume=True)
             assert again == [pytest.approx(step, rel=1e-10) for step in losses[3:]]
             assert largest_difference(weights_again, weights)[0] < 1e-10

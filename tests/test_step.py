@@ -13,10 +13,11 @@ from meshwright.optim.loss_scale import LossScaler
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import build_here, largest_difference, loader_for, one_step, whole
+from meshwright.testing.layouts import LAYOUTS
 from meshwright.testing.ranks import RankPool
-from meshwright.trainer.evaluate import evaluate
+from meshwright.trainer.evaluate import Evaluation, evaluate
 from meshwright.trainer.setup import Trainer
-from meshwright.trainer.step import NonFiniteError
+from meshwright.trainer.step import Microbatch, NonFiniteError
 from tiny import GLOBAL_BATCH, SEQUENCE_LENGTH, STRATEGIES, tiny_run
 
 
@@ -121,19 +122,23 @@ def test_low_precision_gradients_add_up_in_full_precision() -> None:
 def evaluation(run: ResolvedRun) -> tuple[float, int, float]:
     """(loss, tokens, loss of the training step that follows). Collective."""
     trainer = build_here(run)
+
+    def measured(batches: list[Microbatch]) -> Evaluation:
+        return evaluate(trainer.model, batches, trainer.device, repeats_loss=trainer.train_step.repeats_loss)
+
     with loader_for(trainer) as loader:
-        found = evaluate(trainer.model, loader.microbatches(0), trainer.device)
+        found = measured(loader.microbatches(0))
         trainer.train_step(1, loader.microbatches(0))
-        again = evaluate(trainer.model, loader.microbatches(0), trainer.device)
+        again = measured(loader.microbatches(0))
         step = trainer.train_step(2, loader.microbatches(0))
     assert again.loss == pytest.approx(step.loss, rel=1e-12)  # evaluation saw the updated weights
     return found.loss, found.tokens, step.loss
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "single"])
+@pytest.mark.parametrize("strategy", [*(name for name in STRATEGIES if name != "single"), "tp-wide", "zero-3-tp"])
 def test_evaluation_is_the_same_on_every_layout_and_leaves_training_alone(ranks: RankPool, strategy: str) -> None:
     expected = evaluation(tiny_run(LayoutSpec()))
-    layout = STRATEGIES[strategy]
+    layout = LAYOUTS[strategy]
     for answer in ranks.run(layout.world_size, evaluation, tiny_run(layout)):
         assert answer == pytest.approx(expected, rel=1e-12)
 
@@ -153,10 +158,10 @@ def test_a_deterministic_run_repeats_bit_for_bit(ranks: RankPool) -> None:
     assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
 
 
-@pytest.mark.parametrize(("strategy", "recompute"), [("single", "none"), ("zero-3", "selective"), ("ddp", "full")])
+@pytest.mark.parametrize(("strategy", "recompute"), [("single", "none"), ("zero-3-tp", "selective"), ("ddp", "full")])
 def test_compiled_blocks_compute_the_same(ranks: RankPool, strategy: str, recompute: str) -> None:
     """torch.compile may fuse and so reorder; fp32 sums over a block's width differ by their rounding only."""
-    layout = STRATEGIES[strategy]
+    layout = LAYOUTS[strategy]
     compiled = tiny_run(layout, precision="fp32", compile=True, recompute=recompute)
     outcome = ranks.run(layout.world_size, one_step, compiled, timeout=400)[0]
     expected = one_step(tiny_run(LayoutSpec(), precision="fp32"))
