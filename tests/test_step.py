@@ -17,7 +17,7 @@ from meshwright.testing.layouts import LAYOUTS
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer.evaluate import Evaluation, evaluate
 from meshwright.trainer.setup import Trainer
-from meshwright.trainer.step import Microbatch, NonFiniteError
+from meshwright.trainer.step import NonFiniteError
 from tiny import GLOBAL_BATCH, SEQUENCE_LENGTH, STRATEGIES, tiny_run
 
 
