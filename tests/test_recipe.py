@@ -237,9 +237,9 @@ BAD_VALUES = {
         "seed_of_nothing: 1\ntraining: {steps: 10}",
         "run.yaml:3: training: lr_schedule.warmup=100 is longer than steps=10",
     ),
-    "an axis of a later version": (
+    "a degree that does not divide": (
         "layout: {ep: 2}",
-        "run.yaml:2: layout: ep=2: expert parallelism is not in this version",
+        "run.yaml:2: layout: ep=2 does not divide dp_shard x cp x tp = 1",
     ),
     "nothing to shard over": ("layout: {zero: 3}", "run.yaml:2: layout: zero=3 with dp_shard=1"),
     "true for a stage": (

@@ -54,7 +54,7 @@ def model_from_hf_config(config: Mapping[str, Any], *, where: str = "config.json
 
 
 def _value(config: Mapping[str, Any], key: str, family: Family, where: str) -> Any:
-    for spelling in (key, family.hf_aliases.get(key)):
+    for spelling in (key, family.hf_aliases.get(key, key)):
         if spelling in config:
             return config[spelling]
     if key in family.hf_absent:

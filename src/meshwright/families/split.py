@@ -30,6 +30,17 @@ def shard_dim(row: Parameter, model: ModelSpec, tp: int) -> int:
     return 1 if dim == 0 and row.shape[0] % tp else 0
 
 
+def is_experts(row: Parameter) -> bool:
+    """Whether the parameter holds a matrix of every expert of a layer."""
+    return len(row.dims) == 3
+
+
+def expert_shard_dim(shape: tuple[int, ...], shards: int, *, split: bool) -> int:
+    """Index of the dim of all experts' matrices that so many ranks split (ZeRO): the first that they divide, for there
+    are often more ranks than experts; where `split`, not the experts themselves, over which ranks are split already."""
+    return next((dim for dim in range(int(split), 3) if shape[dim] % shards == 0), 0)
+
+
 def split_range(size: int, ranks: int, rank: int) -> tuple[int, int]:
     """(start, stop) of a rank's part of a dim of `size`: equal parts, rounded up, and what is left at the end."""
     part = -(-size // ranks)
@@ -42,8 +53,14 @@ def kept_shape(
     """Shape of what a rank stores of a parameter, of its gradient and of each of its moments, from its place on the
     axes `tp` (of `layout.tp`) and `shard` (of `layout.shard`)."""
     shape = list(row.shape)
-    dim = split_dim(row, model, layout.tp)
-    for index, ranks, rank in ((dim, layout.tp, tp_rank), (shard_dim(row, model, layout.tp), layout.shard, shard_rank)):
+    if is_experts(row):
+        place = shard_rank * layout.tp + tp_rank
+        dim = expert_shard_dim(row.shape, layout.expert_shard, split=layout.ep > 1)
+        splits = ((0, layout.ep, place % layout.ep), (dim, layout.expert_shard, place // layout.ep))
+    else:
+        dim = split_dim(row, model, layout.tp)
+        splits = ((dim, layout.tp, tp_rank), (shard_dim(row, model, layout.tp), layout.shard, shard_rank))
+    for index, ranks, rank in splits:
         if index is not None:
             start, stop = split_range(shape[index], ranks, rank)
             shape[index] = stop - start

@@ -42,8 +42,8 @@ def active_parameters(spec: ModelSpec) -> int:
 
 def active_numel(spec: ModelSpec, row: Parameter) -> int:
     """Elements of one parameter that one token meets."""
-    per_expert = row.dims[0] == "experts" and len(row.dims) == 3
-    return row.numel // spec.num_experts * spec.experts_per_token if per_expert else row.numel
+    of_all_experts = len(row.dims) == 3
+    return row.numel // spec.num_experts * spec.experts_per_token if of_all_experts else row.numel
 
 
 def _rows(spec: ModelSpec) -> Iterator[Parameter]:

@@ -16,6 +16,7 @@ each block for its forward pass and again for its backward pass. "Sent" counts e
 dtype; ZeRO-2 and ZeRO-3 reduce gradients at every microbatch, DDP and ZeRO-1 at the last one only.
 """
 
+import functools
 from typing import Any
 
 from torch import nn
@@ -29,38 +30,53 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from meshwright.families.split import expert_shard_dim
 from meshwright.models import Decoder
+from meshwright.models.moe import Experts
+from meshwright.parallel.mesh import Meshes
 from meshwright.spec.layout import LayoutSpec
 
 
-def apply_data_parallel(model: Decoder, mesh: DeviceMesh, layout: LayoutSpec, policy: MixedPrecisionPolicy) -> None:
+def apply_data_parallel(model: Decoder, meshes: Meshes, layout: LayoutSpec, policy: MixedPrecisionPolicy) -> None:
     """Shard `model` in place, one group per block and one for the rest (embeddings, last norm, head).
 
-    Gradients are summed over ranks, not averaged: the loss is already divided by the global batch's token count.
+    Experts are a group of their own where they have other data-parallel ranks than the rest: where ranks share them or
+    the sequence between blocks. Gradients are summed over ranks, not averaged: the loss is already divided by the
+    global batch's token count.
     """
     options: dict[str, Any] = {
-        "mesh": mesh["replicate", "shard"] if layout.replicate > 1 else mesh["shard"],
         "reshard_after_forward": layout.zero_stage == 3,
         "mp_policy": policy,
-        "offload_policy": _offload_policy(layout, mesh.device_type),
-        "shard_placement_fn": _shard_placement,
+        "offload_policy": _offload_policy(layout, meshes.state.device_type),
     }
+
+    def shard(module: nn.Module, mesh: DeviceMesh) -> None:
+        axes = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
+        placement = functools.partial(_shard_placement, mesh["shard"].size())
+        fully_shard(module, mesh=axes, shard_placement_fn=placement, **options)
+
     for block in model.layers.values():
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+        if layout.ep * layout.tp > 1:
+            for module in block.modules():
+                if isinstance(module, Experts):
+                    shard(module, meshes.experts)
+        shard(block, meshes.state)
+    shard(model, meshes.state)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
 
 
-def _shard_placement(parameter: nn.Parameter) -> Shard:
-    """The dim that FSDP2 splits: `families.split.shard_dim`, which says why."""
-    unequal = isinstance(parameter, DTensor) and any(
-        placement.is_shard(0) and parameter.shape[0] % parameter.device_mesh.size(axis)
-        for axis, placement in enumerate(parameter.placements)
-    )
-    return Shard(1 if unequal else 0)
+def _shard_placement(shards: int, parameter: nn.Parameter) -> Shard:
+    """The dim that FSDP2 splits over so many ranks: `families.split` has the rules, and says why."""
+    rows = []  # over how many ranks they are split already
+    if isinstance(parameter, DTensor):
+        axes = enumerate(parameter.placements)
+        rows = [parameter.device_mesh.size(axis) for axis, placement in axes if placement.is_shard(0)]
+    if parameter.dim() == 3:
+        return Shard(expert_shard_dim(tuple(parameter.shape), shards, split=bool(rows)))
+    return Shard(1 if any(parameter.shape[0] % ranks for ranks in rows) else 0)
 
 
 def set_gradient_sync(model: nn.Module, layout: LayoutSpec, *, last_microbatch: bool) -> None:

@@ -6,6 +6,9 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils import checkpoint as selective
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.models.attention import VARLEN_OPS
@@ -15,13 +18,16 @@ aten = torch.ops.aten
 
 # What selective recomputation keeps: the results that are dear to compute for their size (Korthikanti et al., "Reducing
 # Activation Recomputation in Large Transformer Models", 2022, keeps all but attention; with flash attention that
-# turns round: attention and matrix products are kept, the cheap element-wise chain between them is not).
+# turns round: attention and matrix products are kept, the cheap element-wise chain between them is not). What ranks of
+# experts have sent each other is dear too.
 KEPT = frozenset(
     op
     for op in (
         aten.mm.default,
         aten.addmm.default,
         aten.bmm.default,
+        aten._grouped_mm.default,
+        torch.ops._c10d_functional.all_to_all_single.default,
         *MATMULS,
         *VARLEN_OPS,
         aten._scaled_dot_product_flash_attention.default,
@@ -46,3 +52,24 @@ def apply_recompute(blocks: nn.ModuleDict, mode: Literal["none", "selective", "f
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_dear_results)
     for block in blocks.values():
         block.forward = functools.partial(checkpoint, block.forward, **options)
+
+
+def hide_sharding(blocks: nn.ModuleDict) -> None:
+    """Let selective recomputation not see what data parallelism does around modules inside a block.
+
+    It compares a block's operations with those of the first time, and weights that are gathered already are not
+    gathered again.
+    """
+    for block in blocks.values():
+        inner = (module for module in block.modules() if module is not block and isinstance(module, FSDPModule))
+        for module in inner:
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                hooks.update({key: functools.partial(_unseen, hook) for key, hook in hooks.items()})
+
+
+def _unseen(hook: Callable, *args: object) -> object:
+    mode = _get_current_dispatch_mode()
+    if not isinstance(mode, selective._CachingTorchDispatchMode | selective._CachedTorchDispatchMode):
+        return hook(*args)
+    with _pop_mode_temporarily():
+        return hook(*args)

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from meshwright.families import parameter_table
-from meshwright.families.split import TP_SPLITS, split_dim, split_range
+from meshwright.families.split import TP_SPLITS, is_experts, split_dim, split_range
 from meshwright.models import Decoder
 from meshwright.models.loss import linear_cross_entropy
 from meshwright.spec.model import ModelSpec, Parameter
@@ -46,8 +46,8 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
     sequence = _Sequence(mesh)
     for path, module in model.named_modules():
         own = {name: rows[f"{path}.{name}"] for name in module._parameters if f"{path}.{name}" in rows}
-        if not own:
-            continue
+        if not own or any(is_experts(row) for row in own.values()):
+            continue  # between blocks ranks hold different tokens, so to experts they are data-parallel ranks
         _split_parameters(module, own, model.spec, mesh)
         if isinstance(module, nn.Embedding):
             _split_embedding(module, own["weight"], sequence)

@@ -12,6 +12,7 @@ def find_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> 
     return [
         *(_tensor_misfits(layout, model, sequence_length) if layout.tp > 1 else ()),
         *(_context_misfits(layout, model, sequence_length) if layout.cp > 1 else ()),
+        *(_expert_misfits(layout, model) if layout.ep > 1 else ()),
     ]
 
 
@@ -20,13 +21,11 @@ def _tensor_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) 
         """Why `tp` ranks cannot share this model; None where they can."""
         heads, kv_heads, tokens = model.num_heads, model.num_kv_heads, sequence_length // layout.cp
         rows = -(-model.vocab // tp)
-        if model.num_experts and tp > 1:
-            return "experts under tensor parallelism are not in this version"
         if heads % tp:
             return f"{heads} query heads cannot be split evenly over {tp} ranks"
         if kv_heads % tp and tp % kv_heads:
             return f"{kv_heads} key and value heads can be neither split over {tp} ranks nor copied evenly to them"
-        if model.ffn % tp:
+        if model.ffn % tp and not all(model.is_moe(layer) for layer in range(model.num_layers)):
             return f"a feed-forward layer of width {model.ffn} cannot be split evenly over {tp} ranks"
         if tokens % tp:
             return f"between blocks {tp} ranks share the sequence, and {tokens} tokens cannot be split evenly over them"
@@ -79,4 +78,21 @@ def _context_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int)
             f"{where}: data.sequence_length={sequence_length} does not divide into {chunks * cp} equal "
             f"{'parts' if by_heads else 'chunks, two for each rank'}; "
             f"{NEAREST} cp={fitting}, or use data.sequence_length={length}"
+        )
+
+
+def _expert_misfits(layout: LayoutSpec, model: ModelSpec) -> Iterator[str]:
+    sharers, shards = layout.dp_shard * layout.cp * layout.tp, layout.expert_shard
+    if not model.num_experts:
+        yield f"layout.ep={layout.ep}: {model.family} has no experts to share; {NEAREST} ep=1"
+    elif model.num_experts % layout.ep:
+        fitting = max(ep for ep in range(1, layout.ep) if not (sharers % ep or model.num_experts % ep))
+        yield (
+            f"layout.ep={layout.ep}: {model.num_experts} experts cannot be split evenly over {layout.ep} ranks; "
+            f"{NEAREST} ep={fitting}"
+        )
+    elif model.expert_ffn % shards and model.hidden % shards:
+        yield (
+            f"layout.ep={layout.ep}: {shards} ranks share the state of the same experts, and divide neither "
+            f"their width, {model.expert_ffn}, nor model.hidden={model.hidden}; {NEAREST} ep=1"
         )

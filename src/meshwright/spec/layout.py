@@ -13,7 +13,6 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 PLANNED_AXES = {
     "pp": "pipeline parallelism",
-    "ep": "expert parallelism",
 }
 
 NEAREST = "the nearest legal layout is"
@@ -43,7 +42,7 @@ class LayoutSpec(Spec):
     tp: int = 1
     """Tensor-parallel ranks that share every matrix and, between matrices, every sequence."""
     ep: int = 1
-    """Expert-parallel ranks that share the experts. Only 1 in this version."""
+    """Expert-parallel ranks that share every layer's experts: a second view of the ranks of dp_shard x cp x tp."""
     zero: Literal["auto", 0, 1, 2, 3] = "auto"
     """What `dp_shard` ranks split: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
     auto: 3 where dp_shard > 1, else 0."""
@@ -150,6 +149,7 @@ class LayoutSpec(Spec):
             name,
             f"tensor parallel x {self.tp}" if self.tp > 1 else "",
             f"context parallel x {self.cp}" if self.cp > 1 else "",
+            f"expert parallel x {self.ep}" if self.ep > 1 else "",
             "CPU offload" if self.offload == "cpu" else "",
         ]
         return " + ".join(part for part in parts if part)

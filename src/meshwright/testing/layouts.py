@@ -41,3 +41,24 @@ DATA_PARALLEL = {name: layout for name, layout in LAYOUTS.items() if layout.data
 
 MODEL_PARALLEL = {name: layout for name, layout in LAYOUTS.items() if name not in DATA_PARALLEL}
 """Those that split it."""
+
+EXPERT_PARALLEL = {
+    "zero-1-ep": LayoutSpec(dp_shard=4, zero=1, ep=4),
+    "zero-2-ep": LayoutSpec(dp_shard=4, zero=2, ep=2),
+    "zero-3-ep": LayoutSpec(dp_shard=4, ep=2),
+    "zero-3-ep-uneven": LayoutSpec(dp_shard=6, ep=2),
+    "hybrid-ep": LayoutSpec(dp_replicate=2, dp_shard=2, ep=2),
+    "offload-ep": LayoutSpec(dp_shard=2, ep=2, offload="cpu"),
+    "cp-ep": LayoutSpec(cp=2, ep=2),
+    "cp-ep-wide": LayoutSpec(cp=4, ep=2, zero=3),
+    "ddp-cp-ep": LayoutSpec(dp_replicate=2, cp=2, ep=2),
+    "zero-3-cp-ep": LayoutSpec(dp_shard=2, cp=2, ep=4),
+    "tp-without-ep": LayoutSpec(dp_shard=2, tp=2),
+    "tp-ep": LayoutSpec(tp=2, ep=2),
+    "tp-ep-narrow": LayoutSpec(tp=4, ep=2),
+    "ddp-tp-ep": LayoutSpec(dp_replicate=2, tp=2, ep=2),
+    "zero-3-tp-ep": LayoutSpec(dp_shard=2, tp=2, ep=4),
+    "cp-tp-ep": LayoutSpec(cp=2, tp=2, ep=4),
+    "zero-3-cp-tp-ep": LayoutSpec(dp_shard=2, cp=2, tp=2, ep=2),
+}
+"""For models of experts, of which the tests' have 8. `uneven`: a number of ranks that is no power of two."""
