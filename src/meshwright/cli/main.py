@@ -19,6 +19,7 @@ VERBS = {
     "check": "find what is wrong with a recipe, without training",
     "plan": "predict what fits, how fast and at what cost, without training",
     "verify": "prove that a recipe's layout computes what one process computes",
+    "data": "tokenize a corpus, show its samples, prove what a run will see",
     "train": "train what a recipe says, on one process or many",
     "generate": "continue prompts with a trained model",
     "eval": "loss and perplexity of a trained model on any text",

@@ -1,11 +1,12 @@
 """The one place that shows a sample to people: its text, and what of it is in the loss."""
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
 
 from meshwright.data.mixture import Mixture
-from meshwright.data.packing import NO_LABEL, BestFitSamples, Samples
+from meshwright.data.packing import NO_LABEL, BestFitSamples, Sample, Samples
 from meshwright.data.prepare import Corpus
 from meshwright.data.tokenizer import TextTokenizer
 
@@ -22,29 +23,53 @@ def describe_mixture(corpus: Corpus, mixture: Mixture, num_samples: int) -> str:
     for stream, packed, times, seen in zip(corpus.streams, mixture.streams, epochs, tokens, strict=True):
         share = f"{stream.name} {100 * seen / max(1.0, sum(tokens)):.1f} % in " if len(tokens) > 1 else ""
         fill = f" of samples {100 * packed.fill:.2f} % full" if isinstance(packed, BestFitSamples) else ""
-        parts.append(f"{share}{times:.1f} epochs{fill}")
+        parts.append(f"{share}{times:.2f} epochs{fill}")
     return "; ".join(parts)
 
 
 def describe_sample(samples: Samples, index: int, tokenizer: TextTokenizer, *, max_lines: int = 24) -> list[str]:
-    """Lines for a terminal: what sample `index` holds, then its decoded text.
+    """Lines for a terminal: what sample `index` holds, then its decoded text, document by document where they are kept
+    apart.
 
     Text behind `|` is predicted (in the loss), text behind `.` is only read. Of a long text, the first and
     the last lines, `max_lines` together.
     """
-    inputs_T, labels_T, _ = samples[index]
-    num_predicted = int(np.count_nonzero(labels_T != NO_LABEL))
-    num_ends = int(np.count_nonzero(labels_T == tokenizer.eos_id))
+    sample = samples[index]
+    num_predicted = int(np.count_nonzero(sample.labels != NO_LABEL))
+    num_ends = int(np.count_nonzero(sample.labels == tokenizer.eos_id))
     lines = [
-        f"sample {index} of {len(samples)}: {len(inputs_T)} tokens, {num_predicted} of them predicted, "
+        f"sample {index} of {len(samples)}: {len(sample.inputs)} tokens, {num_predicted} of them predicted, "
         f"{num_ends} document {'end' if num_ends == 1 else 'ends'}"
     ]
-    text = _marked_lines(inputs_T, labels_T, tokenizer)
+    if sample.documents is None:
+        text = _marked_lines(sample.inputs, sample.labels, tokenizer)
+    else:
+        text = list(_by_document(sample, tokenizer))
     if len(text) > max_lines:
         last = max_lines // 3
         left_out = len(text) - max_lines
         text = [*text[: max_lines - last], f"({left_out} lines left out)", *text[len(text) - last :]]
     return lines + text
+
+
+def length_histogram(lengths: np.ndarray) -> list[dict[str, int]]:
+    """How many documents have 1, 2 to 3, 4 to 7, ... tokens."""
+    classes = np.bincount(np.frexp(lengths[lengths > 0])[1] - 1)
+    return [{"from": 1 << i, "to": (2 << i) - 1, "documents": int(count)} for i, count in enumerate(classes) if count]
+
+
+def _by_document(sample: Sample, tokenizer: TextTokenizer) -> Iterator[str]:
+    assert sample.documents is not None
+    borders = [0, *(np.flatnonzero(np.diff(sample.documents)) + 1), len(sample.documents)]
+    for number, (start, end) in enumerate(pairwise(borders), start=1):
+        inputs_T, labels_T = sample.inputs[start:end], sample.labels[start:end]
+        if (labels_T != NO_LABEL).any():
+            yield f"- document {number}: {end - start} tokens"
+            # The end-of-text token that ends a document is a label, and behind it nothing is predicted.
+            ended = labels_T[-1] == NO_LABEL
+            yield from _marked_lines(inputs_T[: len(inputs_T) - ended], labels_T[: len(labels_T) - ended], tokenizer)
+        else:
+            yield f"({end - start} positions of padding)"
 
 
 def _marked_lines(inputs_T: np.ndarray, labels_T: np.ndarray, tokenizer: TextTokenizer) -> list[str]:

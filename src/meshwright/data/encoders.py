@@ -80,7 +80,7 @@ class Encoders:
 
 
 def _start(tokenizer: TextTokenizer) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", __name__]
+    command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
     # A session of its own, so that Ctrl-C ends it through its input and not with a stack trace.
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdin is not None
@@ -97,7 +97,7 @@ def _encode(tokenizer: TextTokenizer, texts: Sequence[str]) -> Encoded:
     return [np.asarray(ids, np.int32) for ids in tokenizer.encode_batch(texts)]
 
 
-def _serve() -> None:
+def serve() -> None:
     """A process's whole life."""
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # one core each
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
@@ -110,7 +110,3 @@ def _serve() -> None:
         encoded = _encode(tokenizer, texts)
         lengths = np.array([len(ids) for ids in encoded], np.int32)
         _send((lengths.tobytes(), np.concatenate([np.zeros(0, np.int32), *encoded]).tobytes()), answers)
-
-
-if __name__ == "__main__":
-    _serve()

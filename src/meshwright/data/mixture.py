@@ -65,7 +65,7 @@ class JoinedSamples:
     def __init__(self, streams: Sequence[Samples]):
         """At least one stream, all of one sequence length."""
         self.sequence_length = streams[0].sequence_length
-        self._streams = streams
+        self.streams = streams
         self._ends = list(accumulate(len(stream) for stream in streams))
         self.num_tokens = sum(stream.num_tokens for stream in streams)
 
@@ -74,12 +74,12 @@ class JoinedSamples:
 
     def __getitem__(self, index: int) -> Sample:
         stream, index = self.locate(index)
-        return self._streams[stream][index]
+        return self.streams[stream][index]
 
     def pieces(self, index: int) -> Sequence[Piece]:
         """The pieces of a sample, of its own stream."""
         stream, index = self.locate(index)
-        return self._streams[stream].pieces(index)
+        return self.streams[stream].pieces(index)
 
     def locate(self, index: int) -> tuple[int, int]:
         """(number of the stream, sample of it)."""

@@ -1,0 +1,208 @@
+"""The verb `data`: tokenize a recipe's corpus, look at what is trained on, prove that it is right."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from meshwright.cli.common import add_recipe_arguments, read_recipe
+from meshwright.cli.output import add_json_argument, print_json
+from meshwright.data.audit import CHECKS, PlannedRun, Report, audit
+from meshwright.data.describe import describe_mixture, describe_sample, length_histogram
+from meshwright.data.loader import Loader
+from meshwright.data.mixture import held_out_samples, training_samples
+from meshwright.data.prepare import Corpus, prepare_corpus
+from meshwright.families import pretrained_directory
+from meshwright.spec.run import ResolvedRun, Run
+from meshwright.trainer.display import duration, short
+from meshwright.trainer.resolve import resolve_run
+
+ACTIONS = ("prepare", "show", "audit")
+TERMINAL_SECONDS, LOG_SECONDS = 0.2, 30.0
+"""How often the progress is renewed on a terminal, and told anew elsewhere."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Operands and options of `data`."""
+    parser.add_argument("action", choices=ACTIONS, help="tokenize the corpus; show samples; prove the planned run")
+    add_recipe_arguments(parser)
+    parser.add_argument("--processes", type=int, help="prepare: encode in so many processes (default: one a core)")
+    parser.add_argument("--samples", type=int, default=2, help="show: so many of the run's first samples (default 2)")
+    parser.add_argument("--steps", type=int, help="audit: only the first so many steps (default: the whole run)")
+    add_json_argument(parser)
+    parser.epilog = (
+        "exit status: 0 done and nothing is wrong, 1 audit found something, 2 misuse\n\n"
+        "examples:\n  meshwright data prepare run.yaml\n  meshwright data show run.yaml data.packing=best_fit\n"
+        "  meshwright data audit run.yaml --steps 100"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the action says."""
+    recipe = read_recipe(arguments)
+    action: Callable[[argparse.Namespace, Run, Corpus], int] = {"prepare": _prepare, "show": _show, "audit": _audit}[
+        arguments.action
+    ]
+    base_dir: Path = arguments.recipe.parent
+    corpus = prepare_corpus(
+        recipe.data,
+        base_dir=base_dir,
+        model_dir=pretrained_directory(recipe.model, base_dir=base_dir),
+        progress=ProgressLine(),
+        processes=arguments.processes,
+    )
+    return action(arguments, recipe, corpus)
+
+
+class ProgressLine:
+    """Progress, speed and time left on standard error: one line renewed on a terminal, else a line now and then."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._what, self._first, self._began = "", 0, 0.0
+        self._told = time.monotonic()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Tell what is being done and how far it is, where it is time to."""
+        now = time.monotonic()
+        if what != self._what:
+            self._what, self._first, self._began = what, done, now
+        if self._terminal and done >= total:
+            sys.stderr.write("\r\x1b[K")
+        elif now - self._told >= (TERMINAL_SECONDS if self._terminal else LOG_SECONDS):
+            self._told = now
+            speed = (done - self._first) / max(now - self._began, 1e-9)
+            left = f", {duration((total - done) / speed)} left" if speed else ""
+            line = f"{what}: {100 * done // max(1, total)} % of {short(total)}, {short(speed)}/s{left}"
+            sys.stderr.write(f"\r\x1b[K{line}" if self._terminal else f"{line}\n")
+        sys.stderr.flush()
+
+
+def _prepare(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
+    streams = [
+        {
+            "name": stream.name,
+            "tokens": len(stream.train.tokens),
+            "documents": stream.train.num_documents,
+            "held_out_tokens": len(stream.held_out.tokens) if stream.held_out else 0,
+            "file": str(stream.train.path),
+        }
+        for stream in corpus.streams
+    ]
+    if arguments.json:
+        print_json({"vocab": corpus.tokenizer.vocab_size, "streams": streams})
+        return 0
+    for stream in streams:
+        print(
+            f"{stream['name']}: {short(stream['tokens'])} tokens of {stream['documents']} documents, "
+            f"held out {short(stream['held_out_tokens'])}, in {stream['file']}"
+        )
+    return 0
+
+
+def _show(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
+    mixture, seed = training_samples(corpus, recipe.data), recipe.training.seed
+    places = [mixture.locate(position, seed) for position in range(arguments.samples)]
+    starts = [stream.train.starts() for stream in corpus.streams]
+    histogram = length_histogram(np.concatenate([np.diff(of_stream) for of_stream in starts]))
+    samples = [
+        {
+            "position": position,
+            "stream": corpus.streams[stream].name,
+            "lines": describe_sample(mixture.streams[stream], index, corpus.tokenizer),
+        }
+        for position, (stream, index) in enumerate(places)
+    ]
+    if arguments.json:
+        print_json({"samples": samples, "lengths": histogram})
+        return 0
+    print("behind | what is in the loss, behind . what is only read")
+    for sample in samples:
+        print(f"\nposition {sample['position']}, {sample['stream']}, " + "\n  ".join(sample["lines"]))
+    print("\ntokens of a document    documents")
+    most = max(row["documents"] for row in histogram)
+    for row in histogram:
+        span = f"{row['from']} to {row['to']}"
+        print(f"{span:>22}  {row['documents']:>9}  {'#' * round(40 * row['documents'] / most)}")
+    return 0
+
+
+def _audit(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
+    resolved = resolve_run(recipe, base_dir=arguments.recipe.parent)
+    with ExitStack() as stack:
+        planned = plan(resolved, corpus, arguments.steps, stack)
+        report = audit(planned, ProgressLine())
+    if arguments.json:
+        found = {name: {"count": report.counts[name], "examples": report.findings[name]} for name in CHECKS}
+        facts = {"samples": report.samples, "tokens": report.tokens, "duplicates": report.duplicates}
+        print_json({"ok": report.ok, **facts, "steps": planned.steps, "ranks": planned.world_size, "checks": found})
+    else:
+        what = describe_mixture(corpus, planned.mixture, planned.steps * planned.global_batch)
+        print(f"{planned.steps} steps on {planned.world_size} ranks: {report.samples} samples, {report.tokens} labels")
+        print(f"announced: {what}")
+        for line in _verdicts(report, {"attention"} if planned.sees is None else set()):
+            print(line)
+    return 0 if report.ok else 1
+
+
+def plan(resolved: ResolvedRun, corpus: Corpus, steps: int | None, stack: ExitStack) -> PlannedRun:
+    """The run as its ranks would read it, up to `steps`."""
+    run = resolved.run
+    mixture = training_samples(corpus, run.data)
+    world_size = run.layout.data_parallel
+    steps = run.training.steps if steps is None else min(steps, run.training.steps)
+
+    def batches(rank: int) -> Loader:
+        loader = Loader(
+            mixture,
+            seed=run.training.seed,
+            global_batch=resolved.global_batch,
+            micro_batch=resolved.micro_batch,
+            rank=rank,
+            world_size=world_size,
+        )
+        return stack.enter_context(loader)
+
+    return PlannedRun(
+        corpus=corpus,
+        data=run.data,
+        mixture=mixture,
+        held_out=held_out_samples(corpus, run.data) if corpus.held_out else None,
+        seed=run.training.seed,
+        steps=steps,
+        global_batch=resolved.global_batch,
+        world_size=world_size,
+        batches=batches,
+        epochs=mixture.epochs(steps * resolved.global_batch),
+        sees=attention_sees if run.data.separate_documents else None,
+    )
+
+
+def attention_sees(documents_bT: np.ndarray) -> np.ndarray:
+    """Who sees whom in the model's own attention, bool [b, T, T]: its weights, equal for all that is seen, read off by
+    values that are the rows of an identity matrix."""
+    import torch
+
+    from meshwright.models.attention import attend_documents
+    from meshwright.models.masks import Documents
+
+    batch, length = documents_bT.shape
+    nothing = torch.zeros(batch, 1, length, length)
+    identity = torch.eye(length).expand(batch, 1, length, length)
+    return (
+        attend_documents(nothing, nothing, identity, Documents(torch.from_numpy(documents_bT), window=None))[:, 0] > 0
+    ).numpy()
+
+
+def _verdicts(report: Report, left_out: set[str]) -> Iterator[str]:
+    for name, claim in CHECKS.items():
+        if name in left_out:
+            continue
+        yield f"{'FAULT' if report.counts[name] else 'ok':<6}{name:<11}{claim}"
+        yield from (f"      {message}" for message in report.findings[name])
+        if report.counts[name] > len(report.findings[name]):
+            yield f"      and {report.counts[name] - len(report.findings[name])} more"

@@ -1,0 +1,349 @@
+"""The one place that proves what a planned run sees, by reading every batch of every rank and trusting nothing but the
+token files and the recipe.
+
+Samples are recognised by their tokens, not by what the loader says they are. Whatever a rank is given is held against
+tokens read here, from the pieces that its sample is said to consist of; and the pieces themselves against the borders
+of the documents. Shapes: T positions of a sample.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from hashlib import blake2b
+from typing import Protocol
+
+import numpy as np
+
+from meshwright.data.loader import Microbatch
+from meshwright.data.mixture import JoinedSamples, Mixture
+from meshwright.data.packing import NO_LABEL, Sample, Samples
+from meshwright.data.prepare import Corpus
+from meshwright.data.token_file import TokenFile
+from meshwright.spec.data import DataSpec
+
+EXAMPLES = 3
+"""Findings of one kind that are told in full; the rest is counted."""
+ATTENTION_ROWS = 16
+"""Rows whose attention is looked at in full, T x T."""
+
+CHECKS = {
+    "packing": "every token of a stream is a label as often as intended: once, documents' first tokens never",
+    "rows": "every row holds the tokens of its sample, the next token as each label, and no label where none belongs",
+    "documents": "documents are kept apart exactly where the recipe says so",
+    "attention": "no token sees a later one or another document, and every other one",
+    "order": "every position of the run holds the sample that the order says, whatever the rank",
+    "ranks": "no two ranks see one sample in the same epoch",
+    "epochs": "every sample is seen as often as any other of its stream, and as often as announced",
+    "mixture": "every stream has its share of the tokens",
+    "held out": "every held-out token is evaluated once, and no document is on both sides",
+}
+"""What is proved, by the name of the check."""
+
+
+class Batches(Protocol):
+    """What a rank trains on; a `Loader` is one."""
+
+    def microbatches(self, step: int) -> list[Microbatch]:
+        """The rank's microbatches of a step."""
+        ...
+
+
+@dataclass(kw_only=True)
+class PlannedRun:
+    """What an audit reads: everything between the recipe and the ranks, each part by itself."""
+
+    corpus: Corpus
+    data: DataSpec
+    mixture: Mixture
+    """The samples of each stream, and which is seen at which position."""
+    held_out: JoinedSamples | None
+    seed: int
+    steps: int
+    global_batch: int
+    world_size: int
+    """Ranks that read different data."""
+    batches: Callable[[int], Batches]
+    """By the rank's number; closed by whoever made them."""
+    epochs: Sequence[float]
+    """How often each stream is announced to be seen."""
+    sees: Callable[[np.ndarray], np.ndarray] | None = None
+    """The model's attention: documents [b, T] to who sees whom, bool [b, T, T]; None leaves its check out."""
+
+
+@dataclass
+class Report:
+    """What an audit found."""
+
+    findings: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in CHECKS})
+    counts: Counter[str] = field(default_factory=Counter)
+    """Findings of each check, told or not."""
+    samples: int = 0
+    """Samples read."""
+    tokens: int = 0
+    """Labels read."""
+    duplicates: int = 0
+    """Training documents whose exact copy is held out."""
+
+    def add(self, check: str, message: str) -> None:
+        """Note a finding."""
+        self.counts[check] += 1
+        if self.counts[check] <= EXAMPLES:
+            self.findings[check].append(message)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found."""
+        return not self.counts
+
+
+def audit(run: PlannedRun, progress: Callable[[str, int, int], None] | None = None) -> Report:
+    """Read the whole run and prove it, or find what is wrong with it."""
+    report = Report()
+    for stream, samples in zip(run.corpus.streams, run.mixture.streams, strict=True):
+        for problem in packing_problems(stream.train, samples, run.data, keep_tail=False):
+            report.add("packing", f"{stream.name}: {problem}")
+    _Reading(run, report).read(progress or (lambda what, done, total: None))
+    _check_held_out(run, report)
+    return report
+
+
+def packing_problems(file: TokenFile, samples: Samples, data: DataSpec, *, keep_tail: bool) -> Iterator[str]:
+    """What is wrong with the pieces of all samples together."""
+    pieces = np.array([piece for i in range(len(samples)) for piece in samples.pieces(i)], np.int64).reshape(-1, 2)
+    pieces = pieces[np.argsort(pieces[:, 0], kind="stable")]
+    begins, ends = pieces[:, 0], pieces.sum(1)
+    overlap = np.flatnonzero(begins[1:] < ends[:-1])
+    if len(overlap):
+        yield f"{len(overlap)} pieces overlap, the first at token {begins[overlap[0] + 1]}"
+    starts = file.starts()
+    if data.packing == "concatenated":
+        gaps = np.flatnonzero(begins[1:] > ends[:-1])
+        lost, allowed = len(file.tokens) - 1 - int(ends[-1]), 0 if keep_tail else data.sequence_length - 1
+        if begins[0] != 0 or len(gaps):
+            yield f"{len(gaps) + bool(begins[0])} gaps, the first at token {0 if begins[0] else ends[gaps[0]]}"
+        if lost > allowed:
+            yield f"{lost} tokens at the end are in no sample; a tail that fills none has at most {allowed}"
+        return
+    owners = np.searchsorted(starts, begins, side="right") - 1
+    if (ends >= starts[owners + 1]).any():
+        yield f"{int((ends >= starts[owners + 1]).sum())} pieces reach over the end of their document"
+    labels = np.bincount(owners, pieces[:, 1], minlength=file.num_documents)
+    missing = np.flatnonzero(labels != np.maximum(np.diff(starts) - 1, 0))
+    if len(missing):
+        yield f"{len(missing)} documents are not wholly in samples, the first is document {missing[0]}"
+    count = np.bincount(owners, minlength=file.num_documents)
+    split = np.flatnonzero(count > np.maximum(1, -(-(np.diff(starts) - 1) // data.sequence_length)))
+    if len(split):
+        yield f"{len(split)} documents are in more pieces than their length needs, the first is document {split[0]}"
+
+
+def expected_sample(file: TokenFile, samples: Samples, index: int, data: DataSpec) -> Sample:
+    """Sample `index` as the recipe wants it, read from the tokens."""
+    inputs_T, documents_T = np.zeros((2, data.sequence_length), np.int64)
+    labels_T = np.full(data.sequence_length, NO_LABEL, np.int64)
+    place = 0
+    for start, length in samples.pieces(index):
+        inputs_T[place : place + length] = file.tokens[start : start + length]
+        labels_T[place : place + length] = file.tokens[start + 1 : start + length + 1]
+        place += length
+        if data.separate_documents:
+            shift, document = place - length - start, file.document_at(start)
+            while (border := file.start(document + 1)) <= start + length:
+                labels_T[border - 1 + shift] = NO_LABEL
+                documents_T[border + shift :] += border < start + length
+                document += 1
+            documents_T[place:] = documents_T[place - 1] + 1
+    return Sample(inputs_T, labels_T, documents_T if data.separate_documents else None)
+
+
+class _Reading:
+    """One pass over all batches."""
+
+    def __init__(self, run: PlannedRun, report: Report):
+        self.run, self.report = run, report
+        self.seen = [np.zeros(len(samples), np.int32) for samples in run.mixture.streams]
+        self.last = [np.full((len(samples), 2), -1, np.int32) for samples in run.mixture.streams]
+        """Of each sample the epoch in which, and the rank by which, it was last seen."""
+        self.samples, self.tokens = [0] * len(self.seen), [0] * len(self.seen)
+        self.attention_left = ATTENTION_ROWS if run.sees else 0
+        self._by_content: dict[bytes, tuple[int, int]] | None = None
+
+    def read(self, progress: Callable[[str, int, int], None]) -> None:
+        """Every row of every rank and step."""
+        run = self.run
+        ranks = [run.batches(rank) for rank in range(run.world_size)]
+        for step in range(run.steps):
+            position = step * run.global_batch
+            for rank, batches in enumerate(ranks):
+                for sample in _rows(batches.microbatches(step)):
+                    where = f"step {step + 1}, rank {rank}, position {position}"
+                    self._row(sample, position, rank, where)
+                    position += 1
+            wanted = (step + 1) * run.global_batch
+            if position != wanted:
+                self.report.add("order", f"step {step + 1} holds {position - wanted + run.global_batch} samples")
+            progress("auditing", step + 1, run.steps)
+        self._check_counts()
+
+    def _row(self, row: Sample, position: int, rank: int, where: str) -> None:
+        wanted = stream, index = self.run.mixture.locate(position, self.run.seed)
+        expected = self._expected(stream, index)
+        if not np.array_equal(row.inputs, expected.inputs):
+            found = self._recognise(row)
+            if found is None:
+                self.report.add("rows", f"{where}: its tokens are no sample of any stream")
+                return
+            stream, index = found
+            expected = self._expected(stream, index)
+            self.report.add("order", f"{where}: {self._name(stream, index)} instead of {self._name(*wanted)}")
+        epoch, last_rank = self.samples[stream] // len(self.seen[stream]), int(self.last[stream][index, 1])
+        if self.last[stream][index, 0] == epoch and last_rank != rank:
+            self.report.add("ranks", f"{where}: {self._name(stream, index)}, which rank {last_rank} has seen too")
+        self.last[stream][index] = epoch, rank
+        self.seen[stream][index] += 1
+        self.samples[stream] += 1
+        self.tokens[stream] += sum(piece.length for piece in self.run.mixture.streams[stream].pieces(index))
+        self.report.samples += 1
+        self.report.tokens += int(np.count_nonzero(row.labels != NO_LABEL))
+        for problem in label_problems(row, expected):
+            self.report.add("rows", f"{where}: {problem}")
+        for problem in document_problems(row, expected):
+            self.report.add("documents", f"{where}: {problem}")
+        if self.attention_left and self.run.sees and expected.documents is not None:
+            self.attention_left -= 1
+            for problem in attention_problems(self.run.sees, row, expected.documents):
+                self.report.add("attention", f"{where}: {problem}")
+
+    def _expected(self, stream: int, index: int) -> Sample:
+        file, samples = self.run.corpus.streams[stream].train, self.run.mixture.streams[stream]
+        return expected_sample(file, samples, index, self.run.data)
+
+    def _name(self, stream: int, index: int) -> str:
+        return f"sample {index} of {self.run.corpus.streams[stream].name}"
+
+    def _recognise(self, row: Sample) -> tuple[int, int] | None:
+        """The sample that has these inputs; all samples are read once for it."""
+        if self._by_content is None:
+            self._by_content = {
+                _digest(self._expected(stream, index).inputs): (stream, index)
+                for stream, samples in enumerate(self.run.mixture.streams)
+                for index in range(len(samples))
+            }
+        return self._by_content.get(_digest(row.inputs))
+
+    def _check_counts(self) -> None:
+        """Epochs and shares, from what was seen."""
+        run, total, wanted = self.run, sum(self.samples), _shares(self.run)
+        for stream, (seen, count) in enumerate(zip(self.seen, self.samples, strict=True)):
+            name = run.corpus.streams[stream].name
+            often, rest = divmod(count, len(seen))
+            odd = np.flatnonzero((seen < often) | (seen > often + bool(rest)))
+            for index in odd:
+                self.report.add(
+                    "epochs",
+                    f"{name}: sample {index} is seen {seen[index]} times, where {often}"
+                    + (f" or {often + 1}" if rest else "")
+                    + " was intended",
+                )
+            if abs(run.epochs[stream] - count / len(seen)) > 1e-6:
+                self.report.add(
+                    "epochs", f"{name}: seen {count / len(seen):.3f} times, {run.epochs[stream]:.3f} announced"
+                )
+            if abs(count - total * wanted[stream]) >= len(self.seen):
+                share = self.tokens[stream] / max(1, sum(self.tokens))
+                self.report.add(
+                    "mixture",
+                    f"{name}: {100 * share:.3f} % of the tokens in {count} samples; the recipe wants about "
+                    f"{float(total * wanted[stream]):.1f} samples",
+                )
+
+
+def label_problems(row: Sample, expected: Sample) -> Iterator[str]:
+    """What is wrong with the labels of a row whose inputs are right."""
+    if np.array_equal(row.labels, expected.labels):
+        return
+    here, there = row.labels != NO_LABEL, expected.labels != NO_LABEL
+    if not (here & there).any():
+        yield "nothing that should be predicted is, and what should not be may be: the mask is inverted"
+    elif np.array_equal(row.labels[here], row.inputs[here]):
+        yield "the labels are the inputs themselves, not the tokens after them"
+    elif np.array_equal(here[:-1], there[:-1]) and np.array_equal(row.labels[:-1], expected.labels[1:]):
+        yield "the labels are two tokens on, not one"
+    elif (here != there).any():
+        yield f"{int((here & ~there).sum())} labels too many, {int((there & ~here).sum())} missing"
+    else:
+        wrong = np.flatnonzero(row.labels != expected.labels)
+        yield f"{len(wrong)} labels are not the tokens after their inputs, the first at place {wrong[0]}"
+
+
+def document_problems(row: Sample, expected: Sample) -> Iterator[str]:
+    """What is wrong with the documents of a row."""
+    if expected.documents is None:
+        if row.documents is not None and len(np.unique(row.documents)) > 1:
+            yield "documents are kept apart, which the recipe does not ask for"
+        return
+    documents = np.zeros_like(row.inputs) if row.documents is None else row.documents
+    wanted, found = np.diff(expected.documents) != 0, np.diff(documents) != 0
+    if (wanted & ~found).any():
+        yield f"attention crosses {int((wanted & ~found).sum())} borders of documents, the first at place " + str(
+            int(np.flatnonzero(wanted & ~found)[0]) + 1
+        )
+    if (found & ~wanted).any():
+        yield f"documents are cut at {int((found & ~wanted).sum())} places where they have no border"
+
+
+def attention_problems(sees: Callable[[np.ndarray], np.ndarray], row: Sample, documents_T: np.ndarray) -> Iterator[str]:
+    """What is wrong with who sees whom in a row."""
+    given = np.zeros_like(row.inputs) if row.documents is None else row.documents
+    sees_TT = sees(given[None])[0]
+    places = np.arange(len(documents_T))
+    wanted_TT = (places[:, None] >= places) & (documents_T[:, None] == documents_T)
+    for what, wrong_TT in (
+        ("sees a later token", sees_TT & (places[:, None] < places)),
+        ("sees another document", sees_TT & (documents_T[:, None] != documents_T)),
+        ("does not see an earlier token of its document", wanted_TT & ~sees_TT),
+    ):
+        if wrong_TT.any():
+            query, key = np.argwhere(wrong_TT)[0]
+            yield f"{int(wrong_TT.sum())} times a token {what}, the first at place {query} (place {key})"
+
+
+def _check_held_out(run: PlannedRun, report: Report) -> None:
+    if run.held_out is None:
+        return
+    for (number, samples), file in zip(enumerate(run.held_out.streams), run.corpus.held_out, strict=True):
+        for problem in packing_problems(file, samples, run.data, keep_tail=True):
+            report.add("held out", f"held-out stream {number}: {problem}")
+    held_out = {digest for file in run.corpus.held_out for digest in _document_digests(file)}
+    for stream in run.corpus.streams:
+        for document, digest in enumerate(_document_digests(stream.train)):
+            if digest in held_out:
+                report.duplicates += 1
+                report.add("held out", f"{stream.name}: an exact copy of training document {document} is held out")
+
+
+def _shares(run: PlannedRun) -> list[Fraction]:
+    """The share of all samples that each stream has to have, from the recipe's weights and the streams' sizes."""
+    wanted = []
+    for stream, samples in zip(run.corpus.streams, run.mixture.streams, strict=True):
+        weight = Fraction(samples.num_tokens) if stream.weight is None else Fraction(str(stream.weight))
+        wanted.append(weight * len(samples) / samples.num_tokens)
+    return [share / sum(wanted) for share in wanted]
+
+
+def _document_digests(file: TokenFile) -> Iterator[bytes]:
+    starts = file.starts()
+    for document in range(file.num_documents):
+        tokens = np.asarray(file.tokens[starts[document] : starts[document + 1]])
+        yield _digest(tokens.astype(np.int64))
+
+
+def _digest(tokens: np.ndarray) -> bytes:
+    return blake2b(tokens.tobytes(), digest_size=16).digest()
+
+
+def _rows(microbatches: Sequence[Microbatch]) -> Iterator[Sample]:
+    for inputs, labels, documents, *_ in microbatches:
+        for row in range(len(inputs)):
+            yield Sample(inputs[row], labels[row], None if documents is None else documents[row])
