@@ -8,7 +8,7 @@ import torch
 from meshwright.spec.fit import find_misfits
 from meshwright.spec.layout import LayoutSpec
 from meshwright.testing.equivalence import Outcome, largest_difference, one_step
-from meshwright.testing.layouts import LAYOUTS, MODEL_PARALLEL
+from meshwright.testing.layouts import LAYOUTS, MODEL_PARALLEL, REFUSED, refusal
 from meshwright.testing.ranks import RankPool
 from tiny import EPS, GLOBAL_BATCH, LR, SEQUENCE_LENGTH, STRATEGIES, tiny_run
 
@@ -146,6 +146,11 @@ def test_low_precision_of_a_split_model_rounds_no_worse_than_one_process(ranks: 
     ]
     assert 0 < errors[0] <= 2**2 * errors[1]
     assert all(tensor.dtype == torch.float32 for tensor in split.weights.values())
+
+
+@pytest.mark.parametrize("layout", REFUSED, ids=str)
+def test_what_does_not_fit_is_refused(layout: dict[str, Any]) -> None:
+    assert "nearest legal layout" in refusal(layout, tiny_run(LayoutSpec()).model, SEQUENCE_LENGTH)
 
 
 def test_clipping_scales_the_step_by_the_global_norm(ranks: RankPool) -> None:

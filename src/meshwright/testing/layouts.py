@@ -3,7 +3,13 @@
 `docs/equivalence.md` is made from it. To prove another mix, add a line.
 """
 
+from typing import Any
+
+from pydantic import ValidationError
+
+from meshwright.spec.fit import find_misfits
 from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.model import ModelSpec
 
 LAYOUTS = {
     "single": LayoutSpec(),
@@ -62,3 +68,23 @@ EXPERT_PARALLEL = {
     "zero-3-cp-tp-ep": LayoutSpec(dp_shard=2, cp=2, tp=2, ep=2),
 }
 """For models of experts, of which the tests' have 8. `uneven`: a number of ranks that is no power of two."""
+
+REFUSED: tuple[dict[str, Any], ...] = (
+    {"dp_shard": 4, "zero": 0},
+    {"dp_replicate": 4, "zero": 2},
+    {"tp": 3},
+    {"tp": 8},
+    {"tp": 4, "dp_shard": 5},
+    {"cp": 3, "cp_method": "ring"},
+    {"cp": 4, "tp": 4, "cp_method": "ulysses"},
+    {"dp_shard": 4, "ep": 3},
+)
+"""Layouts that cannot train the tests' model on sequences of 16 tokens."""
+
+
+def refusal(layout: dict[str, Any], model: ModelSpec, sequence_length: int) -> str:
+    """Why a layout is refused, in the words that people get; empty where it is not."""
+    try:
+        return "; ".join(find_misfits(LayoutSpec.model_validate(layout), model, sequence_length))
+    except ValidationError as error:
+        return "; ".join(str(problem.get("ctx", {}).get("error")) for problem in error.errors())

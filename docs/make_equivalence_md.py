@@ -1,0 +1,101 @@
+"""Writes docs/equivalence.md from the layouts that tests hold to one process: run it after adding one."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from meshwright.families import resolve_model
+from meshwright.spec.layout import AXES, LayoutSpec
+from meshwright.spec.model import ModelFields
+from meshwright.testing.layouts import EXPERT_PARALLEL, LAYOUTS, REFUSED, refusal
+
+PAGE = Path(__file__).with_name("equivalence.md")
+
+PROVEN = LAYOUTS | EXPERT_PARALLEL
+SPLITS = {"pp": "PP", "cp": "CP", "tp": "TP", "ep": "EP"}
+TESTS_MODEL = ModelFields(
+    family="llama", hidden=24, num_layers=2, num_heads=4, num_kv_heads=2, ffn=40, vocab=50, max_positions=16
+)
+
+BEGIN = """\
+# What is proven equal to one process
+
+Each layout below runs as real processes over gloo and is compared with one process that has the same weights and reads
+the same batch: the loss, the gradient norm, **every parameter's gradient** and **every weight after one optimizer
+step**, in float64, up to the rounding of sums in another order (192 tokens x 2e-16). The batch has sequences with
+different numbers of trained tokens; neither the vocabulary nor the rows of most matrices divide by all degrees.
+Families, tied and untied embeddings, recomputation (none, selective, full) and accumulation alternate over the layouts;
+the data-parallel ones meet all of them.
+
+Beside that every layout is held to keep **exactly the bytes** of weights, gradients and optimizer state that the
+parameter table predicts, and checkpoints of one are continued by another (`tests/test_equivalence.py`,
+`tests/test_tensor_parallel.py`, `tests/test_resume.py`). Layouts with `ep` are those of models of experts, of which the
+tests' have eight (`tests/test_expert_parallel.py`).
+
+## Data parallelism under everything else
+
+The rows say what data-parallel ranks keep, the columns how the model is split; a number is the most processes that the
+pair is proven with. An empty cell is allowed, but not among the proven.
+"""
+
+REFUSED_BEGIN = """
+## What is refused
+
+Before any process starts, with the nearest layout that would do; here for the tests' model of 4 query heads, 2 key and
+value heads and a vocabulary of 50, on sequences of 16 tokens.
+
+| layout | why |
+|---|---|"""
+
+
+def page() -> str:
+    """The text of docs/equivalence.md."""
+    return "\n".join([BEGIN, *_matrix(), "", *_list(), REFUSED_BEGIN, *_refused()]) + "\n"
+
+
+def state(layout: LayoutSpec) -> str:
+    """What data-parallel ranks keep."""
+    name = f"ZeRO-{layout.zero_stage}" if layout.zero_stage else ("DDP" if layout.dp_replicate > 1 else "one replica")
+    hybrid = "hybrid " if layout.zero_stage and layout.dp_replicate > 1 else ""
+    return hybrid + name + (" + offload" if layout.offload == "cpu" else "")
+
+
+def split(layout: LayoutSpec) -> str:
+    """How the model is split."""
+    return " x ".join(word for axis, word in SPLITS.items() if getattr(layout, axis) > 1) or "whole model"
+
+
+def _matrix() -> Iterator[str]:
+    most: dict[tuple[str, str], int] = {}
+    for layout in PROVEN.values():
+        place = state(layout), split(layout)
+        most[place] = max(most.get(place, 0), layout.world_size)
+    rows = list(dict.fromkeys(row for row, _ in most))
+    columns = sorted(dict.fromkeys(column for _, column in most), key=lambda name: name.count(" x "))
+    yield f"| | {' | '.join(columns)} |"
+    yield f"|---|{'---|' * len(columns)}"
+    for row in rows:
+        yield f"| {row} | {' | '.join(str(most.get((row, column), '')) for column in columns)} |"
+
+
+def _list() -> Iterator[str]:
+    yield "## Every layout\n"
+    yield "| name | layout | processes |"
+    yield "|---|---|---|"
+    for name, layout in PROVEN.items():
+        yield f"| {name} | `{_fields(layout.model_dump(exclude_defaults=True))}` | {layout.world_size} |"
+
+
+def _refused() -> Iterator[str]:
+    model = resolve_model(TESTS_MODEL, base_dir=Path())
+    for layout in REFUSED:
+        yield f"| `{_fields(layout)}` | {refusal(layout, model, 16)} |"
+
+
+def _fields(layout: dict[str, object]) -> str:
+    known = [field for field in (*AXES, "ep") if field in layout]
+    order = [*known, *(field for field in layout if field not in known)]
+    return "{" + ", ".join(f"{field}: {layout[field]}" for field in order) + "}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
