@@ -80,21 +80,20 @@ def test_every_strategy_for_every_family(ranks: RankPool, family: str, strategy:
 
 @pytest.mark.parametrize("name", MODEL_PARALLEL)
 def test_every_layout_that_splits_the_model(ranks: RankPool, name: str) -> None:
-    """Tied and untied, recomputation and accumulation alternate over layouts and families; eight ranks, which cost more
-    than two, take every second family."""
+    """Tied and untied, recomputation and accumulation alternate over layouts and families. The more ranks, the dearer:
+    two meet every family, four every second and eight every third, each layout beginning with another."""
     layout, turn = LAYOUTS[name], list(MODEL_PARALLEL).index(name)
-    families = FAMILIES if layout.world_size < 8 else FAMILIES[turn % 2 :: 2]
-    for family in families:
-        turn += 1
-        if not find_misfits(layout, tiny_run(layout, family=family).model, SEQUENCE_LENGTH):
-            check(
-                ranks,
-                name,
-                family=family,
-                tied=turn % 2 == 0,
-                recompute=RECOMPUTES[turn % 3],
-                accumulation=3 if turn % 4 < 2 else 1,
-            )
+    every = {2: 1, 4: 2, 8: 3}[layout.world_size]
+    families = [f for f in FAMILIES if not find_misfits(layout, tiny_run(layout, family=f).model, SEQUENCE_LENGTH)]
+    for index, family in enumerate(families[turn % every :: every], start=turn):
+        check(
+            ranks,
+            name,
+            family=family,
+            tied=index % 2 == 0,
+            recompute=RECOMPUTES[index % 3],
+            accumulation=3 if index % 4 < 2 else 1,
+        )
 
 
 @pytest.mark.parametrize("strategy", [*PARALLEL, "tp-wide", "zero-3-tp-uneven", "zero-3-tp-wide"])
