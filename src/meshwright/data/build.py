@@ -139,8 +139,10 @@ def _tokenize(
     """Everything after `commit`; returns what the whole corpus holds."""
     commit = commit or Commit(place=Place(), census=Census(), train=Mark(), held_out=Mark())
     with ExitStack() as stack:
-        train = TokenWriter(directory / TRAIN, tokenizer, mark=commit.train)
-        held_out = TokenWriter(directory / HELD_OUT, tokenizer, mark=commit.held_out) if split.holds_out else None
+        train = stack.enter_context(TokenWriter(directory / TRAIN, tokenizer, mark=commit.train))
+        held_out = None
+        if split.holds_out:
+            held_out = stack.enter_context(TokenWriter(directory / HELD_OUT, tokenizer, mark=commit.held_out))
         journal = stack.enter_context((directory / JOURNAL).open("a"))
         encoders = stack.enter_context(Encoders(tokenizer, processes))
         census, place, last_commit = commit.census, commit.place, time.monotonic()
@@ -165,9 +167,9 @@ def _tokenize(
                 last_commit = time.monotonic()
             progress("tokenizing", place.num_bytes, total)
         commit_now()
-        train.close()
+        train.finish()
         if held_out:
-            held_out.close()
+            held_out.finish()
         return census
 
 

@@ -86,7 +86,7 @@ class Mark(NamedTuple):
 
 
 class TokenWriter:
-    """Writes a token file document by document; it exists for readers once `close` has returned.
+    """Writes a token file document by document; it exists for readers once `finish` has returned. Use it in `with`.
 
     What was written when `sync` returned outlives any accident: a writer that starts from that mark continues there.
     """
@@ -119,11 +119,16 @@ class TokenWriter:
         _to_disk(self._lengths)
         return Mark(self._tokens, self._documents, self._begun)
 
-    def close(self) -> None:
-        """Bring everything to disk, then write index and description; a writer may still continue from the end."""
-        self.sync()
+    def __enter__(self) -> "TokenWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._file.close()
         self._lengths.close()
+
+    def finish(self) -> None:
+        """Bring everything to disk, then write index and description; a writer may still continue from the end."""
+        self.sync()
         lengths = _map(_lengths_path(self._path), np.dtype("<i4"), 0, self._documents)
         write_index(self._path.with_suffix(".idx"), lengths, self.dtype)
         about = {
