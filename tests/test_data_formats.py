@@ -208,7 +208,7 @@ def test_tokens_that_are_none(tokens):
     train_tokenizer(["other"], 270).save(folder / "other")
     with pytest.raises(ValueError, match="was made by another tokenizer"):
         corpus_of(folder, sources=str(corpus.streams[0].train.path), tokenizer="other")
-    with pytest.raises(ValueError, match="give the tokenizer that made them as data.tokenizer"):
+    with pytest.raises(ValueError, match=r"give the tokenizer that made them as data\.tokenizer"):
         corpus_of(folder, sources=raw, tokenizer="auto")
     np.array([5, 6, 7], np.uint16).tofile(folder / "one.bin")
     with pytest.raises(ValueError, match="has only one document"):
