@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -31,6 +30,8 @@ from meshwright.models.masks import Documents, attention_mask
 from meshwright.models.moe import Router
 from meshwright.models.partial_attention import Sight, add_part_, attend_part, attend_part_backward
 from meshwright.spec.layout import ContextMethod
+
+collectives = torch.ops._c10d_functional
 
 Attend = Callable[..., torch.Tensor]
 """`Attention.attend`: q [B, H, T, K], k and v [B, G, T, K] and a mask to [B, H, T, K]."""
@@ -337,8 +338,8 @@ class _AllGather(torch.autograd.Function):
 
 def _gather(k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys and values of all ranks in the order of the sequence."""
-    gathered = funcol.all_gather_tensor(_join(k_BGTK, v_BGTK), 0, group)
-    all_NBGTW = funcol.wait_tensor(gathered).unflatten(0, (group.size(), -1))
+    gathered = collectives.all_gather_into_tensor(_join(k_BGTK, v_BGTK), group.size(), group.group_name)
+    all_NBGTW = collectives.wait_tensor(gathered).unflatten(0, (group.size(), -1))
     early_NBGCW, late_NBGCW = all_NBGTW.chunk(2, dim=3)
     return _separate(torch.cat((*early_NBGCW, *late_NBGCW.flip(0)), dim=2), k_BGTK)
 
@@ -347,4 +348,5 @@ def _reduce_scatter(grads_BGSW: torch.Tensor, group: dist.ProcessGroup) -> torch
     """The reverse of `_gather`: the sum over ranks of the gradients of this rank's keys and values, [B, G, T, W]."""
     chunks = grads_BGSW.chunk(2 * group.size(), dim=2)
     by_rank = [torch.cat((chunks[i], chunks[-1 - i]), dim=2) for i in range(group.size())]
-    return funcol.wait_tensor(funcol.reduce_scatter_tensor(torch.cat(by_rank), "sum", 0, group))
+    reduced = collectives.reduce_scatter_tensor(torch.cat(by_rank), "sum", group.size(), group.group_name)
+    return collectives.wait_tensor(reduced)

@@ -59,20 +59,25 @@ class Traffic(TorchDispatchMode):
         if namespace in ("c10d", "_c10d_functional") and name in KINDS:
             group = _group(function, args, kwargs or {})
             leaves = tree_leaves((args, kwargs, result))
-            count = self.counts[KINDS[name], self._axes.get(group.group_name, "world")]
+            count = self.counts[KINDS[name], self._axes.get(ranks_of(group), "world")]
             count.calls += 1
             count.bytes += max((leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)), default=0)
         return result
 
 
-def axis_names(meshes: Meshes) -> dict[str, str]:
-    """Name of a process group -> name of its axis; the experts' own are `expert replicate` and `expert shard`."""
-    names: dict[str, str] = {}
+def ranks_of(group: ProcessGroup) -> tuple[int, ...]:
+    """The ranks of a group; several groups may have the same, for slices of meshes make their own."""
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def axis_names(meshes: Meshes) -> dict[tuple[int, ...], str]:
+    """Ranks of a process group -> name of their axis; the experts' own are `expert replicate` and `expert shard`."""
+    names: dict[tuple[int, ...], str] = {}
 
     def add(view: DeviceMesh, prefix: str = "") -> None:
         for axis in view.mesh_dim_names or ():
             if view[axis].size() > 1:
-                names.setdefault(view.get_group(axis).group_name, axis if axis in ("pp", "tp", "ep") else prefix + axis)
+                names.setdefault(ranks_of(view.get_group(axis)), axis if axis in ("pp", "tp", "ep") else prefix + axis)
 
     add(meshes.state)
     add(meshes.batch)
