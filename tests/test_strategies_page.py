@@ -8,10 +8,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.parallel.traffic import Traffic
+from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import build_here, loader_for
 from meshwright.testing.ranks import RankPool
-from tiny import STRATEGIES, tiny_run
+from tiny import GLOBAL_BATCH, SEQUENCE_LENGTH, STRATEGIES, tiny_run
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "strategies.md"
 
@@ -90,3 +91,30 @@ def test_a_rank_keeps_and_sends_what_the_page_says(ranks: RankPool, strategy: st
         expected = value(formula, **letters)
         few = 20  # losses and token counts
         assert sent[collective] / width == pytest.approx(expected, rel=0.02, abs=few), collective
+
+
+def sent_over_tp(run: ResolvedRun) -> dict[str, int]:
+    """Bytes that pass through each kind of collective of the tensor-parallel group in a step. Collective."""
+    trainer = build_here(run)
+    with loader_for(trainer) as loader, Traffic(trainer.meshes) as traffic:
+        trainer.train_step.gradients(loader.microbatches(0))
+    return {kind: count.bytes for (kind, axis), count in traffic.counts.items() if axis == "tp"}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_tensor_parallel_group_sends_what_the_page_says(ranks: RankPool, recompute: str) -> None:
+    """Exactly. All-reduces: three numbers a token for the loss, and the norms' gradients."""
+    run = tiny_run(LayoutSpec(dp_replicate=2, tp=2), recompute=recompute, precision="fp32")
+    letters = {"L": run.model.num_layers, "B": GLOBAL_BATCH // 2, "T": SEQUENCE_LENGTH, "D": run.model.hidden}
+    rows = table("pass | all-gather")
+    passes = ["forward", "backward", *([f"again under `recompute: {recompute}`"] if recompute != "none" else [])]
+    expected = [
+        sum(value(term, **letters) for name in passes for term in rows[name][column].split(" + ")) for column in (0, 1)
+    ]
+    norms = (2 * letters["L"] + 1) * letters["D"]
+    sent = ranks.run(4, sent_over_tp, run)[0]
+    assert {kind: total / 4 for kind, total in sent.items()} == {
+        "all-gather": expected[0],
+        "reduce-scatter": expected[1],
+        "all-reduce": 3 * letters["B"] * letters["T"] + norms,
+    }

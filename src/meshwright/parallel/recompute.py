@@ -18,8 +18,8 @@ aten = torch.ops.aten
 
 # What selective recomputation keeps: the results that are dear to compute for their size (Korthikanti et al., "Reducing
 # Activation Recomputation in Large Transformer Models", 2022, keeps all but attention; with flash attention that
-# turns round: attention and matrix products are kept, the cheap element-wise chain between them is not). What ranks of
-# experts have sent each other is dear too.
+# turns round: attention and matrix products are kept, the cheap element-wise chain between them is not). What ranks
+# have added up for each other, or sent to experts, is dear too.
 KEPT = frozenset(
     op
     for op in (
@@ -28,6 +28,7 @@ KEPT = frozenset(
         aten.bmm.default,
         aten._grouped_mm.default,
         torch.ops._c10d_functional.all_to_all_single.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
         *MATMULS,
         *VARLEN_OPS,
         aten._scaled_dot_product_flash_attention.default,

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshwright.families import parameter_table
+from meshwright.families.split import TP_SPLITS
 from meshwright.spec.model import ModelSpec, Parameter
-
-TP_DIMS = frozenset({"heads", "kv_heads", "ffn", "vocab"})
-"""Named dims that tensor parallelism splits: on a matrix's out side column-wise, on its in side row-wise."""
 
 
 @dataclass(frozen=True)
@@ -181,5 +179,5 @@ def _block(rows: list[Parameter]) -> Block:
         experts = row.shape[0] if row.dims[0] == "experts" else 0
         dims, shape = row.dims[-2:], row.shape[-2:]
         name = row.name.split(".", 2)[2].removesuffix(".weight")
-        matrices.append(Matrix(name, shape[0], shape[1], bool(TP_DIMS & set(dims)), experts))
+        matrices.append(Matrix(name, shape[0], shape[1], bool(TP_SPLITS & set(dims)), experts))
     return Block(tuple(matrices), vectors)
