@@ -46,7 +46,7 @@ RECIPES = {
     "model: gpt2\ntrainin: {}": "run.yaml:2: trainin: unknown key; did you mean 'training'?",
     "model: gpt2\ntraining: {precision: fp8}": "run.yaml:2: training.precision: 'fp8' is not allowed: must be",
     "model: gpt2\ntraining: {compile: on}": "run.yaml:2: training.compile: 'on' is not allowed: must be true",
-    "model: gpt2\nlayout: {pp: 4}": "run.yaml:2: layout: pp=4: pipeline parallelism is not in this version",
+    "model: gpt2\nlayout: {pp: 4, schedule: 2f2b}": "run.yaml:2: layout: schedule=2f2b: there are afab, 1f1b,",
     "model: gpt2\ntraining: {global_batch: 7}\nlayout: {dp_shard: 2}": "run.yaml:2: training.global_batch=7 ",
     "model: gpt3": "model.name 'gpt3' is neither a published model nor a directory; did you mean 'gpt2'?",
     "model: {family: lama}": "run.yaml:1: model.family 'lama' is unknown; did you mean 'llama'?",

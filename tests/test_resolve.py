@@ -61,7 +61,6 @@ def test_refused_with_what_would_work(sections: dict[str, Any], message: str) ->
 @pytest.mark.parametrize(
     ("degrees", "message"),
     [
-        ({"pp": 4, "dp_replicate": 2}, "pipeline parallelism is not in this version; .* dp_replicate=2, dp_shard=4"),
         ({"zero": 0, "dp_shard": 4}, "zero=0 with dp_shard=4: .* dp_replicate=4, dp_shard=1, zero=0"),
         ({"zero": 2, "dp_replicate": 4}, "zero=2 with dp_shard=1: .* dp_replicate=1, dp_shard=4, zero=2"),
         ({"zero": 3}, "nearest legal layout is zero=0"),

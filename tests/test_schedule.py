@@ -7,7 +7,16 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from meshwright.spec.actions import Action, Schedule, ScheduleError, in_order, read_schedule
+from meshwright.spec.actions import (
+    Action,
+    Schedule,
+    ScheduleError,
+    Transfer,
+    forward_only,
+    in_order,
+    read_schedule,
+    with_transfers,
+)
 from meshwright.spec.schedule import SCHEDULES, build_schedule, nearest_microbatches
 from meshwright.spec.timeline import StageCosts, in_flight, peak_activations, simulate
 
@@ -212,3 +221,36 @@ def test_picture() -> None:
     assert simulate(schedule, StageCosts.equal(4)).picture() == (
         "rank 0  01 00011100 11\n        FF.fiwfiwIW.IW\nrank 1   001100001111\n        .FfFfiwIWiwIW."
     )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_transfers_arrive_in_the_order_in_which_they_are_sent(name: str) -> None:
+    """Run each rank's list with links that deliver in order and senders that wait: nobody may wait forever."""
+    schedule = build_schedule(name, ranks=4, microbatches=8)
+    for one in (schedule, forward_only(schedule.placement, 5)):
+        program = [list(items) for items in with_transfers(one)]
+        transfers = [item for items in program for item in items if isinstance(item, Transfer)]
+        crossings = sum(a != b for a, b in zip(one.placement, one.placement[1:], strict=False))
+        assert len(transfers) == 2 * crossings * one.num_microbatches * (1 if one.evaluation else 2)
+        have: list[set[tuple[bool, int, int]]] = [set() for _ in program]
+        while any(program):
+            moved = False
+            for rank, items in enumerate(program):
+                while items and isinstance(action := items[0], Action):
+                    for group in one.needs(action):
+                        needs = {(needed.kind == "F", needed.stage, needed.microbatch) for needed in group}
+                        assert action.kind == "W" or needs & have[rank], (rank, action)
+                    have[rank].add((action.kind == "F", action.stage, action.microbatch))
+                    items.pop(0)
+                    moved = True
+            for items in program:
+                transfer = items[0] if items else None
+                if not isinstance(transfer, Transfer):
+                    continue
+                ends = program[transfer.source], program[transfer.target]
+                if all(end[:1] == [transfer] for end in ends):
+                    have[transfer.target].add(transfer[:3])
+                    ends[0].pop(0)
+                    ends[1].pop(0)
+                    moved = True
+            assert moved, program

@@ -124,7 +124,9 @@ def evaluation(run: ResolvedRun) -> tuple[float, int, float]:
     trainer = build_here(run)
 
     def measured(batches: list[Microbatch]) -> Evaluation:
-        return evaluate(trainer.model, batches, trainer.device, repeats_loss=trainer.train_step.repeats_loss)
+        return evaluate(
+            trainer.train_step.passes, batches, trainer.device, repeats_loss=trainer.train_step.repeats_loss
+        )
 
     with loader_for(trainer) as loader:
         found = measured(loader.microbatches(0))

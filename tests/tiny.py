@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.families import resolve_model
+from meshwright.plan.stages import balanced_stages, layer_costs
 from meshwright.spec.data import DataSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
@@ -22,10 +23,20 @@ STRATEGIES = DATA_PARALLEL
 
 
 def tiny_run(
-    layout: LayoutSpec, *, family: str = "llama", tied: bool = False, accumulation: int = 1, **training: Any
+    layout: LayoutSpec,
+    *,
+    family: str = "llama",
+    tied: bool = False,
+    accumulation: int = 1,
+    num_layers: int = 2,
+    **training: Any,
 ) -> ResolvedRun:
-    """Two layers, width 24, vocabulary 50, float64, twelve sequences of sixteen tokens a step."""
-    sizes: dict[str, Any] = {"hidden": 24, "num_layers": 2, "num_heads": 4, "vocab": 50, "max_positions": 16}
+    """Two layers, width 24, vocabulary 50, float64, twelve sequences of sixteen tokens a step.
+
+    A pipeline runs them in at most six microbatches where `accumulation` is fewer than its ranks.
+    """
+    accumulation = min(6, GLOBAL_BATCH // layout.data_parallel) if accumulation < layout.pp else accumulation
+    sizes: dict[str, Any] = {"hidden": 24, "num_layers": num_layers, "num_heads": 4, "vocab": 50, "max_positions": 16}
     if family != "gpt2":
         sizes |= {"num_kv_heads": 2, "ffn": 40}
     if family == "mistral":
@@ -48,11 +59,17 @@ def tiny_run(
         layout=layout,
         device="cpu",
     )
+    model, stages = resolve_model(fields, base_dir=Path()), ()
+    if layout.pp > 1:
+        schedule = layout.pipeline_schedule(microbatches=accumulation, base_dir=Path())
+        stages = balanced_stages(layer_costs(model, SEQUENCE_LENGTH), schedule.num_stages)
+        stages = stages if layout.stage_layers == "auto" else layout.stage_layers
     return ResolvedRun(
         run=run,
-        model=resolve_model(fields, base_dir=Path()),
+        model=model,
         global_batch=GLOBAL_BATCH,
         micro_batch=GLOBAL_BATCH // layout.data_parallel // accumulation,
         accumulation=accumulation,
+        stage_layers=stages,
         reasons={},
     )

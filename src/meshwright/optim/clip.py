@@ -8,11 +8,11 @@ from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
-def global_gradient_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+def global_gradient_norm(parameters: Iterable[torch.Tensor], stages: dist.ProcessGroup | None = None) -> torch.Tensor:
     """The 2-norm over all gradients, the same 0-dim tensor (fp32, or fp64 under fp64) on every rank.
 
     Squares are summed over local shards first and over ranks once for each set of mesh axes that shards a tensor, so
-    parameters on different meshes may be mixed.
+    parameters on different meshes may be mixed. `stages`: ranks that hold the other parameters, pipeline stages.
     """
     totals: dict[tuple, torch.Tensor] = {}
     groups: dict[tuple, list[dist.ProcessGroup]] = {}
@@ -36,7 +36,10 @@ def global_gradient_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     for key, total in totals.items():
         for group in groups.get(key, ()):
             dist.all_reduce(total, group=group)
-    return torch.stack(list(totals.values())).sum().sqrt()
+    whole = torch.stack(list(totals.values())).sum()
+    if stages is not None:
+        dist.all_reduce(whole, group=stages)
+    return whole.sqrt()
 
 
 @torch.no_grad()

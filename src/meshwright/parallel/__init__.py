@@ -1,8 +1,8 @@
 """How a single-device model is spread over ranks: one file a strategy, `apply.py` the page that says the order."""
 
 from meshwright.parallel.apply import apply_parallelism
-from meshwright.parallel.data import set_gradient_sync
 from meshwright.parallel.materialize import materialize
 from meshwright.parallel.mesh import Meshes, build_meshes
+from meshwright.parallel.passes import Passes, WholeModel
 
-__all__ = ["Meshes", "apply_parallelism", "build_meshes", "materialize", "set_gradient_sync"]
+__all__ = ["Meshes", "Passes", "WholeModel", "apply_parallelism", "build_meshes", "materialize"]

@@ -17,6 +17,7 @@ dtype; ZeRO-2 and ZeRO-3 reduce gradients at every microbatch, DDP and ZeRO-1 at
 """
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -79,19 +80,45 @@ def _shard_placement(shards: int, parameter: nn.Parameter) -> Shard:
     return Shard(1 if any(parameter.shape[0] % ranks for ranks in rows) else 0)
 
 
-def set_gradient_sync(model: nn.Module, layout: LayoutSpec, *, last_microbatch: bool) -> None:
-    """Say before each microbatch's forward pass whether its backward pass ends the accumulation.
+def set_gradient_sync(layout: LayoutSpec, modules: Iterable[nn.Module], last: bool) -> None:
+    """Say before a backward pass whether it is the last one through these modules before the optimizer steps.
 
     Only then are DDP's and ZeRO-1's gradients reduced, hybrid's reduced over replicas, and gathered weights freed.
     """
-    if not isinstance(model, FSDPModule):
-        return
-    if layout.zero_stage <= 1:
-        model.set_requires_gradient_sync(last_microbatch)
-    else:
-        model.set_requires_all_reduce(last_microbatch)
-    if layout.zero_stage < 3:
-        model.set_reshard_after_backward(last_microbatch)
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            if layout.zero_stage <= 1:
+                module.set_requires_gradient_sync(last, recurse=False)
+            else:
+                module.set_requires_all_reduce(last, recurse=False)
+            if layout.zero_stage < 3:
+                module.set_reshard_after_backward(last, recurse=False)
+
+
+def hold_gradients(layout: LayoutSpec, modules: Iterable[nn.Module]) -> None:
+    """Say before a backward pass that its gradients are not complete: weights' are put off, and `reduce_gradients` is
+    called when they are there."""
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(False, recurse=False)
+            module.set_reshard_after_backward(layout.zero_stage == 3, recurse=False)
+
+
+def reduce_gradients(model: nn.Module, layout: LayoutSpec, modules: Iterable[nn.Module], last: bool) -> None:
+    """Do what the end of a backward pass through these modules of `model` does, for gradients that came without one.
+
+    FSDP2 offers no public way; torch's own pipelining makes the same calls.
+    """
+    sharded = [module for module in modules if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.set_requires_gradient_sync(True, recurse=False)
+        set_gradient_sync(layout, [module], last)
+        group = module._get_fsdp_state()._fsdp_param_group
+        if group is not None:
+            group.post_backward()
+    hold_gradients(layout, sharded)
+    assert isinstance(model, FSDPModule)
+    model._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def _offload_policy(layout: LayoutSpec, device_type: str) -> OffloadPolicy:

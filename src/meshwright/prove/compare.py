@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from meshwright.optim import shards
-from meshwright.optim.clip import global_gradient_norm
 from meshwright.prove.reference import Reference, loader_for
 from meshwright.prove.tolerance import Tolerance
 from meshwright.trainer.setup import Trainer
@@ -109,7 +108,7 @@ def _compare_step(
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         expected = shards.part_like(reference.gradient(step, name), parameter)
         gradients[name] = measure(shards.local(gradient), expected, allowed, rank)
-    gnorm = global_gradient_norm(trainer.parameters.values()).item()
+    gnorm = trainer.train_step.gradient_norm()
     trainer.train_step.update(step, gnorm)
     trainer.optimizers.zero_grad()
     updates = {}

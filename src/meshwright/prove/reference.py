@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from meshwright.data.loader import Loader
-from meshwright.optim.clip import global_gradient_norm
 from meshwright.prove.samples import RandomSamples
 from meshwright.prove.trace import Tracer
 from meshwright.spec.layout import LayoutSpec
@@ -78,7 +77,7 @@ def train_reference(resolved: ResolvedRun, folder: Path, steps: int) -> Referenc
     with loader_for(trainer) as loader:
         for step in range(1, steps + 1):
             loss, _ = trainer.train_step.gradients(loader.microbatches(step - 1))
-            gnorm = global_gradient_norm(trainer.parameters.values()).item()
+            gnorm = trainer.train_step.gradient_norm()
             norms = []
             for name, gradient in _gradients(trainer):
                 reference.save(gradient, f"step-{step}", "gradients", name)

@@ -50,6 +50,8 @@ class Schedule:
     name: str
     ranks: tuple[tuple[Action, ...], ...]
     """Every rank's actions."""
+    evaluation: bool = False
+    """Whether it has forward passes only."""
 
     def __post_init__(self) -> None:
         _check_once(self)
@@ -157,8 +159,57 @@ def _check_once(schedule: Schedule) -> None:
     for stage in range(stages):
         for microbatch in range(schedule.num_microbatches):
             forward, whole, inputs, weights = (times[Action(kind, stage, microbatch)] for kind in ("F", "B", "I", "W"))
-            if forward != 1 or (whole, inputs, weights) not in ((1, 0, 0), (0, 1, 1)):
+            backward = ((0, 0, 0),) if schedule.evaluation else ((1, 0, 0), (0, 1, 1))
+            if forward != 1 or (whole, inputs, weights) not in backward:
                 raise ScheduleError(
                     f"schedule {schedule.name}: stage {stage}, microbatch {microbatch} has {forward} F, {whole} B, "
                     f"{inputs} I, {weights} W; it needs one F, and one B or one I and one W"
                 )
+
+
+class Transfer(NamedTuple):
+    """A result that another rank waits for: an output that goes forward, or an input's gradient that goes backward."""
+
+    forward: bool
+    stage: int
+    """Whose result it is."""
+    microbatch: int
+    source: int
+    target: int
+    """Ranks."""
+
+
+def with_transfers(schedule: Schedule) -> tuple[tuple[Action | Transfer, ...], ...]:
+    """Every rank's actions with its transfers, both those that it sends and those that it receives.
+
+    All stand in one order over all ranks, so any two ranks have their common transfers in the same order: they cannot
+    wait for one another, not even where messages between two ranks must be received in the order in which they are
+    sent. Receiving may begin where a transfer stands; the action that needs it comes later.
+    """
+    program: list[list[Action | Transfer]] = [[] for _ in schedule.ranks]
+    for rank, action in in_order(schedule):
+        program[rank].append(action)
+        forward = action.kind == "F"
+        receiver = action.stage + (1 if forward else -1)
+        if action.kind == "W" or not 0 <= receiver < schedule.num_stages:
+            continue
+        target = schedule.placement[receiver]
+        if target != rank:
+            transfer = Transfer(forward, action.stage, action.microbatch, rank, target)
+            program[rank].append(transfer)
+            program[target].append(transfer)
+    return tuple(map(tuple, program))
+
+
+def forward_only(placement: tuple[int, ...], microbatches: int) -> Schedule:
+    """A schedule without backward passes, for evaluation: each rank takes all microbatches through a stage in turn."""
+    ranks = tuple(
+        tuple(
+            Action("F", stage, microbatch)
+            for stage, place in enumerate(placement)
+            if place == rank
+            for microbatch in range(microbatches)
+        )
+        for rank in range(1 + max(placement))
+    )
+    return Schedule("evaluation", ranks, evaluation=True)

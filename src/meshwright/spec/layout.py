@@ -2,18 +2,16 @@
 
 from collections.abc import Iterator
 from math import gcd
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 
 from meshwright.spec.base import Spec
+from meshwright.spec.schedule import SCHEDULES, Schedule, build_schedule
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes along which ranks are numbered, outermost first; `ep` is a second view of the ranks of `dp_shard x cp x tp`."""
-
-PLANNED_AXES = {
-    "pp": "pipeline parallelism",
-}
 
 NEAREST = "the nearest legal layout is"
 
@@ -28,7 +26,15 @@ class LayoutSpec(Spec):
     """
 
     pp: int = 1
-    """Pipeline stages. Only 1 in this version."""
+    """Pipeline ranks: each holds some of the layers."""
+    schedule: str = "1f1b"
+    """What pipeline ranks do when: afab, 1f1b, interleaved-1f1b, looped-bfs, interleaved-zero-bubble, zbv, dualpipev,
+    or a file of your own whose name ends in .csv (docs/schedules.md)."""
+    stages_per_rank: int | Literal["auto"] = "auto"
+    """Pipeline stages that each rank holds. auto: 1, or the 2 that interleaved and V-shaped schedules usually have."""
+    stage_layers: tuple[int, ...] | Literal["auto"] = "auto"
+    """Layers of each pipeline stage, first to last. auto: cut so that the heaviest stage, head included, is as light as
+    can be."""
     dp_replicate: int = 1
     """Data-parallel groups that each hold a full copy: DDP, or the outer axis of hybrid sharding."""
     dp_shard: int = 1
@@ -69,13 +75,7 @@ class LayoutSpec(Spec):
             yield f"{axis}={getattr(self, axis)}: a degree is at least 1"
         if senseless:
             return
-        for axis, name in PLANNED_AXES.items():
-            if getattr(self, axis) > 1:
-                shards = self.world_size // self.dp_replicate
-                yield (
-                    f"{axis}={getattr(self, axis)}: {name} is not in this version; {NEAREST} "
-                    f"dp_replicate={self.dp_replicate}, dp_shard={shards}"
-                )
+        yield from self._pipeline_problems()
         if self.zero == 0 and self.dp_shard > 1:
             yield (
                 f"zero=0 with dp_shard={self.dp_shard}: zero 0 keeps a full copy on every rank, so nothing is sharded; "
@@ -94,6 +94,32 @@ class LayoutSpec(Spec):
                 f"zero={self.zero} with dp_shard=1: there is no axis to shard over; {NEAREST} "
                 f"{sharded if self.dp_replicate > 1 else alone}"
             )
+
+    def _pipeline_problems(self) -> Iterator[str]:
+        given = {"stages_per_rank": self.stages_per_rank, "stage_layers": self.stage_layers}
+        for field, value in given.items():
+            if self.pp == 1 and value != "auto":
+                yield f"{field}={value} with pp=1: there is no pipeline; set pp, or leave {field} out"
+        per_rank = None if self.stages_per_rank == "auto" else self.stages_per_rank
+        if per_rank is not None and per_rank < 1:
+            yield f"stages_per_rank={per_rank}: a rank has at least 1"
+            return
+        if not self.schedule.endswith(".csv"):
+            if self.schedule not in SCHEDULES:
+                yield f"schedule={self.schedule}: there are {', '.join(SCHEDULES)}, or a file's name in .csv"
+                return
+            kind = SCHEDULES[self.schedule]
+            per_rank = kind.stages_per_rank if kind.fixed and per_rank is None else per_rank
+            if kind.fixed and per_rank != kind.stages_per_rank:
+                yield f"stages_per_rank={per_rank}: schedule {self.schedule} has exactly {kind.stages_per_rank}"
+        if self.stage_layers != "auto":
+            if min(self.stage_layers, default=0) < 1:
+                yield f"stage_layers={list(self.stage_layers)}: every stage has at least one layer"
+            if len(self.stage_layers) % self.pp or (per_rank and len(self.stage_layers) != per_rank * self.pp):
+                yield (
+                    f"stage_layers={list(self.stage_layers)} has {len(self.stage_layers)} stages, "
+                    f"but pp={self.pp} ranks have {f'{per_rank} each' if per_rank else 'equally many each'}"
+                )
 
     @property
     def world_size(self) -> int:
@@ -130,6 +156,18 @@ class LayoutSpec(Spec):
         """The ZeRO stage with `auto` resolved."""
         return (3 if self.dp_shard > 1 else 0) if self.zero == "auto" else self.zero
 
+    def pipeline_schedule(self, *, microbatches: int, base_dir: Path) -> Schedule:
+        """What the pipeline's ranks do in a step; a file's path is relative to `base_dir`.
+
+        Raises `ScheduleError` where the schedule does not work with so many microbatches.
+        """
+        own = self.schedule.endswith(".csv")
+        per_rank = None if self.stages_per_rank == "auto" else self.stages_per_rank
+        if self.stage_layers != "auto":
+            per_rank = len(self.stage_layers) // self.pp
+        name = str(base_dir / self.schedule) if own else self.schedule
+        return build_schedule(name, ranks=self.pp, microbatches=microbatches, stages_per_rank=per_rank)
+
     @property
     def strategy(self) -> str:
         """The field's name for this layout, for people."""
@@ -146,6 +184,7 @@ class LayoutSpec(Spec):
         else:
             name = f"hybrid ZeRO-{self.zero_stage}: {self.dp_replicate} replicas x {self.dp_shard} shards"
         parts = [
+            f"pipeline x {self.pp} ({self.schedule})" if self.pp > 1 else "",
             name,
             f"tensor parallel x {self.tp}" if self.tp > 1 else "",
             f"context parallel x {self.cp}" if self.cp > 1 else "",

@@ -61,6 +61,8 @@ class ResolvedRun(Spec):
     """Sequences per rank per forward pass."""
     accumulation: int
     """Forward passes per rank per optimizer step."""
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each pipeline stage; empty where there is no pipeline."""
     reasons: dict[str, str]
     """Why each value that was `auto` became what it is."""
 

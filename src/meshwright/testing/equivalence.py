@@ -1,6 +1,7 @@
 """The one place that compares a layout with one process: loss, every gradient, and every weight after one step."""
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,6 @@ import torch.distributed as dist
 
 from meshwright.data.loader import Loader
 from meshwright.optim import shards
-from meshwright.optim.clip import global_gradient_norm
 from meshwright.parallel import Meshes, build_meshes
 from meshwright.prove.samples import RandomSamples
 from meshwright.spec.layout import AXES, LayoutSpec
@@ -50,10 +50,10 @@ def one_step(resolved: ResolvedRun, documents: bool = False) -> Outcome | None:
     step = trainer.train_step
     with loader_for(trainer, documents=documents) as loader:
         loss, _ = step.gradients(loader.microbatches(0))
-    gnorm = global_gradient_norm(trainer.parameters.values()).item()
-    gradients = {name: whole(tensor.grad) for name, tensor in trainer.parameters.items()}
+    gnorm = step.gradient_norm()
+    gradients = whole_of_all(trainer, {name: tensor.grad for name, tensor in trainer.parameters.items()})
     step.update(1, gnorm)
-    weights = {name: whole(tensor.detach()) for name, tensor in trainer.parameters.items()}
+    weights = whole_of_all(trainer, trainer.parameters)
     return Outcome(loss, gnorm, gradients, weights) if trainer.worker.rank == 0 else None
 
 
@@ -77,6 +77,23 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor:
     """A copy of the global tensor; collective for sharded ones."""
     assert tensor is not None, "a parameter has no gradient"
     return shards.whole(tensor.detach()).clone()
+
+
+def whole_of_all(trainer: Trainer, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    """Copies of the global tensors of every pipeline stage; collective.
+
+    Where two stages have copies of one tensor, they must be equal bit for bit.
+    """
+    here = {name: whole(tensor) for name, tensor in tensors.items()}
+    stages = trainer.train_step.passes.stages
+    if stages is None:
+        return here
+    parts: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size(stages))]
+    dist.all_gather_object(parts, here, group=stages)
+    everything: dict[str, torch.Tensor] = {}
+    for name, tensor in (item for part in parts for item in part.items()):
+        assert torch.equal(everything.setdefault(name, tensor), tensor), f"copies of {name} differ"
+    return everything
 
 
 def largest_difference(ours: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> tuple[float, str]:

@@ -38,6 +38,16 @@ LAYOUTS = {
     "cp-all-gather-tp": LayoutSpec(cp=2, tp=2, zero=3, cp_method="all_gather"),
     "cp-ulysses-tp": LayoutSpec(cp=2, tp=2, zero=2, cp_method="ulysses"),
     "hybrid-3-cp-tp": LayoutSpec(dp_replicate=2, cp=2, tp=2, zero=3),
+    "pp": LayoutSpec(pp=2),
+    "pp-ddp": LayoutSpec(pp=2, dp_replicate=2),
+    "pp-zero-3": LayoutSpec(pp=2, dp_shard=2),
+    "pp-tp": LayoutSpec(pp=2, tp=2),
+    "pp-zero-bubble-tp": LayoutSpec(pp=2, tp=2, schedule="interleaved-zero-bubble", stages_per_rank=1),
+    "pp-cp": LayoutSpec(pp=2, cp=2),
+    "pp-zero-1-tp": LayoutSpec(pp=2, dp_shard=2, tp=2, zero=1),
+    "pp-zero-2-tp": LayoutSpec(pp=2, dp_shard=2, tp=2, zero=2),
+    "pp-hybrid-3": LayoutSpec(pp=2, dp_replicate=2, dp_shard=2),
+    "pp-cp-tp": LayoutSpec(pp=2, cp=2, tp=2),
 }
 """By name, for the tests' model: 4 query heads, 2 key and value heads, a vocabulary of 50. `wide`: more ranks than key
 and value heads, and than divide the vocabulary. `uneven`: ranks that do not divide the rows of a matrix."""

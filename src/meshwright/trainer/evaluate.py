@@ -1,16 +1,17 @@
 """The one place that measures a model on held-out text."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from meshwright.data.loader import Microbatch
 from meshwright.models.loss import IGNORED
+from meshwright.parallel import Passes
 from meshwright.parallel.data import release_gathered
+from meshwright.parallel.passes import Arguments
 from meshwright.trainer.step import to_device
 
 
@@ -30,17 +31,21 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, microbatches: Iterable[Microbatch], device: torch.device, *, repeats_loss: bool = False
+    passes: Passes, microbatches: Iterable[Microbatch], device: torch.device, *, repeats_loss: bool = False
 ) -> Evaluation:
     """Mean token loss over `microbatches` of all ranks; every rank must bring the same number of them. Collective.
 
     `repeats_loss`: another rank brings the same microbatches as this one, and counts them.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=device)
-    for microbatch in microbatches:
-        totals[0] += model(*to_device(microbatch, device))
-        totals[1] += int((microbatch.labels != IGNORED).sum())
-    release_gathered(model)
+
+    def arguments() -> Iterator[Arguments]:
+        for microbatch in microbatches:
+            totals[1] += int((microbatch.labels != IGNORED).sum())
+            yield to_device(microbatch, device)
+
+    totals[0] = passes.losses(arguments())
+    release_gathered(passes.model)
     if repeats_loss:
         totals.zero_()
     if dist.is_initialized():

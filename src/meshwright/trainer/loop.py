@@ -96,7 +96,7 @@ def evaluate_held_out(trainer: Trainer, corpus: Corpus) -> Evaluation:
         places=trainer.places,
         num_samples=resolved.run.training.evaluation.batches * resolved.global_batch,
     )
-    return evaluate(trainer.model, batches, trainer.device, repeats_loss=trainer.train_step.repeats_loss)
+    return evaluate(trainer.train_step.passes, batches, trainer.device, repeats_loss=trainer.train_step.repeats_loss)
 
 
 def report(evaluation: Evaluation, step: int, journal: Journal | None, display: Display) -> None:

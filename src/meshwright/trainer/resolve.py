@@ -7,6 +7,8 @@ from meshwright.plan.blueprint import blueprint
 from meshwright.plan.engine import engine_job
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.plan.memory import predict_memory
+from meshwright.plan.stages import balanced_stages, layer_costs
+from meshwright.spec.actions import ScheduleError
 from meshwright.spec.fit import context_method, find_misfits
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import ResolvedRun, Run
@@ -44,8 +46,12 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
             f"training.global_batch={global_batch} sequences cannot be split over {ranks} data-parallel ranks; "
             f"the nearest number that can is {max(1, round(global_batch / ranks)) * ranks}"
         )
-    micro_batch, reason = _micro_batch(run, model, global_batch, machine)
+    sizes = _micro_batches(run, global_batch // ranks, base_dir)
+    micro_batch, reason = _micro_batch(run, model, global_batch, sizes, machine)
+    stage_layers = _stage_layers(run, model, global_batch // ranks // micro_batch, base_dir)
     reasons = {"training.micro_batch": reason}
+    if stage_layers and run.layout.stage_layers == "auto":
+        reasons["layout.stage_layers"] = "no other cut has a lighter heaviest stage, by operations, the head's included"
     if run.layout.cp > 1:
         method, reason = context_method(run.layout, model, run.data.sequence_length)
         reasons["layout.cp_method"] = f"{method}: {reason}"
@@ -56,6 +62,7 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
         global_batch=global_batch,
         micro_batch=micro_batch,
         accumulation=global_batch // ranks // micro_batch,
+        stage_layers=stage_layers,
         reasons=reasons,
     )
 
@@ -73,22 +80,60 @@ def _global_batch(run: Run) -> int:
     return tokens // length
 
 
-def _micro_batch(run: Run, model: ModelSpec, global_batch: int, machine: Machine) -> tuple[int, str]:
-    """Sequences per forward pass and why."""
-    per_rank = global_batch // run.layout.data_parallel
+def _micro_batches(run: Run, per_rank: int, base_dir: Path) -> list[int]:
+    """The sequences per forward pass that split a rank's share of a step into microbatches that its pipeline takes."""
     divisors = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
+    given, sizes, problem = run.training.micro_batch, [], None
+    if given != "auto" and given not in divisors:
+        nearest = min(divisors, key=lambda size: abs(size - given))
+        raise ValueError(
+            f"training.micro_batch={given} does not divide the {per_rank} sequences of a rank; "
+            f"the nearest number that does is {nearest}"
+        )
+    for size in divisors:
+        try:
+            if run.layout.pp > 1:
+                run.layout.pipeline_schedule(microbatches=per_rank // size, base_dir=base_dir)
+            sizes.append(size)
+        except ScheduleError as error:
+            problem = error if given in ("auto", size) and problem is None else problem
+    if not sizes:
+        raise ValueError(f"{problem}; set training.global_batch accordingly (a rank's share is {per_rank} sequences)")
+    if given != "auto" and given not in sizes:
+        nearest = min(sizes, key=lambda size: abs(size - given))
+        raise ValueError(f"{problem}, which training.micro_batch={nearest} comes nearest to")
+    return sizes
+
+
+def _stage_layers(run: Run, model: ModelSpec, microbatches: int, base_dir: Path) -> tuple[int, ...]:
+    """Layers of each pipeline stage; raises `ValueError` where the model cannot be cut so."""
+    layout = run.layout
+    if layout.pp == 1:
+        return ()
+    schedule = layout.pipeline_schedule(microbatches=microbatches, base_dir=base_dir)
+    if schedule.splits_backward and run.training.compile:
+        raise ValueError(
+            f"training.compile=true with layout.schedule={layout.schedule}: it does the gradients of weights apart "
+            "from those of inputs, and a compiled block does both at once; use interleaved-1f1b, or compile=false"
+        )
+    if layout.stage_layers == "auto":
+        return balanced_stages(layer_costs(model, run.data.sequence_length), schedule.num_stages)
+    if sum(layout.stage_layers) != model.num_layers:
+        raise ValueError(
+            f"layout.stage_layers={list(layout.stage_layers)} has {sum(layout.stage_layers)} layers, "
+            f"the model has {model.num_layers}"
+        )
+    return layout.stage_layers
+
+
+def _micro_batch(run: Run, model: ModelSpec, global_batch: int, sizes: list[int], machine: Machine) -> tuple[int, str]:
+    """Sequences per forward pass and why."""
     if run.training.micro_batch != "auto":
-        if run.training.micro_batch not in divisors:
-            nearest = min(divisors, key=lambda size: abs(size - run.training.micro_batch))  # type: ignore[operator]
-            raise ValueError(
-                f"training.micro_batch={run.training.micro_batch} does not divide the {per_rank} sequences of a rank; "
-                f"the nearest number that does is {nearest}"
-            )
         return run.training.micro_batch, "given"
     plan, length = blueprint(model), run.data.sequence_length // run.layout.cp
     limit = MEMORY_SHARE * machine.memory_per_rank(run.layout.world_size)
     best = 0
-    for size in divisors:
+    for size in sizes:
         job = engine_job(run, plan, global_batch=global_batch, micro_batch=size, device=machine.kind)
         predicted = predict_memory(job).total
         if predicted > limit:
@@ -99,4 +144,6 @@ def _micro_batch(run: Run, model: ModelSpec, global_batch: int, machine: Machine
         best = size
         if size * length >= ENOUGH_TOKENS[machine.kind]:
             return best, f"{size * length} tokens at a time keep this machine's {machine.kind} busy"
+    if run.layout.pp > 1:
+        return best, "the most with which the pipeline still has enough microbatches"
     return best, "all sequences of a rank at once"

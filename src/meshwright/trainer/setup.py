@@ -17,7 +17,7 @@ from meshwright.families import parameter_table, pretrained_directory
 from meshwright.models import build_model
 from meshwright.models.init import draw_rows
 from meshwright.optim.build import Optimizers, build_optimizers
-from meshwright.parallel import Meshes, apply_parallelism, build_meshes, materialize
+from meshwright.parallel import Meshes, Passes, apply_parallelism, build_meshes, materialize
 from meshwright.parallel.context import sequence_places
 from meshwright.parallel.materialize import RowSource
 from meshwright.parallel.precision import MasterWeights, stored_dtype
@@ -39,7 +39,9 @@ class Trainer:
     device: torch.device
     meshes: Meshes | None
     table: tuple[Parameter, ...]
+    """Of the whole model."""
     model: nn.Module
+    """This rank's part."""
     parameters: dict[str, torch.Tensor]
     """What the optimizer updates and checkpoints keep: full-precision weights, as sharded on this rank."""
     masters: MasterWeights | None
@@ -102,15 +104,14 @@ def build_trainer(resolved: ResolvedRun, worker: Worker, device: torch.device, m
     return give_state(build_parallel_model(resolved, meshes), resolved, worker, device, meshes, _weights(resolved))
 
 
-def build_parallel_model(resolved: ResolvedRun, meshes: Meshes | None) -> nn.Module:
-    """This rank's part of the model, on the meta device; collective."""
+def build_parallel_model(resolved: ResolvedRun, meshes: Meshes | None) -> Passes:
+    """This rank's part of the model, on the meta device, and what takes microbatches through it; collective."""
     model = build_model(resolved.model, device="meta", dtype=stored_dtype(resolved.run.training))
-    apply_parallelism(model, resolved.run, meshes)
-    return model
+    return apply_parallelism(model, resolved, meshes)
 
 
 def give_state(
-    model: nn.Module,
+    passes: Passes,
     resolved: ResolvedRun,
     worker: Worker,
     device: torch.device,
@@ -119,15 +120,17 @@ def give_state(
 ) -> Trainer:
     """Give a parallel model its weights and all that trains it."""
     run, training = resolved.run, resolved.run.training
-    table = parameter_table(resolved.model)
+    model, table = passes.model, parameter_table(resolved.model)
+    names = {name for name, _ in model.named_parameters()}
+    here = tuple(row for row in table if row.name in names)
     weights_device = torch.device("cpu") if run.layout.offload == "cpu" else device
-    materialize(model, table, weights, weights_device)
+    materialize(model, here, weights, weights_device)
 
     masters = None
     if meshes is None and training.precision in ("bf16", "fp16"):
         masters = MasterWeights(model, training)
     parameters: dict[str, torch.Tensor] = masters.parameters if masters else dict(model.named_parameters())
-    optimizers = build_optimizers(training.optimizer, table, parameters)
+    optimizers = build_optimizers(training.optimizer, here, parameters)
     return Trainer(
         resolved=resolved,
         worker=worker,
@@ -139,7 +142,13 @@ def give_state(
         masters=masters,
         optimizers=optimizers,
         train_step=TrainStep(
-            run, model, parameters, optimizers, masters, device, repeats_loss=meshes is not None and meshes.repeats_loss
+            run,
+            passes,
+            parameters,
+            optimizers,
+            masters,
+            device,
+            repeats_loss=meshes is not None and meshes.repeats_loss,
         ),
     )
 

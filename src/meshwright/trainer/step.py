@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from meshwright.data.loader import Microbatch
 from meshwright.models.loss import IGNORED
@@ -15,7 +14,7 @@ from meshwright.optim.build import Optimizers
 from meshwright.optim.clip import global_gradient_norm, scale_gradients
 from meshwright.optim.loss_scale import LossScaler
 from meshwright.optim.schedule import lr_factor
-from meshwright.parallel import set_gradient_sync
+from meshwright.parallel import Passes
 from meshwright.parallel.precision import MasterWeights
 from meshwright.spec.run import Run
 
@@ -48,7 +47,7 @@ class TrainStep:
     def __init__(
         self,
         run: Run,
-        model: nn.Module,
+        passes: Passes,
         parameters: dict[str, torch.Tensor],
         optimizers: Optimizers,
         masters: MasterWeights | None,
@@ -58,9 +57,9 @@ class TrainStep:
     ) -> None:
         """`repeats_loss`: another rank computes the same share of the loss as this one, and counts it."""
         self.run, self.training = run, run.training
-        self.model, self.parameters, self.optimizers, self.masters = model, parameters, optimizers, masters
-        self.device, self.repeats_loss = device, repeats_loss
-        self.balance = ExpertBalance(model)
+        self.passes, self.parameters, self.optimizers, self.masters = passes, parameters, optimizers, masters
+        self.device, self.repeats_loss = device, repeats_loss or not passes.has_loss
+        self.balance = ExpertBalance(passes.model)
         self.scaler = LossScaler() if run.training.precision == "fp16" else None
 
     def __call__(self, step: int, microbatches: Sequence[Microbatch]) -> StepResult:
@@ -69,7 +68,7 @@ class TrainStep:
         Raises `NonFiniteError` before the weights are touched, where the recipe's policy is `raise`.
         """
         loss, trained = self.gradients(microbatches)
-        gnorm = global_gradient_norm(self.parameters.values()).item() / self._scale
+        gnorm = self.gradient_norm()
         finite = bool(np.isfinite(loss) and np.isfinite(gnorm))
         if finite:
             self.update(step, gnorm)
@@ -97,13 +96,14 @@ class TrainStep:
         trained = max(1, int(self._sum_over_ranks(torch.tensor(here, device=self.device))))
         sequences = sum(len(microbatch.inputs) for microbatch in microbatches) * self.run.layout.data_parallel
         self.balance.begin(self._scale / sequences)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        for index, microbatch in enumerate(microbatches):
-            set_gradient_sync(self.model, self.run.layout, last_microbatch=index == len(microbatches) - 1)
-            loss = self.model(*to_device(microbatch, self.device))
-            (loss * (self._scale / trained)).backward()
-            loss_sum += loss.detach()
+        arguments = [to_device(microbatch, self.device) for microbatch in microbatches]
+        loss_sum = self.passes.backward(arguments, self._scale / trained).to(self.device)
         return self._sum_over_ranks(loss_sum).item() / trained, trained
+
+    def gradient_norm(self) -> float:
+        """The 2-norm of the whole gradient, the loss scale taken out, the same on every rank; collective."""
+        counted = [tensor for name, tensor in self.parameters.items() if name not in self.passes.counted_elsewhere]
+        return global_gradient_norm(counted, self.passes.stages).item() / self._scale
 
     def update(self, step: int, gnorm: float) -> None:
         """Clip and make one optimizer step with the gradients in `parameters`, whose unscaled norm is `gnorm`."""

@@ -17,6 +17,7 @@ from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
 from meshwright.families import parameter_table, read_hf_directory
 from meshwright.models import Decoder, build_model
 from meshwright.models.generate import Sampling, generate
+from meshwright.parallel import WholeModel
 from meshwright.parallel.materialize import RowSource, materialize
 from meshwright.parallel.precision import DTYPES, stored_dtype
 from meshwright.plan.machine import find_machine
@@ -108,7 +109,7 @@ def evaluate_texts(
         micro_batch=micro_batch,
         num_samples=num_samples,
     )
-    return evaluate(trained.model, batches, trained.device)
+    return evaluate(WholeModel(trained.model), batches, trained.device)
 
 
 def export_trained(trained: TrainedModel, directory: Path, *, dtype: str | None = None) -> tuple[float, str]:

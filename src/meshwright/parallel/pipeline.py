@@ -1,0 +1,296 @@
+"""The one place for pipeline parallelism: which layers a rank holds, and the running of a schedule action by action.
+
+A rank's part of the model is a `Decoder` with fewer layers; a stage is a run of them. So all that is done to a model's
+layers, sharding included, is done to a part's in the same way, and parameters keep their names.
+
+`spec/schedule.py` says what runs when. Every rank runs its own list, and results go to the next or the previous stage's
+rank as the list says. Every pipeline rank has every microbatch's tokens, labels and documents, so only the residual
+stream and its gradient travel.
+
+Shapes: B batch, T tokens of a sequence that this rank reads, D hidden; between layers it has T / tp of them.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate, islice, pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.models import Decoder
+from meshwright.parallel.passes import Arguments, GradientSync
+from meshwright.parallel.weight_gradients import Product, WeightGradients, add_weight_gradients
+from meshwright.spec.actions import Action, Schedule, Transfer, forward_only, with_transfers
+from meshwright.spec.run import ResolvedRun
+
+Key = tuple[bool, int, int]
+"""(forward, stage, microbatch): a stage's output or the gradient of its input."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Which layers every stage has, and what runs when."""
+
+    schedule: Schedule
+    layers: tuple[range, ...]
+    """Of every stage."""
+
+    @property
+    def last(self) -> int:
+        """The last stage."""
+        return len(self.layers) - 1
+
+
+def plan_stages(resolved: ResolvedRun) -> Stages:
+    """The stages of a run whose layout has several pipeline ranks."""
+    schedule = resolved.run.layout.pipeline_schedule(
+        microbatches=resolved.accumulation, base_dir=Path(resolved.base_dir)
+    )
+    cuts = accumulate(resolved.stage_layers, initial=0)
+    return Stages(schedule, tuple(range(start, stop) for start, stop in pairwise(cuts)))
+
+
+def apply_pipeline(model: Decoder, stages: Stages, rank: int) -> None:
+    """Drop what this rank's stages do not need."""
+    model.keep_layers([stages.layers[stage] for stage in stages.schedule.stages_of(rank)])
+
+
+class Pipeline:
+    """Takes microbatches through the stages of all ranks of a pipeline, as a schedule says.
+
+    Gradients are summed, as everywhere; nothing is averaged over microbatches.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        stages: Stages,
+        group: dist.ProcessGroup,
+        *,
+        dtype: torch.dtype,
+        sequence_split: int,
+        sync: GradientSync,
+        hold: Callable[[Iterable[nn.Module]], None],
+        reduce: GradientSync,
+        release: Callable[[], None],
+        weights: WeightGradients | None,
+    ) -> None:
+        """This rank's part of a pipeline.
+
+        Args:
+            model: this rank's part, after all other strategies.
+            group: the ranks of one pipeline, in the order of the schedule's ranks.
+            dtype: of the residual stream.
+            sequence_split: ranks that share a microbatch's tokens between layers, tp.
+            sync: called before whole backward passes.
+            hold: called before backward passes whose weight gradients are put off.
+            reduce: called when those have been added.
+            release: called after the last backward pass: later passes through one stage gather what all stages of the
+                rank share.
+            weights: what puts them off, where the schedule splits backward passes.
+        """
+        self.model, self.stage_plan, self.stages = model, stages, group
+        self.rank = dist.get_rank(group)
+        self.dtype, self.sequence_split = dtype, sequence_split
+        self.sync, self.hold, self.reduce, self.release, self.weights = sync, hold, reduce, release, weights
+        self.here = stages.schedule.stages_of(self.rank)
+        self.has_loss = stages.last in self.here
+
+    @cached_property
+    def training_program(self) -> tuple[Action | Transfer, ...]:
+        """What this rank does in a step."""
+        return with_transfers(self.stage_plan.schedule)[self.rank]
+
+    @lru_cache(maxsize=4)  # noqa: B019  (a trainer lives as long as its process)
+    def evaluation_program(self, microbatches: int) -> tuple[Action | Transfer, ...]:
+        """What this rank does to evaluate a few microbatches."""
+        return with_transfers(forward_only(self.stage_plan.schedule.placement, microbatches))[self.rank]
+
+    @property
+    def copied(self) -> str | None:
+        """The tied embedding's name where the first and the last stage, on different ranks, each hold a copy."""
+        placement = self.stage_plan.schedule.placement
+        tied = self.model.spec.tied_embeddings and placement[0] != placement[-1]
+        return "tok_embeddings.weight" if tied and self.rank in (placement[0], placement[-1]) else None
+
+    @property
+    def counted_elsewhere(self) -> frozenset[str]:
+        """See `Passes`: the last stage's copy of a tied embedding."""
+        return frozenset({self.copied} if self.copied and self.has_loss else ())
+
+    def backward(self, microbatches: Sequence[Arguments], scale: float) -> torch.Tensor:
+        """See `Passes`; needs as many microbatches as the schedule has."""
+        assert len(microbatches) == self.stage_plan.schedule.num_microbatches
+        total = _Pass(self, microbatches, scale).run(self.training_program)
+        self.release()
+        self._sum_copies()
+        return total
+
+    @torch.no_grad()
+    def losses(self, microbatches: Iterable[Arguments]) -> torch.Tensor:
+        """See `Passes`."""
+        total = torch.zeros((), dtype=torch.float64)
+        rest = iter(microbatches)
+        while some := tuple(islice(rest, self.stage_plan.schedule.num_microbatches)):
+            part = _Pass(self, some, None).run(self.evaluation_program(len(some)))
+            total = total.to(part.device) + part
+        return total
+
+    def modules_of(self, stage: int) -> list[nn.Module]:
+        """What a backward pass through a stage goes through; the model itself stands for embeddings, norm and head."""
+        ends = [self.model] if stage in self.ends else []
+        blocks = (self.model.layers[str(i)] for i in self.stage_plan.layers[stage])
+        return [module for block in blocks for module in block.modules()] + ends
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Those of this rank's stages that have an embedding or a head."""
+        return tuple(stage for stage in self.here if stage in (0, self.stage_plan.last))
+
+    @cached_property
+    def completing(self) -> dict[Action, bool]:
+        """For each action that completes gradients of weights: whether it is the last one of its stage.
+
+        The first and the last stage may be on one rank; then their common modules end with the later one.
+        """
+        actions = [action for action in self.stage_plan.schedule.ranks[self.rank] if action.kind in "BW"]
+        return {action: action == [a for a in actions if a.stage == action.stage][-1] for action in actions}
+
+    @cached_property
+    def completes_ends(self) -> Action | None:
+        """The last action that completes gradients of the embedding or the head on this rank."""
+        return next((action for action in reversed(list(self.completing)) if action.stage in self.ends), None)
+
+    def announce(self, action: Action, sync: GradientSync) -> None:
+        """Call `sync` for the modules of an action's stage, each with whether this is its last gradient."""
+        modules = self.modules_of(action.stage)
+        sync([module for module in modules if module is not self.model], self.completing[action])
+        if action.stage in self.ends:
+            sync([self.model], action == self.completes_ends)
+
+    def _sum_copies(self) -> None:
+        """Add the gradients of a tied embedding's two copies, so that both take the same step.
+
+        Addition of two numbers does not care for their order, so the copies stay equal bit for bit.
+        """
+        if self.copied is None:
+            return
+        placement = self.stage_plan.schedule.placement
+        peer = placement[-1] if self.rank == placement[0] else placement[0]
+        gradient = self.model.tok_embeddings.weight.grad
+        assert gradient is not None
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        other = torch.empty_like(local)
+        sending, receiving = self.send(local.contiguous(), peer), self.receive(other, peer)
+        sending.wait()
+        receiving.wait()
+        local += other
+
+    def send(self, tensor: torch.Tensor, rank: int) -> dist.Work:
+        """Begin to send to a rank of the pipeline."""
+        work = dist.isend(tensor, dist.get_global_rank(self.stages, rank), group=self.stages)
+        assert work is not None
+        return work
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> dist.Work:
+        """Begin to receive from a rank of the pipeline."""
+        work = dist.irecv(tensor, dist.get_global_rank(self.stages, rank), group=self.stages)
+        assert work is not None
+        return work
+
+
+class _Pass:
+    """One run of a rank's list: what has been computed or has arrived and is still needed."""
+
+    def __init__(self, pipeline: Pipeline, microbatches: Sequence[Arguments], scale: float | None) -> None:
+        """`scale` is what losses are multiplied by before backward passes; None for a run without any."""
+        self.pipeline, self.microbatches, self.scale = pipeline, microbatches, scale
+        self.total = torch.zeros((), dtype=torch.float64)
+        self.results: dict[Key, torch.Tensor] = {}
+        self.arriving: dict[Key, dist.Work] = {}
+        self.sent: list[tuple[dist.Work, torch.Tensor]] = []
+        self.graphs: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self.put_off: dict[tuple[int, int], list[Product]] = {}
+
+    def run(self, program: Sequence[Action | Transfer]) -> torch.Tensor:
+        """Do all of it; returns the sum of the losses that this rank computed."""
+        do = {"F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weight}
+        for item in program:
+            if isinstance(item, Transfer):
+                self._transfer(item)
+            else:
+                do[item.kind](item)
+        for work, _ in self.sent:
+            work.wait()
+        left = (self.results, self.graphs, self.put_off)
+        assert not any(left)
+        return self.total
+
+    def _forward(self, action: Action) -> None:
+        _, stage, m = action
+        x_BTD = self._take((True, stage - 1, m)) if stage else None
+        if x_BTD is not None and self.scale is not None:
+            x_BTD.requires_grad_()
+        pipeline, arguments = self.pipeline, self.microbatches[m]
+        y = pipeline.model(*arguments, layers=pipeline.stage_plan.layers[stage], x_BTD=x_BTD)
+        if stage < pipeline.stage_plan.last:
+            self.results[True, stage, m] = y.detach()
+        else:
+            self.total = self.total.to(y.device) + y.detach()
+        if self.scale is not None:
+            self.graphs[stage, m] = x_BTD, y if stage < pipeline.stage_plan.last else y * self.scale
+
+    def _backward(self, action: Action) -> None:
+        if self.pipeline.weights is not None:
+            self._backward_input(action)
+            self._backward_weight(action)
+        else:
+            self.pipeline.announce(action, self.pipeline.sync)
+            self._through(action)
+
+    def _backward_input(self, action: Action) -> None:
+        assert self.pipeline.weights is not None
+        self.pipeline.hold(self.pipeline.modules_of(action.stage))
+        self._through(action)
+        self.put_off[action.stage, action.microbatch] = self.pipeline.weights.take()
+
+    def _backward_weight(self, action: Action) -> None:
+        add_weight_gradients(self.put_off.pop((action.stage, action.microbatch)))
+        self.pipeline.announce(action, self.pipeline.reduce)
+
+    def _through(self, action: Action) -> None:
+        """The backward pass of a stage."""
+        _, stage, m = action
+        x_BTD, y = self.graphs.pop((stage, m))
+        gradient = None if stage == self.pipeline.stage_plan.last else self._take((False, stage + 1, m))
+        torch.autograd.backward(y, gradient)
+        if x_BTD is not None:
+            assert x_BTD.grad is not None
+            self.results[False, stage, m] = x_BTD.grad
+
+    def _transfer(self, transfer: Transfer) -> None:
+        key = transfer[:3]
+        if transfer.source == self.pipeline.rank:
+            tensor = self.results.pop(key).contiguous()
+            self.sent.append((self.pipeline.send(tensor, transfer.target), tensor))
+        else:
+            self.results[key] = self._room(transfer.microbatch)
+            self.arriving[key] = self.pipeline.receive(self.results[key], transfer.source)
+
+    def _take(self, key: Key) -> torch.Tensor:
+        """A result for this rank, once it is there."""
+        work = self.arriving.pop(key, None)
+        if work is not None:
+            work.wait()
+        return self.results.pop(key)
+
+    def _room(self, microbatch: int) -> torch.Tensor:
+        """An empty [B, T, D] for what arrives of a microbatch."""
+        tokens_BT = self.microbatches[microbatch][0]
+        assert tokens_BT is not None
+        shape = len(tokens_BT), tokens_BT.shape[1] // self.pipeline.sequence_split, self.pipeline.model.spec.hidden
+        return torch.empty(shape, dtype=self.pipeline.dtype, device=tokens_BT.device)

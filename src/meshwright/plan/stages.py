@@ -1,0 +1,62 @@
+"""The one place that cuts a model's layers into pipeline stages of equal work; no torch."""
+
+import functools
+from collections.abc import Sequence
+from itertools import accumulate
+
+from meshwright.families.table import active_numel, parameter_table
+from meshwright.plan.flops import attention_flops_per_token
+from meshwright.spec.model import ModelSpec
+
+
+def layer_costs(spec: ModelSpec, sequence_length: int) -> tuple[float, ...]:
+    """Forward operations per token of every layer; the head's are added to the last one's.
+
+    The embedding's look-up does no arithmetic and weighs nothing.
+    """
+    attention = attention_flops_per_token(spec, sequence_length) / spec.num_layers
+    costs = [attention] * spec.num_layers
+    for row in parameter_table(spec):
+        if row.name.startswith("layers.") and len(row.shape) >= 2:
+            costs[int(row.name.split(".")[1])] += 2 * active_numel(spec, row)
+    costs[-1] += 2 * spec.vocab * spec.hidden
+    return tuple(costs)
+
+
+def balanced_stages(costs: Sequence[float], stages: int) -> tuple[int, ...]:
+    """How many of the layers each stage takes, at least one: no other way has a lighter heaviest stage.
+
+    Of the ways that are as good, the one with the smallest sum of squares: work is spread evenly over the other stages
+    too. Exact, by dynamic programming over (stage, layers so far).
+
+    Raises `ValueError` where there are fewer layers than stages.
+    """
+    if len(costs) < stages:
+        raise ValueError(f"{len(costs)} layers cannot make {stages} pipeline stages; the most is {len(costs)}")
+    sums = list(accumulate(costs, initial=0.0))
+
+    @functools.cache
+    def lightest(stage: int, stop: int) -> float:
+        """The heaviest of the first `stage` stages, cut as well as can be, if they take the first `stop` layers."""
+        if stage == 1:
+            return sums[stop]
+        return min(max(lightest(stage - 1, cut), sums[stop] - sums[cut]) for cut in range(stage - 1, stop))
+
+    limit = lightest(stages, len(costs)) * (1 + 1e-12)
+
+    @functools.cache
+    def evenest(stage: int, stop: int) -> tuple[float, tuple[int, ...]]:
+        """(sum of squares, layers of each) of the best of those whose stages all stay within the limit."""
+        if stage == 0:
+            return (0.0 if stop == 0 else float("inf")), ()
+        best: tuple[float, tuple[int, ...]] = float("inf"), ()
+        for cut in range(stop - 1, stage - 2, -1):
+            work = sums[stop] - sums[cut]
+            if work > limit:
+                break
+            before, sizes = evenest(stage - 1, cut)
+            if before + work**2 < best[0]:
+                best = before + work**2, (*sizes, stop - cut)
+        return best
+
+    return evenest(stages, len(costs))[1]

@@ -1,0 +1,224 @@
+"""Pipelines against one process, in float64: every schedule, tied and untied, with every sharding.
+
+`tests/test_equivalence.py` has pipelines beside the other strategies and mixed with them.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.data.loader import Microbatch
+from meshwright.parallel.weight_gradients import WeightGradients, add_weight_gradients
+from meshwright.plan.machine import Machine
+from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.recipe import load_spec
+from meshwright.spec.run import ResolvedRun, Run
+from meshwright.spec.schedule import SCHEDULES
+from meshwright.testing.equivalence import build_here, largest_difference, loader_for, one_step
+from meshwright.testing.ranks import RankPool
+from meshwright.trainer.evaluate import evaluate
+from meshwright.trainer.resolve import resolve_run
+from test_equivalence import alone, assert_equal
+from test_resume import keep_until, run_on
+from tiny import tiny_run
+
+SHARDINGS = ({"dp_replicate": 2}, *({"dp_shard": 2, "zero": stage} for stage in (1, 2, 3)))
+
+
+def layers_of(layout: LayoutSpec) -> int:
+    """So many that stages are of unequal length."""
+    return 3 if layout.schedule in ("afab", "1f1b") else 5
+
+
+def check(
+    ranks: RankPool, layout: LayoutSpec, *, microbatches: int = 6, recompute: str = "none", **options: Any
+) -> None:
+    """A pipeline's outcome against one process that has the whole batch at once."""
+    run = tiny_run(layout, accumulation=microbatches, num_layers=layers_of(layout), recompute=recompute, **options)
+    outcome = ranks.run(layout.world_size, one_step, run)[0]
+    assert_equal(outcome, alone(num_layers=layers_of(layout), **options))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_schedule(ranks: RankPool, schedule: str, tied: bool) -> None:
+    """Numbers of microbatches that the ranks divide and do not; recomputation alternates."""
+    for microbatches, recompute in ((4, "full"), (6, "none"), (12, "selective")):
+        check(ranks, LayoutSpec(pp=2, schedule=schedule), microbatches=microbatches, recompute=recompute, tied=tied)
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS, ids=lambda sharding: str(sharding.get("zero", 0)))
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_sharding_under_every_schedule(ranks: RankPool, schedule: str, sharding: dict[str, Any]) -> None:
+    layout = LayoutSpec.model_validate({"pp": 2, "schedule": schedule, **sharding})
+    check(ranks, layout, tied=sharding.get("zero", 0) % 2 == 0)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv"])
+def test_four_ranks(ranks: RankPool, schedule: str) -> None:
+    """Ranks in the middle have neither embedding nor head; ten layers in stages of one to three."""
+    layout = LayoutSpec(pp=4, schedule=schedule)
+    run = tiny_run(layout, accumulation=4, num_layers=10, tied=True)
+    assert len(set(run.stage_layers)) > 1
+    assert_equal(ranks.run(4, one_step, run)[0], alone(num_layers=10, tied=True))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "qwen2"])
+def test_families(ranks: RankPool, family: str) -> None:
+    """Learned positions only enter the first stage; experts' balance loss joins on every stage; biases wait as well."""
+    for schedule in ("1f1b", "zbv"):
+        check(ranks, LayoutSpec(pp=2, schedule=schedule), family=family)
+
+
+def test_stages_cut_by_hand_and_a_schedule_of_ones_own(ranks: RankPool, tmp_path: Path) -> None:
+    """Stage 0 and the last one on rank 1, so that rank 0 has neither end; backward passes split in places."""
+    path = tmp_path / "mine.csv"
+    path.write_text("1F0,1F1,2F0,2F1,2B1,2I0,1B1,1I0,1W0,2W0\n0F0,0F1,3F1,3B1,3F0,3I0,0B1,3W0,0I0,0W0\n")
+    layout = LayoutSpec(pp=2, schedule=str(path), stage_layers=(1, 2, 1, 1))
+    run = tiny_run(layout, accumulation=2, num_layers=5, tied=True)
+    assert_equal(ranks.run(2, one_step, run)[0], alone(num_layers=5, tied=True))
+
+
+def evaluated(run: ResolvedRun) -> tuple[float, int, float]:
+    """(held-out loss, tokens, loss of the training step after it). Collective."""
+    trainer = build_here(run)
+    with loader_for(trainer) as loader:
+        trainer.train_step(1, loader.microbatches(0))
+        batches = [*loader.microbatches(1), *loader.microbatches(2), loader.microbatches(3)[0]]
+        short = [Microbatch(batch.inputs[:, :10], batch.labels[:, :10]) for batch in loader.microbatches(1)]
+        step = trainer.train_step
+        found = [
+            evaluate(step.passes, some, trainer.device, repeats_loss=step.repeats_loss) for some in (batches, short)
+        ]
+        return found[0].loss, found[0].tokens + found[1].tokens, trainer.train_step(2, loader.microbatches(1)).loss
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv"])
+def test_evaluation_between_steps(ranks: RankPool, schedule: str) -> None:
+    """More microbatches than a step has, and sequences of another length; the next step is what it would have been."""
+    layout = LayoutSpec.model_validate({"pp": 2, "schedule": schedule, "dp_shard": 1})
+    answers = ranks.run(2, evaluated, tiny_run(layout, accumulation=4, num_layers=5))
+    expected = evaluated(tiny_run(LayoutSpec(), accumulation=4, num_layers=5))
+    for answer in answers:
+        assert answer == pytest.approx(expected, rel=1e-12)
+
+
+RESUMED = {
+    "single": LayoutSpec(),
+    "zbv": LayoutSpec(pp=2, schedule="zbv"),
+    "interleaved x ddp": LayoutSpec(pp=2, dp_replicate=2, schedule="interleaved-1f1b"),
+    "zero-3": LayoutSpec(dp_shard=3),
+}
+
+
+@pytest.mark.parametrize("saver", RESUMED)
+def test_stages_in_any_order_continue_what_any_layout_saved(ranks: RankPool, tmp_path: Path, saver: str) -> None:
+    """`tests/test_resume.py` has stages in order; both copies of a tied embedding are one tensor in the checkpoint."""
+
+    def run(name: str) -> ResolvedRun:
+        return tiny_run(RESUMED[name], num_layers=5, tied=True, steps=6)
+
+    losses, weights = run_on(ranks, run(saver), tmp_path, save_every=3)
+    keep_until(tmp_path, 3)
+    for loader in RESUMED:
+        again, weights_again = run_on(ranks, run(loader), tmp_path, resume=True)
+        assert again == [pytest.approx(step, rel=1e-10) for step in losses[3:]]
+        assert largest_difference(weights_again, weights)[0] < 1e-10
+
+
+def losses_of(run: ResolvedRun) -> list[tuple[float, float, bool]]:
+    """(loss, gradient norm, skipped) of four steps. Collective."""
+    trainer = build_here(run)
+    if trainer.train_step.scaler is not None:
+        trainer.train_step.scaler.scale = 2.0**40  # too large for fp16: the first steps must be skipped, on every rank
+    with loader_for(trainer) as loader:
+        results = [trainer.train_step(step, loader.microbatches(step - 1)) for step in (1, 2, 3, 4)]
+    return [(result.loss, result.gnorm, result.skipped) for result in results]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_low_precision(ranks: RankPool, schedule: str, precision: str) -> None:
+    """Stages exchange the residual stream in the compute dtype, in which one process keeps it, too: so losses are as
+    near to one process's as those of other strategies, and both skip the same steps."""
+    layout = LayoutSpec(pp=2, dp_replicate=2, schedule=schedule)
+    answers = ranks.run(4, losses_of, tiny_run(layout, accumulation=6, num_layers=5, precision=precision))
+    expected = losses_of(tiny_run(LayoutSpec(), accumulation=12, num_layers=5, precision=precision))
+    unit = torch.finfo(torch.bfloat16 if precision == "bf16" else torch.float16).eps
+    for answer in answers:
+        for (loss, gnorm, skipped), (loss_1, gnorm_1, skipped_1) in zip(answer, expected, strict=True):
+            assert skipped == skipped_1
+            assert loss == pytest.approx(loss_1, rel=4 * unit)
+            if not skipped:
+                assert gnorm == pytest.approx(gnorm_1, rel=16 * unit)
+
+
+def test_clipping_and_muon(ranks: RankPool) -> None:
+    """The norm goes over all stages, a tied embedding counted once, and every rank clips by it."""
+    options = {"num_layers": 5, "tied": True, "clip": 0.01, "optimizer": {"name": "muon", "muon_lr": 0.02, "eps": 0.1}}
+    for schedule in ("1f1b", "zbv"):
+        run = tiny_run(LayoutSpec(pp=2, dp_shard=2, schedule=schedule), accumulation=6, **options)
+        answers = ranks.run(4, losses_of, run)
+        assert all(answer == answers[0] for answer in answers)
+        expected = losses_of(tiny_run(LayoutSpec(), **options))
+        for ours, theirs in zip(answers[0], expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-9)
+
+
+def test_weight_gradients_that_are_put_off_are_the_same() -> None:
+    """Of a layer with a bias, twice; nothing is there before they are added, and all is afterwards."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3, bias=False)).double()
+    x = torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(model(x).square().sum() * 2, [x, *model.parameters()])
+    weights, products = WeightGradients(model), []
+    for _ in range(2):
+        model(x).square().sum().backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        products += weights.take()
+    add_weight_gradients(products)
+    for tensor, gradient in zip([x, *model.parameters()], expected, strict=True):
+        torch.testing.assert_close(tensor.grad, gradient, rtol=1e-14, atol=1e-14)
+
+
+def resolved(recipe: str, tmp_path: Path) -> ResolvedRun:
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{family: llama, hidden: 32, num_layers: 8, num_heads: 2, vocab: 64}}\n{recipe}"
+    )
+    machine = Machine(kind="cpu", name="test", memory_bytes=2**34, devices=1)
+    return resolve_run(load_spec(tmp_path / "run.yaml", Run), base_dir=tmp_path, machine=machine)
+
+
+def test_what_is_decided_for_a_pipeline(tmp_path: Path) -> None:
+    """Stages by cost, and the largest microbatch of which there are enough."""
+    run = resolved("layout: {pp: 4}\ntraining: {global_batch: 24}\ndata: {sequence_length: 128}", tmp_path)
+    assert run.stage_layers == (2, 2, 2, 2)
+    assert (run.micro_batch, run.accumulation) == (6, 4)
+    assert "enough microbatches" in run.reasons["training.micro_batch"]
+    assert "lighter" in run.reasons["layout.stage_layers"]
+    run = resolved("layout: {pp: 2, schedule: dualpipev, stage_layers: [1, 2, 2, 3]}", tmp_path)
+    assert run.stage_layers == (1, 2, 2, 3)
+    assert run.accumulation >= 4
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("layout: {pp: 4}\ntraining: {global_batch: 24, micro_batch: 12}", "needs at least 4.*micro_batch=6"),
+        ("layout: {pp: 4}\ntraining: {global_batch: 3}", "nearest number that works is 4; set training.global_batch"),
+        ("layout: {pp: 16}", "8 layers cannot make 16 pipeline stages; the most is 8"),
+        ("layout: {pp: 2, stage_layers: [3, 4]}", "has 7 layers, the model has 8"),
+        ("layout: {pp: 2, schedule: zbv}\ntraining: {compile: true}", "zbv.*use interleaved-1f1b, or compile=false"),
+        ("layout: {pp: 2, schedule: none.csv}", "none.csv: No such file"),
+        ("layout: {pp: 2, schedule: 2f2b}", "schedule=2f2b: there are afab, 1f1b"),
+        ("layout: {pp: 2, stage_layers: [3, 4, 1]}", "3 stages, but pp=2 ranks have 1 each"),
+        ("layout: {pp: 2, schedule: looped-bfs, stage_layers: [3, 4, 1]}", "ranks have equally many each"),
+        ("layout: {pp: 2, stage_layers: [8, 0]}", "every stage has at least one layer"),
+        ("layout: {stages_per_rank: 2}", "stages_per_rank=2 with pp=1: there is no pipeline"),
+    ],
+)
+def test_what_cannot_be_a_pipeline_is_refused(tmp_path: Path, recipe: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolved(recipe, tmp_path)
