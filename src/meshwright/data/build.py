@@ -166,7 +166,6 @@ def _tokenize(
                 commit_now()
                 last_commit = time.monotonic()
             progress("tokenizing", place.num_bytes, total)
-        commit_now()
         train.finish()
         if held_out:
             held_out.finish()

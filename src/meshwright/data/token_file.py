@@ -96,6 +96,7 @@ class TokenWriter:
         self._path, self._tokenizer = path, tokenizer
         self.dtype = token_dtype(tokenizer)
         self._tokens, self._documents, self._begun = mark or Mark()
+        self._synced = mark
         self._file = _open_to_continue(path, self._tokens * self.dtype.itemsize)
         self._lengths = _open_to_continue(_lengths_path(path), self._documents * 4)
 
@@ -115,9 +116,12 @@ class TokenWriter:
 
     def sync(self) -> Mark:
         """Bring everything to disk and say how much that is."""
-        _to_disk(self._file)
-        _to_disk(self._lengths)
-        return Mark(self._tokens, self._documents, self._begun)
+        mark = Mark(self._tokens, self._documents, self._begun)
+        if mark != self._synced:
+            _to_disk(self._file)
+            _to_disk(self._lengths)
+            self._synced = mark
+        return mark
 
     def __enter__(self) -> "TokenWriter":
         return self

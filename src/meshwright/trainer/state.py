@@ -146,6 +146,8 @@ def _fixed(trainer: Trainer) -> dict[str, Any]:
         "training.seed": run.training.seed,
         "training.global_batch": trainer.resolved.global_batch,
         "data.sequence_length": run.data.sequence_length,
+        "data.packing": run.data.packing,
+        "data.separate_documents": run.data.separate_documents,
     }
 
 
