@@ -224,7 +224,7 @@ AFTER_TRAINING = {
     # command line: what the one line says
     "train run.yaml": "runs/small already holds a run (up to step-00000002); continue it with --resume",
     "train run.yaml --resume training.seed=1": "was trained with training.seed=0, this run says 1",
-    "train run.yaml --resume data.packing=best_fit": "was trained with data.packing=concatenated, this run says best_fit",
+    "train run.yaml --resume data.packing=best_fit": "was trained with data.packing=concatenated, this run",
     "train run.yaml --resume model.hidden=32": "but this run's is",
     "generate runs/nowhere --prompt x": "runs/nowhere: no such directory; give a run directory",
     "generate . --prompt x": ".: holds no resolved.yaml and no config.json; give a run directory",
