@@ -97,6 +97,11 @@ class Blueprint:
         return tuple(self.kinds[kind] for kind in self.pattern)
 
     @cached_property
+    def kind_counts(self) -> tuple[int, ...]:
+        """Layers of every kind."""
+        return tuple(self.pattern.count(kind) for kind in range(len(self.kinds)))
+
+    @cached_property
     def embedding(self) -> int:
         """Parameters of the token embedding, and of the head where it is not the same matrix."""
         return self.vocab * self.hidden

@@ -123,6 +123,19 @@ class Job:
         return self.dp_shard * (self.cp if self.stack.group_shards else 1)
 
     @cached_property
+    def stage_kinds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For every pipeline rank (kind of block, number of them)."""
+        if len(self.model.kinds) == 1:
+            return tuple(((0, count),) for count in self.stage_layers)
+        found, start = [], 0
+        for count in self.stage_layers:
+            stop = start + count
+            here = self.model.pattern[start:stop]
+            found.append(tuple((kind, here.count(kind)) for kind in sorted(set(here))))
+            start = stop
+        return tuple(found)
+
+    @cached_property
     def stage_layers(self) -> tuple[int, ...]:
         """Layers of every pipeline rank, first to last; where they do not divide, the middle ranks take one more."""
         each, left = divmod(self.model.num_layers, self.pp)

@@ -115,12 +115,11 @@ def stage_memory(job: Job, stage: int) -> MemoryUse:
 def held_parameters(job: Job, stage: int) -> tuple[float, float]:
     """(dense, expert) parameters of one rank of a stage; a tied head counts again where it has a stage of its own."""
     model = job.model
-    start = sum(job.stage_layers[:stage])
     dense = experts = 0.0
-    for kind in model.pattern[start : start + job.stage_layers[stage]]:
+    for kind, count in job.stage_kinds[stage]:
         block = model.kinds[kind]
-        dense += block.dense / job.tp + block.whole
-        experts += block.experts / (job.ep if job.ep > 1 else job.tp)
+        dense += count * (block.dense / job.tp + block.whole)
+        experts += count * block.experts / (job.ep if job.ep > 1 else job.tp)
     ends = (stage == 0) + (stage == job.pp - 1 and not (model.tied and job.pp == 1))
     dense += (stage == 0) * model.positions * model.hidden + (stage == job.pp - 1) * model.final
     return dense + ends * model.embedding / job.tp, experts
@@ -128,19 +127,16 @@ def held_parameters(job: Job, stage: int) -> tuple[float, float]:
 
 def stage_activations(job: Job, stage: int) -> float:
     """Bytes that backward passes wait for, over all microbatches in flight, and one block's recomputation."""
-    model = job.model
-    start = sum(job.stage_layers[:stage])
-    kinds = model.pattern[start : start + job.stage_layers[stage]]
-    saved = {kind: block_activations(job, model.kinds[kind]) for kind in set(kinds)}
-    whole = {kind: block_activations(job, model.kinds[kind], recompute="none") for kind in set(kinds)}
+    model, kinds = job.model, job.stage_kinds[stage]
     flying = microbatches_in_flight(job, stage)
-    total = flying * sum(saved[kind] for kind in kinds) * (1 - job.offload_activations)
+    saved = sum(count * block_activations(job, model.kinds[kind]) for kind, count in kinds)
+    total = flying * saved * (1 - job.offload_activations)
     if job.offload_activations:  # one chunk on its way to the host, one on its way back
-        total += 2 * sum(saved[kind] for kind in kinds[: max(1, len(kinds) // job.virtual_stages)])
+        total += 2 * saved / job.virtual_stages
     if job.recompute == "full" and kinds:
-        total += max(whole.values())
+        total += max(block_activations(job, model.kinds[kind], recompute="none") for kind, _ in kinds)
     if kinds:
-        total += max(backward_bytes(job, model.kinds[kind]) for kind in set(kinds))
+        total += max(backward_bytes(job, model.kinds[kind]) for kind, _ in kinds)
     if stage == 0:
         dropped = 1 if job.stack.dropout else 0
         total += flying * stream_tokens(job) * model.hidden * (job.width + dropped)
@@ -149,7 +145,7 @@ def stage_activations(job: Job, stage: int) -> float:
 
 def microbatches_in_flight(job: Job, stage: int) -> float:
     """Microbatches whose activations a stage holds at its peak, in whole passes through the stage."""
-    if job.schedule == "gpipe":
+    if job.schedule == "afab":
         return job.microbatches
     if job.virtual_stages == 1:
         return min(job.microbatches, job.pp - stage)

@@ -65,7 +65,7 @@ class Device:
         gemm = Pass(0.0, 0.0)
         for matrix in block.matrices:
             gemm += self._experts(matrix, tokens) if matrix.experts else self._matrix(matrix, tokens)
-        attention = self._attention(tokens)
+        attention = self.attention(tokens)
         traffic = self._elementwise_bytes(block, tokens) / self.bandwidth
         return gemm + attention + Pass(traffic, 2 * traffic)
 
@@ -94,7 +94,7 @@ class Device:
     def cheap_part(self, block: Block) -> float:
         """Seconds of a block's forward pass that selective recomputation repeats."""
         if self.job.stack.attention == "unfused":
-            return self._attention(self.job.tokens).forward
+            return self.attention(self.job.tokens).forward
         return self._elementwise_bytes(block, self.job.tokens) / self.bandwidth
 
     def update(self, parameters: float) -> float:
@@ -131,7 +131,8 @@ class Device:
         backward = 2 * (arithmetic + reads * exposed + self.start) * frozen
         return Pass(forward, backward + (0 if self.job.lora else gradient * exposed))
 
-    def _attention(self, tokens: float) -> Pass:
+    def attention(self, tokens: float) -> Pass:
+        """Scores and weighted values of one layer."""
         job, model, constants = self.job, self.job.model, self.constants
         unfused = job.stack.attention == "unfused"
         flops = tokens * model.attention_flops(job.sequence, causal=not unfused) / job.tp

@@ -7,7 +7,7 @@ from meshwright.plan.comm import Group, Wires, axis_group
 from meshwright.plan.constants import FITTED, Constants
 from meshwright.plan.job import Job
 from meshwright.plan.memory import held_parameters
-from meshwright.plan.pipeline import pipeline_seconds
+from meshwright.plan.pipeline import Timeline, pipeline_seconds
 from meshwright.plan.roofline import Device, Pass
 from meshwright.spec.cluster import ClusterSpec
 
@@ -49,72 +49,116 @@ class StepTime:
         return self.tensor + self.context + self.expert + self.data + self.pipeline
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What one microbatch costs in each kind of block, and in the head; the same for many layouts."""
+
+    compute: tuple[Pass, ...]
+    waiting: tuple[float, ...]
+    """Seconds of `compute` in which the device waits for the host."""
+    again: tuple[float, ...]
+    tensor: tuple[Pass, ...]
+    context: Pass
+    expert: tuple[Pass, ...]
+    head: Pass
+
+
+Cache = dict[tuple, Parts]
+"""Parts by what they depend on, for a search over many layouts of one job."""
+
+
 class StepModel:
     """The time of one job on one cluster, part by part."""
 
-    def __init__(self, job: Job, cluster: ClusterSpec, constants: Constants = FITTED) -> None:
+    def __init__(
+        self, job: Job, cluster: ClusterSpec, constants: Constants = FITTED, cache: Cache | None = None
+    ) -> None:
         self.job, self.cluster, self.constants = job, cluster, constants
         self.wires = Wires.of(cluster, constants)
         self.device = Device(cluster, job, constants)
-        self.tp = axis_group(cluster, job.tp, 1)
-        self.cp = axis_group(cluster, job.cp, job.tp)
         self.shard = axis_group(cluster, job.shards, job.tp if job.stack.group_shards else job.tp * job.cp)
         self.replicate = axis_group(cluster, job.dp_replicate, job.tp * job.cp * job.dp_shard)
-        self.ep = axis_group(cluster, job.ep, 1)
+        key = (job.tp, job.cp, job.ep, job.micro_batch, job.recompute, job.recompute_share, job.precision)
+        found = None if cache is None else cache.get(key)
+        self.parts = found or self._parts()
+        if cache is not None:
+            cache[key] = self.parts
+
+    def _parts(self) -> Parts:
+        job, device, kinds = self.job, self.device, self.job.model.kinds
+        tp, cp = axis_group(self.cluster, job.tp, 1), axis_group(self.cluster, job.cp, job.tp)
+        ep = axis_group(self.cluster, job.ep, 1)
+        compute = tuple(device.block(block) for block in kinds)
+        tensor = tuple(self._tensor(block, tp) for block in kinds)
+        again = tuple(
+            self._recompute(block, time.forward + moved.forward)
+            for block, time, moved in zip(kinds, compute, tensor, strict=True)
+        )
+        return Parts(
+            compute=compute,
+            waiting=tuple(device.waiting(block) for block in kinds),
+            again=again,
+            tensor=tensor,
+            context=self._context(cp),
+            expert=tuple(self._expert(block, ep) for block in kinds),
+            head=device.head(),
+        )
+
+    def microbatch(self) -> float:
+        """Seconds of one microbatch through the whole model, both passes, as if on one stage and unsharded."""
+        parts = self.parts
+        one = parts.head.forward + parts.head.backward
+        for kind, count in enumerate(self.job.model.kind_counts):
+            passes = parts.compute[kind] + parts.tensor[kind] + parts.context + parts.expert[kind]
+            one += count * (passes.forward + passes.backward + parts.again[kind])
+        return one
 
     def predict(self) -> StepTime:
         """The whole step."""
-        job = self.job
-        compute = [self._block_compute(block) for block in job.model.kinds]
-        again = [self._recompute(block, time) for block, time in zip(job.model.kinds, compute, strict=True)]
-        tensor = [self._tensor(block) for block in job.model.kinds]
-        context, expert = self._context(compute[0]), [self._expert(block) for block in job.model.kinds]
-        sharded = self._gathered_per_microbatch()
-        head = self.device.head()
-        forward, backward, weights = [], [], []
-        layer = 0
-        for stage, count in enumerate(job.stage_layers):
-            kinds = job.model.pattern[layer : layer + count]
-            layer += count
-            f = sum(compute[k].forward + tensor[k].forward + context.forward + expert[k].forward for k in kinds)
-            b = sum(
-                compute[k].backward + again[k] + tensor[k].backward + context.backward + expert[k].backward
-                for k in kinds
+        job, parts = self.job, self.parts
+        whole = tuple(
+            (
+                time.forward + moved.forward + parts.context.forward + sent.forward,
+                time.backward + again + moved.backward + parts.context.backward + sent.backward,
             )
+            for time, again, moved, sent in zip(parts.compute, parts.again, parts.tensor, parts.expert, strict=True)
+        )
+        sharded = self._gathered_per_microbatch()
+        forward, backward, gathering = [], [], []
+        for stage, kinds in enumerate(job.stage_kinds):
+            f = sum(count * whole[kind][0] for kind, count in kinds)
+            b = sum(count * whole[kind][1] for kind, count in kinds)
             if stage == job.pp - 1:
-                f, b = f + head.forward, b + head.backward
-            exposed = self._hide_gathering(sharded, count, f, b)
+                f, b = f + parts.head.forward, b + parts.head.backward
+            exposed = self._hide_gathering(sharded, job.stage_layers[stage], f, b)
             forward.append(f + exposed.forward)
             backward.append(b + exposed.backward)
-            weights.append((kinds, exposed, stage))
+            gathering.append(exposed)
         busiest = max(range(job.pp), key=lambda stage: forward[stage] + backward[stage])
-        timeline = pipeline_seconds(forward, backward, job.microbatches, job.virtual_stages, self._send())
-        return self._account(timeline, weights[busiest], compute, again, tensor, context, expert, head, backward)
+        timeline = pipeline_seconds(forward, backward, job.microbatches, job.virtual_stages, self._send(), job.schedule)
+        return self._account(timeline, busiest, gathering[busiest], backward[busiest])
 
-    def _account(self, timeline, busiest, compute, again, tensor, context, expert, head, backward) -> StepTime:
+    def _account(self, timeline: Timeline, stage: int, gathering: Pass, backward: float) -> StepTime:
         """The busiest stage's parts, times the microbatches, and what a step pays once."""
-        job = self.job
-        kinds, gathering, stage = busiest
-        count = job.microbatches
-        arithmetic = sum(compute[k].forward + compute[k].backward for k in kinds)
+        job, parts, count = self.job, self.parts, self.job.microbatches
+        kinds = job.stage_kinds[stage]
+        repeated = sum(n * parts.again[k] for k, n in kinds)
+        arithmetic = repeated + sum(n * (parts.compute[k].forward + parts.compute[k].backward) for k, n in kinds)
         if stage == job.pp - 1:
-            arithmetic += head.forward + head.backward
-        repeated = sum(again[k] for k in kinds)
-        once, wire = self._gradients(backward[stage])
+            arithmetic += parts.head.forward + parts.head.backward
+        once, wire = self._gradients(backward)
         messages = 0.0 if job.pp == 1 else 2 * (job.pp - 1) * self._send()
         held = sum(held_parameters(job, stage))
         update = self.device.update(held / (job.shards if job.zero >= 1 else 1))
         if job.offload != "none":
             update = held / job.shards * 16 / (self.constants.offload_gb_s * 1e9)
-        both = [t[k].forward + t[k].backward for t in (tensor, expert) for k in kinds]
-        idle = [self.device.waiting(job.model.kinds[k]) for k in kinds]
         return StepTime(
-            host=count * sum(idle),
-            compute=count * (arithmetic + repeated),
+            host=count * sum(n * parts.waiting[k] for k, n in kinds),
+            compute=count * arithmetic,
             recompute=count * repeated,
-            tensor=count * sum(both[: len(kinds)]),
-            expert=count * sum(both[len(kinds) :]),
-            context=count * len(kinds) * (context.forward + context.backward),
+            tensor=count * sum(n * (parts.tensor[k].forward + parts.tensor[k].backward) for k, n in kinds),
+            expert=count * sum(n * (parts.expert[k].forward + parts.expert[k].backward) for k, n in kinds),
+            context=count * job.stage_layers[stage] * (parts.context.forward + parts.context.backward),
             data=count * (gathering.forward + gathering.backward) + once,
             pipeline=messages,
             bubble=timeline.bubble - messages,
@@ -122,41 +166,42 @@ class StepModel:
             wire_seconds=wire,
         )
 
-    def _block_compute(self, block: Block) -> Pass:
-        return self.device.block(block)
-
-    def _recompute(self, block: Block, time: Pass) -> float:
+    def _recompute(self, block: Block, forward: float) -> float:
         """Seconds of computing again in the backward pass, tensor-parallel collectives included."""
         if self.job.recompute == "none":
             return 0.0
         share = self.job.recompute_share
         if self.job.recompute == "full":
-            return share * (time.forward + self._tensor(block).forward)
+            return share * forward
         return share * self.device.cheap_part(block)
 
-    def _tensor(self, block: Block) -> Pass:
+    def _tensor(self, block: Block, group: Group) -> Pass:
         """Two all-reduces (or their halves, with sequence parallelism) a pass, one for each half of the block."""
         job = self.job
         if job.tp == 1:
             return Pass(0.0, 0.0)
         payload = job.tokens * job.model.hidden * self.device.width
         visits = 1 if block.num_experts and job.ep > 1 else 2
-        both = visits * self.wires.all_reduce(self.tp, payload)
+        both = visits * self.wires.all_reduce(group, payload)
         # With sequence parallelism each is cut in two halves, and the backward pass gathers once more.
         shown = 1 - self.constants.tensor_hidden if job.stack.overlap_tensor else 1.0
         return Pass(shown * both, shown * both * (1.25 if job.sequence_parallel else 1.0))
 
-    def _context(self, time: Pass) -> Pass:
+    def _context(self, group: Group) -> Pass:
         """Keys and values travel around the ring behind the attention of the part before."""
         job, model = self.job, self.job.model
         if job.cp == 1:
             return Pass(0.0, 0.0)
         payload = 2 * job.micro_batch * job.sequence * model.num_kv_heads * model.head_dim / job.tp * self.device.width
-        ring = self.wires.all_gather(self.cp, payload)
-        hidden = self.constants.overlap * self.device._attention(job.tokens).forward
-        return Pass(max(0.0, ring - hidden), max(0.0, 2 * ring - 2.5 * hidden))
+        ring = self.wires.all_gather(group, payload) + (job.cp - 2) * self.wires.link_s
+        behind = self.device.attention(job.tokens).scaled(self.constants.overlap)
+        shown = []
+        for wire, time in ((ring, behind.forward), (2 * ring, behind.backward)):
+            hidden = min(wire, time)
+            shown.append(wire - hidden + self.constants.contention * hidden)
+        return Pass(*shown)
 
-    def _expert(self, block: Block) -> Pass:
+    def _expert(self, block: Block, group: Group) -> Pass:
         """Tokens travel to their experts and back, in both passes."""
         job = self.job
         if not block.num_experts or job.ep == 1:
@@ -164,36 +209,34 @@ class StepModel:
         token_bytes = job.tokens / job.tp * job.model.hidden * self.device.width
         far = None
         if job.stack.expert_relay:
-            domains = self.ep.domains
+            domains = group.domains
             far = token_bytes * (domains - 1) * (1 - (1 - 1 / domains) ** job.model.top_k)
-        trip = self.wires.all_to_all(self.ep, token_bytes * min(job.model.top_k, job.ep), far)
+        trip = self.wires.all_to_all(group, token_bytes * min(job.model.top_k, job.ep), far)
         return Pass(2 * trip * self.constants.imbalance, 2 * trip * self.constants.imbalance)
 
     def _gathered_per_microbatch(self) -> tuple[float, float] | None:
-        """ZeRO-3's seconds a layer: gathering weights, and reducing gradients."""
+        """ZeRO-3's seconds a layer: gathering weights and, as ZeRO-2 does too, reducing gradients."""
         job = self.job
-        if job.zero < 3 or job.shards == 1:
+        if job.zero < 2 or job.shards == 1:
             return None
-        numel = self._layer_share()
-        gather = self.wires.all_gather(self.shard, numel * job.stack.weight_bytes)
+        model = job.model
+        blocks = sum(
+            count * (block.dense / job.tp + block.whole + block.experts / job.ep)
+            for block, count in zip(model.kinds, model.kind_counts, strict=True)
+        )
+        numel = (blocks + model.embedding * (1 if model.tied else 2) / job.tp) / model.num_layers
+        gather = self.wires.all_gather(self.shard, numel * job.stack.weight_bytes) if job.zero == 3 else 0.0
         reduce = 0.0 if job.lora else self.wires.all_gather(self.shard, numel * job.stack.reduce_bytes)
         return gather, reduce
-
-    def _layer_share(self) -> float:
-        model, job = self.job.model, self.job
-        total = sum(block.dense / job.tp + block.whole + block.experts / job.ep for block in model.blocks)
-        ends = model.embedding * (1 if model.tied else 2) / job.tp
-        return (total + ends) / model.num_layers
 
     def _hide_gathering(self, sharded: tuple[float, float] | None, layers: int, f: float, b: float) -> Pass:
         """What of ZeRO-3's traffic a stage's computation does not hide, and how much it slows that down."""
         if sharded is None:
             return Pass(0.0, 0.0)
         gather, reduce = sharded
-        again = gather if self.job.recompute != "none" or self.job.zero == 3 else 0.0
         constants = self.constants
         shown = []
-        for time, wire in ((f, layers * gather), (b, layers * (again + reduce))):
+        for time, wire in ((f, layers * gather), (b, layers * (gather + reduce))):
             hidden = min(wire, constants.overlap * time)
             shown.append(wire - hidden + constants.contention * hidden)
         return Pass(*shown)
@@ -210,8 +253,9 @@ class StepModel:
             group = Group(job.dp * job.cp, max(self.shard.local, self.replicate.local * max(1, self.shard.local)))
             wire = self.wires.all_reduce(group, held * job.stack.reduce_bytes)
         else:
-            wire = self.wires.all_gather(self.shard, held * job.stack.reduce_bytes)
-            wire += self.wires.all_gather(self.shard, held * job.stack.weight_bytes)
+            wire = self.wires.all_gather(self.shard, held * job.stack.weight_bytes)
+            if job.zero == 1:
+                wire += self.wires.all_gather(self.shard, held * job.stack.reduce_bytes)
             wire += self.wires.all_reduce(self.replicate, held * job.stack.reduce_bytes / job.shards)
         if not job.stack.overlap_gradients:
             return wire, wire
