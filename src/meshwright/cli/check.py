@@ -104,14 +104,15 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
             facts["batch"] = {
                 "sequences_per_step": resolved.global_batch,
                 "tokens_per_step": resolved.tokens_per_step,
-                "data_parallel_ranks": recipe.layout.data_parallel,
+                "data_parallel_ranks": resolved.run.layout.data_parallel,
                 "accumulation": resolved.accumulation,
                 "micro_batch": resolved.micro_batch,
                 "sequence_length": recipe.data.sequence_length,
                 "steps": recipe.training.steps,
                 "reasons": resolved.reasons,
             }
-    facts["layout"] = {"processes": recipe.layout.world_size, "strategy": recipe.layout.strategy}
+    layout = resolved.run.layout if resolved is not None else recipe.layout
+    facts["layout"] = {"processes": layout.world_size, "strategy": layout.strategy}
     model_dir = findings.attempt(lambda: pretrained_directory(recipe.model, base_dir=base_dir)) if model else None
     files = findings.attempt(lambda: find_files(recipe.data.sources, base_dir))
     if files is not None:

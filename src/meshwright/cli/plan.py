@@ -7,21 +7,40 @@ from typing import Any
 
 from meshwright.cli.output import add_json_argument, print_json
 from meshwright.plan.published import read_published
+from meshwright.plan.search import MARGIN, Limits
 from meshwright.plan.validate import Judged, judge, regret, report, worst
+from meshwright.spec.recipe import dump_recipe, load_recipe
+from meshwright.trainer.planning import explain_field, plan_recipe, planned_run
 
+GB = 1e9
 EPILOG = """\
 forms:
+  meshwright plan RECIPE [a.b=c ...]    rank the layouts of a recipe on a cluster
   meshwright plan validate FILE.csv     predict every row of a table of published runs, and say how far off
 
-example:
+examples:
+  meshwright plan run.yaml --cluster 8xh100
+  meshwright plan run.yaml --cluster 64xa100-80g@400Gb/s --top 20 --write plan.yaml
+  meshwright plan run.yaml --explain memory
   meshwright plan validate published_runs.csv --json
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Operands and options of `plan`."""
-    parser.add_argument("what", metavar="validate", help="the word validate")
-    parser.add_argument("words", metavar="FILE", nargs="*", help="a table of published runs (CSV)")
+    parser.add_argument("what", metavar="RECIPE", help="recipe file (YAML), or the word validate")
+    parser.add_argument(
+        "words", metavar="a.b=c", nargs="*", help="change one setting of the recipe; validate: FILE.csv"
+    )
+    parser.add_argument("--cluster", help="8xh100, 64xa100-80g@400Gb/s, a file, or local (default: the recipe's)")
+    parser.add_argument("--top", type=int, default=8, metavar="N", help="candidates to show (default 8)")
+    parser.add_argument(
+        "--margin", type=float, default=MARGIN, help=f"part of a device's memory to leave free (default {MARGIN})"
+    )
+    parser.add_argument(
+        "--explain", metavar="FIELD", help="where a figure comes from: memory, time, mfu, cost or search"
+    )
+    parser.add_argument("--write", metavar="FILE", type=Path, help="write the recipe with the chosen layout")
     add_json_argument(parser)
     parser.epilog = EPILOG
 
@@ -30,7 +49,98 @@ def run(arguments: argparse.Namespace) -> int:
     """Dispatch on the first word."""
     if arguments.what == "validate":
         return _validate(arguments)
-    raise ValueError(f"plan {arguments.what}: there is 'plan validate FILE.csv'")
+    return _plan(arguments)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    if not 0 <= arguments.margin < 1:
+        raise ValueError(f"--margin {arguments.margin}: a part of the memory, from 0 to 1; the default is {MARGIN}")
+    if arguments.top < 1:
+        raise ValueError(f"--top {arguments.top}: show at least 1 candidate")
+    path = Path(arguments.what)
+    recipe = load_recipe(path, arguments.words)
+    plan, facts = plan_recipe(
+        recipe,
+        base_dir=path.parent,
+        cluster=arguments.cluster,
+        top=arguments.top,
+        limits=Limits(margin=arguments.margin),
+    )
+    if arguments.explain:
+        print(explain_field(plan, arguments.explain))
+    elif arguments.json:
+        print_json(facts)
+    else:
+        print("\n".join(_table(facts)))
+    if arguments.write:
+        arguments.write.write_text(dump_recipe(planned_run(recipe, plan)), encoding="utf-8")
+    return 0 if facts["chosen"] else 1
+
+
+def _table(facts: dict[str, Any]) -> Iterator[str]:
+    """The plan for people."""
+    cluster, chosen = facts["cluster"], facts["chosen"]
+    searched = facts["searched"]
+    yield (
+        f"{cluster['name']}, {cluster['memory_gb']:.1f} GB each; {searched['legal']} layouts, "
+        f"{searched['predicted']} looked at; ranges hold {facts['interval']:.0%}"
+    )
+    yield ""
+    yield f"  {'step':>16}{'tok/s/dev':>10}{'MFU':>6}{'memory GB':>16}  {'':<6} layout"
+    shown = {chosen["text"]} if chosen else set()
+    if chosen:
+        yield _candidate("*", chosen)
+    for candidate in facts["candidates"]:
+        if candidate["text"] not in shown:
+            yield _candidate(" " if candidate["runs_today"] else "-", candidate)
+    if facts["given"]:
+        yield _candidate(">", facts["given"]) + "   (the recipe's)"
+    yield ""
+    yield "* chosen   - faster or not, this version's engine cannot run it yet"
+    if chosen:
+        yield from _chosen(facts, chosen)
+    else:
+        yield "nothing that this version's engine runs fits; see the strategies below"
+    if facts.get("relief"):
+        yield f"relief     the recipe's layout does not fit with its margin; cheapest: {facts['relief']}"
+    yield ""
+    yield "strategies, each at its best:"
+    width = max(map(len, facts["strategies"]), default=0)
+    for name, candidate in facts["strategies"].items():
+        yield f"  {name:<{width}}  {candidate['verdict']:<13}{candidate['reason']}"
+
+
+def _candidate(mark: str, facts: dict[str, Any]) -> str:
+    step, memory = facts["step_time"], facts["memory_total"]
+    times = f"{step['value']:.3g} s ({step['low']:.3g}-{step['high']:.3g})"
+    sizes = f"{memory['value'] / GB:.1f} ({memory['low'] / GB:.0f}-{memory['high'] / GB:.0f})"
+    verdict = {"fits": "fits", "tight": "tight", "does not fit": "no"}[facts["verdict"]]
+    return (
+        f"{mark} {times:>20}{facts['tokens_per_second_per_device']:>8.0f}{facts['mfu']:>6.0%}{sizes:>16}  "
+        f"{verdict:<6} {facts['text']}"
+    )
+
+
+def _chosen(facts: dict[str, Any], chosen: dict[str, Any]) -> Iterator[str]:
+    parts = {name: seconds for name, seconds in chosen["step_parts"].items() if name != "recompute"}
+    total = sum(parts.values())
+    shown = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts.items() if seconds >= 0.005 * total)
+    yield f"time       {shown}"
+    sizes = chosen["memory"].items()
+    yield "memory     " + ", ".join(f"{kind} {size / GB:.1f}" for kind, size in sizes if size >= 0.05 * GB) + " GB"
+    run, cost = chosen["run_seconds"], chosen["run_cost"]
+    price = f", {cost['value']:,.0f} ({cost['low']:,.0f}-{cost['high']:,.0f}) in your currency" if cost else ""
+    yield f"run        {facts['steps']} steps: {_duration(run['value'])}{price}"
+    yield f"binding    {facts['binding']}"
+    if facts["bandwidth"]:
+        yield f"network    {facts['bandwidth']}"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} seconds"
 
 
 def _validate(arguments: argparse.Namespace) -> int:

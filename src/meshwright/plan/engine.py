@@ -1,11 +1,15 @@
 """The one place that says how this repository's engine runs a recipe: which bytes it keeps and what it sends."""
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import ValidationError
 
 from meshwright.plan.blueprint import Blueprint
 from meshwright.plan.job import MESHWRIGHT, Job, Stack
-from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.fit import find_misfits
+from meshwright.spec.layout import AXES, LayoutSpec
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Run
 from meshwright.spec.training import TrainingSpec
 
@@ -60,3 +64,32 @@ def engine_stack(training: TrainingSpec, *, alone: bool, device: Literal["cpu", 
         weight_bytes=2.0 if low else 0.0 if alone else stored,
         context_bytes=MESHWRIGHT.context_bytes if device == "cuda" else CPU_CONTEXT_BYTES,
     )
+
+
+def engine_layout(job: Job, model: ModelSpec) -> LayoutSpec:
+    """The layout as a recipe's section. Raises `ValueError` saying why where the engine of today cannot run it."""
+    fields: dict[str, Any] = {axis: getattr(job, axis) for axis in (*AXES, "ep")}
+    fields |= {"zero": job.zero, "offload": "cpu" if job.offload == "cpu" else "none"}
+    known = LayoutSpec.model_fields
+    for field, value, plain in (("virtual_stages", job.virtual_stages, 1), ("schedule", job.schedule, "1f1b")):
+        if field in known:
+            fields[field] = value
+        elif value != plain:
+            raise ValueError(f"{field}={value} is not in this version")
+    try:
+        layout = LayoutSpec.model_validate(fields)
+    except ValidationError as error:
+        raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
+    misfits = find_misfits(layout, model, job.sequence)
+    if misfits:
+        raise ValueError(misfits[0])
+    return layout
+
+
+def runs_today(job: Job, model: ModelSpec) -> bool:
+    """Whether the engine of today can run the layout."""
+    try:
+        engine_layout(job, model)
+    except ValueError:
+        return False
+    return True

@@ -4,7 +4,7 @@ Layouts are ordered by what no network can undercut, their computation spread ev
 the best found so far, neither they nor any that follow can win. So the result is that of brute force (a test compares).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -143,12 +143,18 @@ class Found:
 
 
 def search(
-    base: Job, cluster: ClusterSpec, *, top: int = 10, limits: Limits | None = None, prune: bool = True
+    base: Job,
+    cluster: ClusterSpec,
+    *,
+    top: int = 10,
+    limits: Limits | None = None,
+    legal: Callable[[Job], bool] | None = None,
+    prune: bool = True,
 ) -> Found:
     """The `top` fastest layouts of `base`'s model and batch on all of the cluster's devices, and each strategy's best.
 
     Every layout is taken with the least recomputation that fits, for more only costs time. `prune` False looks at every
-    layout, for comparison.
+    layout, for comparison. `legal` leaves out what it is False for: what an engine cannot run.
     """
     limits = limits or Limits()
     cache: Cache = {}
@@ -169,7 +175,10 @@ def search(
         name = family_name(choice)
         if prune and _beaten(least, name, ranked, best, top):
             continue
-        job, memory = _frugal(replace(base, **choice), cluster, limits)
+        job = replace(base, **choice)
+        if legal is not None and not legal(job):
+            continue
+        job, memory = _frugal(job, cluster, limits)
         looked_at += 1
         if verdict(memory, cluster.memory_gb * 1e9, limits.margin) == "does not fit":
             if name not in smallest or memory.total < smallest[name][0]:

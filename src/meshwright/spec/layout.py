@@ -25,6 +25,8 @@ class LayoutSpec(Spec):
     0 replicates everything (DDP), 1 shards the optimizer state, 2 also the gradients, 3 also the parameters.
     """
 
+    choose: bool = False
+    """The planner decides everything below before the run; `layout: auto` is short for this."""
     pp: int = 1
     """Pipeline ranks: each holds some of the layers."""
     schedule: str = "1f1b"
@@ -70,6 +72,9 @@ class LayoutSpec(Spec):
         return self
 
     def _problems(self) -> Iterator[str]:
+        if self.choose and self.model_fields_set != {"choose"}:
+            yield "layout: auto lets the planner decide every degree; remove the others, or auto"
+            return
         senseless = [axis for axis in (*AXES, "ep") if getattr(self, axis) < 1]
         for axis in senseless:
             yield f"{axis}={getattr(self, axis)}: a degree is at least 1"

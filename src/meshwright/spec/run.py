@@ -6,6 +6,7 @@ from pydantic import field_validator
 
 from meshwright.spec.base import Spec
 from meshwright.spec.checkpoint import CheckpointSpec
+from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.data import DataSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields, ModelSpec
@@ -23,6 +24,8 @@ class Run(Spec):
     """Batch, optimizer, schedule, precision and policies."""
     layout: LayoutSpec = LayoutSpec()
     """How many processes and what each keeps."""
+    cluster: str | ClusterSpec = "local"
+    """What plans and `layout: auto` are made for: local, a name such as 8xh100 or 64xa100-80g@400Gb/s, or a file."""
     checkpoint: CheckpointSpec = CheckpointSpec()
     """When to save and what to keep."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -36,6 +39,11 @@ class Run(Spec):
     @classmethod
     def _name_alone(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("layout", mode="before")
+    @classmethod
+    def _word_alone(cls, value: Any) -> Any:
+        return {"choose": True} if value == "auto" else value
 
     @field_validator("trackers")
     @classmethod
@@ -65,6 +73,10 @@ class ResolvedRun(Spec):
     """Layers of each pipeline stage; empty where there is no pipeline."""
     reasons: dict[str, str]
     """Why each value that was `auto` became what it is."""
+    asked: Run | None = None
+    """The recipe as given, where the planner chose its layout."""
+    plan: dict[str, Any] | None = None
+    """What the planner said then, as in `plan.json`."""
 
     @property
     def tokens_per_step(self) -> int:

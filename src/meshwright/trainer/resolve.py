@@ -7,14 +7,14 @@ from meshwright.plan.blueprint import blueprint
 from meshwright.plan.engine import engine_job
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.plan.memory import predict_memory
+from meshwright.plan.search import Limits
 from meshwright.plan.stages import balanced_stages, layer_costs
 from meshwright.spec.actions import ScheduleError
 from meshwright.spec.fit import context_method, find_misfits
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import ResolvedRun, Run
-
-DEFAULT_GLOBAL_BATCH = 64
-"""Sequences per step where a recipe gives no batch."""
+from meshwright.trainer.batch import sequences_per_step
+from meshwright.trainer.planning import choice_reason, plan_recipe, planned_run
 
 MEMORY_SHARE = 0.8
 """Part of a device's memory that a prediction may fill: the rest is for what `plan.memory` does not count."""
@@ -30,6 +30,8 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
     asked.
     """
     machine = machine or find_machine(run.device)
+    if run.layout.choose:
+        return _with_layout(run, base_dir, machine)
     model = resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab)
     if run.data.sequence_length > model.max_positions:
         raise ValueError(
@@ -39,7 +41,7 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
     misfits = find_misfits(run.layout, model, run.data.sequence_length)
     if misfits:
         raise ValueError("; ".join(misfits))
-    global_batch = _global_batch(run)
+    global_batch = sequences_per_step(run)
     ranks = run.layout.data_parallel
     if global_batch % ranks:
         raise ValueError(
@@ -67,17 +69,17 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
     )
 
 
-def _global_batch(run: Run) -> int:
-    """Sequences per optimizer step."""
-    tokens, length = run.training.global_batch_tokens, run.data.sequence_length
-    if tokens is None:
-        return run.training.global_batch or DEFAULT_GLOBAL_BATCH
-    if tokens % length:
-        raise ValueError(
-            f"training.global_batch_tokens={tokens} is no multiple of data.sequence_length={length}; "
-            f"the nearest multiple is {max(1, round(tokens / length)) * length}"
-        )
-    return tokens // length
+def _with_layout(run: Run, base_dir: Path, machine: Machine) -> ResolvedRun:
+    """Let the planner choose the layout, then decide the rest; what the recipe gives besides stays as it is."""
+    given = run.training.model_fields_set
+    limits = Limits(recompute="recompute" not in given, micro_batch=run.training.micro_batch == "auto")
+    plan, facts = plan_recipe(run, base_dir=base_dir, machine=machine, limits=limits)
+    if plan.chosen is None:
+        lost = "; ".join(f"{name}: {found['reason']}" for name, found in facts["strategies"].items())
+        raise ValueError(f"layout: auto, but nothing fits {plan.cluster.name}: {lost}")
+    resolved = resolve_run(planned_run(run, plan), base_dir=base_dir, machine=machine)
+    reasons = resolved.reasons | {"layout": choice_reason(plan, plan.chosen), "training.micro_batch": "by the planner"}
+    return resolved.model_copy(update={"asked": run, "plan": facts, "reasons": reasons})
 
 
 def _micro_batches(run: Run, per_rank: int, base_dir: Path) -> list[int]:

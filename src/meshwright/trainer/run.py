@@ -69,11 +69,11 @@ def train(run: Run, *, resume: bool = False, base_dir: Path | str = ".") -> Trai
         _check_run_dir(run_dir, resume)
     require_trackers(run)
     resolved = resolve_run(run, base_dir=base_dir)
-    if worker is None and (run.layout.world_size > 1 or find_nodes().count > 1):
+    if worker is None and (resolved.run.layout.world_size > 1 or find_nodes().count > 1):
         corpus_of(resolved, progress=_show_progress)  # once, and mistakes are told before any process starts
         write_run_files(resolved, run_dir)
         arguments = ["--resolved", str(run_dir / RESOLVED), *(["--resume"] if resume else [])]
-        status = start_workers(run.layout, find_nodes(), arguments)
+        status = start_workers(resolved.run.layout, find_nodes(), arguments)
         if status:
             raise TrainingFailed(status)
     else:
@@ -146,10 +146,12 @@ def corpus_of(resolved: ResolvedRun, progress: Callable[[str, int, int], None] |
 
 
 def write_run_files(resolved: ResolvedRun, run_dir: Path) -> None:
-    """`recipe.yaml` as given, and `resolved.yaml` with nothing left open."""
+    """`recipe.yaml` as given, `resolved.yaml` with nothing left open, and `plan.json` where the planner decided."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "recipe.yaml").write_text(dump_recipe(resolved.run))
-    (run_dir / RESOLVED).write_text(dump_recipe(resolved, expanded=True))
+    (run_dir / "recipe.yaml").write_text(dump_recipe(resolved.asked or resolved.run))
+    (run_dir / RESOLVED).write_text(dump_recipe(resolved.model_copy(update={"plan": None}), expanded=True))
+    if resolved.plan is not None:
+        write_json(run_dir / "plan.json", resolved.plan)
 
 
 def read_resolved(path: Path) -> ResolvedRun:

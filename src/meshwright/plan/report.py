@@ -1,0 +1,146 @@
+"""The one place that gathers everything a plan says, and says it as plain data."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.plan.engine import engine_layout, runs_today
+from meshwright.plan.explain import bandwidth, binding, describe, relief, why_not
+from meshwright.plan.interval import NOMINAL, Interval
+from meshwright.plan.job import Job
+from meshwright.plan.search import Candidate, Found, Limits, evaluate, search
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.model import ModelSpec
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a search found for one recipe on one cluster, and what may be said about it."""
+
+    spec: ModelSpec
+    cluster: ClusterSpec
+    steps: int
+    margin: float
+    found: Found
+    chosen: Candidate | None
+    """The fastest that fits and that the engine of today runs; None where none does."""
+    given: Candidate | None
+    """The recipe's own layout, where it says one."""
+
+    @property
+    def runs_today(self) -> Callable[[Job], bool]:
+        """Whether the engine of today can run a layout."""
+        return lambda job: runs_today(job, self.spec)
+
+    def run_seconds(self, candidate: Candidate) -> Interval:
+        """Seconds of the whole run."""
+        return candidate.seconds.scaled(self.steps)
+
+    def cost(self, candidate: Candidate) -> Interval | None:
+        """Price of the whole run; None where nobody knows a device's."""
+        price = self.cluster.price_per_hour
+        if price is None:
+            return None
+        return self.run_seconds(candidate).scaled(price * self.cluster.devices / 3600)
+
+
+def make_plan(
+    base: Job,
+    spec: ModelSpec,
+    cluster: ClusterSpec,
+    *,
+    steps: int,
+    given: Job | None = None,
+    top: int = 10,
+    limits: Limits | None = None,
+) -> Plan:
+    """Search for the layout of `base`'s model and batch; offloading is tried where nothing fits without it."""
+    limits = limits or Limits()
+    found = search(base, cluster, top=top, limits=limits)
+    today = search(base, cluster, top=1, limits=limits, legal=lambda job: runs_today(job, spec))
+    if not today.ranked and not limits.offload:
+        limits = replace(limits, offload=True)
+        offloaded = search(base, cluster, top=top, limits=limits)
+        found = offloaded if not found.ranked else found
+        today = search(base, cluster, top=1, limits=limits, legal=lambda job: runs_today(job, spec))
+    chosen = today.ranked[0] if today.ranked else None
+    own = evaluate(given, cluster.model_copy(update={"devices": given.world}), limits.margin) if given else None
+    return Plan(spec, cluster, steps, limits.margin, found, chosen, own)
+
+
+def plan_facts(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON: bytes, seconds, and the interval of each; the shape of `plan --json` and `plan.json`."""
+    best = plan.chosen or (plan.found.ranked[0] if plan.found.ranked else None)
+    facts: dict[str, Any] = {
+        "cluster": plan.cluster.model_dump(mode="json", exclude_defaults=True),
+        "interval": NOMINAL,
+        "margin": plan.margin,
+        "steps": plan.steps,
+        "parameters": best.job.model.num_parameters if best else None,
+        "chosen": candidate_facts(plan, plan.chosen) if plan.chosen else None,
+        "given": candidate_facts(plan, plan.given) if plan.given else None,
+        "candidates": [candidate_facts(plan, candidate) for candidate in plan.found.ranked],
+        "strategies": {
+            name: candidate_facts(plan, candidate) | {"reason": why_not(candidate, best)}
+            for name, candidate in sorted(plan.found.strategies.items(), key=_order)
+        },
+        "searched": {"legal": plan.found.legal, "predicted": plan.found.looked_at},
+    }
+    if plan.chosen:
+        facts["binding"] = binding(plan.chosen)
+        facts["bandwidth"] = bandwidth(plan.chosen)
+    if plan.given and plan.given.verdict != "fits":
+        facts["relief"] = relief(plan.given.job, plan.given.cluster, plan.margin)
+    return facts
+
+
+def candidate_facts(plan: Plan, candidate: Candidate) -> dict[str, Any]:
+    """One layout's predictions."""
+    time, cost = candidate.time, plan.cost(candidate)
+    try:
+        layout = engine_layout(candidate.job, plan.spec).model_dump(mode="json", exclude_defaults=True)
+        missing = None
+    except ValueError as error:
+        layout, missing = None, str(error)
+    return {
+        "strategy": candidate.strategy,
+        "text": describe(candidate.job),
+        "verdict": candidate.verdict,
+        "runs_today": layout is not None,
+        "missing": missing,
+        "layout": layout,
+        "micro_batch": candidate.job.micro_batch,
+        "accumulation": candidate.job.microbatches,
+        "recompute": candidate.job.recompute,
+        "memory": {kind: round(size) for kind, size in candidate.memory.kinds().items()},
+        "memory_total": _range(candidate.memory_bytes),
+        "memory_available": candidate.capacity,
+        "host_memory": candidate.memory.host,
+        "step_time": _range(candidate.seconds),
+        "step_parts": {
+            "compute": time.compute,
+            "recompute": time.recompute,
+            "tensor": time.tensor,
+            "context": time.context,
+            "expert": time.expert,
+            "data": time.data,
+            "pipeline": time.pipeline,
+            "bubble": time.bubble,
+            "update": time.update,
+        },
+        "tokens_per_second_per_device": candidate.tokens_per_second,
+        "mfu": candidate.mfu,
+        "run_seconds": _range(plan.run_seconds(candidate)),
+        "run_cost": _range(cost) if cost else None,
+    }
+
+
+def _range(interval: Interval) -> dict[str, float]:
+    return {"value": interval.value, "low": interval.low, "high": interval.high}
+
+
+def _order(entry: tuple[str, Candidate]) -> tuple[bool, float]:
+    """Those that fit by time, then the others by memory."""
+    candidate = entry[1]
+    lost = candidate.verdict == "does not fit"
+    return lost, candidate.memory.total if lost else candidate.time.total
