@@ -96,7 +96,7 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
     """All facts about a recipe as plain data; what is wrong is added to `findings`, its facts left out."""
     facts: dict[str, Any] = {}
     vocab = recipe.data.tokenizer_vocab
-    model = findings.attempt(lambda: resolve_model(recipe.model, base_dir=base_dir, vocab=vocab))
+    model, resolved = findings.attempt(lambda: resolve_model(recipe.model, base_dir=base_dir, vocab=vocab)), None
     if model is not None:
         facts["model"] = _model_facts(recipe, model)
         resolved = findings.attempt(lambda: resolve_run(recipe, base_dir=base_dir))

@@ -11,6 +11,7 @@ from meshwright.spec.fit import find_misfits
 from meshwright.spec.layout import AXES, LayoutSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Run
+from meshwright.spec.schedule import schedule_kind
 from meshwright.spec.training import TrainingSpec
 
 STORED = {"fp64": 8.0}
@@ -46,7 +47,17 @@ def engine_job(
         recompute=training.recompute,
         precision=training.precision,
         offload="cpu" if layout.offload == "cpu" else "none",
+        schedule=layout.schedule,
+        virtual_stages=_stages_per_rank(layout),
         stack=engine_stack(training, alone=layout.world_size == 1 and layout.offload == "none", device=device),
+    )
+
+
+def _stages_per_rank(layout: LayoutSpec) -> int:
+    if layout.pp == 1 or layout.schedule.endswith(".csv"):
+        return 1
+    return (
+        schedule_kind(layout.schedule).stages_per_rank if layout.stages_per_rank == "auto" else layout.stages_per_rank
     )
 
 
@@ -70,12 +81,8 @@ def engine_layout(job: Job, model: ModelSpec) -> LayoutSpec:
     """The layout as a recipe's section. Raises `ValueError` saying why where the engine of today cannot run it."""
     fields: dict[str, Any] = {axis: getattr(job, axis) for axis in (*AXES, "ep")}
     fields |= {"zero": job.zero, "offload": "cpu" if job.offload == "cpu" else "none"}
-    known = LayoutSpec.model_fields
-    for field, value, plain in (("virtual_stages", job.virtual_stages, 1), ("schedule", job.schedule, "1f1b")):
-        if field in known:
-            fields[field] = value
-        elif value != plain:
-            raise ValueError(f"{field}={value} is not in this version")
+    if job.pp > 1:
+        fields |= {"schedule": job.schedule, "stages_per_rank": job.virtual_stages}
     try:
         layout = LayoutSpec.model_validate(fields)
     except ValidationError as error:

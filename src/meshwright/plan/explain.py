@@ -32,7 +32,7 @@ def describe(job: Job) -> str:
         if getattr(job, axis) > 1
     ]
     if job.virtual_stages > 1:
-        degrees.append(f"virtual_stages={job.virtual_stages}")
+        degrees.append(f"stages_per_rank={job.virtual_stages}")
     return " ".join([*degrees, f"zero={job.zero}", f"micro_batch={job.micro_batch}", f"recompute={job.recompute}"])
 
 

@@ -38,6 +38,8 @@ class Stack:
     """Whether a token crosses to another node once for all of its experts there, and is copied on inside the node."""
     logit_bytes: float = 10.0
     """Live bytes per logit of a loss that holds them all: low precision, fp32 copy, and the gradient of both."""
+    balanced: bool = False
+    """Whether the pipeline's last stage gets fewer layers for having the head."""
     chunked_loss: bool = False
     """Whether logits exist for a chunk of tokens at a time only."""
     group_shards: bool = True
@@ -54,7 +56,7 @@ class Stack:
     """Host time per operator, relative to an eager PyTorch program."""
 
 
-MESHWRIGHT = Stack(name="meshwright", chunked_loss=True, casts_when_gathering=True)
+MESHWRIGHT = Stack(name="meshwright", chunked_loss=True, casts_when_gathering=True, balanced=True)
 """The engine of this repository: FSDP2, fp32 master weights and reductions, SDPA, chunked loss."""
 
 
@@ -138,8 +140,14 @@ class Job:
     @cached_property
     def stage_layers(self) -> tuple[int, ...]:
         """Layers of every pipeline rank, first to last; where they do not divide, the middle ranks take one more."""
-        each, left = divmod(self.model.num_layers, self.pp)
-        counts = [each] * self.pp
+        layers, pp = self.model.num_layers, self.pp
+        last = layers // pp
+        if self.stack.balanced and pp > 1:  # the head weighs as much as so many layers
+            last = max(1, min(last, round((layers + self.model.head_layers) / pp - self.model.head_layers)))
+            each, left = divmod(layers - last, pp - 1)
+            return tuple(each + (stage < left) for stage in range(pp - 1)) + (last,)
+        each, left = divmod(layers, pp)
+        counts = [each] * pp
         middle_first = sorted(range(self.pp), key=lambda stage: abs(stage - (self.pp - 1) / 2))
         for stage in middle_first[:left]:
             counts[stage] += 1

@@ -72,7 +72,7 @@ class LayoutSpec(Spec):
         return self
 
     def _problems(self) -> Iterator[str]:
-        if self.choose and self.model_fields_set != {"choose"}:
+        if self.choose and self.model_dump() != LayoutSpec().model_dump() | {"choose": True}:
             yield "layout: auto lets the planner decide every degree; remove the others, or auto"
             return
         senseless = [axis for axis in (*AXES, "ep") if getattr(self, axis) < 1]

@@ -6,7 +6,6 @@ from pydantic import field_validator
 
 from meshwright.spec.base import Spec
 from meshwright.spec.checkpoint import CheckpointSpec
-from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.data import DataSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields, ModelSpec
@@ -24,7 +23,7 @@ class Run(Spec):
     """Batch, optimizer, schedule, precision and policies."""
     layout: LayoutSpec = LayoutSpec()
     """How many processes and what each keeps."""
-    cluster: str | ClusterSpec = "local"
+    cluster: str = "local"
     """What plans and `layout: auto` are made for: local, a name such as 8xh100 or 64xa100-80g@400Gb/s, or a file."""
     checkpoint: CheckpointSpec = CheckpointSpec()
     """When to save and what to keep."""

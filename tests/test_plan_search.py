@@ -1,0 +1,215 @@
+"""The search: what brute force finds, at any size; reasons, reliefs, and recipes that train."""
+
+import json
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import main
+from meshwright.families import PRESETS, resolve_model
+from meshwright.plan.blueprint import Block, Blueprint, Matrix, blueprint
+from meshwright.plan.engine import engine_layout, runs_today
+from meshwright.plan.explain import bandwidth, relief, why_not
+from meshwright.plan.hardware import device_cluster, resolve_cluster
+from meshwright.plan.job import Job
+from meshwright.plan.search import Limits, divisors, evaluate, family_name, layouts, search
+from meshwright.spec.recipe import load_recipe
+from meshwright.trainer.resolve import resolve_run
+
+RECIPE = """\
+model: llama-3-8b
+data: {sequence_length: 8192}
+training: {global_batch: 128, steps: 1000}
+layout: auto
+cluster: 8xh100
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "run.yaml").write_text(RECIPE)
+    return tmp_path / "run.yaml"
+
+
+def instance(seed: int) -> tuple[Job, object, Limits]:
+    """A small random model, batch, cluster and limit."""
+    rng = random.Random(seed)
+    heads = rng.choice([4, 6, 8])
+    hidden, experts = 128 * heads, rng.choice([0, 0, 4])
+    matrices = [
+        Matrix("attention.wq", hidden, hidden, split=True),
+        Matrix("attention.wo", hidden, hidden, split=True),
+        Matrix("feed_forward.w1", 4 * hidden, hidden, split=True, experts=experts),
+        Matrix("feed_forward.w2", hidden, 4 * hidden, split=True, experts=experts),
+    ]
+    model = Blueprint(
+        hidden=hidden, num_heads=heads, num_kv_heads=heads, head_dim=128, vocab=rng.choice([1000, 32000]), gated=False,
+        tied=bool(seed % 2), kinds=(Block(tuple(matrices), 4 * hidden),), pattern=(0,) * rng.choice([4, 6, 12]),
+        top_k=2 if experts else 0,
+    )  # fmt: skip
+    job = Job(
+        model=model, sequence=rng.choice([512, 2048, 8192]), global_batch=rng.choice([8, 16, 48]), micro_batch=1,
+        recompute=rng.choice(["none", "full"]),
+    )  # fmt: skip
+    cluster = device_cluster(rng.choice(["a100", "h100", "v100"]), rng.choice([1, 2, 4, 8, 16]))
+    share = rng.choice([0.02, 0.1, 1.0])  # so that for some everything fits, for some nothing
+    limits = Limits(recompute=rng.random() < 0.7, offload=rng.random() < 0.3)
+    return job, cluster.model_copy(update={"memory_gb": cluster.memory_gb * share}), limits
+
+
+@pytest.mark.parametrize("block", range(20))
+def test_the_pruned_search_is_brute_force(block: int) -> None:
+    """200 random instances: the same ranking and the same best of every strategy."""
+    skipped = 0
+    for seed in range(10 * block, 10 * block + 10):
+        job, cluster, limits = instance(seed)
+        fast = search(job, cluster, top=3, limits=limits)
+        slow = search(job, cluster, top=3, limits=limits, prune=False)
+        assert [candidate.job for candidate in fast.ranked] == [candidate.job for candidate in slow.ranked], seed
+        assert fast.strategies == slow.strategies, seed
+        assert fast.legal == slow.legal == slow.looked_at
+        skipped += slow.looked_at - fast.looked_at
+    assert skipped > 0
+
+
+def test_every_layout_is_legal_and_different() -> None:
+    base = Job(model=blueprint(resolve_model(PRESETS["qwen3-30b-a3b"], base_dir=Path())), sequence=4096,
+               global_batch=64, micro_batch=1)  # fmt: skip
+    cluster = device_cluster("h100", 32)
+    found = list(layouts(base, cluster, Limits()))
+    assert len({tuple(sorted(choice.items(), key=str)) for choice in found}) == len(found) > 500
+    for choice in found:
+        job = replace(base, **choice)
+        assert job.world == 32
+        assert job.global_batch == job.dp * job.micro_batch * job.microbatches
+        assert sum(job.stage_layers) == base.model.num_layers
+        assert family_name(choice)
+    assert {choice["ep"] for choice in found} == {1, 2, 4, 8, 16, 32}
+    assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
+
+
+def test_a_large_job_is_planned_in_the_time_of_a_keystroke() -> None:
+    """405B on 1024 devices: all layouts ordered, most never looked at. Time is measured in docs/plan.md."""
+    model = blueprint(resolve_model(PRESETS["llama-3.1-405b"], base_dir=Path()))
+    base = Job(model=model, sequence=8192, global_batch=2048, micro_batch=1)
+    found = search(base, device_cluster("h100", 1024), top=5)
+    best = found.ranked[0]
+    assert best.verdict == "fits"
+    assert best.job.tp <= 8  # tensor parallelism stays in the node
+    assert 0.35 < best.mfu < 0.6
+    assert found.looked_at < 0.7 * found.legal
+    assert {"DDP", "ZeRO-1", "ZeRO-3"} <= set(found.strategies)
+
+
+def test_reasons_name_the_memory_that_lacks_or_the_time_that_is_lost() -> None:
+    model = blueprint(resolve_model(PRESETS["llama-3-8b"], base_dir=Path()))
+    base = Job(model=model, sequence=8192, global_batch=128, micro_batch=1)
+    found = search(base, device_cluster("h100", 8))
+    best = found.ranked[0]
+    assert why_not(found.strategies["DDP"], best).startswith("needs 15")
+    assert "84.6 available; largest term optimizer 96.4 GB" in why_not(found.strategies["DDP"], best)
+    assert why_not(found.strategies["TP"], best).endswith("% of the step")
+    assert why_not(best, best) == "the fastest"
+
+
+def test_the_cheapest_relief_is_one_that_fits() -> None:
+    model = blueprint(resolve_model(PRESETS["llama-3-8b"], base_dir=Path()))
+    cluster = device_cluster("h100", 8)
+    job = Job(model=model, sequence=8192, global_batch=128, micro_batch=2, dp_shard=8, zero=3)
+    assert evaluate(job, cluster).verdict == "does not fit"
+    words = relief(job, cluster, 0.1)
+    assert words is not None
+    assert words.startswith(("recompute=selective", "micro_batch=1"))
+    assert relief(replace(job, model=replace(model, pattern=(0,) * 2000)), cluster, 0.1) is None
+
+
+def test_a_slow_network_is_told_how_slow() -> None:
+    model = blueprint(resolve_model(PRESETS["llama-3-70b"], base_dir=Path()))
+    slow = resolve_cluster("64xh100@100Gb/s", base_dir=Path())
+    job = Job(model=model, sequence=4096, global_batch=64, micro_batch=1, dp_shard=64, zero=3, recompute="full")
+    words = bandwidth(evaluate(job, slow))
+    assert words is not None
+    assert "ZeRO-3 over this network (100 Gb/s a node) needs" in words
+    assert bandwidth(evaluate(job, device_cluster("h100", 8))) is None
+
+
+def test_what_the_engine_cannot_run_is_said() -> None:
+    spec = resolve_model(PRESETS["llama-3-8b"], base_dir=Path())
+    job = Job(model=blueprint(spec), sequence=8192, global_batch=128, micro_batch=1, dp_shard=8, zero=3)
+    assert engine_layout(job, spec).dp_shard == 8
+    assert runs_today(replace(job, dp_shard=4, tp=2), spec)
+    assert not runs_today(replace(job, dp_shard=1, tp=64, zero=0), spec)
+    with pytest.raises(ValueError, match="32 query heads cannot be split evenly over 64 ranks"):
+        engine_layout(replace(job, dp_shard=1, tp=64, zero=0), spec)
+
+
+def test_a_plan_for_people(recipe: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", str(recipe)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("8 x H100-SXM-80GB")
+    assert "* " in text
+    assert "does not fit needs 155 GB, 84.6 available; largest term optimizer 96.4 GB" in text
+    for field in ("memory", "time", "mfu", "cost", "search"):
+        assert main(["plan", str(recipe), "--explain", field]) == 0
+        assert len(capsys.readouterr().out.splitlines()) > 2
+    assert main(["plan", str(recipe), "--explain", "luck"]) == 2
+    assert "there are memory, time, mfu, cost, search" in capsys.readouterr().err
+
+
+def test_a_plan_for_machines_and_a_recipe_that_trains(recipe: Path, capsys: pytest.CaptureFixture) -> None:
+    written = recipe.parent / "plan.yaml"
+    assert main(["plan", str(recipe), "--json", "--top", "3", "--write", str(written)]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    chosen = facts["chosen"]
+    assert chosen["runs_today"]
+    assert chosen["step_time"]["low"] < chosen["step_time"]["value"] < chosen["step_time"]["high"]
+    assert sum(chosen["memory"].values()) == pytest.approx(chosen["memory_total"]["value"], rel=1e-6)
+    assert len(facts["candidates"]) == 3
+    run = load_recipe(written)
+    assert not run.layout.choose
+    assert run.layout.world_size == 8
+    assert run.training.micro_batch == chosen["micro_batch"]
+    resolved = resolve_run(run, base_dir=recipe.parent)
+    assert resolved.accumulation == chosen["accumulation"]
+
+
+def test_a_layout_that_does_not_fit_gets_its_relief(recipe: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["plan", str(recipe), "layout={dp_replicate: 8}", "training.micro_batch=1"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "> " in text
+    assert "relief     the recipe's layout does not fit with its margin; cheapest: zero=" in text
+
+
+def test_nothing_fits_is_a_finding(recipe: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", str(recipe), "--cluster", "1xt4"]) == 1
+    assert "nothing that this version's engine runs fits" in capsys.readouterr().out
+    assert main(["plan", str(recipe), "--margin", "2"]) == 2
+    assert main(["plan", str(recipe), "--cluster", "8xabacus"]) == 2
+
+
+def test_layout_auto_is_resolved_before_the_run_with_its_reason(recipe: Path) -> None:
+    resolved = resolve_run(load_recipe(recipe), base_dir=recipe.parent)
+    assert resolved.run.layout.world_size == 8
+    assert "the fastest of" in resolved.reasons["layout"]
+    assert resolved.asked is not None
+    assert resolved.asked.layout.choose
+    assert resolved.plan is not None
+    assert resolved.plan["chosen"]["micro_batch"] == resolved.micro_batch
+    kept = load_recipe(recipe, ["training.recompute=full", "training.micro_batch=2"])
+    resolved = resolve_run(kept, base_dir=recipe.parent)
+    assert (resolved.run.training.recompute, resolved.micro_batch) == ("full", 2)
+    with pytest.raises(ValueError, match=r"layout: auto, but nothing fits 1 x T4: .*needs"):
+        resolve_run(load_recipe(recipe, ["cluster=1xt4"]), base_dir=recipe.parent)
+    with pytest.raises(ValueError, match="auto lets the planner decide every degree"):
+        load_recipe(recipe, ["layout={choose: true, dp_shard: 2}"])
+
+
+def test_a_plan_never_loads_torch(recipe: Path) -> None:
+    code = "import sys, meshwright.cli.main as cli; cli.main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, "plan", str(recipe)], capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
