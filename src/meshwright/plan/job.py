@@ -145,7 +145,7 @@ class Job:
         if self.stack.balanced and pp > 1:  # the head weighs as much as so many layers
             last = max(1, min(last, round((layers + self.model.head_layers) / pp - self.model.head_layers)))
             each, left = divmod(layers - last, pp - 1)
-            return tuple(each + (stage < left) for stage in range(pp - 1)) + (last,)
+            return (*(each + (stage < left) for stage in range(pp - 1)), last)
         each, left = divmod(layers, pp)
         counts = [each] * pp
         middle_first = sorted(range(self.pp), key=lambda stage: abs(stage - (self.pp - 1) / 2))
