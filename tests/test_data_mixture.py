@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from meshwright.data.loader import Loader
-from meshwright.data.mixture import JoinedSamples, Mixture
-from meshwright.data.packing import BestFitSamples, ConcatenatedSamples
+from meshwright.data.mixture import JoinedSamples, Mixture, mean_context
+from meshwright.data.packing import BestFitSamples, ConcatenatedSamples, build_samples
+from meshwright.data.prepare import Corpus, Stream
+from meshwright.data.tokenizer import train_tokenizer
 from meshwright.spec.data import DataSpec
 from tokens import token_file
 
@@ -87,6 +89,35 @@ def test_the_loader_mixes_the_same_for_every_world_size(world_size):
         with Loader(mixture, seed=6, global_batch=8, micro_batch=2, rank=rank, world_size=world_size) as loader:
             seen += itertools.chain.from_iterable(batch.inputs[:, 0] for batch in loader.microbatches(1))
     assert seen == wanted
+
+
+@pytest.mark.parametrize("packing", ["concatenated", "best_fit"])
+@pytest.mark.parametrize("weights", [(None, None), (1, 3)])
+def test_the_mean_context_is_that_of_the_tokens(packing, weights):
+    """Against a count over all samples, the last of which `concatenated` leaves out."""
+    generator = np.random.default_rng(0)
+    files = []
+    for count in (200, 300):
+        lengths = generator.integers(2, 60, count)
+        lengths[-1] += (1 - lengths.sum()) % 32  # so that nothing is left out
+        files.append(token_file(generator.integers(1, 50, lengths.sum()), lengths))
+    streams = [Stream(name="s", train=file, held_out=None, weight=w) for file, w in zip(files, weights, strict=True)]
+    corpus = Corpus(tokenizer=train_tokenizer(["."], 257), streams=tuple(streams))
+    data = DataSpec(sequence_length=32, packing=packing, separate_documents=True)
+    means, totals = [], []
+    for file in files:
+        samples = build_samples(file, data)
+        documents = [
+            (i, number)
+            for i in range(len(samples))
+            for number in samples[i].documents[: sum(piece.length for piece in samples.pieces(i))]
+        ]
+        counts = Counter(documents)
+        means.append(sum(count**2 for count in counts.values()) / len(documents))
+        totals.append(len(documents))
+    expected = np.average(means, weights=totals if weights[0] is None else weights)
+    assert mean_context(corpus, data) == pytest.approx(expected, rel=0.01)
+    assert mean_context(corpus, data.model_copy(update={"separate_documents": False})) == 32
 
 
 def test_joined_streams_follow_one_another():

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate
 
+import numpy as np
+
 from meshwright.data.order import sample_at
 from meshwright.data.packing import Piece, Sample, Samples, build_samples
 from meshwright.data.prepare import Corpus
@@ -93,6 +95,23 @@ def training_samples(corpus: Corpus, data: DataSpec) -> Mixture:
     """What a run is trained on, as its recipe packs and mixes it."""
     streams = [build_samples(stream.train, data) for stream in corpus.streams]
     return Mixture(streams, [stream.weight for stream in corpus.streams])
+
+
+def mean_context(corpus: Corpus, data: DataSpec) -> float:
+    """Tokens that a token of training is attended together with, itself included, on average: the length of its
+    document, or of its piece of it, where documents are kept apart, else of its sample."""
+    if not data.separate_documents:
+        return data.sequence_length
+    tokens, contexts = [], []
+    for stream in corpus.streams:
+        borders = stream.train.starts()
+        if data.packing == "concatenated":
+            borders = np.union1d(borders, np.arange(0, borders[-1], data.sequence_length))
+        lengths = np.maximum(np.diff(borders) - (data.packing == "best_fit"), 0)
+        whole, rest = np.divmod(lengths, data.sequence_length)
+        tokens.append(stream.weight or int(lengths.sum()))
+        contexts.append((whole.sum() * data.sequence_length**2 + (rest**2).sum()) / max(1, lengths.sum()))
+    return float(np.average(contexts, weights=tokens))
 
 
 def held_out_samples(corpus: Corpus, data: DataSpec) -> JoinedSamples:

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from meshwright.data.loader import Loader, evaluation_batches
-from meshwright.data.mixture import held_out_samples, training_samples
+from meshwright.data.mixture import held_out_samples, mean_context, training_samples
 from meshwright.data.prepare import Corpus
 from meshwright.plan.flops import flops_per_token
 from meshwright.trainer.agreement import any_rank
@@ -24,7 +24,7 @@ def train_loop(trainer: Trainer, corpus: Corpus, journal: Journal | None, displa
     resolved, training = trainer.resolved, trainer.resolved.run.training
     clock = StepClock(
         ranks=trainer.worker.world_size,
-        flops_per_token=flops_per_token(resolved.model, resolved.run.data.sequence_length),
+        flops_per_token=flops_per_token(resolved.model, round(mean_context(corpus, resolved.run.data))),
         peak_flops=trainer.peak[0],
         steps=training.steps,
     )
