@@ -4,7 +4,7 @@ loss                     mean loss per trained token over the global batch, in n
 gnorm                    2-norm of the whole gradient, before clipping
 lr                       learning rate of the step (of AdamW's parameters)
 step_time                median wall seconds of the last 20 steps, the first of the process left out (warm-up)
-tokens_per_s_per_rank    tokens through the model per step / (step_time x ranks); the little padding of best-fit samples counts
+tokens_per_s_per_rank    tokens through the model per step / (step_time x ranks); padding of best-fit samples counts
 trained_per_s_per_rank   the same with the tokens that carry loss
 mfu                      flops_per_token x tokens_per_s_per_rank / peak; the peak and its origin stand in env.json
 mem                      most bytes this rank ever held: GPU memory reserved by PyTorch, or the process's peak RSS
