@@ -119,3 +119,20 @@ def test_no_rank_ever_holds_a_row_of_logits(ranks: RankPool) -> None:
     single, split = (run.model_copy(update={"model": model}) for run in (single, split))
     assert largest_tensor_with_a_whole_vocabulary(single) > 0
     assert ranks.run(4, largest_tensor_with_a_whole_vocabulary, split) == [0] * 4
+
+
+def ask_for(run: ResolvedRun, what: str) -> str:
+    """What a split model says to tokens without labels, or to a token that it does not know. Collective."""
+    trainer = build_here(run)
+    tokens = torch.full((1, 16), 50 if what == "unknown token" else 0)
+    try:
+        trainer.model(tokens, None if what == "logits" else tokens)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(("what", "message"), [("logits", "no rank has its logits"), ("unknown token", "outside the")])
+def test_nothing_wrong_is_computed_in_silence(ranks: RankPool, what: str, message: str) -> None:
+    for answer in ranks.run(2, ask_for, tiny_run(LAYOUTS["tp"]), what):
+        assert message in answer
