@@ -9,7 +9,7 @@ import torch
 from meshwright.families import parameter_table
 from meshwright.families.split import kept_shape, split_dim
 from meshwright.optim.shards import local, part_like, whole
-from meshwright.spec.fit import find_misfits
+from meshwright.spec.fit import find_misfits, tensor_notes
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import build_here, loader_for
@@ -93,6 +93,15 @@ def test_what_does_not_fit_is_refused_with_the_nearest_that_does(
     spec = tiny_run(LayoutSpec()).model.model_copy(update=model)
     (problem,) = find_misfits(LayoutSpec.model_validate(layout), spec, tokens)
     assert re.search(message, problem), problem
+
+
+def test_check_says_what_is_not_shared_evenly() -> None:
+    model = tiny_run(LayoutSpec()).model
+    assert tensor_notes(LayoutSpec(), model) == tensor_notes(LayoutSpec(tp=2), model) == ""
+    assert tensor_notes(LayoutSpec(tp=4), model) == (
+        "2 key and value heads for 4 ranks, so each keeps wk and wv whole; "
+        "50 tokens for 4 ranks, so the last has 11 of them and the others 13"
+    )
 
 
 def largest_tensor_with_a_whole_vocabulary(run: ResolvedRun) -> int:
