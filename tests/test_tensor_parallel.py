@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from meshwright.families import parameter_table
-from meshwright.families.split import kept_shape, split_dim
+from meshwright.families.split import kept_shape, rows_of_layers, split_dim
 from meshwright.optim.shards import local, part_like, whole
+from meshwright.parallel.pipeline import plan_stages
 from meshwright.spec.fit import find_misfits, tensor_notes
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
@@ -22,14 +23,15 @@ VOCAB = 500
 Shapes = dict[str, list[tuple[int, ...]]]
 
 
-def kept(run: ResolvedRun) -> tuple[tuple[int, int], Shapes]:
-    """This rank's place (tp, shard), and shapes of what it keeps of each parameter, gradient and moment. Collective."""
+def kept(run: ResolvedRun) -> tuple[tuple[int, int, int], Shapes]:
+    """This rank's place (pp, tp, shard), and shapes of what it keeps of each parameter, gradient and moment.
+    Collective."""
     trainer = build_here(run)
     with loader_for(trainer) as loader:
         trainer.train_step.gradients(loader.microbatches(0))
-    place = (0, 0)
-    if trainer.meshes is not None:
-        place = trainer.meshes.state["tp"].get_local_rank(), trainer.meshes.state["shard"].get_local_rank()
+    pp, tp, shard = (
+        0 if trainer.meshes is None else trainer.meshes.state[axis].get_local_rank() for axis in ("pp", "tp", "shard")
+    )
     shapes: Shapes = {}
     for name, parameter in trainer.parameters.items():
         moments = [state for key, state in trainer.optimizers.state_of(parameter).items() if key != "step"]
@@ -37,7 +39,7 @@ def kept(run: ResolvedRun) -> tuple[tuple[int, int], Shapes]:
         for tensor in (parameter, parameter.grad, *moments):
             assert torch.equal(part_like(whole(tensor), tensor), local(tensor))
             shapes.setdefault(name, []).append(tuple(local(tensor).shape))
-    return place, shapes
+    return (pp, tp, shard), shapes
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -45,12 +47,21 @@ def test_every_rank_keeps_exactly_what_the_table_says(ranks: RankPool, name: str
     """Of weights, gradients and both moments of AdamW, all of the same number of bytes an element."""
     layout, family = LAYOUTS[name], ("gpt2", "qwen2", "qwen3")[len(name) % 3]
     run = tiny_run(layout, family=family, tied=len(name) % 2 == 0)
-    for (tp_rank, shard_rank), shapes in ranks.run(layout.world_size, kept, run):
+    table = parameter_table(run.model)
+    for (pp_rank, tp_rank, shard_rank), shapes in ranks.run(layout.world_size, kept, run):
         expected = {
             row.name: [kept_shape(row, run.model, layout, tp_rank=tp_rank, shard_rank=shard_rank)] * 4
-            for row in parameter_table(run.model)
+            for row in rows_of_layers(table, run.model, layers_of(run, pp_rank))
         }
         assert shapes == expected
+
+
+def layers_of(run: ResolvedRun, pp_rank: int) -> list[int]:
+    """The layers of a pipeline rank's stages."""
+    if run.run.layout.pp == 1:
+        return list(range(run.model.num_layers))
+    stages = plan_stages(run)
+    return [layer for stage in stages.schedule.stages_of(pp_rank) for layer in stages.layers[stage]]
 
 
 def test_named_dims_alone_say_what_is_split() -> None:
