@@ -17,6 +17,7 @@ from meshwright.plan.explain import bandwidth, relief, why_not
 from meshwright.plan.hardware import device_cluster, resolve_cluster
 from meshwright.plan.job import Job
 from meshwright.plan.search import Limits, divisors, evaluate, family_name, layouts, search
+from meshwright.spec.cluster import CollectiveCost, Measured
 from meshwright.spec.recipe import load_recipe
 from meshwright.trainer.resolve import resolve_run
 
@@ -213,3 +214,18 @@ def test_a_plan_never_loads_torch(recipe: Path) -> None:
     code = "import sys, meshwright.cli.main as cli; cli.main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, "plan", str(recipe)], capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_calibrated_machine_replaces_the_datasheet() -> None:
+    model = blueprint(resolve_model(PRESETS["gpt2"], base_dir=Path()))
+    job = Job(model=model, sequence=1024, global_batch=16, micro_batch=2, dp_shard=2, zero=3, precision="fp32")
+    guess = device_cluster("a100", 2)
+    measured = Measured(
+        matmul_tflops={"fp32": 0.1}, matmul_half_us={"fp32": 5.0}, memory_gb_s=10, attention_tflops=0.05, host_us=3,
+        collectives={"link": CollectiveCost(latency_us=100, bandwidth_gb_s=1)},
+    )  # fmt: skip
+    slow = guess.model_copy(update={"measured": measured})
+    assert evaluate(job, slow).time.compute > 20 * evaluate(job, guess).time.compute
+    flops = 16 / 2 * 1024 * model.model_flops(1024)
+    assert evaluate(job, slow).time.compute > flops / 0.1e12
+    assert evaluate(job, slow).time.data > 10 * evaluate(job, guess).time.data

@@ -16,6 +16,7 @@ GB = 1e9
 EPILOG = """\
 forms:
   meshwright plan RECIPE [a.b=c ...]    rank the layouts of a recipe on a cluster
+  meshwright plan calibrate FILE.yaml   measure this machine in about a minute and write a cluster file
   meshwright plan validate FILE.csv     predict every row of a table of published runs, and say how far off
 
 examples:
@@ -28,10 +29,8 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Operands and options of `plan`."""
-    parser.add_argument("what", metavar="RECIPE", help="recipe file (YAML), or the word validate")
-    parser.add_argument(
-        "words", metavar="a.b=c", nargs="*", help="change one setting of the recipe; validate: FILE.csv"
-    )
+    parser.add_argument("what", metavar="RECIPE", help="recipe file (YAML); or calibrate or validate")
+    parser.add_argument("words", metavar="a.b=c", nargs="*", help="change one setting of the recipe; or the FILE")
     parser.add_argument("--cluster", help="8xh100, 64xa100-80g@400Gb/s, a file, or local (default: the recipe's)")
     parser.add_argument("--top", type=int, default=8, metavar="N", help="candidates to show (default 8)")
     parser.add_argument(
@@ -49,7 +48,30 @@ def run(arguments: argparse.Namespace) -> int:
     """Dispatch on the first word."""
     if arguments.what == "validate":
         return _validate(arguments)
+    if arguments.what == "calibrate":
+        return _calibrate(arguments)
     return _plan(arguments)
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    """Measure this machine and write a cluster file."""
+    if len(arguments.words) != 1 or not arguments.words[0].endswith((".yaml", ".yml")):
+        raise ValueError("plan calibrate needs the file to write: meshwright plan calibrate cluster.yaml")
+    from meshwright.trainer.calibrate import calibrate  # loads torch
+
+    cluster = calibrate()
+    path = Path(arguments.words[0])
+    path.write_text(dump_recipe(cluster), encoding="utf-8")
+    if arguments.json:
+        print_json(cluster.model_dump(mode="json"))
+        return 0
+    measured = cluster.measured
+    rates = ", ".join(f"{name} {rate:.3g} TFLOP/s" for name, rate in measured.matmul_tflops.items())
+    print(f"{cluster.devices} ranks at once, each: {rates}, memory {measured.memory_gb_s:.3g} GB/s")
+    for kind, cost in measured.collectives.items():
+        print(f"{kind}: {cost.latency_us:.0f} us, {cost.bandwidth_gb_s:.3g} GB/s")
+    print(f"written to {path}; use it with: meshwright plan run.yaml --cluster {path}")
+    return 0
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -39,15 +39,15 @@ def time_sigma(time: StepTime, job: Job, cluster: ClusterSpec, completed: int = 
     """Spread of the step time: wider where communication, waiting, experts or an unmeasured device decide."""
     total = time.total
     parts = [
-        0.07,
-        0.25 * time.exposed / total,
+        0.085,
+        0.3 * time.exposed / total,
         0.3 * time.bubble / total,
-        0.4 * (time.host + time.update) / total,
+        0.45 * (time.host + time.update) / total,
         0.15 if job.model.top_k else 0.0,
         0.02 * completed,
     ]
     if not cluster.measured.matmul_tflops and not cluster.achievable_tflops:
-        parts.append(0.3)  # nobody has measured what this device reaches
+        parts.append(0.45)  # nobody has measured what this device reaches
     if cluster.measured.matmul_tflops:
         parts[0] = 0.06
     return sqrt(sum(part * part for part in parts))
@@ -57,8 +57,8 @@ def memory_sigma(use: MemoryUse, job: Job, completed: int = 0) -> float:
     """Spread of a rank's peak memory: states are exact, activations nearly, what the allocator wastes is not."""
     total = use.total
     parts = [
-        0.03,
-        0.08 * (use.activations + use.communication) / total,
+        0.04,
+        0.1 * (use.activations + use.communication) / total,
         0.25 * use.logits / total,
         0.5 * (use.fragmentation + use.context) / total,
         0.15 if job.model.top_k else 0.0,

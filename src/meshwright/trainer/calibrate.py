@@ -1,0 +1,134 @@
+"""The one place that measures a machine for the planner: products, memory, attention, the host, collectives."""
+
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from meshwright.plan.hardware import local_cluster
+from meshwright.plan.machine import Machine, find_machine
+from meshwright.spec.cluster import ClusterSpec, CollectiveCost, Measured
+
+LARGE = {"cpu": 1024, "cuda": 8192}
+SMALL = {"cpu": 64, "cuda": 256}
+"""Sides of the square products that show a device's rate, and what a product costs besides."""
+COPY_BYTES = {"cpu": 2**27, "cuda": 2**30}
+MESSAGE_BYTES = {"cpu": (2**12, 2**22, 2**25), "cuda": (2**12, 2**24, 2**28)}
+"""Payloads of the all-reduces, from the smallest, where latency is all, to the largest."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TINY_OPERATORS = 200
+
+
+def calibrate(machine: Machine | None = None, *, ranks: int | None = None, seconds: float = 1.0) -> ClusterSpec:
+    """The cluster `local` with what its devices reach when all `ranks` (default: one a device) work at once.
+
+    `seconds` is spent on each of about ten measurements. Collective over processes that it starts itself.
+    """
+    machine = machine or find_machine()
+    ranks = ranks or machine.devices
+    cluster = local_cluster(machine, ranks)
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, context.Pool(ranks) as pool:
+        threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+        store = f"file://{Path(folder) / 'store'}"
+        jobs = [(rank, ranks, machine.kind, threads, store, seconds) for rank in range(ranks)]
+        found = pool.map(_measure_rank, jobs, chunksize=1)
+    slowest = {name: _slowest(name, [measured[name] for measured in found]) for name in found[0]}
+    measured = Measured(
+        matmul_tflops={name: slowest[f"matmul {name}"] for name in DTYPES},
+        matmul_half_us={name: slowest[f"start {name}"] for name in DTYPES},
+        memory_gb_s=slowest["memory"],
+        attention_tflops=slowest["attention"],
+        host_us=slowest["host"],
+        collectives={"link": _collective(slowest, MESSAGE_BYTES[machine.kind], ranks)} if ranks > 1 else {},
+    )
+    source = f"measured on {socket.gethostname()} with {ranks} ranks at once, torch {torch.__version__}"
+    return cluster.model_copy(update={"measured": measured, "source": source})
+
+
+def _measure_rank(job: tuple[int, int, str, int, str, float]) -> dict[str, float]:
+    """Everything one rank measures, while all others measure the same."""
+    rank, ranks, kind, threads, store, seconds = job
+    torch.set_num_threads(threads)
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
+    found: dict[str, float] = {}
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo", init_method=store, rank=rank, world_size=ranks)
+    dist.barrier()
+    for name, dtype in DTYPES.items():
+        large, small = LARGE[kind], SMALL[kind]
+        took = _seconds(_product(large, dtype, device), seconds, device)
+        found[f"matmul {name}"] = 2 * large**3 / took / 1e12
+        found[f"start {name}"] = max(0.0, _seconds(_product(small, dtype, device), seconds / 4, device)
+                                     - 2 * small**3 / (2 * large**3 / took)) * 1e6  # fmt: skip
+    source = torch.ones(COPY_BYTES[kind] // 4, device=device)
+    target = torch.empty_like(source)
+    found["memory"] = 2 * COPY_BYTES[kind] / _seconds(lambda: target.copy_(source), seconds, device) / 1e9
+    found["attention"] = _attention_tflops(kind, device, seconds)
+    tiny = torch.ones(1, device=device)
+    many = _seconds(lambda: [tiny.add_(1) for _ in range(TINY_OPERATORS)], seconds, device)
+    found["host"] = many / TINY_OPERATORS * 1e6
+    if ranks > 1:
+        for size in MESSAGE_BYTES[kind]:
+            payload = torch.ones(size // 4, device=device)
+            found[f"reduce {size}"] = _times(lambda p=payload: dist.all_reduce(p), 7, device)
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def _product(side: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
+    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    out = torch.empty(side, side, dtype=dtype, device=device)
+    return lambda: torch.mm(left, right, out=out)
+
+
+def _attention_tflops(kind: str, device: torch.device, seconds: float) -> float:
+    """Causal attention, forward and backward, by the arithmetic that a causal mask leaves."""
+    heads, length, width = (8, 512, 64) if kind == "cpu" else (32, 4096, 128)
+    dtype = torch.float32 if kind == "cpu" else torch.bfloat16
+    q, k, v = (torch.randn(1, heads, length, width, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    weights = torch.ones(1, heads, length, width, device=device, dtype=dtype)
+
+    def both() -> None:
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(weights)
+
+    return 3.5 * 4 * heads * length**2 * width / 2 / _seconds(both, seconds, device) / 1e12
+
+
+def _seconds(action: Callable[[], Any], budget: float, device: torch.device) -> float:
+    """Median seconds of an action, repeated for about `budget` seconds."""
+    action()
+    first = max(_times(action, 1, device), 1e-7)
+    return _times(action, max(3, min(200, int(budget / first))), device)
+
+
+def _times(action: Callable[[], Any], repeats: int, device: torch.device) -> float:
+    took = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        took.append(time.perf_counter() - start)
+    return median(took)
+
+
+def _slowest(name: str, values: list[float]) -> float:
+    """What the slowest rank reaches, for the others wait for it."""
+    return min(values) if name.split()[0] in ("matmul", "memory", "attention") else max(values)
+
+
+def _collective(slowest: dict[str, float], sizes: tuple[int, ...], ranks: int) -> CollectiveCost:
+    """Latency of one round and bandwidth of a ring, from the smallest and the largest all-reduce."""
+    latency, longest = slowest[f"reduce {sizes[0]}"], slowest[f"reduce {sizes[-1]}"]
+    wire = 2 * sizes[-1] * (ranks - 1) / ranks
+    return CollectiveCost(latency_us=latency / 2 * 1e6, bandwidth_gb_s=wire / max(longest - latency, 1e-9) / 1e9)
