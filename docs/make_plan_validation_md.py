@@ -133,11 +133,11 @@ def _lines(summary: dict[str, Any], judged: Sequence[Judged], refused: dict[str,
 
 
 def _left_out() -> Iterator[str]:
-    """Errors of families whose rows the constants have not seen, as `benchmarks/fit_planner.py --left-out` wrote them."""
+    """Errors of families whose rows the constants have not seen, as `benchmarks/fit_planner.py` wrote them."""
     yield "\n## Left out\n"
     yield (
-        "Step time of sources that share authors or program, by constants that were fitted to all others, from guesses "
-        "made before any run was looked at (`python benchmarks/fit_planner.py --left-out --rounds 2`). Without NVIDIA's "
+        "Step time of sources that share authors or program, by constants fitted to all others, from guesses made "
+        "before any run was looked at (`python benchmarks/fit_planner.py --left-out --rounds 2`). Without NVIDIA's "
         "own recipes the table knows seven runs in fp8; without MosaicML's, no attention with a bias.\n"
     )
     yield "| family | rows | median | mean |"
