@@ -1,6 +1,7 @@
 """`verify`: layouts that are right are proved equal, and planted faults are caught and located."""
 
 import contextlib
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,6 +120,58 @@ def one_rank_learns_faster() -> Any:
     return patch("trainer.step.TrainStep.lr_factor", lambda self, step: lr_factor(self, step) * (1 + dist.get_rank()))
 
 
+def tied_weights_not_summed() -> Any:
+    """The first and the last stage keep their own gradients of the tied embedding."""
+    return patch("parallel.pipeline.Pipeline._sum_copies", lambda self: None)
+
+
+def layer_dropped_at_border() -> Any:
+    """The first stage ends a layer early, and the second begins where it should."""
+    from meshwright.parallel.pipeline import Stages, plan_stages
+
+    def short(resolved: ResolvedRun) -> Stages:
+        stages = plan_stages(resolved)
+        first, *rest = stages.layers
+        return Stages(stages.schedule, (first[:-1], *rest))
+
+    return patch("parallel.apply.plan_stages", short)
+
+
+class Scaled(torch.autograd.Function):
+    """Its gradient is twice what it should be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return 2 * grads[0]
+
+
+def experts_gradients_scaled() -> Any:
+    """Experts' gradients are counted once for each of the two ranks that share out the experts."""
+    from meshwright.models.moe import grouped_matmul
+
+    return patch("parallel.expert.grouped_matmul", lambda x, weight, n: grouped_matmul(x, Scaled.apply(weight), n))
+
+
+@contextlib.contextmanager
+def stale_collectives() -> Iterator[None]:
+    """Compiled blocks get the sequence that was gathered for the microbatch before."""
+    from meshwright.parallel.tensor import _gather
+
+    before: list[torch.Tensor] = []
+
+    def late(*args: Any) -> torch.Tensor:
+        before.append(_gather(*args))
+        return before[-2] if len(before) > 4 and before[-2].shape == before[-1].shape else before[-1]
+
+    eager = functools.partial(torch.compile, backend="eager")  # the fault is the same, and compiling takes no time
+    with patch("parallel.tensor._gather", late), mock.patch("torch.compile", eager):
+        yield
+
+
 FAULTS: dict[str, Any] = {
     "none": contextlib.nullcontext,
     **{
@@ -130,6 +183,10 @@ FAULTS: dict[str, Any] = {
             received_keys_get_no_gradient,
             gradients_not_summed_over_ranks,
             one_rank_learns_faster,
+            tied_weights_not_summed,
+            layer_dropped_at_border,
+            experts_gradients_scaled,
+            stale_collectives,
         )
     },
 }
@@ -144,6 +201,9 @@ FAULTS: dict[str, Any] = {
         (LayoutSpec(dp_shard=2, cp=2, zero=2), {"family": "gpt2", "precision": "fp32"}),
         (LayoutSpec(cp=2, zero=3), {"optimizer": {"name": "muon"}, "clip": 0.01}),
         (LayoutSpec(dp_shard=2), {"precision": "bf16"}),
+        (LayoutSpec(pp=2, tp=2), {"tied": True, "recompute": "full"}),
+        (LayoutSpec(pp=2, dp_shard=2, schedule="zbv"), {"num_layers": 4}),
+        (LayoutSpec(cp=2, ep=2), {"family": "mixtral"}),
     ],
 )
 def test_right_layouts_are_proved_equal(ranks: RankPool, tmp_path: Path, layout: LayoutSpec, options: Any) -> None:
@@ -153,29 +213,44 @@ def test_right_layouts_are_proved_equal(ranks: RankPool, tmp_path: Path, layout:
     assert proof.location is None
 
 
+EXPERTS, EXPERT = LayoutSpec(dp_shard=2, ep=2), "layers.1.feed_forward.experts.w3.weight"
 RING = LayoutSpec(dp_replicate=2, cp=2, cp_method="ring")
 
 
 @pytest.mark.parametrize(
-    ("fault", "layout", "phase", "name", "factor"),
+    ("fault", "layout", "options", "phase", "name", "factor"),
     [
-        ("positions_not_offset", RING, "forward", "input of layers.0.attention.wo", None),
-        ("tokens_counted_on_this_rank_alone", LayoutSpec(dp_shard=2), "loss", "loss", None),
-        ("accumulation_not_scaled", LayoutSpec(dp_shard=2), "backward", "norm", 3.0),
-        ("received_keys_get_no_gradient", RING, "backward", "layers.1.attention.wv", None),
-        ("gradients_not_summed_over_ranks", RING, "reduction", "norm.weight", None),
-        ("one_rank_learns_faster", LayoutSpec(dp_shard=2), "update", "output.weight", None),
+        ("positions_not_offset", RING, {}, "forward", "input of layers.0.attention.wo", None),
+        ("tokens_counted_on_this_rank_alone", LayoutSpec(dp_shard=2), {}, "loss", "loss", None),
+        ("accumulation_not_scaled", LayoutSpec(dp_shard=2), {}, "backward", "norm", 3.0),
+        ("received_keys_get_no_gradient", RING, {}, "backward", "layers.1.attention.wv", None),
+        ("gradients_not_summed_over_ranks", RING, {}, "reduction", "norm.weight", None),
+        ("one_rank_learns_faster", LayoutSpec(dp_shard=2), {}, "update", "output.weight", None),
+        ("tied_weights_not_summed", LayoutSpec(pp=2), {"tied": True}, "reduction", "tok_embeddings.weight", None),
+        ("layer_dropped_at_border", LayoutSpec(pp=2), {"num_layers": 4}, "forward", "layers.1", None),
+        ("experts_gradients_scaled", EXPERTS, {"family": "mixtral"}, "reduction", EXPERT, 2.0),
+        ("stale_collectives", LayoutSpec(tp=2), {"compile": True}, "forward", "layers.0", None),
     ],
 )
 def test_planted_faults_are_located(
-    ranks: RankPool, tmp_path: Path, fault: str, layout: LayoutSpec, phase: str, name: str, factor: float | None
+    ranks: RankPool,
+    tmp_path: Path,
+    fault: str,
+    layout: LayoutSpec,
+    options: Any,
+    phase: str,
+    name: str,
+    factor: float | None,
 ) -> None:
     """To plant the fault of another strategy: a function that patches it, a name in FAULTS, a row here."""
-    proof = prove(ranks, tmp_path, tiny_run(layout, accumulation=3), fault)
+    proof = prove(ranks, tmp_path, tiny_run(layout, accumulation=3, **options), fault)
     assert not proof.equal
     location = proof.location
     assert location is not None
     assert (location.phase, location.name) == (phase, name)
+    if fault == "layer_dropped_at_border":
+        assert location.difference is None, "no rank computed it"
+        return
     assert location.difference is not None
     assert location.difference.by > 1e3 * location.difference.allowed
     if factor is not None:
@@ -190,10 +265,13 @@ def test_planted_faults_are_located(
         (ModelFields(name="mistral-7b"), {"cp": 4}, 32768),
         (ModelFields(name="gpt2-xl"), {"dp_shard": 2, "cp": 5, "cp_method": "ulysses"}, 1000),
         (ModelFields(name="qwen3-0.6b"), {"cp": 16, "cp_method": "ring"}, 4096),
+        (ModelFields(name="llama-3-70b"), {"pp": 4, "dp_shard": 2, "tp": 8, "cp": 2}, 8192),
+        (ModelFields(name="mixtral-8x7b"), {"dp_shard": 8, "ep": 4}, 4096),
     ],
 )
 def test_what_is_shrunk_still_fits(fields: ModelFields, layout: dict[str, Any], length: int) -> None:
-    run = tiny_run(LayoutSpec.model_validate(layout))
+    degrees = LayoutSpec.model_validate(layout)
+    run = tiny_run(degrees, num_layers=2 * degrees.pp)
     model = resolve_model(fields, base_dir=Path())
     data = run.run.data.model_copy(update={"sequence_length": length})
     large = run.model_copy(update={"model": model, "run": run.run.model_copy(update={"data": data}), "accumulation": 7})
@@ -203,7 +281,8 @@ def test_what_is_shrunk_still_fits(fields: ModelFields, layout: dict[str, Any], 
     assert small.model.num_heads * model.num_kv_heads == model.num_heads * small.model.num_kv_heads
     assert small.model.hidden <= 128
     assert small.run.data.sequence_length <= 128
-    assert small.accumulation == 2
+    assert small.accumulation == (2 if degrees.pp == 1 else degrees.pp)
+    assert small.model.num_layers == max(2, degrees.pp)
     assert small.global_batch == small.micro_batch * small.accumulation * small.run.layout.data_parallel
 
 

@@ -21,13 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.models import Decoder
 from meshwright.models.attention import Mask
 from meshwright.models.masks import Documents, attention_mask
-from meshwright.models.moe import Router
 from meshwright.models.partial_attention import Sight, add_part_, attend_part, attend_part_backward
 from meshwright.spec.layout import ContextMethod
 
@@ -41,31 +39,14 @@ def apply_context_parallel(model: Decoder, mesh: DeviceMesh, method: ContextMeth
     """Make the attention of every block see whole sequences, of which each rank of `mesh` holds `sequence_places`."""
     group, window = mesh.get_group(), model.spec.sliding_window
     for module in model.modules():
-        if isinstance(module, Router):
-            _replace(module, "sum_over_sequence", _sum_over(group, module.sum_over_sequence))
         attend: Any = getattr(module, "attend", None)
         if attend is not None:
             if method == "ulysses":
                 attention = _Ulysses(group, attend, window)
             else:
                 attention = _ByParts(group, _Ring if method == "ring" else _AllGather, window)
-            _replace(module, "attend", attention.attend)
-
-
-def _replace(module: nn.Module, name: str, function: Callable[..., torch.Tensor]) -> None:
-    """Give one module another method. It is never compiled, for communication cannot be, nor what depends on a rank."""
-    module.__dict__[name] = torch.compiler.disable(function)
-
-
-def _sum_over(group: dist.ProcessGroup, count: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`count` of all parts of the sequence: its result is added up over ranks."""
-
-    def count_all(counts: torch.Tensor) -> torch.Tensor:
-        total = count(counts).clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    return count_all
+            # Communication cannot be compiled, nor can what depends on this rank's place.
+            module.__dict__["attend"] = torch.compiler.disable(attention.attend)
 
 
 def sequence_places(method: ContextMethod, *, degree: int, rank: int, length: int) -> np.ndarray:

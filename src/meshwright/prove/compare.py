@@ -1,5 +1,6 @@
 """The one place that compares a layout's steps with the reference: loss, norm, every gradient and every update."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -117,13 +118,16 @@ def _compare_step(
         weight = expected.abs().max().item() if expected.numel() else 0.0
         room = tolerance.of_update(allowed, weight, facts["smallest_norm"])
         updates[name] = measure(shards.local(parameter), expected, room, rank)
+    gradients, updates = worst_over_ranks(gradients), worst_over_ranks(updates)
+    for row in trainer.table:  # what no rank holds
+        gradients.setdefault(row.name, Difference(math.inf, allowed))
     return StepComparison(
         step=step,
         loss=_number(loss, facts["loss"], tolerance),
         gnorm=_number(gnorm, facts["gnorm"], tolerance),
         reference=facts,
-        gradients=worst_over_ranks(gradients),
-        updates=worst_over_ranks(updates),
+        gradients=gradients,
+        updates=updates,
     )
 
 

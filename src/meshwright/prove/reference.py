@@ -66,7 +66,8 @@ def alone(resolved: ResolvedRun) -> ResolvedRun:
     run = resolved.run
     training = run.training.model_copy(update={"compile": False, "recompute": "none"})
     run = run.model_copy(update={"layout": LayoutSpec(), "training": training})
-    return resolved.model_copy(update={"run": run, "accumulation": resolved.global_batch // resolved.micro_batch})
+    accumulation = resolved.global_batch // resolved.micro_batch
+    return resolved.model_copy(update={"run": run, "accumulation": accumulation, "stage_layers": ()})
 
 
 def train_reference(resolved: ResolvedRun, folder: Path, steps: int) -> Reference:

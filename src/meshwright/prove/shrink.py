@@ -6,36 +6,38 @@ only costs time goes: width, depth, vocabulary, length.
 
 from collections.abc import Iterator
 from math import gcd
+from pathlib import Path
 from typing import Any
 
+from meshwright.spec.actions import ScheduleError
 from meshwright.spec.fit import find_misfits
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import ResolvedRun
 
-HEAD_DIM, HIDDEN, FFN, LENGTH, VOCAB = 8, 32, 48, 32, 96
+HEAD_DIM, HIDDEN, FFN, LENGTH, VOCAB, EXPERTS = 8, 32, 48, 32, 96, 4
 """Sizes that no layout enlarges."""
 
 
 def shrink(resolved: ResolvedRun) -> ResolvedRun:
     """The run with a small model and batch, and random weights.
 
-    Raises `ValueError` where no small model fits the layout, which the large one does.
+    Raises `ValueError` where no small model fits the layout, though the large one does.
     """
     run, layout = resolved.run, resolved.run.layout
-    ranks = layout.pp * layout.tp * layout.cp
-    accumulation = min(resolved.accumulation, max(2, 2 * layout.pp))
-    micro_batch = min(resolved.micro_batch, 2)
-    for model, length in _candidates(resolved):
+    stages = _stage_layers(resolved.stage_layers)
+    layers = sum(stages) if stages else min(2, resolved.model.num_layers)
+    for model, length in _candidates(resolved, layers):
         if not find_misfits(layout, model, length):
             break
     else:
-        raise ValueError(f"no small model was found that fits {layout.strategy} over {ranks} ranks; use --no-shrink")
+        raise ValueError(f"no small model was found that fits the layout {layout.strategy}; use --no-shrink")
     run = run.model_copy(
         update={
             "data": run.data.model_copy(update={"sequence_length": length}),
             "model": run.model.model_copy(update={"weights": "random"}),
         }
     )
+    micro_batch, accumulation = min(resolved.micro_batch, 2), _accumulation(resolved)
     return resolved.model_copy(
         update={
             "run": run,
@@ -43,26 +45,50 @@ def shrink(resolved: ResolvedRun) -> ResolvedRun:
             "micro_batch": micro_batch,
             "accumulation": accumulation,
             "global_batch": micro_batch * accumulation * layout.data_parallel,
+            "stage_layers": stages,
         }
     )
 
 
-def _candidates(resolved: ResolvedRun) -> Iterator[tuple[ModelSpec, int]]:
+def _stage_layers(large: tuple[int, ...]) -> tuple[int, ...]:
+    """One layer in the shortest stages, and a second or third one in those that have more."""
+    return tuple(min(3, 1 + layers - min(large)) for layers in large)
+
+
+def _accumulation(resolved: ResolvedRun) -> int:
+    """The fewest microbatches that still accumulate, where the recipe does, and that the pipeline takes."""
+    layout, most = resolved.run.layout, resolved.accumulation
+    if layout.pp == 1:
+        return min(most, 2)
+    for count in range(2, most):
+        try:
+            layout.pipeline_schedule(microbatches=count, base_dir=Path(resolved.base_dir))
+        except ScheduleError:
+            continue
+        return count
+    return most
+
+
+def _candidates(resolved: ResolvedRun, layers: int) -> Iterator[tuple[ModelSpec, int]]:
     """Small models and lengths, the smallest first."""
     model, layout = resolved.model, resolved.run.layout
-    common = gcd(model.num_heads, model.num_kv_heads)
+    sharers = layout.dp_shard * layout.cp * layout.tp
     length = _like(resolved.run.data.sequence_length, LENGTH, 2 * layout.cp * layout.tp)
     sizes: dict[str, Any] = {
-        "hidden": _like(model.hidden, HIDDEN, layout.shard * layout.tp),
-        "ffn": _like(model.ffn, FFN, layout.tp),
-        "vocab": _like(model.vocab, VOCAB, layout.tp * layout.shard),
-        "num_layers": _like(model.num_layers, 2, layout.pp),
+        "hidden": _like(model.hidden, HIDDEN, sharers),
+        "ffn": _like(model.ffn, FFN, sharers),
+        "vocab": _like(model.vocab, VOCAB, sharers),
+        "num_layers": layers,
         "max_positions": min(model.max_positions, length),
         "head_dim": min(model.head_dim, HEAD_DIM),
     }
     if model.sliding_window is not None:
         whole = resolved.run.data.sequence_length
         sizes["sliding_window"] = max(1, model.sliding_window * length // max(whole, 2 * model.sliding_window))
+    if model.num_experts:
+        sizes["num_experts"] = _like(model.num_experts, max(EXPERTS, model.experts_per_token + 1), layout.ep)
+        sizes["expert_ffn"] = _like(model.expert_ffn, FFN, sharers)
+    common = gcd(model.num_heads, model.num_kv_heads)
     for divisor in sorted((n for n in range(1, common + 1) if common % n == 0), reverse=True):
         heads = {"num_heads": model.num_heads // divisor, "num_kv_heads": model.num_kv_heads // divisor}
         yield model.model_copy(update=sizes | heads), length
