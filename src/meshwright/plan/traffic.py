@@ -79,10 +79,11 @@ def _tensor(resolved: ResolvedRun) -> Traffic:
         return Traffic()
     tokens = resolved.micro_batch * resolved.run.data.sequence_length // layout.cp
     stream = tokens * model.hidden * WIDTH[training.precision]
-    # Recomputing a block stops before its last result, so its last scatter is not repeated.
-    again = training.recompute != "none"
-    gathers = 2 * (2 * model.num_layers + 1) + again * 2 * model.num_layers
-    scatters = 2 * (2 * model.num_layers + 1) + again * model.num_layers
+    # Recomputing a block stops before its last result, so its last scatter is not repeated; selective recomputation
+    # keeps what scatters have added up.
+    ends, halves = 2 * (2 * model.num_layers + 1), 2 * model.num_layers
+    gathers = ends + (halves if training.recompute != "none" else 0)
+    scatters = ends + (halves // 2 if training.recompute == "full" else 0)
     whole = sum(row.numel for row in parameter_table(model) if split_dim(row, model, layout.tp) is None)
     wide = max(4, WIDTH[training.precision])
     # As often as data parallelism reduces gradients: once, when they have been added up in the reduction's dtype, or
