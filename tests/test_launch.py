@@ -6,14 +6,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.run import Run
 from meshwright.trainer.launch import Nodes, Worker, find_nodes, find_worker, start_workers
 from meshwright.trainer.metrics import read_journal
+from meshwright.trainer.signals import StopRequest
+from meshwright.trainer.status import STOPPED
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 SLURM = {"SLURM_JOB_ID": "1234", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "gpu[003-010,012],login1"}
@@ -25,12 +28,19 @@ def test_nobody_started_us() -> None:
 
 
 def test_torchrun() -> None:
-    assert find_worker(TORCHRUN) == Worker(rank=5, local_rank=1, world_size=8, local_world_size=4)
+    expected = Worker(rank=5, local_rank=1, world_size=8, local_world_size=4, store="127.0.0.1:29500")
+    assert find_worker(TORCHRUN) == expected
+    restarted = {"MASTER_ADDR": "gpu1", "MASTER_PORT": "77", "TORCHELASTIC_RESTART_COUNT": "2", "RANK": "0"}
+    assert find_worker(TORCHRUN | restarted) == Worker(
+        rank=0, local_rank=1, world_size=8, local_world_size=4, store="gpu1:77", hosts_store=True, attempt=2
+    )
+    agent = restarted | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert not find_worker(TORCHRUN | agent).hosts_store  # type: ignore[union-attr]
 
 
 def test_srun_with_a_task_per_rank() -> None:
     environment = SLURM | {"SLURM_NTASKS": "16", "SLURM_PROCID": "9", "SLURM_LOCALID": "1"}
-    expected = Worker(rank=9, local_rank=1, world_size=16, local_world_size=8, rendezvous="tcp://gpu003:21234")
+    expected = Worker(rank=9, local_rank=1, world_size=16, local_world_size=8, store="gpu003:21234")
     assert find_worker(environment) == expected
 
 
@@ -76,7 +86,9 @@ def test_senseless_environments(environment: dict[str, str], message: str) -> No
 
 def test_ranks_that_do_not_fit_the_machines() -> None:
     with pytest.raises(ValueError, match="4 ranks cannot be split evenly over 3 machines"):
-        start_workers(LayoutSpec(dp_shard=4), Nodes(count=3), [])
+        start_workers(
+            Run.model_validate(RECIPE | {"layout": {"dp_shard": 4}}), Nodes(count=3), [], StopRequest(raises=True)
+        )
 
 
 # From here on whole programs run, as a user starts them.
@@ -176,32 +188,97 @@ def test_a_wrong_number_of_processes_is_told(folder: Path) -> None:
     assert "the layout needs 1 processes but 2 were started" in done.stderr
 
 
-def test_interrupting_the_parent_ends_the_workers(folder: Path) -> None:
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "meshwright",
-            "train",
-            "run.yaml",
-            "layout.dp_shard=2",
-            "training.steps=100000",
-        ],
-        cwd=folder,
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    journal = folder / "run" / "metrics.jsonl"
+def start(folder: Path, *words: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    command = [sys.executable, *launcher, "-m", "meshwright", "train", "run.yaml", "training.steps=100000", *words]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=clean_environment(), **pipes)
+
+
+def records(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [record for record in read_journal(folder / "run" / "metrics.jsonl") if record["kind"] == kind]
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not any(r["kind"] == "step" for r in read_journal(journal)):
-        time.sleep(0.2)
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.1)
+    raise AssertionError("it never happened")
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[int]:
+    """Process ids below `process` that are ranks, in the order of their start."""
+    below = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in below if b"meshwright" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_a_killed_worker_is_started_again_and_a_signal_saves_once(folder: Path) -> None:
+    """kill -9 of one worker: all start again from the newest checkpoint. SIGUSR1 to one: all save and leave alike."""
+    process = start(folder, "layout.dp_shard=2", "checkpoint.every=5")
+    wait_for(lambda: records(folder, "checkpoint"))
+    os.kill(workers_of(process)[1], signal.SIGKILL)
+    wait_for(lambda: len(records(folder, "start")) == 2)
+    again = records(folder, "start")[1]["step"]
+    assert again > 0
+    wait_for(lambda: len(steps_of(folder)) > 5 and steps_of(folder)[-1][0] > again)
+    os.kill(workers_of(process)[1], signal.SIGUSR1)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == STOPPED, errors
+    assert "error: rank 1 was killed by SIGKILL" in errors
+    assert "starting again (1 of 3 without a new checkpoint)" in errors
+    assert "passed over" not in out
+    [stopped] = records(folder, "stopped")
+    assert f"stopped by SIGUSR1 after step {stopped['step']}; continue with --resume" in out
+    assert steps_of(folder)[-1][0] == stopped["step"]
+    newest = sorted((folder / "run" / "checkpoints").glob("step-*"))[-1]
+    assert newest.name == f"step-{stopped['step']:08d}"
+    done = meshwright(folder, "train", "run.yaml", "--resume", "auto", f"training.steps={stopped['step'] + 1}")
+    assert done.returncode == 0, done.stderr
+    assert steps_of(folder)[-1][0] == stopped["step"] + 1
+
+
+def test_signals_to_the_launcher_before_and_while_it_trains(folder: Path) -> None:
+    process = start(folder, "layout.dp_shard=2")
+    wait_for(lambda: len(workers_of(process)) == 2)
+    process.send_signal(signal.SIGTERM)  # workers are still starting
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == STOPPED, errors
+    assert "Traceback" not in errors
+    assert not records(folder, "step")
+    process = start(folder, "layout.dp_shard=2")
+    wait_for(lambda: records(folder, "step"))
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert errors.strip().splitlines()[-1] == "interrupted"
-    time.sleep(0.5)
-    size = journal.stat().st_size
-    time.sleep(1)
-    assert journal.stat().st_size == size  # nobody trains on
+    assert process.returncode == STOPPED
+    assert "stopped; continue with --resume (newest checkpoint: step-" in errors
+    assert not workers_of_nobody(folder)
+
+
+def workers_of_nobody(folder: Path) -> list[int]:
+    """Processes whose working directory is the folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cwd"):
+        try:
+            found += [int(entry.parent.name)] if entry.resolve() == folder.resolve() else []
+        except OSError:
+            continue
+    return found
+
+
+def test_torchrun_passes_a_signal_on(folder: Path) -> None:
+    """SIGTERM to torchrun itself, which it hands to its workers; then SIGUSR1 to one of them."""
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    for number, to_worker in ((signal.SIGTERM, False), (signal.SIGUSR1, True)):
+        resumed = len(records(folder, "start"))
+        process = start(folder, "layout.dp_shard=2", "--resume", "auto", launcher=launcher)
+        wait_for(lambda resumed=resumed: len(records(folder, "start")) > resumed and records(folder, "step"))
+        before = len(records(folder, "step"))
+        wait_for(lambda before=before: len(records(folder, "step")) > before)
+        os.kill(workers_of(process)[1] if to_worker else process.pid, number)
+        out, errors = process.communicate(timeout=60)
+        stopped = records(folder, "stopped")[-1]
+        assert f"stopped by {number.name} after step {stopped['step']}" in out
+        assert (folder / "run" / "checkpoints" / f"step-{stopped['step']:08d}").is_dir()
+        if to_worker:
+            assert f"exitcode  : {STOPPED}" in errors

@@ -3,6 +3,7 @@
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,6 +66,8 @@ RECORD = StepRecord(
     mem=int(61.2 * 2**30),
     eta=4320.0,
     skipped=0,
+    spikes=0,
+    rewinds=0,
 )
 
 
@@ -129,3 +132,32 @@ def test_the_journal_survives_a_line_cut_short_and_feeds_its_taps(tmp_path: Path
     assert [record["loss"] for record in records] == [2.0, 1.0]
     assert records == seen
     assert json.loads(path.read_text().splitlines()[0])["kind"] == "step"
+    with Journal(path) as journal:  # a run that continues
+        journal.write("step", step=3, loss=0.5)
+    assert [record["step"] for record in read_journal(path)] == [1, 2, 3]
+
+
+def test_a_full_disk_costs_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Journal(tmp_path / "metrics.jsonl") as journal:
+        journal.write("step", step=1)
+        really, room = journal._file, 10
+
+        class Full:
+            """A disk with room for a few more bytes, then none."""
+
+            def write(self, data: bytes) -> int:
+                if not room:
+                    raise OSError(28, "No space left on device")
+                return really.write(data[:room])
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(really, name)
+
+        monkeypatch.setattr(journal, "_file", Full())
+        journal.write("step", step=2)
+        room = 0
+        journal.write("step", step=3)
+        assert [record["step"] for record in read_journal(tmp_path / "metrics.jsonl")] == [1]
+        monkeypatch.setattr(journal, "_file", really)
+        journal.write("step", step=4)
+    assert [record["step"] for record in read_journal(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]

@@ -1,7 +1,10 @@
 """Tiny runs for tests: a model that neither 3 nor 4 ranks divide evenly, on random tokens."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from meshwright.families import resolve_model
 from meshwright.plan.stages import balanced_stages, layer_costs
@@ -73,3 +76,10 @@ def tiny_run(
         stage_layers=stages,
         reasons={},
     )
+
+
+def tiny_corpus(*, held_out: bool = False) -> Any:
+    """Four thousand random tokens as a corpus, and some more held out."""
+    tokens = np.random.default_rng(0).integers(0, 50, 4000, dtype=np.uint16)
+    stream = SimpleNamespace(train=SimpleNamespace(tokens=tokens), weight=None)
+    return SimpleNamespace(streams=[stream], held_out=[SimpleNamespace(tokens=tokens[:600])] if held_out else [])

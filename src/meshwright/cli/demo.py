@@ -30,7 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     # Torch loads here, so that the first line comes at once.
     from meshwright.models.generate import Sampling
-    from meshwright.trainer.run import TrainingFailed, train
+    from meshwright.trainer.run import train
+    from meshwright.trainer.status import TrainingFailed
     from meshwright.trainer.trained import continue_texts, open_trained
 
     try:

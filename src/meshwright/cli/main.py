@@ -1,6 +1,6 @@
 """The one place that turns a command line into a call of one verb, and an error into one line and a status.
 
-Exit status: 0 success, 1 a finding (`check`, `doctor`), 2 misuse, 130 interrupted.
+Exit status: 0 success, 1 a finding (`check`, `doctor`), 2 misuse, 130 interrupted; a run's are in `trainer/status.py`.
 """
 
 import argparse
@@ -9,8 +9,8 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 import meshwright
 
@@ -65,13 +65,24 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Options and operands in any order; everything must be known."""
-        arguments, unknown = self.parse_known_intermixed_args(words)
+        arguments, unknown = self.parse_known_intermixed_args(list(self._completed(words)))
         for word in unknown:
             if not word.startswith("-"):
                 self.error(f"unexpected '{word}'")
             hint = _did_you_mean(word.split("=")[0], self._option_string_actions) or f"; see '{self.prog} --help'"
             raise UsageError(f"unknown option '{word}'{hint}")
         return arguments
+
+    def _completed(self, words: Sequence[str]) -> Iterator[str]:
+        """The words, in which an option whose value may be left out takes only what can be its value.
+
+        In `--resume training.steps=500`, argparse would take the setting for a checkpoint.
+        """
+        for word, following in zip(words, [*words[1:], ""], strict=True):
+            action = self._option_string_actions.get(word)
+            if action is not None and action.nargs == "?" and not _accepted(action.type, following):
+                word = f"{word}={action.const}"
+            yield word
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,9 +94,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except SystemExit as stop:  # argparse, after --help
         return stop.code if isinstance(stop.code, int) else 0
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+    except KeyboardInterrupt as stop:
+        status = getattr(stop, "status", None)  # a `TrainingStopped` has one, and has said what happened
+        if status is None:
+            print("interrupted", file=sys.stderr)
+        return INTERRUPTED if status is None else status
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more can be said at exit either
         return BROKEN_PIPE
@@ -114,6 +127,14 @@ def _run(words: list[str]) -> int:
     parser = Parser(verb)
     module.add_arguments(parser)
     return module.run(parser.parse(words[1:]))
+
+
+def _accepted(convert: Any, word: str) -> bool:
+    try:
+        convert(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _help() -> str:

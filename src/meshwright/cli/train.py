@@ -1,6 +1,7 @@
 """The verb `train`: run a recipe to its last step, or continue one."""
 
 import argparse
+import re
 from dataclasses import asdict
 
 from meshwright.cli.common import add_recipe_arguments, read_recipe
@@ -10,7 +11,15 @@ from meshwright.cli.output import add_json_argument, print_json, progress_on_std
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Operands and options of `train`."""
     add_recipe_arguments(parser)
-    parser.add_argument("--resume", action="store_true", help="continue from the run's newest checkpoint")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="newest",
+        type=checkpoint,
+        metavar="CHECKPOINT",
+        help="continue from the run's newest checkpoint; from the one that is named (step-00000400); or, with auto, "
+        "from the newest good one, and from the beginning where there is none",
+    )
     add_json_argument(parser)
     parser.epilog = (
         "It starts the processes that the layout needs, or is one of torchrun's, Slurm's or Kubeflow's.\n\n"
@@ -18,8 +27,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  meshwright train run.yaml\n"
         "  meshwright train run.yaml training.steps=500 layout.dp_shard=4\n"
         "  meshwright train run.yaml --resume\n"
+        "  meshwright train run.yaml --resume step-00000400\n"
         "  torchrun --nproc-per-node 8 -m meshwright train run.yaml"
     )
+
+
+def checkpoint(word: str) -> str:
+    """What `--resume` takes: newest, auto, or a checkpoint's name or step; raises `ValueError` for anything else."""
+    if not re.fullmatch(r"newest|auto|(step-)?\d+", word):
+        raise ValueError(f"{word} is no checkpoint")
+    return word
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -27,11 +44,12 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = read_recipe(arguments)
     # Torch loads here, so that a mistake in the recipe is told at once.
     from meshwright.trainer.launch import find_worker
-    from meshwright.trainer.run import TrainingFailed, train
+    from meshwright.trainer.run import train
+    from meshwright.trainer.status import TrainingFailed
 
     try:
         with progress_on_stderr(arguments.json):
-            result = train(recipe, resume=arguments.resume, base_dir=arguments.recipe.parent)
+            result = train(recipe, resume=arguments.resume or False, base_dir=arguments.recipe.parent)
     except TrainingFailed as failure:
         return failure.status  # a worker has said what went wrong
     worker = find_worker()

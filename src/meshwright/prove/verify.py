@@ -13,6 +13,7 @@ from meshwright.prove.tolerance import SMOOTHING, derive_tolerance
 from meshwright.spec.recipe import dump_recipe
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.launch import Nodes, find_worker, start_workers
+from meshwright.trainer.signals import StopRequest
 
 RESOLVED, PROOF = "resolved.yaml", "proof.pickle"
 
@@ -82,9 +83,9 @@ def prove_rank(trainer: Any, folder: Path, steps: int, trace: int) -> Proof:
 def _under_layout(resolved: ResolvedRun, folder: Path, steps: int, *, trace: int) -> Proof:
     (folder / RESOLVED).write_text(dump_recipe(resolved, expanded=True))
     arguments = ["--resolved", str(folder / RESOLVED), "--folder", str(folder), "--steps", str(steps)]
-    status = start_workers(
-        resolved.run.layout, Nodes(), [*arguments, "--trace", str(trace)], module="meshwright.prove.worker"
-    )
+    with StopRequest(raises=True) as stop:
+        words = [*arguments, "--trace", str(trace)]
+        status = start_workers(resolved.run, Nodes(), words, stop, module="meshwright.prove.worker")
     if status:
         raise LayoutFailed
     return pickle.loads((folder / PROOF).read_bytes())

@@ -19,3 +19,6 @@ class CheckpointSpec(Spec):
     """Also keep checkpoints whose step is a multiple of this; 0 means none."""
     keep_best: int = Field(default=0, ge=0)
     """Also keep this many checkpoints of lowest held-out loss, of those saved right after an evaluation."""
+    start_from: str | None = None
+    """Run directory or checkpoint, relative to the recipe, whose weights a new run starts from: weights alone; its
+    optimizer, schedule and data begin anew."""

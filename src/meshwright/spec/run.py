@@ -2,11 +2,12 @@
 
 from typing import Any, Literal
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
 from meshwright.spec.base import Spec
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.data import DataSpec
+from meshwright.spec.guards import GuardSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields, ModelSpec
 from meshwright.spec.training import TrainingSpec
@@ -27,12 +28,20 @@ class Run(Spec):
     """What plans and `layout: auto` are made for: local, a name such as 8xh100 or 64xa100-80g@400Gb/s, or a file."""
     checkpoint: CheckpointSpec = CheckpointSpec()
     """When to save and what to keep."""
+    guards: GuardSpec = GuardSpec()
+    """What a run watches for: spikes, replicas that drift apart, ranks that do not move, crashes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPUs where there are any."""
     run_dir: str = "runs/run"
     """Folder that receives everything the run writes."""
     trackers: tuple[str, ...] = ()
     """Optional taps on metrics.jsonl: tensorboard, wandb."""
+
+    @model_validator(mode="after")
+    def _has_something_to_go_back_to(self) -> "Run":
+        if "rewind" in (self.training.non_finite, self.guards.spikes) and not self.checkpoint.every:
+            raise ValueError("rewind goes back to the last checkpoint, and none is saved; set checkpoint.every=100")
+        return self
 
     @field_validator("model", mode="before")
     @classmethod

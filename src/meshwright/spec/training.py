@@ -77,8 +77,9 @@ class TrainingSpec(Spec):
     """The learning rate's schedule."""
     clip: float | None = Field(default=1.0, gt=0)
     """Largest global gradient norm; null switches clipping off."""
-    non_finite: Literal["raise", "skip"] = "raise"
-    """What to do when a loss or gradient is not finite: stop before the weights are touched, or skip that step."""
+    non_finite: Literal["raise", "skip", "rewind"] = "raise"
+    """What to do when a loss or gradient is not finite: stop before the weights are touched, skip that step, or go back
+    to the last checkpoint and pass over the batches since."""
     evaluation: EvaluationSpec = EvaluationSpec()
     """Held-out evaluation."""
     seed: int = Field(default=0, ge=0)

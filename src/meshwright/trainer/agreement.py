@@ -4,10 +4,10 @@ import torch
 import torch.distributed as dist
 
 
-def any_rank(*flags: bool) -> tuple[bool, ...]:
-    """Which of `flags` are up on any rank. Collective: a few bytes through host memory, also where GPUs compute."""
+def largest(*values: int) -> tuple[int, ...]:
+    """Each value's largest over all ranks. Collective: some bytes through host memory, also where GPUs compute."""
     if not dist.is_initialized():
-        return flags
-    up = torch.tensor(flags, dtype=torch.int32)
-    dist.all_reduce(up, op=dist.ReduceOp.MAX)
-    return tuple(bool(flag) for flag in up.tolist())
+        return values
+    most = torch.tensor(values, dtype=torch.int64)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return tuple(most.tolist())

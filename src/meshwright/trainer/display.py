@@ -52,8 +52,9 @@ class Display:
         parts.append(f"mem {record.mem / 2**30:.1f}/{self.memory_bytes / 2**30:.0f}G")
         if record.eta is not None:
             parts.append(f"eta {duration(record.eta)}")
-        if record.skipped:
-            parts.append(f"skipped {record.skipped}")
+        for name in ("skipped", "spikes", "rewinds"):
+            if getattr(record, name):
+                parts.append(f"{name} {getattr(record, name)}")
         return "  ".join(parts)
 
 

@@ -1,28 +1,29 @@
-"""The one place that reads the environment and starts processes: torchrun's, Slurm's and Kubeflow's, or its own.
+"""The one place that reads the environment: which rank a process is, by torchrun, Slurm, Kubeflow or our own launcher.
 
 A rank's life: the command line starts one process; where the layout needs more and nobody else started them, it becomes
-the parent of the local workers (torch's elastic launcher), each of which runs `meshwright.trainer.worker`.
+the parent of the local workers (`supervise.py`), each of which runs `meshwright.trainer.worker`.
 """
 
-import logging
 import os
 import re
-import signal
+import socket
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.run import Run
+from meshwright.trainer.signals import StopRequest
+from meshwright.trainer.status import StuckError
+from meshwright.trainer.supervise import Job, supervise
 
-MISUSE = 2
-"""Exit status of a worker that met a user's mistake and has left its message for the parent."""
+WORKER = "meshwright.trainer.worker"
+"""The module that a worker process runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +34,12 @@ class Worker:
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
-    rendezvous: str | None = None
-    """`tcp://host:port` where torchrun's variables do not already say it."""
+    store: str = ""
+    """`host:port` where the ranks meet; empty for one process alone."""
+    hosts_store: bool = False
+    """Whether this rank is the one that the others meet at: nobody has started a store for them."""
+    attempt: int = 0
+    """How often the workers were started again before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +65,9 @@ def find_worker(environment: Mapping[str, str] = os.environ) -> Worker | None:
             local_rank=_integer(environment, "LOCAL_RANK", 0),
             world_size=world_size,
             local_world_size=_integer(environment, "LOCAL_WORLD_SIZE", world_size),
+            store=f"{environment.get('MASTER_ADDR', '127.0.0.1')}:{_integer(environment, 'MASTER_PORT', 29500)}",
+            hosts_store=environment["RANK"] == "0" and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            attempt=_integer(environment, "TORCHELASTIC_RESTART_COUNT", 0),
         )
     tasks, nodes = _integer(environment, "SLURM_NTASKS", 1), _integer(environment, "SLURM_NNODES", 1)
     if "SLURM_PROCID" in environment and tasks > nodes:
@@ -68,7 +76,8 @@ def find_worker(environment: Mapping[str, str] = os.environ) -> Worker | None:
             local_rank=_integer(environment, "SLURM_LOCALID"),
             world_size=tasks,
             local_world_size=tasks // nodes,
-            rendezvous=f"tcp://{_first_slurm_host(environment)}:{_slurm_port(environment)}",
+            store=f"{_first_slurm_host(environment)}:{_slurm_port(environment)}",
+            hosts_store=environment["SLURM_PROCID"] == "0",
         )
     return None
 
@@ -95,69 +104,98 @@ def find_nodes(environment: Mapping[str, str] = os.environ) -> Nodes:
 
 
 def start_workers(
-    layout: LayoutSpec, nodes: Nodes, arguments: list[str], *, module: str = "meshwright.trainer.worker"
+    run: Run, nodes: Nodes, arguments: list[str], stop: StopRequest, *, module: str = WORKER, restarts: int = 0
 ) -> int:
-    """Run `python -m MODULE ARGUMENTS` once per local rank; returns the exit status.
+    """Run `python -m MODULE ARGUMENTS` once per local rank until the run has ended, after crashes `restarts` times.
 
-    0 where all succeeded; a worker's own status where one failed, its message being printed already.
+    Returns the exit status (`status.py`); what there is to say about it has been printed.
     """
+    layout = run.layout
     if layout.world_size % nodes.count:
         raise ValueError(f"the layout's {layout.world_size} ranks cannot be split evenly over {nodes.count} machines")
-    # Workers of a restarted group must not meet at the address of the one before.
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(layout.world_size // nodes.count)))
-    config = LaunchConfig(
-        min_nodes=nodes.count,
-        max_nodes=nodes.count,
-        nproc_per_node=layout.world_size // nodes.count,
-        rdzv_backend="c10d" if nodes.count == 1 else "static",
-        rdzv_endpoint=f"{'localhost' if nodes.count == 1 else nodes.address}:{nodes.port}",
-        rdzv_configs={"rank": nodes.rank, "timeout": 900},
-        run_id="meshwright",
-        max_restarts=0,
-        monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(redirects=Std.NONE, tee=Std.NONE),
-    )
-    for name in ("agent.server.api", "multiprocessing.api"):  # else they repeat at length what is said here in a line
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    local = layout.world_size // nodes.count
+    patience = timedelta(seconds=run.guards.arrive_within)
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode == MISUSE:
-            print(f"error: {failure.message}", file=sys.stderr)
-        else:
-            print(
-                f"error: rank {rank} ended with status {failure.exitcode}; its messages stand above",
-                file=sys.stderr,
-            )
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    except SignalException as stop:  # the workers have been ended
-        if stop.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
-        return 128 + stop.sigval
-    return 0
+        # Here and not in a worker, so that it outlives them, and that no worker meets another attempt's.
+        store = dist.TCPStore(nodes.address, nodes.port, None, nodes.rank == 0, patience, wait_for_workers=False)
+    except dist.DistError as error:
+        raise ValueError(f"the launcher of the first machine, {nodes.address}:{nodes.port}, does not answer") from error
+
+    def environments(attempt: int) -> list[dict[str, str]]:
+        shared = {
+            "WORLD_SIZE": str(layout.world_size),
+            "LOCAL_WORLD_SIZE": str(local),
+            "MASTER_ADDR": nodes.address,
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(local))),
+        }
+        return [
+            {**os.environ, **shared, "RANK": str(nodes.rank * local + index), "LOCAL_RANK": str(index)}
+            for index in range(local)
+        ]
+
+    command = [sys.executable, "-u", "-m", module, *arguments]
+    job = Job(command, environments, Path(run.run_dir), restarts=restarts, store=store, nodes=nodes.count)
+    return supervise(job, stop)
 
 
-def join_group(worker: Worker, layout: LayoutSpec, device: torch.device) -> None:
-    """Make this process one rank of the default process group; gloo serves CPUs, nccl GPUs (gloo their host copies)."""
-    if worker.world_size != layout.world_size:
+def join_group(worker: Worker, run: Run, device: torch.device) -> None:
+    """Make this process one rank of the default process group; gloo serves CPUs, nccl GPUs (gloo their host copies).
+
+    Raises `StuckError`, naming them, where ranks have not arrived within `guards.arrive_within`.
+    """
+    if worker.world_size != run.layout.world_size:
         raise ValueError(
-            f"the layout needs {layout.world_size} processes but {worker.world_size} were started; "
-            f"start {layout.world_size}, or change the degrees under layout:"
+            f"the layout needs {run.layout.world_size} processes but {worker.world_size} were started; "
+            f"start {run.layout.world_size}, or change the degrees under layout:"
         )
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    if worker.rendezvous is None and "MASTER_ADDR" not in os.environ:
-        store = dist.HashStore()  # one process alone, which only offloading needs
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        return
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder, which the watchdog reads
+    store: dist.Store = dist.HashStore()  # for one process alone, which only offloading needs
+    if worker.store:
+        # Each attempt under names of its own, or a rank may find the address of one that died before.
+        store = dist.PrefixStore(f"attempt-{worker.attempt}", _open_store(worker, run.guards.arrive_within))
+        _await_arrivals(worker, store, run.guards.arrive_within)
     dist.init_process_group(
-        backend,
-        init_method=worker.rendezvous or "env://",
-        rank=worker.rank,
-        world_size=worker.world_size,
-        timeout=timedelta(minutes=30),
+        backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timedelta(minutes=30)
     )
+
+
+def watch_store(worker: Worker) -> dist.Store | None:
+    """One more connection to where the ranks have met; None for one process alone."""
+    if not worker.store:
+        return None
+    host, _, port = worker.store.rpartition(":")
+    return dist.PrefixStore(f"watch-{worker.attempt}", dist.TCPStore(host, int(port), None, False))
+
+
+def _open_store(worker: Worker, seconds: float) -> dist.Store:
+    host, _, port = worker.store.rpartition(":")
+    patience = timedelta(seconds=seconds)
+    try:
+        return dist.TCPStore(host, int(port), None, worker.hosts_store, patience, wait_for_workers=False)
+    except dist.DistError as error:
+        raise StuckError(
+            f"rank {worker.rank} on {socket.gethostname()} found nobody at {worker.store} within {seconds:g} s: the "
+            "first rank or the launcher has not started, or a firewall is between"
+        ) from error
+
+
+def _await_arrivals(worker: Worker, store: dist.Store, seconds: float) -> None:
+    """Wait in Python, where a signal is heard, until all ranks are there."""
+    store.set(f"arrived/{worker.rank}", socket.gethostname())
+    arrived, deadline = store.add("arrivals", 1), time.monotonic() + seconds
+    while arrived < worker.world_size:
+        if time.monotonic() > deadline:
+            missing = [rank for rank in range(worker.world_size) if not store.check([f"arrived/{rank}"])]
+            raise StuckError(
+                f"of {worker.world_size} ranks, {', '.join(map(str, missing))} did not arrive within {seconds:g} s "
+                "(guards.arrive_within)"
+            )
+        time.sleep(0.05)
+        arrived = store.add("arrivals", 0)
 
 
 def join_all() -> None:

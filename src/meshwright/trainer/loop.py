@@ -1,27 +1,37 @@
 """The training loop, whole: what happens in a run, in order."""
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from meshwright.data.loader import Loader, evaluation_batches
+from meshwright.data.loader import Loader, Microbatch, evaluation_batches
 from meshwright.data.mixture import held_out_samples, mean_context, training_samples
 from meshwright.data.prepare import Corpus
 from meshwright.plan.flops import flops_per_token
-from meshwright.trainer.agreement import any_rank
+from meshwright.trainer.agreement import largest
 from meshwright.trainer.device import peak_memory_bytes, synchronise
 from meshwright.trainer.display import Display, short
 from meshwright.trainer.evaluate import Evaluation, evaluate
+from meshwright.trainer.launch import watch_store
 from meshwright.trainer.metrics import Journal, StepClock, StepRecord
+from meshwright.trainer.replicas import check_replicas
+from meshwright.trainer.rewind import rewind
 from meshwright.trainer.saver import Saver
 from meshwright.trainer.setup import Trainer
+from meshwright.trainer.signals import StopRequest
+from meshwright.trainer.step import StepResult
+from meshwright.trainer.watchdog import Watchdog
 
 
-def train_loop(trainer: Trainer, corpus: Corpus, journal: Journal | None, display: Display, run_dir: Path) -> None:
-    """Train from `trainer.step` to the last step: step, measure, evaluate, save. Collective.
+def train_loop(
+    trainer: Trainer, corpus: Corpus, journal: Journal | None, display: Display, run_dir: Path, stop: StopRequest
+) -> int:
+    """Train from `trainer.step` to the last step: agree, step, measure, evaluate, save. Collective.
 
-    `journal` is None on every rank but the first.
+    `journal` is None on every rank but the first. Returns the signal that ended it early, on whichever rank it arrived,
+    or 0; the step that it ended at is saved either way.
     """
-    resolved, training = trainer.resolved, trainer.resolved.run.training
+    resolved, training, guards = trainer.resolved, trainer.resolved.run.training, trainer.resolved.run.guards
     clock = StepClock(
         ranks=trainer.worker.world_size,
         flops_per_token=flops_per_token(resolved.model, round(mean_context(corpus, resolved.run.data))),
@@ -29,46 +39,76 @@ def train_loop(trainer: Trainer, corpus: Corpus, journal: Journal | None, displa
         steps=training.steps,
     )
     saver = Saver(trainer, run_dir / "checkpoints", journal, display)
-    with build_loader(trainer, corpus) as loader:
-        while trainer.step < training.steps:
+    with build_loader(trainer, corpus) as loader, _watchdog(trainer) as watchdog:
+        while True:
+            signal, writing = largest(stop.number, saver.busy)
+            if not writing:
+                saver.settle()
+            if signal or trainer.step >= training.steps:
+                break
+            watchdog.enter("step", trainer.step + 1)
             clock.begin()
             trainer.step += 1
-            result = trainer.train_step(trainer.step, loader.microbatches(trainer.step - 1))
+            result = trainer.train_step(trainer.step, loader.microbatches(trainer.step - 1 + trainer.passed_over))
             synchronise(trainer.device)
             clock.end()
 
-            trainer.tokens += resolved.tokens_per_step
-            trainer.skipped += result.skipped
-            record = StepRecord(
-                step=trainer.step,
-                loss=result.loss,
-                gnorm=result.gnorm,
-                lr=training.optimizer.lr * trainer.train_step.lr_factor(trainer.step),
-                tokens=trainer.tokens,
-                mem=peak_memory_bytes(trainer.device),
-                skipped=trainer.skipped,
-                **clock.rates(step=trainer.step, tokens=resolved.tokens_per_step, trained=result.trained),
-            )
+            record = count_and_measure(trainer, clock, result)
             if journal:
                 journal.write("step", **asdict(record))
             display.step(record)
+            if result.rewind:
+                rewind(saver, result)
+                continue
 
+            if due(trainer.step, guards.replicas_every):
+                check_replicas(trainer.parameters)
             last = trainer.step == training.steps
-            if corpus.held_out and training.evaluation.batches and due(trainer.step, training.evaluation.every, last):
-                found = evaluate_held_out(trainer, corpus)
-                saver.held_out_loss = trainer.step, found.loss
-                report(found, trainer.step, journal, display)
-            (writing,) = any_rank(saver.busy)
-            if not writing:
-                saver.settle()
-            if due(trainer.step, resolved.run.checkpoint.every, last=False) and not last:
+            if (
+                corpus.held_out
+                and training.evaluation.batches
+                and (last or due(trainer.step, training.evaluation.every))
+            ):
+                watchdog.enter("evaluation")
+                found = evaluate_held_out(trainer, corpus, stop)
+                if found:
+                    saver.held_out_loss = trainer.step, found.loss
+                    report(found, trainer.step, journal, display)
+            if not last and due(trainer.step, resolved.run.checkpoint.every):
+                watchdog.enter("saving", patient=True)
                 saver.save()
-    saver.finish()
+        watchdog.enter("saving", patient=True)
+        saver.finish(patient=not signal)
+    return signal
 
 
-def due(step: int, every: int, last: bool) -> bool:
-    """Whether something that happens `every` so many steps, and after the last, happens now."""
-    return last or (every > 0 and step % every == 0)
+def _watchdog(trainer: Trainer) -> Watchdog:
+    worker = trainer.worker
+    return Watchdog(trainer.resolved.run.guards, worker.rank, worker.world_size, watch_store(worker))
+
+
+def count_and_measure(trainer: Trainer, clock: StepClock, result: StepResult) -> StepRecord:
+    """Add a step to the trainer's counts; what there is to write and show about it."""
+    trainer.tokens += trainer.resolved.tokens_per_step
+    trainer.skipped += result.skipped
+    trainer.spikes += result.spike
+    return StepRecord(
+        step=trainer.step,
+        loss=result.loss,
+        gnorm=result.gnorm,
+        lr=trainer.resolved.run.training.optimizer.lr * trainer.train_step.lr_factor(trainer.step),
+        tokens=trainer.tokens,
+        mem=peak_memory_bytes(trainer.device),
+        skipped=trainer.skipped,
+        spikes=trainer.spikes,
+        rewinds=trainer.rewinds,
+        **clock.rates(step=trainer.step, tokens=trainer.resolved.tokens_per_step, trained=result.trained),
+    )
+
+
+def due(step: int, every: int) -> bool:
+    """Whether something that happens `every` so many steps, or never where that is 0, happens now."""
+    return every > 0 and step % every == 0
 
 
 def build_loader(trainer: Trainer, corpus: Corpus) -> Loader:
@@ -85,8 +125,11 @@ def build_loader(trainer: Trainer, corpus: Corpus) -> Loader:
     )
 
 
-def evaluate_held_out(trainer: Trainer, corpus: Corpus) -> Evaluation:
-    """Loss on `evaluation.batches` global batches of held-out text, evenly spaced and always the same; collective."""
+def evaluate_held_out(trainer: Trainer, corpus: Corpus, stop: StopRequest) -> Evaluation | None:
+    """Loss on `evaluation.batches` global batches of held-out text, evenly spaced and always the same.
+
+    None where a signal cut it short. Collective.
+    """
     resolved = trainer.resolved
     batches = evaluation_batches(
         held_out_samples(corpus, resolved.run.data),
@@ -96,7 +139,20 @@ def evaluate_held_out(trainer: Trainer, corpus: Corpus) -> Evaluation:
         places=trainer.places,
         num_samples=resolved.run.training.evaluation.batches * resolved.global_batch,
     )
-    return evaluate(trainer.train_step.passes, batches, trainer.device, repeats_loss=trainer.train_step.repeats_loss)
+    signal = 0
+
+    def until_stopped() -> Iterator[Microbatch]:
+        nonlocal signal
+        for batch in batches:
+            yield batch
+            (signal,) = largest(stop.number)
+            if signal:
+                return
+
+    found = evaluate(
+        trainer.train_step.passes, until_stopped(), trainer.device, repeats_loss=trainer.train_step.repeats_loss
+    )
+    return None if signal else found
 
 
 def report(evaluation: Evaluation, step: int, journal: Journal | None, display: Display) -> None:

@@ -11,7 +11,9 @@ mem                      most bytes this rank ever held: GPU memory reserved by 
 eta                      remaining steps x step_time, in seconds; evaluation and saving not counted
 """
 
+import contextlib
 import json
+import os
 import statistics
 import time
 from collections import deque
@@ -42,7 +44,11 @@ class StepRecord:
     mem: int
     eta: float | None
     skipped: int
-    """Steps skipped so far because loss or gradient were not finite."""
+    """Steps skipped so far because loss or gradient were not finite, or outliers."""
+    spikes: int
+    """Outliers so far (`guards.spikes`)."""
+    rewinds: int
+    """How often the run went back to its last checkpoint."""
 
 
 class StepClock:
@@ -91,19 +97,37 @@ class StepClock:
 
 
 class Journal:
-    """Appends records to a JSONL file, one flushed line each, and hands each to the taps. Use it in `with`."""
+    """Appends records to a JSONL file, one flushed line each, and hands each to the taps. Use it in `with`.
+
+    While the disk takes nothing, lines wait in memory: the newest ten thousand.
+    """
 
     def __init__(self, path: Path, taps: Sequence[Callable[[dict[str, Any]], None]] = ()) -> None:
-        self._file = path.open("a")
+        self._file = path.open("a+b", buffering=0)
+        self._file.seek(0)
+        self._file.truncate(self._file.read().rfind(b"\n") + 1)  # a last line that a kill cut short
         self._taps = taps
+        self._waiting: deque[bytes] = deque(maxlen=10_000)
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append `fields` with their kind and the time of day in seconds since the epoch."""
         record = {"kind": kind, "time": round(time.time(), 3), **fields}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        self._waiting.append((json.dumps(record) + "\n").encode())
+        self._flush()
         for tap in self._taps:
-            tap(record)
+            with contextlib.suppress(OSError):  # trackers are copies; a full disk is no reason to stop training
+                tap(record)
+
+    def _flush(self) -> None:
+        while self._waiting:
+            line, end = self._waiting[0], self._file.seek(0, os.SEEK_END)
+            try:
+                if self._file.write(line) != len(line):  # there was room for a part of it
+                    self._file.truncate(end)
+                    return
+            except OSError:
+                return
+            self._waiting.popleft()
 
     def __enter__(self) -> "Journal":
         return self

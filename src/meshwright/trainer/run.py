@@ -25,20 +25,14 @@ from meshwright.trainer.setup import (
     find_place,
     write_json,
 )
-from meshwright.trainer.state import NEWEST, choose_checkpoint, describe_restored, restore
+from meshwright.trainer.signals import StopRequest, signal_name
+from meshwright.trainer.state import AUTO, NEWEST, begin, choose_checkpoint, starting_checkpoint
+from meshwright.trainer.status import STOPPED, RunError, TrainingFailed, TrainingStopped
 from meshwright.trainer.trackers import open_trackers, require_trackers
 
 RESOLVED = "resolved.yaml"
 TOKENIZER = "tokenizer"
 """Names in a run directory: the run with nothing left open, and the folder of its tokenizer."""
-
-
-class TrainingFailed(RuntimeError):  # noqa: N818  (it names what happened, not a kind of error)
-    """Some rank ended the run; its message has been printed. `status` is the exit status to pass on."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(f"training ended with status {status}")
-        self.status = status
 
 
 @dataclass(frozen=True)
@@ -55,34 +49,52 @@ class TrainResult:
     """The last evaluation's; None where there was none."""
 
 
-def train(run: Run, *, resume: bool = False, base_dir: Path | str = ".") -> TrainResult:
+def train(run: Run, *, resume: bool | str = False, base_dir: Path | str = ".") -> TrainResult:
     """Train `run` to its last step, on as many processes as its layout says.
 
     Under torchrun, Slurm or Kubeflow this process is already one of them; otherwise it starts them. Paths in the recipe
-    are relative to `base_dir`. `resume` continues from the newest checkpoint in `run.run_dir`.
+    are relative to `base_dir`. `resume` continues from the newest checkpoint in `run.run_dir` (True), from that of a
+    name, or (`auto`) from the newest good one if there is any.
 
-    Raises `ValueError` for what the user can mend, `TrainingFailed` where a worker has already said what went wrong.
+    Raises `ValueError` for what the user can mend, `TrainingFailed` where what went wrong has been printed, and
+    `TrainingStopped`, a `KeyboardInterrupt`, where a signal ended the run.
     """
-    base_dir, run_dir = Path(base_dir).resolve(), Path(run.run_dir)
     worker = find_worker()
+    which = NEWEST if resume is True else resume or None
+    if worker is not None and worker.attempt:
+        which = AUTO  # torchrun starts the same command again
+    with StopRequest(raises=worker is None) as stop:
+        try:
+            status = _train(run, Path(base_dir).resolve(), worker, which, stop)
+        except RunError as error:
+            print(f"error: {error}", file=sys.stderr)
+            status = error.status
+    if status == STOPPED:
+        raise TrainingStopped(status)
+    if status:
+        raise TrainingFailed(status)
+    return read_result(Path(run.run_dir))
+
+
+def _train(run: Run, base_dir: Path, worker: Worker | None, resume: str | None, stop: StopRequest) -> int:
+    """Train, here or in workers; returns the exit status."""
+    run_dir = Path(run.run_dir)
     if worker is None or worker.rank == 0:
         _check_run_dir(run_dir, resume)
     require_trackers(run)
     resolved = resolve_run(run, base_dir=base_dir)
+    if run.checkpoint.start_from:
+        starting_checkpoint(resolved)
     if worker is None and (resolved.run.layout.world_size > 1 or find_nodes().count > 1):
         corpus_of(resolved, progress=_show_progress)  # once, and mistakes are told before any process starts
         write_run_files(resolved, run_dir)
-        arguments = ["--resolved", str(run_dir / RESOLVED), *(["--resume"] if resume else [])]
-        status = start_workers(resolved.run.layout, find_nodes(), arguments)
-        if status:
-            raise TrainingFailed(status)
-    else:
-        train_rank(resolved, worker or Worker(), resume=resume)
-    return read_result(run_dir)
+        arguments = ["--resolved", str(run_dir / RESOLVED), *(["--resume", resume] if resume else [])]
+        return start_workers(resolved.run, find_nodes(), arguments, stop, restarts=run.guards.restarts)
+    return STOPPED if train_rank(resolved, worker or Worker(), stop, resume=resume) else 0
 
 
-def train_rank(resolved: ResolvedRun, worker: Worker, *, resume: bool) -> None:
-    """One rank's whole life; every rank of the layout calls it."""
+def train_rank(resolved: ResolvedRun, worker: Worker, stop: StopRequest, *, resume: str | None) -> bool:
+    """One rank's whole life; every rank of the layout calls it. Returns whether a signal ended it early."""
     run, first = resolved.run, worker.rank == 0
     run_dir = Path(run.run_dir)
     device, mesh = find_place(run, worker)
@@ -96,22 +108,23 @@ def train_rank(resolved: ResolvedRun, worker: Worker, *, resume: bool) -> None:
         steps=run.training.steps, memory_bytes=trainer.memory_bytes, device=trainer.device.type, enabled=first
     )
     display.say(banner(trainer, corpus))
-    if resume:
-        checkpoint, _ = choose_checkpoint(run_dir / "checkpoints", NEWEST)
-        assert checkpoint is not None
-        saved = restore(trainer, checkpoint)
-        display.say(f"continuing from {checkpoint}, step {trainer.step}\n{describe_restored(trainer, saved)}")
+    display.say(begin(trainer, run_dir / "checkpoints", resume))
+    join_all()
+    stop.running()
     if not first:
-        train_loop(trainer, corpus, None, display, run_dir)
+        signal = train_loop(trainer, corpus, None, display, run_dir, stop)
     else:
         write_run_files(resolved, run_dir)
         corpus.tokenizer.save(run_dir / TOKENIZER)
         write_json(run_dir / "env.json", describe_environment(trainer))
         with Journal(run_dir / "metrics.jsonl", taps=open_trackers(run)) as journal:
             journal.write("start", step=trainer.step, world_size=worker.world_size, strategy=run.layout.strategy)
-            train_loop(trainer, corpus, journal, display, run_dir)
-            journal.write("end", step=trainer.step)
+            signal = train_loop(trainer, corpus, journal, display, run_dir, stop)
+            journal.write("stopped" if signal else "end", step=trainer.step)
+    if signal:
+        display.say(f"stopped by {signal_name(signal)} after step {trainer.step}; continue with --resume")
     leave_group()
+    return bool(signal)
 
 
 def banner(trainer: Trainer, corpus: Corpus) -> str:
@@ -177,7 +190,7 @@ def read_result(run_dir: Path) -> TrainResult:
     )
 
 
-def _check_run_dir(run_dir: Path, resume: bool) -> None:
+def _check_run_dir(run_dir: Path, resume: str | None) -> None:
     """A run never overwrites another's checkpoints."""
     checkpoints = list_checkpoints(run_dir / "checkpoints")
     if checkpoints and not resume:
@@ -185,8 +198,10 @@ def _check_run_dir(run_dir: Path, resume: bool) -> None:
             f"{run_dir} already holds a run (up to {checkpoints[-1].name}); continue it with --resume, "
             "or choose another run_dir"
         )
-    if resume and not checkpoints:
+    if resume == NEWEST and not checkpoints:
         raise CheckpointError(f"{run_dir}: no checkpoint to continue from; start without --resume")
+    if resume and resume not in (NEWEST, AUTO):
+        choose_checkpoint(run_dir / "checkpoints", resume)
 
 
 def _show_progress(what: str, done: int, total: int) -> None:

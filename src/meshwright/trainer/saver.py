@@ -9,13 +9,10 @@ from meshwright.trainer.display import Display
 from meshwright.trainer.metrics import Journal
 from meshwright.trainer.setup import Trainer
 from meshwright.trainer.state import state_tensors, state_values
+from meshwright.trainer.status import UnsavedError
 
 LAST_ATTEMPTS, LAST_PAUSE = 30, 10.0
 """How often, and after how many seconds, the last checkpoint is tried again: time to free some disk space."""
-
-
-class UnsavedError(RuntimeError):
-    """The last checkpoint could not be written."""
 
 
 class Saver:
@@ -48,12 +45,23 @@ class Saver:
         """Go on with the save on its way; call it when no rank is `busy`. Collective."""
         self._tell(self.writer.settle())
 
+    def wait(self) -> None:
+        """Wait for the save on its way, if there is one. Collective."""
+        self._tell(self.writer.finish())
+
+    def went_back(self, why: str) -> None:
+        """Tell that the trainer is at an older step now, whose checkpoint is there."""
+        self._begun = self.trainer.step
+        self.display.say(why)
+        if self.journal:
+            self.journal.write("rewind", step=self.trainer.step, why=why)
+
     def finish(self, *, patient: bool = True) -> None:
         """Wait until the trainer's step is saved, whatever it takes. Collective.
 
         Tries again for five minutes, if `patient`. Raises `UnsavedError` where it is of no use.
         """
-        self._tell(self.writer.finish())
+        self.wait()
         attempts = LAST_ATTEMPTS if patient else 1
         while self._begun != self.trainer.step:
             self._begin()

@@ -52,7 +52,13 @@ class Trainer:
     tokens: int = 0
     """Tokens seen by the model."""
     skipped: int = 0
-    """Steps skipped because they were not finite."""
+    """Steps skipped because they were not finite, or outliers."""
+    spikes: int = 0
+    """Outliers among them."""
+    rewinds: int = 0
+    """How often the run went back to its last checkpoint."""
+    passed_over: int = 0
+    """Global batches that rewinds left out of the data's order."""
 
     @functools.cached_property
     def machine(self) -> Machine:
@@ -93,7 +99,7 @@ def find_place(run: Run, worker: Worker) -> tuple[torch.device, Meshes | None]:
         keep_freed_memory()
     if run.layout.world_size == worker.world_size == 1 and run.layout.offload == "none":
         return device, None
-    join_group(worker, run.layout, device)
+    join_group(worker, run, device)
     return device, build_meshes(run.layout, device.type)
 
 

@@ -7,17 +7,26 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint.dcp import held_tensors, load_tensors
-from meshwright.checkpoint.manifest import CheckpointError, checkpoint_name, latest_checkpoint, list_checkpoints
+from meshwright.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointError,
+    checkpoint_name,
+    latest_checkpoint,
+    list_checkpoints,
+)
 from meshwright.checkpoint.retention import HELD_OUT_LOSS
 from meshwright.checkpoint.verify import newest_good_checkpoint, verify_checkpoint
 from meshwright.optim.schedule import lr_factor
 from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.run import ResolvedRun
 from meshwright.spec.training import LrScheduleSpec
 from meshwright.trainer.setup import Trainer
 
 NEWEST, AUTO = "newest", "auto"
 """What a run can be told to continue from, besides a checkpoint's name: the newest checkpoint, which must be there and
 good; or the newest good one, and the beginning where there is none."""
+
+COUNTERS = ("skipped", "spikes", "rewinds", "passed_over")
 
 BATCH_SPLIT = ("micro_batch", "device", "torch", "training.precision", "training.reduce_dtype", "training.compile")
 """What may change in which order numbers are added, besides the layout."""
@@ -41,13 +50,33 @@ def state_values(trainer: Trainer, *, held_out_loss: float | None = None) -> dic
     return {
         "step": trainer.step,
         "tokens": trainer.tokens,
-        "skipped": trainer.skipped,
+        **{counter: getattr(trainer, counter) for counter in COUNTERS},
+        "spike_history": trainer.train_step.spikes.state() if trainer.train_step.spikes else None,
         "loss_scale": trainer.train_step.scaler.state() if trainer.train_step.scaler else None,
         HELD_OUT_LOSS: held_out_loss,
         "layout": trainer.resolved.run.layout.model_dump(),
         **_fixed(trainer),
         "settings": _settings(trainer),
     }
+
+
+def begin(trainer: Trainer, root: Path, resume: str | None) -> str:
+    """Put the trainer where it is to begin, and say where that is. Collective.
+
+    That is the checkpoint below `root` that `resume` means; where there is none, the weights that the recipe names to
+    start from (`checkpoint.start_from`), or fresh ones.
+    """
+    checkpoint, lines = choose_checkpoint(root, resume) if resume else (None, [])
+    if checkpoint is not None:
+        saved = restore(trainer, checkpoint)
+        lines += [f"continuing from {checkpoint}, step {trainer.step}", describe_restored(trainer, saved)]
+    elif trainer.resolved.run.checkpoint.start_from:
+        start = starting_checkpoint(trainer.resolved)
+        load_weights(trainer, start)
+        lines.append(f"starting from the weights of {start}; optimizer, schedule and data begin anew")
+    else:
+        lines.append(f"starting from {trainer.resolved.run.model.weights} weights")
+    return "\n".join(lines)
 
 
 def choose_checkpoint(root: Path, which: str) -> tuple[Path | None, list[str]]:
@@ -87,10 +116,26 @@ def restore(trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
     if trainer.masters is not None:
         trainer.masters.refresh()
     _restore_random_state(trainer, tensors)
-    trainer.step, trainer.tokens, trainer.skipped = saved["step"], saved["tokens"], saved["skipped"]
+    trainer.step, trainer.tokens = saved["step"], saved["tokens"]
+    for counter in COUNTERS:
+        setattr(trainer, counter, saved.get(counter, 0))
+    if trainer.train_step.spikes is not None and saved.get("spike_history"):
+        trainer.train_step.spikes.load(saved["spike_history"])
     if trainer.train_step.scaler is not None and saved["loss_scale"] is not None:
         trainer.train_step.scaler.load(saved["loss_scale"])
     return saved
+
+
+def starting_checkpoint(resolved: ResolvedRun) -> Path:
+    """The checkpoint that `checkpoint.start_from` means; raises `CheckpointError` where there is none."""
+    given = resolved.run.checkpoint.start_from
+    path = Path(resolved.base_dir) / (given or "")
+    if (path / MANIFEST).is_file():
+        return path
+    saved = list_checkpoints(path / "checkpoints")
+    if not saved:
+        raise CheckpointError(f"checkpoint.start_from: {path} is neither a checkpoint nor a run that has one")
+    return saved[-1]
 
 
 def load_weights(trainer: Trainer, checkpoint: Path) -> None:

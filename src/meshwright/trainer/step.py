@@ -14,6 +14,7 @@ from meshwright.optim.build import Optimizers
 from meshwright.optim.clip import global_gradient_norm, scale_gradients
 from meshwright.optim.loss_scale import LossScaler
 from meshwright.optim.schedule import lr_factor
+from meshwright.optim.spikes import SpikeGuard
 from meshwright.parallel import Passes
 from meshwright.parallel.precision import MasterWeights
 from meshwright.spec.run import Run
@@ -34,7 +35,11 @@ class StepResult:
     trained: int
     """Tokens of the global batch that carry loss."""
     skipped: bool
-    """Whether the weights were left alone because loss or gradient were not finite."""
+    """Whether the weights were left alone."""
+    spike: bool = False
+    """Whether that was because of an outlier (`guards.spikes`), not because loss or gradient were not finite."""
+    rewind: bool = False
+    """Whether the recipe's policy is to go back to the last checkpoint."""
 
 
 class TrainStep:
@@ -61,6 +66,7 @@ class TrainStep:
         self.device, self.repeats_loss = device, repeats_loss or not passes.has_loss
         self.balance = ExpertBalance(passes.model)
         self.scaler = LossScaler() if run.training.precision == "fp16" else None
+        self.spikes = None if run.guards.spikes == "off" else SpikeGuard()
 
     def __call__(self, step: int, microbatches: Sequence[Microbatch]) -> StepResult:
         """Make optimizer step `step` (the first is 1) on this rank's microbatches; collective.
@@ -70,18 +76,27 @@ class TrainStep:
         loss, trained = self.gradients(microbatches)
         gnorm = self.gradient_norm()
         finite = bool(np.isfinite(loss) and np.isfinite(gnorm))
-        if finite:
+        spike = finite and self.spikes is not None and self.spikes.is_spike(loss, gnorm)
+        if finite and not spike:
             self.update(step, gnorm)
         self.optimizers.zero_grad()
         overflow = self.scaler is not None and np.isfinite(loss) and self._scale > 1
-        if not finite and not overflow and self.training.non_finite == "raise":
+        policy = self.run.guards.spikes if spike else self.training.non_finite if not finite and not overflow else ""
+        if policy == "raise":
             raise NonFiniteError(
                 f"step {step}: loss {loss}, gradient norm {gnorm}; the weights are those of step {step - 1}. "
-                "Lower training.optimizer.lr, or set training.non_finite=skip to leave such steps out"
+                "Lower training.optimizer.lr, or set training.non_finite=skip to leave such steps out (or =rewind)"
             )
         if self.scaler is not None:
             self.scaler.update(finite=finite)
-        return StepResult(loss=loss, gnorm=gnorm, trained=trained, skipped=not finite)
+        return StepResult(
+            loss=loss,
+            gnorm=gnorm,
+            trained=trained,
+            skipped=spike or not finite,
+            spike=spike,
+            rewind=policy == "rewind",
+        )
 
     @property
     def _scale(self) -> float:

@@ -1,4 +1,4 @@
-"""The one entry of a worker process: `python -m meshwright.trainer.worker --resolved FILE [--resume]`."""
+"""The one entry of a worker process: `python -m meshwright.trainer.worker --resolved FILE [--resume WHICH]`."""
 
 import argparse
 import json
@@ -7,25 +7,28 @@ import sys
 import time
 from pathlib import Path
 
-from meshwright.trainer.launch import MISUSE, find_worker
+from meshwright.trainer.launch import find_worker
 from meshwright.trainer.run import read_resolved, train_rank
+from meshwright.trainer.signals import StopRequest
+from meshwright.trainer.status import MISUSE, STOPPED, RunError
 
 
 def main() -> int:
-    """Train as one rank; a user's mistake goes to the parent, which prints it once for all ranks."""
+    """Train as one rank; what went wrong goes to the parent, which prints it once for all ranks."""
     parser = argparse.ArgumentParser(prog="meshwright.trainer.worker", description=__doc__)
     parser.add_argument("--resolved", type=Path, required=True, help="resolved.yaml of the run")
-    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
+    parser.add_argument("--resume", help="newest, auto or a checkpoint's name")
     arguments = parser.parse_args()
     worker = find_worker()
     if worker is None:
         parser.error("it is started by meshwright or torchrun, which tell each worker its rank")
-    try:
-        train_rank(read_resolved(arguments.resolved), worker, resume=arguments.resume)
-    except ValueError as error:
-        report_to_parent(str(error))
-        return MISUSE
-    return 0
+    with StopRequest(raises=False) as stop:
+        try:
+            resolved = read_resolved(arguments.resolved)
+            return STOPPED if train_rank(resolved, worker, stop, resume=arguments.resume) else 0
+        except (ValueError, RunError) as error:
+            report_to_parent(str(error))
+            return error.status if isinstance(error, RunError) else MISUSE
 
 
 def report_to_parent(message: str) -> None:

@@ -1,0 +1,38 @@
+"""The one place that calls a step's loss or gradient norm an outlier, as OLMo's skip-step optimizer does."""
+
+import math
+import statistics
+from collections import deque
+
+WINDOW, SIGMAS = 128, 6.0
+ENOUGH = WINDOW // 2
+"""Steps before which nothing is called a spike."""
+
+
+class SpikeGuard:
+    """Remembers the last 128 losses and gradient norms, which are the same on every rank, and so are the verdicts.
+
+    Outliers are remembered too: what lasts is no spike.
+    """
+
+    def __init__(self) -> None:
+        self._history: tuple[deque[float], ...] = (deque(maxlen=WINDOW), deque(maxlen=WINDOW))
+
+    def is_spike(self, loss: float, gnorm: float) -> bool:
+        """Whether one of two finite figures lies more than 6 standard deviations above its mean so far."""
+        spike = False
+        for past, value in zip(self._history, (loss, gnorm), strict=True):
+            if len(past) >= ENOUGH:
+                spike |= value > statistics.fmean(past) + SIGMAS * statistics.pstdev(past)
+            past.append(value)
+        return spike
+
+    def state(self) -> list[list[float]]:
+        """What a checkpoint keeps."""
+        return [list(past) for past in self._history]
+
+    def load(self, state: list[list[float]]) -> None:
+        """Continue from `state()`."""
+        for past, values in zip(self._history, state, strict=True):
+            past.clear()
+            past.extend(value for value in values if math.isfinite(value))

@@ -1,0 +1,27 @@
+"""The one place that says what a run watches for, and what it does then."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from meshwright.spec.base import Spec
+
+
+class GuardSpec(Spec):
+    """What a run watches besides its numbers being finite (`training.non_finite`)."""
+
+    spikes: Literal["off", "skip", "rewind"] = "off"
+    """What to do with a step whose loss or gradient norm is more than 6 standard deviations above its mean over the
+    last 128 steps: nothing, leave the update out, or go back as non_finite: rewind does."""
+    max_rewinds: int = Field(default=3, ge=0)
+    """How often a run may go back to its last checkpoint before it ends with an error."""
+    replicas_every: int = Field(default=0, ge=0)
+    """Compare a hash of every replicated weight over the ranks every this many steps; 0 means never."""
+    stuck_after: float = Field(default=60, ge=0)
+    """Seconds without any progress after which a rank may be called stuck. The limit is ten times the longest step so
+    far where that is more, and thirty times this for what has not happened before (first steps, compilation). 0: no
+    limit."""
+    arrive_within: float = Field(default=600, gt=0)
+    """Seconds within which every rank must have started."""
+    restarts: int = Field(default=3, ge=0)
+    """How often meshwright's own launcher starts crashed workers again without a new checkpoint in between."""

@@ -1,0 +1,66 @@
+"""The one place that checks that weights which several ranks hold are the same on all of them."""
+
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from meshwright.checkpoint.ranks import from_first, gather, world_size
+from meshwright.trainer.status import ReplicasDifferError
+
+Part = tuple[str, tuple[int, ...]]
+"""A tensor's name and where in it a rank's part begins."""
+
+AT_ONCE = 2**22
+"""Elements that are hashed together, which bounds the memory it takes."""
+
+
+def check_replicas(parameters: dict[str, torch.Tensor]) -> None:
+    """Compare the parts that more than one rank holds, whatever the layout; raises `ReplicasDifferError` on all ranks.
+
+    Collective.
+    """
+    if world_size() == 1:
+        return
+    everyone = gather({_part(name, tensor): checksum(tensor) for name, tensor in parameters.items()})
+    fault = from_first(_first_difference(everyone) if everyone is not None else None)
+    if fault:
+        raise ReplicasDifferError(f"{fault}; a device or link computes wrongly, or the ranks run different code")
+
+
+@torch.no_grad()
+def checksum(tensor: torch.Tensor) -> int:
+    """A 64-bit hash of a rank's part, in which every bit and its place count: sum of (2 i + 1) x_i modulo 2**64."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().contiguous().view(-1)
+    bits = local.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=local.device)
+    for start in range(0, bits.numel(), AT_ONCE):
+        piece = bits[start : start + AT_ONCE].to(torch.int64)
+        places = torch.arange(start, start + piece.numel(), device=piece.device)
+        total += (piece * (2 * places + 1)).sum()
+    return int(total)
+
+
+def _part(name: str, tensor: torch.Tensor) -> Part:
+    if not isinstance(tensor, DTensor):
+        return name, (0,) * tensor.dim()
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return name, tuple(offset)
+
+
+def _first_difference(everyone: Iterable[dict[Part, int]]) -> str | None:
+    holders: dict[Part, dict[int, list[int]]] = {}
+    for rank, sums in enumerate(everyone):
+        for part, value in sums.items():
+            holders.setdefault(part, {}).setdefault(value, []).append(rank)
+    differing = {part: sorted(found.values(), key=len) for part, found in holders.items() if len(found) > 1}
+    if not differing:
+        return None
+    (name, _), groups = next(iter(differing.items()))
+    names = len({name for name, _ in differing})
+    more = f" (and {names - 1} more)" if names > 1 else ""
+    few, many = ("ranks " * (len(group) > 1) + ", ".join(map(str, group)) for group in (groups[0], groups[-1]))
+    few = few if len(groups[0]) > 1 else f"rank {few}"
+    many = many if len(groups[-1]) > 1 else f"rank {many}"
+    return f"replicas differ: {name}{more} on {few} is not what it is on {many}"

@@ -1,0 +1,33 @@
+"""The one place that takes a run back to its last good checkpoint, past the data it went wrong on."""
+
+from meshwright.checkpoint.verify import newest_good_checkpoint
+from meshwright.trainer.saver import Saver
+from meshwright.trainer.state import restore
+from meshwright.trainer.step import NonFiniteError, StepResult
+
+
+def rewind(saver: Saver, result: StepResult) -> None:
+    """Restore the newest good checkpoint and pass over the batches between it and this step, this one's included.
+
+    As Chowdhery et al. did by hand ("PaLM", 2022, section 5.1): loss spikes came from certain data meeting a certain
+    state of the weights, and did not return when the same data were met later. Collective.
+
+    Raises `NonFiniteError` where the run went back `guards.max_rewinds` times already, or has nothing to go back to.
+    """
+    trainer = saver.trainer
+    step, passed_over, rewinds = trainer.step, trainer.passed_over, trainer.rewinds + 1
+    what = f"step {step}: loss {result.loss}, gradient norm {result.gnorm}"
+    most = trainer.resolved.run.guards.max_rewinds
+    if rewinds > most:
+        raise NonFiniteError(f"{what}, after {most} rewinds (guards.max_rewinds); lower training.optimizer.lr")
+    saver.wait()
+    checkpoint, _ = newest_good_checkpoint(saver.root)
+    if checkpoint is None:
+        raise NonFiniteError(f"{what}, and there is no checkpoint to go back to; lower checkpoint.every")
+    restore(trainer, checkpoint)
+    trainer.passed_over = passed_over + step - trainer.step
+    trainer.rewinds = rewinds
+    saver.went_back(
+        f"{what}: back to {checkpoint.name}, passing over the {step - trainer.step} batches since "
+        f"(rewind {rewinds} of {most})"
+    )

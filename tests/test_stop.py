@@ -1,0 +1,155 @@
+"""A signal to any one process, in any phase, leads to one agreed step, one save, one exit status; a second one ends."""
+
+import ctypes
+import os
+import signal
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from meshwright.checkpoint.manifest import list_checkpoints
+from meshwright.spec.checkpoint import CheckpointSpec
+from meshwright.spec.run import ResolvedRun
+from meshwright.spec.training import EvaluationSpec
+from meshwright.testing.equivalence import build_here
+from meshwright.testing.faults import run_in_fork
+from meshwright.testing.ranks import RankPool
+from meshwright.trainer import loop
+from meshwright.trainer.display import Display
+from meshwright.trainer.metrics import Journal, read_journal
+from meshwright.trainer.saver import Saver
+from meshwright.trainer.signals import ECHO_SECONDS, StopRequest
+from meshwright.trainer.status import STOPPED, TrainingStopped
+from tiny import STRATEGIES, tiny_corpus, tiny_run
+
+# ---- one process
+
+
+def end_of(work: Any) -> int:
+    """Exit status of a forked worker that does `work` between a signal and its end."""
+
+    def in_child() -> None:
+        with StopRequest(raises=False) as stop:
+            work(stop)
+
+    return run_in_fork(in_child)
+
+
+def before_the_first_step(stop: StopRequest) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(10)
+
+
+def deep_in_a_call(stop: StopRequest) -> None:
+    """In C code that never returns to Python, as in a collective whose other ranks do not come."""
+    os.kill(os.getpid(), signal.SIGUSR1)
+    while True:
+        ctypes.CDLL(None).usleep(1000000)
+
+
+def twice(stop: StopRequest) -> None:
+    stop.running()
+    for _ in range(3):  # the echoes of one request
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ECHO_SECONDS + 0.2)
+    if stop.number != signal.SIGTERM:
+        os._exit(1)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(10)
+
+
+def never(stop: StopRequest) -> None:
+    stop.running()
+
+
+def statuses() -> list[int]:
+    return [end_of(work) for work in (before_the_first_step, deep_in_a_call, twice, never)]
+
+
+def test_what_a_worker_does_when_it_hears_a_signal(ranks: RankPool) -> None:
+    assert ranks.run(1, statuses) == [[STOPPED, STOPPED, 128 + signal.SIGINT, 0]]
+
+
+def test_the_process_that_people_started_is_interrupted() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(TrainingStopped) as stopped, StopRequest(raises=True):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stopped.value.status == STOPPED
+    with StopRequest(raises=True) as stop:
+        stop.running()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.number == signal.SIGUSR1
+        time.sleep(ECHO_SECONDS + 0.1)
+        with pytest.raises(TrainingStopped) as stopped:
+            os.kill(os.getpid(), signal.SIGINT)
+    assert stopped.value.status == 130
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+# ---- several ranks: the loop itself
+
+
+def tiny(strategy: str) -> ResolvedRun:
+    run = tiny_run(STRATEGIES[strategy], precision="fp32", steps=6)
+    training = run.run.training.model_copy(update={"evaluation": EvaluationSpec(every=2, batches=2)})
+    update = {"training": training, "checkpoint": CheckpointSpec(every=2, keep_last=9)}
+    return run.model_copy(update={"run": run.run.model_copy(update=update)})
+
+
+def train_and_signal(run: ResolvedRun, root: Path, phase: str) -> tuple[int, list[str], list[tuple[str, int]]]:
+    """Train on random tokens while the last rank, and it alone, is signalled in a phase. Collective."""
+    trainer = build_here(run)
+    signalled = False
+
+    def hit() -> None:
+        nonlocal signalled
+        if trainer.worker.rank == trainer.worker.world_size - 1 and not signalled:
+            signalled = True
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    owner, name = {
+        "first step": (trainer.train_step, "gradients"),
+        "evaluation": (loop, "evaluate"),
+        "save": (Saver, "_begin"),
+    }.get(phase, (trainer.train_step, "update"))
+    really = getattr(owner, name)
+
+    def hitting(*args: Any, **kwargs: Any) -> Any:
+        if phase != "step" or trainer.step == 3:
+            hit()
+        return really(*args, **kwargs)
+
+    display = Display(steps=6, memory_bytes=1, device="cpu", enabled=False)
+    first = trainer.worker.rank == 0
+    with StopRequest(raises=False) as stop, Journal(root / "metrics.jsonl") if first else nullcontext() as journal:
+        stop.running()
+        setattr(owner, name, hitting)
+        try:
+            number = loop.train_loop(trainer, tiny_corpus(held_out=True), journal, display, root, stop)
+        finally:
+            setattr(owner, name, really)
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(each, signal.SIG_DFL)
+    if dist.is_initialized():
+        dist.barrier()
+    records = read_journal(root / "metrics.jsonl")
+    seen = [(record["kind"], record["step"]) for record in records if record["kind"] != "step"]
+    return number, [path.name for path in list_checkpoints(root / "checkpoints")], seen
+
+
+@pytest.mark.parametrize("strategy", ["single", "zero-3"])
+@pytest.mark.parametrize(("phase", "stopped_at"), [("first step", 1), ("step", 3), ("evaluation", 2), ("save", 2)])
+def test_a_signal_to_one_rank_in_any_phase(
+    ranks: RankPool, tmp_path: Path, strategy: str, phase: str, stopped_at: int
+) -> None:
+    run = tiny(strategy)
+    for number, checkpoints, seen in ranks.run(run.run.layout.world_size, train_and_signal, run, tmp_path, phase):
+        assert number == signal.SIGUSR1
+        assert checkpoints[-1] == f"step-{stopped_at:08d}"
+        assert seen.count(("checkpoint", stopped_at)) == 1  # one save of the agreed step
+        assert max(step for _, step in seen) == stopped_at
+        assert (("evaluation", 2) in seen) == (phase not in ("first step", "evaluation"))  # a part is no evaluation

@@ -1,0 +1,160 @@
+"""What the launcher does with its workers: here they are small programs that behave as ranks might."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from meshwright.checkpoint.manifest import checkpoint_name
+from meshwright.trainer import supervise as supervise_module
+from meshwright.trainer.signals import StopRequest
+from meshwright.trainer.status import CRASH_LOOP, STOPPED
+from meshwright.trainer.supervise import Job, supervise
+
+PRELUDE = """
+import json, os, signal, sys, time
+rank, attempt, again = os.environ["RANK"], int(os.environ["ATTEMPT"]), sys.argv[1:]
+def step(): print(json.dumps({"kind": "step", "step": 1, "time": time.time()}), file=open("metrics.jsonl", "a"))
+def save(n): os.makedirs(f"checkpoints/step-{n:08d}")
+def ready(): open(f"ready.{rank}.{attempt}", "w").close()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(supervise_module, "LAST_WORDS_SECONDS", 0.3)
+    return tmp_path
+
+
+def job(folder: Path, script: str, *, ranks: int = 2, store: dist.Store | None = None, **options: int) -> Job:
+    def environments(attempt: int) -> list[dict[str, str]]:
+        return [{**os.environ, "RANK": str(rank), "ATTEMPT": str(attempt)} for rank in range(ranks)]
+
+    command = [sys.executable, "-c", PRELUDE + script]
+    return Job(command, environments, folder, store=store or dist.HashStore(), **{"restarts": 3} | options)
+
+
+def run(job: Job) -> int:
+    with StopRequest(raises=True) as stop:
+        return supervise(job, stop)
+
+
+def test_all_is_well(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(job(folder, "assert not again")) == 0
+    assert capfd.readouterr().err == ""
+
+
+def test_a_crash_is_continued_from_the_newest_good_checkpoint(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = """
+if attempt == 0:
+    if rank == "1": step(); save(5); os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+assert again == ["--resume", "auto"]
+"""
+    began = time.monotonic()
+    assert run(job(folder, script)) == 0
+    assert time.monotonic() - began < 30  # the survivor was not waited for
+    said = capfd.readouterr().err
+    assert "error: rank 1 was killed by SIGKILL" in said
+    assert "starting again (1 of 3 without a new checkpoint); the newest checkpoint is step-00000005" in said
+
+
+def test_a_crash_loop_stops(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(job(folder, "step(); sys.exit(7)")) == CRASH_LOOP
+    said = capfd.readouterr().err
+    assert said.count("starting again") == 3
+    assert "giving up after 3 restarts without a new checkpoint; the newest checkpoint is none" in said
+
+
+def test_progress_starts_the_count_again(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = "step()\nif rank == '0' and attempt in (1, 3): save(attempt)\nsys.exit(attempt < 5)"
+    assert run(job(folder, script, restarts=2)) == 0
+    assert capfd.readouterr().err.count("(1 of 2") == 3
+
+
+@pytest.mark.parametrize("status", [2, 74, 143])
+def test_some_ends_are_final(folder: Path, capfd: pytest.CaptureFixture[str], status: int) -> None:
+    assert run(job(folder, f"step(); sys.exit({status})")) == status
+    assert "again" not in capfd.readouterr().err
+
+
+def test_a_crash_before_the_first_step_is_not_repeated(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(job(folder, "sys.exit(3)")) == 3
+    assert "ended with status 3; its messages stand above" in capfd.readouterr().err
+
+
+def test_last_words_are_printed_once(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = json.dumps({"message": "no such corpus"})
+    assert run(job(folder, f"open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write({words!r}); sys.exit(2)")) == 2
+    assert capfd.readouterr().err == "error: no such corpus\n"
+
+
+LISTENING = f"""
+heard = []
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1): signal.signal(number, lambda n, f: heard.append(n))
+ready()
+while not heard: time.sleep(0.01)
+open(f"heard.{{rank}}", "w").write(str(heard[0]))
+sys.exit({STOPPED})
+"""
+
+
+def signal_when_ready(folder: Path, number: int, *, times: int = 1) -> None:
+    """Signal this process once both workers are ready, `times` with pauses that are no echoes."""
+
+    def later() -> None:
+        while not all((folder / f"ready.{rank}.0").exists() for rank in (0, 1)):
+            time.sleep(0.02)
+        for _ in range(times):
+            os.kill(os.getpid(), number)
+            time.sleep(1.2)
+
+    threading.Thread(target=later, daemon=True).start()
+
+
+def test_a_signal_to_the_launcher_reaches_every_worker(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    signal_when_ready(folder, signal.SIGUSR1)
+    assert run(job(folder, LISTENING)) == STOPPED
+    assert [(folder / f"heard.{rank}").read_text() for rank in (0, 1)] == [str(int(signal.SIGUSR1))] * 2
+    assert "stopped; continue with --resume" in capfd.readouterr().err
+
+
+def test_a_second_signal_ends_workers_that_do_not_listen(folder: Path) -> None:
+    signal_when_ready(folder, signal.SIGTERM, times=2)
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        run(job(folder, "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); time.sleep(600)"))
+    assert getattr(stopped.value, "status", 0) == 128 + signal.SIGTERM
+
+
+def test_a_worker_that_a_signal_ends_before_it_can_listen_takes_the_others_along(folder: Path) -> None:
+    script = "if rank == '1': os.kill(os.getpid(), signal.SIGTERM)\n" + LISTENING
+    assert run(job(folder, script)) == STOPPED
+    assert (folder / "heard.0").read_text() == str(int(signal.SIGTERM))
+
+
+def test_the_launchers_of_two_machines_decide_alike(folder: Path) -> None:
+    """One machine's worker crashes twice; the other machine's launcher starts its own again each time."""
+    store, statuses = dist.HashStore(), {}
+    crashing = "step(); ready(); sys.exit(attempt < 2 and 9)"
+    waiting = "ready(); time.sleep(600 if attempt < 2 else 0); assert attempt == 2"
+    stop = StopRequest(raises=True)
+    stop.running()
+
+    def launch(name: str, script: str) -> None:
+        statuses[name] = supervise(job(folder, script, ranks=1, store=store, nodes=2), stop)
+
+    machines = [threading.Thread(target=launch, args=pair) for pair in (("a", crashing), ("b", waiting))]
+    for machine in machines:
+        machine.start()
+    for machine in machines:
+        machine.join(60)
+    assert statuses == {"a": 0, "b": 0}
+    assert (folder / "ready.0.2").exists()
+    assert not (folder / "checkpoints" / checkpoint_name(1)).exists()
