@@ -48,6 +48,14 @@ microbatches and ranks, which a loss over whole microbatches is not. The reporte
 model: {family: mixtral, hidden: 512, num_layers: 8, num_heads: 8, ffn: 1024, num_experts: 8, experts_per_token: 2}
 ```
 
+`deepseek_v3` balances by a bias instead (Wang et al., 2024), and has a small balance loss beside it. The bias is added
+to an expert's score where experts are chosen and nowhere else. It is not trained: with every optimizer step it moves by
+`model.balance_rate`, down for experts that had more than the mean of the global batch's tokens, up for the others. It
+is saved in checkpoints, kept in fp32, and exported. The published coefficient of its loss is for shares that add up to
+1 over a token's experts; ours add up to their number, so the default is smaller by that. Groups of experts, shared
+experts and dense first layers are as published; layers that predict further tokens (MTP) are not built, and are left
+out where a directory has them.
+
 In Hugging Face directories every expert has tensors of its own, as transformers 4 and 5 both write them; in ours the
 experts of a layer are one tensor.
 """
@@ -67,6 +75,7 @@ def _families() -> Iterator[str]:
         feed_forward = {"swiglu": "SwiGLU", "gelu_tanh": "GELU (tanh)"}[model.activation]
         feed_forward += " experts" if model.num_experts else ""
         positions = {"rope": "rotary", "learned": "learned"}[model.positions]
+        positions += ", latent attention" if model.kv_rank else ""
         qk_norm = "RMSNorm each head" if model.qk_norm else "as they are"
         yield f"| `{name}` | {norm} | {feed_forward} | {positions} | {_biases(model)} | {qk_norm} |"
 
@@ -96,10 +105,15 @@ def _notes(model: ModelSpec) -> str:
     if model.num_experts:
         active = active_parameters(model) / 1e9
         notes.append(f"{model.experts_per_token} of {model.num_experts} experts a token: {active:.1f}B active")
+    if model.shared_experts:
+        notes.append(f"{model.shared_experts} shared")
+    if model.dense_layers:
+        notes.append(f"{model.dense_layers} dense layers")
     if model.sliding_window:
         notes.append(f"window {model.sliding_window}")
     if model.rope_scaling:
-        notes.append(f"rope scaling {model.rope_scaling.factor:g}")
+        yarn = "yarn " if model.rope_scaling.kind == "yarn" else ""
+        notes.append(f"rope scaling {yarn}{model.rope_scaling.factor:g}")
     return ", ".join(notes)
 
 

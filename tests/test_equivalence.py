@@ -12,18 +12,18 @@ from meshwright.testing.layouts import LAYOUTS, MODEL_PARALLEL, REFUSED, refusal
 from meshwright.testing.ranks import RankPool
 from tiny import EPS, GLOBAL_BATCH, LR, SEQUENCE_LENGTH, STRATEGIES, tiny_run
 
-FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
 PARALLEL = [name for name in STRATEGIES if name != "single"]
 RECOMPUTES = ("none", "selective", "full")
 _ALONE: dict[str, Outcome] = {}
 
 
-def alone(*, documents: bool = False, **options: Any) -> Outcome:
-    """The outcome of one process with the whole batch at once, computed once per model and kind of rows."""
+def alone(**options: Any) -> Outcome:
+    """The outcome of one process with the whole batch at once, computed once per model."""
     run = tiny_run(LayoutSpec(), **options)
-    key = f"{documents} {run.model_dump_json()}"
+    key = run.model_dump_json()
     if key not in _ALONE:
-        outcome = one_step(run, documents)
+        outcome = one_step(run)
         assert outcome is not None
         _ALONE[key] = outcome
     return _ALONE[key]
@@ -49,22 +49,14 @@ def assert_equal(
     assert difference <= tolerance * largest * slope + 4 * unit, name
 
 
-def check(
-    ranks: RankPool,
-    strategy: str,
-    *,
-    accumulation: int = 1,
-    recompute: str = "none",
-    documents: bool = False,
-    **options: Any,
-) -> None:
+def check(ranks: RankPool, strategy: str, *, accumulation: int = 1, recompute: str = "none", **options: Any) -> None:
     """One layout's outcome against one process that neither accumulates nor recomputes."""
     layout = LAYOUTS[strategy]
     if GLOBAL_BATCH // layout.data_parallel % accumulation:
         accumulation = 2  # three ranks have four sequences each
     run = tiny_run(layout, accumulation=accumulation, recompute=recompute, **options)
-    outcome = ranks.run(layout.world_size, one_step, run, documents)[0]
-    assert_equal(outcome, alone(documents=documents, **options))
+    outcome = ranks.run(layout.world_size, one_step, run)[0]
+    assert_equal(outcome, alone(**options))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -88,9 +80,8 @@ def test_every_strategy_for_every_family(ranks: RankPool, family: str, strategy:
 
 @pytest.mark.parametrize("name", MODEL_PARALLEL)
 def test_every_layout_that_splits_the_model(ranks: RankPool, name: str) -> None:
-    """Tied and untied, packed documents, recomputation and accumulation alternate over layouts and families. The more
-    ranks, the dearer: two meet every family, four every second and eight every third, each layout beginning with
-    another."""
+    """Tied and untied, recomputation and accumulation alternate over layouts and families. The more ranks, the dearer:
+    two meet every family, four every second and eight every third, each layout beginning with another."""
     layout, turn = LAYOUTS[name], list(MODEL_PARALLEL).index(name)
     every = {2: 1, 4: 2, 8: 3}[layout.world_size]
     families = [f for f in FAMILIES if not find_misfits(layout, tiny_run(layout, family=f).model, SEQUENCE_LENGTH)]
@@ -100,7 +91,6 @@ def test_every_layout_that_splits_the_model(ranks: RankPool, name: str) -> None:
             name,
             family=family,
             tied=index % 2 == 0,
-            documents=index % 5 < 2,
             recompute=RECOMPUTES[index % 3],
             accumulation=3 if index % 4 < 2 else 1,
         )

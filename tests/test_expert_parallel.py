@@ -23,9 +23,9 @@ from meshwright.testing.ranks import RankPool
 from test_equivalence import alone, assert_equal
 from test_resume import STEPS, keep_until, run_on
 from test_tensor_parallel import kept
-from tiny import tiny_run
+from tiny import GLOBAL_BATCH, tiny_run
 
-FAMILIES = ("mixtral", "qwen3_moe")
+FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3")
 RECOMPUTES = ("none", "selective", "full")
 
 
@@ -33,9 +33,10 @@ RECOMPUTES = ("none", "selective", "full")
 def test_every_layout(ranks: RankPool, name: str) -> None:
     """Families, recomputation, accumulation and tied embeddings take turns."""
     layout, turn = EXPERT_PARALLEL[name], list(EXPERT_PARALLEL).index(name)
-    for accumulation in (1, 2):
-        options: dict[str, Any] = {"family": FAMILIES[(turn + accumulation) % 2], "tied": turn % 2 == 0}
-        recompute = RECOMPUTES[(turn + accumulation) % 3]
+    sequences = GLOBAL_BATCH // layout.data_parallel
+    for accumulation in (1, 2 if sequences % 2 == 0 else 3):
+        options: dict[str, Any] = {"family": FAMILIES[(turn + (accumulation > 1)) % 3], "tied": turn % 2 == 0}
+        recompute = RECOMPUTES[(turn // 3 + (accumulation > 1)) % 3]
         run = tiny_run(layout, accumulation=accumulation, recompute=recompute, **options)
         assert_equal(ranks.run(layout.world_size, one_step, run)[0], alone(**options))
 

@@ -46,10 +46,15 @@ PUBLISHED = {
     "mixtral-8x22b": 140_620_634_112,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "moonlight-16b-a3b": 15_960_108_544,
+    "deepseek-v3": 671_026_404_352,
 }
 
 # Parameters that one token meets, in billions, as published with the models.
-ACTIVE = {"mixtral-8x7b": "12.9", "mixtral-8x22b": "39", "qwen3-30b-a3b": "3.3", "qwen3-235b-a22b": "22"}
+ACTIVE = {"mixtral-8x7b": "12.9", "mixtral-8x22b": "39", "qwen3-30b-a3b": "3.3", "qwen3-235b-a22b": "22"} | {
+    "moonlight-16b-a3b": "3",
+    "deepseek-v3": "37",
+}
 
 
 def test_every_preset_is_pinned():

@@ -15,11 +15,14 @@ PROMPTS = [[5, 6, 7, 8, 9], [3], [11, 4, 11]]
 GREEDY = Sampling(temperature=0)
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2", "mistral", "mixtral", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["llama", "gpt2", "mistral", "mixtral", "qwen3_moe", "deepseek_v3"])
 def model(request, tmp_path_factory):
     fields = ModelFields(
         family=request.param, hidden=32, num_layers=2, num_heads=4, vocab=50, max_positions=24, init_std=0.3
     )
+    if request.param == "deepseek_v3":
+        latent = {"kv_rank": 12, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 8, "num_experts": 16}
+        fields = fields.model_copy(update=latent)
     if request.param == "mistral":
         fields = fields.model_copy(update={"sliding_window": 3, "num_kv_heads": 2})
     spec = resolve_model(fields, base_dir=tmp_path_factory.getbasetemp())

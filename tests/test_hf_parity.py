@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 from transformers.models.mixtral import modeling_mixtral
@@ -15,14 +16,31 @@ from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from meshwright.checkpoint.hf import HfWeights, export_hf
-from meshwright.families import hf_tensors, model_to_hf_config, parameter_table, read_hf_directory, resolve_model
-from meshwright.models import Decoder, build_model, initialize
+from meshwright.families import (
+    hf_tensors,
+    model_to_hf_config,
+    parameter_table,
+    read_hf_directory,
+    resolve_model,
+    state_table,
+)
+from meshwright.models import Decoder, build_model, initialize, named_tensors
 from meshwright.spec.model import ModelFields, ModelSpec, RopeScaling
 
 LENGTH = 24
 SIZES = {"hidden": 32, "num_layers": 3, "num_heads": 4, "vocab": 97, "max_positions": 48, "init_std": 0.2}
 GROUPED = {**SIZES, "num_kv_heads": 2, "ffn": 40}
 LLAMA_3 = {"rope_theta": 500.0, "rope_scaling": RopeScaling(factor=8.0, original_max_positions=16)}
+YARN = RopeScaling(kind="yarn", factor=4.0, original_max_positions=16, beta_fast=8.0)
+DEEPSEEK = {
+    **SIZES,
+    "ffn": 40,
+    "expert_ffn": 24,
+    "kv_rank": 16,
+    "nope_head_dim": 8,
+    "rope_head_dim": 4,
+    "v_head_dim": 6,
+}
 
 CASES = {
     "gpt2": {"family": "gpt2", **SIZES},
@@ -48,6 +66,29 @@ CASES = {
     },
     "qwen3-moe": {"family": "qwen3_moe", **GROUPED, "expert_ffn": 24, "num_experts": 8, "experts_per_token": 3},
     "qwen3-moe-one-each": {"family": "qwen3_moe", **GROUPED, "num_experts": 4, "experts_per_token": 1},
+    "llama-yarn": {"family": "llama", **GROUPED, "rope_scaling": YARN},
+    "deepseek-v3": {
+        "family": "deepseek_v3",
+        **DEEPSEEK,
+        "q_rank": 20,
+        "num_experts": 8,
+        "experts_per_token": 3,
+        "router_groups": 4,
+        "router_top_groups": 2,
+        "dense_layers": 1,
+        "rope_scaling": YARN.model_copy(update={"mscale": 0.7, "mscale_all_dim": 1.3}),
+    },
+    "deepseek-v3-without-groups": {
+        "family": "deepseek_v3",
+        **DEEPSEEK,
+        "num_experts": 6,
+        "experts_per_token": 2,
+        "router_groups": 1,
+        "router_top_groups": 1,
+        "shared_experts": 2,
+        "dense_layers": 0,
+        "tied_embeddings": True,
+    },
 }
 
 
@@ -56,14 +97,14 @@ def case_spec(name: str) -> ModelSpec:
 
 
 def ours(spec: ModelSpec, dtype=torch.float32, seed=0) -> Decoder:
-    """Random everywhere: norms and biases too, which start at one and zero."""
+    """Random everywhere: norms, biases and state too, which start at one and zero."""
     model = build_model(spec, device="cpu", dtype=dtype)
     initialize(model, parameter_table(spec), seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+        for tensor in named_tensors(model).values():
+            if tensor.dim() == 1:
+                tensor.add_(0.3 * torch.randn(tensor.shape, generator=generator))
     return model
 
 
@@ -106,7 +147,7 @@ def separate(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def exported(spec: ModelSpec, directory: Path, dtype=torch.float32, **options) -> Decoder:
     model = ours(spec)
-    export_hf(model.named_parameters(), spec, directory, tokenizer_dir=None, dtype=dtype, **options)
+    export_hf(named_tensors(model).items(), spec, directory, tokenizer_dir=None, dtype=dtype, **options)
     return model
 
 
@@ -124,11 +165,22 @@ def exact(monkeypatch):
         normalised = getattr(self, "norm_topk_prob", True)
         return logits, scores / scores.sum(-1, keepdim=True) if normalised else scores, experts
 
+    def route_in_groups(self, x):
+        scores = torch.nn.functional.linear(x.flatten(0, -2), self.weight).sigmoid()
+        groups = (scores + self.e_score_correction_bias).unflatten(-1, (self.num_group, -1))
+        best = groups.topk(2).values.sum(-1).topk(self.topk_group).indices
+        others = torch.ones(groups.shape[:-1], dtype=torch.bool).scatter(-1, best, False)
+        experts = groups.masked_fill(others[..., None], -torch.inf).flatten(-2).topk(self.top_k).indices
+        weights = scores.gather(-1, experts)
+        return None, self.routed_scaling_factor * weights / weights.sum(-1, keepdim=True), experts
+
+    monkeypatch.setattr(modeling_deepseek_v3.DeepseekV3TopkRouter, "forward", route_in_groups)
     for router in (modeling_mixtral.MixtralTopKRouter, modeling_qwen3_moe.Qwen3MoeTopKRouter):
         monkeypatch.setattr(router, "forward", route)
 
     norms = (
         modeling_llama.LlamaRMSNorm,
+        modeling_deepseek_v3.DeepseekV3RMSNorm,
         modeling_mistral.MistralRMSNorm,
         modeling_mixtral.MixtralRMSNorm,
         modeling_qwen2.Qwen2RMSNorm,
@@ -158,13 +210,16 @@ def test_their_model_computes_the_same_here_fp32(name, tmp_path):
     config = AutoConfig.for_model(**model_to_hf_config(spec))
     torch.manual_seed(3)
     theirs = AutoModelForCausalLM.from_config(config).float().eval()
+    for name, buffer in theirs.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # which starts at zero
+            buffer.normal_(std=0.3)
     theirs.save_pretrained(tmp_path)
     found = read_hf_directory(tmp_path)
     assert found == spec
     model, weights = build_model(found, device="cpu"), HfWeights(tmp_path, found)
     with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            parameter.copy_(weights.read_rows(key, 0, parameter.shape[0]))
+        for key, tensor in named_tensors(model).items():
+            tensor.copy_(weights.read_rows(key, 0, tensor.shape[0]))
         batch = tokens(spec)
         expected = theirs(batch).logits
         torch.testing.assert_close(model(batch), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
@@ -182,8 +237,9 @@ def test_gradients_equal_transformers(name, tmp_path, exact):
     expected = separate({name: p.grad for name, p in theirs.named_parameters()})
     # Of the largest gradient of all, because some are zero but for rounding (a key's bias moves no attention).
     largest = max(grad.abs().max().item() for grad in expected.values())
-    for key, place in hf_tensors(spec).items():
-        grad = model.get_parameter(key).grad
+    places = hf_tensors(spec)
+    for key, parameter in model.named_parameters():
+        place, grad = places[key], parameter.grad
         if place.experts is not None:
             part = torch.stack([expected[in_memory(expert)] for expert in place.keys])
             torch.testing.assert_close(grad, part, rtol=0, atol=1e-13 * largest)
@@ -203,7 +259,8 @@ def test_a_round_trip_keeps_every_bit(name, dtype, tmp_path):
     config = AutoConfig.for_model(**model_to_hf_config(spec))
     AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(tmp_path / "theirs")
     weights = HfWeights(tmp_path / "theirs", spec)
-    stream = ((row.name, weights.read_rows(row.name, 0, row.shape[0])) for row in parameter_table(spec))
+    table = parameter_table(spec) + state_table(spec)
+    stream = ((row.name, weights.read_rows(row.name, 0, row.shape[0])) for row in table)
     export_hf(stream, spec, tmp_path / "ours", tokenizer_dir=None, dtype=dtype, shard_bytes=10_000, prove=False)
     before = load_file(tmp_path / "theirs" / "model.safetensors")
     index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())

@@ -7,16 +7,20 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.families import PRESETS, parameter_table, resolve_model
-from meshwright.models import Cache, build_model, initialize
+from meshwright.families import PRESETS, parameter_table, resolve_model, state_table
+from meshwright.models import Cache, build_model, initialize, named_tensors
 from meshwright.spec.model import ModelFields
 
-FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
+FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"]
 TINY = {"hidden": 32, "num_layers": 2, "num_heads": 4, "vocab": 97, "ffn": 48}
 
 
+LATENT = {"kv_rank": 12, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 8, "num_experts": 16, "dense_layers": 1}
+
+
 def tiny(family: str, **more):
-    return resolve_model(ModelFields(family=family, **{**TINY, **more}), base_dir=Path())
+    latent = LATENT if family == "deepseek_v3" else {}
+    return resolve_model(ModelFields(family=family, **{**TINY, **latent, **more}), base_dir=Path())
 
 
 def built(spec, dtype=torch.float64, seed=0):
@@ -31,7 +35,9 @@ def test_table_is_the_module(family, tied):
     spec = tiny(family, tied_embeddings=tied)
     module = [(name, tuple(parameter.shape)) for name, parameter in build_model(spec).named_parameters()]
     assert module == [(parameter.name, parameter.shape) for parameter in parameter_table(spec)]
-    assert not list(build_model(spec).buffers())
+    state = [(name, tuple(buffer.shape)) for name, buffer in build_model(spec).named_buffers()]
+    assert state == [(row.name, row.shape) for row in state_table(spec)]
+    assert bool(state) == (family == "deepseek_v3")
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -59,26 +65,26 @@ def test_a_model_in_parts_is_the_model(family, tied):
     tokens = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(1))
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * 9])
     whole, parts = built(spec), [range(2), range(2, 3), range(3, 5)]
-    weights = dict(whole.named_parameters())
+    weights = named_tensors(whole)
     x, names = None, []
     for part in parts:
         model = build_model(spec, device="cpu", dtype=torch.float64)
         model.keep_layers([part])
-        for name, parameter in model.named_parameters():
-            parameter.data.copy_(weights[name])
+        for name, tensor in named_tensors(model).items():
+            tensor.data.copy_(weights[name])
             names.append(name)
         x = model(tokens, tokens, documents, layers=part, x_BTD=x)
     assert torch.equal(x, whole(tokens, tokens, documents))
     assert sorted(names) == sorted([*weights, *(["tok_embeddings.weight"] if tied else [])])
     outer = build_model(spec)
     outer.keep_layers([parts[0], parts[2]])  # a rank may hold several parts
-    assert {name for name, _ in outer.named_parameters()} == {name for name in weights if ".2." not in name}
+    assert named_tensors(outer).keys() == {name for name in weights if ".2." not in name}
 
 
 def windowed(family: str, **more):
     """The family with grouped heads and a window where it has them."""
-    grouped = {} if family == "gpt2" else {"num_kv_heads": 2}
-    window = {} if family in ("gpt2", "llama") else {"sliding_window": 5}
+    grouped = {} if family in ("gpt2", "deepseek_v3") else {"num_kv_heads": 2}
+    window = {} if family in ("gpt2", "llama", "deepseek_v3") else {"sliding_window": 5}
     return tiny(family, init_std=0.2, max_positions=32, **grouped, **window, **more)
 
 

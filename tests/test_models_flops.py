@@ -16,10 +16,13 @@ BATCH, LENGTH = 2, 24
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"])
 def test_equals_torchs_counter(family, tied):
     sizes = {"hidden": 32, "num_layers": 3, "num_heads": 4, "vocab": 61, "ffn": 40, "tied_embeddings": tied}
-    kv = {} if family == "gpt2" else {"num_kv_heads": 2}
+    kv = {} if family in ("gpt2", "deepseek_v3") else {"num_kv_heads": 2}
+    if family == "deepseek_v3":  # values as wide as keys, to whose width they are padded
+        sizes |= {"kv_rank": 12, "q_rank": 16, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 10}
+        sizes |= {"num_experts": 16, "expert_ffn": 12, "dense_layers": 1}
     spec = resolve_model(ModelFields(family=family, **sizes, **kv), base_dir=Path())
     model = build_model(spec, device="cpu", dtype=torch.float64)
     initialize(model, parameter_table(spec), 0)

@@ -72,7 +72,7 @@ def test_grouped_products_equal_a_loop(dtype, width, counts):
 
 
 def test_a_wrong_number_of_experts_is_refused():
-    with pytest.raises(ValueError, match="experts_per_token=7 of num_experts=6: too many"):
+    with pytest.raises(ValueError, match="experts_per_token=7 of 6 experts to choose from: too many"):
         built(experts_per_token=7)
 
 
@@ -162,3 +162,62 @@ def test_an_expert_that_nobody_chooses():
         assert linear.weight.grad.isfinite().all()
         assert not linear.weight.grad[4].any()
         assert linear.weight.grad.any()
+
+
+DEEPSEEK = {"kv_rank": 8, "nope_head_dim": 6, "rope_head_dim": 2, "v_head_dim": 6, "dense_layers": 0}
+
+
+def test_groups_limit_the_choice():
+    """Of 4 groups of 3 experts only 2 take part: no token is sent to more."""
+    groups = {"num_experts": 12, "experts_per_token": 4, "router_groups": 4, "router_top_groups": 2}
+    router = layers(built("deepseek_v3", **DEEPSEEK, **groups))[0].router
+    _, experts, _ = router(torch.randn(3, 10, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3)))
+    used = [set((token // 3).tolist()) for token in experts.flatten(0, 1)]
+    assert {len(groups) for groups in used} == {2}
+    assert set.union(*used) == {0, 1, 2, 3}
+
+
+def test_biases_move_loads_towards_the_mean():
+    """A bias decides who is chosen and weighs nothing; step by step it makes loads that begin uneven even."""
+    options = {"router_groups": 1, "router_top_groups": 1, "balance_rate": 0.01, "balance_loss": 0.0}
+    model = built("deepseek_v3", **DEEPSEEK, **options)
+    tokens = torch.randint(40, (8, 32), generator=torch.Generator().manual_seed(1))
+    spreads = []
+    for _ in range(60):
+        model(tokens, tokens).backward()
+        loads = [layer.router.take_load() for layer in layers(model)]
+        spreads.append(max((load.max() / load.double().mean()).item() for load in loads))
+        for layer, load in zip(layers(model), loads, strict=True):
+            before = layer.router.bias.clone()
+            layer.router.move_bias(load)
+            moved = layer.router.bias - before
+            torch.testing.assert_close(moved, 0.01 * (load.double().mean() - load).sign(), rtol=0, atol=1e-15)
+    assert spreads[0] > 1.4
+    assert max(spreads[-5:]) < 1.15
+    assert all(layer.router.bias.grad is None for layer in layers(model))
+
+
+def test_a_bias_chooses_but_does_not_weigh():
+    options = {"router_groups": 1, "router_top_groups": 1, "router_scale": 1.0}
+    layer = layers(built("deepseek_v3", **DEEPSEEK, **options))[0]
+    x = torch.randn(1, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    layer.router.bias[:2] = 100
+    weights, experts, _ = layer.router(x)
+    scores = (x @ layer.router.weight.T).sigmoid()[..., :2]
+    assert set(experts.flatten().tolist()) == {0, 1}
+    expected = scores / scores.sum(-1, keepdim=True)
+    torch.testing.assert_close(weights, expected.gather(-1, experts), rtol=1e-12, atol=0)
+
+
+def test_biases_stay_in_fp32():
+    options = {"router_groups": 1, "router_top_groups": 1}
+    model = built("deepseek_v3", dtype=torch.float32, **DEEPSEEK, **options)
+    layer = layers(model)[0]
+    layer.router.bias[0] = 1.001  # which bf16 cannot say
+    model.bfloat16()
+    assert layer.router.weight.dtype == torch.bfloat16
+    assert layer.router.bias.dtype == torch.float32
+    assert layer.router.bias[0] == torch.tensor(1.001)
+    assert (
+        layers(built("deepseek_v3", dtype=torch.bfloat16, **DEEPSEEK, **options))[0].router.bias.dtype == torch.float32
+    )

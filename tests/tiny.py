@@ -44,11 +44,16 @@ def tiny_run(
         sizes |= {"num_kv_heads": 2, "ffn": 40}
     if family == "mistral":
         sizes["sliding_window"] = 8
-    if family in ("mixtral", "qwen3_moe"):
+    if family in ("mixtral", "qwen3_moe", "deepseek_v3"):
         # So uneven a routing that experts are left without any token of a microbatch.
         sizes |= {"num_experts": 8, "experts_per_token": 2, "balance_loss": 0.5}
     if family == "qwen3_moe":
         sizes["expert_ffn"] = 20
+    if family == "deepseek_v3":
+        del sizes["num_kv_heads"]
+        sizes |= {"expert_ffn": 20, "shared_experts": 2, "dense_layers": 1, "num_layers": 3, "balance_rate": 0.05}
+        sizes |= {"router_groups": 4, "router_top_groups": 2}
+        sizes |= {"q_rank": 12, "kv_rank": 16, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 8}
     fields = ModelFields(family=family, tied_embeddings=tied, init_std=0.2, **sizes)
     defaults = {
         "precision": "fp64",

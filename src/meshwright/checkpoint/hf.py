@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -14,8 +15,8 @@ from safetensors import safe_open
 
 from meshwright.checkpoint.hf_proof import prove_export
 from meshwright.checkpoint.tensor_files import DTYPES, StoredTensor, TensorFileWriter, read_header
-from meshwright.families import FAMILIES, hf_tensors, model_to_hf_config, parameter_table
-from meshwright.models import Decoder, build_model
+from meshwright.families import FAMILIES, hf_tensors, model_to_hf_config, parameter_table, state_table
+from meshwright.models import Decoder, build_model, named_tensors
 from meshwright.spec.model import ModelSpec
 
 WEIGHTS = "model.safetensors"
@@ -124,9 +125,12 @@ def _find(
 
 def _refuse_unknown(stored: Mapping[str, StoredTensor], used: set[str], spec: ModelSpec) -> None:
     """A tensor that nobody reads would silently change what the model computes."""
-    ignored = FAMILIES[spec.family].hf_ignored + (("lm_head.weight",) if spec.tied_embeddings else ())
+    family = FAMILIES[spec.family]
+    ignored = family.hf_ignored + (("lm_head.weight",) if spec.tied_embeddings else ())
     for key in stored.keys() - used:
-        if not key.endswith(ignored):
+        layer = re.search(r"\blayers\.(\d+)\.", key) if family.hf_more_layers else None
+        further = layer is not None and int(layer[1]) >= spec.num_layers
+        if not further and not key.endswith(ignored):
             raise ValueError(f"{stored[key].file}: tensor {key} has no place in the {spec.family} of config.json")
 
 
@@ -144,8 +148,8 @@ def export_hf(
     """Write a directory that transformers 4 and 5 and this project read. It gets its name only when it is complete.
 
     Args:
-        parameters: our names with whole tensors, each once, in any order. One is held at a time, and those that share
-            a stored tensor (gpt2's queries, keys and values) until all have come.
+        parameters: our names with whole tensors, state included, each once, in any order. One is held at a time, and
+            those that share a stored tensor (gpt2's queries, keys and values) until all have come.
         tokenizer_dir: folder whose tokenizer files are copied, or None.
         dtype: of the stored weights.
         shard_bytes: size beyond which a file is not filled further.
@@ -182,7 +186,7 @@ def _kept(
     parameters: Iterable[tuple[str, torch.Tensor]], reference: Decoder, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The same parameters, copied into `reference` as they pass, rounded as they will be stored."""
-    targets = dict(reference.named_parameters())
+    targets = named_tensors(reference)
     for name, tensor in parameters:
         if name in targets and tensor.shape == targets[name].shape:
             targets[name].data.copy_(tensor.detach().to(dtype))
@@ -192,7 +196,7 @@ def _kept(
 def _as_stored(parameters: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
     """Every stored tensor, in its orientation, as soon as all parameters that share it have come."""
     places = hf_tensors(spec)
-    missing = {parameter.name: parameter.shape for parameter in parameter_table(spec)}
+    missing = {row.name: row.shape for row in parameter_table(spec) + state_table(spec)}
     waiting: dict[str, dict[int, torch.Tensor]] = {}  # what has come of a stored tensor, by its first row
     for name, tensor in parameters:
         if missing.pop(name, None) != tuple(tensor.shape):

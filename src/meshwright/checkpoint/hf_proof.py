@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from meshwright.families import parameter_table, read_hf_directory
-from meshwright.models import Decoder, build_model
+from meshwright.families import parameter_table, read_hf_directory, state_table
+from meshwright.models import Decoder, build_model, named_tensors
 from meshwright.spec.model import ModelSpec
 
 TOLERANCE = 1e-4
@@ -42,11 +42,11 @@ def prove_export(reference: Decoder, directory: Path, open_weights: Callable[[Mo
     found = read_hf_directory(directory)
     read_rows = open_weights(found)
     reread = build_model(found, device="cpu")
-    parameters = dict(reread.named_parameters())
-    for row in parameter_table(found):
-        parameters[row.name].copy_(read_rows(row.name, 0, row.shape[0]))
+    tensors = named_tensors(reread)
+    for row in parameter_table(found) + state_table(found):
+        tensors[row.name].copy_(read_rows(row.name, 0, row.shape[0]))
     worst = _compare(expected_BTV, reread(tokens_BT), "read back")
-    del reread, parameters
+    del reread, tensors
 
     if find_spec("transformers") is not None:
         theirs_BTV = _transformers_logits(directory, tokens_BT)

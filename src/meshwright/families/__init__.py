@@ -5,7 +5,7 @@ from meshwright.families.hf_config import model_from_hf_config, model_to_hf_conf
 from meshwright.families.hf_tensors import HfTensor, hf_tensors
 from meshwright.families.registry import FAMILIES, PRESETS
 from meshwright.families.resolve import pretrained_directory, read_hf_directory, resolve_model
-from meshwright.families.table import active_parameters, parameter_table
+from meshwright.families.table import active_parameters, parameter_table, state_table
 
 __all__ = [
     "FAMILIES",
@@ -19,4 +19,5 @@ __all__ = [
     "pretrained_directory",
     "read_hf_directory",
     "resolve_model",
+    "state_table",
 ]

@@ -8,7 +8,13 @@ from meshwright.spec.model import ModelFields, ModelSpec
 
 GATED_MULTIPLE = 256
 
-EXPERT_FIELDS = frozenset({"num_experts", "experts_per_token", "expert_ffn", "balance_loss"})
+DEEPSEEK_FIELDS = frozenset(
+    {"balance_rate", "shared_experts", "dense_layers", "router_groups", "router_top_groups", "router_scale"}
+    | {"q_rank", "kv_rank", "nope_head_dim", "rope_head_dim", "v_head_dim"}
+)
+"""Fields of `ModelFields` that only deepseek_v3 has."""
+
+EXPERT_FIELDS = DEEPSEEK_FIELDS | {"num_experts", "experts_per_token", "expert_ffn", "balance_loss"}
 """Fields of `ModelFields` that only families of experts have."""
 
 
@@ -53,11 +59,14 @@ class Family:
     """Keys that must have one of these values where they are given; the first is what is written."""
     hf_modules: Mapping[str, str]
     """Our module -> the module that holds it in a checkpoint, `{i}` for the layer. Modules that share one are stacked
-    there, rows below rows, in the parameter table's order. With `{e}` each expert has a module of its own there."""
+    there, rows below rows, in the parameter table's order. With `{e}` each expert has a module of its own there. A
+    tensor that is called otherwise there has an entry of its own."""
     hf_prefix: str
     """What a checkpoint saved from the model without its head leaves out of its names."""
     hf_transposed: frozenset[str] = frozenset()
     """Modules whose weight is stored (in, out): the last part of their name in a checkpoint."""
+    hf_more_layers: bool = False
+    """Checkpoints may hold further layers after the last, for the prediction of further tokens; they are left out."""
     hf_ignored: tuple[str, ...] = ()
     """Ends of the names of stored tensors that are no parameters: masks and tables that old versions saved."""
 
@@ -67,23 +76,38 @@ class Family:
         Raises:
             ValueError: sizes that do not fit together, or (pydantic's `ValidationError`) a value of the wrong type.
         """
-        hidden, num_heads = given["hidden"], given["num_heads"]
-        if "head_dim" not in given and hidden % num_heads:
-            raise ValueError(f"hidden={hidden} is not a multiple of num_heads={num_heads}")
-        follows = {
-            "num_kv_heads": num_heads,
-            "head_dim": hidden // num_heads,
-            "ffn": self.default_ffn(hidden),
-        }
-        if "num_experts" in self.defaults:
-            follows["expert_ffn"] = given.get("ffn", follows["ffn"])
-            if "expert_ffn" in self.unavailable:  # because experts are always as wide as ffn says
-                given = {**given, "expert_ffn": follows["expert_ffn"]}
-        spec = ModelSpec.model_validate({"family": self.name, **follows, **self.switches, **self.defaults, **given})
-        if spec.num_heads % spec.num_kv_heads:
-            raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={spec.num_kv_heads}")
-        if spec.positions == "rope" and spec.head_dim % 2:
-            raise ValueError(f"head_dim={spec.head_dim} is odd, but rotary embeddings turn pairs")
-        if spec.experts_per_token > spec.num_experts:
-            raise ValueError(f"experts_per_token={spec.experts_per_token} of num_experts={spec.num_experts}: too many")
+        follows = self._follows({**self.defaults, **given})
+        forced = {field: value for field, value in follows.items() if field in self.unavailable}
+        fields = {**follows, **self.switches, **self.defaults, **given, **forced}
+        spec = ModelSpec.model_validate({**fields, "family": self.name})
+        for larger, smaller in (("num_heads", "num_kv_heads"), ("num_experts", "router_groups")):
+            number, of = getattr(spec, larger), getattr(spec, smaller)
+            if number % of:
+                raise ValueError(f"{larger}={number} is not a multiple of {smaller}={of}")
+        if spec.positions == "rope" and spec.rotated_dim % 2:
+            name = "rope_head_dim" if spec.rope_head_dim else "head_dim"
+            raise ValueError(f"{name}={spec.rotated_dim} is odd, but rotary embeddings turn pairs")
+        if spec.router_top_groups > spec.router_groups:
+            raise ValueError(
+                f"router_top_groups={spec.router_top_groups} of router_groups={spec.router_groups}: too many"
+            )
+        choice = spec.num_experts // spec.router_groups * spec.router_top_groups
+        if spec.experts_per_token > choice:
+            raise ValueError(f"experts_per_token={spec.experts_per_token} of {choice} experts to choose from: too many")
+        if spec.router_groups > 1 and spec.num_experts < 2 * spec.router_groups:
+            raise ValueError(f"router_groups={spec.router_groups} of {spec.num_experts} experts: a group needs two")
         return spec
+
+    def _follows(self, known: Mapping[str, Any]) -> dict[str, Any]:
+        """What the given sizes say about the others."""
+        hidden, num_heads = known["hidden"], known["num_heads"]
+        follows = {"num_kv_heads": num_heads, "ffn": self.default_ffn(hidden)}
+        if "kv_rank" in self.defaults:
+            follows["head_dim"] = known["nope_head_dim"] + known["rope_head_dim"]
+        elif "head_dim" in known or hidden % num_heads == 0:
+            follows["head_dim"] = hidden // num_heads
+        else:
+            raise ValueError(f"hidden={hidden} is not a multiple of num_heads={num_heads}")
+        if "num_experts" in self.defaults:
+            follows["expert_ffn"] = known.get("ffn", follows["ffn"])
+        return follows

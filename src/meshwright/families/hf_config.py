@@ -9,13 +9,16 @@ from meshwright.families.family import Family
 from meshwright.families.registry import FAMILIES
 from meshwright.spec.model import ModelSpec
 
-LLAMA3_SCALING = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_positions": "original_max_position_embeddings",
+NEEDED_SCALING = {"factor": "factor", "original_max_positions": "original_max_position_embeddings"}
+
+SCALINGS = {
+    "llama3": {**NEEDED_SCALING, "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"},
+    "yarn": {
+        **NEEDED_SCALING,
+        **{key: key for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")},
+    },
 }
-"""Field of `RopeScaling` -> key of the rope parameters in config.json."""
+"""Rope type -> field of `RopeScaling` -> key of the rope parameters in config.json."""
 
 
 def model_from_hf_config(config: Mapping[str, Any], *, where: str = "config.json") -> ModelSpec:
@@ -77,16 +80,21 @@ def _rope(config: Mapping[str, Any], family: Family, where: str) -> dict[str, An
         raise ValueError(f"{where}: the rope parameters are {rope!r}, not an object")
     theta = rope.get("rope_theta", _value(config, "rope_theta", family, where))
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"{where}: rope type {kind!r} is not supported, only 'default' and 'llama3'")
+    if kind != "default" and kind not in SCALINGS:
+        raise ValueError(f"{where}: rope type {kind!r} is not supported, only 'default', 'llama3' and 'yarn'")
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ValueError(f"{where}: partial_rotary_factor is not supported, only rotation of the whole head")
     if kind == "default":
         return {"rope_theta": theta}
-    missing = [key for key in LLAMA3_SCALING.values() if key not in rope]
+    if not rope.get("truncate", True):
+        raise ValueError(f"{where}: truncate=false is not supported for rope type 'yarn', only true")
+    keys = SCALINGS[kind]
+    needed = keys if kind == "llama3" else NEEDED_SCALING
+    missing = [key for key in needed.values() if key not in rope]
     if missing:
-        raise ValueError(f"{where}: rope type 'llama3' needs {', '.join(missing)}")
-    return {"rope_theta": theta, "rope_scaling": {field: rope[key] for field, key in LLAMA3_SCALING.items()}}
+        raise ValueError(f"{where}: rope type {kind!r} needs {', '.join(missing)}")
+    given = {field: rope[key] for field, key in keys.items() if rope.get(key) is not None}
+    return {"rope_theta": theta, "rope_scaling": {"kind": kind, **given}}
 
 
 def _slides(config: Mapping[str, Any], family: Family, num_layers: int, where: str) -> bool:
@@ -129,8 +137,9 @@ def model_to_hf_config(spec: ModelSpec, *, dtype: str = "float32", **token_ids: 
 def _rope_keys(spec: ModelSpec) -> dict[str, Any]:
     scaling = None
     if spec.rope_scaling is not None:
-        scaling = {key: getattr(spec.rope_scaling, field) for field, key in LLAMA3_SCALING.items()}
-        scaling["rope_type"] = "llama3"
+        values = {key: getattr(spec.rope_scaling, field) for field, key in SCALINGS[spec.rope_scaling.kind].items()}
+        scaling = {key: value for key, value in values.items() if value is not None}
+        scaling["rope_type"] = spec.rope_scaling.kind
     return {
         "rope_theta": spec.rope_theta,
         "rope_scaling": scaling,

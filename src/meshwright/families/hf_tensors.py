@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from meshwright.families.family import Family
 from meshwright.families.registry import FAMILIES
-from meshwright.families.table import parameter_table
+from meshwright.families.table import parameter_table, state_table
 from meshwright.spec.model import ModelSpec
 
 
@@ -32,9 +32,9 @@ class HfTensor:
 
 
 def hf_tensors(spec: ModelSpec) -> dict[str, HfTensor]:
-    """Our parameter's name -> where it lies, for every row of the parameter table, in its order."""
+    """Our tensor's name -> where it lies, for every row of the parameter table, in its order, and of the state's."""
     family = FAMILIES[spec.family]
-    table = parameter_table(spec)
+    table = parameter_table(spec) + state_table(spec)
     keys = {parameter.name: _hf_key(family, parameter.name) for parameter in table}
     offsets: dict[str, int] = {}
     rows: dict[str, int] = {}  # of each stored tensor: the parameters that share it are stacked in table order
@@ -63,9 +63,9 @@ def hf_tensors(spec: ModelSpec) -> dict[str, HfTensor]:
 
 
 def _hf_key(family: Family, name: str) -> str:
-    module, _, kind = name.rpartition(".")
-    layer = re.match(r"layers\.(\d+)\.", module)
-    if layer is None:
-        return f"{family.hf_modules[module]}.{kind}"
-    stored = family.hf_modules["layers.{i}." + module[layer.end() :]]
-    return f"{stored.replace('{i}', layer[1])}.{kind}"
+    layer = re.match(r"layers\.(\d+)\.", name)
+    number = "" if layer is None else layer[1]
+    general = name if layer is None else "layers.{i}." + name[layer.end() :]
+    module, _, kind = general.rpartition(".")
+    stored = family.hf_modules.get(general) or f"{family.hf_modules[module]}.{kind}"
+    return stored.replace("{i}", number)

@@ -1,5 +1,6 @@
 """The one place that lists the families and, from them, every published size by name."""
 
+from meshwright.families.deepseek import DEEPSEEK_V3
 from meshwright.families.family import Family
 from meshwright.families.gpt2 import GPT2
 from meshwright.families.llama import LLAMA
@@ -9,7 +10,7 @@ from meshwright.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from meshwright.spec.model import ModelFields
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE)
+    family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3)
 }
 
 PRESETS: dict[str, ModelFields] = {

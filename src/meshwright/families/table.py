@@ -11,17 +11,23 @@ Init = Literal["normal", "ones", "zeros"]
 
 
 def dim_sizes(spec: ModelSpec) -> dict[str, int]:
-    """Size of every named dim."""
+    """Size of every named dim that the model has."""
+    kv_heads = spec.num_kv_heads * (spec.head_dim if spec.kv_rank is None else spec.nope_head_dim + spec.v_head_dim)
     return {
         "vocab": spec.vocab,
         "embed": spec.hidden,
         "heads": spec.num_heads * spec.head_dim,
-        "kv_heads": spec.num_kv_heads * spec.head_dim,
+        "kv_heads": kv_heads,
         "head_dim": spec.head_dim,
         "ffn": spec.ffn,
         "positions": spec.max_positions,
         "experts": spec.num_experts,
         "expert_ffn": spec.expert_ffn,
+        "shared_ffn": spec.shared_experts * spec.expert_ffn,
+        "v_heads": spec.num_heads * spec.v_head_dim,
+        "q_rank": spec.q_rank or 0,
+        "kv_rank": spec.kv_rank or 0,
+        "kv_latent": (spec.kv_rank or 0) + spec.rope_head_dim,
     }
 
 
@@ -46,48 +52,86 @@ def active_numel(spec: ModelSpec, row: Parameter) -> int:
     return row.numel // spec.num_experts * spec.experts_per_token if of_all_experts else row.numel
 
 
+def state_table(spec: ModelSpec) -> tuple[Parameter, ...]:
+    """Every tensor that is kept and saved like a parameter, but not trained: the module's buffers, in their order."""
+    moe_layers = (i for i in range(spec.num_layers) if spec.router_bias and spec.is_moe(i))
+    rows = _Rows(spec)
+    return tuple(rows.row(f"layers.{i}.feed_forward.router.bias", "experts", init="zeros") for i in moe_layers)
+
+
 def _rows(spec: ModelSpec) -> Iterator[Parameter]:
-    sizes = dim_sizes(spec)
-
-    def row(name: str, *dims: str, init: Init = "normal", std: float = spec.init_std) -> Parameter:
-        shape = tuple(sizes[dim] for dim in dims)
-        return Parameter(name=name, dims=dims, shape=shape, init=init, init_std=std if init == "normal" else 0.0)
-
-    def linear(name: str, out: str, into: str, bias: bool = False, std: float = spec.init_std) -> Iterator[Parameter]:
-        yield row(f"{name}.weight", out, into, std=std)
-        if bias:
-            yield row(f"{name}.bias", out, init="zeros")
-
-    def norm(name: str, dim: str = "embed") -> Iterator[Parameter]:
-        yield row(f"{name}.weight", dim, init="ones")
-        if spec.norm == "layernorm":
-            yield row(f"{name}.bias", dim, init="zeros")
-
-    residual_std = spec.init_std / sqrt(2 * spec.num_layers)
-    yield row("tok_embeddings.weight", "vocab", "embed")
+    rows = _Rows(spec)
+    yield rows.row("tok_embeddings.weight", "vocab", "embed")
     if spec.positions == "learned":
-        yield row("pos_embeddings.weight", "positions", "embed")
+        yield rows.row("pos_embeddings.weight", "positions", "embed")
     for i in range(spec.num_layers):
         attention, feed_forward = f"layers.{i}.attention", f"layers.{i}.feed_forward"
-        yield from norm(f"{attention}_norm")
-        yield from linear(f"{attention}.wq", "heads", "embed", spec.qkv_bias)
-        yield from linear(f"{attention}.wk", "kv_heads", "embed", spec.qkv_bias)
-        yield from linear(f"{attention}.wv", "kv_heads", "embed", spec.qkv_bias)
-        yield from linear(f"{attention}.wo", "embed", "heads", spec.output_bias, residual_std)
-        if spec.qk_norm:
-            yield from norm(f"{attention}.q_norm", "head_dim")
-            yield from norm(f"{attention}.k_norm", "head_dim")
-        yield from norm(f"{feed_forward}_norm")
-        if spec.is_moe(i):
-            yield row(f"{feed_forward}.router.weight", "experts", "embed")
-            yield row(f"{feed_forward}.experts.w1.weight", "experts", "expert_ffn", "embed")
-            yield row(f"{feed_forward}.experts.w2.weight", "experts", "embed", "expert_ffn", std=residual_std)
-            yield row(f"{feed_forward}.experts.w3.weight", "experts", "expert_ffn", "embed")
-            continue
-        yield from linear(f"{feed_forward}.w1", "ffn", "embed", spec.ffn_bias)
-        yield from linear(f"{feed_forward}.w2", "embed", "ffn", spec.ffn_bias, residual_std)
-        if spec.activation == "swiglu":
-            yield from linear(f"{feed_forward}.w3", "ffn", "embed", spec.ffn_bias)
-    yield from norm("norm")
+        yield from rows.norm(f"{attention}_norm")
+        yield from rows.attention(attention) if spec.kv_rank is None else rows.latent_attention(attention)
+        yield from rows.norm(f"{feed_forward}_norm")
+        yield from rows.experts(feed_forward) if spec.is_moe(i) else rows.feed_forward(feed_forward)
+    yield from rows.norm("norm")
     if not spec.tied_embeddings:
-        yield row("output.weight", "vocab", "embed")
+        yield rows.row("output.weight", "vocab", "embed")
+
+
+class _Rows:
+    """Makes the rows of one model's modules."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec, self.sizes = spec, dim_sizes(spec)
+        self.residual_std = spec.init_std / sqrt(2 * spec.num_layers)
+
+    def row(self, name: str, *dims: str, init: Init = "normal", std: float | None = None) -> Parameter:
+        shape = tuple(self.sizes[dim] for dim in dims)
+        drawn = self.spec.init_std if std is None else std
+        return Parameter(name=name, dims=dims, shape=shape, init=init, init_std=drawn if init == "normal" else 0.0)
+
+    def linear(
+        self, name: str, out: str, into: str, bias: bool = False, std: float | None = None
+    ) -> Iterator[Parameter]:
+        yield self.row(f"{name}.weight", out, into, std=std)
+        if bias:
+            yield self.row(f"{name}.bias", out, init="zeros")
+
+    def norm(self, name: str, dim: str = "embed") -> Iterator[Parameter]:
+        yield self.row(f"{name}.weight", dim, init="ones")
+        if self.spec.norm == "layernorm":
+            yield self.row(f"{name}.bias", dim, init="zeros")
+
+    def attention(self, name: str) -> Iterator[Parameter]:
+        spec = self.spec
+        yield from self.linear(f"{name}.wq", "heads", "embed", spec.qkv_bias)
+        yield from self.linear(f"{name}.wk", "kv_heads", "embed", spec.qkv_bias)
+        yield from self.linear(f"{name}.wv", "kv_heads", "embed", spec.qkv_bias)
+        yield from self.linear(f"{name}.wo", "embed", "heads", spec.output_bias, self.residual_std)
+        if spec.qk_norm:
+            yield from self.norm(f"{name}.q_norm", "head_dim")
+            yield from self.norm(f"{name}.k_norm", "head_dim")
+
+    def latent_attention(self, name: str) -> Iterator[Parameter]:
+        if self.spec.q_rank is None:
+            yield from self.linear(f"{name}.wq", "heads", "embed")
+        else:
+            yield from self.linear(f"{name}.wq_a", "q_rank", "embed")
+            yield from self.norm(f"{name}.q_norm", "q_rank")
+            yield from self.linear(f"{name}.wq_b", "heads", "q_rank")
+        yield from self.linear(f"{name}.wkv_a", "kv_latent", "embed")
+        yield from self.norm(f"{name}.kv_norm", "kv_rank")
+        yield from self.linear(f"{name}.wkv_b", "kv_heads", "kv_rank")
+        yield from self.linear(f"{name}.wo", "embed", "v_heads", std=self.residual_std)
+
+    def feed_forward(self, name: str, width: str = "ffn") -> Iterator[Parameter]:
+        bias = self.spec.ffn_bias
+        yield from self.linear(f"{name}.w1", width, "embed", bias)
+        yield from self.linear(f"{name}.w2", "embed", width, bias, self.residual_std)
+        if self.spec.activation == "swiglu":
+            yield from self.linear(f"{name}.w3", width, "embed", bias)
+
+    def experts(self, name: str) -> Iterator[Parameter]:
+        yield self.row(f"{name}.router.weight", "experts", "embed")
+        yield self.row(f"{name}.experts.w1.weight", "experts", "expert_ffn", "embed")
+        yield self.row(f"{name}.experts.w2.weight", "experts", "embed", "expert_ffn", std=self.residual_std)
+        yield self.row(f"{name}.experts.w3.weight", "experts", "expert_ffn", "embed")
+        if self.spec.shared_experts:
+            yield from self.feed_forward(f"{name}.shared", "shared_ffn")

@@ -3,17 +3,16 @@
 import torch
 
 from meshwright.models.decoder import Cache, Decoder
-from meshwright.models.init import draw_rows, initialize
+from meshwright.models.init import draw_rows, initialize, named_tensors
 from meshwright.spec.model import ModelSpec
 
-__all__ = ["Cache", "Decoder", "build_model", "draw_rows", "initialize"]
+__all__ = ["Cache", "Decoder", "build_model", "draw_rows", "initialize", "named_tensors"]
 
 
 def build_model(spec: ModelSpec, *, device: str | torch.device = "meta", dtype: torch.dtype = torch.float32) -> Decoder:
     """The model with uninitialised parameters: no memory on `meta`, allocated but not drawn elsewhere.
 
-    There are no buffers, so after `to_empty` and filling the parameters (`draw_rows`, a checkpoint) it is
-    complete.
+    After `to_empty` and filling parameters and state (`draw_rows`, a checkpoint) it is complete.
     """
     with torch.device("meta"):
         model = Decoder(spec).to(dtype)

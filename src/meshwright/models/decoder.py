@@ -11,6 +11,7 @@ from torch import nn
 
 from meshwright.models.attention import Attention, LayerCache, Mask
 from meshwright.models.feed_forward import FeedForward
+from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.loss import linear_cross_entropy
 from meshwright.models.masks import Documents, attention_mask, document_positions
 from meshwright.models.moe import MoE
@@ -25,9 +26,9 @@ class Block(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int):
         super().__init__()
         self.attention_norm = build_norm(spec, spec.hidden)
-        self.attention = Attention(spec)
+        self.attention = Attention(spec) if spec.kv_rank is None else LatentAttention(spec)
         self.feed_forward_norm = build_norm(spec, spec.hidden)
-        self.feed_forward = MoE(spec, layer) if spec.is_moe(layer) else FeedForward(spec)
+        self.feed_forward = MoE(spec, layer) if spec.is_moe(layer) else FeedForward(spec, spec.ffn)
 
     def forward(
         self,
@@ -57,7 +58,7 @@ class Cache:
 
 
 class Decoder(nn.Module):
-    """A causal language model, whole, on one device; `named_parameters()` is the parameter table."""
+    """A causal language model, whole, on one device; `named_parameters()` is the parameter table, buffers its state."""
 
     def __init__(self, spec: ModelSpec):
         super().__init__()

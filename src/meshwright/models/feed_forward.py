@@ -14,11 +14,11 @@ from meshwright.spec.model import ModelSpec
 class FeedForward(nn.Module):
     """`w2(silu(w1 x) * w3 x)`, or `w2(gelu(w1 x))` with the tanh approximation."""
 
-    def __init__(self, spec: ModelSpec):
+    def __init__(self, spec: ModelSpec, width: int):
         super().__init__()
-        self.w1 = Linear(spec.hidden, spec.ffn, bias=spec.ffn_bias)
-        self.w2 = Linear(spec.ffn, spec.hidden, bias=spec.ffn_bias)
-        self.w3 = Linear(spec.hidden, spec.ffn, bias=spec.ffn_bias) if spec.activation == "swiglu" else None
+        self.w1 = Linear(spec.hidden, width, bias=spec.ffn_bias)
+        self.w2 = Linear(width, spec.hidden, bias=spec.ffn_bias)
+        self.w3 = Linear(spec.hidden, width, bias=spec.ffn_bias) if spec.activation == "swiglu" else None
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """[B, T, D] to [B, T, D]."""

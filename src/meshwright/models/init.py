@@ -42,7 +42,15 @@ def _generator(seed: int, name: str, block: int) -> torch.Generator:
 
 @torch.no_grad()
 def initialize(model: nn.Module, table: Iterable[Parameter], seed: int) -> None:
-    """Draw every parameter of a whole model in place (ranks that hold shards call `draw_rows` themselves)."""
+    """Draw every parameter of a whole model in place, and set its state to zero (ranks that hold shards call
+    `draw_rows` themselves)."""
     parameters = dict(model.named_parameters())
     for row in table:
         parameters[row.name].copy_(draw_rows(row, seed, 0, row.shape[0]))
+    for buffer in model.buffers():
+        buffer.zero_()
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Everything that makes up a model, by name: its parameters and its state."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

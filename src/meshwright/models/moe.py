@@ -4,23 +4,29 @@ Shapes: B batch, T sequence, D hidden, N = B T tokens, E experts, K experts of a
 a token for one of its experts, I in, O out.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshwright.models.feed_forward import FeedForward
 from meshwright.spec.model import ModelSpec
 
 
 class Router(nn.Module):
     """Chooses each token's experts and what their outputs are weighed by; keeps account of every expert's load."""
 
+    bias: torch.Tensor | None
+    """Added to scores where experts are chosen, and only there; [E], fp32 or wider. State, not trained."""
+
     def __init__(self, spec: ModelSpec, layer: int):
         super().__init__()
         self.spec = spec
         self.layer = layer
         self.weight = nn.Parameter(torch.empty(spec.num_experts, spec.hidden))
+        self.register_buffer("bias", torch.empty(spec.num_experts) if spec.router_bias else None)
         self.sequence_weight = 0.0
         """What the balance loss of one sequence is multiplied by when it joins the gradient: the trainer's share of one
         sequence in the global batch. 0 leaves it out."""
@@ -37,16 +43,44 @@ class Router(nn.Module):
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
         logits_BTE = F.linear(x_BTD.to(wide), self.weight.to(wide))
         scores_BTE = logits_BTE.softmax(-1) if self.spec.router_scores == "softmax" else logits_BTE.sigmoid()
-        experts_BTK = scores_BTE.topk(self.spec.experts_per_token, dim=-1).indices
+        experts_BTK = self._choose(scores_BTE.detach())
         weights_BTK = scores_BTE.gather(-1, experts_BTK)
         if self.spec.router_normalised:
-            weights_BTK = weights_BTK / weights_BTK.sum(-1, keepdim=True)
+            weights_BTK = weights_BTK / (weights_BTK.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be zero
+        weights_BTK = weights_BTK * self.spec.router_scale
         chosen_BM = experts_BTK.flatten(1)
         counts_BE = chosen_BM.new_zeros(len(x_BTD), self.spec.num_experts)
         counts_BE.scatter_add_(1, chosen_BM, torch.ones_like(chosen_BM))
         weights_BTK = _JoinBackward.apply(weights_BTK, self._balance_loss(scores_BTE, counts_BE), self, counts_BE)
         assert isinstance(weights_BTK, torch.Tensor)
         return weights_BTK, experts_BTK, counts_BE
+
+    def _choose(self, scores_BTE: torch.Tensor) -> torch.Tensor:
+        """The experts [B, T, K] with the best scores, the bias added where there is one. Of groups only the best take
+        part, by the sum of their two best (DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2)."""
+        if self.bias is not None:
+            scores_BTE = scores_BTE + self.bias.to(scores_BTE)
+        if self.spec.router_groups > 1:
+            grouped = scores_BTE.unflatten(-1, (self.spec.router_groups, -1))
+            best = grouped.topk(2, dim=-1).values.sum(-1).topk(self.spec.router_top_groups, dim=-1).indices
+            taking_part = torch.zeros(grouped.shape[:-1], dtype=torch.bool, device=best.device).scatter_(-1, best, True)
+            scores_BTE = grouped.masked_fill(~taking_part.unsqueeze(-1), -torch.inf).flatten(-2)
+        return scores_BTE.topk(self.spec.experts_per_token, dim=-1).indices
+
+    def move_bias(self, load_E: torch.Tensor) -> None:
+        """Make experts with more load than the mean less likely by `balance_rate` and those with less more likely (Wang
+        et al., "Auxiliary-Loss-Free Load Balancing", 2024). `load`: [E], of the whole global batch."""
+        if self.bias is not None:
+            self.bias += self.spec.balance_rate * (load_E.double().mean() - load_E).sign().to(self.bias)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Router":
+        """Keeps the bias in fp32 or wider whatever becomes of the model, for its steps are small."""
+        before = self.bias
+        super()._apply(fn, recurse)
+        if before is not None and self.bias is not None:
+            exact = self.bias if before.is_meta else before
+            self.bias = exact.to(self.bias.device, torch.promote_types(self.bias.dtype, torch.float32))
+        return self
 
     def _balance_loss(self, scores_BTE: torch.Tensor, counts_BE: torch.Tensor) -> torch.Tensor | None:
         """E sum_i f_i P_i of every sequence, summed (Fedus et al., "Switch Transformers", 2021, eq. 4, as Mixtral has
@@ -145,6 +179,8 @@ class MoE(nn.Module):
         self.experts_per_token = spec.experts_per_token
         self.router = Router(spec, layer)
         self.experts = Experts(spec)
+        shared = spec.shared_experts * spec.expert_ffn
+        self.shared = FeedForward(spec, shared) if shared else None
 
     # Not compiled: the loads decide the shapes.
     @torch.compiler.disable
@@ -155,7 +191,8 @@ class MoE(nn.Module):
         x_MD = x_BTD.flatten(0, 1)[order_M // self.experts_per_token]
         y_MD = self.run_experts(x_MD, counts_BE.sum(0))
         y_BTKD = y_MD[order_M.argsort()].view(*experts_BTK.shape, -1)
-        return (y_BTKD * weights_BTK.to(y_MD.dtype).unsqueeze(-1)).sum(-2)
+        y_BTD = (y_BTKD * weights_BTK.to(y_MD.dtype).unsqueeze(-1)).sum(-2)
+        return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
 
     def run_experts(self, x_MD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """Rows sorted by expert through their experts; a strategy whose ranks share the experts replaces this."""

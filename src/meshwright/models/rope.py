@@ -1,6 +1,6 @@
-"""The one place that knows rotary position embeddings (Su et al., 2021) and Llama 3.1's frequency scaling.
+"""The one place that knows rotary position embeddings (Su et al., 2021) and their scaling, as in Llama 3.1 and YaRN.
 
-Shapes: B batch (or 1), T sequence, H heads, K head_dim, R = K / 2 rotated pairs.
+Shapes: B batch (or 1), T sequence, H heads, K rotated width of a head, R = K / 2 rotated pairs.
 """
 
 import math
@@ -26,12 +26,55 @@ class RopeTables:
 def rope_frequencies(spec: ModelSpec, device: torch.device) -> torch.Tensor:
     """Angle per position of each rotated pair, fp32 [R]; computed in the order of operations of transformers,
     so that models agree to the last bit of fp32."""
-    exponents_R = torch.arange(0, spec.head_dim, 2, dtype=torch.float32, device=device) / spec.head_dim
-    frequencies_R = 1.0 / (spec.rope_theta**exponents_R)
-    return frequencies_R if spec.rope_scaling is None else _scaled(frequencies_R, spec.rope_scaling)
+    exponents_R = torch.arange(0, spec.rotated_dim, 2, dtype=torch.float32, device=device) / spec.rotated_dim
+    powers_R = spec.rope_theta**exponents_R
+    if spec.rope_scaling is None:
+        return 1.0 / powers_R
+    if spec.rope_scaling.kind == "yarn":
+        return _yarn(powers_R, spec.rope_scaling, spec.rope_theta)
+    return _llama3(1.0 / powers_R, spec.rope_scaling)
 
 
-def _scaled(frequencies_R: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+def _yarn(powers_R: torch.Tensor, scaling: RopeScaling, theta: float) -> torch.Tensor:
+    """Low frequencies divided by `factor`, high ones kept, those between on a straight line from pair to pair (Peng et
+    al., "YaRN", 2023, section 3.2; whole pairs, as in its code)."""
+    pairs = len(powers_R)
+
+    def pair_that_turns(times: float) -> float:
+        """The pair, a fraction, that turns so many times in the original context."""
+        return pairs * math.log(scaling.original_max_positions / (times * 2 * math.pi)) / math.log(theta)
+
+    low = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
+    high = min(math.ceil(pair_that_turns(scaling.beta_slow)), 2 * pairs - 1)
+    steps_R = torch.arange(pairs, dtype=torch.float32, device=powers_R.device) - low
+    scaled_R = (steps_R / (high - low if high != low else 0.001)).clamp(0, 1)
+    return 1.0 / (scaling.factor * powers_R) * scaled_R + 1.0 / powers_R * (1 - scaled_R)
+
+
+def _growth(scaling: RopeScaling, mscale: float = 1.0) -> float:
+    return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+
+def _turn_factor(scaling: RopeScaling | None) -> float:
+    """What cosines and sines are multiplied by."""
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return _growth(scaling, scaling.mscale) / _growth(scaling, scaling.mscale_all_dim)
+    return _growth(scaling)
+
+
+def attention_scale(spec: ModelSpec) -> float:
+    """What latent attention multiplies its scores by, besides one over the root of head_dim."""
+    scaling = spec.rope_scaling
+    if scaling is None or scaling.kind != "yarn" or not scaling.mscale_all_dim:
+        return 1.0
+    return _growth(scaling, scaling.mscale_all_dim) ** 2
+
+
+def _llama3(frequencies_R: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     """Low frequencies divided by `factor`, high ones kept, those between interpolated (Dubey et al.,
     2024)."""
     original = scaling.original_max_positions
@@ -48,7 +91,8 @@ def rope_tables(spec: ModelSpec, positions_BT: torch.Tensor) -> RopeTables:
     nothing is a buffer, so a model built on the meta device has nothing left to initialise."""
     frequencies_R = rope_frequencies(spec, positions_BT.device)
     angles_BT1R = (positions_BT[..., None].float() * frequencies_R).unsqueeze(-2)
-    return RopeTables(angles_BT1R.cos(), angles_BT1R.sin())
+    factor = _turn_factor(spec.rope_scaling)
+    return RopeTables(angles_BT1R.cos() * factor, angles_BT1R.sin() * factor)
 
 
 def apply_rope(x_BTHK: torch.Tensor, rope: RopeTables) -> torch.Tensor:

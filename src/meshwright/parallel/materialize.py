@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from meshwright.models import named_tensors
 from meshwright.spec.model import Parameter
 
 RowSource = Callable[[Parameter, int, int], torch.Tensor]
@@ -17,12 +18,12 @@ ROWS_AT_ONCE_BYTES = 256 * 2**20
 
 @torch.no_grad()
 def materialize(model: nn.Module, table: Iterable[Parameter], source: RowSource, device: torch.device) -> None:
-    """Allocate `model` on `device` and fill every parameter of `table` from `source`, a slice at a time.
+    """Allocate `model` on `device` and fill every tensor of `table` from `source`, a slice at a time.
 
     The result does not depend on the layout, and no rank ever holds more than its shard and one slice.
     """
     model.to_empty(device=device)
-    tensors = dict(model.named_parameters())
+    tensors = named_tensors(model)
     for parameter in table:
         tensor = tensors[parameter.name]
         if isinstance(tensor, DTensor):

@@ -21,7 +21,8 @@ def matmul_parameters(spec: ModelSpec) -> int:
 def attention_flops_per_token(spec: ModelSpec, sequence_length: int) -> int:
     """Forward operations of scores and weighted values for one token of a sequence, over all layers."""
     span = min(sequence_length, spec.sliding_window or sequence_length)
-    return 2 * 2 * spec.num_layers * spec.num_heads * spec.head_dim * span
+    values = spec.head_dim if spec.kv_rank is None else spec.v_head_dim
+    return 2 * spec.num_layers * spec.num_heads * (spec.head_dim + values) * span
 
 
 def forward_flops_per_token(spec: ModelSpec, sequence_length: int) -> int:

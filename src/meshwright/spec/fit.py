@@ -27,6 +27,9 @@ def _tensor_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) 
             return f"{kv_heads} key and value heads can be neither split over {tp} ranks nor copied evenly to them"
         if model.ffn % tp and not all(model.is_moe(layer) for layer in range(model.num_layers)):
             return f"a feed-forward layer of width {model.ffn} cannot be split evenly over {tp} ranks"
+        if model.shared_experts * model.expert_ffn % tp:
+            shared = f"{model.shared_experts} shared experts of width {model.expert_ffn}"
+            return f"{shared} cannot be split evenly over {tp} ranks"
         if tokens % tp:
             return f"between blocks {tp} ranks share the sequence, and {tokens} tokens cannot be split evenly over them"
         if rows * (tp - 1) >= model.vocab:
@@ -44,18 +47,6 @@ def _tensor_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) 
             (tp for tp in range(1, model.num_heads + 1) if not reason(tp)), key=lambda tp: abs(tp - layout.tp)
         )
         yield f"layout.tp={layout.tp}: {why}; the nearest legal layout is tp={nearest}"
-
-
-def tensor_notes(layout: LayoutSpec, model: ModelSpec) -> str:
-    """What tensor-parallel ranks do not share evenly; empty where they share everything."""
-    tp, rows = layout.tp, -(-model.vocab // layout.tp)
-    notes = []
-    if model.num_kv_heads % tp:
-        notes.append(f"{model.num_kv_heads} key and value heads for {tp} ranks, so each keeps wk and wv whole")
-    if model.vocab % tp:
-        last = model.vocab - rows * (tp - 1)
-        notes.append(f"{model.vocab} tokens for {tp} ranks, so the last has {last} of them and the others {rows}")
-    return "; ".join(notes)
 
 
 def context_method(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> tuple[ContextMethod, str]:

@@ -10,16 +10,28 @@ from meshwright.spec.base import Spec
 
 
 class RopeScaling(Spec):
-    """Llama 3.1's frequency scaling of rotary embeddings (`rope_type: llama3` in Hugging Face's config)."""
+    """Scaling of the rotary embeddings' frequencies for a longer context (`rope_type` in Hugging Face's config)."""
 
+    kind: Literal["llama3", "yarn"] = "llama3"
+    """llama3 (Dubey et al., 2024) or yarn (Peng et al., 2023)."""
     factor: float = Field(gt=0)
     """How much longer than the original context the scaled one is, for low frequencies."""
-    low_freq_factor: float = Field(default=1.0, gt=0)
-    """Wavelengths above original_max_positions / low_freq_factor are scaled fully."""
-    high_freq_factor: float = Field(default=4.0, gt=0)
-    """Wavelengths below original_max_positions / high_freq_factor are left alone."""
     original_max_positions: int = Field(default=8192, ge=1)
     """Context length of the pretraining before scaling."""
+    low_freq_factor: float = Field(default=1.0, gt=0)
+    """llama3: wavelengths above original_max_positions / low_freq_factor are scaled fully."""
+    high_freq_factor: float = Field(default=4.0, gt=0)
+    """llama3: wavelengths below original_max_positions / high_freq_factor are left alone."""
+    beta_fast: float = Field(default=32.0, gt=0)
+    """yarn: frequencies that turn more often than this in the original context are left alone."""
+    beta_slow: float = Field(default=1.0, gt=0)
+    """yarn: frequencies that turn less often than this in the original context are scaled fully."""
+    mscale: float | None = None
+    """yarn: with mscale_all_dim, how the rotated dims grow with log(factor); default as published."""
+    mscale_all_dim: float | None = None
+    """yarn: how all dims of queries and keys grow with log(factor) (deepseek_v3)."""
+    attention_factor: float | None = None
+    """yarn: what cosines and sines are multiplied by; default from factor and mscale."""
 
 
 class ModelFields(Spec):
@@ -32,7 +44,7 @@ class ModelFields(Spec):
     weights: Literal["random", "pretrained"] = "random"
     """Where training starts: freshly drawn weights, or the Hugging Face directory's."""
     family: str | None = None
-    """Architecture when no name is given: gpt2, llama, mistral, qwen2, qwen3, mixtral or qwen3_moe."""
+    """Architecture when no name is given: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe or deepseek_v3."""
     hidden: int | None = Field(default=None, ge=1)
     """Width of the residual stream."""
     num_layers: int | None = Field(default=None, ge=1)
@@ -54,7 +66,7 @@ class ModelFields(Spec):
     rope_theta: float | None = Field(default=None, gt=0)
     """Base of the rotary embedding."""
     rope_scaling: RopeScaling | None = None
-    """Llama 3.1 frequency scaling."""
+    """Scaling of its frequencies for a longer context."""
     sliding_window: int | None = Field(default=None, ge=1)
     """Attend to at most this many last positions."""
     tied_embeddings: bool | None = None
@@ -62,19 +74,41 @@ class ModelFields(Spec):
     init_std: float | None = Field(default=None, gt=0)
     """Standard deviation of freshly drawn matrices."""
     num_experts: int | None = Field(default=None, ge=1)
-    """Experts that the router chooses from (mixtral, qwen3_moe)."""
+    """Experts that the router chooses from (mixtral, qwen3_moe, deepseek_v3)."""
     experts_per_token: int | None = Field(default=None, ge=1)
     """Experts that each token is sent to."""
     expert_ffn: int | None = Field(default=None, ge=1)
     """Width of one expert; default ffn. In mixtral always ffn."""
     balance_loss: float | None = Field(default=None, ge=0)
     """Coefficient of the load-balancing loss, which joins the gradient but not the reported loss; 0 switches it off."""
+    balance_rate: float | None = Field(default=None, ge=0)
+    """deepseek_v3: by how much a step moves the bias of experts with more or less load than the mean."""
+    shared_experts: int | None = Field(default=None, ge=0)
+    """deepseek_v3: experts that every token meets, besides those that it is sent to."""
+    dense_layers: int | None = Field(default=None, ge=0)
+    """deepseek_v3: so many first layers are dense, of width ffn."""
+    router_groups: int | None = Field(default=None, ge=1)
+    """deepseek_v3: groups of experts, of which a token uses only the best router_top_groups."""
+    router_top_groups: int | None = Field(default=None, ge=1)
+    """deepseek_v3: groups that a token's experts come from."""
+    router_scale: float | None = Field(default=None, gt=0)
+    """deepseek_v3: factor of the routed experts' output."""
+    q_rank: int | None = Field(default=None, ge=1)
+    """deepseek_v3: width of the latent that queries are made from; default none, queries are made from the stream."""
+    kv_rank: int | None = Field(default=None, ge=1)
+    """deepseek_v3: width of the latent that keys and values are made from."""
+    nope_head_dim: int | None = Field(default=None, ge=1)
+    """deepseek_v3: width of a head's part without positions."""
+    rope_head_dim: int | None = Field(default=None, ge=2)
+    """deepseek_v3: width of a head's rotated part, whose key all heads share."""
+    v_head_dim: int | None = Field(default=None, ge=1)
+    """deepseek_v3: width of a head's values."""
 
 
 class ModelSpec(Spec):
     """A model, complete: everything that families, models and planner need, no defaults left to guess."""
 
-    family: Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
+    family: Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"]
     hidden: int
     num_layers: int
     num_heads: int
@@ -107,11 +141,32 @@ class ModelSpec(Spec):
     """What the router's logits become: probabilities over all experts, or a score of each by itself."""
     router_normalised: bool = False
     """The chosen experts' scores are divided by their sum."""
+    router_scale: float = 1.0
+    router_groups: int = 1
+    router_top_groups: int = 1
+    router_bias: bool = False
+    """A bias for each expert decides with its score who is chosen; it is not trained but moved by balance_rate."""
     balance_loss: float = 0.0
+    balance_rate: float = 0.0
+    shared_experts: int = 0
+    dense_layers: int = 0
+    kv_rank: int | None = None
+    """Latent attention (deepseek_v3); None: keys and values are made from the residual stream."""
+    q_rank: int | None = None
+    nope_head_dim: int = 0
+    rope_head_dim: int = 0
+    """With latent attention head_dim = nope_head_dim + rope_head_dim; otherwise all of a head is rotated."""
+    v_head_dim: int = 0
+    """With latent attention; otherwise values are as wide as keys."""
 
     def is_moe(self, layer: int) -> bool:
         """Whether the feed-forward of layer `layer` consists of experts."""
-        return self.num_experts > 0
+        return self.num_experts > 0 and layer >= self.dense_layers
+
+    @property
+    def rotated_dim(self) -> int:
+        """Width of the part of a head that is rotated."""
+        return self.rope_head_dim or self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +179,8 @@ class Parameter:
     name: str
     """Name in `named_parameters()`, e.g. `layers.0.attention.wq.weight`."""
     dims: tuple[str, ...]
-    """Named dims: vocab, embed, heads (num_heads * head_dim), kv_heads, head_dim, ffn, positions."""
+    """Named dims: vocab, embed, heads (num_heads * head_dim), kv_heads, head_dim, ffn, positions, experts, expert_ffn,
+    shared_ffn; of latent attention v_heads, q_rank, kv_rank, kv_latent."""
     shape: tuple[int, ...]
     """Global shape."""
     init: Literal["normal", "ones", "zeros"]

@@ -25,7 +25,7 @@ class Outcome:
     gnorm: float
     gradients: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
-    """After the step."""
+    """After the step; state that is not trained included."""
 
 
 def build_here(resolved: ResolvedRun) -> Trainer:
@@ -53,7 +53,7 @@ def one_step(resolved: ResolvedRun, documents: bool = False) -> Outcome | None:
     gnorm = step.gradient_norm()
     gradients = whole_of_all(trainer, {name: tensor.grad for name, tensor in trainer.parameters.items()})
     step.update(1, gnorm)
-    weights = whole_of_all(trainer, trainer.parameters)
+    weights = whole_of_all(trainer, trainer.parameters | dict(trainer.model.named_buffers()))
     return Outcome(loss, gnorm, gradients, weights) if trainer.worker.rank == 0 else None
 
 

@@ -76,6 +76,9 @@ EXPERT_PARALLEL = {
     "zero-3-tp-ep": LayoutSpec(dp_shard=2, tp=2, ep=4),
     "cp-tp-ep": LayoutSpec(cp=2, tp=2, ep=4),
     "zero-3-cp-tp-ep": LayoutSpec(dp_shard=2, cp=2, tp=2, ep=2),
+    "pp-zero-3-ep": LayoutSpec(pp=2, dp_shard=4, ep=2),
+    "pp-tp-ep": LayoutSpec(pp=2, tp=2, ep=2),
+    "pp-zero-bubble-ep": LayoutSpec(pp=2, dp_shard=2, ep=2, schedule="interleaved-zero-bubble", stages_per_rank=1),
 }
 """For models of experts, of which the tests' have 8. `uneven`: a number of ranks that is no power of two."""
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from meshwright.checkpoint.hf import HfWeights
 from meshwright.data.prepare import Corpus
-from meshwright.families import parameter_table, pretrained_directory
-from meshwright.models import build_model
+from meshwright.families import parameter_table, pretrained_directory, state_table
+from meshwright.models import build_model, named_tensors
 from meshwright.models.init import draw_rows
 from meshwright.optim.build import Optimizers, build_optimizers
 from meshwright.parallel import Meshes, Passes, apply_parallelism, build_meshes, materialize
@@ -127,10 +127,10 @@ def give_state(
     """Give a parallel model its weights and all that trains it."""
     run, training = resolved.run, resolved.run.training
     model, table = passes.model, parameter_table(resolved.model)
-    names = {name for name, _ in model.named_parameters()}
-    here = tuple(row for row in table if row.name in names)
+    names = named_tensors(model).keys()
+    here, state = ([row for row in rows if row.name in names] for rows in (table, state_table(resolved.model)))
     weights_device = torch.device("cpu") if run.layout.offload == "cpu" else device
-    materialize(model, here, weights, weights_device)
+    materialize(model, (*here, *state), weights, weights_device)
 
     masters = None
     if meshes is None and training.precision in ("bf16", "fp16"):

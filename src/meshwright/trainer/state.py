@@ -42,6 +42,7 @@ def state_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
         tensors[f"model.{name}"] = parameter.detach()
         for key, state in trainer.optimizers.state_of(parameter).items():
             tensors[f"optimizer.{name}.{key}"] = state
+    tensors |= {f"model.{name}": buffer for name, buffer in trainer.model.named_buffers()}
     return tensors | _random_state(trainer)
 
 

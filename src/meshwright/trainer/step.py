@@ -64,7 +64,7 @@ class TrainStep:
         self.run, self.training = run, run.training
         self.passes, self.parameters, self.optimizers, self.masters = passes, parameters, optimizers, masters
         self.device, self.repeats_loss = device, repeats_loss or not passes.has_loss
-        self.balance = ExpertBalance(passes.model)
+        self.balance = ExpertBalance(passes.model, device)
         self.scaler = LossScaler() if run.training.precision == "fp16" else None
         self.spikes = None if run.guards.spikes == "off" else SpikeGuard()
 
@@ -129,6 +129,7 @@ class TrainStep:
             scale_gradients(self.parameters.values(), factor)
         self.optimizers.set_lr(self.lr_factor(step))
         self.optimizers.step()
+        self.balance.update()
         if self.masters is not None:
             self.masters.refresh()
 

@@ -14,8 +14,8 @@ from meshwright.data.loader import evaluation_batches
 from meshwright.data.mixture import JoinedSamples, all_samples, held_out_samples
 from meshwright.data.prepare import prepare_corpus
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
-from meshwright.families import parameter_table, read_hf_directory
-from meshwright.models import Decoder, build_model
+from meshwright.families import parameter_table, read_hf_directory, state_table
+from meshwright.models import Decoder, build_model, named_tensors
 from meshwright.models.generate import Sampling, generate
 from meshwright.parallel import WholeModel
 from meshwright.parallel.materialize import RowSource, materialize
@@ -122,7 +122,7 @@ def export_trained(trained: TrainedModel, directory: Path, *, dtype: str | None 
     precision = trained.run.run.training.precision if trained.run else "bf16"
     dtype = dtype or ("fp32" if precision == "fp64" else precision)
     difference = export_hf(
-        trained.model.named_parameters(),
+        named_tensors(trained.model).items(),
         trained.spec,
         directory,
         tokenizer_dir=trained.tokenizer_dir,
@@ -161,7 +161,7 @@ def _from_checkpoint(run_dir: Path, checkpoint: Path, device: torch.device, dtyp
     resolved = read_resolved(run_dir / RESOLVED)
     verify_checkpoint(checkpoint)
     model = build_model(resolved.model, device="cpu", dtype=stored_dtype(resolved.run.training))
-    load_tensors(checkpoint, {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters()})
+    load_tensors(checkpoint, {f"model.{name}": tensor.detach() for name, tensor in named_tensors(model).items()})
     return TrainedModel(
         source=checkpoint,
         spec=resolved.model,
@@ -177,7 +177,7 @@ def _from_hf_directory(directory: Path, device: torch.device, dtype: str | None)
     spec = read_hf_directory(directory)
     weights = HfWeights(directory, spec)
     model = build_model(spec, dtype=DTYPES[dtype or ("bf16" if device.type == "cuda" else "fp32")])
-    materialize(model, parameter_table(spec), _rows_of(weights), device)
+    materialize(model, parameter_table(spec) + state_table(spec), _rows_of(weights), device)
     return TrainedModel(
         source=directory,
         spec=spec,

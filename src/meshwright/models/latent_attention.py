@@ -1,0 +1,72 @@
+"""The one place that computes latent attention, where queries, keys and values are made from narrow latents.
+
+Shapes: B batch, T sequence, D hidden, H heads, K head_dim = P + R, of which P has no positions and R is rotated, V
+v_head_dim.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright.models.attention import Attention, LayerCache, Mask
+from meshwright.models.cpu_kernels import Linear
+from meshwright.models.rope import RopeTables, apply_rope, attention_scale
+from meshwright.spec.model import ModelSpec
+
+LATENT_NORM_EPS = 1e-6
+"""Of the latents' norms, whatever the model's other norms have: so it was published."""
+
+
+class LatentAttention(Attention):
+    """Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1): each head's keys and values are
+    expanded from one latent, but for a rotated part of the key that all heads share."""
+
+    def __init__(self, spec: ModelSpec):
+        nn.Module.__init__(self)
+        assert spec.kv_rank is not None
+        heads = spec.num_heads
+        self.widths_PR, self.widths_PV = (spec.nope_head_dim, spec.rope_head_dim), (spec.nope_head_dim, spec.v_head_dim)
+        self.widths_latent = (spec.kv_rank, spec.rope_head_dim)
+        self.scale = attention_scale(spec)
+        self.wq = Linear(spec.hidden, heads * spec.head_dim, bias=False) if spec.q_rank is None else None
+        if spec.q_rank is not None:
+            self.wq_a = Linear(spec.hidden, spec.q_rank, bias=False)
+            self.q_norm = nn.RMSNorm(spec.q_rank, eps=LATENT_NORM_EPS)
+            self.wq_b = Linear(spec.q_rank, heads * spec.head_dim, bias=False)
+        self.wkv_a = Linear(spec.hidden, sum(self.widths_latent), bias=False)
+        self.kv_norm = nn.RMSNorm(spec.kv_rank, eps=LATENT_NORM_EPS)
+        self.wkv_b = Linear(spec.kv_rank, heads * sum(self.widths_PV), bias=False)
+        self.wo = Linear(heads * spec.v_head_dim, spec.hidden, bias=False)
+
+    def forward(
+        self,
+        x_BTD: torch.Tensor,
+        rope: RopeTables | None = None,
+        mask: Mask = None,
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:
+        """As `Attention.forward`. The cache holds expanded keys and values, the latter padded to the keys' width."""
+        assert rope is not None
+        q_BTC = self.wq_b(self.q_norm(self.wq_a(x_BTD))) if self.wq is None else self.wq(x_BTD)
+        q_BTHP, q_BTHR = q_BTC.unflatten(-1, (-1, sum(self.widths_PR))).split(self.widths_PR, -1)
+        latent_BTC, k_BTR = self.wkv_a(x_BTD).split(self.widths_latent, -1)
+        kv_BTHC = self.wkv_b(self.kv_norm(latent_BTC)).unflatten(-1, (-1, sum(self.widths_PV)))
+        k_BTHP, v_BTHV = kv_BTHC.split(self.widths_PV, -1)
+        q_BTHR = apply_rope(_halves(q_BTHR), rope)
+        k_BT1R = apply_rope(_halves(k_BTR.unsqueeze(-2)), rope)
+        # The scale that yarn adds goes into the queries, and values become as wide as keys, so that every way to attend
+        # serves unchanged.
+        q_BTHK = torch.cat((q_BTHP, q_BTHR), -1) * self.scale
+        k_BTHK = torch.cat((k_BTHP, k_BT1R.expand(*k_BTHP.shape[:-1], -1)), -1)
+        v_BTHK = F.pad(v_BTHV, (0, k_BTHK.shape[-1] - v_BTHV.shape[-1]))
+        q_BHTK, k_BHSK, v_BHSK = (tensor.transpose(1, 2) for tensor in (q_BTHK, k_BTHK, v_BTHK))
+        if cache is not None:
+            k_BHSK, v_BHSK = cache.append(k_BHSK, v_BHSK)
+        y_BHTK = self.attend(q_BHTK, k_BHSK, v_BHSK, mask)
+        return self.wo(y_BHTK[..., : v_BTHV.shape[-1]].transpose(1, 2).flatten(-2))
+
+
+def _halves(x_BTHR: torch.Tensor) -> torch.Tensor:
+    """Rotated pairs from (2 i, 2 i + 1), where these weights have them, to (i, i + R / 2), where `apply_rope` does.
+    Queries and keys alike, so their products do not change."""
+    return x_BTHR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
