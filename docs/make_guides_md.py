@@ -1,0 +1,247 @@
+"""Writes docs/guides.md, the usual guides' claims computed: run it after changing the planner (a test notices)."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from meshwright.families import PRESETS, resolve_model
+from meshwright.plan.blueprint import Block, Blueprint, Matrix, blueprint
+from meshwright.plan.hardware import resolve_cluster
+from meshwright.plan.job import MESHWRIGHT, Job, Stack
+from meshwright.plan.memory import predict_memory
+from meshwright.plan.search import Candidate, evaluate, search
+from meshwright.spec.cluster import ClusterSpec
+
+PAGE = Path(__file__).with_name("guides.md")
+GB = 1e9
+PAPER = Stack(name="ZeRO paper", gradient_bytes=2, state_bytes=12)
+
+BEGIN = """\
+# What the guides say, computed
+
+Claims of the usual comparison guides, each with what the planner computes for it (bf16 with fp32 master weights and
+AdamW unless it says otherwise; [how far off it is](plan-validation.md)) and a verdict. Numbers marked *published* are
+measurements from `benchmarks/published_runs.csv`.
+
+| claim | computed | verdict |
+|---|---|---|
+"""
+
+TREE = """\
+
+## The decision tree, computed
+
+The fastest layout that fits, 4096 tokens a sequence, 4 sequences a device, any recomputation:
+
+| parameters | devices | fastest | step | MFU | second | the usual rule |
+|---|---|---|---|---|---|---|
+"""
+
+RULES = {
+    "gpt2": "DDP below 1B",
+    "llama-3.2-1b": "DDP or ZeRO at 1B",
+    "llama-3-8b": "ZeRO to 30B",
+    "llama-2-13b": "ZeRO to 30B",
+    "llama-3-70b": "Megatron + ZeRO to 100B",
+    "llama-3.1-405b": "Megatron beyond 100B",
+}
+
+
+def model(name: str) -> Blueprint:
+    """A published model."""
+    return blueprint(resolve_model(PRESETS[name], base_dir=Path()))
+
+
+def gpt(hidden: int, heads: int, layers: int) -> Blueprint:
+    """A GPT of that size with Megatron's vocabulary."""
+    matrices = (
+        Matrix("attention.wqkv", 3 * hidden, hidden, split=True),
+        Matrix("attention.wo", hidden, hidden, split=True),
+        Matrix("feed_forward.w1", 4 * hidden, hidden, split=True),
+        Matrix("feed_forward.w2", hidden, 4 * hidden, split=True),
+    )
+    return Blueprint(
+        hidden=hidden, num_heads=heads, num_kv_heads=heads, head_dim=hidden // heads, vocab=51200, gated=False,
+        tied=True, kinds=(Block(matrices, 13 * hidden),), pattern=(0,) * layers,
+    )  # fmt: skip
+
+
+def cluster(name: str) -> ClusterSpec:
+    """A cluster by its short name."""
+    return resolve_cluster(name, base_dir=Path())
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join([BEGIN.rstrip(), *_claims(), TREE.rstrip(), *_tree()]) + "\n"
+
+
+def _claims() -> Iterator[str]:
+    yield from _state_claims()
+    yield from _speed_claims()
+    yield from _network_claims()
+
+
+def _state_claims() -> Iterator[str]:
+    eight = model("llama-3-8b")
+    ddp = Job(model=eight, sequence=4096, global_batch=8, micro_batch=1, dp_replicate=8, recompute="full")
+    use = predict_memory(ddp)
+    yield _line(
+        "8B model, 8 x H100: DDP with AdamW in 70 GB",
+        f"{use.total / GB:.0f} GB with full recomputation, {use.optimizer / GB:.0f} of them optimizer state",
+        "refuted: the optimizer alone does not fit; ZeRO-1 on is possible",
+    )
+    small = Job(model=model("gpt2"), sequence=1024, global_batch=8, micro_batch=8, precision="fp32",
+                stack=replace(MESHWRIGHT, weight_bytes=0, state_bytes=12))  # fmt: skip
+    use = predict_memory(small)
+    yield _line(
+        "GPT-2 124M in fp32: parameters 496 MB, gradients 496, optimizer 992; peak about 8 GB",
+        f"weights and moments {use.optimizer / 1e6:.0f} MB, gradients {use.gradients / 1e6:.0f} MB; "
+        f"{use.total / GB:.1f} GB with 8 sequences at a time",
+        "reproduced for the state; the peak is a matter of batch, and logits need not be held",
+    )
+    paper = Blueprint(hidden=1, num_heads=1, num_kv_heads=1, head_dim=1, vocab=0, gated=False, tied=True,
+                      kinds=(Block((Matrix("w", 7_500_000_000, 1, split=True),), 0),), pattern=(0,))  # fmt: skip
+    sizes = []
+    for zero in range(4):
+        job = Job(model=paper, sequence=1, global_batch=64, micro_batch=1, zero=zero, stack=PAPER,
+                  dp_shard=64 if zero else 1, dp_replicate=1 if zero else 64)  # fmt: skip
+        sizes.append(f"{predict_memory(job).states / GB:.1f}")
+    yield _line("7.5B on 64 devices: 120 / 31.4 / 16.6 / 1.9 GB by ZeRO stage", " / ".join(sizes) + " GB", "reproduced")
+    big = gpt(12288, 96, 96)
+    base = Job(model=big, sequence=2048, global_batch=1024, micro_batch=1, dp_shard=1024, zero=3)
+    none, full = predict_memory(base), predict_memory(replace(base, recompute="full"))
+    yield _line(
+        "175B, ZeRO-3 on 1024 A100: about 100 GB of activations, does not fit",
+        f"activations {none.activations / GB:.0f} GB without recomputation, {full.activations / GB:.0f} GB with all of "
+        f"it ({full.total / GB:.0f} GB in all)",
+        "true only without recomputation; with it, it fits easily",
+    )
+    megatron = replace(base, dp_shard=8, tp=8, pp=16, zero=0, dp_replicate=8, recompute="full")
+    use = predict_memory(replace(megatron, dp_shard=1, stack=PAPER))
+    yield _line(
+        "the same, TP 8 x PP 16 x DP 8: 5.5 + 5.5 + 16.5 + about 10 GB",
+        f"weights {use.weights / GB:.1f}, gradients {use.gradients / GB:.1f}, optimizer {use.optimizer / GB:.1f}, "
+        f"activations {use.activations / GB:.1f} GB",
+        "the optimizer's part is reproduced; weights and gradients are half of that, being 16 bit",
+    )
+
+
+def _speed_claims() -> Iterator[str]:
+    eight, h100 = model("llama-3-8b"), cluster("8xh100")
+    base = Job(model=eight, sequence=8192, global_batch=128, micro_batch=1, dp_shard=8, zero=3)
+    bf16, fp8 = evaluate(base, h100), evaluate(replace(base, precision="fp8"), h100)
+    yield _line(
+        "8B on 8 x H100: bf16 has 60 % of fp8's speed",
+        f"{fp8.time.total / bf16.time.total:.0%} (the same layout)",
+        "the direction holds; the size depends on what else is quantized",
+    )
+    policies = {
+        policy: evaluate(replace(base, recompute=policy, global_batch=64), h100).time.total
+        for policy in ("none", "selective", "full")
+    }
+    yield _line(
+        "recomputation costs 20 %",
+        f"full {policies['full'] / policies['none'] - 1:.0%}, selective "
+        f"{policies['selective'] / policies['none'] - 1:.0%} (llama-3-8b)",
+        "too low for full, far too high for selective",
+    )
+    a100 = cluster("1024xa100-80g")
+    best = search(Job(model=gpt(12288, 96, 96), sequence=2048, global_batch=1536, micro_batch=1), a100, top=1).ranked[0]
+    days = 300e9 / (best.tokens_per_second * 1024) / 86400
+    yield _line(
+        "175B on 1024 A100: 140 TFLOP/s each, 52 % of peak, 34 days for 300B tokens",
+        f"{best.mfu:.0%} of peak, {days:.0f} days with today's kernels ({best.strategy}); published in 2021: "
+        "148 TFLOP/s, recomputation counted",
+        "reproduced; flash attention and no need to recompute everything make today's better",
+    )
+    step = evaluate(
+        Job(model=gpt(20480, 128, 105), sequence=2048, global_batch=2240, micro_batch=1, tp=8, pp=35, dp_shard=8,
+            zero=1, recompute="full"),
+        cluster("2240xa100-80g"),
+    )  # fmt: skip
+    yield _line(
+        "MT-NLG 530B, TP 8 x PP 35 x DP 8: about 72 GB",
+        f"{step.memory.total / GB:.0f} GB ({step.memory_bytes.low / GB:.0f} to {step.memory_bytes.high / GB:.0f})",
+        "refuted at a microbatch of 1: it needs a third of that; the rest is room for larger ones",
+    )
+    sizes = [replace(base, micro_batch=size, recompute="full") for size in (1, 2, 4, 8)]
+    gains = [evaluate(job, h100).tokens_per_second for job in sizes]
+    yield _line(
+        "more batch is not always better: throughput saturates",
+        "microbatch 1, 2, 4, 8: " + ", ".join(f"{gain:.0f}" for gain in gains) + " tokens/s/device",
+        "reproduced",
+    )
+
+
+def _network_claims() -> Iterator[str]:
+    forty, base_rate = gpt(8192, 64, 48), 400
+    job = Job(model=forty, sequence=2048, global_batch=64, micro_batch=4, dp_shard=16, zero=3, recompute="full")
+    sent = 3 * 2 * forty.num_parameters * (1 - 1 / 2)
+    yield _line(
+        "ZeRO-3 on N nodes sends 48 M / N bits a step and node: 40B on 2 nodes, 120 GB",
+        f"{sent / GB:.0f} GB leave a node (two gathers and a reduction in bf16), for every microbatch again",
+        "right for one microbatch; accumulation multiplies it",
+    )
+    shares = []
+    for rate in (100, base_rate, 1600, 3200):
+        where = cluster(f"16xa100-80g@{rate}Gb/s")
+        found, hybrid = evaluate(job, where), evaluate(replace(job, dp_shard=8, dp_replicate=2), where)
+        share, ratio = found.time.data / found.time.total, hybrid.time.total / found.time.total
+        shares.append(f"{rate} Gb/s: {share:.0%}, {ratio:.2f}x")
+    yield _line(
+        "slow links: shard inside the node (hybrid, hpZ); 64 devices need 1000 Gbit/s",
+        "ZeRO-3's exposed share of the step and hybrid's step time relative to it, 40B on 2 nodes: "
+        + "; ".join(shares),
+        "reproduced in direction; hybrid keeps a whole copy a node, which 40B of AdamW state does not fit",
+    )
+    long = Job(
+        model=model("llama-3-8b"), sequence=131072, global_batch=64, micro_batch=1, dp_shard=64, zero=3,
+        recompute="full",
+    )  # fmt: skip
+    rows = []
+    for cp in (1, 2, 4, 8):
+        found = evaluate(replace(long, cp=cp, dp_shard=64 // cp), cluster("64xh100"))
+        rows.append(f"cp={cp}: {found.memory.total / GB:.0f} GB, {found.time.total:.0f} s")
+    yield _line(
+        "ring attention for long contexts",
+        "8B at 128k tokens on 64 H100: " + "; ".join(rows),
+        "reproduced: it is memory that asks for it",
+    )
+    tensor = evaluate(
+        Job(model=gpt(12288, 96, 96), sequence=2048, global_batch=64, micro_batch=1, tp=8, pp=8, recompute="full"),
+        cluster("64xa100-80g"),
+    )
+    yield _line(
+        "Megatron: TP costs 5-10 %, the pipeline's bubble 10-15 %",
+        f"tensor {tensor.time.tensor / tensor.time.total:.0%}, bubble {tensor.time.bubble / tensor.time.total:.0%} "
+        "(175B, TP 8 x PP 8, 64 microbatches)",
+        "reproduced",
+    )
+
+
+def _tree() -> Iterator[str]:
+    for name, rule in RULES.items():
+        devices = 1024 if "405b" in name else 64 if "70b" in name else 8
+        blue = model(name)
+        sequence = min(4096, 1024 if name == "gpt2" else 4096)
+        job = Job(model=blue, sequence=sequence, global_batch=4 * devices, micro_batch=1)
+        found = search(job, cluster(f"{devices}xh100"))
+        ranked = sorted(found.strategies.items(), key=lambda entry: (entry[1].verdict != "fits", entry[1].time.total))
+        best, second = ranked[0][1], ranked[1]
+        yield (
+            f"| {blue.num_parameters / 1e9:.1f}B | {devices} x H100 | {_strategy(best)} | {best.time.total:.2f} s | "
+            f"{best.mfu:.0%} | {second[0]}, {second[1].time.total / best.time.total - 1:+.0%} | {rule} |"
+        )
+
+
+def _strategy(candidate: Candidate) -> str:
+    return candidate.strategy
+
+
+def _line(claim: str, computed: str, verdict: str) -> str:
+    return f"| {claim} | {computed} | {verdict} |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
