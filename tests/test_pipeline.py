@@ -12,6 +12,7 @@ import torch
 from meshwright.data.loader import Microbatch
 from meshwright.parallel.weight_gradients import WeightGradients, add_weight_gradients
 from meshwright.plan.machine import Machine
+from meshwright.plan.stages import describe_pipeline
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.recipe import load_spec
 from meshwright.spec.run import ResolvedRun, Run
@@ -139,11 +140,12 @@ def losses_of(run: ResolvedRun) -> list[tuple[float, float, bool]]:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("sharding", [SHARDINGS[0], SHARDINGS[3]], ids=["ddp", "zero-3"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_low_precision(ranks: RankPool, schedule: str, precision: str) -> None:
+def test_low_precision(ranks: RankPool, schedule: str, sharding: dict[str, Any], precision: str) -> None:
     """Stages exchange the residual stream in the compute dtype, in which one process keeps it, too: so losses are as
     near to one process's as those of other strategies, and both skip the same steps."""
-    layout = LayoutSpec(pp=2, dp_replicate=2, schedule=schedule)
+    layout = LayoutSpec.model_validate({"pp": 2, "schedule": schedule, **sharding})
     answers = ranks.run(4, losses_of, tiny_run(layout, accumulation=6, num_layers=5, precision=precision))
     expected = losses_of(tiny_run(LayoutSpec(), accumulation=12, num_layers=5, precision=precision))
     unit = torch.finfo(torch.bfloat16 if precision == "bf16" else torch.float16).eps
@@ -195,8 +197,11 @@ def test_what_is_decided_for_a_pipeline(tmp_path: Path) -> None:
     """Stages by cost, and the largest microbatch of which there are enough."""
     run = resolved("layout: {pp: 4}\ntraining: {global_batch: 24}\ndata: {sequence_length: 128}", tmp_path)
     assert run.stage_layers == (2, 2, 2, 2)
-    assert (run.micro_batch, run.accumulation) == (6, 4)
-    assert "enough microbatches" in run.reasons["training.micro_batch"]
+    assert (run.micro_batch, run.accumulation) == (1, 24)
+    assert "4 microbatches per pipeline rank" in run.reasons["training.micro_batch"]
+    assert describe_pipeline(run) == (
+        "1f1b: stages of 2 + 2 + 2 + 2 layers; with 24 microbatches 13% bubble, at most 4, 3, 2, 1 in flight"
+    )
     assert "lighter" in run.reasons["layout.stage_layers"]
     run = resolved("layout: {pp: 2, schedule: dualpipev, stage_layers: [1, 2, 2, 3]}", tmp_path)
     assert run.stage_layers == (1, 2, 2, 3)

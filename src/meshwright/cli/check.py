@@ -18,6 +18,7 @@ from meshwright.data.sources import SourceFile, find_files
 from meshwright.data.token_file import file_in_memory
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families import active_parameters, parameter_table, pretrained_directory, resolve_model
+from meshwright.plan.stages import describe_pipeline
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.recipe import RecipeError, line_of
 from meshwright.spec.run import Run
@@ -111,6 +112,8 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
                 "steps": recipe.training.steps,
                 "reasons": resolved.reasons,
             }
+            if resolved.stage_layers:
+                facts["pipeline"] = {"stage_layers": resolved.stage_layers, "description": describe_pipeline(resolved)}
     layout = resolved.run.layout if resolved is not None else recipe.layout
     facts["layout"] = {"processes": layout.world_size, "strategy": layout.strategy}
     model_dir = findings.attempt(lambda: pretrained_directory(recipe.model, base_dir=base_dir)) if model else None
@@ -187,6 +190,8 @@ def _report(facts: dict[str, Any]) -> Iterator[str]:
         )
     if layout := facts.get("layout"):
         yield f"layout     {layout['strategy']}; processes: {layout['processes']}"
+    if "pipeline" in facts:
+        yield f"pipeline   {facts['pipeline']['description']}"
     if batch := facts.get("batch"):
         yield (
             f"batch      {batch['tokens_per_step']} tokens a step = {batch['data_parallel_ranks']} ranks x "

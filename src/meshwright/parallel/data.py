@@ -110,15 +110,23 @@ def reduce_gradients(model: nn.Module, layout: LayoutSpec, modules: Iterable[nn.
     FSDP2 offers no public way; torch's own pipelining makes the same calls.
     """
     sharded = [module for module in modules if isinstance(module, FSDPModule)]
-    for module in sharded:
-        module.set_requires_gradient_sync(True, recurse=False)
-        set_gradient_sync(layout, [module], last)
+    hold_gradients(layout, sharded)
+    _end_backward(sharded)  # brings all gradients to the dtype in which they are added up and reduced
+    if layout.zero_stage >= 2 or last:
+        for module in sharded:
+            module.set_requires_gradient_sync(True, recurse=False)
+        set_gradient_sync(layout, sharded, last)
+        _end_backward(sharded)
+        hold_gradients(layout, sharded)
+    assert isinstance(model, FSDPModule)
+    model._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def _end_backward(modules: Iterable[FSDPModule]) -> None:
+    for module in modules:
         group = module._get_fsdp_state()._fsdp_param_group
         if group is not None:
             group.post_backward()
-    hold_gradients(layout, sharded)
-    assert isinstance(model, FSDPModule)
-    model._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def _offload_policy(layout: LayoutSpec, device_type: str) -> OffloadPolicy:

@@ -2,11 +2,14 @@
 
 import functools
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from pathlib import Path
 
 from meshwright.families.table import active_numel, parameter_table
 from meshwright.plan.flops import attention_flops_per_token
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.run import ResolvedRun
+from meshwright.spec.timeline import StageCosts, Timeline, in_flight, simulate
 
 
 def layer_costs(spec: ModelSpec, sequence_length: int) -> tuple[float, ...]:
@@ -60,3 +63,26 @@ def balanced_stages(costs: Sequence[float], stages: int) -> tuple[int, ...]:
         return best
 
     return evenest(stages, len(costs))[1]
+
+
+def predict_timeline(resolved: ResolvedRun) -> Timeline:
+    """The run's pipeline in time, by operations: a backward pass has twice as many as a forward pass, half of them for
+    the input's gradient. Transfers take nothing."""
+    schedule = resolved.run.layout.pipeline_schedule(
+        microbatches=resolved.accumulation, base_dir=Path(resolved.base_dir)
+    )
+    costs = layer_costs(resolved.model, resolved.run.data.sequence_length)
+    cuts = pairwise(accumulate(resolved.stage_layers, initial=0))
+    stages = tuple(sum(costs[start:stop]) for start, stop in cuts)
+    return simulate(schedule, StageCosts(forward=stages, backward_input=stages, backward_weight=stages))
+
+
+def describe_pipeline(resolved: ResolvedRun) -> str:
+    """Stages, bubble and microbatches in flight of a run with several pipeline ranks, in one line."""
+    timeline = predict_timeline(resolved)
+    layers = " + ".join(map(str, resolved.stage_layers))
+    flying = ", ".join(map(str, in_flight(timeline.schedule)))
+    return (
+        f"{resolved.run.layout.schedule}: stages of {layers} layers; with {resolved.accumulation} microbatches "
+        f"{timeline.bubble:.0%} bubble, at most {flying} in flight"
+    )

@@ -22,6 +22,9 @@ MEMORY_SHARE = 0.8
 ENOUGH_TOKENS = {"cpu": 4096, "cuda": 32768}
 """Tokens per microbatch beyond which a device's matrix products gain nothing."""
 
+BUBBLE_ROUNDS = 4
+"""Microbatches per pipeline rank that are enough: with them 1F1B's bubble is below a fifth of a step."""
+
 
 def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> ResolvedRun:
     """Decide what the recipe leaves open; paths in the recipe are relative to `base_dir`.
@@ -104,6 +107,8 @@ def _micro_batches(run: Run, per_rank: int, base_dir: Path) -> list[int]:
     if given != "auto" and given not in sizes:
         nearest = min(sizes, key=lambda size: abs(size - given))
         raise ValueError(f"{problem}, which training.micro_batch={nearest} comes nearest to")
+    if given == "auto" and run.layout.pp > 1:
+        return [size for size in sizes if per_rank // size >= BUBBLE_ROUNDS * run.layout.pp] or sizes[:1]
     return sizes
 
 
@@ -147,5 +152,5 @@ def _micro_batch(run: Run, model: ModelSpec, global_batch: int, sizes: list[int]
         if size * length >= ENOUGH_TOKENS[machine.kind]:
             return best, f"{size * length} tokens at a time keep this machine's {machine.kind} busy"
     if run.layout.pp > 1:
-        return best, "the most with which the pipeline still has enough microbatches"
+        return best, f"the most of which there are {BUBBLE_ROUNDS} microbatches per pipeline rank, or as many as can be"
     return best, "all sequences of a rank at once"

@@ -10,6 +10,7 @@ from meshwright.data.describe import describe_mixture
 from meshwright.data.mixture import training_samples
 from meshwright.data.prepare import Corpus, prepare_corpus
 from meshwright.families import pretrained_directory
+from meshwright.plan.stages import describe_pipeline
 from meshwright.spec.recipe import dump_recipe, load_spec
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.trainer.display import Display, short
@@ -144,6 +145,7 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
         "length": f"{run.training.steps} steps, {describe_mixture(corpus, samples, num_samples)}",
         "strategy": f"{run.layout.strategy}, {run.training.precision}, recompute {run.training.recompute}"
         + (", compiled" if run.training.compile else ""),
+        **({"pipeline": describe_pipeline(resolved)} if run.layout.pp > 1 else {}),
         "devices": f"{trainer.worker.world_size} x {trainer.machine.name}, "
         f"mfu against {peak / 1e12:.2f} TFLOP/s ({origin})",
         "writes": run.run_dir,
