@@ -98,15 +98,13 @@ def _encode(tokenizer: TextTokenizer, texts: Sequence[str]) -> Encoded:
 
 
 def serve() -> None:
-    """A process's whole life."""
+    """A process's whole life: until its input ends, or nobody reads its output any more."""
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # one core each
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    tokenizer = TextTokenizer(marshal.load(requests), where="encoder")
-    while True:
-        try:
-            texts = marshal.load(requests)
-        except EOFError:
-            return
-        encoded = _encode(tokenizer, texts)
-        lengths = np.array([len(ids) for ids in encoded], np.int32)
-        _send((lengths.tobytes(), np.concatenate([np.zeros(0, np.int32), *encoded]).tobytes()), answers)
+    with suppress(EOFError, BrokenPipeError):
+        tokenizer = TextTokenizer(marshal.load(requests), where="encoder")
+        while True:
+            encoded = _encode(tokenizer, marshal.load(requests))
+            lengths = np.array([len(ids) for ids in encoded], np.int32)
+            _send((lengths.tobytes(), np.concatenate([np.zeros(0, np.int32), *encoded]).tobytes()), answers)
+    os._exit(0)  # an ordinary exit would try once more to send what nobody reads
