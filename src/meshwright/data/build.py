@@ -29,7 +29,7 @@ COMMIT_SECONDS = 2.0
 """Work that a kill may cost."""
 CHUNK = 1 << 19
 """Characters encoded together by one process; about 100 bytes of memory each while they are."""
-SMALL = 1 << 26
+SMALL = 1 << 23
 """Bytes of a corpus that is read once before it is tokenized, to choose its split; a larger one's is likely to be right
 at once, and where it is not, all is done again."""
 ALONE = 1 << 23

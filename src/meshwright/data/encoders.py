@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -35,11 +36,11 @@ class Encoders:
 
     def __init__(self, tokenizer: TextTokenizer, processes: int):
         self._tokenizer = tokenizer
-        self._processes = [_start(tokenizer) for _ in range(processes)]
+        self._processes = [_start() for _ in range(processes)]
         self._idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
-        for process in self._processes:
-            self._idle.put(process)
         self._threads = ThreadPoolExecutor(max(1, processes), thread_name_prefix="meshwright-encoders")
+        for process in self._processes:
+            self._threads.submit(self._introduce, process)
 
     def map(self, chunks: Iterable[tuple[ItemT, Sequence[str]]]) -> Iterator[tuple[ItemT, Encoded]]:
         """Each chunk's item with the tokens of its texts. At most two chunks a process are held in memory."""
@@ -64,6 +65,12 @@ class Encoders:
         for process in self._processes:
             process.communicate()
 
+    def _introduce(self, process: subprocess.Popen[bytes]) -> None:
+        """Give a process its tokenizer, which waits until the process has started: all start at the same time."""
+        with suppress(OSError):  # a process that is gone is noticed when it is asked
+            _send(dict(self._tokenizer.files), process.stdin)
+        self._idle.put(process)
+
     def _ask(self, texts: Sequence[str]) -> Encoded:
         process = self._idle.get()
         try:
@@ -79,13 +86,10 @@ class Encoders:
         return np.split(np.frombuffer(ids, np.int32), borders)[: len(texts)]
 
 
-def _start(tokenizer: TextTokenizer) -> subprocess.Popen[bytes]:
+def _start() -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
     # A session of its own, so that Ctrl-C ends it through its input and not with a stack trace.
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-    assert process.stdin is not None
-    _send(dict(tokenizer.files), process.stdin)
-    return process
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 
 
 def _send(value: Any, stream: Any) -> None:
