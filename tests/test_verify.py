@@ -267,6 +267,7 @@ def test_planted_faults_are_located(
         (ModelFields(name="qwen3-0.6b"), {"cp": 16, "cp_method": "ring"}, 4096),
         (ModelFields(name="llama-3-70b"), {"pp": 4, "dp_shard": 2, "tp": 8, "cp": 2}, 8192),
         (ModelFields(name="mixtral-8x7b"), {"dp_shard": 8, "ep": 4}, 4096),
+        (ModelFields(name="deepseek-v3"), {"dp_shard": 4, "tp": 2, "ep": 8}, 4096),
     ],
 )
 def test_what_is_shrunk_still_fits(fields: ModelFields, layout: dict[str, Any], length: int) -> None:
@@ -280,6 +281,9 @@ def test_what_is_shrunk_still_fits(fields: ModelFields, layout: dict[str, Any], 
     assert small.run.layout == large.run.layout
     assert small.model.num_heads * model.num_kv_heads == model.num_heads * small.model.num_kv_heads
     assert small.model.hidden <= 128
+    assert any(small.model.is_moe(layer) for layer in range(small.model.num_layers)) == (model.num_experts > 0)
+    if model.kv_rank is not None:
+        assert small.model.head_dim == small.model.nope_head_dim + small.model.rope_head_dim <= 8
     assert small.run.data.sequence_length <= 128
     assert small.accumulation == (2 if degrees.pp == 1 else degrees.pp)
     assert small.model.num_layers == max(2, degrees.pp)

@@ -5,7 +5,7 @@ only costs time goes: width, depth, vocabulary, length.
 """
 
 from collections.abc import Iterator
-from math import gcd
+from math import gcd, lcm
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,14 @@ def _candidates(resolved: ResolvedRun, layers: int) -> Iterator[tuple[ModelSpec,
         whole = resolved.run.data.sequence_length
         sizes["sliding_window"] = max(1, model.sliding_window * length // max(whole, 2 * model.sliding_window))
     if model.num_experts:
-        sizes["num_experts"] = _like(model.num_experts, max(EXPERTS, model.experts_per_token + 1), layout.ep)
+        chosen, groups = model.experts_per_token, model.router_groups
+        fewest = max(EXPERTS, chosen + 1, 2 * groups, -(-chosen // model.router_top_groups) * groups)
+        sizes["num_experts"] = _like(model.num_experts, fewest, lcm(layout.ep, groups))
         sizes["expert_ffn"] = _like(model.expert_ffn, FFN, sharers)
+        sizes["dense_layers"] = min(model.dense_layers, layers - 1)
+    if model.kv_rank is not None:
+        sizes |= {"kv_rank": 2 * HEAD_DIM, "q_rank": model.q_rank and HEAD_DIM + 4}
+        sizes |= {"nope_head_dim": HEAD_DIM - 4, "rope_head_dim": 4, "v_head_dim": HEAD_DIM - 2, "head_dim": HEAD_DIM}
     common = gcd(model.num_heads, model.num_kv_heads)
     for divisor in sorted((n for n in range(1, common + 1) if common % n == 0), reverse=True):
         heads = {"num_heads": model.num_heads // divisor, "num_kv_heads": model.num_kv_heads // divisor}
