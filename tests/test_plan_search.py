@@ -2,10 +2,12 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -229,3 +231,14 @@ def test_a_calibrated_machine_replaces_the_datasheet() -> None:
     flops = 16 / 2 * 1024 * model.model_flops(1024)
     assert evaluate(job, slow).time.compute > flops / 0.1e12
     assert evaluate(job, slow).time.data > 10 * evaluate(job, guess).time.data
+
+
+def test_the_page_is_whole_and_loads_nothing(recipe: Path, capsys: pytest.CaptureFixture) -> None:
+    page = recipe.parent / "plan.html"
+    assert main(["plan", str(recipe), "--html", str(page), "--cluster", "16xa100-40g"]) == 0
+    text = page.read_text()
+    drawing = ElementTree.fromstring("<all>" + "".join(re.findall(r"<svg.*?</svg>", text, re.DOTALL)) + "</all>")
+    assert len(drawing.findall("svg")) >= 4
+    assert not re.search(r"(src|href|url)\s*[=(]", text)
+    assert len(drawing.findall(".//circle")) > 3
+    assert capsys.readouterr().out

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.output import add_json_argument, print_json
+from meshwright.plan.page import plan_page
 from meshwright.plan.published import read_published
 from meshwright.plan.search import MARGIN, Limits
 from meshwright.plan.validate import Judged, judge, regret, report, worst
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--explain", metavar="FIELD", help="where a figure comes from: memory, time, mfu, cost or search"
     )
     parser.add_argument("--write", metavar="FILE", type=Path, help="write the recipe with the chosen layout")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="draw the plan as one offline page")
     add_json_argument(parser)
     parser.epilog = EPILOG
 
@@ -94,6 +96,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         print_json(facts)
     else:
         print("\n".join(_table(facts)))
+    if arguments.html:
+        arguments.html.write_text(plan_page(facts), encoding="utf-8")
     if arguments.write:
         arguments.write.write_text(dump_recipe(planned_run(recipe, plan)), encoding="utf-8")
     return 0 if facts["chosen"] else 1
