@@ -75,7 +75,10 @@ def _bar_shapes(
     if limit is not None:
         x = LABEL + limit * scale
         bottom = ROW * (len(rows) + 2)
-        yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{ROW}" y2="{bottom}" stroke="#c00" stroke-width="2"/>'def _frontier(shown: Sequence[dict[str, Any]]) -> str:
+        yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{ROW}" y2="{bottom}" stroke="#c00" stroke-width="2"/>'
+
+
+def _frontier(shown: Sequence[dict[str, Any]]) -> str:
     xs = [found["memory_total"]["value"] / 1e9 for found in shown]
     ys = [found["tokens_per_second_per_device"] for found in shown]
     left, right, low, high = 0.9 * min(xs), 1.05 * max(xs), 0.97 * min(ys), 1.02 * max(ys)
