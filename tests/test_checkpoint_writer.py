@@ -21,6 +21,7 @@ from meshwright.checkpoint.verify import newest_good_checkpoint, verify_checkpoi
 from meshwright.checkpoint.writer import CheckpointWriter, SaveOutcome
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.testing.faults import before_file_operations, run_in_fork
+from meshwright.testing.kills import storm
 from meshwright.testing.ranks import RankPool
 
 
@@ -266,3 +267,14 @@ def test_going_back_sets_the_later_checkpoints_aside(tmp_path: Path) -> None:
     assert names(tmp_path) == ["abandoned-step-00000003", "latest", "step-00000002"]
     assert (tmp_path / "latest").read_text() == "step-00000002\n"
     assert saved(tmp_path / "step-00000002", tensors)["a"].item() == 2
+
+
+def kill_often(root: str) -> dict[str, int]:
+    return dict(storm(Path(root), kills=20))
+
+
+def test_kill_minus_nine_at_random_moments(ranks: RankPool, tmp_path: Path) -> None:
+    """Twenty here; `python -m meshwright.testing.kills` does a hundred."""
+    [hit] = ranks.run(1, kill_often, str(tmp_path))
+    assert hit["inside a save"] > 3
+    assert hit["steps kept"] > 0
