@@ -10,6 +10,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
 ROOMS = {
     "cli": "Floor 6: the verbs people type",
     "prove": "Floor 5: a layout against one process",
+    "rehearse": "Floor 5: the whole job on fake ranks",
     "trainer": "Floor 4: a run from its recipe to its last checkpoint",
     "parallel": "Floor 3: a single-device model becomes a sharded one",
     "optim": "Floor 3: optimizers, schedules, clipping, loss scaling",

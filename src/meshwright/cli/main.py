@@ -21,6 +21,7 @@ VERBS = {
     "verify": "prove that a recipe's layout computes what one process computes",
     "data": "tokenize a corpus, show its samples, prove what a run will see",
     "train": "train what a recipe says, on one process or many",
+    "rehearse": "run the whole job on fake ranks: memory, collectives, what would break",
     "generate": "continue prompts with a trained model",
     "eval": "loss and perplexity of a trained model on any text",
     "export": "write a trained model as a Hugging Face directory",

@@ -17,12 +17,15 @@ ROWS_AT_ONCE_BYTES = 256 * 2**20
 
 
 @torch.no_grad()
-def materialize(model: nn.Module, table: Iterable[Parameter], source: RowSource, device: torch.device) -> None:
+def materialize(model: nn.Module, table: Iterable[Parameter], source: RowSource | None, device: torch.device) -> None:
     """Allocate `model` on `device` and fill every tensor of `table` from `source`, a slice at a time.
 
-    The result does not depend on the layout, and no rank ever holds more than its shard and one slice.
+    The result does not depend on the layout, and no rank ever holds more than its shard and one slice. Without a source
+    the model is only allocated.
     """
     model.to_empty(device=device)
+    if source is None:
+        return
     tensors = named_tensors(model)
     for parameter in table:
         tensor = tensors[parameter.name]

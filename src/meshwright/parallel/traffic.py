@@ -81,6 +81,7 @@ def axis_names(meshes: Meshes) -> dict[tuple[int, ...], str]:
 
     add(meshes.state)
     add(meshes.batch)
+    names.setdefault(tuple(range(dist.get_world_size())), "world")
     add(meshes.experts, "expert ")
     return names
 

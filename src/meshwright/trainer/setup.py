@@ -122,9 +122,9 @@ def give_state(
     worker: Worker,
     device: torch.device,
     meshes: Meshes | None,
-    weights: RowSource,
+    weights: RowSource | None,
 ) -> Trainer:
-    """Give a parallel model its weights and all that trains it."""
+    """Give a parallel model its weights (None: memory for them, unfilled) and all that trains it."""
     run, training = resolved.run, resolved.run.training
     model, table = passes.model, parameter_table(resolved.model)
     names = named_tensors(model).keys()

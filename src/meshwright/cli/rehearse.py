@@ -1,0 +1,98 @@
+"""The verb `rehearse`: the whole job on fake ranks: what each holds and sends, and what would break."""
+
+import argparse
+from typing import Any
+
+from meshwright.cli.common import add_recipe_arguments, read_recipe
+from meshwright.cli.output import add_json_argument, print_json
+from meshwright.plan.hardware import resolve_cluster
+from meshwright.plan.machine import Machine
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.run import ResolvedRun
+from meshwright.trainer.display import short
+from meshwright.trainer.resolve import resolve_run
+
+GIB = 2**30
+ORDER = ("weights", "gathered weights", "gradients", "optimizer", "activations")
+"""Kinds of memory in the order in which they are printed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `rehearse`."""
+    add_recipe_arguments(parser)
+    parser.add_argument("--world", type=int, metavar="N", help="grow the data-parallel axis to N ranks in all")
+    parser.add_argument("--cluster", metavar="NAME", help="such as 1024xh100: what fits, and what crosses nodes")
+    parser.add_argument(
+        "--ranks", type=_ranks, metavar="R,R", help="ranks to rehearse (default: the first of each pipeline stage)"
+    )
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Rehearse; exit status 0, or 1 where something would break."""
+    from meshwright.rehearse.world import fill_world, findings, rehearse, typical_ranks
+
+    recipe = read_recipe(arguments)
+    if arguments.world is not None:
+        recipe = fill_world(recipe, arguments.world)
+    base_dir = arguments.recipe.parent
+    cluster = resolve_cluster(arguments.cluster or recipe.cluster, base_dir=base_dir)
+    resolved = resolve_run(recipe, base_dir=base_dir, machine=_machine(cluster))
+    ranks = arguments.ranks or typical_ranks(recipe.layout)
+    on_gpu = cluster.device != "cpu"
+    reports = rehearse(resolved, ranks, on_gpu=on_gpu)
+    memory_bytes = int(cluster.memory_gb * 1e9)
+    found = findings(reports, recipe.layout, memory_bytes=memory_bytes, per_node=cluster.per_node)
+    if arguments.json:
+        print_json({"layout": recipe.layout.model_dump(), "ranks": reports, "findings": found})
+    else:
+        print("\n".join(_lines(resolved, reports)))
+        print("\n".join(f"would break: {finding}" for finding in found) or "nothing found that would break")
+    return 1 if found else 0
+
+
+def _ranks(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _machine(cluster: ClusterSpec) -> Machine:
+    """One of the cluster's nodes, for what `auto` depends on."""
+    memory_bytes = int(cluster.memory_gb * 1e9)
+    if cluster.device == "cpu":
+        return Machine("cpu", "cpu", cluster.per_node, memory_bytes * cluster.per_node)
+    return Machine("cuda", cluster.device, cluster.per_node, memory_bytes)
+
+
+def _lines(resolved: ResolvedRun, reports: list[dict[str, Any]]) -> list[str]:
+    layout = resolved.run.layout
+    lines = [
+        f"{layout.strategy}: {layout.world_size} ranks, of which {len(reports)} rehearsed; "
+        f"{resolved.accumulation} microbatch{'es' if resolved.accumulation > 1 else ''} "
+        f"of {resolved.micro_batch} x {resolved.run.data.sequence_length} tokens"
+    ]
+    for report in reports:
+        place = ", ".join(f"{axis} {index}" for axis, index in report["place"].items()) or "alone"
+        lines += [
+            "",
+            f"rank {report['rank']} ({place}), rehearsed in {report['seconds']:.0f} s",
+            f"  holds      {short(report['parameters'])} parameters; "
+            f"between steps {_gib(sum(report['at_rest'].values()))}: {_parts(report['at_rest'])}",
+            f"  peak       {_gib(report['peak'])} in the {report['peak_phase']}: {_parts(report['peak_by_kind'])}",
+            f"  computes   {report['flops'] / 1e12:.2f} TFLOP a step",
+            f"  checkpoint {report['checkpoint']['pieces']} pieces, {_gib(report['checkpoint']['bytes'])}, "
+            "copies that other ranks hold too included",
+        ]
+        lines += [
+            f"  {'sends' if index == 0 else '':10} {entry['kind']:14} over {entry['axis']:16} "
+            f"{entry['calls']:6} x, {_gib(entry['bytes'])}"
+            for index, entry in enumerate(report["traffic"])
+        ]
+    return lines
+
+
+def _parts(by_kind: dict[str, int]) -> str:
+    return ", ".join(f"{kind} {_gib(by_kind[kind])}" for kind in ORDER if by_kind.get(kind))
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.3f} GiB" if size < 10 * GIB else f"{size / GIB:.1f} GiB"

@@ -1,0 +1,71 @@
+"""The one place that makes one process believe that it is one rank of many, and gives it tensors without numbers."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+from meshwright.models import loss
+
+
+@contextlib.contextmanager
+def fake_rank(rank: int, world_size: int) -> Iterator[None]:
+    """Be rank `rank` of `world_size` in a process group whose collectives do nothing."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class FakeTensors(FakeTensorMode):
+    """Every tensor made inside has a shape, a dtype and a device, but no numbers; one that is read as a number is 1.
+
+    Meshes must be built outside: they compute with the numbers of ranks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation on shapes alone."""
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return True if args[0].dtype == torch.bool else 1
+        return super().dispatch(func, types, args, kwargs)
+
+
+@contextlib.contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Let what depends on the kind of device be as on a GPU, although the fake tensors are CPU tensors.
+
+    (Autograd with fake tensors of a device that is not there ends the process.)
+    """
+    budgets = dict(loss.CHUNK_BYTES), dict(loss.WIDE_BYTES)
+    loss.CHUNK_BYTES["cpu"], loss.WIDE_BYTES["cpu"] = loss.CHUNK_BYTES["cuda"], loss.WIDE_BYTES["cuda"]
+    try:
+        yield
+    finally:
+        loss.CHUNK_BYTES.update(budgets[0])
+        loss.WIDE_BYTES.update(budgets[1])
+
+
+@contextlib.contextmanager
+def propagation_unseen() -> Iterator[None]:
+    """Keep the tensors of global shape, with which DTensor finds out the shapes of results, from being counted."""
+    original = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def unseen(self: ShardingPropagator, op_schema: Any) -> Any:
+        with _disable_current_modes():
+            return original(self, op_schema)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]

@@ -1,0 +1,122 @@
+"""The one place that follows every tensor's memory from its allocation to its end, and counts FLOPs on the way."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+Storages = dict[int, str]
+"""Identity of a storage -> what kind of memory it is."""
+
+STEP = 1.01
+"""A new peak is looked at in detail once it exceeds the last one looked at by this factor."""
+
+OTHER = "activations"
+"""The kind of what nobody names: saved activations, temporaries, buffers of communication."""
+
+
+def _flash_flops(q: torch.Tensor, k: torch.Tensor) -> int:
+    """Two products of T x S x K per head; as torch's counter does, causality is not taken off."""
+    batch, heads, length, width = q.shape
+    return 4 * batch * heads * length * k.shape[2] * width
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+CPU_FLOPS: dict[Any, Callable[..., int]] = {
+    _flash: lambda q, k, *_, **__: _flash_flops(q, k),
+    _flash_backward: lambda _, q, k, *__, **___: 5 * _flash_flops(q, k) // 2,
+}
+"""What torch's table of FLOPs does not know: attention on a CPU, on which fake tensors lie."""
+
+
+class Ledger(TorchDispatchMode):
+    """Follows storages while it is entered.
+
+    `name_storages` says which kind the storages of parameters, gradients, optimizer state and gathered weights are; it
+    is asked at every new peak. Bytes are those of the storages, without an allocator's rounding.
+    """
+
+    def __init__(self, name_storages: Callable[[], Storages]) -> None:
+        super().__init__()
+        self.name_storages = name_storages
+        self.now = 0
+        """Bytes allocated."""
+        self.peak = 0
+        """Most bytes that were ever allocated at once."""
+        self.peak_by_kind: dict[str, int] = {}
+        self.peak_phase = ""
+        """When that was, in words."""
+        self.flops = 0
+        self._bytes: dict[int, int] = {}
+        self._seen_peak = 0
+
+    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors that exist already."""
+        for tensor in tensors:
+            self._watch(tensor.untyped_storage())
+
+    def __enter__(self) -> "Ledger":
+        self._resize = torch.UntypedStorage.resize_
+        ledger, original = self, self._resize
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> None:
+            original(storage, size)
+            if id(storage) in ledger._bytes:
+                ledger._change(id(storage), size)
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *arguments: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*arguments)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, DTensor):
+                leaf = leaf._local_tensor  # the storage of the whole is only said to be there
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
+                self._watch(leaf.untyped_storage())
+        packet = function._overloadpacket
+        if packet in CPU_FLOPS:
+            self.flops += CPU_FLOPS[packet](*args, **kwargs)
+        elif packet in flop_registry:
+            self.flops += flop_registry[packet](*args, **kwargs, out_val=result)
+        return result
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)  # torch keeps a storage's Python object as long as the storage itself
+        if key not in self._bytes:
+            self._bytes[key] = 0
+            weakref.finalize(storage, self._forget, key)
+            self._change(key, storage.nbytes())
+
+    def _change(self, key: int, size: int) -> None:
+        self.now += size - self._bytes[key]
+        self._bytes[key] = size
+        if self.now > self.peak:
+            self.peak = self.now
+            self.peak_phase = "backward pass" if torch._C._current_graph_task_id() >= 0 else "forward pass or update"
+            if self.peak > STEP * self._seen_peak:
+                self._seen_peak = self.peak
+                self.peak_by_kind = self.by_kind()
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._bytes.pop(key)
+
+    def by_kind(self) -> dict[str, int]:
+        """Bytes allocated now, by kind."""
+        names = self.name_storages()
+        kinds: Counter[str] = Counter()
+        for key, size in self._bytes.items():
+            kinds[names.get(key, OTHER)] += size
+        return dict(kinds)

@@ -1,0 +1,157 @@
+"""The one place that rehearses one rank: builds its part of the run, makes one step, and says what was held and sent.
+
+python -m meshwright.rehearse.rank --resolved FILE --rank R [--on-gpu]    # prints one JSON object
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from meshwright.data.loader import Loader, Microbatch
+from meshwright.data.packing import ConcatenatedSamples
+from meshwright.parallel import Meshes, build_meshes
+from meshwright.parallel.traffic import Traffic
+from meshwright.rehearse.fake import FakeTensors, as_on_gpu, fake_rank, propagation_unseen
+from meshwright.rehearse.ledger import Ledger, Storages
+from meshwright.spec.run import ResolvedRun
+from meshwright.trainer.launch import Worker
+from meshwright.trainer.run import read_resolved
+from meshwright.trainer.setup import Trainer, build_parallel_model, give_state
+from meshwright.trainer.state import state_tensors
+
+CPU = torch.device("cpu")
+"""Where fake tensors lie: autograd ends the process where it meets one on a device that is not there."""
+
+
+def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool) -> dict[str, Any]:
+    """What rank `rank` of the run holds and sends in one step of training, as JSON values; sizes in bytes.
+
+    `on_gpu`: choose chunk sizes as on a GPU. Exactly the program that trains runs here; only numbers are missing.
+    A process can be one rank only: torch remembers shapes by mesh, whoever asks.
+    """
+    began, world_size = time.perf_counter(), resolved.run.layout.world_size
+    with fake_rank(rank, world_size):
+        meshes = build_meshes(resolved.run.layout, CPU.type)
+        place = _place(meshes)
+        model = build_parallel_model(resolved, meshes)
+        with propagation_unseen(), FakeTensors(), as_on_gpu() if on_gpu else nullcontext():
+            trainer = give_state(model, resolved, Worker(rank=rank, world_size=world_size), CPU, meshes, weights=None)
+            saved = state_tensors(trainer)  # which makes the optimizer's state, as a resumed run has it
+            microbatches, lasting = _microbatches(trainer), _storages(trainer)
+            ledger, traffic = Ledger(lambda: lasting | _passing_storages(trainer)), Traffic(meshes)
+            ledger.watch(_local(tensor for name, tensor in saved.items() if name.startswith(("model.", "optimizer."))))
+            at_rest = ledger.by_kind()
+            with ledger, traffic:
+                trainer.train_step(1, microbatches)
+        plan = _save_plan(saved, coordinator=rank == 0)
+    return {
+        "rank": rank,
+        "place": place,
+        "parameters": sum(tensor.numel() for tensor in _local(trainer.parameters.values())),
+        "at_rest": at_rest,
+        "peak": ledger.peak,
+        "peak_by_kind": ledger.peak_by_kind,
+        "peak_phase": ledger.peak_phase,
+        "flops": ledger.flops,
+        "traffic": [
+            {"kind": kind, "axis": axis, "calls": count.calls, "bytes": count.bytes}
+            for (kind, axis), count in sorted(traffic.counts.items())
+        ],
+        "checkpoint": {"pieces": len(plan.items), "bytes": _plan_bytes(plan)},
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def _microbatches(trainer: Trainer) -> list[Microbatch]:
+    """This rank's microbatches of one step, every token trained on."""
+    resolved, length = trainer.resolved, trainer.resolved.run.data.sequence_length
+    with Loader(
+        ConcatenatedSamples(np.zeros(length + 1, np.uint16), length),
+        seed=0,
+        global_batch=resolved.global_batch,
+        micro_batch=resolved.micro_batch,
+        rank=trainer.data_rank,
+        world_size=resolved.run.layout.data_parallel,
+        places=trainer.places,
+    ) as loader:
+        return loader.microbatches(0)
+
+
+def _local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+def _named(kind: str, tensors: Iterable[torch.Tensor | None]) -> Storages:
+    return {id(local.untyped_storage()): kind for local in _local(tensor for tensor in tensors if tensor is not None)}
+
+
+def _storages(trainer: Trainer) -> Storages:
+    """The storages that last from step to step."""
+    stored = list(trainer.parameters.values())
+    states = (state for tensor in stored for state in trainer.optimizers.state_of(tensor).values())
+    return _named("optimizer", states) | _named("weights", stored)
+
+
+def _passing_storages(trainer: Trainer) -> Storages:
+    """The storages that come and go, named as they are now: what FSDP2 gathered, and gradients."""
+    found = _named("gradients", (tensor.grad for tensor in trainer.parameters.values()))
+    for module in trainer.model.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        for parameter in group.fsdp_params if group else ():
+            found |= _named("gathered weights", parameter.all_gather_outputs)
+            gradients = [parameter.unsharded_accumulated_grad]
+            if hasattr(parameter, "_unsharded_param"):
+                gradients.append(parameter._unsharded_param.grad)
+            found |= _named("gradients", gradients)
+    return found
+
+
+def _place(meshes: Meshes) -> dict[str, int]:
+    """This rank's coordinates on every axis of more than one rank."""
+    places: dict[str, int] = {}
+    for view in (meshes.state, meshes.batch, meshes.experts):
+        for index, axis in enumerate(view.mesh_dim_names or ()):
+            if view.size(index) > 1:
+                places.setdefault(axis, view.get_local_rank(index))
+    return places
+
+
+def _save_plan(tensors: dict[str, torch.Tensor], *, coordinator: bool) -> SavePlan:
+    """What this rank would write, before ranks agree who writes what several of them hold."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(tensors, is_coordinator=coordinator)  # type: ignore[arg-type]
+    return planner.create_local_plan()
+
+
+def _plan_bytes(plan: SavePlan) -> int:
+    written = (item.tensor_data for item in plan.items if item.tensor_data is not None)
+    return sum(data.chunk.sizes.numel() * data.properties.dtype.itemsize for data in written)
+
+
+def main() -> int:
+    """The command line above."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--resolved", type=Path, required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--on-gpu", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    report = rehearse_rank(read_resolved(arguments.resolved), arguments.rank, on_gpu=arguments.on_gpu)
+    json.dump(report, sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""The one place that rehearses a run: chooses ranks, gives each a process, and says what would break."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from meshwright.spec.layout import AXES, LayoutSpec
+from meshwright.spec.run import ResolvedRun, Run
+
+SHOWN_STAGES = 4
+"""Pipeline stages of which each is rehearsed; of more, the first two and the last two are."""
+
+
+def fill_world(run: Run, world_size: int) -> Run:
+    """`run` on `world_size` ranks: the axis along which its data parallelism shards (or replicates) takes up the rest.
+
+    Raises `ValueError` where the other degrees do not divide `world_size`.
+    """
+    layout = run.layout
+    grown = "dp_replicate" if layout.zero_stage == 0 else "dp_shard"
+    others = layout.world_size // getattr(layout, grown)
+    if world_size % others:
+        raise ValueError(
+            f"--world {world_size}: the layout's other degrees make {others} ranks, which do not divide it; "
+            f"the nearest number that they divide is {max(1, round(world_size / others)) * others}"
+        )
+    filled = LayoutSpec.model_validate(layout.model_dump() | {grown: world_size // others})
+    return run.model_copy(update={"layout": filled})
+
+
+def typical_ranks(layout: LayoutSpec) -> list[int]:
+    """The first rank of every pipeline stage (of many: of the first two and last two): the others of a stage do the
+    same work on other numbers."""
+    per_stage = layout.world_size // layout.pp
+    stages = list(range(layout.pp))
+    if layout.pp > SHOWN_STAGES:
+        stages = [*stages[:2], *stages[-2:]]
+    return [stage * per_stage for stage in stages]
+
+
+def rehearse(resolved: ResolvedRun, ranks: Sequence[int], *, on_gpu: bool) -> list[dict[str, Any]]:
+    """The reports of `ranks` (see `rehearse.rank.rehearse_rank`), as many at a time as this machine has cores.
+
+    Raises `ValueError` with what the program said where a rank failed: so would all of the run.
+    """
+    world_size = resolved.run.layout.world_size
+    if resolved.model.num_experts:
+        raise ValueError(
+            "rehearse: which experts get which tokens depends on numbers, which a rehearsal has not; "
+            "only dense models are rehearsed, 'meshwright plan' predicts this one"
+        )
+    if outside := [rank for rank in ranks if not 0 <= rank < world_size]:
+        raise ValueError(f"--ranks: {outside[0]} is none of the ranks 0 to {world_size - 1}")
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        path = Path(folder) / "resolved.json"
+        path.write_text(resolved.model_dump_json())
+        return list(pool.map(lambda rank: _rehearse_apart(path, rank, on_gpu=on_gpu), ranks))
+
+
+def _rehearse_apart(resolved: Path, rank: int, *, on_gpu: bool) -> dict[str, Any]:
+    """One rank in a process of its own: a process can be one rank only."""
+    words = [sys.executable, "-m", "meshwright.rehearse.rank", "--resolved", str(resolved), "--rank", str(rank)]
+    done = subprocess.run([*words, *(["--on-gpu"] if on_gpu else [])], capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"status {done.returncode}"
+        raise ValueError(f"rank {rank} would fail: {last}")
+    return json.loads(done.stdout)
+
+
+def findings(reports: Sequence[dict[str, Any]], layout: LayoutSpec, *, memory_bytes: int, per_node: int) -> list[str]:
+    """What would break or hurt: ranks that do not fit, and axes that leave a node though every layer uses them."""
+    found = []
+    for report in reports:
+        if report["peak"] > memory_bytes:
+            kind, size = max(report["peak_by_kind"].items(), key=lambda item: item[1])
+            found.append(
+                f"rank {report['rank']} needs {report['peak'] / 2**30:.1f} GiB of {memory_bytes / 2**30:.1f} GiB; "
+                f"most of it is {kind}, {size / 2**30:.1f} GiB"
+            )
+    span = 1
+    for axis in reversed(AXES):
+        degree = getattr(layout, axis)
+        span *= degree
+        if degree > 1 and span > per_node and axis in ("tp", "cp"):
+            found.append(
+                f"{axis}={degree} reaches over the border of a node of {per_node} devices, and every layer waits for "
+                f"it; at most {max(1, per_node * degree // span)} stay inside"
+            )
+    return found

@@ -1,0 +1,96 @@
+"""A rehearsed rank holds and sends exactly what the same rank of a real run holds and sends."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshwright.cli.main import main
+from meshwright.parallel.traffic import Traffic
+from meshwright.rehearse.rank import rehearse_rank
+from meshwright.rehearse.world import fill_world, findings, typical_ranks
+from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.run import ResolvedRun
+from meshwright.testing.equivalence import build_here, loader_for
+from meshwright.testing.layouts import LAYOUTS
+from meshwright.testing.ranks import RankPool
+from tiny import GLOBAL_BATCH, tiny_run
+
+GIB = 2**30
+
+Sent = dict[tuple[str, str], tuple[int, int]]
+"""(kind, axis) -> calls, bytes."""
+
+
+def real(run: ResolvedRun) -> tuple[dict[str, int], Sent]:
+    """What this rank keeps between steps, in bytes, and what it sends in a step."""
+    trainer = build_here(run)
+    with loader_for(trainer) as loader:
+        trainer.train_step(1, loader.microbatches(0))
+        with Traffic(trainer.meshes) as traffic:
+            trainer.train_step(2, loader.microbatches(1))
+    kept = {"weights": 0, "optimizer": 0}
+    for tensor in trainer.parameters.values():
+        kept["weights"] += _bytes(tensor)
+        kept["optimizer"] += sum(_bytes(state) for state in trainer.optimizers.state_of(tensor).values())
+    return kept, {key: (count.calls, count.bytes) for key, count in traffic.counts.items()}
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage().nbytes()
+
+
+def rehearsed(run: ResolvedRun, rank: int) -> tuple[dict[str, int], Sent]:
+    """The same figures of a rank that is only rehearsed."""
+    report = rehearse_rank(run, rank, on_gpu=False)
+    sent = {(entry["kind"], entry["axis"]): (entry["calls"], entry["bytes"]) for entry in report["traffic"]}
+    return {kind: size for kind, size in report["at_rest"].items() if size}, sent
+
+
+CHOSEN = "ddp zero-2 zero-3-uneven tp-wide hybrid-3-tp cp-ring-tp cp-ulysses-tp pp-hybrid-3 pp-zero-bubble-tp pp-cp-tp"
+"""Every kind of parallelism, and mixes of them."""
+
+
+@pytest.mark.parametrize("name", CHOSEN.split())
+def test_a_rehearsed_rank_is_as_a_real_one(ranks: RankPool, name: str) -> None:
+    layout = LAYOUTS[name]
+    run = tiny_run(layout, precision="bf16", accumulation=GLOBAL_BATCH // layout.data_parallel)
+    outcomes = ranks.run(layout.world_size, real, run)
+    last, apart = layout.world_size - 1, RankPool()  # a process can be one rank only
+    try:
+        (fake,) = apart.run(1, rehearsed, run, last)
+    finally:
+        apart.close()
+    assert fake == outcomes[last]
+
+
+def test_findings() -> None:
+    report = {"rank": 3, "peak": 3 * GIB, "peak_by_kind": {"weights": GIB, "activations": 2 * GIB}}
+    layout = LayoutSpec(dp_shard=2, tp=16)
+    too_much, too_far = findings([report], layout, memory_bytes=2 * GIB, per_node=8)
+    assert too_much == "rank 3 needs 3.0 GiB of 2.0 GiB; most of it is activations, 2.0 GiB"
+    assert too_far.startswith("tp=16 reaches over the border of a node of 8 devices")
+    assert not findings([report], LayoutSpec(tp=8, dp_shard=4), memory_bytes=3 * GIB, per_node=8)
+
+
+def test_worlds() -> None:
+    run = tiny_run(LayoutSpec(dp_shard=2, tp=2)).run
+    assert fill_world(run, 1024).layout == LayoutSpec(dp_shard=512, tp=2)
+    with pytest.raises(ValueError, match="nearest number that they divide is 8"):
+        fill_world(run, 7)
+    assert typical_ranks(LayoutSpec(pp=8, tp=2)) == [0, 2, 12, 14]
+
+
+def test_the_verb(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A rank of 16 in a process of its own, through the command line; memory that does not suffice is a finding."""
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text("model: {family: llama, hidden: 32, num_layers: 2, num_heads: 4, vocab: 64}\nlayout: {tp: 2}\n")
+    words = ["rehearse", str(recipe), "--world", "16", "--cluster", "16xh100", "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["layout"]["dp_replicate"] == 8
+    assert [report["rank"] for report in found["ranks"]] == [0]
+    assert main([*words[:-1], "--ranks", "16"]) == 2
+    assert "none of the ranks 0 to 15" in capsys.readouterr().err
