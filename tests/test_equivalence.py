@@ -18,12 +18,12 @@ RECOMPUTES = ("none", "selective", "full")
 _ALONE: dict[str, Outcome] = {}
 
 
-def alone(**options: Any) -> Outcome:
-    """The outcome of one process with the whole batch at once, computed once per model."""
+def alone(*, documents: bool = False, **options: Any) -> Outcome:
+    """The outcome of one process with the whole batch at once, computed once per model and kind of rows."""
     run = tiny_run(LayoutSpec(), **options)
-    key = run.model_dump_json()
+    key = f"{documents} {run.model_dump_json()}"
     if key not in _ALONE:
-        outcome = one_step(run)
+        outcome = one_step(run, documents)
         assert outcome is not None
         _ALONE[key] = outcome
     return _ALONE[key]
@@ -49,14 +49,22 @@ def assert_equal(
     assert difference <= tolerance * largest * slope + 4 * unit, name
 
 
-def check(ranks: RankPool, strategy: str, *, accumulation: int = 1, recompute: str = "none", **options: Any) -> None:
+def check(
+    ranks: RankPool,
+    strategy: str,
+    *,
+    accumulation: int = 1,
+    recompute: str = "none",
+    documents: bool = False,
+    **options: Any,
+) -> None:
     """One layout's outcome against one process that neither accumulates nor recomputes."""
     layout = LAYOUTS[strategy]
     if GLOBAL_BATCH // layout.data_parallel % accumulation:
         accumulation = 2  # three ranks have four sequences each
     run = tiny_run(layout, accumulation=accumulation, recompute=recompute, **options)
-    outcome = ranks.run(layout.world_size, one_step, run)[0]
-    assert_equal(outcome, alone(**options))
+    outcome = ranks.run(layout.world_size, one_step, run, documents)[0]
+    assert_equal(outcome, alone(documents=documents, **options))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -80,8 +88,9 @@ def test_every_strategy_for_every_family(ranks: RankPool, family: str, strategy:
 
 @pytest.mark.parametrize("name", MODEL_PARALLEL)
 def test_every_layout_that_splits_the_model(ranks: RankPool, name: str) -> None:
-    """Tied and untied, recomputation and accumulation alternate over layouts and families. The more ranks, the dearer:
-    two meet every family, four every second and eight every third, each layout beginning with another."""
+    """Tied and untied, packed documents, recomputation and accumulation alternate over layouts and families. The more
+    ranks, the dearer: two meet every family, four every second and eight every third, each layout beginning with
+    another."""
     layout, turn = LAYOUTS[name], list(MODEL_PARALLEL).index(name)
     every = {2: 1, 4: 2, 8: 3}[layout.world_size]
     families = [f for f in FAMILIES if not find_misfits(layout, tiny_run(layout, family=f).model, SEQUENCE_LENGTH)]
@@ -91,6 +100,7 @@ def test_every_layout_that_splits_the_model(ranks: RankPool, name: str) -> None:
             name,
             family=family,
             tied=index % 2 == 0,
+            documents=index % 5 < 2,
             recompute=RECOMPUTES[index % 3],
             accumulation=3 if index % 4 < 2 else 1,
         )

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from meshwright.families import parameter_table
-from meshwright.families.split import kept_shape, split_dim
+from meshwright.families.split import kept_shape, rows_of_layers, split_dim
 from meshwright.optim.shards import local, part_like, whole
-from meshwright.spec.fit import find_misfits
+from meshwright.parallel.pipeline import plan_stages
+from meshwright.spec.fit import find_misfits, tensor_notes
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import build_here, loader_for
@@ -22,14 +23,15 @@ VOCAB = 500
 Shapes = dict[str, list[tuple[int, ...]]]
 
 
-def kept(run: ResolvedRun) -> tuple[tuple[int, int], Shapes]:
-    """This rank's place (tp, shard), and shapes of what it keeps of each parameter, gradient and moment. Collective."""
+def kept(run: ResolvedRun) -> tuple[tuple[int, int, int], Shapes]:
+    """This rank's place (pp, tp, shard), and shapes of what it keeps of each parameter, gradient and moment.
+    Collective."""
     trainer = build_here(run)
     with loader_for(trainer) as loader:
         trainer.train_step.gradients(loader.microbatches(0))
-    place = (0, 0)
-    if trainer.meshes is not None:
-        place = trainer.meshes.state["tp"].get_local_rank(), trainer.meshes.state["shard"].get_local_rank()
+    pp, tp, shard = (
+        0 if trainer.meshes is None else trainer.meshes.state[axis].get_local_rank() for axis in ("pp", "tp", "shard")
+    )
     shapes: Shapes = {}
     for name, parameter in trainer.parameters.items():
         moments = [state for key, state in trainer.optimizers.state_of(parameter).items() if key != "step"]
@@ -37,7 +39,7 @@ def kept(run: ResolvedRun) -> tuple[tuple[int, int], Shapes]:
         for tensor in (parameter, parameter.grad, *moments):
             assert torch.equal(part_like(whole(tensor), tensor), local(tensor))
             shapes.setdefault(name, []).append(tuple(local(tensor).shape))
-    return place, shapes
+    return (pp, tp, shard), shapes
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -45,12 +47,21 @@ def test_every_rank_keeps_exactly_what_the_table_says(ranks: RankPool, name: str
     """Of weights, gradients and both moments of AdamW, all of the same number of bytes an element."""
     layout, family = LAYOUTS[name], ("gpt2", "qwen2", "qwen3")[len(name) % 3]
     run = tiny_run(layout, family=family, tied=len(name) % 2 == 0)
-    for (tp_rank, shard_rank), shapes in ranks.run(layout.world_size, kept, run):
+    table = parameter_table(run.model)
+    for (pp_rank, tp_rank, shard_rank), shapes in ranks.run(layout.world_size, kept, run):
         expected = {
             row.name: [kept_shape(row, run.model, layout, tp_rank=tp_rank, shard_rank=shard_rank)] * 4
-            for row in parameter_table(run.model)
+            for row in rows_of_layers(table, run.model, layers_of(run, pp_rank))
         }
         assert shapes == expected
+
+
+def layers_of(run: ResolvedRun, pp_rank: int) -> list[int]:
+    """The layers of a pipeline rank's stages."""
+    if run.run.layout.pp == 1:
+        return list(range(run.model.num_layers))
+    stages = plan_stages(run)
+    return [layer for stage in stages.schedule.stages_of(pp_rank) for layer in stages.layers[stage]]
 
 
 def test_named_dims_alone_say_what_is_split() -> None:
@@ -95,6 +106,15 @@ def test_what_does_not_fit_is_refused_with_the_nearest_that_does(
     assert re.search(message, problem), problem
 
 
+def test_check_says_what_is_not_shared_evenly() -> None:
+    model = tiny_run(LayoutSpec()).model
+    assert tensor_notes(LayoutSpec(), model) == tensor_notes(LayoutSpec(tp=2), model) == ""
+    assert tensor_notes(LayoutSpec(tp=4), model) == (
+        "2 key and value heads for 4 ranks, so each keeps wk and wv whole; "
+        "50 tokens for 4 ranks, so the last has 11 of them and the others 13"
+    )
+
+
 def largest_tensor_with_a_whole_vocabulary(run: ResolvedRun) -> int:
     """Most elements of a tensor made in a step whose last dim is the vocabulary, or that padded to 512. Collective."""
 
@@ -119,3 +139,20 @@ def test_no_rank_ever_holds_a_row_of_logits(ranks: RankPool) -> None:
     single, split = (run.model_copy(update={"model": model}) for run in (single, split))
     assert largest_tensor_with_a_whole_vocabulary(single) > 0
     assert ranks.run(4, largest_tensor_with_a_whole_vocabulary, split) == [0] * 4
+
+
+def ask_for(run: ResolvedRun, what: str) -> str:
+    """What a split model says to tokens without labels, or to a token that it does not know. Collective."""
+    trainer = build_here(run)
+    tokens = torch.full((1, 16), 50 if what == "unknown token" else 0)
+    try:
+        trainer.model(tokens, None if what == "logits" else tokens)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(("what", "message"), [("logits", "no rank has its logits"), ("unknown token", "outside the")])
+def test_nothing_wrong_is_computed_in_silence(ranks: RankPool, what: str, message: str) -> None:
+    for answer in ranks.run(2, ask_for, tiny_run(LAYOUTS["tp"]), what):
+        assert message in answer

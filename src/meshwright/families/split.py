@@ -1,5 +1,7 @@
 """The one place that says which part of each parameter a rank keeps; planner and engine both go by it."""
 
+from collections.abc import Container, Iterable, Iterator
+
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelSpec, Parameter
 
@@ -45,6 +47,22 @@ def split_range(size: int, ranks: int, rank: int) -> tuple[int, int]:
     """(start, stop) of a rank's part of a dim of `size`: equal parts, rounded up, and what is left at the end."""
     part = -(-size // ranks)
     return min(rank * part, size), min((rank + 1) * part, size)
+
+
+def rows_of_layers(table: Iterable[Parameter], model: ModelSpec, layers: Container[int]) -> Iterator[Parameter]:
+    """The rows that a pipeline rank with these layers keeps: embeddings go with the first layer, norm and head with the
+    last; a tied head is the embedding, of which the last layer's rank has a copy."""
+    first, last = 0 in layers, model.num_layers - 1 in layers
+    ends = {
+        "tok_embeddings": first or (last and model.tied_embeddings),
+        "pos_embeddings": first,
+        "norm": last,
+        "output": last,
+    }
+    for row in table:
+        module, layer, *_ = row.name.split(".")
+        if int(layer) in layers if module == "layers" else ends[module]:
+            yield row
 
 
 def kept_shape(

@@ -64,7 +64,13 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
         x_ND = sequence.gather(x_BTD).flatten(0, 1)
         return linear_cross_entropy(x_ND, model.head_weight, labels_BT.flatten(), share)
 
-    model.loss = loss
+    def logits(x_BTD: torch.Tensor) -> torch.Tensor:
+        raise ValueError(
+            "a model split over tensor-parallel ranks has a loss, but no rank has its logits; "
+            "save a checkpoint, and generate from it in one process"
+        )
+
+    model.loss, model.logits = loss, logits
 
 
 def _split_parameters(module: nn.Module, own: dict[str, Parameter], spec: ModelSpec, mesh: DeviceMesh) -> None:

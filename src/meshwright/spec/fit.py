@@ -49,6 +49,18 @@ def _tensor_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) 
         yield f"layout.tp={layout.tp}: {why}; the nearest legal layout is tp={nearest}"
 
 
+def tensor_notes(layout: LayoutSpec, model: ModelSpec) -> str:
+    """What tensor-parallel ranks do not share evenly; empty where they share everything."""
+    tp, rows = layout.tp, -(-model.vocab // layout.tp)
+    notes = []
+    if model.num_kv_heads % tp:
+        notes.append(f"{model.num_kv_heads} key and value heads for {tp} ranks, so each keeps wk and wv whole")
+    if model.vocab % tp:
+        last = model.vocab - rows * (tp - 1)
+        notes.append(f"{model.vocab} tokens for {tp} ranks, so the last has {last} of them and the others {rows}")
+    return "; ".join(notes)
+
+
 def context_method(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> tuple[ContextMethod, str]:
     """How context-parallel ranks attend to each other's tokens, and why."""
     if layout.cp_method != "auto":

@@ -10,7 +10,7 @@ from meshwright.plan.memory import predict_memory
 from meshwright.plan.search import Limits
 from meshwright.plan.stages import balanced_stages, layer_costs
 from meshwright.spec.actions import ScheduleError
-from meshwright.spec.fit import context_method, find_misfits
+from meshwright.spec.fit import context_method, find_misfits, tensor_notes
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.trainer.batch import sequences_per_step
@@ -57,6 +57,8 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
     reasons = {"training.micro_batch": reason}
     if stage_layers and run.layout.stage_layers == "auto":
         reasons["layout.stage_layers"] = "no other cut has a lighter heaviest stage, by operations, the head's included"
+    if notes := tensor_notes(run.layout, model):
+        reasons["layout.tp"] = notes
     if run.layout.cp > 1:
         method, reason = context_method(run.layout, model, run.data.sequence_length)
         reasons["layout.cp_method"] = f"{method}: {reason}"
