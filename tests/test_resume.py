@@ -86,7 +86,7 @@ def test_any_layout_continues_what_any_other_saved(ranks: RankPool, tmp_path: Pa
     """In float64 a few steps amplify a summation order's 1e-16 by far less than the 1e-10 allowed here. Every saver
     meets every second loader, and every loader every second saver."""
     options = {"optimizer": {"name": optimizer, "lr": 1e-2, "eps": 0.1}, "tied": tied}
-    loaders = [*STRATEGIES, "tp-wide", "zero-3-tp-uneven", "zero-3-tp-wide", "pp", "pp-zero-2-tp"]
+    loaders = [*STRATEGIES, "tp-wide", "zero-3-tp-uneven", "zero-3-tp-wide", "cp-all-gather-tp", "pp", "pp-zero-2-tp"]
     for turn, saver in enumerate(("single", "pp-zero-2-tp", "zero-3-uneven", "hybrid-3", "zero-3-tp", "pp")):
         root = tmp_path / saver
         losses, weights = run_on(ranks, tiny(saver, **options), root, save_every=3)

@@ -8,14 +8,16 @@ import torch
 
 from meshwright.families import parameter_table
 from meshwright.families.split import kept_shape, rows_of_layers, split_dim
+from meshwright.models import loss as loss_module
 from meshwright.optim.shards import local, part_like, whole
 from meshwright.parallel.pipeline import plan_stages
 from meshwright.spec.fit import find_misfits, tensor_notes
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
-from meshwright.testing.equivalence import build_here, loader_for
+from meshwright.testing.equivalence import Outcome, build_here, loader_for, one_step
 from meshwright.testing.layouts import LAYOUTS
 from meshwright.testing.ranks import RankPool
+from test_equivalence import assert_equal
 from tiny import tiny_run
 
 VOCAB = 500
@@ -156,3 +158,23 @@ def ask_for(run: ResolvedRun, what: str) -> str:
 def test_nothing_wrong_is_computed_in_silence(ranks: RankPool, what: str, message: str) -> None:
     for answer in ranks.run(2, ask_for, tiny_run(LAYOUTS["tp"]), what):
         assert message in answer
+
+
+def one_step_in_small_chunks(run: ResolvedRun) -> Outcome | None:
+    """A first step whose loss takes a few tokens at a time. Collective."""
+    usual = loss_module.CHUNK_BYTES
+    loss_module.CHUNK_BYTES = {"cpu": 128 * 8 * 7}
+    try:
+        return one_step(run)
+    finally:
+        loss_module.CHUNK_BYTES = usual
+
+
+def test_ranks_with_unequal_shares_of_the_vocabulary_cut_the_tokens_alike(ranks: RankPool) -> None:
+    """257 tokens over 4 ranks: 65 rows and 62, which are padded to 128 and 64."""
+    alone, split = (tiny_run(layout) for layout in (LayoutSpec(), LAYOUTS["tp-wide"]))
+    model = alone.model.model_copy(update={"vocab": 257})
+    expected = one_step(alone.model_copy(update={"model": model}))
+    outcome = ranks.run(4, one_step_in_small_chunks, split.model_copy(update={"model": model}), timeout=30)[0]
+    assert expected is not None
+    assert_equal(outcome, expected)

@@ -34,6 +34,8 @@ class VocabularyShare(Protocol):
     """Token id of the first row here."""
     vocab: int
     """Tokens of the whole vocabulary."""
+    rows: int
+    """Rows of the largest share: by it all cut the tokens into the same chunks."""
 
     def maximum_(self, values: torch.Tensor) -> None:
         """Replace `values` by their element-wise maximum over all shares."""
@@ -80,7 +82,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             known_N = (labels_N == IGNORED) | (labels_N >= 0) & (labels_N < share.vocab)
             torch._assert_async(known_N.all(), "a label is out of bounds: it lies outside the vocabulary")
 
-        stride = ceil(vocab / ROW_MULTIPLE) * ROW_MULTIPLE
+        stride = ceil((vocab if share is None else share.rows) / ROW_MULTIPLE) * ROW_MULTIPLE
         most = max(1, _budget(CHUNK_BYTES, hidden_ND) // (stride * hidden_ND.element_size()))
         chunk = ceil(tokens / max(1, ceil(tokens / most)))  # chunks of equal size
         logits_CV = hidden_ND.new_empty(chunk, stride)[:, :vocab]

@@ -212,6 +212,7 @@ class _VocabularyShare:
     def __init__(self, vocab: int, sequence: _Sequence) -> None:
         self.vocab = vocab
         self.first, _ = split_range(vocab, sequence.size, sequence.rank)
+        _, self.rows = split_range(vocab, sequence.size, 0)
         self._group = sequence.group
 
     def maximum_(self, values: torch.Tensor) -> None:
