@@ -95,7 +95,9 @@ def _candidates(resolved: ResolvedRun, layers: int) -> Iterator[tuple[ModelSpec,
         sizes |= {"kv_rank": 2 * HEAD_DIM, "q_rank": model.q_rank and HEAD_DIM + 4}
         sizes |= {"nope_head_dim": HEAD_DIM - 4, "rope_head_dim": 4, "v_head_dim": HEAD_DIM - 2, "head_dim": HEAD_DIM}
     common = gcd(model.num_heads, model.num_kv_heads)
-    for divisor in sorted((n for n in range(1, common + 1) if common % n == 0), reverse=True):
+    # Two key and value heads at least, where there are two: one alone cannot be in the wrong place.
+    divisors = (n for n in range(1, common + 1) if common % n == 0 and (n == 1 or model.num_kv_heads // n > 1))
+    for divisor in sorted(divisors, reverse=True):
         heads = {"num_heads": model.num_heads // divisor, "num_kv_heads": model.num_kv_heads // divisor}
         yield model.model_copy(update=sizes | heads), length
 
