@@ -79,7 +79,7 @@ class Parser(argparse.ArgumentParser):
 
         In `--resume training.steps=500`, argparse would take the setting for a checkpoint.
         """
-        for word, following in zip(words, [*words[1:], ""], strict=True):
+        for word, following in zip(words, [*words[1:], ""], strict=False):
             action = self._option_string_actions.get(word)
             if action is not None and action.nargs == "?" and not _accepted(action.type, following):
                 word = f"{word}={action.const}"
