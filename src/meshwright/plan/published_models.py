@@ -65,7 +65,7 @@ class Completion:
         """The column's number, or None."""
         text = (self.row.get(column) or "").strip()
         try:
-            return float(text) if text else None
+            return float(text) or None if text else None  # a zero is how some tables write nothing
         except ValueError:
             return None
 
