@@ -64,6 +64,11 @@ class LayoutSpec(Spec):
             raise ValueError(f"{str(value).lower()} is not allowed: must be 'auto', 0, 1, 2 or 3")
         return value
 
+    @field_validator("stage_layers", mode="before")
+    @classmethod
+    def _from_list(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
     @model_validator(mode="after")
     def _legal(self) -> "LayoutSpec":
         problems = list(self._problems())
