@@ -68,7 +68,9 @@ def commented_recipe(recipe: Run, *, title: str) -> str:
     Raises ValueError where the model does not exist.
     """
     model = resolve_model(recipe.model, base_dir=Path(), vocab=recipe.data.tokenizer_vocab)
-    sizes = model.model_dump()
+    sizes = {
+        name: value.model_dump(exclude_defaults=True) if isinstance(value, Spec) else value for name, value in model
+    }
     lines = [f"# {title}"]
     for name, field in Run.model_fields.items():
         value = getattr(recipe, name)

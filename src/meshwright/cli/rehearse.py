@@ -26,6 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks", type=_ranks, metavar="R,R", help="ranks to rehearse (default: the first of each pipeline stage)"
     )
     add_json_argument(parser)
+    parser.epilog = (
+        "examples:\n"
+        "  meshwright rehearse run.yaml --cluster 8xh100\n"
+        "  meshwright rehearse run.yaml --world 1024 --cluster 1024xh100 --ranks 0,1023"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
