@@ -12,12 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+MOST_THREADS = 200
+"""Threads of a rank beyond which it is replaced. Every gloo group has three, of which one wakes a hundred times a
+second though there is nothing to do: with some thousand of them in all, two cores do little else."""
+
 
 class RankPool:
     """Groups of waiting gloo ranks, one group per world size, started when first asked for and then kept.
 
     A group lives as long as its processes: gloo's threads outlive a destroyed group wherever a mesh is still cached,
-    and spin once their peers are gone.
+    and spin once their peers are gone. So processes that have made too many of them are replaced.
     """
 
     def __init__(self) -> None:
@@ -31,10 +35,12 @@ class RankPool:
         """
         if world_size not in self._groups:
             self._groups[world_size] = _Group(world_size)
-        answers = self._groups[world_size].ask(function, args, timeout)
+        group = self._groups[world_size]
+        answers = group.ask(function, args, timeout)
         failures = [f"rank {rank} of {world_size}:\n{value}" for rank, (ok, value) in enumerate(answers) if not ok]
-        if failures:
+        if failures or group.is_worn:
             self._groups.pop(world_size).close()
+        if failures:
             raise RuntimeError("\n".join(failures))
         return [value for _, value in answers]
 
@@ -76,6 +82,12 @@ class _Group:
             self._processes[rank].join(5)
             return False, f"the process died with status {self._processes[rank].exitcode}"
         return False, f"no answer within {timeout} s"
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether the first rank, and so each, has more than `MOST_THREADS`; never where there is no /proc."""
+        tasks = Path(f"/proc/{self._processes[0].pid}/task")
+        return tasks.is_dir() and len(list(tasks.iterdir())) > MOST_THREADS
 
     def close(self) -> None:
         for process in self._processes:
