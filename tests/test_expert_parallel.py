@@ -45,7 +45,7 @@ def test_every_layout(ranks: RankPool, name: str) -> None:
 def test_every_rank_keeps_exactly_what_the_table_says(ranks: RankPool, name: str) -> None:
     layout = EXPERT_PARALLEL[name]
     run = tiny_run(layout, family="mixtral")
-    for (tp_rank, shard_rank), shapes in ranks.run(layout.world_size, kept, run):
+    for (_, tp_rank, shard_rank), shapes in ranks.run(layout.world_size, kept, run):
         expected = {
             row.name: [kept_shape(row, run.model, layout, tp_rank=tp_rank, shard_rank=shard_rank)] * 4
             for row in parameter_table(run.model)
