@@ -14,6 +14,7 @@ ROOMS = {
     "trainer": "Floor 4: a run from its recipe to its last checkpoint",
     "parallel": "Floor 3: a single-device model becomes a sharded one",
     "optim": "Floor 3: optimizers, schedules, clipping, loss scaling",
+    "finetune": "Floor 3: a model becomes one that is fine-tuned",
     "checkpoint": "Floor 3: what a run leaves on disk, and Hugging Face's files",
     "data": "Floor 3: from text to the batches of a rank, without torch",
     "models": "Floor 2: the model on one device; no mesh, no rank",

@@ -44,15 +44,22 @@ def _section(spec: type[Spec], title: str, path: str) -> Iterator[str]:
         yield _one_line(spec.__doc__) + "\n"
     yield "| setting | default | meaning |"
     yield "|---|---|---|"
-    inner: list[tuple[str, type[Spec]]] = []
+    inner: list[tuple[str, list[type[Spec]]]] = []
     for name, field in spec.model_fields.items():
-        found = next(_specs_in(field.annotation), None)
-        if found is not None:
+        found = list(_specs_in(field.annotation))
+        if found:
             inner.append((f"{path}{name}", found))
-        yield f"| `{path}{name}` | {_default(field, found)} | {_meaning(field)} |"
+        yield f"| `{path}{name}` | {_default(field, next(iter(found), None))} | {_meaning(field)} |"
     yield ""
-    for name, found in inner:
-        yield from _section(found, f"`{name}`", f"{name}.")
+    for name, alternatives in inner:
+        for found in alternatives:
+            yield from _section(found, f"`{name}`{_choice(found) if len(alternatives) > 1 else ''}", f"{name}.")
+
+
+def _choice(spec: type[Spec]) -> str:
+    """What says that a section of alternatives is this one: its first field."""
+    name, field = next(iter(spec.model_fields.items()))
+    return f" with `{name}: {get_args(field.annotation)[0]}`"
 
 
 def _default(field: FieldInfo, section: type[Spec] | None) -> str:

@@ -32,6 +32,7 @@ def tiny_run(
     tied: bool = False,
     accumulation: int = 1,
     num_layers: int = 2,
+    finetune: dict[str, Any] | None = None,
     **training: Any,
 ) -> ResolvedRun:
     """Two layers, width 24, vocabulary 50, float64, twelve sequences of sixteen tokens a step.
@@ -64,6 +65,7 @@ def tiny_run(
         model=fields,
         data=DataSpec(sequence_length=SEQUENCE_LENGTH),
         training=TrainingSpec.model_validate(defaults | training),
+        finetune=finetune,  # pyright: ignore[reportArgumentType]
         layout=layout,
         device="cpu",
     )

@@ -1,6 +1,7 @@
 """The one place that knows which models exist: families, published sizes, parameter tables and Hugging Face's
 names for them, all without torch."""
 
+from meshwright.families.adapters import Adapter, find_adapters, finetuned_table
 from meshwright.families.hf_config import model_from_hf_config, model_to_hf_config
 from meshwright.families.hf_tensors import HfTensor, hf_tensors
 from meshwright.families.registry import FAMILIES, PRESETS
@@ -10,8 +11,11 @@ from meshwright.families.table import active_parameters, parameter_table, state_
 __all__ = [
     "FAMILIES",
     "PRESETS",
+    "Adapter",
     "HfTensor",
     "active_parameters",
+    "find_adapters",
+    "finetuned_table",
     "hf_tensors",
     "model_from_hf_config",
     "model_to_hf_config",

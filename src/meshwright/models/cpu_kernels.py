@@ -14,6 +14,7 @@ K head_dim; C pairs (batch, G) computed together, Q queries of a block, S keys t
 from math import pi
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 ONEDNN = torch.backends.mkldnn.is_available()
@@ -36,11 +37,16 @@ class Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`input @ weight.T + bias`."""
-        if not _by_onednn(input, self.weight):
-            return super().forward(input)
-        output = _Linear.apply(input, self.weight, self.bias)
-        assert isinstance(output, torch.Tensor)
-        return output
+        return linear(input, self.weight, self.bias)
+
+
+def linear(input: torch.Tensor, weight_ND: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+    """`F.linear`, by oneDNN for fp32 on a CPU: [..., D] to [..., N]."""
+    if not _by_onednn(input, weight_ND):
+        return F.linear(input, weight_ND, bias_N)
+    output = _Linear.apply(input, weight_ND, bias_N)
+    assert isinstance(output, torch.Tensor)
+    return output
 
 
 def matmul(a_MD: torch.Tensor, b_DN: torch.Tensor, room_MN: torch.Tensor | None = None) -> torch.Tensor:

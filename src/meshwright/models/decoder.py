@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshwright.families import parameter_table
+from meshwright.models.adapters import LoraLinear
 from meshwright.models.attention import Attention, LayerCache, Mask
 from meshwright.models.feed_forward import FeedForward
 from meshwright.models.latent_attention import LatentAttention
@@ -63,6 +65,8 @@ class Decoder(nn.Module):
     def __init__(self, spec: ModelSpec):
         super().__init__()
         self.spec = spec
+        self.table = parameter_table(spec)
+        """What the parameters are; fine-tuning replaces it."""
         self.tok_embeddings = nn.Embedding(spec.vocab, spec.hidden)
         learned = spec.positions == "learned"
         self.pos_embeddings = nn.Embedding(spec.max_positions, spec.hidden) if learned else None
@@ -89,7 +93,8 @@ class Decoder(nn.Module):
     @property
     def head_weight(self) -> torch.Tensor:
         """The output head's weight [V, D]; the embedding's where they are tied."""
-        return self.tok_embeddings.weight if self.output is None else self.output.weight
+        head = self.tok_embeddings if self.output is None else self.output
+        return head.merged()["weight"] if isinstance(head, LoraLinear) else head.weight
 
     def forward(
         self,

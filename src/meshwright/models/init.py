@@ -23,13 +23,18 @@ def draw_rows(parameter: Parameter, seed: int, start: int, stop: int) -> torch.T
     rows, *rest = parameter.shape
     if not 0 <= start <= stop <= rows:
         raise ValueError(f"{parameter.name}: rows [{start}, {stop}) do not lie in [0, {rows})")
-    if parameter.init != "normal":
+    assert parameter.init != "row_norms", "of a weight, which is not drawn here"
+    if parameter.init in ("ones", "zeros"):
         return torch.full((stop - start, *rest), 1.0 if parameter.init == "ones" else 0.0)
     block_rows = max(1, BLOCK_ELEMENTS * rows // parameter.numel)
     drawn = torch.empty((stop - start, *rest))
     for block in range(start // block_rows, -(-stop // block_rows)):
         first, last = block * block_rows, min((block + 1) * block_rows, rows)
-        values = torch.randn((last - first, *rest), generator=_generator(seed, parameter.name, block))
+        generator = _generator(seed, parameter.name, block)
+        if parameter.init == "normal":
+            values = torch.randn((last - first, *rest), generator=generator)
+        else:
+            values = torch.rand((last - first, *rest), generator=generator).sub_(0.5).mul_(12**0.5)
         begin, end = max(first, start), min(last, stop)
         drawn[begin - start : end - start] = values[begin - first : end - first]
     return drawn.mul_(parameter.init_std)

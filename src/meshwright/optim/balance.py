@@ -23,7 +23,7 @@ class ExpertBalance:
             router.take_load()
 
     def update(self) -> None:
-        """With the optimizer's step: move biases by the loads of the global batch. Collective.
+        """With the optimizer's step: move the biases of trained routers by the loads of the global batch. Collective.
 
         Every rank has counted different tokens, and layers of other pipeline stages have no load here.
         """
@@ -35,4 +35,5 @@ class ExpertBalance:
         if dist.is_initialized():
             dist.all_reduce(loads_LE)
         for router in self.routers:
-            router.move_bias(loads_LE[router.layer])
+            if router.weight.requires_grad:
+                router.move_bias(loads_LE[router.layer])

@@ -52,27 +52,22 @@ def build_optimizers(
     """The optimizers for `parameters` (name -> tensor as stored on this rank, plain or DTensor).
 
     Weight decay applies to tensors of two dims, never to norms and biases. Muon takes the hidden matrices; the
-    embeddings, the head and all vectors stay with AdamW.
+    embeddings, the head, adapters and all vectors stay with AdamW. `table`: the rows that train.
     """
-    decayed: list[torch.Tensor] = []
-    plain: list[torch.Tensor] = []
+    groups: dict[tuple[float, float], list[torch.Tensor]] = {}  # by learning rate and weight decay
     hidden: list[torch.Tensor] = []
     for row in table:
         tensor = parameters[row.name]
-        is_hidden = len(row.dims) == 2 and not {"vocab", "positions"} & set(row.dims)
+        is_hidden = len(row.dims) == 2 and not {"vocab", "positions", "rank"} & set(row.dims)
         if spec.name == "muon" and is_hidden:
             hidden.append(tensor)
-        elif len(row.dims) >= 2:
-            decayed.append(tensor)
         else:
-            plain.append(tensor)
-    groups = [
-        {"params": tensors, "weight_decay": decay}
-        for tensors, decay in ((decayed, spec.weight_decay), (plain, 0.0))
-        if tensors
-    ]
-    adamw = torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
-    optimizers: list[torch.optim.Optimizer] = [adamw]
+            decay = spec.weight_decay if len(row.dims) >= 2 else 0.0
+            groups.setdefault((spec.lr * row.lr_ratio, decay), []).append(tensor)
+    optimizers: list[torch.optim.Optimizer] = []
+    if groups:
+        described = [{"params": found, "lr": lr, "weight_decay": decay} for (lr, decay), found in groups.items()]
+        optimizers.append(torch.optim.AdamW(described, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True))
     if hidden:
         muon = Muon(hidden, lr=spec.muon_lr, momentum=spec.muon_momentum, weight_decay=spec.weight_decay)
         optimizers.append(muon)

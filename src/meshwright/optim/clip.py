@@ -8,8 +8,12 @@ from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
-def global_gradient_norm(parameters: Iterable[torch.Tensor], stages: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """The 2-norm over all gradients, the same 0-dim tensor (fp32, or fp64 under fp64) on every rank.
+def global_gradient_norm(
+    parameters: Iterable[torch.Tensor],
+    stages: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """The 2-norm over all gradients, the same 0-dim tensor on `device` (fp32 or wider) on every rank.
 
     Squares are summed over local shards first and over ranks once for each set of mesh axes that shards a tensor, so
     parameters on different meshes may be mixed. `stages`: ranks that hold the other parameters, pipeline stages.
@@ -31,14 +35,17 @@ def global_gradient_norm(parameters: Iterable[torch.Tensor], stages: dist.Proces
         wide = torch.promote_types(gradient.dtype, torch.float32)
         square = torch.linalg.vector_norm(gradient, dtype=wide).square()
         totals[key] = totals[key] + square if key in totals else square
-    if not totals:
+    if not totals and stages is None:
         raise ValueError("no parameter has a gradient, so there is no gradient norm")
     for key, total in totals.items():
         for group in groups.get(key, ()):
             dist.all_reduce(total, group=group)
-    whole = torch.stack(list(totals.values())).sum()
-    if stages is not None:
-        dist.all_reduce(whole, group=stages)
+    if stages is None:
+        return torch.stack(list(totals.values())).sum().sqrt()
+    whole = torch.zeros((), dtype=torch.float64, device=device)  # nothing, where nothing of a stage trains
+    for total in totals.values():
+        whole += total
+    dist.all_reduce(whole, group=stages)
     return whole.sqrt()
 
 

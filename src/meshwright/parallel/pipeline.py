@@ -177,7 +177,7 @@ class Pipeline:
 
         Addition of two numbers does not care for their order, so the copies stay equal bit for bit.
         """
-        if self.copied is None:
+        if self.copied is None or not self.model.tok_embeddings.weight.requires_grad:
             return
         placement = self.stage_plan.schedule.placement
         peer = placement[-1] if self.rank == placement[0] else placement[0]
@@ -267,7 +267,8 @@ class _Pass:
         _, stage, m = action
         x_BTD, y = self.graphs.pop((stage, m))
         gradient = None if stage == self.pipeline.stage_plan.last else self._take((False, stage + 1, m))
-        torch.autograd.backward(y, gradient)
+        if y.requires_grad:  # nothing does in a first stage of which nothing trains
+            torch.autograd.backward(y, gradient)
         if x_BTD is not None:
             assert x_BTD.grad is not None
             self.results[False, stage, m] = x_BTD.grad

@@ -37,7 +37,8 @@ class MasterWeights:
     """Full-precision weights beside a low-precision model, on one process.
 
     The model's parameters become low-precision copies; their gradients are added to the masters' in `reduce_dtype`
-    as soon as autograd has them, so that accumulation over microbatches does not round to bf16 at each.
+    as soon as autograd has them, so that accumulation over microbatches does not round to bf16 at each. Parameters that
+    do not train have no master.
     """
 
     def __init__(self, model: nn.Module, training: TrainingSpec) -> None:
@@ -45,12 +46,13 @@ class MasterWeights:
         self.parameters: dict[str, torch.Tensor] = {}
         self._copies: list[torch.Tensor] = []
         for name, parameter in model.named_parameters():
-            master = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            if not parameter.requires_grad:
+                continue
+            master = nn.Parameter(parameter.detach().clone())
             parameter.data = parameter.data.to(compute_dtype(training))
             self.parameters[name] = master
             self._copies.append(parameter)
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._accumulate_into(master))
+            parameter.register_post_accumulate_grad_hook(self._accumulate_into(master))
 
     def _accumulate_into(self, master: torch.Tensor):
         def accumulate(parameter: torch.Tensor) -> None:

@@ -25,9 +25,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from meshwright.families import parameter_table
 from meshwright.families.split import TP_SPLITS, is_experts, split_dim, split_range
 from meshwright.models import Decoder
+from meshwright.models.adapters import LoraEmbedding, LoraLinear
 from meshwright.models.loss import linear_cross_entropy
 from meshwright.spec.model import ModelSpec, Parameter
 
@@ -42,7 +42,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
     """
     if mesh.size() == 1:
         return
-    rows = {row.name: row for row in parameter_table(model.spec)}
+    rows = {row.name: row for row in model.table}
     sequence = _Sequence(mesh)
     for path, module in model.named_modules():
         own = {name: rows[f"{path}.{name}"] for name in module._parameters if f"{path}.{name}" in rows}
@@ -53,6 +53,8 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
             _split_embedding(module, own["weight"], sequence)
         elif _is_row_wise(own):
             module.register_forward_hook(sequence.scatter_output)
+            if isinstance(module, LoraLinear):
+                module.complete = sequence.sum_over_ranks
     column_wise = (name for name, row in rows.items() if len(row.dims) == 2 and row.dims[0] in TP_SPLITS)
     parents = {name.rsplit(".", 2)[0] for name in column_wise if name.startswith("layers.")}
     for path, module in model.named_modules():
@@ -75,19 +77,19 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
 
 def _split_parameters(module: nn.Module, own: dict[str, Parameter], spec: ModelSpec, mesh: DeviceMesh) -> None:
     """Make a module's parameters DTensors on `mesh`, and let the module see the local tensors of them."""
-    kept = None
+    kept: dict[str, tuple[int, int]] = {}
     for name, row in own.items():
         dim = split_dim(row, spec, mesh.size())
-        if dim is None and "kv_heads" in row.dims:
+        if dim is None and row.dims[0] == "kv_heads":
             head = mesh.get_local_rank() * spec.num_kv_heads // mesh.size()
-            kept = head * spec.head_dim, (head + 1) * spec.head_dim
+            kept[name] = head * spec.head_dim, (head + 1) * spec.head_dim
         parameter = module.get_parameter(name)
         placement = Replicate() if dim is None else Shard(dim)
         split = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
     # A row-wise layer's bias is added once, after the sum over ranks.
     deferred = "bias" if _is_row_wise(own) else None
-    module.__class__ = _local_class(type(module), tuple(own), kept, deferred)
+    module.__class__ = _local_class(type(module), tuple(own), tuple(kept.items()), deferred)
 
 
 def _is_row_wise(own: dict[str, Parameter]) -> bool:
@@ -95,8 +97,10 @@ def _is_row_wise(own: dict[str, Parameter]) -> bool:
 
 
 @functools.cache
-def _local_class(cls: type, names: tuple[str, ...], kept: tuple[int, int] | None, deferred: str | None) -> type:
-    """`cls` with parameters that read as local tensors, as rows `kept` of them, or, if `deferred`, as None.
+def _local_class(
+    cls: type, names: tuple[str, ...], kept: tuple[tuple[str, tuple[int, int]], ...], deferred: str | None
+) -> type:
+    """`cls` with parameters that read as local tensors, as the rows of them in `kept`, or, if `deferred`, as None.
 
     One class for all modules of a kind, so that torch.compile takes them for the same. While data parallelism has a
     parameter sharded, nobody computes with it, and it reads as it is.
@@ -111,7 +115,7 @@ def _local_class(cls: type, names: tuple[str, ...], kept: tuple[int, int] | None
             if name == deferred:
                 return None
             tensor = _local(parameter)
-            return tensor if kept is None else tensor[kept[0] : kept[1]]
+            return tensor[slice(*dict(kept)[name])] if name in dict(kept) else tensor
 
         return property(read)
 
@@ -132,12 +136,17 @@ def _split_embedding(embedding: nn.Embedding, row: Parameter, sequence: "_Sequen
     vocab = row.shape[0]
     first, stop = split_range(vocab, sequence.size, sequence.rank)
 
+    def look_up(places_BT: torch.Tensor) -> torch.Tensor:
+        if isinstance(embedding, LoraEmbedding):
+            return embedding.look_up(places_BT)
+        return F.embedding(places_BT, embedding.weight)
+
     def forward(input: torch.Tensor) -> torch.Tensor:
         tokens_BT = input
         known_BT = (tokens_BT >= 0) & (tokens_BT < vocab)
         torch._assert_async(known_BT.all(), "a token is out of bounds: it lies outside the vocabulary")
         here_BT1 = ((tokens_BT >= first) & (tokens_BT < stop))[..., None]
-        x_BTD = F.embedding((tokens_BT - first).where(here_BT1[..., 0], 0), embedding.weight)
+        x_BTD = look_up((tokens_BT - first).where(here_BT1[..., 0], 0))
         return sequence.scatter_sum(x_BTD.where(here_BT1, 0))
 
     embedding.forward = forward
@@ -165,6 +174,10 @@ class _Sequence:
     def gather_input(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """A forward pre-hook for what starts with column-wise layers."""
         return self.gather(args[0]), *args[1:]
+
+    def sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, without a gradient."""
+        return collectives.wait_tensor(collectives.all_reduce(tensor, "sum", self.group.group_name))
 
     def scatter_output(self, module: nn.Module, args: tuple[Any, ...], output_BTD: torch.Tensor) -> torch.Tensor:
         """A forward hook for a row-wise layer."""

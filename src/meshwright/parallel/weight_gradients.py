@@ -29,10 +29,10 @@ class WeightGradients:
     """Collects the products that a backward pass puts off, until somebody takes them and later adds them up."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Make every linear layer of `model` put its weight's gradient off."""
+        """Make every linear layer of `model` that trains put its weight's gradient off."""
         self._products: list[Product] = []
         for module in model.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) and module.weight.requires_grad:  # a frozen one's adapter does not wait
                 module.forward = functools.partial(self._forward, module, module.forward)  # type: ignore[method-assign]
 
     def take(self) -> list[Product]:

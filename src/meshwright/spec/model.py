@@ -180,13 +180,19 @@ class Parameter:
     """Name in `named_parameters()`, e.g. `layers.0.attention.wq.weight`."""
     dims: tuple[str, ...]
     """Named dims: vocab, embed, heads (num_heads * head_dim), kv_heads, head_dim, ffn, positions, experts, expert_ffn,
-    shared_ffn; of latent attention v_heads, q_rank, kv_rank, kv_latent."""
+    shared_ffn; of latent attention v_heads, q_rank, kv_rank, kv_latent; of adapters rank."""
     shape: tuple[int, ...]
     """Global shape."""
-    init: Literal["normal", "ones", "zeros"]
-    """How a fresh weight is drawn."""
+    init: Literal["normal", "uniform", "ones", "zeros", "row_norms"]
+    """How a fresh weight is drawn; row_norms: as the 2-norms of the rows of its module's weight."""
     init_std: float = 0.0
-    """Standard deviation where init is normal."""
+    """Standard deviation where init is normal or uniform."""
+    trained: bool = True
+    """Whether training changes it; if not, it has no gradient, no optimizer state and no copy in full precision."""
+    adapter: bool = False
+    """Whether fine-tuning has added it to the model."""
+    lr_ratio: float = 1.0
+    """Its learning rate as a multiple of the run's."""
 
     @property
     def numel(self) -> int:

@@ -7,6 +7,7 @@ from pydantic import field_validator, model_validator
 from meshwright.spec.base import Spec
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.data import DataSpec
+from meshwright.spec.finetune import FinetuneSpec
 from meshwright.spec.guards import GuardSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields, ModelSpec
@@ -22,6 +23,8 @@ class Run(Spec):
     """What to train on."""
     training: TrainingSpec = TrainingSpec()
     """Batch, optimizer, schedule, precision and policies."""
+    finetune: FinetuneSpec | None = None
+    """What of the model trains, where it is not pretrained but fine-tuned: method full, lora or ia3."""
     layout: LayoutSpec = LayoutSpec()
     """How many processes and what each keeps."""
     cluster: str = "local"

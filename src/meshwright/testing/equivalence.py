@@ -2,19 +2,23 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from meshwright.data.loader import Loader
+from meshwright.models import draw_rows
 from meshwright.optim import shards
 from meshwright.parallel import Meshes, build_meshes
+from meshwright.parallel.materialize import RowSource
 from meshwright.prove.samples import RandomSamples
 from meshwright.spec.layout import AXES, LayoutSpec
+from meshwright.spec.model import Parameter
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.launch import Worker
-from meshwright.trainer.setup import Trainer, build_trainer
+from meshwright.trainer.setup import Trainer, build_parallel_model, give_state
+from meshwright.trainer.weights import run_weights
 
 
 @dataclass
@@ -29,13 +33,27 @@ class Outcome:
 
 
 def build_here(resolved: ResolvedRun) -> Trainer:
-    """A trainer on the CPU for this rank of whatever process group there is."""
+    """A trainer on the CPU for this rank of whatever process group there is.
+
+    Adapters are drawn as if they had been trained: one that begins with zero would hide what it computes.
+    """
     distributed = dist.is_initialized()
     worker = Worker(rank=dist.get_rank(), world_size=dist.get_world_size()) if distributed else Worker()
     layout = resolved.run.layout
     degrees = {axis: getattr(layout, axis) for axis in (*AXES, "ep")}
     meshes = _meshes(sharded=layout.zero_stage > 0, **degrees) if distributed else None
-    return build_trainer(resolved, worker, torch.device("cpu"), meshes)
+    passes, weights = build_parallel_model(resolved, meshes), _with_lively_adapters(run_weights(resolved))
+    return give_state(passes, resolved, worker, torch.device("cpu"), meshes, weights)
+
+
+def _with_lively_adapters(weights: RowSource) -> RowSource:
+    def read(row: Parameter, start: int, stop: int) -> torch.Tensor:
+        if not row.adapter or row.init == "uniform":
+            return weights(row, start, stop)
+        noise = draw_rows(replace(row, init="normal", init_std=0.2), 0, start, stop)
+        return noise if row.init == "zeros" else noise + weights(row, start, stop)
+
+    return read
 
 
 @functools.cache

@@ -132,11 +132,13 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
     """What is about to be trained, on what, split how."""
     resolved, run, model = trainer.resolved, trainer.resolved.run, trainer.resolved.model
     weights = sum(parameter.numel for parameter in trainer.table)
+    trained = sum(parameter.numel for parameter in trainer.table if parameter.trained)
+    share = "all" if trained == weights else f"{short(trained)} ({100 * trained / weights:.2g} %)"
     held_out = short(corpus.num_held_out) if corpus.held_out else "none"
     samples, num_samples = training_samples(corpus, run.data), resolved.global_batch * run.training.steps
     peak, origin = trainer.peak
     lines = {
-        "model": f"{run.model.name or model.family}: {short(weights)} parameters, all trained; "
+        "model": f"{run.model.name or model.family}: {short(weights)} parameters, {share} trained; "
         f"{model.num_layers} layers, width {model.hidden}, {model.num_heads} heads, vocabulary {model.vocab}",
         "data": f"{short(corpus.num_tokens)} tokens of {corpus.num_documents} documents, held out {held_out}; "
         f"tokenizer of {corpus.tokenizer.vocab_size}",

@@ -11,16 +11,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from meshwright.checkpoint.hf import HfWeights
 from meshwright.data.prepare import Corpus
-from meshwright.families import parameter_table, pretrained_directory, state_table
+from meshwright.families import finetuned_table, state_table
+from meshwright.finetune import apply_finetune
 from meshwright.models import build_model, named_tensors
-from meshwright.models.init import draw_rows
 from meshwright.optim.build import Optimizers, build_optimizers
 from meshwright.parallel import Meshes, Passes, apply_parallelism, build_meshes, materialize
 from meshwright.parallel.context import sequence_places
 from meshwright.parallel.materialize import RowSource
-from meshwright.parallel.precision import MasterWeights, stored_dtype
+from meshwright.parallel.precision import MasterWeights, compute_dtype, stored_dtype
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.spec.fit import context_method
 from meshwright.spec.model import Parameter
@@ -28,6 +27,7 @@ from meshwright.spec.run import ResolvedRun, Run
 from meshwright.trainer.device import choose_device, keep_freed_memory, peak_flops, use_deterministic_kernels
 from meshwright.trainer.launch import Worker, join_group, threads_per_rank
 from meshwright.trainer.step import TrainStep
+from meshwright.trainer.weights import run_weights
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Trainer:
     model: nn.Module
     """This rank's part."""
     parameters: dict[str, torch.Tensor]
-    """What the optimizer updates and checkpoints keep: full-precision weights, as sharded on this rank."""
+    """What the optimizer updates and checkpoints keep: what trains, in full precision, as sharded on this rank."""
     masters: MasterWeights | None
     optimizers: Optimizers
     train_step: TrainStep
@@ -107,12 +107,14 @@ def build_trainer(resolved: ResolvedRun, worker: Worker, device: torch.device, m
     """Build this rank's part of a run; every rank of the layout must call it."""
     if resolved.run.training.deterministic:
         use_deterministic_kernels()
-    return give_state(build_parallel_model(resolved, meshes), resolved, worker, device, meshes, _weights(resolved))
+    return give_state(build_parallel_model(resolved, meshes), resolved, worker, device, meshes, run_weights(resolved))
 
 
 def build_parallel_model(resolved: ResolvedRun, meshes: Meshes | None) -> Passes:
     """This rank's part of the model, on the meta device, and what takes microbatches through it; collective."""
     model = build_model(resolved.model, device="meta", dtype=stored_dtype(resolved.run.training))
+    if resolved.run.finetune is not None:
+        apply_finetune(model, resolved.run.finetune, compute_dtype(resolved.run.training))
     return apply_parallelism(model, resolved, meshes)
 
 
@@ -126,7 +128,7 @@ def give_state(
 ) -> Trainer:
     """Give a parallel model its weights (None: memory for them, unfilled) and all that trains it."""
     run, training = resolved.run, resolved.run.training
-    model, table = passes.model, parameter_table(resolved.model)
+    model, table = passes.model, finetuned_table(resolved.model, run.finetune)
     names = named_tensors(model).keys()
     here, state = ([row for row in rows if row.name in names] for rows in (table, state_table(resolved.model)))
     weights_device = torch.device("cpu") if run.layout.offload == "cpu" else device
@@ -135,8 +137,9 @@ def give_state(
     masters = None
     if meshes is None and training.precision in ("bf16", "fp16"):
         masters = MasterWeights(model, training)
-    parameters: dict[str, torch.Tensor] = masters.parameters if masters else dict(model.named_parameters())
-    optimizers = build_optimizers(training.optimizer, here, parameters)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    parameters: dict[str, torch.Tensor] = masters.parameters if masters else {**trained}
+    optimizers = build_optimizers(training.optimizer, [row for row in here if row.trained], parameters)
     return Trainer(
         resolved=resolved,
         worker=worker,
@@ -157,17 +160,6 @@ def give_state(
             repeats_loss=meshes is not None and meshes.repeats_loss,
         ),
     )
-
-
-def _weights(resolved: ResolvedRun) -> RowSource:
-    """Where a fresh run's weights come from."""
-    fields, seed = resolved.run.model, resolved.run.training.seed
-    if fields.weights == "random":
-        return lambda parameter, start, stop: draw_rows(parameter, seed, start, stop)
-    directory = pretrained_directory(fields, base_dir=Path(resolved.base_dir))
-    assert directory is not None  # else the model would not have resolved
-    pretrained = HfWeights(directory, resolved.model)
-    return lambda parameter, start, stop: pretrained.read_rows(parameter.name, start, stop)
 
 
 def describe_environment(trainer: Trainer) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class TrainStep:
     def gradient_norm(self) -> float:
         """The 2-norm of the whole gradient, the loss scale taken out, the same on every rank; collective."""
         counted = [tensor for name, tensor in self.parameters.items() if name not in self.passes.counted_elsewhere]
-        return global_gradient_norm(counted, self.passes.stages).item() / self._scale
+        return global_gradient_norm(counted, self.passes.stages, self.device).item() / self._scale
 
     def update(self, step: int, gnorm: float) -> None:
         """Clip and make one optimizer step with the gradients in `parameters`, whose unscaled norm is `gnorm`."""

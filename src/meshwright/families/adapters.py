@@ -1,0 +1,235 @@
+"""The one place that says what fine-tuning makes of a parameter table: which rows train, and which rows appear.
+
+Adapters' rows stand behind those of the module that they extend, and inherit the names of its dims. So what is split,
+sharded, drawn, saved and predicted by the table is right for them without a line of code:
+
+- LoRA: a linear layer of weight [out, in] gets `lora_a` [rank, in] and `lora_b` [out, rank], DoRA also `magnitude`
+  [out]; an embedding [vocab, embed] gets `lora_a` [vocab, rank] and `lora_b` [embed, rank].
+- IA3: a linear layer gets `factors` [out] or, where it ends a layer (wo, w2), [in].
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from math import sqrt
+
+from meshwright.families.hf_tensors import hf_tensors
+from meshwright.families.split import TP_SPLITS
+from meshwright.families.table import parameter_table
+from meshwright.spec.finetune import FinetuneSpec, FullSpec, Ia3Spec, LoraSpec
+from meshwright.spec.model import ModelSpec, Parameter
+from meshwright.spec.problems import did_you_mean
+
+EMBEDDING, HEAD = "tok_embeddings", "output"
+
+IA3_TARGETS = ("wk", "wv", "wkv_b", "w2")
+"""What IA3 scales where nobody says otherwise: keys, values, and what feed-forward layers end with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """What is added to one module."""
+
+    module: str
+    """The module's name, as in `layers.0.attention.wq`."""
+    weight: Parameter
+    """Its matrix."""
+    rank: int = 0
+    """Of LoRA; 0: there is none."""
+    alpha: float = 0.0
+    scale: float = 1.0
+    """What LoRA's output is multiplied by."""
+    dora: bool = False
+    b_lr_ratio: float = 1.0
+
+    @property
+    def scales_input(self) -> bool:
+        """Whether IA3's factors are those of inputs: of modules that end a layer, whose outputs join the stream."""
+        return self.weight.dims[1] in TP_SPLITS
+
+    def rows(self) -> Iterator[Parameter]:
+        """The parameters that appear, in the order of `named_parameters()`."""
+        (out, into), (rows, columns) = self.weight.dims, self.weight.shape
+
+        def row(name: str, dims: tuple[str, ...], shape: tuple[int, ...], **more) -> Parameter:
+            return Parameter(name=f"{self.module}.{name}", dims=dims, shape=shape, adapter=True, **more)
+
+        if not self.rank:
+            dim, size = (into, columns) if self.scales_input else (out, rows)
+            yield row("factors", (dim,), (size,), init="ones")
+        elif self.module == EMBEDDING:
+            yield row("lora_a", (out, "rank"), (rows, self.rank), init="zeros")
+            yield row("lora_b", (into, "rank"), (columns, self.rank), init="normal", init_std=1.0)
+        else:
+            # kaiming_uniform(a=sqrt(5)), as peft draws A: uniform up to 1 / sqrt(in)
+            std = 1 / sqrt(3 * columns)
+            yield row("lora_a", ("rank", into), (self.rank, columns), init="uniform", init_std=std)
+            yield row("lora_b", (out, "rank"), (rows, self.rank), init="zeros", lr_ratio=self.b_lr_ratio)
+            if self.dora:
+                yield row("magnitude", (out,), (rows,), init="row_norms")
+
+
+def finetuned_table(model: ModelSpec, finetune: FinetuneSpec | None) -> tuple[Parameter, ...]:
+    """Every parameter of the fine-tuned model in the order of `named_parameters()`, adapters included.
+
+    Without adapters' rows it is `parameter_table`; those that do not train say so.
+
+    Raises `ValueError` where a pattern matches nothing, with the nearest name, or a module that cannot have an adapter.
+    """
+    table = parameter_table(model)
+    if finetune is None:
+        return table
+    adapters = {adapter.module: adapter for adapter in find_adapters(model, finetune)}
+    trains = _trained_modules(model, finetune)
+    found: list[Parameter] = []
+    for row, following in zip(table, (*table[1:], None), strict=True):
+        module = module_of(row)
+        found.append(replace(row, trained=trains(module)))
+        if module in adapters and (following is None or module_of(following) != module):
+            found += adapters[module].rows()
+    return tuple(found)
+
+
+def find_adapters(model: ModelSpec, finetune: FinetuneSpec) -> tuple[Adapter, ...]:
+    """The adapters of a fine-tuned model in the order of its modules.
+
+    Raises as `finetuned_table`.
+    """
+    if isinstance(finetune, FullSpec):
+        return ()
+    weights = {module_of(row): row for row in parameter_table(model) if row.name.endswith(".weight")}
+    if isinstance(finetune.targets, str):
+        modules = [name for name, row in weights.items() if _is_linear(row) and name != HEAD]
+        if finetune.targets == "auto":
+            modules = [name for name in modules if name.rpartition(".")[2] in IA3_TARGETS]
+    else:
+        modules = _targets(model, finetune.targets, weights)
+        for module in set(modules) & {EMBEDDING, HEAD}:
+            _check_end(module, model, finetune)
+    if isinstance(finetune, Ia3Spec):
+        return tuple(Adapter(module=module, weight=weights[module]) for module in modules)
+    return _lora(model, finetune, {module: weights[module] for module in modules})
+
+
+def module_of(row: Parameter) -> str:
+    """Name of the module that a parameter belongs to."""
+    return row.name.rpartition(".")[0]
+
+
+def _lora(model: ModelSpec, finetune: LoraSpec, weights: dict[str, Parameter]) -> tuple[Adapter, ...]:
+    ranks = _by_pattern(model, finetune.ranks, weights, "finetune.ranks")
+    alphas = _by_pattern(model, finetune.alphas, weights, "finetune.alphas")
+    adapters = []
+    for module, weight in weights.items():
+        rank, alpha = int(ranks.get(module, finetune.rank)), alphas.get(module, finetune.alpha)
+        adapters.append(
+            Adapter(
+                module=module,
+                weight=weight,
+                rank=rank,
+                alpha=alpha,
+                scale=alpha / (sqrt(rank) if finetune.rslora else rank),
+                dora=finetune.dora,
+                b_lr_ratio=finetune.b_lr_ratio,
+            )
+        )
+    return tuple(adapters)
+
+
+def _is_linear(row: Parameter) -> bool:
+    """Whether the row is the matrix of a linear layer."""
+    module = module_of(row).rpartition(".")[2]
+    return len(row.dims) == 2 and module not in (EMBEDDING, "pos_embeddings", "router")
+
+
+def _targets(model: ModelSpec, patterns: Iterable[str], weights: dict[str, Parameter]) -> list[str]:
+    """The modules of the patterns that can have an adapter; of each pattern at least one."""
+    found: set[str] = set()
+    for pattern in patterns:
+        matching = _matching(model, (pattern,), "finetune.targets")
+        fitting = {name for name in matching if name in weights and (_is_linear(weights[name]) or name == EMBEDDING)}
+        if not fitting:
+            raise ValueError(
+                f"finetune.targets: {pattern!r} matches no linear layer, only {matching[0]}, which gets no adapter; "
+                "it can train in full (finetune.train)"
+            )
+        found |= fitting
+    return [name for name in weights if name in found]
+
+
+def _check_end(module: str, model: ModelSpec, finetune: LoraSpec | Ia3Spec) -> None:
+    """Raise where embedding or head cannot have this adapter."""
+    what = f"finetune.targets: {module}"
+    if isinstance(finetune, Ia3Spec) or finetune.dora:
+        raise ValueError(f"{what}: embedding and head get adapters of plain lora only; leave it out")
+    if module == EMBEDDING and model.tied_embeddings:
+        raise ValueError(
+            f"{what} is the head as well (tied), which an adapter of the embedding would not reach; leave it out"
+        )
+
+
+def _trained_modules(model: ModelSpec, finetune: FinetuneSpec) -> Callable[[str], bool]:
+    """Whether the parameters of a module of the base model train."""
+    if isinstance(finetune, FullSpec) and finetune.last_layers is not None:
+        first = model.num_layers - finetune.last_layers
+        if first < 0:
+            raise ValueError(
+                f"finetune.last_layers={finetune.last_layers}: the model has {model.num_layers}; "
+                "leave it out to train all"
+            )
+        return lambda module: (
+            module in ("norm", HEAD) or (module.startswith("layers.") and int(module.split(".")[1]) >= first)
+        )
+    patterns = () if isinstance(finetune, Ia3Spec) else finetune.train
+    if isinstance(finetune, FullSpec) and not patterns:
+        return lambda module: True
+    modules = set(_matching(model, patterns, "finetune.train"))
+    if isinstance(finetune, LoraSpec):
+        twice = modules & {adapter.module for adapter in find_adapters(model, finetune)}
+        if twice:
+            raise ValueError(f"finetune.train: {min(twice)} has an adapter already (finetune.targets); choose one")
+    return modules.__contains__
+
+
+def _by_pattern(
+    model: ModelSpec, values: dict[str, int] | dict[str, float], modules: Iterable[str], setting: str
+) -> dict[str, float]:
+    """Module -> the value of the first pattern that matches it."""
+    found: dict[str, float] = {}
+    for pattern, value in values.items():
+        matching = set(_matching(model, (pattern,), setting)) & set(modules)
+        if not matching:
+            raise ValueError(f"{setting}: {pattern!r} matches no module that has an adapter (finetune.targets)")
+        for module in matching:
+            found.setdefault(module, value)
+    return found
+
+
+def _matching(model: ModelSpec, patterns: Iterable[str], setting: str) -> list[str]:
+    """The modules that a pattern matches, by our name or Hugging Face's, in their order."""
+    places = hf_tensors(model)
+    names = {module_of(row): (module_of(row), _hf_module(places[row.name].key)) for row in parameter_table(model)}
+    found: set[str] = set()
+    for pattern in patterns:
+        matching = {module for module, known in names.items() if any(_matches(name, pattern) for name in known)}
+        if not matching:
+            known = {end for both in names.values() for name in both for end in (name, name.rpartition(".")[2])}
+            ends = dict.fromkeys(module.rpartition(".")[2] for module in names)
+            hint = did_you_mean(pattern, known) or f"; there are {', '.join(ends)}"
+            raise ValueError(f"{setting}: {pattern!r} matches no module of the model{hint}")
+        found |= matching
+    return [module for module in names if module in found]
+
+
+def _hf_module(key: str) -> str:
+    return key.rpartition(".")[0]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern is the name, an end of it (`wq`, `attention.wq`) or matches it with * and ?, from its beginning
+    or as an end. A part of a name that begins it (`layers.0`) stands for all below."""
+    return any(
+        fnmatchcase(candidate, wanted)
+        for candidate in (name, *(name[i + 1 :] for i, letter in enumerate(name) if letter == "."))
+        for wanted in (pattern, f"{pattern}.*")
+    )

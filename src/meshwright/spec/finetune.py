@@ -1,0 +1,70 @@
+"""The one place that says how a model is fine-tuned: what of it trains, and which adapters are added."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from meshwright.spec.base import Spec
+
+Patterns = Annotated[tuple[str, ...], Field(min_length=1)]
+"""Modules by name: `wq`, `attention.wq` and `layers.0.*` are matched with names as in the parameter table, and `q_proj`
+with Hugging Face's."""
+
+
+class FullSpec(Spec):
+    """Fine-tuning of the model's own parameters: all of them, or some."""
+
+    method: Literal["full"] = "full"
+    """What is trained."""
+    train: tuple[str, ...] = ()
+    """Only the parameters of these modules train, as in [output, norm, "layers.3?"]; the others keep their values.
+    Default all."""
+    last_layers: int | None = Field(default=None, ge=1)
+    """Only so many last layers train, with the last norm and the head (unless the head is the embedding)."""
+
+    @model_validator(mode="after")
+    def _said_once(self) -> "FullSpec":
+        if self.train and self.last_layers is not None:
+            raise ValueError("train and last_layers both say what trains; give one of the two")
+        return self
+
+
+class LoraSpec(Spec):
+    """Low-rank adapters beside frozen matrices (Hu et al., "LoRA", 2021): y = W x + alpha / rank B A x."""
+
+    method: Literal["lora"]
+    """What is trained."""
+    rank: int = Field(default=16, ge=1)
+    """Rows of A and columns of B."""
+    alpha: float = Field(default=32.0, gt=0)
+    """The adapter's output is multiplied by alpha / rank."""
+    targets: Literal["all-linear"] | Patterns = "all-linear"
+    """Modules that get an adapter: all-linear (every matrix of attention and dense feed-forward layers), or a list of
+    patterns of names, ours or Hugging Face's, as in [wq, wv] or [q_proj, "layers.0.*"]. Also output and
+    tok_embeddings."""
+    ranks: dict[str, Annotated[int, Field(ge=1)]] = Field(default={})
+    """Another rank for the modules of a pattern, as in {wq: 4, "layers.1*": 8}; the first that matches holds."""
+    alphas: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
+    """Another alpha for the modules of a pattern."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead (Kalajdzievski, "rsLoRA", 2023), so that high ranks learn as fast."""
+    dora: bool = False
+    """Train each row's magnitude apart from its direction (Liu et al., "DoRA", 2024)."""
+    b_lr_ratio: float = Field(default=1.0, gt=0)
+    """Learning rate of B as a multiple of A's (Hayou et al., "LoRA+", 2024, who use 16)."""
+    train: tuple[str, ...] = ()
+    """Modules that train in full besides, as in [output, tok_embeddings]; saved with the adapter."""
+
+
+class Ia3Spec(Spec):
+    """Trained factors of activations (Liu et al., "Few-Shot Parameter-Efficient Fine-Tuning", 2022): one for each
+    output of a matrix, or, of those that end a layer (wo, w2), for each input."""
+
+    method: Literal["ia3"]
+    """What is trained."""
+    targets: Literal["auto", "all-linear"] | Patterns = "auto"
+    """Modules that get factors, as for lora. auto: keys, values and what ends dense feed-forward layers (wk, wv,
+    w2)."""
+
+
+FinetuneSpec = Annotated[FullSpec | LoraSpec | Ia3Spec, Field(discriminator="method")]

@@ -1,0 +1,68 @@
+"""Fine-tuning: table and module say the same, every layout computes what one process does, what is frozen stays."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.families import finetuned_table
+from meshwright.finetune import apply_finetune
+from meshwright.models import build_model
+from meshwright.spec.layout import LayoutSpec
+from meshwright.testing.equivalence import one_step
+from meshwright.testing.layouts import EXPERT_PARALLEL, LAYOUTS
+from meshwright.testing.ranks import RankPool
+from test_equivalence import alone, assert_equal
+from tiny import tiny_run
+
+METHODS: dict[str, dict[str, Any]] = {
+    "lora": {"method": "lora", "rank": 3, "alpha": 6.0, "ranks": {"o_proj": 5}},
+    "dora": {"method": "lora", "rank": 4, "dora": True, "rslora": True, "b_lr_ratio": 4.0},
+    "lora-ends": {"method": "lora", "rank": 4, "targets": ["o_proj", "tok_embeddings", "output"]},
+    "lora-and-head": {
+        "method": "lora",
+        "rank": 4,
+        "targets": ["wo", "layers.0.attention.*"],
+        "train": ["output", "norm"],
+    },
+    "ia3": {"method": "ia3"},
+    "head": {"method": "full", "train": ["output"]},
+    "last-layer": {"method": "full", "last_layers": 1},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "deepseek_v3"])
+def test_module_and_table_say_the_same(family: str, method: str) -> None:
+    run = tiny_run(LayoutSpec(), family=family, finetune=METHODS[method])
+    model = build_model(run.model)
+    assert run.run.finetune is not None
+    apply_finetune(model, run.run.finetune, torch.bfloat16)
+    table = finetuned_table(run.model, run.run.finetune)
+    assert [(row.name, row.shape, row.trained) for row in table] == [
+        (name, tuple(parameter.shape), parameter.requires_grad) for name, parameter in model.named_parameters()
+    ]
+    dtypes = {parameter.requires_grad: parameter.dtype for parameter in model.parameters()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+
+
+def check(ranks: RankPool, layout: LayoutSpec, method: str, **options: Any) -> None:
+    options["finetune"] = METHODS[method]
+    accumulation = options.pop("accumulation", 1)
+    run = tiny_run(layout, accumulation=accumulation, **options)
+    outcome = ranks.run(layout.world_size, one_step, run)[0]
+    assert_equal(outcome, alone(**options), slope=5 * 0.1)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "single"])
+def test_every_layout(ranks: RankPool, name: str) -> None:
+    layout = LAYOUTS[name]
+    for method in METHODS:
+        check(ranks, layout, method)
+
+
+@pytest.mark.parametrize("name", EXPERT_PARALLEL)
+def test_every_layout_of_experts(ranks: RankPool, name: str) -> None:
+    layout = EXPERT_PARALLEL[name]
+    for method in METHODS:
+        check(ranks, layout, method, family="deepseek_v3")
