@@ -53,4 +53,5 @@ def global_gradient_norm(
 def scale_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
     """Multiply every gradient by `factor` in place."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
+    if gradients:
+        torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
