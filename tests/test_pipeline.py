@@ -25,6 +25,8 @@ from test_equivalence import alone, assert_equal
 from test_resume import keep_until, run_on
 from tiny import tiny_run
 
+SYNCHRONOUS = [name for name, kind in SCHEDULES.items() if not kind.asynchronous]
+"""`tests/test_pipedream.py` has the other."""
 SHARDINGS = ({"dp_replicate": 2}, *({"dp_shard": 2, "zero": stage} for stage in (1, 2, 3)))
 
 
@@ -42,7 +44,7 @@ def check(
     assert_equal(outcome, alone(num_layers=layers_of(layout), **options))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SYNCHRONOUS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_schedule(ranks: RankPool, schedule: str, tied: bool) -> None:
     """Numbers of microbatches that the ranks divide and do not; recomputation alternates."""
@@ -51,7 +53,7 @@ def test_every_schedule(ranks: RankPool, schedule: str, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS, ids=lambda sharding: str(sharding.get("zero", 0)))
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SYNCHRONOUS)
 def test_every_sharding_under_every_schedule(ranks: RankPool, schedule: str, sharding: dict[str, Any]) -> None:
     layout = LayoutSpec.model_validate({"pp": 2, "schedule": schedule, **sharding})
     check(ranks, layout, tied=sharding.get("zero", 0) % 2 == 0)

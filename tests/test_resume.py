@@ -39,11 +39,13 @@ def trajectory(run: ResolvedRun, root: Path, *, save_every: int = 0, resume: boo
             trainer.tokens += run.tokens_per_step
             seen.append((result.loss, result.gnorm))
             if save_every and trainer.step % save_every == 0:
+                trainer.train_step.finish(trainer.step)
                 writer.begin(trainer.step, state_tensors(trainer), state_values(trainer))
                 outcome = writer.finish()
                 assert outcome is not None
                 if outcome.problem:
                     raise CheckpointError(outcome.problem)
+    trainer.train_step.finish(trainer.step)
     return seen, whole_of_all(trainer, trainer.parameters)
 
 

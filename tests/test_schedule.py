@@ -9,6 +9,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from meshwright.spec.actions import (
     Action,
+    Program,
     Schedule,
     ScheduleError,
     Transfer,
@@ -18,6 +19,7 @@ from meshwright.spec.actions import (
     with_transfers,
 )
 from meshwright.spec.schedule import SCHEDULES, build_schedule, nearest_microbatches
+from meshwright.spec.stream import cut_stream, steady_bubble
 from meshwright.spec.timeline import StageCosts, in_flight, peak_activations, simulate
 
 TORCH = {
@@ -115,7 +117,7 @@ def test_what_stands_on_which_rank() -> None:
         ("zbv", 4, 3, 8, r"has 2 stage\(s\) per rank, not 3"),
         ("dualpipev", 4, 2, 7, "nearest number that works is 8"),
         ("interleaved-1f1b", 4, 2, 9, "2 rounds of equal size.*nearest number that works is 10"),
-        ("pipedream-2bw", 4, 1, 8, "unknown schedule 'pipedream-2bw'; there are afab, 1f1b,"),
+        ("2f2b", 4, 1, 8, "unknown schedule '2f2b'; there are afab, 1f1b,"),
     ],
 )
 def test_what_cannot_be_made_is_refused(name: str, ranks: int, chunks: int, microbatches: int, message: str) -> None:
@@ -214,6 +216,33 @@ def test_costs_of_stages_and_transfers_decide_the_time() -> None:
     assert timeline.bubble == pytest.approx(1 - 22 / 38)
     turn = simulate(schedule_of("0F0 1F0 1B0 0B0"), StageCosts.equal(2, transfer=9))
     assert turn.duration == 6  # stages on one rank hand over for nothing
+
+
+def test_a_stream_is_cut_where_steps_begin() -> None:
+    """Every microbatch of a step begins in it; what is left of it is done first in the next, and nothing twice."""
+    schedule = build_schedule("pipedream-2bw", ranks=3, microbatches=4)
+    stream = cut_stream(schedule)
+
+    def actions(programs: tuple[Program, ...]) -> list[str]:
+        return [" ".join(str(item) for item in program if isinstance(item, Action)) for program in programs]
+
+    assert actions(stream.fill) == [
+        "0F0 0F1 0F2 0B0 0F3 0B1",
+        "1F0 1F1 1B0 1F2 1B1 1F3 1B2",
+        "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
+    ]
+    assert actions(stream.steady) == [
+        "0F4 0B2 0F5 0B3 0F6 0B4 0F7 0B5",
+        "1F4 1B3 1F5 1B4 1F6 1B5 1F7 1B6",
+        "2F4 2B4 2F5 2B5 2F6 2B6 2F7 2B7",
+    ]
+    assert actions(stream.drain) == ["0B2 0B3", "1B3", ""]
+    for programs in (stream.fill, stream.steady, stream.drain):  # whatever is sent in a step is received in it
+        ends = [item[:3] for program in programs for item in program if isinstance(item, Transfer)]
+        assert all(ends.count(end) == 2 for end in ends)
+    assert steady_bubble(schedule, StageCosts.equal(3)) == 0
+    slow = StageCosts(forward=(1, 2, 1), backward_input=(1, 2, 1), backward_weight=(1, 2, 1))
+    assert steady_bubble(schedule, slow) == pytest.approx(1 / 3)
 
 
 def test_picture() -> None:

@@ -46,6 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--steps {arguments.steps}: from 1 to 64 steps can be compared")
     recipe = read_recipe(arguments)
     resolved = _prepare(recipe, arguments)
+    if resolved.run.layout.asynchronous:
+        return _not_equal_by_design(resolved, arguments)
     # Torch loads here, so that a mistake in the recipe is told at once.
     from meshwright.prove.verify import LayoutFailed, verify
 
@@ -64,6 +66,18 @@ def run(arguments: argparse.Namespace) -> int:
             print("\n".join(_step(comparison)))
         print(_conclusion(proof))
     return 0 if proof.equal else DIFFERENT
+
+
+def _not_equal_by_design(resolved: ResolvedRun, arguments: argparse.Namespace) -> int:
+    why = (
+        f"layout.schedule={resolved.run.layout.schedule} steps with the gradient of the batch before, so by design it "
+        "is not the training of one process; nothing was run. layout.schedule=1f1b has the same stages and messages"
+    )
+    if arguments.json:
+        print_json({"strategy": resolved.run.layout.strategy, "equal": False, "by_design": why, "comparisons": []})
+    else:
+        print(f"different: {why} (docs/schedules.md)")
+    return DIFFERENT
 
 
 def _prepare(recipe: Run, arguments: argparse.Namespace) -> ResolvedRun:

@@ -15,8 +15,9 @@ from meshwright.parallel.data import (
 from meshwright.parallel.expert import apply_expert_parallel
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.passes import Passes, WholeModel
+from meshwright.parallel.pipedream import apply_pipedream
 from meshwright.parallel.pipeline import Pipeline, apply_pipeline, plan_stages
-from meshwright.parallel.precision import build_fsdp_policy, compute_dtype
+from meshwright.parallel.precision import build_fsdp_policy, compute_dtype, reduce_dtype
 from meshwright.parallel.recompute import apply_recompute, hide_sharding
 from meshwright.parallel.tensor import apply_tensor_parallel
 from meshwright.parallel.weight_gradients import WeightGradients
@@ -52,6 +53,9 @@ def apply_parallelism(model: Decoder, resolved: ResolvedRun, meshes: Meshes | No
         apply_compile(model.layers)
     if meshes is None:
         return WholeModel(model)
+    if stages is not None and run.layout.asynchronous:
+        dtypes = compute_dtype(run.training), reduce_dtype(run.training)
+        return apply_pipedream(model, stages, meshes.state["pp"].get_group(), meshes.state["replicate"], dtypes)
     apply_data_parallel(model, meshes, run.layout, build_fsdp_policy(run.training))
     hide_sharding(model.layers)
     sync = functools.partial(set_gradient_sync, run.layout)

@@ -37,11 +37,22 @@ class Passes(Protocol):
         """The ranks that hold the other pipeline stages of the same share of the model."""
         ...
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the last `backward` or `drain` left a gradient; the first of an asynchronous pipeline does not."""
+        ...
+
     def backward(self, microbatches: Sequence[Arguments], scale: float) -> torch.Tensor:
         """Add the gradient of the microbatches' summed losses, times `scale`, to the parameters' gradients.
 
+        An asynchronous pipeline leaves the gradient of the microbatches that it was given the time before.
+
         Returns the sum of the losses, a scalar in fp64. Collective.
         """
+        ...
+
+    def drain(self) -> bool:
+        """Leave the gradient of what the last `backward` left under way; whether there was any. Collective."""
         ...
 
     def losses(self, microbatches: Iterable[Arguments]) -> torch.Tensor:
@@ -52,7 +63,7 @@ class Passes(Protocol):
 class WholeModel:
     """Every microbatch through the whole model, forward and backward, one after another."""
 
-    has_loss = True
+    has_loss = has_gradient = True
     counted_elsewhere: frozenset[str] = frozenset()
     stages = None
 
@@ -68,6 +79,10 @@ class WholeModel:
             (loss * scale).backward()
             total = total.to(loss.device) + loss.detach()
         return total
+
+    def drain(self) -> bool:
+        """See `Passes`."""
+        return False
 
     @torch.no_grad()
     def losses(self, microbatches: Iterable[Arguments]) -> torch.Tensor:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.models import Decoder
 from meshwright.parallel.passes import Arguments, GradientSync
 from meshwright.parallel.weight_gradients import Product, WeightGradients, add_weight_gradients
-from meshwright.spec.actions import Action, Schedule, Transfer, forward_only, with_transfers
+from meshwright.spec.actions import Action, Program, Schedule, Transfer, forward_only, with_transfers
 from meshwright.spec.run import ResolvedRun
 
 Key = tuple[bool, int, int]
@@ -65,6 +65,8 @@ class Pipeline:
     Gradients are summed, as everywhere; nothing is averaged over microbatches.
     """
 
+    has_gradient = True
+
     def __init__(
         self,
         model: Decoder,
@@ -101,12 +103,12 @@ class Pipeline:
         self.has_loss = stages.last in self.here
 
     @cached_property
-    def training_program(self) -> tuple[Action | Transfer, ...]:
+    def training_program(self) -> Program:
         """What this rank does in a step."""
         return with_transfers(self.stage_plan.schedule)[self.rank]
 
     @lru_cache(maxsize=4)  # noqa: B019  (a trainer lives as long as its process)
-    def evaluation_program(self, microbatches: int) -> tuple[Action | Transfer, ...]:
+    def evaluation_program(self, microbatches: int) -> Program:
         """What this rank does to evaluate a few microbatches."""
         return with_transfers(forward_only(self.stage_plan.schedule.placement, microbatches))[self.rank]
 
@@ -125,10 +127,14 @@ class Pipeline:
     def backward(self, microbatches: Sequence[Arguments], scale: float) -> torch.Tensor:
         """See `Passes`; needs as many microbatches as the schedule has."""
         assert len(microbatches) == self.stage_plan.schedule.num_microbatches
-        total = _Pass(self, microbatches, scale).run(self.training_program)
+        total = Pass(self, scale).run(self.training_program, enumerate(microbatches))
         self.release()
-        self._sum_copies()
+        self.sum_copies()
         return total
+
+    def drain(self) -> bool:
+        """See `Passes`."""
+        return False
 
     @torch.no_grad()
     def losses(self, microbatches: Iterable[Arguments]) -> torch.Tensor:
@@ -136,7 +142,7 @@ class Pipeline:
         total = torch.zeros((), dtype=torch.float64)
         rest = iter(microbatches)
         while some := tuple(islice(rest, self.stage_plan.schedule.num_microbatches)):
-            part = _Pass(self, some, None).run(self.evaluation_program(len(some)))
+            part = Pass(self, None).run(self.evaluation_program(len(some)), enumerate(some))
             total = total.to(part.device) + part
         return total
 
@@ -172,7 +178,7 @@ class Pipeline:
         if action.stage in self.ends:
             sync([self.model], action == self.completes_ends)
 
-    def _sum_copies(self) -> None:
+    def sum_copies(self) -> None:
         """Add the gradients of a tied embedding's two copies, so that both take the same step.
 
         Addition of two numbers does not care for their order, so the copies stay equal bit for bit.
@@ -203,22 +209,31 @@ class Pipeline:
         return work
 
 
-class _Pass:
+class Pass:
     """One run of a rank's list: what has been computed or has arrived and is still needed."""
 
-    def __init__(self, pipeline: Pipeline, microbatches: Sequence[Arguments], scale: float | None) -> None:
+    def __init__(self, pipeline: Pipeline, scale: float | None) -> None:
         """`scale` is what losses are multiplied by before backward passes; None for a run without any."""
-        self.pipeline, self.microbatches, self.scale = pipeline, microbatches, scale
+        self.pipeline, self.scale = pipeline, scale
         self.total = torch.zeros((), dtype=torch.float64)
+        self.microbatches: dict[int, Arguments] = {}
         self.results: dict[Key, torch.Tensor] = {}
         self.arriving: dict[Key, dist.Work] = {}
         self.sent: list[tuple[dist.Work, torch.Tensor]] = []
         self.graphs: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self.put_off: dict[tuple[int, int], list[Product]] = {}
 
-    def run(self, program: Sequence[Action | Transfer]) -> torch.Tensor:
+    def run(self, program: Program, microbatches: Iterable[tuple[int, Arguments]]) -> torch.Tensor:
         """Do all of it; returns the sum of the losses that this rank computed."""
-        do = {"F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weight}
+        self.go_on(program, microbatches)
+        left = (self.results, self.graphs, self.put_off)
+        assert not any(left)
+        return self.total
+
+    def go_on(self, program: Program, microbatches: Iterable[tuple[int, Arguments]]) -> None:
+        """Do a part of it, to which `microbatches` come in, by their numbers."""
+        self.microbatches.update(microbatches)
+        do = {"F": self.forward, "B": self.backward, "I": self._backward_input, "W": self._backward_weight}
         for item in program:
             if isinstance(item, Transfer):
                 self._transfer(item)
@@ -226,11 +241,10 @@ class _Pass:
                 do[item.kind](item)
         for work, _ in self.sent:
             work.wait()
-        left = (self.results, self.graphs, self.put_off)
-        assert not any(left)
-        return self.total
+        self.sent.clear()
 
-    def _forward(self, action: Action) -> None:
+    def forward(self, action: Action) -> None:
+        """The forward pass of a stage."""
         _, stage, m = action
         x_BTD = self._take((True, stage - 1, m)) if stage else None
         if x_BTD is not None and self.scale is not None:
@@ -244,7 +258,8 @@ class _Pass:
         if self.scale is not None:
             self.graphs[stage, m] = x_BTD, y if stage < pipeline.stage_plan.last else y * self.scale
 
-    def _backward(self, action: Action) -> None:
+    def backward(self, action: Action) -> None:
+        """The whole backward pass of a stage."""
         if self.pipeline.weights is not None:
             self._backward_input(action)
             self._backward_weight(action)

@@ -23,12 +23,17 @@ def stored_dtype(training: TrainingSpec) -> torch.dtype:
     return torch.float64 if training.precision == "fp64" else torch.float32
 
 
+def reduce_dtype(training: TrainingSpec) -> torch.dtype:
+    """Dtype in which gradients are added up, over microbatches and ranks."""
+    return DTYPES[training.reduce_dtype if training.precision in ("bf16", "fp16") else training.precision]
+
+
 def build_fsdp_policy(training: TrainingSpec) -> MixedPrecisionPolicy:
     """FSDP2's policy: gather in the compute dtype, reduce gradients in `reduce_dtype`."""
     low = training.precision in ("bf16", "fp16")
     return MixedPrecisionPolicy(
         param_dtype=compute_dtype(training) if low else None,
-        reduce_dtype=DTYPES[training.reduce_dtype] if low else None,
+        reduce_dtype=reduce_dtype(training) if low else None,
         cast_forward_inputs=False,
     )
 
@@ -42,7 +47,7 @@ class MasterWeights:
     """
 
     def __init__(self, model: nn.Module, training: TrainingSpec) -> None:
-        self.reduce_dtype = DTYPES[training.reduce_dtype]
+        self.reduce_dtype = reduce_dtype(training)
         self.parameters: dict[str, torch.Tensor] = {}
         self._copies: list[torch.Tensor] = []
         for name, parameter in model.named_parameters():

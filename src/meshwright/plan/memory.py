@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from meshwright.plan.blueprint import Block
 from meshwright.plan.job import Job
+from meshwright.spec.schedule import is_asynchronous
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "fragmentation", "context")
 
@@ -89,6 +90,8 @@ def stage_memory(job: Job, stage: int) -> MemoryUse:
         gathered = 2 * stack.weight_bytes * max(layer, ends / 2) + (stack.weight_bytes + stack.reduce_bytes) * layer
     optimizer = sharded(1, stack.state_bytes) * trainable
     gradients = sharded(2, stack.gradient_bytes) * trainable
+    if is_asynchronous(job.schedule):  # the weights and the gradient of two batches
+        weights, gradients = 2 * weights, 2 * gradients
     host = 0.0
     if job.offload != "none":
         host, optimizer = optimizer, 0.0

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.spec.schedule import build_schedule, nearest_microbatches
+from meshwright.spec.schedule import build_schedule, is_asynchronous, nearest_microbatches
 from meshwright.spec.timeline import StageCosts, simulate
 
 PROBE_RANKS = 4
@@ -49,6 +49,8 @@ def bubble_share(schedule: str, virtual: int) -> float:
     """The bubble of a schedule as a share of 1F1B's, read off its timeline with equal stages."""
     if schedule in ("1f1b", "interleaved-1f1b", "afab", "looped-bfs"):
         return 1 / virtual
+    if is_asynchronous(schedule):  # filled once in a run
+        return 0.0
     microbatches = nearest_microbatches(schedule, PROBE_RANKS, 4 * PROBE_RANKS, virtual)
     built = build_schedule(schedule, ranks=PROBE_RANKS, microbatches=microbatches, stages_per_rank=virtual)
     timeline = simulate(built, StageCosts.equal(PROBE_RANKS * virtual))

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from meshwright.families.table import active_numel, parameter_table
 from meshwright.plan.flops import attention_flops_per_token
+from meshwright.spec.actions import Schedule
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import ResolvedRun
+from meshwright.spec.stream import steady_bubble
 from meshwright.spec.timeline import StageCosts, Timeline, in_flight, simulate
 
 
@@ -66,23 +68,34 @@ def balanced_stages(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 def predict_timeline(resolved: ResolvedRun) -> Timeline:
-    """The run's pipeline in time, by operations: a backward pass has twice as many as a forward pass, half of them for
-    the input's gradient. Transfers take nothing."""
-    schedule = resolved.run.layout.pipeline_schedule(
-        microbatches=resolved.accumulation, base_dir=Path(resolved.base_dir)
-    )
+    """The run's pipeline in time, by operations, from empty to empty. Transfers take nothing."""
+    return simulate(_schedule(resolved), _stage_costs(resolved))
+
+
+def _schedule(resolved: ResolvedRun) -> Schedule:
+    layout, base_dir = resolved.run.layout, Path(resolved.base_dir)
+    return layout.pipeline_schedule(microbatches=resolved.accumulation, base_dir=base_dir)
+
+
+def _stage_costs(resolved: ResolvedRun) -> StageCosts:
+    """Operations of every stage. A backward pass has twice as many as a forward pass, half of them for the input's
+    gradient."""
     costs = layer_costs(resolved.model, resolved.run.data.sequence_length)
     cuts = pairwise(accumulate(resolved.stage_layers, initial=0))
     stages = tuple(sum(costs[start:stop]) for start, stop in cuts)
-    return simulate(schedule, StageCosts(forward=stages, backward_input=stages, backward_weight=stages))
+    return StageCosts(forward=stages, backward_input=stages, backward_weight=stages)
 
 
 def describe_pipeline(resolved: ResolvedRun) -> str:
     """Stages, bubble and microbatches in flight of a run with several pipeline ranks, in one line."""
-    timeline = predict_timeline(resolved)
+    schedule, costs, late = _schedule(resolved), _stage_costs(resolved), ""
+    bubble = predict_timeline(resolved).bubble
+    if resolved.run.layout.asynchronous:
+        bubble = steady_bubble(schedule, costs)
+        late = "; gradients are a step late, which is not the training of one process"
     layers = " + ".join(map(str, resolved.stage_layers))
-    flying = ", ".join(map(str, in_flight(timeline.schedule)))
+    flying = ", ".join(map(str, in_flight(schedule)))
     return (
         f"{resolved.run.layout.schedule}: stages of {layers} layers; with {resolved.accumulation} microbatches "
-        f"{timeline.bubble:.0%} bubble, at most {flying} in flight"
+        f"{bubble:.0%} bubble, at most {flying} in flight{late}"
     )

@@ -8,6 +8,7 @@ nobody is (Qi et al., "Zero Bubble Pipeline Parallelism", 2024).
 import csv
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -179,15 +180,24 @@ class Transfer(NamedTuple):
     """Ranks."""
 
 
-def with_transfers(schedule: Schedule) -> tuple[tuple[Action | Transfer, ...], ...]:
+Program = tuple[Action | Transfer, ...]
+"""What one rank does, in order."""
+
+
+def with_transfers(schedule: Schedule) -> tuple[Program, ...]:
     """Every rank's actions with its transfers, both those that it sends and those that it receives.
 
     All stand in one order over all ranks, so any two ranks have their common transfers in the same order: they cannot
     wait for one another, not even where messages between two ranks must be received in the order in which they are
     sent. Receiving may begin where a transfer stands; the action that needs it comes later.
     """
+    return add_transfers(schedule, in_order(schedule))
+
+
+def add_transfers(schedule: Schedule, order: Iterable[tuple[int, Action]]) -> tuple[Program, ...]:
+    """For each rank its actions among those of `order`, and what is sent or received of the results of all of them."""
     program: list[list[Action | Transfer]] = [[] for _ in schedule.ranks]
-    for rank, action in in_order(schedule):
+    for rank, action in order:
         program[rank].append(action)
         forward = action.kind == "F"
         receiver = action.stage + (1 if forward else -1)

@@ -13,6 +13,7 @@ def find_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> 
         *(_tensor_misfits(layout, model, sequence_length) if layout.tp > 1 else ()),
         *(_context_misfits(layout, model, sequence_length) if layout.cp > 1 else ()),
         *(_expert_misfits(layout, model) if layout.ep > 1 else ()),
+        *(_asynchronous_misfits(layout, model) if layout.asynchronous else ()),
     ]
 
 
@@ -110,4 +111,12 @@ def _expert_misfits(layout: LayoutSpec, model: ModelSpec) -> Iterator[str]:
         yield (
             f"layout.ep={layout.ep}: {shards} ranks share the state of the same experts, and divide neither "
             f"their width, {model.expert_ffn}, nor model.hidden={model.hidden}; {NEAREST} ep=1"
+        )
+
+
+def _asynchronous_misfits(layout: LayoutSpec, model: ModelSpec) -> Iterator[str]:
+    if model.router_bias:
+        yield (
+            f"layout.schedule={layout.schedule}: {model.family} balances its experts by biases that move with every "
+            f"step, between a forward pass and its backward pass too; {NEAREST} schedule=1f1b"
         )

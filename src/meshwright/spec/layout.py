@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import field_validator, model_validator
 
 from meshwright.spec.base import Spec
-from meshwright.spec.schedule import SCHEDULES, Schedule, build_schedule
+from meshwright.spec.schedule import SCHEDULES, Schedule, build_schedule, is_asynchronous
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes along which ranks are numbered, outermost first; `ep` is a second view of the ranks of `dp_shard x cp x tp`."""
@@ -30,8 +30,9 @@ class LayoutSpec(Spec):
     pp: int = 1
     """Pipeline ranks: each holds some of the layers."""
     schedule: str = "1f1b"
-    """What pipeline ranks do when: afab, 1f1b, interleaved-1f1b, looped-bfs, interleaved-zero-bubble, zbv, dualpipev,
-    or a file of your own whose name ends in .csv (docs/schedules.md)."""
+    """What pipeline ranks do when: afab, 1f1b, interleaved-1f1b, looped-bfs, interleaved-zero-bubble, zbv, dualpipev;
+    a file of your own whose name ends in .csv; or pipedream-2bw, whose gradients are a step late
+    (docs/schedules.md)."""
     stages_per_rank: int | Literal["auto"] = "auto"
     """Pipeline stages that each rank holds. auto: 1, or the 2 that interleaved and V-shaped schedules usually have."""
     stage_layers: tuple[int, ...] | Literal["auto"] = "auto"
@@ -122,6 +123,8 @@ class LayoutSpec(Spec):
             per_rank = kind.stages_per_rank if kind.fixed and per_rank is None else per_rank
             if kind.fixed and per_rank != kind.stages_per_rank:
                 yield f"stages_per_rank={per_rank}: schedule {self.schedule} has exactly {kind.stages_per_rank}"
+            if kind.asynchronous:
+                yield from self._asynchronous_problems()
         if self.stage_layers != "auto":
             if min(self.stage_layers, default=0) < 1:
                 yield f"stage_layers={list(self.stage_layers)}: every stage has at least one layer"
@@ -130,6 +133,33 @@ class LayoutSpec(Spec):
                     f"stage_layers={list(self.stage_layers)} has {len(self.stage_layers)} stages, "
                     f"but pp={self.pp} ranks have {f'{per_rank} each' if per_rank else 'equally many each'}"
                 )
+
+    def _asynchronous_problems(self) -> Iterator[str]:
+        instead = f"{NEAREST} schedule=1f1b, or"
+        if self.pp == 1:
+            yield f"schedule={self.schedule} with pp=1: there is no pipeline; set pp, or leave schedule out"
+        if self.zero_stage > 0:
+            replicas = self.dp_replicate * self.dp_shard
+            yield (
+                f"schedule={self.schedule} with zero={self.zero_stage}: a rank computes with two whole versions of its "
+                f"weights, which is what ZeRO is to save; {instead} dp_replicate={replicas}, dp_shard=1, zero=0"
+            )
+        for axis, degree in (("tp", self.tp), ("ep", self.ep)):
+            if degree > 1:
+                yield (
+                    f"schedule={self.schedule} with {axis}={degree}: two versions are kept of whole weights only, and "
+                    f"{axis} ranks have parts of them; {instead} {axis}=1"
+                )
+        if self.offload != "none":
+            yield (
+                f"schedule={self.schedule} with offload={self.offload}: its weights wait on the device for their "
+                f"backward pass; {instead} offload=none"
+            )
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether gradients are a step late, by the pipeline's schedule: not the same training as one process's."""
+        return self.pp > 1 and is_asynchronous(self.schedule)
 
     @property
     def world_size(self) -> int:

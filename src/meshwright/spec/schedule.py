@@ -9,6 +9,7 @@
 | interleaved-zero-bubble | any             | Qi et al., "Zero Bubble Pipeline Parallelism", 2024: ZB-H1, interleaved  |
 | zbv                     | 2               | Qi et al., 2024, section 6: ZB-V                                         |
 | dualpipev               | 2               | DeepSeek-AI, "DeepSeek-V3", 2024: DualPipe, cut in half                  |
+| pipedream-2bw           | 1               | Narayanan et al., 2021: 1F1B that never empties, gradients a step late   |
 
 `spec/timeline.py` reads time, bubble and memory off a schedule.
 """
@@ -49,6 +50,9 @@ class ScheduleKind:
     """(ranks, stages per rank) -> the fewest microbatches that it works with."""
     rounds: bool = False
     """Whether microbatches go in rounds of equal size, about as many as there are ranks."""
+    asynchronous: bool = False
+    """Whether a step's last backward passes come in the next step (`spec/stream.py`), so that its gradient is a step
+    late: not the same training as on one process."""
 
     def problem(self, ranks: int, chunks: int, microbatches: int) -> str | None:
         """Why it cannot be made of this many microbatches."""
@@ -97,6 +101,11 @@ def schedule_kind(name: str) -> ScheduleKind:
     if name not in SCHEDULES:
         raise ScheduleError(f"unknown schedule {name!r}; there are {', '.join(SCHEDULES)}, or a file's name in .csv")
     return SCHEDULES[name]
+
+
+def is_asynchronous(name: str) -> bool:
+    """Whether gradients are a step late; no schedule of one's own is."""
+    return name in SCHEDULES and SCHEDULES[name].asynchronous
 
 
 def nearest_microbatches(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> int:
@@ -276,5 +285,6 @@ SCHEDULES: dict[str, ScheduleKind] = {
     "interleaved-zero-bubble": ScheduleKind(_interleaved_zero_bubble, 2, rounds=True),
     "zbv": ScheduleKind(_zbv, 2, fixed=True, shape="v"),
     "dualpipev": ScheduleKind(_dualpipev, 2, fixed=True, shape="v", fewest=_both),
+    "pipedream-2bw": ScheduleKind(_1f1b, 1, fixed=True, asynchronous=True),
 }
 """The schedules that have a name."""

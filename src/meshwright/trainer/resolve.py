@@ -125,6 +125,11 @@ def _stage_layers(run: Run, model: ModelSpec, microbatches: int, base_dir: Path)
             f"training.compile=true with layout.schedule={layout.schedule}: it does the gradients of weights apart "
             "from those of inputs, and a compiled block does both at once; use interleaved-1f1b, or compile=false"
         )
+    if layout.asynchronous and run.training.precision == "fp16":
+        raise ValueError(
+            f"training.precision=fp16 with layout.schedule={layout.schedule}: the loss scale may change between a "
+            "forward pass and its backward pass in the next step; use bf16, or layout.schedule=1f1b"
+        )
     if layout.stage_layers == "auto":
         return balanced_stages(layer_costs(model, run.data.sequence_length), schedule.num_stages)
     if sum(layout.stage_layers) != model.num_layers:

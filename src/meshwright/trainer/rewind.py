@@ -24,6 +24,7 @@ def rewind(saver: Saver, result: StepResult) -> None:
     checkpoint, _ = newest_good_checkpoint(saver.root)
     if checkpoint is None:
         raise NonFiniteError(f"{what}, and there is no checkpoint to go back to; lower checkpoint.every")
+    trainer.train_step.abandon()
     restore(trainer, checkpoint)
     trainer.passed_over = passed_over + step - trainer.step
     trainer.rewinds = rewinds

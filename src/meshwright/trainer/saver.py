@@ -79,6 +79,7 @@ class Saver:
     def _begin(self) -> None:
         trainer = self.trainer
         self._begun = trainer.step
+        trainer.train_step.finish(trainer.step)
         step, loss = self.held_out_loss or (None, None)
         values = state_values(trainer, held_out_loss=loss if step == trainer.step else None)
         self.writer.begin(trainer.step, state_tensors(trainer), values)

@@ -31,7 +31,7 @@ class StepResult:
     loss: float
     """Mean loss per trained token over the global batch, in nats."""
     gnorm: float
-    """2-norm of the whole gradient before clipping."""
+    """2-norm of the whole gradient before clipping; 0 where an asynchronous pipeline's first step has none."""
     trained: int
     """Tokens of the global batch that carry loss."""
     skipped: bool
@@ -74,10 +74,10 @@ class TrainStep:
         Raises `NonFiniteError` before the weights are touched, where the recipe's policy is `raise`.
         """
         loss, trained = self.gradients(microbatches)
-        gnorm = self.gradient_norm()
+        gnorm = self.gradient_norm() if self.passes.has_gradient else 0.0
         finite = bool(np.isfinite(loss) and np.isfinite(gnorm))
         spike = finite and self.spikes is not None and self.spikes.is_spike(loss, gnorm)
-        if finite and not spike:
+        if finite and not spike and self.passes.has_gradient:
             self.update(step, gnorm)
         self.optimizers.zero_grad()
         overflow = self.scaler is not None and np.isfinite(loss) and self._scale > 1
@@ -97,6 +97,20 @@ class TrainStep:
             spike=spike,
             rewind=policy == "rewind",
         )
+
+    def finish(self, step: int) -> None:
+        """Make the update that an asynchronous pipeline still owes to optimizer step `step`, before weights are saved
+        or handed on; nothing elsewhere. Collective."""
+        if self.passes.drain():
+            gnorm = self.gradient_norm()
+            if np.isfinite(gnorm):
+                self.update(step, gnorm)
+            self.optimizers.zero_grad()
+
+    def abandon(self) -> None:
+        """Drop what an asynchronous pipeline owes, before other weights are loaded; nothing elsewhere. Collective."""
+        self.passes.drain()
+        self.optimizers.zero_grad()
 
     @property
     def _scale(self) -> float:

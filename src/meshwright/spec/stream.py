@@ -1,0 +1,65 @@
+"""The one place that says which part of an endless stream of microbatches an asynchronous pipeline does in which step.
+
+A synchronous pipeline is empty between two steps; filling and emptying it is the bubble. An asynchronous one (Narayanan
+et al., "PipeDream", 2019; "Memory-Efficient Pipeline-Parallel DNN Training", 2021: PipeDream-2BW) begins the next
+step's forward passes while backward passes of this one are still to come. So a step of M microbatches on rank r of P
+does M forward passes, and the backward passes of the P - 1 - r microbatches that the step before left, and of all but
+the last P - 1 - r of its own.
+"""
+
+from dataclasses import dataclass
+
+from meshwright.spec.actions import Action, Program, Schedule, add_transfers, in_order
+from meshwright.spec.schedule import build_schedule
+from meshwright.spec.timeline import StageCosts, simulate
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What ranks do in a step, transfers included: `fill[rank]` and so on.
+
+    The microbatches of the step before have the numbers 0 to M - 1, those of the step itself M to 2 M - 1; those of the
+    first step, before which there is none, 0 to M - 1.
+    """
+
+    fill: tuple[Program, ...]
+    """The first step."""
+    steady: tuple[Program, ...]
+    """Every further one."""
+    drain: tuple[Program, ...]
+    """What remains when no further step comes: backward passes of microbatches 0 to M - 1."""
+
+
+def cut_stream(schedule: Schedule) -> Stream:
+    """The parts of a stream in which every step is `schedule`, a published one by its name."""
+    size = schedule.num_microbatches
+    two = two_steps(schedule)
+    part = {}
+    for actions in two.ranks:
+        second = actions.index(Action("F", actions[0].stage, size))
+        part |= dict.fromkeys(actions[:second], 0)
+        part |= dict.fromkeys(actions[second : second + 2 * size], 1)
+        part |= dict.fromkeys(actions[second + 2 * size :], 2)
+    order = in_order(two)
+    fill, steady, drain = (
+        add_transfers(two, [(rank, action) for rank, action in order if part[action] == index]) for index in range(3)
+    )
+    renumbered = (tuple(item._replace(microbatch=item.microbatch - size) for item in program) for program in drain)
+    return Stream(fill, steady, tuple(renumbered))
+
+
+def two_steps(schedule: Schedule) -> Schedule:
+    """Two steps of a stream, from an empty pipeline to an empty one."""
+    return build_schedule(schedule.name, ranks=len(schedule.ranks), microbatches=2 * schedule.num_microbatches)
+
+
+def steady_seconds(schedule: Schedule, costs: StageCosts) -> float:
+    """What a step between others takes."""
+    alone, both = (simulate(one, costs) for one in (schedule, two_steps(schedule)))
+    return both.duration - alone.duration
+
+
+def steady_bubble(schedule: Schedule, costs: StageCosts) -> float:
+    """The share of the ranks' time in such a step that is spent waiting, which is for slower stages only."""
+    busy = sum(costs.of(action) for actions in schedule.ranks for action in actions)
+    return 1 - busy / steady_seconds(schedule, costs) / len(schedule.ranks)

@@ -1,0 +1,231 @@
+"""Asynchronous pipelines against the training that they are said to be: one process whose gradients are a step late."""
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from meshwright.cli.main import main
+from meshwright.parallel.pipedream import Pipedream
+from meshwright.parallel.pipeline import Pass
+from meshwright.plan.stages import describe_pipeline
+from meshwright.spec.fit import find_misfits
+from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.recipe import load_spec
+from meshwright.spec.run import ResolvedRun, Run
+from meshwright.testing.curves import loss_curve
+from meshwright.testing.equivalence import build_here, largest_difference, loader_for, whole_of_all
+from meshwright.testing.ranks import RankPool
+from meshwright.trainer.resolve import resolve_run
+from meshwright.trainer.saver import Saver
+from test_resume import keep_until, run_on
+from tiny import tiny_run
+
+STEPS = 6
+Trajectory = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]
+
+
+def layout_of(**degrees: Any) -> LayoutSpec:
+    return LayoutSpec.model_validate({"pp": 2, "schedule": "pipedream-2bw"} | degrees)
+
+
+def late(run: ResolvedRun) -> Trajectory:
+    """(loss, gradient norm) of every step and the weights after the last, of one process that makes each step with the
+    gradient of the batch before."""
+    trainer = build_here(run)
+    step, seen, before = trainer.train_step, [], None
+    with loader_for(trainer) as loader:
+        for number in range(1, STEPS + 1):
+            loss, _ = step.gradients(loader.microbatches(number - 1))
+            gradients = {name: parameter.grad for name, parameter in trainer.parameters.items()}
+            seen.append((loss, _late_step(trainer, number, before)))
+            before = gradients
+    _late_step(trainer, STEPS, before)
+    return seen, whole_of_all(trainer, trainer.parameters)
+
+
+def _late_step(trainer: Any, number: int, gradients: dict[str, Any] | None) -> float:
+    if gradients is None:
+        trainer.optimizers.zero_grad()
+        return 0.0
+    for name, parameter in trainer.parameters.items():
+        parameter.grad = gradients[name]
+    gnorm = trainer.train_step.gradient_norm()
+    trainer.train_step.update(number, gnorm)
+    trainer.optimizers.zero_grad()
+    return gnorm
+
+
+def trained(run: ResolvedRun) -> Trajectory:
+    """The same of an asynchronous pipeline, emptied at the end. Collective."""
+    trainer = build_here(run)
+    with loader_for(trainer) as loader:
+        results = [trainer.train_step(step, loader.microbatches(step - 1)) for step in range(1, STEPS + 1)]
+    trainer.train_step.finish(STEPS)
+    return [(result.loss, result.gnorm) for result in results], whole_of_all(trainer, trainer.parameters)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "options"),
+    [
+        ({}, {"tied": True, "clip": 0.05}),
+        ({"dp_replicate": 2}, {"recompute": "full", "optimizer": {"name": "muon", "muon_lr": 0.02, "eps": 0.1}}),
+        ({"pp": 4}, {"recompute": "selective", "family": "gpt2"}),
+        ({"cp": 2}, {"family": "mixtral", "num_layers": 3}),
+    ],
+)
+def test_gradients_are_a_step_late_and_nothing_else(ranks: RankPool, degrees: Any, options: Any) -> None:
+    """On all stages alike: were any backward pass made with other weights than its forward pass, or any stage's update
+    earlier or later, losses would differ."""
+    layout = layout_of(**degrees)
+    options = {"num_layers": 5, "lr_schedule": {"name": "cosine", "warmup": 2}, "steps": STEPS} | options
+    run = tiny_run(layout, accumulation=6, **options)
+    losses, weights = ranks.run(layout.world_size, trained, run)[0]
+    expected, expected_weights = late(tiny_run(LayoutSpec(), **options))
+    for ours, theirs in zip(losses, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-10)
+    assert largest_difference(weights, expected_weights)[0] < 1e-10
+
+
+def test_low_precision(ranks: RankPool) -> None:
+    """Gradients are added up in fp32: with a sequence a microbatch, as one process adds up the same numbers."""
+    options: dict[str, Any] = {"accumulation": 12, "precision": "bf16", "steps": STEPS}
+    losses, weights = ranks.run(2, trained, tiny_run(layout_of(), **options))[0]
+    expected, expected_weights = late(tiny_run(LayoutSpec(), **options))
+    for ours, theirs in zip(losses, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert largest_difference(weights, expected_weights)[0] < 1e-5
+
+
+def weights_of_passes(run: ResolvedRun) -> tuple[list[float], list[float], list[int], int, int]:
+    """Of this rank: for all forward passes in turn a figure that tells the weights they are made with, the same for all
+    backward passes, with how many of the latter the newest weights were others; and bytes of the weights to compute
+    with, and of one version of them. Collective."""
+    seen: dict[str, list[float]] = {"F": [], "B": []}
+    stale = [0]
+
+    def watched(kind: str, method: Any) -> Any:
+        def act(self: Any, action: Any) -> None:
+            weight = next(iter(self.pipeline.model.layers.values())).attention.wq.weight
+            seen[kind].append(weight.detach().sum().item())
+            stale[-1] += kind == "B" and seen["B"][-1] != seen["F"][-1]
+            method(self, action)
+
+        return act
+
+    trainer = build_here(run)
+    with (
+        mock.patch.object(Pass, "forward", watched("F", Pass.forward)),
+        mock.patch.object(Pass, "backward", watched("B", Pass.backward)),
+        loader_for(trainer) as loader,
+    ):
+        for step in (1, 2, 3):
+            trainer.train_step(step, loader.microbatches(step - 1))
+            stale.append(0)
+        trainer.train_step.finish(3)
+    passes = trainer.train_step.passes
+    assert isinstance(passes, Pipedream)
+    held = sum(weight.nbytes for version in passes.versions for weight in version.weights)
+    return seen["F"], seen["B"], stale, held, sum(parameter.nbytes for parameter in trainer.parameters.values())
+
+
+def test_every_backward_pass_has_the_weights_of_its_forward_pass(ranks: RankPool) -> None:
+    """Microbatches come back in the order in which they went. Rank r makes 3 - r backward passes a step with weights
+    that are not the newest; two versions are all that it holds."""
+    answers = ranks.run(4, weights_of_passes, tiny_run(layout_of(pp=4), accumulation=6, num_layers=4, steps=3))
+    for rank, (forward, backward, stale, held, one) in enumerate(answers):
+        assert forward == backward
+        assert len(forward) == 18
+        assert [len(set(forward[start : start + 6])) for start in (0, 6, 12)] == [1, 1, 1]
+        assert len(set(forward)) == 2  # the first two batches meet the same weights, for the first gradient is late
+        assert stale == [0, 0, 3 - rank, 0]
+        assert held == 2 * one
+
+
+def test_it_trains_to_the_same_region(ranks: RankPool) -> None:
+    """A step behind, and no worse."""
+    options: dict[str, Any] = {"precision": "fp32", "optimizer": {"lr": 1e-2, "eps": 1e-2}, "steps": 60}
+
+    def curve(layout: LayoutSpec) -> list[float]:
+        run = tiny_run(layout, accumulation=2, **options)
+        run = run.model_copy(update={"model": run.model.model_copy(update={"vocab": 256})})
+        return ranks.run(layout.world_size, loss_curve, run, 60)[0]
+
+    alone, ours = curve(LayoutSpec()), curve(layout_of())
+    assert ours != alone
+    assert ours[:1] == pytest.approx(alone[:1])
+    first, last = (sum(part) / 10 for part in (alone[:10], alone[-10:]))
+    assert last < first - 1
+    assert abs(sum(ours[-10:]) / 10 - last) < 0.1 * (first - last)
+
+
+def test_checkpoints_are_plain_and_continue_anywhere(ranks: RankPool, tmp_path: Path) -> None:
+    """The pipeline is emptied before each, so what continues is what would have gone on."""
+    options: dict[str, Any] = {"tied": True, "steps": 6}
+    run = tiny_run(layout_of(dp_replicate=2), accumulation=6, **options)
+    losses, weights = run_on(ranks, run, tmp_path, save_every=3)
+    keep_until(tmp_path, 3)
+    again, weights_again = run_on(ranks, run, tmp_path, resume=True)
+    assert again == losses[3:]
+    assert largest_difference(weights_again, weights)[0] == 0
+    alone, _ = run_on(ranks, tiny_run(LayoutSpec(), **options), tmp_path, resume=True)
+    assert alone[0][0] == pytest.approx(losses[3][0], rel=1e-10)
+
+
+def is_emptied(run: ResolvedRun, root: Path) -> bool:
+    """Whether nothing is under way once a run has saved its step. Collective."""
+    trainer = build_here(run)
+    with loader_for(trainer) as loader:
+        trainer.step = 1
+        trainer.train_step(1, loader.microbatches(0))
+    passes = trainer.train_step.passes
+    assert isinstance(passes, Pipedream)
+    assert passes.under_way is not None
+    Saver(trainer, root, None, mock.MagicMock()).save()
+    return passes.under_way is None and all(parameter.grad is None for parameter in trainer.parameters.values())
+
+
+def test_a_checkpoint_empties_the_pipeline(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, is_emptied, tiny_run(layout_of(), accumulation=2), tmp_path) == [True, True]
+
+
+def test_verify_says_that_it_is_different_by_design(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text("model: llama-3-8b\nlayout: {pp: 4, schedule: pipedream-2bw}\n")
+    assert main(["verify", str(recipe)]) == 1
+    assert "different: layout.schedule=pipedream-2bw steps with the gradient of the batch" in capsys.readouterr().out
+    assert main(["verify", str(recipe), "--json"]) == 1
+    assert not json.loads(capsys.readouterr().out)["equal"]
+
+
+def test_what_check_says() -> None:
+    said = describe_pipeline(tiny_run(layout_of(), accumulation=6))
+    assert said.endswith("gradients are a step late, which is not the training of one process")
+
+
+@pytest.mark.parametrize(
+    ("degrees", "message"),
+    [
+        ({"pp": 1}, "pp=1: there is no pipeline"),
+        ({"dp_shard": 2}, "zero=3: .* two whole versions .* schedule=1f1b, or dp_replicate=2, dp_shard=1, zero=0"),
+        ({"tp": 2}, "tp=2: two versions are kept of whole weights only"),
+        ({"tp": 2, "ep": 2}, "ep=2: two versions"),
+        ({"offload": "cpu"}, "offload=cpu: its weights wait on the device"),
+        ({"stages_per_rank": 2}, "has exactly 1"),
+    ],
+)
+def test_layouts_that_it_cannot_work_with(degrees: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layout_of(**degrees)
+
+
+def test_models_and_precisions_that_it_cannot_work_with(tmp_path: Path) -> None:
+    model = tiny_run(LayoutSpec(), family="deepseek_v3").model
+    assert "biases that move with every step" in find_misfits(layout_of(), model, 16)[0]
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text("model: llama-3-8b\nlayout: {pp: 4, schedule: pipedream-2bw}\ntraining: {precision: fp16}\n")
+    with pytest.raises(ValueError, match="the loss scale may change between"):
+        resolve_run(load_spec(recipe, Run), base_dir=tmp_path)
