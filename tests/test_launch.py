@@ -1,22 +1,26 @@
 """How a rank finds its place, and what happens when processes are started: torchrun's, Slurm's, Kubeflow's, our own."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from meshwright.checkpoint.manifest import latest_checkpoint, step_of
+from meshwright.cli.main import main
 from meshwright.spec.run import Run
-from meshwright.trainer.launch import Nodes, Worker, find_nodes, find_worker, start_workers
+from meshwright.trainer.launch import LAUNCHER, Nodes, Worker, find_nodes, find_worker, join_group, start_workers
 from meshwright.trainer.metrics import read_journal
 from meshwright.trainer.signals import StopRequest
-from meshwright.trainer.status import STOPPED
+from meshwright.trainer.status import MISUSE, STOPPED
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 SLURM = {"SLURM_JOB_ID": "1234", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "gpu[003-010,012],login1"}
@@ -36,6 +40,17 @@ def test_torchrun() -> None:
     )
     agent = restarted | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     assert not find_worker(TORCHRUN | agent).hosts_store  # type: ignore[union-attr]
+
+
+def test_whose_end_ends_a_worker() -> None:
+    def parent(**more: str) -> int:
+        worker = find_worker(TORCHRUN | more)
+        assert worker is not None
+        return worker.parent
+
+    assert parent() == 0  # somebody's own script, which may end before its ranks
+    assert parent(TORCHELASTIC_RUN_ID="none") == os.getppid()
+    assert parent(**{LAUNCHER: "1234"}) == 1234
 
 
 def test_srun_with_a_task_per_rank() -> None:
@@ -91,194 +106,203 @@ def test_ranks_that_do_not_fit_the_machines() -> None:
         )
 
 
-# From here on whole programs run, as a user starts them.
+def test_a_wrong_number_of_processes_is_told() -> None:
+    with pytest.raises(ValueError, match="the layout needs 1 processes but 2 were started"):
+        join_group(Worker(world_size=2), Run.model_validate(RECIPE), torch.device("cpu"))
+
+
+# From here on whole programs run, as a user starts them. They share a folder and with it the prepared tokens.
 
 RECIPE: dict[str, Any] = {
     "model": {"family": "llama", "hidden": 32, "num_layers": 2, "num_heads": 2, "ffn": 64},
     "data": {"sources": ["*.txt"], "sequence_length": 32, "tokenizer_vocab": 300},
     "training": {
-        "steps": 4,
+        "steps": 100000,
         "global_batch": 8,
         "precision": "fp32",
-        "lr_schedule": {"warmup": 1},
+        "lr_schedule": {"name": "constant", "warmup": 1},
         "evaluation": {"batches": 2},
     },
-    "checkpoint": {"every": 2},
+    "checkpoint": {"every": 5},
     "device": "cpu",
-    "run_dir": "run",
 }
+TORCHRUN_PROGRAM = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory with a recipe and two texts."""
+    folder = tmp_path_factory.mktemp("launch")
+    (folder / "run.yaml").write_text(json.dumps(RECIPE))  # JSON is YAML
+    for name in "ab":
+        text = "".join(f"{name}{i} = {i} * {i}  # square of {i}\n" for i in range(2000))
+        (folder / f"{name}.txt").write_text(text)
+    return folder
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A working directory with a recipe and two texts."""
-    (tmp_path / "run.yaml").write_text(json.dumps(RECIPE))  # JSON is YAML
-    for name in "ab":
-        text = "".join(f"{name}{i} = {i} * {i}  # square of {i}\n" for i in range(2000))
-        (tmp_path / f"{name}.txt").write_text(text)
-    return tmp_path
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(folder)
+    return folder
 
 
-def clean_environment() -> dict[str, str]:
+@pytest.fixture(scope="module")
+def losses(folder: Path) -> list[float]:
+    """Of the first four steps of one process, which is this one."""
+    with contextlib.chdir(folder):
+        assert main(["train", "run.yaml", "training.steps=4", "run_dir=alone"]) == 0
+    return [record["loss"] for record in records(folder / "alone", "step")]
+
+
+def records(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [record for record in read_journal(run / "metrics.jsonl") if record["kind"] == kind]
+
+
+def check_losses(run: Path, expected: list[float]) -> None:
+    """The first four steps are those of one process, but for fp32 sums in another order."""
+    found = [record["loss"] for record in records(run, "step")][:4]
+    assert found == [pytest.approx(loss, rel=1e-5) for loss in expected]
+
+
+Program = subprocess.Popen[str]
+
+
+@contextlib.contextmanager
+def started(*words: str, launcher: tuple[str, ...] = ()) -> Iterator[Program]:
+    """`meshwright train run.yaml`, in a process group of its own, as a shell starts it; nothing of it is left after."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    return {k: v for k, v in os.environ.items() if k not in names}
-
-
-def meshwright(folder: Path, *words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *launcher, "-m", "meshwright", *words]
-    return subprocess.run(
-        command, cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=240, check=False
-    )
-
-
-def steps_of(folder: Path) -> list[tuple[int, float]]:
-    records = read_journal(folder / "run" / "metrics.jsonl")
-    return [(record["step"], record["loss"]) for record in records if record["kind"] == "step"]
-
-
-def test_one_process_two_processes_and_torchrun_train_the_same(folder: Path) -> None:
-    runs = {}
-    for name, words, launcher in (
-        ("alone", (), ()),
-        ("ours", ("layout.dp_shard=2",), ()),
-        ("torchrun", ("layout.dp_replicate=2",), ("-m", "torch.distributed.run", "--nproc-per-node", "2")),
-    ):
-        done = meshwright(folder, "train", "run.yaml", *words, launcher=launcher)
-        assert done.returncode == 0, done.stderr
-        runs[name] = steps_of(folder)
-        assert [step for step, _ in runs[name]] == [1, 2, 3, 4]
-        assert "saved run/checkpoints/step-00000004" in done.stdout
-        assert {path.name for path in (folder / "run").iterdir()} >= {
-            "recipe.yaml", "resolved.yaml", "env.json", "metrics.jsonl", "checkpoints", "tokenizer"
-        }  # fmt: skip
-        (folder / "run").rename(folder / name)
-    for name in ("ours", "torchrun"):
-        for (_, loss), (_, expected) in zip(runs[name], runs["alone"], strict=True):
-            assert loss == pytest.approx(expected, rel=1e-5)  # fp32 sums in another order, four steps deep
-
-
-def test_a_run_continues_and_is_never_overwritten(folder: Path) -> None:
-    assert meshwright(folder, "train", "run.yaml", "training.steps=4").returncode == 0
-    again = meshwright(folder, "train", "run.yaml")
-    assert again.returncode == 2
-    assert again.stderr.strip().startswith(
-        "error: run already holds a run (up to step-00000004); continue it with --resume"
-    )
-    more = meshwright(folder, "train", "run.yaml", "training.steps=6", "layout.dp_shard=2", "--resume")
-    assert more.returncode == 0, more.stderr
-    assert "continuing from run/checkpoints/step-00000004, step 4" in more.stdout
-    assert [step for step, _ in steps_of(folder)] == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_mistake_in_a_worker_is_told_once(folder: Path) -> None:
-    """A learning rate that destroys the model: every rank sees it, one line says so, no stack trace."""
-    done = meshwright(
-        folder, "train", "run.yaml", "layout.dp_shard=2", "training.optimizer.lr=1e30", "training.steps=50"
-    )
-    assert done.returncode == 2
-    assert done.stderr.count("error: ") == 1, done.stderr
-    assert "training.non_finite=skip" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_wrong_number_of_processes_is_told(folder: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-    done = meshwright(folder, "train", "run.yaml", launcher=launcher)
-    assert done.returncode != 0
-    assert "the layout needs 1 processes but 2 were started" in done.stderr
-
-
-def start(folder: Path, *words: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    command = [sys.executable, *launcher, "-m", "meshwright", "train", "run.yaml", "training.steps=100000", *words]
+    environment = {k: v for k, v in os.environ.items() if k not in names}
+    command = [sys.executable, *launcher, "-m", "meshwright", "train", "run.yaml", *words]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=folder, env=clean_environment(), **pipes)
+    with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
+        try:
+            yield process
+        finally:
+            below = workers_of(process) if process.poll() is None else []
+            for pid in [process.pid, *below]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
-def records(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [record for record in read_journal(folder / "run" / "metrics.jsonl") if record["kind"] == kind]
-
-
-def wait_for(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        time.sleep(0.1)
-    raise AssertionError("it never happened")
-
-
-def workers_of(process: subprocess.Popen[str]) -> list[int]:
+def workers_of(process: Program) -> list[int]:
     """Process ids below `process` that are ranks, in the order of their start."""
     below = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return [int(pid) for pid in below if b"meshwright" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def test_a_killed_worker_is_started_again_and_a_signal_saves_once(folder: Path) -> None:
-    """kill -9 of one worker: all start again from the newest checkpoint. SIGUSR1 to one: all save and leave alike."""
-    process = start(folder, "layout.dp_shard=2", "checkpoint.every=5")
-    wait_for(lambda: records(folder, "checkpoint"))
-    os.kill(workers_of(process)[1], signal.SIGKILL)
-    wait_for(lambda: len(records(folder, "start")) == 2)
-    again = records(folder, "start")[1]["step"]
-    assert again > 0
-    wait_for(lambda: len(steps_of(folder)) > 5 and steps_of(folder)[-1][0] > again)
-    os.kill(workers_of(process)[1], signal.SIGUSR1)
-    out, errors = process.communicate(timeout=60)
-    assert process.returncode == STOPPED, errors
+def wait_for(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.05)
+    raise AssertionError("it never happened")
+
+
+def wait_for_step(run: Path, step: int, *, starts: int = 1) -> None:
+    """Until the run has been started so often and has since made this step."""
+
+    def there() -> bool:
+        seen = read_journal(run / "metrics.jsonl")
+        begun = [place for place, record in enumerate(seen) if record["kind"] == "start"]
+        return len(begun) >= starts and any(
+            record["kind"] == "step" and record["step"] >= step for record in seen[begun[starts - 1] :]
+        )
+
+    wait_for(there)
+
+
+def ends(process: Program, status: int) -> tuple[str, str]:
+    """Output and errors of a program that ends now, with this status."""
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == status, errors
+    return out, errors
+
+
+def newest(run: Path) -> int:
+    return step_of(latest_checkpoint(run / "checkpoints"))
+
+
+def test_two_processes_train_as_one_stop_at_ctrl_c_and_continue(
+    here: Path, losses: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C signals the launcher and its workers alike. Then the run goes on, into a mistake that every rank sees: a
+    learning rate that destroys the model is told in one line, with no stack trace."""
+    run, words = here / "ours", ("run_dir=ours", "layout.dp_shard=2")
+    with started(*words) as process:
+        wait_for_step(run, 4)
+        os.killpg(process.pid, signal.SIGINT)
+        out, errors = ends(process, STOPPED)
+    check_losses(run, losses)
+    [stopped] = records(run, "stopped")
+    assert f"stopped by SIGINT after step {stopped['step']}; continue with --resume" in out
+    assert f"stopped; continue with --resume (newest checkpoint: step-{stopped['step']:08d})" in errors
+    assert records(run, "step")[-1]["step"] == newest(run) == stopped["step"]
+    assert {"recipe.yaml", "resolved.yaml", "env.json", "tokenizer"} < {path.name for path in run.iterdir()}
+
+    assert main(["train", "run.yaml", *words]) == MISUSE
+    assert f"ours already holds a run (up to step-{newest(run):08d}); continue it with" in capsys.readouterr().err
+    with started(*words, "--resume", "training.optimizer.lr=1e30") as process:
+        out, errors = ends(process, MISUSE)
+    assert f"continuing from ours/checkpoints/step-{stopped['step']:08d}, step {stopped['step']}" in out
+    assert errors.count("error: ") == 1, errors
+    assert "training.non_finite=skip" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_killed_worker_is_started_again_and_none_outlives_the_launcher(here: Path) -> None:
+    """kill -9 of one worker: all start again from the newest checkpoint. Of the launcher: all end. Nothing is lost."""
+    run = here / "killed"
+    with started("run_dir=killed", "layout.dp_shard=2") as process:
+        wait_for_step(run, 5)
+        wait_for(lambda: records(run, "checkpoint"))
+        os.kill(workers_of(process)[1], signal.SIGKILL)
+        wait_for(lambda: len(records(run, "start")) == 2)
+        again = records(run, "start")[1]["step"]
+        assert again > 0
+        wait_for_step(run, again + 5, starts=2)
+        workers = workers_of(process)
+        assert len(workers) == 2
+        process.kill()
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+        _, errors = ends(process, -signal.SIGKILL)
     assert "error: rank 1 was killed by SIGKILL" in errors
     assert "starting again (1 of 3 without a new checkpoint)" in errors
-    assert "passed over" not in out
-    [stopped] = records(folder, "stopped")
-    assert f"stopped by SIGUSR1 after step {stopped['step']}; continue with --resume" in out
-    assert steps_of(folder)[-1][0] == stopped["step"]
-    newest = sorted((folder / "run" / "checkpoints").glob("step-*"))[-1]
-    assert newest.name == f"step-{stopped['step']:08d}"
-    done = meshwright(folder, "train", "run.yaml", "--resume", "auto", f"training.steps={stopped['step'] + 1}")
-    assert done.returncode == 0, done.stderr
-    assert steps_of(folder)[-1][0] == stopped["step"] + 1
+    assert "passed over" not in errors
+    assert f"the launcher, process {process.pid}, is gone" in errors
+    reached = records(run, "step")[-1]["step"]
+    assert newest(run) >= reached - 2 * RECIPE["checkpoint"]["every"]  # the last one may have been on its way
+    last = f"training.steps={newest(run) + 1}"
+    assert main(["train", "run.yaml", "run_dir=killed", "--resume", last]) == 0  # one process goes on with it
 
 
-def test_signals_to_the_launcher_before_and_while_it_trains(folder: Path) -> None:
-    process = start(folder, "layout.dp_shard=2")
-    wait_for(lambda: len(workers_of(process)) == 2)
-    process.send_signal(signal.SIGTERM)  # workers are still starting
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == STOPPED, errors
+def test_a_signal_while_workers_start_leaves_nothing(here: Path) -> None:
+    with started("run_dir=early", "layout.dp_shard=2") as process:
+        workers = wait_for(lambda: len(workers_of(process)) == 2 and workers_of(process))
+        process.send_signal(signal.SIGTERM)
+        _, errors = ends(process, STOPPED)
     assert "Traceback" not in errors
-    assert not records(folder, "step")
-    process = start(folder, "layout.dp_shard=2")
-    wait_for(lambda: records(folder, "step"))
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == STOPPED
-    assert "stopped; continue with --resume (newest checkpoint: step-" in errors
-    assert not workers_of_nobody(folder)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    assert not records(here / "early", "step")
 
 
-def workers_of_nobody(folder: Path) -> list[int]:
-    """Processes whose working directory is the folder."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/cwd"):
-        try:
-            found += [int(entry.parent.name)] if entry.resolve() == folder.resolve() else []
-        except OSError:
-            continue
-    return found
-
-
-def test_torchrun_passes_a_signal_on(folder: Path) -> None:
-    """SIGTERM to torchrun itself, which it hands to its workers; then SIGUSR1 to one of them."""
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-    for number, to_worker in ((signal.SIGTERM, False), (signal.SIGUSR1, True)):
-        resumed = len(records(folder, "start"))
-        process = start(folder, "layout.dp_shard=2", "--resume", "auto", launcher=launcher)
-        wait_for(lambda resumed=resumed: len(records(folder, "start")) > resumed and records(folder, "step"))
-        before = len(records(folder, "step"))
-        wait_for(lambda before=before: len(records(folder, "step")) > before)
-        os.kill(workers_of(process)[1] if to_worker else process.pid, number)
-        out, errors = process.communicate(timeout=60)
-        stopped = records(folder, "stopped")[-1]
-        assert f"stopped by {number.name} after step {stopped['step']}" in out
-        assert (folder / "run" / "checkpoints" / f"step-{stopped['step']:08d}").is_dir()
-        if to_worker:
-            assert f"exitcode  : {STOPPED}" in errors
+def test_torchrun_passes_signals_on(here: Path, losses: list[float]) -> None:
+    """SIGUSR1 to torchrun itself, which is told to hand it to its workers; then SIGTERM to one of them."""
+    run, words = here / "torchrun", ("run_dir=torchrun", "layout.dp_replicate=2", "--resume", "auto")
+    handling = (*TORCHRUN_PROGRAM, "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
+    with started(*words, launcher=handling) as process:
+        wait_for_step(run, 4)
+        process.send_signal(signal.SIGUSR1)
+        out, _ = ends(process, 1)
+    check_losses(run, losses)
+    first = records(run, "stopped")[-1]["step"]
+    assert f"stopped by SIGUSR1 after step {first}; continue with --resume" in out
+    assert newest(run) == first
+    with started(*words, launcher=TORCHRUN_PROGRAM) as process:
+        wait_for_step(run, first + 1, starts=2)
+        os.kill(workers_of(process)[1], signal.SIGTERM)
+        out, errors = ends(process, 1)
+    second = records(run, "stopped")[-1]["step"]
+    assert f"stopped by SIGTERM after step {second}" in out
+    assert newest(run) == second > first
+    assert f"exitcode  : {STOPPED}" in errors

@@ -2,115 +2,192 @@
 
 import json
 import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from meshwright.checkpoint import manifest as manifest_module
-from meshwright.checkpoint.manifest import CheckpointError, latest_checkpoint, list_checkpoints
+from meshwright.checkpoint.manifest import CheckpointError, checkpoint_name, latest_checkpoint
 from meshwright.checkpoint.verify import verify_checkpoint
 from meshwright.checkpoint.writer import CheckpointWriter
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import build_here, largest_difference, loader_for, whole_of_all
-from meshwright.testing.layouts import LAYOUTS
+from meshwright.testing.layouts import EXPERT_PARALLEL, LAYOUTS
 from meshwright.testing.ranks import RankPool
+from meshwright.trainer.setup import Trainer
 from meshwright.trainer.state import restore, state_tensors, state_values
 from tiny import STRATEGIES, tiny_run
 
-STEPS = 6
-Trajectory = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]
+STEPS = 5
+STOPS = range(1, STEPS)
 
 
-def trajectory(run: ResolvedRun, root: Path, *, save_every: int = 0, resume: bool = False) -> Trajectory:
-    """(loss, gradient norm) of every step made here, and the weights after the last. Collective."""
-    trainer = build_here(run)
-    writer = CheckpointWriter(root, run.run.checkpoint)
-    if resume:
-        restore(trainer, latest_checkpoint(root))
-    seen = []
+@dataclass
+class Trajectory:
+    """What one rank saw of a run from some step to its last."""
+
+    losses: list[tuple[float, float]]
+    """Loss and gradient norm of every step."""
+    batches: list[np.ndarray]
+    """This rank's inputs of every step, [sequences, tokens]."""
+    weights: dict[str, torch.Tensor]
+    """After the last step, whole; state that is not trained included."""
+
+
+def trajectory(trainer: Trainer, writer: CheckpointWriter | None = None) -> Trajectory:
+    """Train from the trainer's step to the last; `writer` saves every step. Collective."""
+    losses, batches = [], []
     with loader_for(trainer) as loader:
         while trainer.step < STEPS:
+            microbatches = list(loader.microbatches(trainer.step))
             trainer.step += 1
-            result = trainer.train_step(trainer.step, loader.microbatches(trainer.step - 1))
-            trainer.tokens += run.tokens_per_step
-            seen.append((result.loss, result.gnorm))
-            if save_every and trainer.step % save_every == 0:
+            result = trainer.train_step(trainer.step, microbatches)
+            trainer.tokens += trainer.resolved.tokens_per_step
+            losses.append((result.loss, result.gnorm))
+            batches.append(np.concatenate([microbatch.inputs for microbatch in microbatches]))
+            if writer is not None:
                 trainer.train_step.finish(trainer.step)
                 writer.begin(trainer.step, state_tensors(trainer), state_values(trainer))
                 outcome = writer.finish()
                 assert outcome is not None
-                if outcome.problem:
-                    raise CheckpointError(outcome.problem)
+                assert outcome.problem is None, outcome.problem
     trainer.train_step.finish(trainer.step)
-    return seen, whole_of_all(trainer, trainer.parameters)
+    buffers = dict(trainer.model.named_buffers())
+    return Trajectory(losses, batches, whole_of_all(trainer, trainer.parameters | buffers))
+
+
+def uninterrupted(run: ResolvedRun, root: Path) -> Trajectory:
+    """From the first step to the last, saved at every step. Collective."""
+    return trajectory(build_here(run), CheckpointWriter(root, CheckpointSpec(keep_last=STEPS)))
+
+
+def resumed(run: ResolvedRun, root: Path, stops: Sequence[int]) -> list[Trajectory]:
+    """Continued from each of these steps: first as a fresh trainer, then as one that was elsewhere. Collective."""
+    trainer, found = build_here(run), []
+    for stop in stops:
+        restore(trainer, root / checkpoint_name(stop))
+        assert trainer.step == stop
+        found.append(trajectory(trainer))
+    return found
 
 
 def tiny(strategy: str, **options: Any) -> ResolvedRun:
     options = {"lr_schedule": {"name": "cosine", "warmup": 2}, "steps": STEPS} | options
-    run = tiny_run(LAYOUTS[strategy], **options)
-    checkpoint = CheckpointSpec(keep_last=STEPS)
-    return run.model_copy(update={"run": run.run.model_copy(update={"checkpoint": checkpoint})})
+    return tiny_run((LAYOUTS | EXPERT_PARALLEL)[strategy], **options)
 
 
-def run_on(ranks: RankPool, run: ResolvedRun, *args: Any, **kwargs: Any) -> Trajectory:
-    return ranks.run(run.run.layout.world_size, call_trajectory, run, args, kwargs)[0]
+def on_ranks(ranks: RankPool, function: Callable[..., Any], run: ResolvedRun, *args: Any) -> list[Any]:
+    return ranks.run(run.run.layout.world_size, function, run, *args)
 
 
-def call_trajectory(run: ResolvedRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trajectory:
-    return trajectory(run, *args, **kwargs)
-
-
-def keep_until(root: Path, step: int) -> None:
-    """Pretend that the run was stopped right after saving `step`."""
-    for checkpoint in list_checkpoints(root):
-        if checkpoint.name > manifest_module.checkpoint_name(step):
-            manifest_module.shutil.rmtree(checkpoint)
+def differences(run: ResolvedRun, root: Path) -> list[str]:
+    """Stop at every step and continue on the same layout: what differs in any bit from not having stopped."""
+    whole = uninterrupted(run, root)
+    found = []
+    for stop, again in zip(STOPS, resumed(run, root, STOPS), strict=True):
+        if again.losses != whole.losses[stop:]:
+            found.append(f"losses from step {stop}")
+        if not all(map(np.array_equal, again.batches, whole.batches[stop:])):
+            found.append(f"batches from step {stop}")
+        if not all(torch.equal(again.weights[name], whole.weights[name]) for name in whole.weights):
+            found.append(f"weights from step {stop}")
+    return found
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "zero-3-tp"])
-def test_same_layout_continues_bit_for_bit(ranks: RankPool, tmp_path: Path, strategy: str, precision: str) -> None:
-    run = tiny(strategy, precision=precision)
-    losses, weights = run_on(ranks, run, tmp_path, save_every=1)
-    for stop in (5, 3, 1) if precision == "fp32" else (3,):
-        keep_until(tmp_path, stop)
-        again, weights_again = run_on(ranks, run, tmp_path, resume=True)
-        assert again == losses[stop:]
-        assert all(torch.equal(weights_again[name], weights[name]) for name in weights)
+def test_same_layout_continues_bit_for_bit_from_every_step(
+    ranks: RankPool, tmp_path: Path, strategy: str, precision: str
+) -> None:
+    assert not any(on_ranks(ranks, differences, tiny(strategy, precision=precision), tmp_path))
 
 
-@pytest.mark.parametrize(("optimizer", "tied"), [("adamw", False), ("muon", True)])
-def test_any_layout_continues_what_any_other_saved(ranks: RankPool, tmp_path: Path, optimizer: str, tied: bool) -> None:
-    """In float64 a few steps amplify a summation order's 1e-16 by far less than the 1e-10 allowed here. Every saver
-    meets every second loader, and every loader every second saver."""
-    options = {"optimizer": {"name": optimizer, "lr": 1e-2, "eps": 0.1}, "tied": tied}
-    loaders = [*STRATEGIES, "tp-wide", "zero-3-tp-uneven", "zero-3-tp-wide", "cp-all-gather-tp", "pp", "pp-zero-2-tp"]
-    for turn, saver in enumerate(("single", "pp-zero-2-tp", "zero-3-uneven", "hybrid-3", "zero-3-tp", "pp")):
-        root = tmp_path / saver
-        losses, weights = run_on(ranks, tiny(saver, **options), root, save_every=3)
-        keep_until(root, 3)
-        for loader in loaders[turn % 2 :: 2]:
-            again, weights_again = run_on(ranks, tiny(loader, **options), root, resume=True)
-            assert again == [pytest.approx(step, rel=1e-10) for step in losses[3:]]
-            assert largest_difference(weights_again, weights)[0] < 1e-10
+def check_resumed(ranks: RankPool, run: ResolvedRun, root: Path, stops: Sequence[int], whole: Trajectory) -> None:
+    """In float64 a few steps amplify a summation order's 1e-16 by far less than the 1e-10 allowed here.
+
+    `whole` has the batches of all ranks.
+    """
+    parts = on_ranks(ranks, resumed, run, root, stops)
+    for number, stop in enumerate(stops):
+        again = parts[0][number]
+        assert again.losses == [pytest.approx(step, rel=1e-10) for step in whole.losses[stop:]]
+        assert largest_difference(again.weights, whole.weights)[0] < 1e-10
+        if run.run.layout.data_parallel == run.run.layout.world_size:
+            for step, expected in enumerate(whole.batches[stop:]):
+                assert np.array_equal(np.concatenate([part[number].batches[step] for part in parts]), expected)
 
 
-def test_retention_and_latest(tmp_path: Path) -> None:
-    run = tiny("single")
-    run = run.model_copy(update={"run": run.run.model_copy(update={"checkpoint": CheckpointSpec(keep_last=2)})})
-    trajectory(run, tmp_path, save_every=1)
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000005", "step-00000006"]
-    assert (tmp_path / "latest").read_text() == "step-00000006\n"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000005", "step-00000006"]
+@pytest.fixture(scope="module")
+def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trajectory]:
+    """One process's run: its checkpoints, one a step, and what it saw."""
+    root = tmp_path_factory.mktemp("alone")
+    return root, on_ranks(ranks, uninterrupted, tiny("single"), root)[0]
+
+
+@pytest.mark.parametrize("saver", STRATEGIES)
+def test_every_data_parallel_layout_continues_every_other_from_every_step(
+    ranks: RankPool, tmp_path: Path, alone: tuple[Path, Trajectory], saver: str
+) -> None:
+    """Each of all pairs at a step that goes round, so that every layout saves and loads at every step; and each from
+    every step of one process."""
+    names = list(STRATEGIES)
+    if saver == "single":
+        root, stops = alone[0], dict.fromkeys(names[1:], STOPS)
+    else:
+        root, place = tmp_path, names.index(saver)
+        on_ranks(ranks, uninterrupted, tiny(saver), root)
+        stops = {name: [STOPS[(place + other) % len(STOPS)]] for other, name in enumerate(names) if name != saver}
+    for loader, those in stops.items():
+        check_resumed(ranks, tiny(loader), root, those, alone[1])
+
+
+MODEL_PARALLEL_CASES = {
+    "llama": ("pp-zero-2-tp", "zero-3-tp", "cp-all-gather-tp", "zero-3-uneven", "pp", "tp-wide", "zero-3-tp-uneven"),
+    "muon-tied": ("zero-3-tp-wide", "pp-tp", "hybrid-3-cp-tp", "zero-2", "pp-hybrid-3"),
+    "deepseek_v3": ("zero-3-ep-uneven", "tp-ep", "cp-tp-ep", "pp-zero-bubble-ep", "hybrid-ep"),
+}
+
+
+@pytest.mark.parametrize("case", MODEL_PARALLEL_CASES)
+def test_any_layout_continues_what_any_other_saved(ranks: RankPool, tmp_path: Path, case: str) -> None:
+    """Each layout continues what the one before it in the round saved, and what one process saved."""
+    options: dict[str, Any] = {"family": case}
+    if case == "muon-tied":
+        options = {"optimizer": {"name": "muon", "lr": 1e-2, "eps": 0.1}, "tied": True}
+    alone = on_ranks(ranks, uninterrupted, tiny("single", **options), tmp_path / "single")[0]
+    names = MODEL_PARALLEL_CASES[case]
+    for place, (loader, saver) in enumerate(zip(names, (*names[-1:], *names[:-1]), strict=True)):
+        on_ranks(ranks, uninterrupted, tiny(saver, **options), tmp_path / saver)
+        first, second = STOPS[place % len(STOPS)], STOPS[(place + 2) % len(STOPS)]
+        check_resumed(ranks, tiny(loader, **options), tmp_path / saver, [first], alone)
+        check_resumed(ranks, tiny(loader, **options), tmp_path / "single", [second], alone)
+        check_resumed(ranks, tiny("single", **options), tmp_path / saver, [second], alone)
+
+
+# ---- one process: what of a checkpoint is believed
+
+
+def save_once(root: Path, *steps: int, **options: Any) -> None:
+    """Checkpoints of a fresh run at these steps."""
+    trainer, writer = build_here(tiny("single", **options)), CheckpointWriter(root, CheckpointSpec(keep_last=9))
+    for step in steps:
+        trainer.step = step
+        writer.begin(trainer.step, state_tensors(trainer), state_values(trainer))
+        outcome = writer.finish()
+        assert outcome is not None
+        assert outcome.problem is None
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
 def test_every_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
-    trajectory(tiny("single"), tmp_path, save_every=3)
+    save_once(tmp_path, 3, 6)
     checkpoint = latest_checkpoint(tmp_path)
     files = sorted(checkpoint.iterdir())
     assert {".metadata", "manifest.json", "trainer.json", "__0_0.distcp"} == {path.name for path in files}
@@ -132,7 +209,7 @@ def test_every_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
 
 
 def test_a_foreign_file_is_named(tmp_path: Path) -> None:
-    trajectory(tiny("single"), tmp_path, save_every=6)
+    save_once(tmp_path, 6)
     (latest_checkpoint(tmp_path) / "__7_0.distcp").write_text("left by another run")
     with pytest.raises(CheckpointError, match=r"__7_0\.distcp: not part of this checkpoint"):
         verify_checkpoint(latest_checkpoint(tmp_path))
@@ -146,14 +223,14 @@ class _Command:
 
 
 def test_metadata_cannot_run_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trajectory(tiny("single"), tmp_path, save_every=6)
+    save_once(tmp_path, 6)
     checkpoint = latest_checkpoint(tmp_path)
     (checkpoint / ".metadata").write_bytes(pickle.dumps(_Command()))
     content = json.loads((checkpoint / "manifest.json").read_text())
     content["files"][".metadata"] = manifest_module.describe_file(checkpoint / ".metadata")
     (checkpoint / "manifest.json").write_text(json.dumps(content))  # whoever plants a pickle mends the sum as well
     with pytest.raises(CheckpointError, match=r"builtins\.print"):
-        trajectory(tiny("single"), tmp_path, resume=True)
+        restore(build_here(tiny("single")), checkpoint)
     assert "ran" not in capsys.readouterr().out
 
 
@@ -166,13 +243,13 @@ def test_metadata_cannot_run_code(tmp_path: Path, capsys: pytest.CaptureFixture[
     ],
 )
 def test_another_run_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    trajectory(tiny("single"), tmp_path, save_every=6)
+    save_once(tmp_path, 6)
     with pytest.raises(CheckpointError, match=message):
-        trajectory(tiny("single", **options), tmp_path, resume=True)
+        restore(build_here(tiny("single", **options)), latest_checkpoint(tmp_path))
 
 
 def test_layout_of_the_saver_is_kept(tmp_path: Path) -> None:
-    trajectory(tiny("single"), tmp_path, save_every=6)
+    save_once(tmp_path, 6)
     saved = verify_checkpoint(latest_checkpoint(tmp_path))
     assert saved["layout"] == LayoutSpec().model_dump()
-    assert saved["tokens"] == STEPS * 12 * 16
+    assert saved["step"] == 6

@@ -5,10 +5,12 @@ import os
 import signal
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from meshwright.checkpoint.manifest import list_checkpoints
@@ -22,7 +24,7 @@ from meshwright.trainer import loop
 from meshwright.trainer.display import Display
 from meshwright.trainer.metrics import Journal, read_journal
 from meshwright.trainer.saver import Saver
-from meshwright.trainer.signals import ECHO_SECONDS, StopRequest
+from meshwright.trainer.signals import ECHO_SECONDS, PARENT_SECONDS, StopRequest, end_with
 from meshwright.trainer.status import STOPPED, TrainingStopped
 from tiny import STRATEGIES, tiny_corpus, tiny_run
 
@@ -66,12 +68,24 @@ def never(stop: StopRequest) -> None:
     stop.running()
 
 
+def with_its_parent(stop: StopRequest) -> None:
+    stop.running()
+    end_with(os.getppid())
+    time.sleep(2 * PARENT_SECONDS)
+
+
+def without_its_parent(stop: StopRequest) -> None:
+    end_with(os.getpid())  # whose child it certainly is not
+    time.sleep(10)
+
+
 def statuses() -> list[int]:
-    return [end_of(work) for work in (before_the_first_step, deep_in_a_call, twice, never)]
+    works = (before_the_first_step, deep_in_a_call, twice, never, with_its_parent, without_its_parent)
+    return [end_of(work) for work in works]
 
 
 def test_what_a_worker_does_when_it_hears_a_signal(ranks: RankPool) -> None:
-    assert ranks.run(1, statuses) == [[STOPPED, STOPPED, 128 + signal.SIGINT, 0]]
+    assert ranks.run(1, statuses) == [[STOPPED, STOPPED, 128 + signal.SIGINT, 0, 0, 128 + signal.SIGHUP]]
 
 
 def test_the_process_that_people_started_is_interrupted() -> None:
@@ -93,8 +107,8 @@ def test_the_process_that_people_started_is_interrupted() -> None:
 # ---- several ranks: the loop itself
 
 
-def tiny(strategy: str) -> ResolvedRun:
-    run = tiny_run(STRATEGIES[strategy], precision="fp32", steps=6)
+def tiny(strategy: str, *, compiled: bool = False) -> ResolvedRun:
+    run = tiny_run(STRATEGIES[strategy], precision="fp32", steps=6, compile=compiled)
     training = run.run.training.model_copy(update={"evaluation": EvaluationSpec(every=2, batches=2)})
     update = {"training": training, "checkpoint": CheckpointSpec(every=2, keep_last=9)}
     return run.model_copy(update={"run": run.run.model_copy(update=update)})
@@ -102,8 +116,15 @@ def tiny(strategy: str) -> ResolvedRun:
 
 def train_and_signal(run: ResolvedRun, root: Path, phase: str) -> tuple[int, list[str], list[tuple[str, int]]]:
     """Train on random tokens while the last rank, and it alone, is signalled in a phase. Collective."""
+    really_compile, signalled = torch.compile, False
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        hit()
+        return graph.forward
+
+    torch.compile = partial(really_compile, backend=compiler)
     trainer = build_here(run)
-    signalled = False
+    torch.compile = really_compile
 
     def hit() -> None:
         nonlocal signalled
@@ -119,7 +140,7 @@ def train_and_signal(run: ResolvedRun, root: Path, phase: str) -> tuple[int, lis
     really = getattr(owner, name)
 
     def hitting(*args: Any, **kwargs: Any) -> Any:
-        if phase != "step" or trainer.step == 3:
+        if phase not in ("compilation", "step") or (phase == "step" and trainer.step == 3):
             hit()
         return really(*args, **kwargs)
 
@@ -142,14 +163,16 @@ def train_and_signal(run: ResolvedRun, root: Path, phase: str) -> tuple[int, lis
 
 
 @pytest.mark.parametrize("strategy", ["single", "zero-3"])
-@pytest.mark.parametrize(("phase", "stopped_at"), [("first step", 1), ("step", 3), ("evaluation", 2), ("save", 2)])
+@pytest.mark.parametrize(
+    ("phase", "stopped_at"), [("compilation", 1), ("first step", 1), ("step", 3), ("evaluation", 2), ("save", 2)]
+)
 def test_a_signal_to_one_rank_in_any_phase(
     ranks: RankPool, tmp_path: Path, strategy: str, phase: str, stopped_at: int
 ) -> None:
-    run = tiny(strategy)
+    run = tiny(strategy, compiled=phase == "compilation")
     for number, checkpoints, seen in ranks.run(run.run.layout.world_size, train_and_signal, run, tmp_path, phase):
         assert number == signal.SIGUSR1
         assert checkpoints[-1] == f"step-{stopped_at:08d}"
         assert seen.count(("checkpoint", stopped_at)) == 1  # one save of the agreed step
         assert max(step for _, step in seen) == stopped_at
-        assert (("evaluation", 2) in seen) == (phase not in ("first step", "evaluation"))  # a part is no evaluation
+        assert (("evaluation", 2) in seen) == (phase in ("step", "save"))  # a part is no evaluation

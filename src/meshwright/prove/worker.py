@@ -10,6 +10,7 @@ from meshwright.prove.verify import PROOF, prove_rank
 from meshwright.trainer.launch import Worker, find_worker, leave_group
 from meshwright.trainer.run import read_resolved
 from meshwright.trainer.setup import build_trainer, find_place
+from meshwright.trainer.signals import end_with
 from meshwright.trainer.status import MISUSE
 from meshwright.trainer.worker import report_to_parent
 
@@ -23,6 +24,7 @@ def main() -> int:
     parser.add_argument("--trace", type=int, default=0, help="the step to find the first difference of")
     arguments = parser.parse_args()
     worker = find_worker() or Worker()
+    end_with(worker.parent)
     try:
         resolved = read_resolved(arguments.resolved)
         device, meshes = find_place(resolved.run, worker)

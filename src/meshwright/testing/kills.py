@@ -1,8 +1,9 @@
 """The one place that kills training at random moments and looks at what is left: `python -m meshwright.testing.kills`.
 
-A child trains a tiny model, saving every few steps on storage that is made slow, so that many kills hit a save. After
-each kill -9 the newest checkpoint must be good, must be the last that was begun or the one before it, and must hold the
-state that an undisturbed run has at its step, bit for bit. The next child continues from it.
+Some ranks train a tiny model, saving every few steps on storage that is made slow, so that many kills hit a save. One
+rank is killed by kill -9, and a moment later the others, as the launcher does. Then the newest checkpoint must be good,
+must be the last that was begun or the one before it, and must hold the state that an undisturbed run has at its step,
+bit for bit. The next ranks, in another number, continue from it.
 """
 
 import argparse
@@ -13,17 +14,21 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from meshwright.checkpoint.dcp import load_tensors
+from meshwright.checkpoint.dcp import load_tensors, local_part
 from meshwright.checkpoint.manifest import list_checkpoints, step_of
 from meshwright.checkpoint.verify import newest_good_checkpoint
 from meshwright.checkpoint.writer import CheckpointWriter
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.testing.faults import slow_storage
+from meshwright.trainer.agreement import largest
 
 EVERY = 3
 STEP_SECONDS, STORAGE_SECONDS = 0.004, 0.003
@@ -49,9 +54,14 @@ def state_at(step: int) -> dict[str, torch.Tensor]:
     return state
 
 
-def train_forever(root: Path, progress: Path) -> None:
-    """Continue from the newest checkpoint and never stop; writes the steps whose save was begun to `progress`."""
+def train_forever(root: Path, progress: Path, rank: int, world_size: int) -> None:
+    """Continue from the newest checkpoint and never stop; rank 0 writes to `progress` the steps whose save has begun."""
     state, step = fresh_state(), 0
+    if world_size > 1:
+        store = dist.FileStore(f"{progress}.store", world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        mesh = init_device_mesh("cpu", (world_size,))
+        state = {name: distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for name, whole in state.items()}
     found, faults = newest_good_checkpoint(root)
     assert not faults, faults
     if found is not None:
@@ -59,12 +69,14 @@ def train_forever(root: Path, progress: Path) -> None:
         step = step_of(found)
     slow_storage(root, STORAGE_SECONDS)
     writer = CheckpointWriter(root, CheckpointSpec(every=EVERY, keep_last=2))
-    with progress.open("w") as told:
+    mine = {name: local_part(tensor) for name, tensor in state.items()}
+    with (progress if rank == 0 else Path(os.devnull)).open("w") as told:
         while True:
             step += 1
-            advance(state, step)
+            advance(mine, step)
             time.sleep(STEP_SECONDS)
-            if not writer.busy:
+            (writing,) = largest(writer.busy)
+            if not writing:
                 writer.settle()
             if step % EVERY == 0 and writer.idle:
                 writer.begin(step, state, {"step": step})
@@ -72,10 +84,42 @@ def train_forever(root: Path, progress: Path) -> None:
                 told.flush()
 
 
+def kill_once(root: Path, progress: Path, draw: random.Random, world_size: int) -> list[int]:
+    """Start ranks, kill one and then the others at a random moment; the steps whose save had begun."""
+    for path in (progress, Path(f"{progress}.store")):
+        path.unlink(missing_ok=True)
+    children: list[int] = []
+    for rank in range(world_size):
+        children.append(os.fork())
+        if children[-1] == 0:
+            try:
+                train_forever(root, progress, rank, world_size)
+            finally:
+                os._exit(1)
+    in_start_up = draw.random() < 0.1
+    while not in_start_up and not progress.exists():
+        time.sleep(0.01)
+        assert os.waitpid(children[0], os.WNOHANG) == (0, 0), "rank 0 failed before it trained"
+    time.sleep(draw.uniform(0.0, 0.4))
+    draw.shuffle(children)
+    for number, child in enumerate(children):
+        assert number or os.waitpid(child, os.WNOHANG) == (0, 0), "a rank had failed before"
+        os.kill(child, signal.SIGKILL)
+        time.sleep(draw.uniform(0.0, 0.05) if number < len(children) - 1 else 0)
+    for child in children:
+        os.waitpid(child, 0)
+    return [int(line) for line in progress.read_text().split()] if progress.exists() else []
+
+
 def storm(
-    folder: Path, *, kills: int, seed: int = 0, report: Callable[[str], None] = lambda text: None
+    folder: Path,
+    *,
+    kills: int,
+    ranks: Sequence[int] = (1,),
+    seed: int = 0,
+    report: Callable[[str], None] = lambda text: None,
 ) -> Counter[str]:
-    """Kill a child `kills` times; what the kills hit, by the name of what was found in the folder.
+    """Kill the ranks `kills` times, in turns so many of them; how often what was hit, and the steps that were kept.
 
     Raises `AssertionError` where anything is lost that must not be.
     """
@@ -83,17 +127,8 @@ def storm(
     hit: Counter[str] = Counter()
     newest = 0
     for count in range(kills):
-        child = os.fork()
-        if child == 0:
-            try:
-                train_forever(root, progress)
-            finally:
-                os._exit(1)
-        time.sleep(draw.uniform(0.02, 0.4))
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, "the child had failed before"
-        begun = [int(line) for line in progress.read_text().split()] if progress.exists() else []
+        world_size = ranks[count % len(ranks)]
+        begun = kill_once(root, progress, draw, world_size)
         names = [path.name for path in root.iterdir()] if root.exists() else []
         hit["inside a save" if any(name.startswith(".") for name in names) else "between saves"] += 1
         found, faults = newest_good_checkpoint(root)
@@ -108,7 +143,8 @@ def storm(
             assert all(torch.equal(state[name], expected[name]) for name in expected), f"kill {count}: step {step}"
             assert found == list_checkpoints(root)[-1]
         newest = step
-        report(f"kill {count + 1} of {kills}: {begun[-1:] or 'nothing'} begun, step {step} is newest and good")
+        last = begun[-1] if begun else "none"
+        report(f"kill {count + 1} of {kills}, ranks {world_size}: last save begun {last}, step {step} newest and good")
     hit["steps kept"] = newest
     return hit
 
@@ -117,11 +153,12 @@ def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="meshwright.testing.kills", description=__doc__)
     parser.add_argument("--kills", type=int, default=100, help="how often")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4, 2, 3], help="how many, in turns")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="meshwright-kills-") as folder:
-        hit = storm(Path(folder), kills=arguments.kills, seed=arguments.seed, report=print)
+        hit = storm(Path(folder), kills=arguments.kills, ranks=arguments.ranks, seed=arguments.seed, report=print)
     print(", ".join(f"{what}: {count}" for what, count in hit.items()))
     return 0
 

@@ -24,6 +24,8 @@ from meshwright.trainer.supervise import Job, supervise
 
 WORKER = "meshwright.trainer.worker"
 """The module that a worker process runs."""
+LAUNCHER = "MESHWRIGHT_LAUNCHER"
+"""The variable in which a worker finds the process id of our own launcher."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,8 @@ class Worker:
     """Whether this rank is the one that the others meet at: nobody has started a store for them."""
     attempt: int = 0
     """How often the workers were started again before."""
+    parent: int = 0
+    """The process without which this one is not to go on: our launcher or torchrun's agent; 0 where there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +72,7 @@ def find_worker(environment: Mapping[str, str] = os.environ) -> Worker | None:
             store=f"{environment.get('MASTER_ADDR', '127.0.0.1')}:{_integer(environment, 'MASTER_PORT', 29500)}",
             hosts_store=environment["RANK"] == "0" and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
             attempt=_integer(environment, "TORCHELASTIC_RESTART_COUNT", 0),
+            parent=_integer(environment, LAUNCHER, os.getppid() if "TORCHELASTIC_RUN_ID" in environment else 0),
         )
     tasks, nodes = _integer(environment, "SLURM_NTASKS", 1), _integer(environment, "SLURM_NNODES", 1)
     if "SLURM_PROCID" in environment and tasks > nodes:
@@ -129,6 +134,7 @@ def start_workers(
             "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            LAUNCHER: str(os.getpid()),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(local))),
         }
         return [

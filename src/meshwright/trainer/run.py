@@ -26,7 +26,7 @@ from meshwright.trainer.setup import (
     find_place,
     write_json,
 )
-from meshwright.trainer.signals import StopRequest, signal_name
+from meshwright.trainer.signals import StopRequest, end_with, signal_name
 from meshwright.trainer.state import AUTO, NEWEST, begin, choose_checkpoint, starting_checkpoint
 from meshwright.trainer.status import STOPPED, RunError, TrainingFailed, TrainingStopped
 from meshwright.trainer.trackers import open_trackers, require_trackers
@@ -61,6 +61,7 @@ def train(run: Run, *, resume: bool | str = False, base_dir: Path | str = ".") -
     `TrainingStopped`, a `KeyboardInterrupt`, where a signal ended the run.
     """
     worker = find_worker()
+    end_with(worker.parent if worker else 0)
     which = NEWEST if resume is True else resume or None
     if worker is not None and worker.attempt:
         which = AUTO  # torchrun starts the same command again

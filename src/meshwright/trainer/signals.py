@@ -4,11 +4,15 @@ The first SIGTERM, SIGINT or SIGUSR1 asks; at the next agreed step all ranks sav
 first step there is nothing to save, and the process leaves at once. So it does at a second signal. Schedulers and
 terminals often signal a launcher and its workers alike, so that the workers hear it twice: what comes within a second
 of the first is its echo.
+
+A launcher that is killed by SIGKILL passes nothing on: workers see that it is gone and end at once, so that whoever
+starts the run again meets no older workers that still save.
 """
 
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from types import FrameType
@@ -18,6 +22,8 @@ from meshwright.trainer.status import STOPPED, TrainingStopped
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ECHO_SECONDS = 1.0
+PARENT_SECONDS = 0.5
+"""How often a worker looks whether its parent is still there."""
 
 
 class StopRequest:
@@ -89,6 +95,19 @@ class StopRequest:
         if self.raises:
             raise TrainingStopped(status)
         os._exit(status)
+
+
+def end_with(parent: int) -> None:
+    """End this process, from a thread, as soon as it is not the child of process `parent` any more; 0: never."""
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_SECONDS)
+        print(f"error: the launcher, process {parent}, is gone, so this worker ends", file=sys.stderr, flush=True)
+        os._exit(128 + signal.SIGHUP)
+
+    if parent:
+        threading.Thread(target=look, name="meshwright-parent", daemon=True).start()
 
 
 def signal_name(number: int) -> str:

@@ -1,8 +1,8 @@
 """The one place that notices when nothing moves any more, says which rank is to blame, and ends the process.
 
-A thread beside training publishes every few seconds in the group's store what this rank does. When the main thread has
-made no progress within the limit, which is learned from the run, it publishes where that thread is and which
-collective it was last seen in; the first rank that can prints what all have published, and every rank ends. A rank
+A thread beside training publishes every few seconds in the group's store what this rank does. When the main thread of
+one rank has made no progress within the limit, which is learned from the run, the threads of all publish where theirs is
+and which collective it was last seen in; one of them prints what all have published, and then every rank ends. A rank
 that is stopped, or whose machine is gone, publishes nothing: that is how it is known.
 """
 
@@ -31,6 +31,9 @@ TIMES_LONGEST, TIMES_UNKNOWN = 10, 30
 FAMILIAR = 3
 """How often something must have happened before its longest time means anything."""
 
+ANSWER_SECONDS = 3.0
+"""How long, at least, a rank that is asked where it is may take to answer: machines that are stuck are often busy."""
+
 
 @dataclass
 class Collective:
@@ -53,6 +56,8 @@ class Report:
     doing: str
     seconds: float
     """Since it last made progress."""
+    limit: float = 0.0
+    """Seconds that this may take."""
     stack: str = ""
     collectives: list[Collective] = field(default_factory=list)
 
@@ -80,6 +85,8 @@ class Watchdog:
         self._times: dict[str, int] = {}
         self._main = threading.get_ident()
         self._done = threading.Event()
+        self._giving_up = False
+        self._thread = threading.Thread(target=self._watch, name="meshwright-watchdog", daemon=True)
         self._pulse = min(5.0, spec.stuck_after / 20)
 
     def enter(self, kind: str, which: object = "", *, patient: bool = False) -> None:
@@ -100,11 +107,13 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         if self.spec.stuck_after:
             self.enter(self._kind, patient=True)
-            threading.Thread(target=self._watch, name="meshwright-watchdog", daemon=True).start()
+            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
+        if self._giving_up:
+            self._thread.join()  # the first to end takes the others' collectives along: all end alike
 
     def _watch(self) -> None:
         try:
@@ -112,8 +121,8 @@ class Watchdog:
                 seconds = time.monotonic() - self._since
                 # Should a call never give the interpreter back, this thread stands still too; then C code prints.
                 faulthandler.dump_traceback_later(max(self.limit, 1.0) + 10 * self._pulse, file=2)
-                self._publish("pulse", Report(self._rank, socket.gethostname(), self._doing, seconds))
-                if seconds > self.limit and not self._patient:
+                self._publish("pulse", self._report(seconds))
+                if (seconds > self.limit and not self._patient) or self._store.check(["stuck"]):
                     self._give_up(seconds)
                     return
                 self._done.wait(self._pulse)
@@ -125,6 +134,9 @@ class Watchdog:
     def _publish(self, what: str, report: Report) -> None:
         self._store.set(f"{what}/{self._rank}", json.dumps(asdict(report)))
 
+    def _report(self, seconds: float) -> Report:
+        return Report(self._rank, socket.gethostname(), self._doing, seconds, self.limit)
+
     def _read(self, what: str, rank: int) -> Report | None:
         if not self._store.check([f"{what}/{rank}"]):
             return None
@@ -133,17 +145,30 @@ class Watchdog:
         return Report(**values)
 
     def _give_up(self, seconds: float) -> None:
-        stack = "".join(traceback.format_stack(sys._current_frames()[self._main]))
-        mine = Report(self._rank, socket.gethostname(), self._doing, seconds, stack, last_collectives())
+        """Tell where this rank is, or what all have told, and end the process."""
+        self._giving_up = True
+        faulthandler.cancel_dump_traceback_later()
+        mine = self._report(seconds)
+        mine.stack = "".join(traceback.format_stack(sys._current_frames()[self._main]))
+        mine.collectives = last_collectives()
+        patience = max(ANSWER_SECONDS, 6 * self._pulse)
         with contextlib.suppress(dist.DistError):  # the store goes with the first to end; then all has been said
-            self._publish("stuck", mine)
-            if self._done.wait(6 * self._pulse):  # the others find it out at about the same time
-                return
-            reports = [self._read("stuck", rank) for rank in range(self._world_size)]
-            if min(report.rank for report in reports if report) == self._rank:
+            self._publish("report", mine)
+            noticed = int(self._store.compare_set("stuck", "", str(self._rank)))
+            self._await([f"report/{rank}" for rank in range(self._world_size)], patience)
+            if int(self._store.compare_set("teller", "", str(self._rank))) == self._rank:
+                reports = [self._read("report", rank) for rank in range(self._world_size)]
                 pulses = {rank: self._read("pulse", rank) for rank, report in enumerate(reports) if report is None}
-                print(explain(reports, pulses, self.limit), file=sys.stderr, flush=True)
+                print(explain(reports, pulses, noticed), file=sys.stderr, flush=True)
+                self._store.set("told", "")
+            self._await(["told"], patience)
         self._end(STUCK)
+
+    def _await(self, keys: list[str], seconds: float) -> None:
+        """Until the store has all `keys`, or the time is over."""
+        deadline = time.monotonic() + seconds
+        while not self._store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.05)
 
 
 def last_collectives() -> list[Collective]:
@@ -159,11 +184,12 @@ def last_collectives() -> list[Collective]:
     return list(last.values())
 
 
-def explain(reports: list[Report | None], pulses: dict[int, Report | None], limit: float) -> str:
-    """Who is to blame, with its stack, and where everybody is. One of `reports` at least is there."""
+def explain(reports: list[Report | None], pulses: dict[int, Report | None], noticed: int) -> str:
+    """Who is to blame, with its stack, and where everybody is; the rank `noticed`, whose report is there, found out."""
     silent = [rank for rank, report in enumerate(reports) if report is None]
     there = [report for report in reports if report is not None]
-    lines = [f"error: nothing has moved for {there[0].seconds:.0f} s in {there[0].doing} (the limit is {limit:.0f} s)"]
+    first = next(report for report in there if report.rank == noticed)
+    lines = [f"error: nothing has moved for {first.seconds:.0f} s in {first.doing} (the limit is {first.limit:.0f} s)"]
     blamed: list[Report] = []
     for rank in silent:
         pulse = pulses.get(rank)
@@ -174,7 +200,7 @@ def explain(reports: list[Report | None], pulses: dict[int, Report | None], limi
         lines += [f"stuck: rank {report.rank} on {report.host}, {_why(report, there)}" for report in blamed]
         if not blamed:
             lines.append("stuck: no rank is behind the others: all wait in the same collective, so look at the network")
-    for report in blamed or there[:1]:
+    for report in blamed or [first]:
         lines.append(f"where rank {report.rank} is:\n{report.stack.rstrip()}")
     lines.append("last collectives:")
     for report in there:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from meshwright.trainer.launch import find_worker
 from meshwright.trainer.run import read_resolved, train_rank
-from meshwright.trainer.signals import StopRequest
+from meshwright.trainer.signals import StopRequest, end_with
 from meshwright.trainer.status import MISUSE, STOPPED, RunError
 
 
@@ -22,6 +22,7 @@ def main() -> int:
     worker = find_worker()
     if worker is None:
         parser.error("it is started by meshwright or torchrun, which tell each worker its rank")
+    end_with(worker.parent)
     with StopRequest(raises=False) as stop:
         try:
             resolved = read_resolved(arguments.resolved)
