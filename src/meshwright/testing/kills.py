@@ -55,13 +55,15 @@ def state_at(step: int) -> dict[str, torch.Tensor]:
 
 
 def train_forever(root: Path, progress: Path, rank: int, world_size: int) -> None:
-    """Continue from the newest checkpoint and never stop; rank 0 writes to `progress` the steps whose save has begun."""
-    state, step = fresh_state(), 0
+    """Continue from the newest checkpoint and never stop; rank 0 writes the steps of saves that have begun to `progress`."""
+    state: dict[str, torch.Tensor] = fresh_state()
+    step = 0
     if world_size > 1:
         store = dist.FileStore(f"{progress}.store", world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         mesh = init_device_mesh("cpu", (world_size,))
-        state = {name: distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for name, whole in state.items()}
+        for name, whole in fresh_state().items():
+            state[name] = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
     found, faults = newest_good_checkpoint(root)
     assert not faults, faults
     if found is not None:

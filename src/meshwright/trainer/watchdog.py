@@ -1,9 +1,9 @@
 """The one place that notices when nothing moves any more, says which rank is to blame, and ends the process.
 
 A thread beside training publishes every few seconds in the group's store what this rank does. When the main thread of
-one rank has made no progress within the limit, which is learned from the run, the threads of all publish where theirs is
-and which collective it was last seen in; one of them prints what all have published, and then every rank ends. A rank
-that is stopped, or whose machine is gone, publishes nothing: that is how it is known.
+one rank has made no progress within the limit, which is learned from the run, the threads of all publish where theirs
+is and which collective it was last seen in; one of them prints what all have published, and then every rank ends. A
+rank that is stopped, or whose machine is gone, publishes nothing: that is how it is known.
 """
 
 import contextlib
