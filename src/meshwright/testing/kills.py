@@ -55,7 +55,7 @@ def state_at(step: int) -> dict[str, torch.Tensor]:
 
 
 def train_forever(root: Path, progress: Path, rank: int, world_size: int) -> None:
-    """Continue from the newest checkpoint and never stop; rank 0 notes in `progress` the steps that it begins to save."""
+    """Continue from the newest checkpoint and never stop; rank 0 notes in `progress` which steps it saves."""
     state: dict[str, torch.Tensor] = fresh_state()
     step = 0
     if world_size > 1:
