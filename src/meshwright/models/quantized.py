@@ -1,0 +1,155 @@
+"""The one place that computes with frozen matrices kept in few bits, and makes what is kept from their numbers.
+
+A matrix's place is taken by parameters that do not train: `codes`, `scales` and, where scales are quantized too,
+`groups` (`families/quantized.py` gives their shapes, `models/blockwise.py` says what is in them). They are integers, and
+whoever moves, shards, gathers or counts parameters treats them like any other. A matrix is decoded for a product and
+forgotten; the backward pass decodes it again.
+
+Shapes: D in, N out.
+"""
+
+from collections.abc import Callable, Iterable
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright.families.quantized import BLOCK
+from meshwright.models.blockwise import (
+    Scales,
+    as_bits,
+    block_scales,
+    decode_int8,
+    decode_nf4,
+    decode_scales,
+    encode_int8,
+    encode_nf4,
+    encode_scales,
+)
+from meshwright.models.cpu_kernels import linear, matmul
+from meshwright.spec.model import Parameter
+
+RowSource = Callable[[Parameter, int, int], torch.Tensor]
+"""(parameter, start, stop) -> rows [start, stop) of dim 0 of its global value."""
+
+NUMBERS_AT_ONCE = 2**26
+"""Numbers of a matrix read at a time where all its scales are wanted."""
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer whose weight is kept in few bits."""
+
+    codes: nn.Parameter
+    scales: nn.Parameter
+    groups: nn.Parameter | None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., D] to [..., N]."""
+        y = _FrozenProduct.apply(input, (self.out_features, self.in_features), self.codes, self.scales, self.groups)
+        assert isinstance(y, torch.Tensor)
+        return y if self.bias is None else y + self.bias
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        """The matrix [N, D], decoded, in the dtype of its adapter; fp32 without one."""
+        adapter = self._parameters.get("lora_a")
+        dtype = torch.float32 if adapter is None else adapter.dtype
+        return decode(self.codes, self.scales, self.groups, (self.out_features, self.in_features), dtype)
+
+
+def decode(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    groups: torch.Tensor | None,
+    shape_ND: tuple[int, int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The matrix in `dtype`. Of codes that are a part of the rows, or of every row, that part."""
+    kept = decode_scales(Scales(scales, groups))
+    if codes.dtype == torch.int8:
+        return decode_int8(codes, kept, dtype)
+    numbers = decode_nf4(codes, kept, dtype)
+    rows, columns = shape_ND
+    return numbers[: rows * columns].view(shape_ND) if columns % BLOCK else numbers.view(len(codes), -1)
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """`input @ weight.T`, of which nothing but what is kept of the weight waits for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, input, shape_ND, *kept):
+        ctx.save_for_backward(*kept)
+        ctx.shape_ND = shape_ND
+        return linear(input, decode(*kept, shape_ND, input.dtype))
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        (grad,) = grad_outputs
+        weight_ND = decode(*ctx.saved_tensors, ctx.shape_ND, grad.dtype)
+        return matmul(grad.flatten(0, -2), weight_ND).view(*grad.shape[:-1], -1), None, None, None, None
+
+
+class QuantizedRows:
+    """Any rows of what is kept of quantized matrices, made from rows of the matrices.
+
+    Scales that are quantized depend on the mean of all scales of their matrix. For them every rank reads the whole
+    matrix, a slice at a time, and remembers its scales until the next matrix's turn: so what is kept is the same under
+    every layout, and no rank waits for another.
+    """
+
+    def __init__(self, read: RowSource, weights: Iterable[Parameter], table: Iterable[Parameter]) -> None:
+        """`read` gives rows of any parameter that is not quantized; `weights` are the parameters without quantization,
+        `table` with it."""
+        self._read = read
+        self._kept = {row.name: row for row in table if row.storage != "float"}
+        quantized = {row.name.rpartition(".")[0] for row in self._kept.values()}
+        self._weights = {row.name: row for row in weights if row.name.removesuffix(".weight") in quantized}
+        self._scales: tuple[str, Scales] | None = None
+
+    def __call__(self, parameter: Parameter, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of dim 0 of a parameter; of a matrix that is quantized, its numbers as they are decoded,
+        fp32."""
+        if parameter.name in self._weights:
+            return self._decoded(parameter)[start:stop]
+        if parameter.name not in self._kept:
+            return self._read(parameter, start, stop)
+        module, _, name = parameter.name.rpartition(".")
+        weight = self._weights[f"{module}.weight"]
+        if self._kept[f"{module}.codes"].storage == "int8":
+            codes_ND, scales_N = encode_int8(self._read(weight, start, stop))
+            return codes_ND if name == "codes" else as_bits(scales_N)
+        if name == "codes":
+            width = 2 * parameter.shape[1]
+            packed, _ = encode_nf4(self._numbers(weight, start * width, stop * width))
+            return packed.view(stop - start, -1)
+        if f"{module}.groups" not in self._kept:
+            width = BLOCK * prod(parameter.shape[1:])
+            scales = block_scales(self._numbers(weight, start * width, stop * width))
+            return as_bits(scales).view(stop - start, *parameter.shape[1:])
+        scales, groups = self._all_scales(weight)
+        assert groups is not None
+        return (groups if name == "groups" else scales.view(parameter.shape))[start:stop]
+
+    def _numbers(self, weight: Parameter, first: int, last: int) -> torch.Tensor:
+        """Numbers [first, last) of a matrix, row by row; beyond its end zeros."""
+        rows, columns = weight.shape
+        start = first // columns
+        numbers = self._read(weight, start, min(rows, -(-last // columns))).reshape(-1)
+        numbers = numbers[first - start * columns : last - start * columns]
+        return F.pad(numbers, (0, last - first - len(numbers)))
+
+    def _all_scales(self, weight: Parameter) -> Scales:
+        if self._scales is None or self._scales[0] != weight.name:
+            end = -(-weight.numel // BLOCK) * BLOCK
+            slices = ((first, min(first + NUMBERS_AT_ONCE, end)) for first in range(0, end, NUMBERS_AT_ONCE))
+            scales = [block_scales(self._numbers(weight, *part)) for part in slices]
+            self._scales = weight.name, encode_scales(torch.cat(scales), double=True)
+        return self._scales[1]
+
+    def _decoded(self, weight: Parameter) -> torch.Tensor:
+        module = weight.name.rpartition(".")[0]
+        rows = (self._kept.get(f"{module}.{name}") for name in ("codes", "scales", "groups"))
+        kept = [None if row is None else self(row, 0, row.shape[0]) for row in rows]
+        rows, columns = weight.shape
+        return decode(*kept, (rows, columns), torch.float32)
