@@ -29,7 +29,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def matrix(size: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     generator = torch.Generator().manual_seed(sum(size))
     values = torch.randn(size, generator=generator) * torch.rand(size[0], 1, generator=generator)
-    values[0, :64] = 0
+    if values.numel() > 64:
+        values[0, :64] = 0
     return values.to(dtype)
 
 
@@ -53,7 +54,7 @@ def test_nf4_is_bitsandbytes(size: tuple[int, int], dtype: torch.dtype) -> None:
         assert torch.equal(decode_nf4(codes, scales, compute).view(size), functional.dequantize_4bit(theirs, state))
 
 
-@pytest.mark.parametrize("size", [*SIZES, (512, 4096)])
+@pytest.mark.parametrize("size", [(64, 128), (3, 320), (300, 1024), (512, 4096)])
 def test_double_quantization_is_bitsandbytes(size: tuple[int, int]) -> None:
     _, scales = encode_nf4(matrix(size))
     kept = encode_scales(scales, double=True)
@@ -126,6 +127,8 @@ def test_int8_of_a_row_of_zeros() -> None:
 def test_scales_survive_a_cast_of_the_model() -> None:
     scales = torch.tensor([1.0000001, 3.14159])
     module = torch.nn.Module()
-    module.register_parameter("kept", torch.nn.Parameter(encode_scales(scales, double=False).scales, requires_grad=False))
+    module.register_parameter(
+        "kept", torch.nn.Parameter(encode_scales(scales, double=False).scales, requires_grad=False)
+    )
     module.to(torch.bfloat16)
     assert torch.equal(decode_scales(Scales(module.kept, None)), scales)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from math import sqrt
 
 from meshwright.families.hf_tensors import hf_tensors
+from meshwright.families.quantized import quantized_rows
 from meshwright.families.split import TP_SPLITS
 from meshwright.families.table import parameter_table
 from meshwright.spec.finetune import FinetuneSpec, FullSpec, Ia3Spec, LoraSpec
@@ -72,7 +73,8 @@ class Adapter:
 def finetuned_table(model: ModelSpec, finetune: FinetuneSpec | None) -> tuple[Parameter, ...]:
     """Every parameter of the fine-tuned model in the order of `named_parameters()`, adapters included.
 
-    Without adapters' rows it is `parameter_table`; those that do not train say so.
+    Without adapters' rows it is `parameter_table`; those that do not train say so, and frozen matrices in few bits are
+    replaced by what is kept of them.
 
     Raises `ValueError` where a pattern matches nothing, with the nearest name, or a module that cannot have an adapter.
     """
@@ -81,10 +83,14 @@ def finetuned_table(model: ModelSpec, finetune: FinetuneSpec | None) -> tuple[Pa
         return table
     adapters = {adapter.module: adapter for adapter in find_adapters(model, finetune)}
     trains = _trained_modules(model, finetune)
+    quantized = finetune if isinstance(finetune, LoraSpec) and finetune.base != "plain" else None
     found: list[Parameter] = []
     for row, following in zip(table, (*table[1:], None), strict=True):
         module = module_of(row)
-        found.append(replace(row, trained=trains(module)))
+        if quantized and _is_linear(row) and module != HEAD and not trains(module):
+            found += quantized_rows(row, quantized.base, double=quantized.double_quantization)
+        else:
+            found.append(replace(row, trained=trains(module)))
         if module in adapters and (following is None or module_of(following) != module):
             found += adapters[module].rows()
     return tuple(found)

@@ -1,35 +1,37 @@
 """The one place that says what is kept of a frozen matrix in few bits: the rows that take its place in the table.
 
-| kept as          | `codes`                  | `scales`                   | `groups`                | bytes a parameter |
-|------------------|--------------------------|----------------------------|-------------------------|-------------------|
-| int8             | [out, in] int8           | [out] int32                |                         | 1 + 4 / in        |
-| nf4              | [out, in / 2] uint8      | [out, in / 64] int32       |                         | 0.5625            |
-| nf4, double      | [out, in / 2] uint8      | [out, in / 64] uint8       | [out in / 16384 + 1] int32 | 0.5159         |
+| kept as   | `codes`             | `scales`              | `groups`                   | bytes a parameter |
+|-----------|---------------------|-----------------------|----------------------------|-------------------|
+| int8      | [out, in] int8      | [out] int32           |                            | 1 + 4 / in        |
+| nf4       | [out, in / 2] uint8 | [out, in / 64] int32  |                            | 0.5625            |
+| double    | [out, in / 2] uint8 | [out, in / 64] uint8  | [out in / 16384 + 1] int32 | 0.5159            |
 
-`models/blockwise.py` says what the numbers mean. The rows of codes and scales are those of the matrix, under the same
-names of dims, and a block never spans two rows: so whoever splits the matrix splits these. Where `in` is no multiple of
-64, blocks span rows as they do in bitsandbytes, and codes [blocks, 32] and scales [blocks] have dims of their own, which
+`models/blockwise.py` says what the numbers mean. The rows of codes and scales are those of the matrix, their dims have
+the same names, and no block spans two rows: so whoever splits the matrix splits these. Where `in` is no multiple of 64,
+blocks span rows, as they do in bitsandbytes; codes [blocks, 32] and scales [blocks] then have dims of their own, which
 only data parallelism shards.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Literal
 
 from meshwright.spec.model import Parameter
+
+Storage = Literal["int8", "uint8", "int32"]
 
 BLOCK, GROUP = 64, 256
 """Numbers of NF4 that share a scale; scales that share one under double quantization."""
 
 
-def quantized_rows(weight: Parameter, kept_as: Literal["nf4", "int8"], *, double: bool) -> Iterator[Parameter]:
-    """What is kept in place of a matrix [out, in], in the order of `named_parameters()`."""
+def quantized_rows(weight: Parameter, kept_as: str, *, double: bool) -> Iterator[Parameter]:
+    """What is kept as nf4 or int8 in place of a matrix [out, in], in the order of `named_parameters()`."""
     (out, into), (rows, columns) = weight.dims, weight.shape
     module = weight.name.rpartition(".")[0]
 
-    def row(name: str, dims: tuple[str, ...], shape: tuple[int, ...], storage: str) -> Parameter:
-        kept = replace(weight, name=f"{module}.{name}", dims=dims, shape=shape, storage=storage)
-        return replace(kept, init="quantized", init_std=0.0, trained=False)
+    def row(name: str, dims: tuple[str, ...], shape: tuple[int, ...], storage: Storage) -> Parameter:
+        return Parameter(
+            name=f"{module}.{name}", dims=dims, shape=shape, init="quantized", trained=False, storage=storage
+        )
 
     if kept_as == "int8":
         yield row("codes", (out, into), (rows, columns), "int8")

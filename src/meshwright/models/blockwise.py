@@ -94,7 +94,7 @@ def decode_scales(kept: Scales) -> torch.Tensor:
 
 
 def encode_int8(values_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize rows: int8 [N, D] and the rows' scales, fp32 [N], as LLM.int8 does to weights (Dettmers et al., 2022)."""
+    """Quantize rows: int8 [N, D] and their scales, fp32 [N], as LLM.int8 does to weights (Dettmers et al., 2022)."""
     values_ND = values_ND.float()
     scales_N = values_ND.abs().amax(1)
     return torch.round(values_ND * (127 / scales_N.clamp(min=SMALLEST))[:, None]).to(torch.int8), scales_N

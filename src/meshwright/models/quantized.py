@@ -1,8 +1,8 @@
 """The one place that computes with frozen matrices kept in few bits, and makes what is kept from their numbers.
 
 A matrix's place is taken by parameters that do not train: `codes`, `scales` and, where scales are quantized too,
-`groups` (`families/quantized.py` gives their shapes, `models/blockwise.py` says what is in them). They are integers, and
-whoever moves, shards, gathers or counts parameters treats them like any other. A matrix is decoded for a product and
+`groups` (`families/quantized.py` gives their shapes, `models/blockwise.py` says what is in them). They are integers:
+whoever moves, shards, gathers or counts parameters treats them like any other. A matrix is decoded for a product, then
 forgotten; the backward pass decodes it again.
 
 Shapes: D in, N out.

@@ -1,6 +1,6 @@
 """The one place that says how a model is fine-tuned: what of it trains, and which adapters are added."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -32,8 +32,13 @@ class FullSpec(Spec):
 class LoraSpec(Spec):
     """Low-rank adapters beside frozen matrices (Hu et al., "LoRA", 2021): y = W x + alpha / rank B A x."""
 
-    method: Literal["lora"]
-    """What is trained."""
+    method: Literal["lora", "qlora"]
+    """What is trained. qlora is lora with `base: nf4`."""
+    base: Literal["plain", "nf4", "int8"] = "plain"
+    """How frozen matrices of linear layers are kept: plain (in training.precision), nf4 (four bits, Dettmers et al.,
+    "QLoRA", 2023) or int8 (eight, a scale a row). Head, embeddings, norms and experts stay plain."""
+    double_quantization: bool = True
+    """nf4 only: keep the scales of its blocks in eight bits too."""
     rank: int = Field(default=16, ge=1)
     """Rows of A and columns of B."""
     alpha: float = Field(default=32.0, gt=0)
@@ -54,6 +59,15 @@ class LoraSpec(Spec):
     """Learning rate of B as a multiple of A's (Hayou et al., "LoRA+", 2024, who use 16)."""
     train: tuple[str, ...] = ()
     """Modules that train in full besides, as in [output, tok_embeddings]; saved with the adapter."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _qlora_is_lora(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or value.get("method") != "qlora":
+            return value
+        if value.get("base") == "plain":
+            raise ValueError("method: qlora keeps its base in few bits; say base: nf4 or int8, or method: lora")
+        return {"base": "nf4", **value, "method": "lora"}
 
 
 class Ia3Spec(Spec):

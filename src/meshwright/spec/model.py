@@ -183,14 +183,16 @@ class Parameter:
     shared_ffn; of latent attention v_heads, q_rank, kv_rank, kv_latent; of adapters rank."""
     shape: tuple[int, ...]
     """Global shape."""
-    init: Literal["normal", "uniform", "ones", "zeros", "row_norms"]
-    """How a fresh weight is drawn; row_norms: as the 2-norms of the rows of its module's weight."""
+    init: Literal["normal", "uniform", "ones", "zeros", "row_norms", "quantized"]
+    """How a fresh weight is drawn; row_norms: as the 2-norms of the rows of its module's weight; quantized: from it."""
     init_std: float = 0.0
     """Standard deviation where init is normal or uniform."""
     trained: bool = True
     """Whether training changes it; if not, it has no gradient, no optimizer state and no copy in full precision."""
     adapter: bool = False
     """Whether fine-tuning has added it to the model."""
+    storage: Literal["float", "int8", "uint8", "int32"] = "float"
+    """Dtype of what is kept: float, the model's; or what a frozen matrix in few bits is kept in."""
     lr_ratio: float = 1.0
     """Its learning rate as a multiple of the run's."""
 

@@ -5,16 +5,18 @@ from pathlib import Path
 import torch
 
 from meshwright.checkpoint.hf import HfWeights
-from meshwright.families import parameter_table, pretrained_directory
+from meshwright.families import finetuned_table, parameter_table, pretrained_directory
 from meshwright.models.init import draw_rows
+from meshwright.models.quantized import QuantizedRows
 from meshwright.parallel.materialize import RowSource
 from meshwright.spec.model import Parameter
 from meshwright.spec.run import ResolvedRun
 
 
 def run_weights(resolved: ResolvedRun) -> RowSource:
-    """The weights of a fresh run: the base's, and adapters as they are drawn."""
-    return with_adapters(base_weights(resolved), resolved)
+    """The weights of a fresh run: the base's, as they are kept, and adapters as they are drawn."""
+    base, table = base_weights(resolved), finetuned_table(resolved.model, resolved.run.finetune)
+    return with_adapters(QuantizedRows(base, parameter_table(resolved.model), table), resolved)
 
 
 def base_weights(resolved: ResolvedRun) -> RowSource:
