@@ -33,16 +33,18 @@ def tiny_run(
     accumulation: int = 1,
     num_layers: int = 2,
     finetune: dict[str, Any] | None = None,
+    width: int = 24,
     **training: Any,
 ) -> ResolvedRun:
-    """Two layers, width 24, vocabulary 50, float64, twelve sequences of sixteen tokens a step.
+    """Two layers, of `width`, vocabulary 50, float64, twelve sequences of sixteen tokens a step.
 
     A pipeline runs them in at most six microbatches where `accumulation` is fewer than its ranks.
     """
     accumulation = min(6, GLOBAL_BATCH // layout.data_parallel) if accumulation < layout.pp else accumulation
-    sizes: dict[str, Any] = {"hidden": 24, "num_layers": num_layers, "num_heads": 4, "vocab": 50, "max_positions": 16}
+    sizes: dict[str, Any] = {"hidden": width, "num_layers": num_layers, "num_heads": 4}
+    sizes |= {"vocab": 50, "max_positions": 16}
     if family != "gpt2":
-        sizes |= {"num_kv_heads": 2, "ffn": 40}
+        sizes |= {"num_kv_heads": 2, "ffn": 40 if width == 24 else width}
     if family == "mistral":
         sizes["sliding_window"] = 8
     if family in ("mixtral", "qwen3_moe", "deepseek_v3"):

@@ -12,10 +12,11 @@ blocks span rows, as they do in bitsandbytes; codes [blocks, 32] and scales [blo
 only data parallelism shards.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from meshwright.spec.model import Parameter
+from meshwright.families.split import split_dim
+from meshwright.spec.model import ModelSpec, Parameter
 
 Storage = Literal["int8", "uint8", "int32"]
 
@@ -46,3 +47,17 @@ def quantized_rows(weight: Parameter, kept_as: str, *, double: bool) -> Iterator
         yield row("scales", (out, into), (rows, columns // BLOCK), "uint8" if double else "int32")
     if double:
         yield row("groups", ("groups",), (-(-blocks // GROUP) + 1,), "int32")
+
+
+def split_misfit(table: Iterable[Parameter], model: ModelSpec, tp: int) -> str | None:
+    """Why `tp` ranks cannot split what is kept of the matrices of a table, and what would work; None where they can."""
+    for row in table if tp > 1 else ():
+        where = f"layout.tp={tp} with finetune.base=nf4: "
+        if row.dims == ("groups",):
+            return f"{where}scales that share a scale (double quantization) span rows; set double_quantization=false"
+        if row.dims == ("blocks",):
+            return f"{where}{row.name.rpartition('.')[0]} has blocks that span rows; use base=int8"
+        if row.name.endswith(".scales") and split_dim(row, model, tp) == 1 and row.shape[1] % tp:
+            blocks = f"{row.shape[1]} blocks of {BLOCK} in a row of {row.name.rpartition('.')[0]}"
+            return f"{where}{blocks} cannot be split evenly over {tp} ranks; use base=int8"
+    return None

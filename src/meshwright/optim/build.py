@@ -1,9 +1,12 @@
 """The one place that chooses which optimizer updates which parameter."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
+from meshwright.optim import adamw_8bit
+from meshwright.optim.adamw_8bit import AdamW8bit
 from meshwright.optim.muon import Muon
 from meshwright.spec.model import Parameter
 from meshwright.spec.training import OptimizerSpec
@@ -67,7 +70,11 @@ def build_optimizers(
     optimizers: list[torch.optim.Optimizer] = []
     if groups:
         described = [{"params": found, "lr": lr, "weight_decay": decay} for (lr, decay), found in groups.items()]
-        optimizers.append(torch.optim.AdamW(described, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True))
+        constants: dict[str, Any] = {"lr": spec.lr, "betas": spec.betas, "eps": spec.eps}
+        if spec.name == "adamw_8bit":
+            optimizers.append(AdamW8bit(described, **constants))
+        else:
+            optimizers.append(torch.optim.AdamW(described, **constants, fused=True))
     if hidden:
         muon = Muon(hidden, lr=spec.muon_lr, momentum=spec.muon_momentum, weight_decay=spec.weight_decay)
         optimizers.append(muon)
@@ -77,6 +84,8 @@ def build_optimizers(
 def _fresh_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     if isinstance(optimizer, Muon):
         return {"momentum_buffer": torch.zeros_like(parameter)}
+    if isinstance(optimizer, AdamW8bit):
+        return adamw_8bit.fresh_state(parameter)
     return {
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
         "exp_avg": torch.zeros_like(parameter),

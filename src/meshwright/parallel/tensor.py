@@ -93,7 +93,8 @@ def _split_parameters(module: nn.Module, own: dict[str, Parameter], spec: ModelS
 
 
 def _is_row_wise(own: dict[str, Parameter]) -> bool:
-    return "weight" in own and not TP_SPLITS.isdisjoint(own["weight"].dims[1:])
+    matrix = own.get("weight") or own.get("codes")  # codes are the matrix in few bits
+    return matrix is not None and not TP_SPLITS.isdisjoint(matrix.dims[1:])
 
 
 @functools.cache

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from meshwright.families import resolve_model
+from meshwright.families import finetuned_table, resolve_model
+from meshwright.families.quantized import split_misfit
 from meshwright.plan.blueprint import blueprint
 from meshwright.plan.engine import engine_job
 from meshwright.plan.machine import Machine, find_machine
@@ -41,7 +42,10 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
             f"data.sequence_length={run.data.sequence_length} is longer than the model's {model.max_positions} "
             f"positions; use data.sequence_length={model.max_positions} or raise model.max_positions"
         )
+    table = finetuned_table(model, run.finetune)
     misfits = find_misfits(run.layout, model, run.data.sequence_length)
+    if misfit := split_misfit(table, model, run.layout.tp):
+        misfits.append(misfit)
     if misfits:
         raise ValueError("; ".join(misfits))
     global_batch = sequences_per_step(run)

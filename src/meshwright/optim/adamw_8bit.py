@@ -1,0 +1,115 @@
+"""The one place for AdamW whose moments are kept in eight bits (Dettmers et al., "8-bit Optimizers via Block-wise
+Quantization", 2022)."""
+
+from collections.abc import Iterable
+from math import gcd, prod, sqrt
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshwright.models.blockwise import code_book, encode_blocks
+from meshwright.optim.shards import local
+
+BLOCK = 256
+"""Numbers of a moment that share a scale, at most."""
+
+SMALLEST_BLOCK, SMALLEST_TENSOR = 16, 4096
+"""Numbers below which a block's scale, or a tensor's two moments, are not worth the rounding: they stay fp32."""
+
+MOMENTS = {"exp_avg": "signed", "exp_avg_sq": "unsigned"}
+"""Name of a moment -> its code book."""
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """AdamW (Loshchilov and Hutter, 2019) with a byte for each number of its moments, in blocks with an fp32 scale.
+
+    Blocks lie within rows of a parameter's last dim: the largest that divide it, up to 256. So they are the same
+    whichever ranks hold which rows, and every layout keeps the same bits as one process. Where 256 divides the last dim
+    they are those of bitsandbytes, and so are the codes.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    if not self.state[parameter]:
+                        self.state[parameter] = fresh_state(parameter)
+                    self._update(parameter, self.state[parameter], group)
+
+    def _update(self, parameter: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> None:
+        state["step"] += 1
+        (beta1, beta2), step = group["betas"], state["step"].item()
+        weight, gradient = local(parameter), local(parameter.grad).float()  # type: ignore[arg-type]
+        first, second = (_read(state, name) for name in MOMENTS)
+        first.mul_(beta1).add_(gradient, alpha=1 - beta1)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        denominator = (second.sqrt() / sqrt(1 - beta2**step)).add_(group["eps"])
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        weight.addcdiv_(first.to(weight.dtype), denominator.to(weight.dtype), value=-group["lr"] / (1 - beta1**step))
+        for name, moment in zip(MOMENTS, (first, second), strict=True):
+            _write(state, name, moment)
+
+
+def fresh_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The state of a parameter before its first step, sharded as it is: moments are zero.
+
+    Where moments are blocks, `exp_avg` and `exp_avg_sq` are uint8 codes in the parameter's shape, and their scales fp32
+    with the last dim divided by the block's size.
+    """
+    state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
+    block = block_size(parameter)
+    for name, book in MOMENTS.items():
+        if block is None:
+            state[name] = torch.zeros_like(parameter, dtype=torch.float32)
+            continue
+        zero = int((code_book(book, torch.device("cpu")) == 0).nonzero())
+        state[name] = torch.full_like(parameter, zero, dtype=torch.uint8)
+        state[f"{name}_scale"] = _zero_scales(parameter, block)
+    return state
+
+
+def block_size(parameter: torch.Tensor) -> int | None:
+    """Numbers of a parameter's moments that share a scale; None where they stay fp32: where there are few of them, or
+    where tensor parallelism cuts blocks, so that a checkpoint would depend on where."""
+    block = gcd(BLOCK, parameter.shape[-1]) if parameter.dim() > 1 else 0
+    splits_blocks = block and local(parameter).shape[-1] % block
+    return None if block < SMALLEST_BLOCK or parameter.numel() < SMALLEST_TENSOR or splits_blocks else block
+
+
+def _zero_scales(parameter: torch.Tensor, block: int) -> torch.Tensor:
+    here = local(parameter)
+    scales = torch.zeros(*here.shape[:-1], here.shape[-1] // block, dtype=torch.float32, device=here.device)
+    if not isinstance(parameter, DTensor):
+        return scales
+    shape = torch.Size((*parameter.shape[:-1], parameter.shape[-1] // block))
+    stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(scales, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _read(state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """A moment here, fp32."""
+    codes = local(state[name])
+    if codes.dtype != torch.uint8:
+        return codes
+    scales = local(state[f"{name}_scale"])
+    values = code_book(MOMENTS[name], codes.device)[codes.int()]
+    return (values.view(*scales.shape, -1) * scales.unsqueeze(-1)).view(codes.shape)
+
+
+def _write(state: dict[str, torch.Tensor], name: str, moment: torch.Tensor) -> None:
+    codes = local(state[name])
+    if codes.dtype == torch.uint8 and codes.numel():
+        scales = local(state[f"{name}_scale"])
+        blocks, largest = encode_blocks(moment.view(scales.numel(), -1), code_book(MOMENTS[name], codes.device))
+        codes.copy_(blocks.view(codes.shape))
+        scales.copy_(largest.view(scales.shape))

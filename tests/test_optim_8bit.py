@@ -1,0 +1,102 @@
+"""AdamW in eight bits: bitsandbytes' step to the bit, the same under every layout, continued from a checkpoint."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.models.init import draw_rows
+from meshwright.optim.adamw_8bit import AdamW8bit, block_size
+from meshwright.optim.shards import local, part_like, whole
+from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.run import ResolvedRun
+from meshwright.testing.equivalence import build_here
+from meshwright.testing.layouts import LAYOUTS
+from meshwright.testing.ranks import RankPool
+from test_blockwise import portable_quantize_blockwise
+from test_resume import keep_until, run_on, tiny
+from tiny import tiny_run
+
+logging.disable(logging.WARNING)  # bitsandbytes warns of a kernel for CPUs that it does not find
+bitsandbytes = pytest.importorskip("bitsandbytes")
+logging.disable(logging.NOTSET)
+
+OPTIMIZER = {"name": "adamw_8bit", "lr": 1e-2, "weight_decay": 0.1}
+WIDE = 128
+"""A width that makes matrices large enough for eight bits."""
+
+
+def test_steps_are_those_of_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def quantize(
+        values: torch.Tensor, book: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, block: int
+    ) -> None:
+        found, largest = portable_quantize_blockwise(values, book, block)
+        codes.copy_(found)
+        scales.copy_(largest)
+
+    monkeypatch.setattr("bitsandbytes.backends.cpu.ops._quant_blockwise_fp32_direct", quantize)
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(48, 512, generator=generator)
+    ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    constants: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    mine, reference = AdamW8bit([ours], **constants), bitsandbytes.optim.AdamW8bit([theirs], **constants)
+    for _ in range(5):
+        ours.grad = torch.randn(start.shape, generator=generator) * torch.rand(start.shape, generator=generator) ** 4
+        theirs.grad = ours.grad.clone()
+        mine.step()
+        reference.step()
+    state, their_state = mine.state[ours], reference.state[theirs]
+    assert torch.equal(state["exp_avg"], their_state["state1"])
+    assert torch.equal(state["exp_avg_sq"], their_state["state2"])
+    assert torch.equal(state["exp_avg_scale"].flatten(), their_state["absmax1"])
+    assert torch.equal(state["exp_avg_sq_scale"].flatten(), their_state["absmax2"])
+    assert torch.equal(ours, theirs)
+    assert (ours - start).abs().mean() > 1e-3
+
+
+def test_what_stays_in_fp32() -> None:
+    sizes = {(512,): None, (64, 8): None, (512, 8): None, (256, 16): 16, (40, 384): 128, (8, 16, 768): 256}
+    assert {size: block_size(torch.empty(size)) for size in sizes} == sizes
+
+
+def three_steps(run: ResolvedRun) -> dict[str, torch.Tensor]:
+    """Weights and states, whole, after three steps with the same random gradients under every layout."""
+    trainer = build_here(run)
+    rows = {row.name: row for row in trainer.table}
+    for step in range(3):
+        for name, parameter in trainer.parameters.items():
+            gradient = draw_rows(rows[name], step + 100, 0, rows[name].shape[0]).to(parameter.dtype)
+            parameter.grad = torch.zeros_like(parameter)
+            local(parameter.grad).copy_(part_like(gradient, parameter))
+        trainer.optimizers.step()
+    found = {name: whole(parameter.detach()).clone() for name, parameter in trainer.parameters.items()}
+    for name, parameter in trainer.parameters.items():
+        states = trainer.optimizers.state_of(parameter)
+        found |= {f"{name}.{key}": whole(state).clone() for key, state in states.items()}
+    return found
+
+
+@pytest.mark.parametrize(("name", "width"), [("zero-3-uneven", WIDE), ("hybrid-3", WIDE), ("zero-3-tp", 512)])
+def test_every_layout_keeps_the_same_bits(ranks: RankPool, name: str, width: int) -> None:
+    options: dict[str, Any] = {"optimizer": OPTIMIZER, "width": width, "num_layers": 1}
+    expected = three_steps(tiny_run(LayoutSpec(), **options))
+    assert expected["layers.0.attention.wo.weight.exp_avg"].dtype == torch.uint8
+    found = ranks.run(LAYOUTS[name].world_size, three_steps, tiny_run(LAYOUTS[name], **options))[0]
+    assert found.keys() == expected.keys()
+    different = [key for key in found if not torch.equal(found[key], expected[key])]
+    assert not different
+
+
+def test_a_checkpoint_continues_bit_for_bit(ranks: RankPool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"optimizer": OPTIMIZER, "width": WIDE, "num_layers": 1}
+    run = tiny("zero-3", **options)
+    losses, weights = run_on(ranks, run, tmp_path, save_every=3)
+    keep_until(tmp_path, 3)
+    again, weights_again = run_on(ranks, run, tmp_path, resume=True)
+    assert again == losses[3:]
+    assert all(torch.equal(weights_again[name], weights[name]) for name in weights)
+    keep_until(tmp_path, 3)
+    alone, _ = run_on(ranks, tiny("single", **options), tmp_path, resume=True)
+    assert alone == [pytest.approx(step, rel=1e-3) for step in losses[3:]]

@@ -1,0 +1,157 @@
+"""A base in few bits: ranks keep parts of the quantization of the whole, and every layout computes what one process
+does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.families import find_adapters, finetuned_table, parameter_table
+from meshwright.families.adapters import module_of
+from meshwright.finetune import apply_finetune
+from meshwright.models import build_model
+from meshwright.models.blockwise import as_bits, encode_int8, encode_nf4, encode_scales
+from meshwright.models.init import draw_rows
+from meshwright.models.quantized import QuantizedLinear
+from meshwright.spec.finetune import LoraSpec
+from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.run import ResolvedRun
+from meshwright.testing.equivalence import build_here, one_step, whole
+from meshwright.testing.layouts import DATA_PARALLEL, LAYOUTS
+from meshwright.testing.ranks import RankPool
+from meshwright.trainer.resolve import resolve_run
+from test_equivalence import alone, assert_equal
+from tiny import tiny_run
+
+METHODS: dict[str, dict[str, Any]] = {
+    "nf4-double": {"method": "qlora", "rank": 3},
+    "nf4": {
+        "method": "lora",
+        "base": "nf4",
+        "double_quantization": False,
+        "rank": 3,
+        "targets": ["wo", "w2"],
+        "train": ["layers.0.feed_forward.w1"],
+    },
+    "int8-dora": {"method": "lora", "base": "int8", "rank": 3, "dora": True, "targets": ["wo"]},
+}
+
+WIDE = 128
+"""A width of which tensor-parallel ranks get whole blocks; the other, 24, makes blocks span rows."""
+
+
+def test_qlora_is_lora_on_a_base_in_few_bits() -> None:
+    run = tiny_run(LayoutSpec(), finetune={"method": "qlora"}).run
+    assert run.finetune == LoraSpec(method="lora", base="nf4")
+    with pytest.raises(ValueError, match="say base: nf4 or int8, or method: lora"):
+        tiny_run(LayoutSpec(), finetune={"method": "qlora", "base": "plain"})
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["gpt2", "qwen2", "deepseek_v3"])
+def test_module_and_table_say_the_same(family: str, method: str) -> None:
+    run = tiny_run(LayoutSpec(), family=family, finetune=METHODS[method])
+    model = build_model(run.model)
+    assert run.run.finetune is not None
+    apply_finetune(model, run.run.finetune, torch.bfloat16)
+    table = finetuned_table(run.model, run.run.finetune)
+    assert [(row.name, row.shape, row.trained, row.storage) for row in table] == [
+        (name, tuple(parameter.shape), parameter.requires_grad, storage_of(parameter))
+        for name, parameter in model.named_parameters()
+    ]
+    quantized = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    trained = {module_of(row) for row in table if row.trained and not row.adapter}
+    adapters = {adapter.module for adapter in find_adapters(run.model, run.run.finetune)}
+    assert adapters - {"output"} <= quantized
+    assert not quantized & (trained | {"output", "tok_embeddings", "layers.0.feed_forward.router"})
+
+
+def storage_of(parameter: torch.Tensor) -> str:
+    return "float" if parameter.is_floating_point() else str(parameter.dtype).removeprefix("torch.")
+
+
+def kept_here(run: ResolvedRun) -> dict[str, torch.Tensor]:
+    """What this rank's model keeps of quantized matrices, put together over all ranks; collective."""
+    model = build_here(run).model
+    return {name: whole(tensor) for name, tensor in model.named_parameters() if not tensor.is_floating_point()}
+
+
+@pytest.mark.parametrize("width", [24, WIDE])
+@pytest.mark.parametrize("method", METHODS)
+def test_shards_are_parts_of_the_whole_quantization(ranks: RankPool, method: str, width: int) -> None:
+    run = tiny_run(LAYOUTS["zero-3-uneven"], finetune=METHODS[method], width=width)
+    kept, finetune = ranks.run(3, kept_here, run)[0], run.run.finetune
+    assert isinstance(finetune, LoraSpec)
+    weights = {module_of(row): row for row in parameter_table(run.model) if row.name.endswith(".weight")}
+    for name in (name for name in kept if name.endswith(".codes")):
+        module = name.removesuffix(".codes")
+        matrix = draw_rows(weights[module], run.run.training.seed, 0, weights[module].shape[0])
+        if finetune.base == "int8":
+            codes, scales = encode_int8(matrix)
+            expected = {"codes": codes, "scales": as_bits(scales)}
+        else:
+            blocks = torch.nn.functional.pad(matrix.flatten(), (0, -matrix.numel() % 64))
+            codes, scales = encode_nf4(blocks)
+            stored = encode_scales(scales, double=finetune.double_quantization)
+            expected = {"codes": codes, "scales": stored.scales, "groups": stored.groups}
+        for part, tensor in expected.items():
+            if tensor is not None:
+                assert torch.equal(kept[f"{module}.{part}"].flatten(), tensor.flatten()), (module, part)
+
+
+def check(ranks: RankPool, name: str, method: str, **options: Any) -> None:
+    run = tiny_run(LAYOUTS[name], finetune=METHODS[method], **options)
+    outcome = ranks.run(LAYOUTS[name].world_size, one_step, run)[0]
+    assert_equal(outcome, alone(finetune=METHODS[method], **options), slope=5 * 0.1)
+
+
+@pytest.mark.parametrize("name", [name for name in DATA_PARALLEL if name != "single"])
+def test_data_parallel_layouts(ranks: RankPool, name: str) -> None:
+    check(ranks, name, "nf4-double")
+
+
+@pytest.mark.parametrize("name", ["tp", "zero-3-tp", "cp-ring-tp", "pp-tp", "pp-zero-2-tp", "zero-3-cp"])
+def test_layouts_that_split_the_model(ranks: RankPool, name: str) -> None:
+    check(ranks, name, "nf4", width=WIDE)
+    check(ranks, name, "int8-dora")
+
+
+@pytest.mark.parametrize(
+    ("method", "width", "sentence"),
+    [
+        ("nf4-double", WIDE, "set double_quantization=false"),
+        ("nf4", 24, "layers.0.attention.wq has blocks that span rows; use base=int8"),
+        ("nf4", 64, "1 blocks of 64 in a row of layers.0.attention.wo cannot be split evenly over 2 ranks"),
+    ],
+)
+def test_tensor_parallel_ranks_get_whole_blocks_or_are_refused(method: str, width: int, sentence: str) -> None:
+    run = tiny_run(LayoutSpec(), finetune=METHODS[method] | {"train": []}, width=width).run
+    with pytest.raises(ValueError, match=sentence):
+        resolve_run(run.model_copy(update={"layout": LayoutSpec(tp=2)}), base_dir=Path())
+
+
+def test_the_base_is_not_touched_by_training() -> None:
+    trainer = build_here(tiny_run(LayoutSpec(), finetune=METHODS["nf4-double"]))
+    names = {name for name, tensor in trainer.model.named_parameters() if not tensor.requires_grad}
+    assert not names & trainer.parameters.keys(), "what is frozen is neither updated nor saved"
+    assert any(name.endswith(".groups") for name in names)
+
+
+def test_nothing_decoded_waits_for_the_backward_pass() -> None:
+    """The only tensors that a layer saves are those that it keeps anyway."""
+    run = tiny_run(LayoutSpec(), finetune=METHODS["nf4"] | {"train": [], "targets": ["wk"]}, width=WIDE)
+    model = build_here(run).model
+    layer = model.get_submodule("layers.0.attention.wq")
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    x = torch.randn(5, WIDE, dtype=torch.float64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(x).sum().backward()
+    assert {tensor.data_ptr() for tensor in saved} == {tensor.data_ptr() for tensor in layer.parameters()}
+    dense = layer.weight.double().sum(0).expand(5, -1)
+    assert torch.allclose(x.grad, dense, rtol=1e-6)  # type: ignore[arg-type]
