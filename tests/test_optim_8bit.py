@@ -16,7 +16,7 @@ from meshwright.testing.equivalence import build_here
 from meshwright.testing.layouts import LAYOUTS
 from meshwright.testing.ranks import RankPool
 from test_blockwise import portable_quantize_blockwise
-from test_resume import keep_until, run_on, tiny
+from test_resume import differences, on_ranks, resumed, tiny
 from tiny import tiny_run
 
 logging.disable(logging.WARNING)  # bitsandbytes warns of a kernel for CPUs that it does not find
@@ -89,14 +89,8 @@ def test_every_layout_keeps_the_same_bits(ranks: RankPool, name: str, width: int
     assert not different
 
 
-def test_a_checkpoint_continues_bit_for_bit(ranks: RankPool, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"optimizer": OPTIMIZER, "width": WIDE, "num_layers": 1}
-    run = tiny("zero-3", **options)
-    losses, weights = run_on(ranks, run, tmp_path, save_every=3)
-    keep_until(tmp_path, 3)
-    again, weights_again = run_on(ranks, run, tmp_path, resume=True)
-    assert again == losses[3:]
-    assert all(torch.equal(weights_again[name], weights[name]) for name in weights)
-    keep_until(tmp_path, 3)
-    alone, _ = run_on(ranks, tiny("single", **options), tmp_path, resume=True)
-    assert alone == [pytest.approx(step, rel=1e-3) for step in losses[3:]]
+def test_a_run_continues_bit_for_bit_from_every_step(ranks: RankPool, tmp_path: Path) -> None:
+    run = tiny("zero-3", optimizer=OPTIMIZER, width=WIDE, num_layers=1)
+    assert not any(on_ranks(ranks, differences, run, tmp_path))
+    [elsewhere] = resumed(tiny("single", optimizer=OPTIMIZER, width=WIDE, num_layers=1), tmp_path, [3])
+    assert len(elsewhere.losses) == 2

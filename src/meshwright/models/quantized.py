@@ -8,7 +8,7 @@ forgotten; the backward pass decodes it again.
 Shapes: D in, N out.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 
 import torch
@@ -55,21 +55,23 @@ class QuantizedLinear(nn.Linear):
         """The matrix [N, D], decoded, in the dtype of its adapter; fp32 without one."""
         adapter = self._parameters.get("lora_a")
         dtype = torch.float32 if adapter is None else adapter.dtype
-        return decode(self.codes, self.scales, self.groups, (self.out_features, self.in_features), dtype)
+        return decode((self.codes, self.scales, self.groups), (self.out_features, self.in_features), dtype)
+
+    def merged(self) -> dict[str, torch.Tensor]:
+        """The parameters of a plain layer that computes the same."""
+        return {"weight": self.weight}
 
 
-def decode(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    groups: torch.Tensor | None,
-    shape_ND: tuple[int, int],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """The matrix in `dtype`. Of codes that are a part of the rows, or of every row, that part."""
-    kept = decode_scales(Scales(scales, groups))
+def decode(kept: Sequence[torch.Tensor | None], shape_ND: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """The matrix in `dtype`, of its codes, scales and groups. Of codes that are a part of the rows, or of every row,
+    that part."""
+    codes, scales, groups = kept
+    assert codes is not None
+    assert scales is not None
+    decoded_scales = decode_scales(Scales(scales, groups))
     if codes.dtype == torch.int8:
-        return decode_int8(codes, kept, dtype)
-    numbers = decode_nf4(codes, kept, dtype)
+        return decode_int8(codes, decoded_scales, dtype)
+    numbers = decode_nf4(codes, decoded_scales, dtype)
     rows, columns = shape_ND
     return numbers[: rows * columns].view(shape_ND) if columns % BLOCK else numbers.view(len(codes), -1)
 
@@ -81,12 +83,12 @@ class _FrozenProduct(torch.autograd.Function):
     def forward(ctx, input, shape_ND, *kept):
         ctx.save_for_backward(*kept)
         ctx.shape_ND = shape_ND
-        return linear(input, decode(*kept, shape_ND, input.dtype))
+        return linear(input, decode(kept, shape_ND, input.dtype))
 
     @staticmethod
     def backward(ctx, *grad_outputs):
         (grad,) = grad_outputs
-        weight_ND = decode(*ctx.saved_tensors, ctx.shape_ND, grad.dtype)
+        weight_ND = decode(ctx.saved_tensors, ctx.shape_ND, grad.dtype)
         return matmul(grad.flatten(0, -2), weight_ND).view(*grad.shape[:-1], -1), None, None, None, None
 
 
@@ -152,4 +154,4 @@ class QuantizedRows:
         rows = (self._kept.get(f"{module}.{name}") for name in ("codes", "scales", "groups"))
         kept = [None if row is None else self(row, 0, row.shape[0]) for row in rows]
         rows, columns = weight.shape
-        return decode(*kept, (rows, columns), torch.float32)
+        return decode(kept, (rows, columns), torch.float32)
