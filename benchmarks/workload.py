@@ -87,8 +87,8 @@ class Workload:
         samples = training_samples(corpus, self.data)
         with Loader(samples, seed=0, global_batch=self.batch, micro_batch=self.batch) as loader:
             for step in range(self.steps):
-                inputs, labels, _ = loader.microbatches(step)[0]
-                yield torch.from_numpy(inputs), torch.from_numpy(labels)
+                microbatch = loader.microbatches(step)[0]
+                yield torch.from_numpy(microbatch.inputs), torch.from_numpy(microbatch.labels)
 
 
 class Report:
