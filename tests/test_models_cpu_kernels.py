@@ -80,11 +80,12 @@ def test_other_dtypes_are_torchs(calls: list[torch.dtype], dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("length", [5, 128, 300, 700])
+@pytest.mark.parametrize("length", [5, 64, 300, 700])
 def test_attention(monkeypatch: pytest.MonkeyPatch, groups: int, length: int) -> None:
     """As near to float64 as torch's own bf16 kernels, over several blocks of queries and several pairs of heads.
 
-    Both round every probability and every result to bf16, in different places, so their errors are of one size.
+    Both round every probability and every result to bf16, torch before it divides by the row's sum, where the largest
+    is exactly 1, ours after. So ours has at most a second error of the size of the result's own rounding.
     """
     monkeypatch.setattr(cpu_kernels, "SCORES", 3 * 128 * length)
     q, k, v, grad = (random(3, length, heads, 16).bfloat16().transpose(1, 2) for heads in (4, groups, groups, 4))
@@ -104,7 +105,7 @@ def test_attention(monkeypatch: pytest.MonkeyPatch, groups: int, length: int) ->
     ):
         assert found.dtype == torch.bfloat16
         error, usual_error = ((tensor.double() - true).norm() / true.norm() for tensor in (found, usual))
-        assert error < 1.3 * usual_error < 0.02
+        assert error < 2**0.5 * usual_error < 0.02
 
 
 def test_gelu(monkeypatch: pytest.MonkeyPatch) -> None:

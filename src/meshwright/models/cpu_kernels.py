@@ -3,14 +3,16 @@
 - `Linear`: torch gives fp32 matrix products to MKL, which leaves AVX-512 unused on AMD; oneDNN, in the same build of
   torch, is twice as fast there and as fast elsewhere. Both compute in full fp32.
 - `causal_attention`: the backward pass of torch's bf16 flash kernel takes twice as long as the few batched matrix
-  products that it consists of.
+  products that it consists of, and over short rows so does its forward pass.
 - `gelu_tanh`: torch takes every tanh twice, once a pass; ours takes it once and keeps the derivative, in place of the
   input, for the backward pass.
 
 Shapes: M rows, D in, N out; B batch, H heads, G key and value heads, R = H / G query heads that share one, T sequence,
-K head_dim; C pairs (batch, G) computed together, Q queries of a block, S keys that they see.
+K head_dim; C pairs (batch, G) computed together, Q queries of a block, q = R Q their rows, S keys that they see.
 """
 
+import functools
+from collections.abc import Callable, Iterator
 from math import pi
 
 import torch
@@ -26,7 +28,10 @@ MATMULS = (torch.ops.mkldnn._linear_pointwise.default,) if ONEDNN else ()
 SCORES = 2**20
 """Attention scores computed together, at most (one head's at least): so few that they stay in the cache."""
 
-GELUS = 2**17
+SHORT = 4
+"""Rows of attention are short up to this many times a head's width."""
+
+GELUS = 2**18
 """Values that `gelu_tanh` widens to fp32 at a time: few enough for the cache, many enough for every thread."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -112,74 +117,121 @@ class _Linear(torch.autograd.Function):
 
 
 class _CausalAttention(torch.autograd.Function):
-    """Forward by torch's flash kernel. Backward as in FlashAttention (Dao et al., 2022), block by block."""
+    """Forward by torch's flash kernel, backward as in FlashAttention (Dao et al., 2022), block by block.
+
+    Over short rows the same few products are faster forward too, and their probabilities are kept for the way back:
+    they take no more memory than q, k, v and y.
+    """
 
     @staticmethod
     def forward(ctx, q_BHTK, k_BGTK, v_BGTK):
-        repeats = q_BHTK.shape[1] // k_BGTK.shape[1]
-        keys_values = k_BGTK, v_BGTK
-        if repeats > 1:
-            keys_values = (tensor.repeat_interleave(repeats, 1) for tensor in keys_values)
-        y_BHTK, logsumexp_BHT = _flash(q_BHTK, *keys_values, 0.0, True)
-        ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, logsumexp_BHT)
+        ctx.short = q_BHTK.shape[-2] <= SHORT * q_BHTK.shape[-1]
+        if ctx.short:
+            chunks = [_attention(*chunk) for chunk in _chunks(k_BGTK.shape[1], q_BHTK, k_BGTK, v_BGTK)]
+            y_BHTK, kept = torch.cat([y for y, _ in chunks]).view(q_BHTK.shape), [p for _, ps in chunks for p in ps]
+        else:
+            repeats = q_BHTK.shape[1] // k_BGTK.shape[1]
+            keys_values = k_BGTK, v_BGTK
+            if repeats > 1:
+                keys_values = (tensor.repeat_interleave(repeats, 1) for tensor in keys_values)
+            y_BHTK, *kept = _flash(q_BHTK, *keys_values, 0.0, True)
+        ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, *kept)
         return y_BHTK
 
     @staticmethod
     def backward(ctx, *grad_outputs):
-        (grad_BHTK,) = grad_outputs
-        q_BHTK, k_BGTK, v_BGTK, logsumexp_BHT = ctx.saved_tensors
-        (batch, groups, length, width), repeats = k_BGTK.shape, q_BHTK.shape[1] // k_BGTK.shape[1]
-        queries = min(512, max(128, length // 4))
-        together = max(1, SCORES // (queries * length * repeats))
-
-        def split(tensor: torch.Tensor, *shape: int) -> tuple[torch.Tensor, ...]:
-            return tensor.reshape(batch * groups, *shape).split(together)
-
-        grads = [
-            _attention_backward(*chunk, queries)
-            for chunk in zip(
-                split(q_BHTK, repeats, length, width),
-                split(k_BGTK, length, width),
-                split(v_BGTK, length, width),
-                split(grad_BHTK, repeats, length, width),
-                split(logsumexp_BHT, repeats, length, 1),
-                strict=True,
+        q_BHTK, k_BGTK, v_BGTK, *kept = ctx.saved_tensors
+        tensors = (q_BHTK, k_BGTK, v_BGTK, *grad_outputs)
+        if ctx.short:
+            blocks = iter(kept)
+            chunks = ((*chunk, lambda *_: next(blocks)) for chunk in _chunks(k_BGTK.shape[1], *tensors))
+        else:
+            chunks = (
+                (q, k, v, grad, functools.partial(_probabilities, q, k, logsumexp))
+                for q, k, v, grad, logsumexp in _chunks(k_BGTK.shape[1], *tensors, *kept)
             )
-        ]
+        grads = zip(*(_attention_backward(*chunk) for chunk in chunks), strict=True)
         shapes = q_BHTK.shape, k_BGTK.shape, v_BGTK.shape
-        return tuple(torch.cat(grad).view(shape) for grad, shape in zip(zip(*grads, strict=True), shapes, strict=True))
+        return tuple(torch.cat(grad).view(shape) for grad, shape in zip(grads, shapes, strict=True))
+
+
+def _chunks(groups: int, *tensors_BHT: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The tensors as [C, R, T, ...], as many pairs at a time as are computed together; R is 1 for keys and values."""
+    _, heads, length, *_ = tensors_BHT[0].shape
+    together = max(1, SCORES // (_queries(length) * length * (heads // groups)))
+
+    def split(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        batch, heads, *rest = tensor.shape
+        return tensor.reshape(batch * groups, heads // groups, *rest).split(together)
+
+    return zip(*map(split, tensors_BHT), strict=True)
+
+
+def _queries(length: int) -> int:
+    """How many queries are computed together."""
+    return min(512, max(128, length // 4))
+
+
+def _query_blocks(length: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, length, _queries(length)):
+        yield start, min(start + _queries(length), length)
+
+
+def _attention(
+    q_CRTK: torch.Tensor, k_C1TK: torch.Tensor, v_C1TK: torch.Tensor
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The output, and of each block of queries the probabilities [C, R Q, S]; scores and softmax in fp32."""
+    pairs, repeats, length, width = q_CRTK.shape
+    y_CRTK, kept = torch.empty_like(q_CRTK, memory_format=torch.contiguous_format), []
+    k_CTK, v_CTK = k_C1TK.squeeze(1).float(), v_C1TK.squeeze(1)
+    for start, stop in _query_blocks(length):
+        q_CqK = q_CRTK[:, :, start:stop].reshape(pairs, -1, width).float()
+        future_qS = torch.full((stop - start, stop), -torch.inf).triu_(start + 1).repeat(repeats, 1)
+        scores_CqS = torch.baddbmm(future_qS, q_CqK, k_CTK[:, :stop].mT, alpha=width**-0.5)
+        p_CqS = torch.softmax(scores_CqS, -1, out=scores_CqS).to(q_CRTK.dtype)
+        y_CRTK[:, :, start:stop] = torch.bmm(p_CqS, v_CTK[:, :stop]).view(pairs, repeats, -1, width)
+        kept.append(p_CqS)
+    return y_CRTK, kept
+
+
+def _probabilities(
+    q_CRTK: torch.Tensor, k_C1TK: torch.Tensor, logsumexp_CRT: torch.Tensor, start: int, stop: int
+) -> torch.Tensor:
+    """Those of a block of queries [C, R Q, S] once more."""
+    pairs, repeats, _, width = q_CRTK.shape
+    q_CqK, k_CSK = q_CRTK[:, :, start:stop].reshape(pairs, -1, width), k_C1TK[:, 0, :stop]
+    # Scores are rounded to bf16 only after their logsumexp, or nearly that, is taken off: large probabilities,
+    # whose logarithms are small, come out exact, and softmax makes up for the rounding of the logsumexp itself.
+    minus_Cq1 = -logsumexp_CRT[:, :, start:stop].reshape(pairs, -1, 1).to(q_CqK.dtype)
+    p_CqS = torch.baddbmm(minus_Cq1, q_CqK, k_CSK.mT, alpha=width**-0.5)
+    future_QQ = torch.ones(stop - start, stop - start, dtype=torch.bool).triu_(1)
+    p_CqS.view(pairs, repeats, stop - start, stop)[..., start:].masked_fill_(future_QQ, -torch.inf)
+    return torch.softmax(p_CqS, -1, out=p_CqS)
 
 
 def _attention_backward(
     q_CRTK: torch.Tensor,
-    k_CTK: torch.Tensor,
-    v_CTK: torch.Tensor,
+    k_C1TK: torch.Tensor,
+    v_C1TK: torch.Tensor,
     grad_CRTK: torch.Tensor,
-    logsumexp_CRT1: torch.Tensor,
-    queries: int,
+    probabilities: Callable[[int, int], torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v, those of k and v summed in fp32 over blocks of queries."""
-    scale = q_CRTK.shape[-1] ** -0.5
     pairs, repeats, length, width = q_CRTK.shape
-    grad_q_CRTK = torch.empty_like(q_CRTK)
-    grad_k_CTK, grad_v_CTK = (torch.zeros_like(k_CTK, dtype=torch.float32) for _ in range(2))
-    for start in range(0, length, queries):
-        stop = min(start + queries, length)
+    k_CTK, v_CTK = k_C1TK.squeeze(1), v_C1TK.squeeze(1)
+    grad_q_CRTK = torch.empty_like(q_CRTK, memory_format=torch.contiguous_format)
+    grad_k_CTK, grad_v_CTK = (torch.zeros(k_CTK.shape) for _ in range(2))
+    for start, stop in _query_blocks(length):
         q_CqK, dy_CqK = (x[:, :, start:stop].reshape(pairs, -1, width) for x in (q_CRTK, grad_CRTK))
-        k_CSK, v_CSK = k_CTK[:, :stop], v_CTK[:, :stop]
-        # Scores are rounded to bf16 only after their logsumexp, or nearly that, is taken off: large probabilities,
-        # whose logarithms are small, come out exact, and softmax makes up for the rounding of the logsumexp itself.
-        minus_CR = -logsumexp_CRT1[:, :, start:stop].reshape(pairs, -1, 1).to(q_CqK.dtype)
-        p_CqS = torch.baddbmm(minus_CR, q_CqK, k_CSK.mT, alpha=scale)
-        future_QQ = torch.ones(stop - start, stop - start, dtype=torch.bool).triu_(1)
-        p_CqS.view(pairs, repeats, stop - start, stop)[..., start:].masked_fill_(future_QQ, -torch.inf)
-        torch.softmax(p_CqS, -1, out=p_CqS)
-        grad_v_CTK[:, :stop] += torch.bmm(p_CqS.mT, dy_CqK)
-        dp_CqS = torch.bmm(dy_CqK, v_CSK.mT)
+        p_CqS = probabilities(start, stop)
+        # Widened before they are added: adding across dtypes is slow.
+        grad_v_CTK[:, :stop] += torch.bmm(p_CqS.mT, dy_CqK).float()
+        dp_CqS = torch.bmm(dy_CqK, v_CTK[:, :stop].mT)
         ds_CqS = torch._softmax_backward_data(dp_CqS, p_CqS, -1, p_CqS.dtype)
-        grad_q_CRTK[:, :, start:stop] = torch.bmm(ds_CqS, k_CSK).mul_(scale).view(pairs, repeats, -1, width)
-        grad_k_CTK[:, :stop] += torch.bmm(ds_CqS.mT, q_CqK)
-    return grad_q_CRTK, grad_k_CTK.mul_(scale).to(k_CTK.dtype), grad_v_CTK.to(v_CTK.dtype)
+        grad_q_CqK = torch.bmm(ds_CqS, k_CTK[:, :stop]).mul_(width**-0.5)
+        grad_q_CRTK[:, :, start:stop] = grad_q_CqK.view(pairs, repeats, -1, width)
+        grad_k_CTK[:, :stop] += torch.bmm(ds_CqS.mT, q_CqK).float()
+    return grad_q_CRTK, grad_k_CTK.mul_(width**-0.5).to(k_CTK.dtype), grad_v_CTK.to(v_CTK.dtype)
 
 
 class _GeluTanh(torch.autograd.Function):
@@ -193,7 +245,7 @@ class _GeluTanh(torch.autograd.Function):
         for x_C, y_C, slope_C in zip(*(tensor.view(-1).split(GELUS) for tensor in (x, y, slope)), strict=True):
             wide_C = x_C.float()
             square_C = wide_C.square()
-            gate_C = (square_C * cubic).add_(linear).mul_(wide_C).sigmoid_()
+            gate_C = torch.add(linear, square_C, alpha=cubic).mul_(wide_C).sigmoid_()
             gated_C = wide_C.mul_(gate_C)
             y_C.copy_(gated_C)
             # dy/dx = gate + x gate (1 - gate) dz/dx
