@@ -12,7 +12,7 @@ K head_dim; C pairs (batch, G) computed together, Q queries of a block, q = R Q 
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import pi
 
 import torch
@@ -143,19 +143,19 @@ class _CausalAttention(torch.autograd.Function):
         q_BHTK, k_BGTK, v_BGTK, *kept = ctx.saved_tensors
         tensors = (q_BHTK, k_BGTK, v_BGTK, *grad_outputs)
         if ctx.short:
-            blocks = iter(kept)
-            chunks = ((*chunk, lambda *_: next(blocks)) for chunk in _chunks(k_BGTK.shape[1], *tensors))
+            blocks = reversed(kept)
+            chunks = ((*chunk, lambda *_: next(blocks)) for chunk in reversed(_chunks(k_BGTK.shape[1], *tensors)))
         else:
             chunks = (
                 (q, k, v, grad, functools.partial(_probabilities, q, k, logsumexp))
-                for q, k, v, grad, logsumexp in _chunks(k_BGTK.shape[1], *tensors, *kept)
+                for q, k, v, grad, logsumexp in reversed(_chunks(k_BGTK.shape[1], *tensors, *kept))
             )
-        grads = zip(*(_attention_backward(*chunk) for chunk in chunks), strict=True)
+        grads = zip(*reversed([_attention_backward(*chunk) for chunk in chunks]), strict=True)
         shapes = q_BHTK.shape, k_BGTK.shape, v_BGTK.shape
         return tuple(torch.cat(grad).view(shape) for grad, shape in zip(grads, shapes, strict=True))
 
 
-def _chunks(groups: int, *tensors_BHT: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+def _chunks(groups: int, *tensors_BHT: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
     """The tensors as [C, R, T, ...], as many pairs at a time as are computed together; R is 1 for keys and values."""
     _, heads, length, *_ = tensors_BHT[0].shape
     together = max(1, SCORES // (_queries(length) * length * (heads // groups)))
@@ -164,7 +164,7 @@ def _chunks(groups: int, *tensors_BHT: torch.Tensor) -> Iterator[tuple[torch.Ten
         batch, heads, *rest = tensor.shape
         return tensor.reshape(batch * groups, heads // groups, *rest).split(together)
 
-    return zip(*map(split, tensors_BHT), strict=True)
+    return list(zip(*map(split, tensors_BHT), strict=True))
 
 
 def _queries(length: int) -> int:
@@ -172,9 +172,9 @@ def _queries(length: int) -> int:
     return min(512, max(128, length // 4))
 
 
-def _query_blocks(length: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, length, _queries(length)):
-        yield start, min(start + _queries(length), length)
+def _query_blocks(length: int) -> list[tuple[int, int]]:
+    queries = _queries(length)
+    return [(start, min(start + queries, length)) for start in range(0, length, queries)]
 
 
 def _attention(
@@ -216,21 +216,28 @@ def _attention_backward(
     grad_CRTK: torch.Tensor,
     probabilities: Callable[[int, int], torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v, those of k and v summed in fp32 over blocks of queries."""
+    """Gradients of q, k and v, those of k and v summed in fp32 over blocks of queries.
+
+    The last block comes first: it alone sees all keys, and the others are added to what it leaves.
+    """
     pairs, repeats, length, width = q_CRTK.shape
     k_CTK, v_CTK = k_C1TK.squeeze(1), v_C1TK.squeeze(1)
     grad_q_CRTK = torch.empty_like(q_CRTK, memory_format=torch.contiguous_format)
-    grad_k_CTK, grad_v_CTK = (torch.zeros(k_CTK.shape) for _ in range(2))
-    for start, stop in _query_blocks(length):
+    grad_k_CTK = grad_v_CTK = torch.empty(0)
+    for start, stop in reversed(_query_blocks(length)):
         q_CqK, dy_CqK = (x[:, :, start:stop].reshape(pairs, -1, width) for x in (q_CRTK, grad_CRTK))
         p_CqS = probabilities(start, stop)
-        # Widened before they are added: adding across dtypes is slow.
-        grad_v_CTK[:, :stop] += torch.bmm(p_CqS.mT, dy_CqK).float()
+        grad_v_CSK = torch.bmm(p_CqS.mT, dy_CqK).float()  # widened before it is added: adding across dtypes is slow
         dp_CqS = torch.bmm(dy_CqK, v_CTK[:, :stop].mT)
         ds_CqS = torch._softmax_backward_data(dp_CqS, p_CqS, -1, p_CqS.dtype)
         grad_q_CqK = torch.bmm(ds_CqS, k_CTK[:, :stop]).mul_(width**-0.5)
         grad_q_CRTK[:, :, start:stop] = grad_q_CqK.view(pairs, repeats, -1, width)
-        grad_k_CTK[:, :stop] += torch.bmm(ds_CqS.mT, q_CqK).float()
+        grad_k_CSK = torch.bmm(ds_CqS.mT, q_CqK).float()
+        if stop == length:
+            grad_k_CTK, grad_v_CTK = grad_k_CSK, grad_v_CSK
+        else:
+            grad_k_CTK[:, :stop] += grad_k_CSK
+            grad_v_CTK[:, :stop] += grad_v_CSK
     return grad_q_CRTK, grad_k_CTK.mul_(width**-0.5).to(k_CTK.dtype), grad_v_CTK.to(v_CTK.dtype)
 
 
