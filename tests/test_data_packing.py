@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from meshwright.data.describe import describe_sample
-from meshwright.data.packing import NO_LABEL, ConcatenatedSamples, Sample, blank_sample
+from meshwright.data.packing import NO_LABEL, ConcatenatedSamples, Piece, Sample, blank_sample
 from meshwright.data.tokenizer import train_tokenizer
 
 
@@ -67,6 +67,9 @@ class Fixed:
 
     def __getitem__(self, index):
         return self.samples[index]
+
+    def pieces(self, index):
+        return [Piece(0, int(np.flatnonzero(self.samples[index].labels != NO_LABEL).max(initial=-1)) + 1)]
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import pytest
 
 from meshwright.data import prepare as prepare_module
 from meshwright.data.encoders import Encoders
+from meshwright.data.examples import TextEncoder
 from meshwright.data.prepare import find_tokenizer, prepare_corpus
 from meshwright.data.tokenizer import TextTokenizer, train_tokenizer
 from meshwright.spec.data import DataSpec
@@ -286,7 +287,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_processes(folder, monkeypatch)
 
 
 def test_an_encoder_that_dies_is_told(folder):
-    with Encoders(train_tokenizer(TEXTS, 300), 1) as encoders:
+    with Encoders(TextEncoder(train_tokenizer(TEXTS, 300)), 1) as encoders:
         encoders._processes[0].kill()
         with pytest.raises(RuntimeError, match="an encoding process ended with status -9"):
             list(encoders.map([(0, ["a"])]))

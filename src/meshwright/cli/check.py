@@ -12,8 +12,8 @@ from meshwright.cli.common import add_recipe_arguments, read_recipe
 from meshwright.cli.output import add_json_argument, print_json
 from meshwright.data.describe import describe_sample
 from meshwright.data.packing import build_samples
-from meshwright.data.prepare import find_tokenizer, first_tokens
-from meshwright.data.readers import read_documents
+from meshwright.data.prepare import encoder_of_records, find_tokenizer, first_records, first_tokens
+from meshwright.data.readers import read_documents, told_apart
 from meshwright.data.sources import SourceFile, find_files
 from meshwright.data.token_file import file_in_memory
 from meshwright.data.tokenizer import train_tokenizer
@@ -30,6 +30,9 @@ READ_BYTES = 1 << 28
 
 SAMPLE_CHARACTERS = 1 << 20
 """Text that the shown sample is taken from, and that a tokenizer is trained on for it."""
+
+SAMPLE_RECORDS = 1000
+"""Records that are looked at."""
 
 ResultT = TypeVar("ResultT")
 
@@ -117,9 +120,11 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
     layout = resolved.run.layout if resolved is not None else recipe.layout
     facts["layout"] = {"processes": layout.world_size, "strategy": layout.strategy}
     model_dir = findings.attempt(lambda: pretrained_directory(recipe.model, base_dir=base_dir)) if model else None
-    files = findings.attempt(lambda: find_files(recipe.data.sources, base_dir))
+    files = findings.attempt(lambda: told_apart(find_files(recipe.data.sources, base_dir)))
     if files is not None:
+        formats = {file.name: file.format for file in files if file.is_records}
         facts["data"] = {"files": len(files), "bytes": sum(file.path.stat().st_size for file in files)}
+        facts["data"] |= {"formats": formats} if formats else {}
         sample = findings.attempt(lambda: _sample(recipe, files, base_dir, model_dir, model))
         facts |= sample or {}
     return facts
@@ -146,11 +151,13 @@ def _sample(
     """
     tokenizer = find_tokenizer(recipe.data, base_dir=base_dir, model_dir=model_dir)
     given = [file for file in files if file.is_tokens]
-    texts = _beginning([file for file in files if not file.is_tokens])
-    if not texts and not given:
+    records = [file for file in files if file.is_records]
+    texts = _beginning([file for file in files if not (file.is_tokens or file.is_records)])
+    if not texts and not given and not records:
         raise ValueError("data.sources hold no text: every document is empty")
-    if given and tokenizer is None:
-        raise ValueError(f"{given[0].name} holds tokens: give the tokenizer that made them as data.tokenizer")
+    if (given or records) and tokenizer is None:
+        what = "tokens: give the tokenizer that made them" if given else "records: give a tokenizer"
+        raise ValueError(f"{(given or records)[0].name} holds {what} as data.tokenizer")
     size = tokenizer.vocab_size if tokenizer else recipe.data.tokenizer_vocab
     facts = {"vocab": size, "trained": tokenizer is None}
     if model is not None and size > model.vocab:
@@ -159,7 +166,9 @@ def _sample(
         )
     tokenizer = tokenizer or train_tokenizer(texts, recipe.data.tokenizer_vocab)
     parts = [first_tokens(file, tokenizer, SAMPLE_CHARACTERS) for file in given]
-    if texts:
+    if records:
+        parts.insert(0, first_records(records, encoder_of_records(recipe.data, tokenizer, base_dir), SAMPLE_RECORDS))
+    elif texts:
         parts.insert(0, file_in_memory([[*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(texts)]))
     samples = [build_samples(part, recipe.data, keep_tail=True) for part in parts]
     _, *lines = describe_sample(samples[0], 0, tokenizer)
@@ -202,6 +211,7 @@ def _report(facts: dict[str, Any]) -> Iterator[str]:
         yield from (f"           {setting}: {reason}" for setting, reason in batch["reasons"].items())
     if data := facts.get("data"):
         yield f"data       {data['files']} files, {short(data['bytes'])}B"
+        yield from (f"           {name}: {format}" for name, format in data.get("formats", {}).items())
     if tokenizer := facts.get("tokenizer"):
         origin = "to be trained on this text" if tokenizer["trained"] else "found"
         yield f"tokenizer  {tokenizer['vocab']} tokens, {origin}"

@@ -12,7 +12,7 @@ import numpy as np
 from meshwright.cli.common import add_recipe_arguments, read_recipe
 from meshwright.cli.output import add_json_argument, print_json
 from meshwright.data.audit import CHECKS, PlannedRun, Report, audit
-from meshwright.data.describe import describe_mixture, describe_sample, length_histogram
+from meshwright.data.describe import describe_formats, describe_mixture, describe_sample, length_histogram
 from meshwright.data.loader import Loader
 from meshwright.data.mixture import held_out_samples, training_samples
 from meshwright.data.prepare import Corpus, prepare_corpus
@@ -90,6 +90,8 @@ def _prepare(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
             "documents": stream.train.num_documents,
             "held_out_tokens": len(stream.held_out.tokens) if stream.held_out else 0,
             "file": str(stream.train.path),
+            "formats": list(stream.formats),
+            "left_out": dict(stream.train.counts),
         }
         for stream in corpus.streams
     ]
@@ -101,6 +103,8 @@ def _prepare(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
             f"{stream['name']}: {short(stream['tokens'])} tokens of {stream['documents']} documents, "
             f"held out {short(stream['held_out_tokens'])}, in {stream['file']}"
         )
+    if formats := describe_formats(corpus):
+        print(formats)
     return 0
 
 
@@ -120,6 +124,8 @@ def _show(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
     if arguments.json:
         print_json({"samples": samples, "lengths": histogram})
         return 0
+    if formats := describe_formats(corpus):
+        print(formats)
     print("behind | what is in the loss, behind . what is only read")
     for sample in samples:
         print(f"\nposition {sample['position']}, {sample['stream']}, " + "\n  ".join(sample["lines"]))
@@ -144,7 +150,9 @@ def _audit(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
         what = describe_mixture(corpus, planned.mixture, planned.steps * planned.global_batch)
         print(f"{planned.steps} steps on {planned.world_size} ranks: {report.samples} samples, {report.tokens} labels")
         print(f"announced: {what}")
-        for line in _verdicts(report, {"attention"} if planned.sees is None else set()):
+        masked = any(stream.train.trained is not None for stream in corpus.streams)
+        left_out = {"attention"} if planned.sees is None else set()
+        for line in _verdicts(report, left_out | (set() if masked else {"answers"})):
             print(line)
     return 0 if report.ok else 1
 

@@ -18,6 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="text to continue; repeat it to continue several in one batch; - reads one from standard input",
     )
     parser.add_argument(
+        "--chat", action="store_true", help="each prompt is what a user says; the model's chat template is used"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: a system message before the prompt")
+    parser.add_argument(
         "--max-tokens", metavar="N", type=int, help="new tokens at most (default 128, if they have room)"
     )
     parser.add_argument(
@@ -40,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "examples:\n"
         "  meshwright generate runs/demo --prompt 'def main():' --prompt 'import '\n"
+        "  meshwright generate runs/tuned --chat --prompt 'What is a tuple?'\n"
         "  meshwright generate path/to/Llama-3.2-1B --prompt - --temperature 0 < prompt.txt"
     )
 
@@ -49,13 +54,20 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = [sys.stdin.read().rstrip("\n") if text == "-" else text for text in arguments.prompt]
     # Torch loads here, so that --help and misuse never wait for it.
     from meshwright.models.generate import Sampling
-    from meshwright.trainer.trained import continue_texts, open_trained
+    from meshwright.trainer.trained import answer_texts, continue_texts, open_trained
 
+    if arguments.system and not arguments.chat:
+        raise ValueError("--system belongs to a conversation; say --chat as well")
     sampling = Sampling(
         temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, seed=arguments.seed
     )
     trained = open_trained(arguments.model, device=arguments.device, dtype=arguments.dtype)
-    texts = continue_texts(trained, prompts, max_tokens=arguments.max_tokens, sampling=sampling)
+    if arguments.chat:
+        texts = answer_texts(
+            trained, prompts, system=arguments.system, max_tokens=arguments.max_tokens, sampling=sampling
+        )
+    else:
+        texts = continue_texts(trained, prompts, max_tokens=arguments.max_tokens, sampling=sampling)
     if arguments.json:
         pairs = [{"prompt": prompt, "continuation": text} for prompt, text in zip(prompts, texts, strict=True)]
         print_json({"model": str(trained.source), "texts": pairs})
@@ -63,5 +75,5 @@ def run(arguments: argparse.Namespace) -> int:
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
         if len(prompts) > 1:
             print(f"--- {number} of {len(prompts)}")
-        print(prompt + text)
+        print(text if arguments.chat else prompt + text)
     return 0

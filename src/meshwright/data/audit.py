@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
+from meshwright.data.audit_records import trained_text_problems
 from meshwright.data.loader import Microbatch
 from meshwright.data.mixture import JoinedSamples, Mixture
 from meshwright.data.packing import NO_LABEL, Sample, Samples
@@ -36,6 +37,7 @@ CHECKS = {
     "ranks": "no two ranks see one sample in the same epoch",
     "epochs": "every sample is seen as often as any other of its stream, and as often as announced",
     "mixture": "every stream has its share of the tokens",
+    "answers": "of conversations and the like, what carries loss is what the assistant wrote, turn by turn",
     "held out": "every held-out token is evaluated once, and no document is on both sides",
 }
 """What is proved, by the name of the check."""
@@ -103,6 +105,10 @@ def audit(run: PlannedRun, progress: Callable[[str, int, int], None] | None = No
     for stream, samples in zip(run.corpus.streams, run.mixture.streams, strict=True):
         for problem in packing_problems(stream.train, samples, run.data, keep_tail=False):
             report.add("packing", f"{stream.name}: {problem}")
+    for stream in run.corpus.streams:
+        if stream.train.trained is not None and any(file.is_records for file in stream.files):
+            for problem in trained_text_problems(stream, run.corpus.tokenizer, run.data):
+                report.add("answers", f"{stream.name}: {problem}")
     _Reading(run, report).read(progress or (lambda what, done, total: None))
     _check_held_out(run, report)
     return report
@@ -146,6 +152,9 @@ def expected_sample(file: TokenFile, samples: Samples, index: int, data: DataSpe
     for start, length in samples.pieces(index):
         inputs_T[place : place + length] = file.tokens[start : start + length]
         labels_T[place : place + length] = file.tokens[start + 1 : start + length + 1]
+        if file.trained is not None:
+            only_read = np.flatnonzero(file.trained[start + 1 : start + length + 1] == 0)
+            labels_T[place + only_read] = NO_LABEL
         place += length
         if data.separate_documents:
             shift, document = place - length - start, file.document_at(start)

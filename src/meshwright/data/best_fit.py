@@ -28,13 +28,16 @@ class Bins:
     """First piece of each bin, and the number of pieces: int64 (num_bins + 1,)."""
 
 
-def best_fit(starts: np.ndarray, capacity: int) -> Bins:
+def best_fit(starts: np.ndarray, capacity: int, *, alone: bool = False) -> Bins:
     """Pack documents into bins of `capacity` labels.
 
     `starts`, int64 (num_documents + 1,), are the documents' first tokens and the number of tokens. A document of n
     tokens has n - 1 labels; one of more than `capacity` labels is cut into pieces that fill a bin, and a rest.
+    `alone`: every document, or rest of one, has a bin of its own.
     """
-    windows = [_pack(starts[first : first + WINDOW + 1], capacity) for first in range(0, len(starts) - 1, WINDOW)]
+    windows = [
+        _pack(starts[first : first + WINDOW + 1], capacity, alone) for first in range(0, len(starts) - 1, WINDOW)
+    ]
     offsets = np.cumsum([0, *(len(window.lengths) for window in windows)])
     firsts = [window.firsts[:-1] + offset for window, offset in zip(windows, offsets[:-1], strict=True)]
     return Bins(
@@ -78,7 +81,7 @@ def assign_bins(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     return bins, num_bins
 
 
-def _pack(starts: np.ndarray, capacity: int) -> Bins:
+def _pack(starts: np.ndarray, capacity: int, alone: bool) -> Bins:
     labels = np.maximum(np.diff(starts) - 1, 0)
     whole, rests = labels // capacity, labels % capacity
     # Pieces that fill a bin, then the rests of documents, which short documents are as a whole.
@@ -86,7 +89,7 @@ def _pack(starts: np.ndarray, capacity: int) -> Bins:
     numbers = np.arange(whole.sum()) - np.repeat(np.cumsum(whole[cut]) - whole[cut], whole[cut])
     full_starts = np.repeat(starts[cut], whole[cut]) + capacity * numbers
     has_rest = np.flatnonzero(rests)
-    bins, num_bins = assign_bins(rests[has_rest], capacity)
+    bins, num_bins = (np.arange(len(has_rest)), len(has_rest)) if alone else assign_bins(rests[has_rest], capacity)
     # Within a bin the longest comes first.
     order = np.lexsort((-rests[has_rest], bins))
     rest_starts = (starts[:-1] + whole * capacity)[has_rest][order]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.data.encoders import Encoders, num_cores
+from meshwright.data.examples import Encoder, RecordEncoder
 from meshwright.data.readers import Document, read_documents
 from meshwright.data.sources import SourceFile
 from meshwright.data.split import Census, Split, likely_split, plan_split, text_hash
@@ -64,6 +65,8 @@ class Commit:
 
 @dataclass(frozen=True, kw_only=True)
 class _Piece:
+    where: str
+    """The id of its record."""
     text: str
     held_out: bool
     ends_document: bool
@@ -78,6 +81,7 @@ def tokenize_files(
     *,
     held_out: float,
     tokenizer: TextTokenizer,
+    encoder: Encoder,
     directory: Path,
     progress: Progress,
     split: Split | None = None,
@@ -85,7 +89,8 @@ def tokenize_files(
 ) -> None:
     """Write the token files of a corpus into `directory`, or go on writing them; `split` where it is known.
 
-    `processes` encode; default: one a core, none for a small corpus. The files do not depend on it.
+    `encoder` makes tokens of the text, or of records where the files hold such. `processes` encode; default: one a
+    core, none for a small corpus. The files do not depend on it.
 
     Raises ValueError for everything that is wrong with the text, and where one side of the split would be empty.
     """
@@ -96,7 +101,9 @@ def tokenize_files(
     split = begun_split or split or choose_split(files, held_out, progress, small=total <= SMALL)
     _write_journal(directory, split, commit)
     while True:
-        census = _tokenize(files, split, tokenizer, directory, processes, commit, progress, total)
+        if split.single_cut is not None and isinstance(encoder, RecordEncoder):
+            raise ValueError(f"{files[0].name} has only one record, too few to hold one out; set data.held_out=0")
+        census = _tokenize(files, split, tokenizer, encoder, directory, processes, commit, progress, total)
         if census.suits(split):
             return
         split, commit = choose_split(files, held_out, progress, small=True), None
@@ -130,6 +137,7 @@ def _tokenize(
     files: Sequence[SourceFile],
     split: Split,
     tokenizer: TextTokenizer,
+    encoder: Encoder,
     directory: Path,
     processes: int,
     commit: Commit | None,
@@ -138,13 +146,16 @@ def _tokenize(
 ) -> Census:
     """Everything after `commit`; returns what the whole corpus holds."""
     commit = commit or Commit(place=Place(), census=Census(), train=Mark(), held_out=Mark())
+    records = isinstance(encoder, RecordEncoder)
     with ExitStack() as stack:
-        train = stack.enter_context(TokenWriter(directory / TRAIN, tokenizer, mark=commit.train))
-        held_out = None
-        if split.holds_out:
-            held_out = stack.enter_context(TokenWriter(directory / HELD_OUT, tokenizer, mark=commit.held_out))
+
+        def writer_of(name: str, mark: Mark) -> TokenWriter:
+            return stack.enter_context(TokenWriter(directory / name, tokenizer, mark=mark, masked=records))
+
+        train = writer_of(TRAIN, commit.train)
+        held_out = writer_of(HELD_OUT, commit.held_out) if split.holds_out else None
         journal = stack.enter_context((directory / JOURNAL).open("a"))
-        encoders = stack.enter_context(Encoders(tokenizer, processes))
+        encoders = stack.enter_context(Encoders(encoder, processes))
         census, place, last_commit = commit.census, commit.place, time.monotonic()
 
         def commit_now() -> None:
@@ -153,26 +164,35 @@ def _tokenize(
             journal.flush()
             os.fsync(journal.fileno())
 
-        for pieces, encoded in encoders.map(_chunks(_pieces(files, split, tokenizer, place))):
-            for piece, ids in zip(pieces, encoded, strict=True):
+        cut = (lambda text: [text]) if records else tokenizer.pieces
+        for pieces, encoded in encoders.map(_chunks(_pieces(files, split, cut, place))):
+            for piece, found in zip(pieces, encoded, strict=True):
                 writer = held_out if piece.held_out and held_out else train
-                writer.write(ids)
-                if piece.ends_document:
+                if found.error:
+                    raise ValueError(f"{piece.where}: {found.error}")
+                for ids in found.documents:
+                    if records:
+                        writer.write_document(ids)
+                    else:
+                        writer.write(ids)
+                if piece.ends_document and not records:
                     writer.end_document()
                 if piece.counts:
-                    census.add(*piece.counts)
+                    census.add(*piece.counts, note=found.note)
             place = pieces[-1].place
             if time.monotonic() - last_commit >= COMMIT_SECONDS:
                 commit_now()
                 last_commit = time.monotonic()
             progress("tokenizing", place.num_bytes, total)
-        train.finish()
+        train.finish(census.notes)
         if held_out:
             held_out.finish()
         return census
 
 
-def _pieces(files: Sequence[SourceFile], split: Split, tokenizer: TextTokenizer, place: Place) -> Iterator[_Piece]:
+def _pieces(
+    files: Sequence[SourceFile], split: Split, cut_text: Callable[[str], list[str]], place: Place
+) -> Iterator[_Piece]:
     """The pieces of all documents after `place`, in order."""
     done, skip_pieces, num_bytes = place.record, place.pieces, place.num_bytes
     for index in range(place.file, len(files)):
@@ -181,7 +201,7 @@ def _pieces(files: Sequence[SourceFile], split: Split, tokenizer: TextTokenizer,
             cut = [
                 (held_out, text, number == len(texts) - 1)
                 for held_out, part in split.parts(document.text, value)
-                for texts in [tokenizer.pieces(part)]
+                for texts in [cut_text(part)]
                 for number, text in enumerate(texts)
             ]
             for number, (held_out, text, ends) in enumerate(cut[skip_pieces:], start=skip_pieces + 1):
@@ -191,6 +211,7 @@ def _pieces(files: Sequence[SourceFile], split: Split, tokenizer: TextTokenizer,
                     num_bytes += document.num_bytes
                     after = Place(index, document.record, 0, num_bytes)
                 yield _Piece(
+                    where=document.id,
                     text=text,
                     held_out=held_out,
                     ends_document=ends,

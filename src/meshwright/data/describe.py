@@ -1,7 +1,7 @@
 """The one place that shows a sample to people: its text, and what of it is in the loss."""
 
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -27,6 +27,23 @@ def describe_mixture(corpus: Corpus, mixture: Mixture, num_samples: int) -> str:
     return "; ".join(parts)
 
 
+def describe_formats(corpus: Corpus) -> str:
+    """What each stream's records are, and how many of them were cut off or left out; nothing where all is text."""
+    parts = []
+    for stream in corpus.streams:
+        if stream.formats not in (("text",), ("tokens",)) or stream.train.counts:
+            counts = "".join(f", {count} {_NOTES[note]}" for note, count in stream.train.counts.items())
+            parts.append(f"{stream.name}: {' and '.join(stream.formats)}{counts}")
+    return "; ".join(parts)
+
+
+_NOTES = {
+    "truncated": "cut off at data.sequence_length",
+    "overlong": "left out for their length",
+    "unlabelled": "left out because nothing in them carries loss",
+}
+
+
 def describe_sample(samples: Samples, index: int, tokenizer: TextTokenizer, *, max_lines: int = 24) -> list[str]:
     """Lines for a terminal: what sample `index` holds, then its decoded text, document by document where they are kept
     apart.
@@ -41,10 +58,7 @@ def describe_sample(samples: Samples, index: int, tokenizer: TextTokenizer, *, m
         f"sample {index} of {len(samples)}: {len(sample.inputs)} tokens, {num_predicted} of them predicted, "
         f"{num_ends} document {'end' if num_ends == 1 else 'ends'}"
     ]
-    if sample.documents is None:
-        text = _marked_lines(sample.inputs, sample.labels, tokenizer)
-    else:
-        text = list(_by_document(sample, tokenizer))
+    text = list(_by_document(sample, [piece.length for piece in samples.pieces(index)], tokenizer))
     if len(text) > max_lines:
         last = max_lines // 3
         left_out = len(text) - max_lines
@@ -58,36 +72,28 @@ def length_histogram(lengths: np.ndarray) -> list[dict[str, int]]:
     return [{"from": 1 << i, "to": (2 << i) - 1, "documents": int(count)} for i, count in enumerate(classes) if count]
 
 
-def _by_document(sample: Sample, tokenizer: TextTokenizer) -> Iterator[str]:
-    assert sample.documents is not None
-    borders = [0, *(np.flatnonzero(np.diff(sample.documents)) + 1), len(sample.documents)]
-    for number, (start, end) in enumerate(pairwise(borders), start=1):
-        inputs_T, labels_T = sample.inputs[start:end], sample.labels[start:end]
-        if (labels_T != NO_LABEL).any():
+def _by_document(sample: Sample, lengths: Sequence[int], tokenizer: TextTokenizer) -> Iterator[str]:
+    """The pieces of `lengths` tokens one after another; where documents are kept apart, each under a headline."""
+    borders, used = {0, *accumulate(lengths)}, sum(lengths)
+    if sample.documents is not None:
+        borders.update(np.flatnonzero(np.diff(sample.documents[:used])) + 1)
+    for number, (start, end) in enumerate(pairwise(sorted(borders)), start=1):
+        if sample.documents is not None:
             yield f"- document {number}: {end - start} tokens"
-            # The end-of-text token that ends a document is a label, and behind it nothing is predicted.
-            ended = labels_T[-1] == NO_LABEL
-            yield from _marked_lines(inputs_T[: len(inputs_T) - ended], labels_T[: len(labels_T) - ended], tokenizer)
-        else:
-            yield f"({end - start} positions of padding)"
+        yield from _marked_lines(sample.inputs[start:end], sample.labels[start:end], tokenizer)
+    if used < len(sample.inputs):
+        yield f"({len(sample.inputs) - used} positions of padding)"
 
 
-def _marked_lines(inputs_T: np.ndarray, labels_T: np.ndarray, tokenizer: TextTokenizer) -> list[str]:
+def _marked_lines(inputs_T: np.ndarray, labels_T: np.ndarray, tokenizer: TextTokenizer) -> Iterator[str]:
+    """The tokens of a piece and the one after it, where that is predicted."""
     has_label_T = labels_T != NO_LABEL
-    # The token after a position is its label, and where it has none, the next input.
-    following_T = np.where(has_label_T, labels_T, np.append(inputs_T[1:], labels_T[-1]))
-    tokens, predicted = np.append(inputs_T[:1], following_T), np.append(False, has_label_T)
-    # Positions after the last label take part in nothing.
-    used = int(np.flatnonzero(has_label_T).max(initial=-1)) + 1
-    lines = []
-    if used:
-        borders = [0, *(np.flatnonzero(np.diff(predicted[: used + 1])) + 1), used + 1]
-        for start, end in pairwise(borders):
-            mark = "|" if predicted[start] else "."
-            lines += [f"{mark} {_printable(line)}" for line in tokenizer.decode(tokens[start:end]).split("\n")]
-    if used < len(labels_T):
-        lines.append(f"({len(labels_T) - used} positions of padding)")
-    return lines
+    tokens = np.append(inputs_T, labels_T[-1:][has_label_T[-1:]])
+    predicted = np.append(False, has_label_T)[: len(tokens)]
+    borders = [0, *(np.flatnonzero(np.diff(predicted)) + 1), len(tokens)]
+    for start, end in pairwise(borders):
+        mark = "|" if predicted[start] else "."
+        yield from (f"{mark} {_printable(line)}" for line in tokenizer.decode(tokens[start:end]).split("\n"))
 
 
 def _printable(line: str) -> str:

@@ -13,17 +13,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from itertools import islice
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import numpy as np
 
-from meshwright.data.tokenizer import TextTokenizer
+from meshwright.data.examples import Encoded, Encoder, build_encoder
 
 ItemT = TypeVar("ItemT")
-
-Encoded = list[np.ndarray]
-"""Token ids of each text, int32."""
 
 
 def num_cores() -> int:
@@ -34,20 +32,20 @@ def num_cores() -> int:
 class Encoders:
     """Encodes chunks of texts, in order; with 0 processes in this one. Use it in `with`."""
 
-    def __init__(self, tokenizer: TextTokenizer, processes: int):
-        self._tokenizer = tokenizer
+    def __init__(self, encoder: Encoder, processes: int):
+        self._encoder = encoder
         self._processes = [_start() for _ in range(processes)]
         self._idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
         self._threads = ThreadPoolExecutor(max(1, processes), thread_name_prefix="meshwright-encoders")
         for process in self._processes:
             self._threads.submit(self._introduce, process)
 
-    def map(self, chunks: Iterable[tuple[ItemT, Sequence[str]]]) -> Iterator[tuple[ItemT, Encoded]]:
+    def map(self, chunks: Iterable[tuple[ItemT, Sequence[str]]]) -> Iterator[tuple[ItemT, list[Encoded]]]:
         """Each chunk's item with the tokens of its texts. At most two chunks a process are held in memory."""
         if not self._processes:
-            yield from ((item, _encode(self._tokenizer, texts)) for item, texts in chunks)
+            yield from ((item, self._encoder.encode(texts)) for item, texts in chunks)
             return
-        ahead: deque[tuple[ItemT, Future[Encoded]]] = deque()
+        ahead: deque[tuple[ItemT, Future[list[Encoded]]]] = deque()
         for item, texts in chunks:
             ahead.append((item, self._threads.submit(self._ask, texts)))
             if len(ahead) > 2 * len(self._processes):
@@ -66,24 +64,23 @@ class Encoders:
             process.communicate()
 
     def _introduce(self, process: subprocess.Popen[bytes]) -> None:
-        """Give a process its tokenizer, which waits until the process has started: all start at the same time."""
+        """Give a process its encoder, which waits until the process has started: all start at the same time."""
         with suppress(OSError):  # a process that is gone is noticed when it is asked
-            _send(dict(self._tokenizer.files), process.stdin)
+            _send(self._encoder.settings, process.stdin)
         self._idle.put(process)
 
-    def _ask(self, texts: Sequence[str]) -> Encoded:
+    def _ask(self, texts: Sequence[str]) -> list[Encoded]:
         process = self._idle.get()
         try:
             assert process.stdin is not None
             assert process.stdout is not None
             _send(list(texts), process.stdin)
-            lengths, ids = marshal.load(process.stdout)
+            answer = marshal.load(process.stdout)
         except (OSError, EOFError) as error:
             raise RuntimeError(f"an encoding process ended with status {process.wait()}") from error
         finally:
             self._idle.put(process)
-        borders = np.cumsum(np.frombuffer(lengths, np.int32))
-        return np.split(np.frombuffer(ids, np.int32), borders)[: len(texts)]
+        return _unpacked(*answer)
 
 
 def _start() -> subprocess.Popen[bytes]:
@@ -97,8 +94,25 @@ def _send(value: Any, stream: Any) -> None:
     stream.flush()
 
 
-def _encode(tokenizer: TextTokenizer, texts: Sequence[str]) -> Encoded:
-    return [np.asarray(ids, np.int32) for ids in tokenizer.encode_batch(texts)]
+def _packed(encoded: Sequence[Encoded]) -> tuple[bytes, bytes, bytes, list[tuple[str, str]]]:
+    """As bytes: how many documents each text has, how many tokens each document, all tokens; and what is told of each
+    text, nothing where nothing is told of any."""
+    documents = [ids for found in encoded for ids in found.documents]
+    counts = np.array([len(found.documents) for found in encoded], np.int32)
+    lengths = np.array([len(ids) for ids in documents], np.int32)
+    told = [(found.note, found.error) for found in encoded]
+    ids = np.concatenate([np.zeros(0, np.int32), *documents])
+    return counts.tobytes(), lengths.tobytes(), ids.tobytes(), told if any(map(any, told)) else []
+
+
+def _unpacked(counts: bytes, lengths: bytes, ids: bytes, told: list[Any]) -> list[Encoded]:
+    borders = np.cumsum(np.frombuffer(lengths, np.int32))
+    documents = iter(np.split(np.frombuffer(ids, np.int32), borders))
+    numbers = np.frombuffer(counts, np.int32)
+    return [
+        Encoded(tuple(islice(documents, count)), note, error)
+        for count, (note, error) in zip(numbers, told or [("", "")] * len(numbers), strict=True)
+    ]
 
 
 def serve() -> None:
@@ -106,9 +120,7 @@ def serve() -> None:
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # one core each
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     with suppress(EOFError, BrokenPipeError):
-        tokenizer = TextTokenizer(marshal.load(requests), where="encoder")
+        encoder = build_encoder(marshal.load(requests))
         while True:
-            encoded = _encode(tokenizer, marshal.load(requests))
-            lengths = np.array([len(ids) for ids in encoded], np.int32)
-            _send((lengths.tobytes(), np.concatenate([np.zeros(0, np.int32), *encoded]).tobytes()), answers)
+            _send(_packed(encoder.encode(marshal.load(requests))), answers)
     os._exit(0)  # an ordinary exit would try once more to send what nobody reads

@@ -107,7 +107,7 @@ def mean_context(corpus: Corpus, data: DataSpec) -> float:
         borders = stream.train.starts()
         if data.packing == "concatenated":
             borders = np.union1d(borders, np.arange(0, borders[-1], data.sequence_length))
-        lengths = np.maximum(np.diff(borders) - (data.packing == "best_fit"), 0)
+        lengths = np.maximum(np.diff(borders) - (data.packing != "concatenated"), 0)
         whole, rest = np.divmod(lengths, data.sequence_length)
         tokens.append(stream.weight or int(lengths.sum()))
         contexts.append((whole.sum() * data.sequence_length**2 + (rest**2).sum()) / max(1, lengths.sum()))

@@ -56,10 +56,13 @@ class Samples(Protocol):
 
 def build_samples(file: TokenFile, data: DataSpec, *, keep_tail: bool = False) -> Samples:
     """Tokens as the recipe packs them. `keep_tail` as in `ConcatenatedSamples`; the other packings lose nothing."""
-    if data.packing == "best_fit":
-        return BestFitSamples(file, data.sequence_length, separate=data.separate_documents)
+    if data.packing != "concatenated":
+        alone = data.packing == "padded"
+        return BestFitSamples(file, data.sequence_length, separate=data.separate_documents, alone=alone)
     borders = file if data.separate_documents else None
-    return ConcatenatedSamples(file.tokens, data.sequence_length, keep_tail=keep_tail, borders=borders)
+    return ConcatenatedSamples(
+        file.tokens, data.sequence_length, keep_tail=keep_tail, borders=borders, trained=file.trained
+    )
 
 
 class ConcatenatedSamples:
@@ -73,15 +76,21 @@ class ConcatenatedSamples:
     """
 
     def __init__(
-        self, tokens: np.ndarray, sequence_length: int, *, keep_tail: bool = False, borders: TokenFile | None = None
+        self,
+        tokens: np.ndarray,
+        sequence_length: int,
+        *,
+        keep_tail: bool = False,
+        borders: TokenFile | None = None,
+        trained: np.ndarray | None = None,
     ):
         """`tokens` is a stream of any integer dtype, such as `TokenFile.tokens`; `borders` is their file where its
-        documents are to be kept apart.
+        documents are to be kept apart; `trained` as in `TokenFile`.
 
         Raises ValueError when it is too short for one sample.
         """
         self.sequence_length = sequence_length
-        self._tokens, self._borders = tokens, borders
+        self._tokens, self._borders, self._trained = tokens, borders, trained
         num_labels = max(len(tokens) - 1, 0)
         self._len = -(-num_labels // sequence_length) if keep_tail else num_labels // sequence_length
         self.num_tokens = min(num_labels, self._len * sequence_length)
@@ -103,7 +112,7 @@ class ConcatenatedSamples:
         return [Piece(start, min(self.sequence_length, len(self._tokens) - 1 - start))]
 
     def __getitem__(self, index: int) -> Sample:
-        sample = packed_sample(self._tokens, self.pieces(index), self.sequence_length)
+        sample = packed_sample(self._tokens, self.pieces(index), self.sequence_length, self._trained)
         return sample if self._borders is None else self._kept_apart(sample, *self.pieces(index)[0])
 
     def _kept_apart(self, sample: Sample, start: int, length: int) -> Sample:
@@ -128,11 +137,14 @@ class BestFitSamples:
     Positions that stay free are padding.
     """
 
-    def __init__(self, file: TokenFile, sequence_length: int, *, separate: bool):
-        """`separate`: keep the documents of a sample apart. Raises ValueError where no document has two tokens."""
+    def __init__(self, file: TokenFile, sequence_length: int, *, separate: bool, alone: bool = False):
+        """`separate`: keep the documents of a sample apart; `alone`: every document is a sample of its own.
+
+        Raises ValueError where no document has two tokens.
+        """
         self.sequence_length = sequence_length
-        self._tokens, self._separate = file.tokens, separate
-        self._bins: Bins = best_fit(file.starts(), sequence_length)
+        self._file, self._separate = file, separate
+        self._bins: Bins = best_fit(file.starts(), sequence_length, alone=alone)
         self.num_tokens = int(self._bins.lengths.sum(dtype=np.int64))
         if not len(self):
             raise ValueError(f"{file.path}: no document has two tokens, so there is nothing to predict; add text")
@@ -155,7 +167,7 @@ class BestFitSamples:
 
     def __getitem__(self, index: int) -> Sample:
         pieces = self.pieces(index)
-        sample = packed_sample(self._tokens, pieces, self.sequence_length)
+        sample = packed_sample(self._file.tokens, pieces, self.sequence_length, self._file.trained)
         if not self._separate:
             return sample
         lengths = [piece.length for piece in pieces]
@@ -163,14 +175,18 @@ class BestFitSamples:
         return sample._replace(documents=np.repeat(np.arange(len(lengths)), lengths))
 
 
-def packed_sample(tokens: np.ndarray, pieces: Sequence[Piece], sequence_length: int) -> Sample:
-    """Pieces of a stream one behind another, then padding."""
+def packed_sample(
+    tokens: np.ndarray, pieces: Sequence[Piece], sequence_length: int, trained: np.ndarray | None = None
+) -> Sample:
+    """Pieces of a stream one behind another, then padding; labels only where `trained` (None: everywhere) is 1."""
     sample = blank_sample(sequence_length)
     place = 0
     for start, length in pieces:
         window = tokens[start : start + length + 1]
         sample.inputs[place : place + length] = window[:-1]
         sample.labels[place : place + length] = window[1:]
+        if trained is not None:
+            sample.labels[place : place + length][trained[start + 1 : start + length + 1] == 0] = NO_LABEL
         place += length
     return sample
 

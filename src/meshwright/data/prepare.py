@@ -8,12 +8,15 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from meshwright.data.build import HELD_OUT, TRAIN, Progress, counted, remove_scaffolding, tokenize_files
+from meshwright.data.examples import RecordEncoder, TextEncoder, record_encoder
+from meshwright.data.readers import read_documents, told_apart
 from meshwright.data.sources import SourceFile, find_files
 from meshwright.data.split import Split, plan_split, text_hash
 from meshwright.data.token_file import (
@@ -50,6 +53,15 @@ class Stream:
     """Tokens for evaluation; None where data.held_out is 0."""
     weight: float | None
     """The source's weight."""
+    formats: tuple[str, ...] = ("text",)
+    """The formats of its records; text or tokens."""
+    files: tuple[SourceFile, ...] = ()
+    """What it was made of."""
+
+    @property
+    def is_pairs(self) -> bool:
+        """Whether its documents are the two sides of preferences, one pair after another."""
+        return "preference" in self.formats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,20 +119,48 @@ def prepare_corpus(
     """
     progress = progress or (lambda what, done, total: None)
     cache = Path(data.cache_dir)
-    groups = _streams(data, find_files(data.sources, base_dir))
+    groups = _streams(data, told_apart(find_files(data.sources, base_dir)))
     tokenizer = find_tokenizer(data, base_dir=base_dir, model_dir=model_dir)
     splits: dict[str, Split] = {}
     if tokenizer is None:
         tokenizer = _trained_tokenizer(data, cache, groups, splits, progress)
+    records = None
+    if any(files[0].is_records for files in groups.values()):
+        records = encoder_of_records(data, tokenizer, base_dir)
+        if records.template is not None:
+            tokenizer = tokenizer.with_chat_template(records.template.source)
     streams = []
     for name, files in groups.items():
         if files[0].is_tokens:
             train, held_out = _given_tokens(files[0], data, cache, tokenizer)
         else:
-            train, held_out = _tokenized(files, data, cache, tokenizer, splits.get(name), progress, processes)
+            encoder = records if files[0].is_records and records else TextEncoder(tokenizer)
+            train, held_out = _tokenized(files, data, cache, tokenizer, encoder, splits.get(name), progress, processes)
         weight = data.sources[files[0].source].weight
-        streams.append(Stream(name=name, train=train, held_out=held_out, weight=weight))
+        formats = ("tokens",) if files[0].is_tokens else tuple(dict.fromkeys(file.format for file in files))
+        stream = Stream(name=name, train=train, held_out=held_out, weight=weight, formats=formats, files=tuple(files))
+        streams.append(stream)
     return Corpus(tokenizer=tokenizer, streams=tuple(streams))
+
+
+def encoder_of_records(data: DataSpec, tokenizer: TextTokenizer, base_dir: Path) -> RecordEncoder:
+    """What makes tokens of the recipe's records. Raises ValueError where they would be cut or have no template."""
+    if data.packing == "concatenated":
+        raise ValueError(
+            "data.packing=concatenated would cut conversations anywhere; set data.packing=best_fit and "
+            "data.separate_documents=true, or data.packing=padded"
+        )
+    return record_encoder(tokenizer, data.chat, base_dir=base_dir, max_labels=data.sequence_length)
+
+
+def first_records(files: Sequence[SourceFile], encoder: RecordEncoder, num: int) -> TokenFile:
+    """The first records of files of them, as they will be trained on; left out what will be left out."""
+    documents = list(islice(read_documents(files), num))
+    encoded = encoder.encode([document.text for document in documents])
+    for document, found in zip(documents, encoded, strict=True):
+        if found.error:
+            raise ValueError(f"{document.id}: {found.error}")
+    return file_in_memory([ids for found in encoded for ids in found.documents], masked=True)
 
 
 def find_tokenizer(data: DataSpec, *, base_dir: Path, model_dir: Path | None = None) -> TextTokenizer | None:
@@ -142,14 +182,17 @@ def first_tokens(file: SourceFile, tokenizer: TextTokenizer, num_tokens: int) ->
 
 
 def _streams(data: DataSpec, files: Sequence[SourceFile]) -> dict[str, list[SourceFile]]:
-    """The files of each stream, by its name: every file of tokens is one; text is one a weighted source, else all."""
+    """The files of each stream, by its name: every file of tokens is one, and so is a source with a name or a weight;
+    of the others all text, all conversations (and the like) and all preferences."""
     streams: dict[str, list[SourceFile]] = {}
     for file in files:
         source = data.sources[file.source]
         if file.is_tokens:
             name = file.name
+        elif source.name or source.weight is not None:
+            name = source.name or source.path
         else:
-            name = source.path if source.weight is not None else "text"
+            name = {"text": "text", "preference": "preferences"}.get(file.format, "conversations")
         streams.setdefault(name, []).append(file)
     return streams
 
@@ -159,24 +202,29 @@ def _tokenized(
     data: DataSpec,
     cache: Path,
     tokenizer: TextTokenizer,
+    encoder: TextEncoder | RecordEncoder,
     split: Split | None,
     progress: Progress,
     processes: int | None,
 ) -> tuple[TokenFile, TokenFile | None]:
-    """The tokens of text: (train, held out)."""
+    """The tokens of text or records: (train, held out)."""
+    about = [_identities(files), data.held_out, tokenizer.fingerprint]
+    if isinstance(encoder, RecordEncoder):
+        about.append(encoder.fingerprint)
 
     def build(directory: Path) -> None:
         tokenize_files(
             files,
             held_out=data.held_out,
             tokenizer=tokenizer,
+            encoder=encoder,
             directory=directory,
             progress=progress,
             split=split,
             processes=processes,
         )
 
-    directory = _cached(cache, [_identities(files), data.held_out, tokenizer.fingerprint], build)
+    directory = _cached(cache, about, build)
     rebuild = f"; delete {directory} to build it again"
     train = open_token_file(directory / TRAIN, tokenizer, rebuild=rebuild)
     return train, open_token_file(directory / HELD_OUT, tokenizer, rebuild=rebuild) if data.held_out else None
@@ -224,6 +272,8 @@ def _trained_tokenizer(
     for files in groups.values():
         if files[0].is_tokens:
             raise ValueError(f"{files[0].name} holds tokens: give the tokenizer that made them as data.tokenizer")
+        if files[0].is_records:
+            raise ValueError(f"{files[0].name} holds records of {files[0].format}: give a tokenizer as data.tokenizer")
 
     def build(directory: Path) -> None:
         num_characters = 0

@@ -5,10 +5,12 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import IO, Any, NamedTuple
 
+from meshwright.data.records import COLUMNS, FURTHER, format_of, record_text
 from meshwright.data.sources import SourceFile, require
 
 ROWS = 256
@@ -23,11 +25,21 @@ class Document(NamedTuple):
     id: str
     """Where it lies: the file's name, with the line or row of a file of many."""
     text: str
-    """Its text, never empty."""
+    """Its text, never empty; of a file of records the record, as `records.py` writes it."""
     num_bytes: int
     """Bytes of the file that it took."""
     record: int = 1
     """Line or row of its file, from 1; of a .csv file the row without its header."""
+
+
+class Row(NamedTuple):
+    """One line or row of a file of many."""
+
+    id: str
+    fields: Mapping[str, Any]
+    """By key or column: of a file of text its text alone, of a file of records at least what they need."""
+    num_bytes: int
+    record: int
 
 
 def read_documents(files: Iterable[SourceFile], *, skip: int = 0) -> Iterator[Document]:
@@ -38,8 +50,52 @@ def read_documents(files: Iterable[SourceFile], *, skip: int = 0) -> Iterator[Do
     Raises ValueError, naming file and byte, line or row, at what cannot be read and at text that is not UTF-8.
     """
     for file in files:
-        yield from (document for document in _READERS[file.format](file, skip) if document.text)
+        if file.container == "text":
+            documents = _read_text(file, skip)
+        else:
+            documents = (
+                Document(row.id, _content(row, file), row.num_bytes, row.record)
+                for row in _READERS[file.container](file, skip)
+            )
+        yield from (document for document in documents if document.text)
         skip = 0
+
+
+def told_apart(files: Iterable[SourceFile]) -> list[SourceFile]:
+    """The files with the format of their records where a source leaves it open: what the columns of the first say.
+
+    Raises ValueError where they are those of several formats, or nearly those of one.
+    """
+    return [_told_apart(file) for file in files]
+
+
+def _told_apart(file: SourceFile) -> SourceFile:
+    if file.format != "auto":
+        return file
+    if file.container not in _READERS or file.text_key != "text":
+        return replace(file, format="text")
+    row = next(_READERS[file.container](file, 0), None)
+    return replace(file, format=format_of(row.fields, file.text_key, file.name) if row else "text")
+
+
+def _content(row: Row, file: SourceFile) -> str:
+    if file.is_records:
+        return record_text(row.fields, file.format, row.id)
+    key, text = file.text_key, row.fields.get(file.text_key)
+    if key not in row.fields:
+        raise ValueError(
+            f"{row.id}: no {key!r} in this line (its keys are {', '.join(row.fields)}); set the source's text_key"
+        )
+    if not isinstance(text, str):
+        kind = "empty (null)" if text is None else f"not a string but {type(text).__name__}"
+        raise ValueError(f"{row.id}: {key!r} is {kind}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{row.id}: {key!r} is not Unicode text: a lone surrogate at character {error.start}"
+        ) from error
+    return text
 
 
 def _read_text(file: SourceFile, skip: int) -> Iterator[Document]:
@@ -55,7 +111,7 @@ def _read_text(file: SourceFile, skip: int) -> Iterator[Document]:
     yield Document(file.name, text, num_bytes)
 
 
-def _read_json_lines(file: SourceFile, skip: int) -> Iterator[Document]:
+def _read_json_lines(file: SourceFile, skip: int) -> Iterator[Row]:
     place = 0
     with _opened(file) as (lines, raw):
         for number, line in enumerate(lines, start=1):
@@ -65,17 +121,32 @@ def _read_json_lines(file: SourceFile, skip: int) -> Iterator[Document]:
                 continue
             before, place = place, raw.tell()
             where = f"{file.name}:{number}"
-            yield Document(where, _text_of(line, file.text_key, where), place - before, number)
+            yield Row(where, _fields(_parsed(line, where, "of the line"), where), place - before, number)
 
 
-def _read_csv(file: SourceFile, skip: int) -> Iterator[Document]:
+def _read_json(file: SourceFile, skip: int) -> Iterator[Row]:
+    """A list of records, all in memory."""
+    with _opened(file) as (opened, raw):
+        content = opened.read()
+        num_bytes = raw.tell()
+    records = _parsed(content, file.name, "")
+    if not isinstance(records, list):
+        raise ValueError(f"{file.name}: a .json file must hold a list of records")
+    for number, record in enumerate(records, start=1):
+        if number > skip:
+            share = num_bytes * number // len(records) - num_bytes * (number - 1) // len(records)
+            where = f"{file.name}: record {number}"
+            yield Row(where, _fields(record, where), share, number)
+
+
+def _read_csv(file: SourceFile, skip: int) -> Iterator[Row]:
     csv.field_size_limit(LONGEST_FIELD)
     place = 0
     with _opened(file) as (opened, raw), io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as text:
         rows = csv.reader(text, strict=True)
         try:
             names = next(rows, [])
-            column = _column(file, names)
+            _check_columns(file, names)
             for number, row in enumerate(rows, start=1):
                 if number <= skip or not row:
                     continue
@@ -83,26 +154,26 @@ def _read_csv(file: SourceFile, skip: int) -> Iterator[Document]:
                 where = f"{file.name}:{rows.line_num}"
                 if len(row) != len(names):
                     raise ValueError(f"{where}: {len(row)} fields, but the header has {len(names)}")
-                yield Document(where, row[column], place - before, number)
+                yield Row(where, dict(zip(names, row, strict=True)), place - before, number)
         except csv.Error as error:
             raise ValueError(f"{file.name}:{rows.line_num}: not CSV: {error}") from error
         except UnicodeDecodeError as error:
             raise ValueError(f"{file.name}: not UTF-8 soon after line {rows.line_num}") from error
 
 
-def _read_parquet(file: SourceFile, skip: int) -> Iterator[Document]:
+def _read_parquet(file: SourceFile, skip: int) -> Iterator[Row]:
     parquet = require("pyarrow.parquet", f"reading {file.name}")
     with _arrow_errors(file), parquet.ParquetFile(file.path) as opened:
-        _column(file, opened.schema_arrow.names)
+        columns = _columns(file, opened.schema_arrow.names)
         share = file.path.stat().st_size / max(1, opened.metadata.num_rows)
         groups, row = list(range(opened.num_row_groups)), 0
         while groups and row + opened.metadata.row_group(groups[0]).num_rows <= skip:
             row += opened.metadata.row_group(groups.pop(0)).num_rows
-        batches = opened.iter_batches(batch_size=ROWS, row_groups=groups, columns=[file.text_key])
+        batches = opened.iter_batches(batch_size=ROWS, row_groups=groups, columns=columns)
         yield from _rows(file, batches, row, skip, share)
 
 
-def _read_arrow(file: SourceFile, skip: int) -> Iterator[Document]:
+def _read_arrow(file: SourceFile, skip: int) -> Iterator[Row]:
     arrow = require("pyarrow", f"reading {file.name}")
     with _arrow_errors(file), arrow.memory_map(str(file.path)) as mapped:
         if mapped.read(6) == b"ARROW1":
@@ -111,35 +182,41 @@ def _read_arrow(file: SourceFile, skip: int) -> Iterator[Document]:
         else:
             mapped.seek(0)
             batches = opened = arrow.ipc.open_stream(mapped)
-        column = _column(file, opened.schema.names)
+        columns = _columns(file, opened.schema.names)
         pieces = (
-            batch.select([column]).slice(start, ROWS) for batch in batches for start in range(0, batch.num_rows, ROWS)
+            batch.select(columns).slice(start, ROWS) for batch in batches for start in range(0, batch.num_rows, ROWS)
         )
         yield from _rows(file, pieces, 0, skip, None)
 
 
-def _rows(file: SourceFile, batches: Iterable[Any], row: int, skip: int, share: float | None) -> Iterator[Document]:
-    """Documents of one-column record batches, the first of which begins after `row` rows."""
+def _rows(file: SourceFile, batches: Iterable[Any], row: int, skip: int, share: float | None) -> Iterator[Row]:
+    """Rows of record batches, the first of which begins after `row` rows."""
     for batch in batches:
         if row + batch.num_rows > skip:
             # A slice counts the bytes of its own rows only.
             each = batch.nbytes / max(1, batch.num_rows) if share is None else share
-            for number, text in enumerate(batch.column(0).to_pylist(), start=row + 1):
-                if not isinstance(text, str):
-                    kind = "empty (null)" if text is None else f"not a string but {type(text).__name__}"
-                    raise ValueError(f"{file.name}: row {number}: {file.text_key!r} is {kind}")
+            for number, fields in enumerate(batch.to_pylist(), start=row + 1):
                 if number > skip:
                     num_bytes = int(each * number) - int(each * (number - 1))
-                    yield Document(f"{file.name}: row {number}", text, num_bytes, number)
+                    yield Row(f"{file.name}: row {number}", fields, num_bytes, number)
         row += batch.num_rows
 
 
-def _column(file: SourceFile, names: Sequence[str]) -> int:
-    if file.text_key not in names:
+def _columns(file: SourceFile, names: Sequence[str]) -> list[str]:
+    """Those that are read."""
+    _check_columns(file, names)
+    if file.format == "auto":
+        return list(names)
+    wanted = (*COLUMNS[file.format], *FURTHER) if file.is_records else (file.text_key,)
+    return [name for name in names if name in wanted]
+
+
+def _check_columns(file: SourceFile, names: Sequence[str]) -> None:
+    """Of a file of text; what a record lacks is told where it is read."""
+    if file.format == "text" and file.text_key not in names:
         raise ValueError(
             f"{file.name}: no column {file.text_key!r} (its columns are {', '.join(names)}); set the source's text_key"
         )
-    return list(names).index(file.text_key)
 
 
 @contextmanager
@@ -177,31 +254,24 @@ def _arrow_errors(file: SourceFile) -> Iterator[None]:
         raise ValueError(f"{file.name} cannot be read: {reason}") from error
 
 
-def _text_of(line: bytes, key: str, where: str) -> str:
+def _parsed(content: bytes, where: str, of: str) -> Any:
     try:
-        fields = json.loads(line.decode())
+        return json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not UTF-8 at byte {error.start} of the line") from error
+        raise ValueError(f"{where}: not UTF-8 at byte {error.start} {of}".rstrip()) from error
     except ValueError as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
-    if not isinstance(fields, dict) or key not in fields:
-        found = f"its keys are {', '.join(fields)}" if isinstance(fields, dict) else "it is no object"
-        raise ValueError(f"{where}: no {key!r} in this line ({found}); set the source's text_key")
-    text = fields[key]
-    if not isinstance(text, str):
-        raise ValueError(f"{where}: {key!r} is not a string but {type(text).__name__}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{where}: {key!r} is not Unicode text: a lone surrogate at character {error.start}"
-        ) from error
-    return text
+
+
+def _fields(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: it is no object with keys, but {type(value).__name__}")
+    return value
 
 
 _READERS = {
-    "text": _read_text,
     "jsonl": _read_json_lines,
+    "json": _read_json,
     "csv": _read_csv,
     "parquet": _read_parquet,
     "arrow": _read_arrow,

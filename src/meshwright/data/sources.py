@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from meshwright.spec.data import HUB, STDLIB, SourceSpec
+from meshwright.spec.data import HUB, STDLIB, Format, SourceSpec
 
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
 """Folders that the stdlib corpus leaves out.
@@ -21,10 +21,11 @@ files, and are not on every machine. `encodings` is a hundred generated tables, 
 next, so that the split by document would show the held-out ones to training.
 """
 
-Format = Literal["text", "jsonl", "csv", "parquet", "arrow", "megatron", "raw"]
+Container = Literal["text", "jsonl", "json", "csv", "parquet", "arrow", "megatron", "raw"]
 
-FORMATS: dict[str, Format] = {
+CONTAINERS: dict[str, Container] = {
     ".jsonl": "jsonl",
+    ".json": "json",
     ".csv": "csv",
     ".parquet": "parquet",
     ".arrow": "arrow",
@@ -34,9 +35,9 @@ FORMATS: dict[str, Format] = {
 """By ending; every other file is text."""
 
 COMPRESSED = (".gz", ".zst")
-"""Endings behind the ending of a text, .jsonl or .csv file."""
+"""Endings behind the ending of a text, .json, .jsonl or .csv file."""
 
-NOT_TEXT = frozenset([".json", ".npy", ".npz", ".xz", ".bz2", ".zip", ".tar", ".pt", ".safetensors"])
+NOT_TEXT = frozenset([".npy", ".npz", ".xz", ".bz2", ".zip", ".tar", ".pt", ".safetensors"])
 """Endings refused: read as plain text, these would train silently on markup or fail at the first byte."""
 
 EXTRAS = {"pyarrow": "arrow", "datasets": "hub"}
@@ -51,8 +52,10 @@ class SourceFile:
     """Where to open it; of tokens the .bin file."""
     name: str
     """Its name in messages and document ids: relative to the recipe, or `stdlib/...`."""
-    format: Format
+    container: Container
     """How it is read."""
+    format: Format = "auto"
+    """What a line or row of it holds; auto is settled by `readers.told_apart`."""
     compression: str = ""
     """.gz, .zst or nothing."""
     text_key: str = "text"
@@ -65,12 +68,24 @@ class SourceFile:
     @property
     def is_tokens(self) -> bool:
         """Whether it holds tokens instead of text."""
-        return self.format in ("megatron", "raw")
+        return self.container in ("megatron", "raw")
+
+    @property
+    def is_records(self) -> bool:
+        """Whether it holds records of fine-tuning data instead of text."""
+        return self.format not in ("auto", "text")
 
     def identity(self) -> tuple[Any, ...]:
         """What changes when what would be read from it changes; all that a cache looks at."""
         found = self.path.stat()
-        return (self.name, self.format, self.text_key, self.tokens, found.st_size, found.st_mtime_ns)
+        return (
+            self.name,
+            self.format if self.is_records else self.container,
+            self.text_key,
+            self.tokens,
+            found.st_size,
+            found.st_mtime_ns,
+        )
 
 
 def find_files(sources: Sequence[SourceSpec], base_dir: Path) -> list[SourceFile]:
@@ -126,18 +141,18 @@ def _source_file(name: str, source: SourceSpec, number: int, base_dir: Path) -> 
     path = base_dir / name
     compression = next((ending for ending in COMPRESSED if name.lower().endswith(ending)), "")
     ending = Path(name[: len(name) - len(compression)]).suffix.lower()
-    format = FORMATS.get(ending, "text")
-    if ending in NOT_TEXT or (compression and format not in ("text", "jsonl", "csv")):
+    container = CONTAINERS.get(ending, "text")
+    if ending in NOT_TEXT or (compression and container not in ("text", "jsonl", "json", "csv")):
         raise ValueError(
             f"{name}: {ending}{compression} files cannot be read; make it .jsonl, or plain text such as .txt"
         )
-    if format == "raw" and path.with_suffix(".idx").is_file():
-        format = "megatron"
-    elif format == "megatron":
+    if container == "raw" and path.with_suffix(".idx").is_file():
+        container = "megatron"
+    elif container == "megatron":
         path = path.with_suffix(".bin")
         if not path.is_file():
             raise ValueError(f"{name}: {path.name}, whose index it is, does not lie beside it")
-    elif format == "raw" and source.tokens is None:
+    elif container == "raw" and source.tokens is None:
         raise ValueError(
             f"{name}: no {path.stem}.idx lies beside it; say which integers it holds, as in "
             f"{{path: {source.path}, tokens: uint16}}"
@@ -145,17 +160,20 @@ def _source_file(name: str, source: SourceSpec, number: int, base_dir: Path) -> 
     return SourceFile(
         path=path,
         name=name,
-        format=format,
+        container=container,
+        format=source.format,
         compression=compression,
         text_key=source.text_key,
-        tokens=source.tokens if format == "raw" else None,
+        tokens=source.tokens if container == "raw" else None,
         source=number,
     )
 
 
 def _arrow_file(path: Path, source: SourceSpec, number: int) -> SourceFile:
     name = f"{source.path}/{path.name}"
-    return SourceFile(path=path, name=name, format="arrow", text_key=source.text_key, source=number)
+    return SourceFile(
+        path=path, name=name, container="arrow", format=source.format, text_key=source.text_key, source=number
+    )
 
 
 def _saved_dataset(folder: Path, source: SourceSpec) -> Iterator[Path]:
@@ -200,7 +218,7 @@ def _stdlib_files(number: int) -> list[SourceFile]:
         folders[:] = set(folders) - STDLIB_LEFT_OUT
         for path in (Path(parent, name) for name in names if name.endswith(".py")):
             name = f"{STDLIB}/{path.relative_to(folder).as_posix()}"
-            files.append(SourceFile(path=path, name=name, format="text", source=number))
+            files.append(SourceFile(path=path, name=name, container="text", source=number))
     if not files:
         raise ValueError(
             f"this Python keeps no source text of its standard library (looked for .py files in {folder}); "

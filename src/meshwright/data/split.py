@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshwright.data.readers import Document
 
@@ -54,8 +54,13 @@ class Census:
     largest: int = -1
     """Largest hash of a document."""
 
-    def add(self, num_characters: int, value: int) -> None:
+    notes: dict[str, int] = field(default_factory=dict)
+    """Records that were cut off or left out, by the reason."""
+
+    def add(self, num_characters: int, value: int, *, note: str = "") -> None:
         """Count a document."""
+        if note:
+            self.notes[note] = self.notes.get(note, 0) + 1
         self.num_documents += 1
         self.num_characters += num_characters
         self.smallest, self.largest = min(self.smallest, value), max(self.largest, value)

@@ -4,15 +4,15 @@
 9 bytes of MAGIC, u64 version 1, u8 code of the dtype, u64 number S of sequences, u64 number of documents and one, then
 i32[S] lengths of sequences in tokens, i64[S] places of sequences in `x.bin` in bytes, i64 first sequence of every
 document and S. What is written here has one sequence a document. `x.json` says which tokenizer made it; files made
-elsewhere have none.
+elsewhere have none. `x.mask`, where only some tokens carry loss, has one byte for each token: 1 for those that do.
 """
 
 import bisect
 import json
 import os
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -26,6 +26,8 @@ DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.
 """Megatron's codes; 6 and 7 are floats."""
 SMALL_VOCABULARY = 65500
 """Megatron's builder takes uint16 below so many tokens, else int32."""
+MASK = ".mask"
+"""Ending of the file that says which tokens carry loss."""
 LENGTHS = ".lengths"
 """Ending of the file that a writer keeps the documents' lengths in, to continue or to make the index of."""
 BLOCK = 1 << 20
@@ -46,6 +48,10 @@ class TokenFile:
     """First sequence of each document, and the number of sequences."""
     begin: int = 0
     """Documents of the file before the first one here."""
+    trained: np.ndarray | None = None
+    """(num_tokens,) uint8: 1 for a token that carries loss, 0 for one that is only read; None: all carry it."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """How many records were cut off or left out when it was made, by the reason."""
 
     @property
     def num_documents(self) -> int:
@@ -69,8 +75,10 @@ class TokenFile:
 
     def part(self, first: int, last: int) -> "TokenFile":
         """Documents `first` to `last - 1` alone."""
-        tokens = self.tokens[self.start(first) : self.start(last)]
-        return replace(self, tokens=tokens, firsts=self.firsts[first : last + 1], begin=self.begin + first)
+        span = slice(self.start(first), self.start(last))
+        trained = None if self.trained is None else self.trained[span]
+        firsts, begin = self.firsts[first : last + 1], self.begin + first
+        return replace(self, tokens=self.tokens[span], firsts=firsts, begin=begin, trained=trained)
 
     def _place(self, document: int) -> int:
         return int(self.places[self.firsts[document]]) // self.tokens.itemsize
@@ -91,14 +99,18 @@ class TokenWriter:
     What was written when `sync` returned outlives any accident: a writer that starts from that mark continues there.
     """
 
-    def __init__(self, path: Path, tokenizer: TextTokenizer, *, mark: Mark | None = None):
-        """Begin a file, or continue one that was written up to `mark`; what lies behind the mark is cut off."""
+    def __init__(self, path: Path, tokenizer: TextTokenizer, *, mark: Mark | None = None, masked: bool = False):
+        """Begin a file, or continue one that was written up to `mark`; what lies behind the mark is cut off.
+
+        `masked`: some tokens are only read, and which ones is written beside.
+        """
         self._path, self._tokenizer = path, tokenizer
         self.dtype = token_dtype(tokenizer)
         self._tokens, self._documents, self._begun = mark or Mark()
         self._synced = mark
         self._file = _open_to_continue(path, self._tokens * self.dtype.itemsize)
         self._lengths = _open_to_continue(_lengths_path(path), self._documents * 4)
+        self._mask = _open_to_continue(path.with_suffix(MASK), self._tokens) if masked else None
 
     def write(self, ids: Sequence[int] | np.ndarray) -> None:
         """Append token ids to the current document."""
@@ -106,9 +118,19 @@ class TokenWriter:
         self._tokens += len(ids)
         self._begun += len(ids)
 
+    def write_document(self, ids: np.ndarray) -> None:
+        """Append a document that ends as it does, int32 ids; ~id is a token that is only read."""
+        assert self._mask is not None
+        self._mask.write((ids >= 0).astype(np.uint8).data)
+        self.write(np.where(ids < 0, ~ids, ids))
+        self._end()
+
     def end_document(self) -> None:
         """Append the end-of-text token."""
         self.write([self._tokenizer.eos_id])
+        self._end()
+
+    def _end(self) -> None:
         if self._begun >= 1 << 31:
             raise ValueError(f"{self._path}: a document of {self._begun} tokens; the index holds less than 2**31")
         self._lengths.write(struct.pack("<i", self._begun))
@@ -118,8 +140,8 @@ class TokenWriter:
         """Bring everything to disk and say how much that is."""
         mark = Mark(self._tokens, self._documents, self._begun)
         if mark != self._synced:
-            _to_disk(self._file)
-            _to_disk(self._lengths)
+            for file in self._files:
+                _to_disk(file)
             self._synced = mark
         return mark
 
@@ -127,11 +149,18 @@ class TokenWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
-        self._lengths.close()
+        for file in self._files:
+            file.close()
 
-    def finish(self) -> None:
-        """Bring everything to disk, then write index and description; a writer may still continue from the end."""
+    @property
+    def _files(self) -> list[BinaryIO]:
+        return [self._file, self._lengths, *([self._mask] if self._mask else [])]
+
+    def finish(self, counts: Mapping[str, int] | None = None) -> None:
+        """Bring everything to disk, then write index and description; a writer may still continue from the end.
+
+        `counts` are kept for `TokenFile.counts`.
+        """
         self.sync()
         lengths = _map(_lengths_path(self._path), np.dtype("<i4"), 0, self._documents)
         write_index(self._path.with_suffix(".idx"), lengths, self.dtype)
@@ -140,6 +169,7 @@ class TokenWriter:
             "dtype": self.dtype.name,
             "num_documents": self._documents,
             "tokenizer": self._tokenizer.fingerprint,
+            **({"counts": counts} if counts else {}),
         }
         with _about_path(self._path).open("w") as file:
             json.dump(about, file, indent=2)
@@ -184,7 +214,9 @@ def open_token_file(path: Path, tokenizer: TextTokenizer, *, rebuild: str = "") 
         raise ValueError(f"{error}{rebuild}") from error
     if made_by not in (None, tokenizer.fingerprint):
         raise ValueError(f"{path} was made by another tokenizer{rebuild}")
-    return found
+    return replace(
+        found, trained=_open_mask(path, len(found.tokens), rebuild), counts=about.get("counts", {}) if about else {}
+    )
 
 
 def open_indexed(path: Path, *, index: Path | None = None, dtype: np.dtype | None = None) -> TokenFile:
@@ -202,11 +234,26 @@ def open_indexed(path: Path, *, index: Path | None = None, dtype: np.dtype | Non
     return TokenFile(path=path, tokens=_map(path, dtype, 0, num_bytes // dtype.itemsize), places=places, firsts=firsts)
 
 
-def file_in_memory(documents: Sequence[Sequence[int] | np.ndarray], path: Path = Path("memory")) -> TokenFile:
-    """A token file that was never written; each document brings its end-of-text token."""
+def _open_mask(path: Path, num_tokens: int, rebuild: str) -> np.ndarray | None:
+    mask = path.with_suffix(MASK)
+    if not mask.exists():
+        return None
+    if mask.stat().st_size != num_tokens:
+        raise ValueError(f"{mask} is damaged: it has {mask.stat().st_size} bytes instead of {num_tokens}{rebuild}")
+    return _map(mask, np.dtype(np.uint8), 0, num_tokens)
+
+
+def file_in_memory(
+    documents: Sequence[Sequence[int] | np.ndarray], path: Path = Path("memory"), *, masked: bool = False
+) -> TokenFile:
+    """A token file that was never written; each document brings its end-of-text token. `masked`: ~id is a token that is
+    only read."""
     ends = np.cumsum([0, *map(len, documents)])
     tokens = np.concatenate([np.zeros(0, np.int32), *(np.asarray(ids, np.int32) for ids in documents)])
-    return TokenFile(path=path, tokens=tokens, places=ends[:-1] * tokens.itemsize, firsts=np.arange(len(ends)))
+    trained = (tokens >= 0).astype(np.uint8) if masked else None
+    tokens = np.where(tokens < 0, ~tokens, tokens) if masked else tokens
+    places = ends[:-1] * tokens.itemsize
+    return TokenFile(path=path, tokens=tokens, places=places, firsts=np.arange(len(ends)), trained=trained)
 
 
 def scan_tokens(tokens: np.ndarray, *, eos_id: int) -> tuple[int, np.ndarray]:

@@ -15,12 +15,13 @@ END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 """What published tokenizers call it, tried in this order where their files do not say."""
 
+CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "generation_config.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
 )
 """Files of a Hugging Face directory that a tokenizer is made of (config.json is the model's)."""
 
@@ -57,6 +58,15 @@ class TextTokenizer:
         """Rows an embedding needs: the largest id and one."""
         self.eos_id: int = _end_of_text(self._files, ids, where)
         """Id of the end-of-text token."""
+        self.special_tokens: tuple[str, ...] = tuple(
+            token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
+        )
+        """Tokens that stand for no text."""
+        config = _read_json(self._files, "tokenizer_config.json", where)
+        self.named_tokens: dict[str, str] = {"eos_token": self.decode([self.eos_id]), **_named(config)}
+        """Special tokens by what chat templates call them, such as `bos_token`."""
+        self.chat_template: str | None = _chat_template(self._files, config)
+        """How the tokenizer's own files write a conversation down, as Jinja."""
         identity = self._files["tokenizer.json"] + str(self.eos_id).encode()
         self.fingerprint: str = hashlib.sha256(identity).hexdigest()
         """Equal for tokenizers that make the same tokens of every document."""
@@ -74,6 +84,24 @@ class TextTokenizer:
         """Token ids of many texts, on all cores."""
         return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
+    def encode_marked(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """(token ids, characters that each stands for) of texts in which special tokens are meant as such: those that a
+        chat template has written."""
+        self._tokenizer.encode_special_tokens = False
+        try:
+            found = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        return [(encoding.ids, encoding.offsets) for encoding in found]
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token of the vocabulary; None where it is none."""
+        return self._tokenizer.token_to_id(token)
+
+    def with_chat_template(self, source: str) -> "TextTokenizer":
+        """The same tokenizer with another chat template in its files."""
+        return TextTokenizer({**self._files, CHAT_TEMPLATE: source.encode()}, where="tokenizer")
+
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a text that a model shall continue: with the tokens that the tokenizer's own
         template puts before a text (Llama's begin-of-text), without the end-of-text it may put behind."""
@@ -85,6 +113,10 @@ class TextTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, special tokens by their names; bytes that are not UTF-8 become U+FFFD."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def decode_text(self, ids: Iterable[int]) -> str:
+        """The text of token ids without special tokens."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def pieces(self, text: str) -> list[str]:
         """Cut a long text where it does not show: the pieces' tokens, joined, are the text's tokens.
@@ -158,6 +190,22 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> TextTokenizer:
         "tokenizer_config.json": json.dumps(config, indent=2).encode(),
     }
     return TextTokenizer(files, where="trained tokenizer")
+
+
+def _named(config: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens that a tokenizer_config.json names."""
+    given = {key: value for key, value in config.items() if key.endswith("_token")}
+    found = {key: value.get("content") if isinstance(value, dict) else value for key, value in given.items()}
+    return {key: token for key, token in found.items() if isinstance(token, str)}
+
+
+def _chat_template(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str | None:
+    if CHAT_TEMPLATE in files:
+        return files[CHAT_TEMPLATE].decode()
+    found = config.get("chat_template")
+    if isinstance(found, list):  # several by name
+        found = {template["name"]: template["template"] for template in found}.get("default")
+    return found
 
 
 def _end_of_text(files: Mapping[str, bytes], ids: Mapping[str, int], where: str) -> int:

@@ -4,7 +4,7 @@ Shapes: B prompts, T their longest length, V vocabulary.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,9 +36,14 @@ class Sampling:
 
 @torch.inference_mode()
 def generate(
-    model: Decoder, prompts: Sequence[Sequence[int]], *, max_tokens: int, eos_id: int, sampling: Sampling
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    eos_id: int | Collection[int],
+    sampling: Sampling,
 ) -> list[list[int]]:
-    """Up to `max_tokens` new token ids for each prompt, ending before `eos_id` where the model says so.
+    """Up to `max_tokens` new token ids for each prompt, ending before `eos_id` (or any of several) where it says so.
 
     A prompt's continuation does not depend on the prompts beside it, up to rounding.
 
@@ -46,6 +51,7 @@ def generate(
         ValueError: an empty prompt, or more positions than the model is meant for.
     """
     _check(model, prompts, max_tokens)
+    ends = {eos_id} if isinstance(eos_id, int) else set(eos_id)
     device = model.tok_embeddings.weight.device
     longest = max(map(len, prompts))
     padding_B = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
@@ -61,7 +67,7 @@ def generate(
         features_BTD = model.features(tokens_BT, positions_BT=positions_BT, cache=cache)
         next_B = choose(model.logits(features_BTD[:, -1]), sampling, streams)
         for row, token in enumerate(next_B.tolist()):
-            if row in unfinished and token == eos_id:
+            if row in unfinished and token in ends:
                 unfinished.remove(row)
             elif row in unfinished:
                 continued[row].append(token)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.checkpoint.manifest import CheckpointError, list_checkpoints
-from meshwright.data.describe import describe_mixture
+from meshwright.data.describe import describe_formats, describe_mixture
 from meshwright.data.mixture import training_samples
 from meshwright.data.prepare import Corpus, prepare_corpus
 from meshwright.families import pretrained_directory
@@ -143,6 +143,7 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
         f"{model.num_layers} layers, width {model.hidden}, {model.num_heads} heads, vocabulary {model.vocab}",
         "data": f"{short(corpus.num_tokens)} tokens of {corpus.num_documents} documents, held out {held_out}; "
         f"tokenizer of {corpus.tokenizer.vocab_size}",
+        **({"records": formats} if (formats := describe_formats(corpus)) else {}),
         "batch": f"{resolved.tokens_per_step} tokens a step = {run.layout.data_parallel} ranks x "
         f"{resolved.accumulation} microbatches x {resolved.micro_batch} sequences x {run.data.sequence_length}",
         "length": f"{run.training.steps} steps, {describe_mixture(corpus, samples, num_samples)}",

@@ -1,6 +1,6 @@
 """The one place that opens a trained model, a run's or a Hugging Face directory's, and puts it to use."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from meshwright.checkpoint.dcp import load_tensors
 from meshwright.checkpoint.hf import HfWeights, export_hf
 from meshwright.checkpoint.manifest import MANIFEST, CheckpointError, list_checkpoints
 from meshwright.checkpoint.verify import verify_checkpoint
+from meshwright.data.chat import find_template
 from meshwright.data.loader import evaluation_batches
 from meshwright.data.mixture import JoinedSamples, all_samples, held_out_samples
 from meshwright.data.prepare import prepare_corpus
@@ -79,10 +80,28 @@ def continue_texts(
     """
     tokenizer = trained.tokenizer
     ids = [tokenizer.encode_prompt(prompt) or [tokenizer.eos_id] for prompt in prompts]
-    if max_tokens is None:
-        max_tokens = max(1, min(MAX_TOKENS, trained.spec.max_positions - max(map(len, ids))))
-    continued = generate(trained.model, ids, max_tokens=max_tokens, eos_id=tokenizer.eos_id, sampling=sampling)
-    return [tokenizer.decode(tokens) for tokens in continued]
+    return _continued(trained, ids, {tokenizer.eos_id}, max_tokens, sampling)
+
+
+def answer_texts(
+    trained: TrainedModel,
+    prompts: Sequence[str],
+    *,
+    system: str | None = None,
+    max_tokens: int | None = None,
+    sampling: Sampling,
+) -> list[str]:
+    """What the model answers to each prompt in a conversation of its own, as the chat template of its tokenizer says.
+
+    Raises `ValueError` where there is no template, or prompt and new tokens have no room.
+    """
+    tokenizer = trained.tokenizer
+    template = find_template("auto", tokenizer, Path())
+    before = [{"role": "system", "content": system}] if system else []
+    texts = [template.render([*before, {"role": "user", "content": prompt}], answer=True) for prompt in prompts]
+    ids = [ids for ids, _ in tokenizer.encode_marked(texts)]
+    ends = {tokenizer.eos_id, *template.ends_of_turn()}
+    return _continued(trained, ids, ends, max_tokens, sampling)
 
 
 def evaluate_texts(
@@ -131,6 +150,19 @@ def export_trained(trained: TrainedModel, directory: Path, *, dtype: str | None 
     )
     assert difference is not None
     return difference, dtype
+
+
+def _continued(
+    trained: TrainedModel,
+    ids: Sequence[Sequence[int]],
+    ends: Collection[int],
+    max_tokens: int | None,
+    sampling: Sampling,
+) -> list[str]:
+    if max_tokens is None:
+        max_tokens = max(1, min(MAX_TOKENS, trained.spec.max_positions - max(map(len, ids))))
+    continued = generate(trained.model, ids, max_tokens=max_tokens, eos_id=ends, sampling=sampling)
+    return [trained.tokenizer.decode(tokens) for tokens in continued]
 
 
 def _held_out(trained: TrainedModel, length: int) -> JoinedSamples:

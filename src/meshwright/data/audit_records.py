@@ -1,0 +1,88 @@
+"""The one place that holds what is trained of conversations against the records, without template or encoder: trained
+tokens, read as text, must be what the assistant wrote, turn by turn."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from meshwright.data.prepare import Stream
+from meshwright.data.readers import read_documents
+from meshwright.data.token_file import TokenFile
+from meshwright.data.tokenizer import TextTokenizer
+from meshwright.spec.data import DataSpec
+
+_EMPTY_THOUGHT = re.compile(r"^<think>\s*</think>\s*")
+"""What templates of reasoning models write where an answer came without a thought."""
+
+
+def trained_text_problems(stream: Stream, tokenizer: TextTokenizer, data: DataSpec) -> Iterator[str]:
+    """What is wrong with the trained tokens of a stream of records; records that were left out are not missed."""
+    if data.chat.train_on == "all":
+        for file in _sides(stream):
+            if file.trained is not None and not file.trained.all():
+                yield "some tokens carry no loss, though data.chat.train_on=all"
+        return
+    wanted: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for document in read_documents(stream.files):
+        record = json.loads(document.text)
+        for side in (record["chosen"], record["rejected"]) if "chosen" in record else (record,):
+            answers = _answers(side, last=data.chat.train_on == "last")
+            wanted.setdefault(_stripped(answers), []).append(answers)
+    for file in _sides(stream):
+        for number in range(file.num_documents):
+            found, cut = _trained_runs(file, number, tokenizer), data.chat.overlong == "truncate"
+            left = wanted.get(_stripped(found))
+            if not (left and _margins_fit(found, left.pop())) and not (cut and _is_beginning(_stripped(found), wanted)):
+                shown = " ... ".join(found)[:80]
+                yield f"document {number} trains on {shown!r}, which no record's assistant has written"
+
+
+def _sides(stream: Stream) -> list[TokenFile]:
+    return [stream.train, *([stream.held_out] if stream.held_out else [])]
+
+
+def _answers(record: dict[str, Any], *, last: bool) -> tuple[str, ...]:
+    """What the assistant wrote."""
+    if "input_ids" in record:
+        return ()
+    if "prompt" in record:
+        return (record["completion"],)
+    answers = [
+        message["content"] for message in record["messages"][record["given"] :] if message["role"] == "assistant"
+    ]
+    return tuple(answers[-1:] if last else answers)
+
+
+def _stripped(texts: Iterable[str]) -> tuple[str, ...]:
+    return tuple(text.strip() for text in texts)
+
+
+def _margins_fit(found: Sequence[str], answers: Sequence[str]) -> bool:
+    """Whether the white space around what is trained is the answers', or none, or a space before."""
+    return all(
+        run.removeprefix(" ") in (answer, answer.strip(), answer.removeprefix(" "))
+        for run, answer in zip(found, answers, strict=True)
+    )
+
+
+def _trained_runs(file: TokenFile, number: int, tokenizer: TextTokenizer) -> tuple[str, ...]:
+    """The text of each run of trained tokens of a document."""
+    assert file.trained is not None
+    span = slice(file.start(number), file.start(number + 1))
+    tokens, trained = np.asarray(file.tokens[span]), np.asarray(file.trained[span])
+    borders = np.flatnonzero(np.diff(trained, prepend=0, append=0).astype(bool))
+    runs = (tokenizer.decode_text(tokens[start:end]) for start, end in list(pairwise(borders))[::2])
+    return tuple(_EMPTY_THOUGHT.sub("", run) for run in runs)
+
+
+def _is_beginning(found: Sequence[str], wanted: Iterable[tuple[str, ...]]) -> bool:
+    """Whether a record that was cut off has this beginning."""
+    *whole, last = found or ("",)
+    return any(
+        list(answers[: len(whole)]) == whole and len(answers) > len(whole) and answers[len(whole)].startswith(last[:-1])
+        for answers in wanted
+    )

@@ -1,0 +1,185 @@
+"""The one place that says what records of fine-tuning data are: their format by their columns, and one form for all.
+
+A record in that form is JSON text, one of
+
+    {"messages": [{"role": ..., "content": ...}, ...], "given": k}    a conversation; its first k messages are only read
+    {"prompt": text, "completion": text}
+    {"input_ids": [...], "labels": [...]}                             tokens; a label is its own token or -100
+    {"chosen": record, "rejected": record}                            a preference, each side one of the first two
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from meshwright.spec.data import Format
+from meshwright.spec.problems import did_you_mean
+
+COLUMNS: dict[Format, tuple[str, ...]] = {
+    "preference": ("chosen", "rejected"),
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
+    "prompt_completion": ("prompt", "completion"),
+    "tokenized": ("input_ids",),
+}
+"""The columns by which a format is known."""
+FURTHER = ("prompt", "input", "system", "labels", "tools")
+"""Columns that a format may have besides."""
+ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "function_call": "assistant", "observation": "tool"}
+"""What sharegpt calls roles; other names are those of OpenAI's messages."""
+KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def format_of(columns: Iterable[str], text_key: str, where: str) -> Format:
+    """The format that has these columns; text, where none has, for then text may be missed under its key.
+
+    Raises ValueError where they are those of several formats, or nearly those of one.
+    """
+    names = set(columns)
+    found: list[Format] = [format for format, needed in COLUMNS.items() if names.issuperset(needed)]
+    if text_key in names:
+        found.append("text")
+    if len(found) > 1:
+        raise ValueError(
+            f"{where}: its columns are those of {' and of '.join(found)}; say which, by the source's format"
+        )
+    if found:
+        return found[0]
+    for needed in COLUMNS.values():
+        lacking = set(needed) - names
+        for name in sorted(names - set(needed)):
+            near = did_you_mean(name, lacking, likeness=0.75)
+            if near and len(lacking) == 1:
+                raise ValueError(f"{where}: unknown column {name!r}{near}")
+    return "text"
+
+
+def record_text(fields: Mapping[str, Any], format: Format, where: str) -> str:
+    """A line or row of a format in the form that all records have. Raises ValueError that begins with `where`."""
+    lacking = [column for column in COLUMNS[format] if fields.get(column) is None]
+    if lacking:
+        raise ValueError(f"{where}: no {lacking[0]!r}, which format {format} needs (it has {', '.join(fields)})")
+    record = _MAKERS[format](fields, where)
+    if fields.get("tools"):
+        record["tools"] = fields["tools"]
+    text = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: not Unicode text: a lone surrogate") from error
+    return text
+
+
+def _of_messages(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+    return {"messages": _messages(fields["messages"], where), "given": 0}
+
+
+def _of_sharegpt(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+    messages = _messages(fields["conversations"], where)
+    if fields.get("system"):
+        messages.insert(0, {"role": "system", "content": _string(fields, "system", where)})
+    return {"messages": messages, "given": 0}
+
+
+def _of_alpaca(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+    asked = _string(fields, "instruction", where)
+    if fields.get("input"):
+        asked += "\n\n" + _string(fields, "input", where)
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": _string(fields, "output", where)}]
+    if fields.get("system"):
+        messages.insert(0, {"role": "system", "content": _string(fields, "system", where)})
+    return {"messages": messages, "given": 0}
+
+
+def _of_prompt_completion(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if isinstance(fields["prompt"], str):
+        return {"prompt": fields["prompt"], "completion": _string(fields, "completion", where)}
+    prompt = _messages(fields["prompt"], where)
+    return {"messages": prompt + _messages(fields["completion"], where), "given": len(prompt)}
+
+
+def _of_tokenized(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+    ids, labels = fields["input_ids"], fields.get("labels")
+    labels = ids if labels is None else labels
+    if not (_is_integers(ids) and _is_integers(labels)):
+        raise ValueError(f"{where}: input_ids and labels must be lists of whole numbers")
+    if len(ids) != len(labels) or any(label not in (token, -100) for token, label in zip(ids, labels, strict=True)):
+        raise ValueError(f"{where}: every label must be its own token or -100 (they are shifted in training)")
+    return {"input_ids": ids, "labels": labels}
+
+
+def _of_preference(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+    prompt, sides = fields.get("prompt"), (fields["chosen"], fields["rejected"])
+    if all(isinstance(side, str) for side in sides):
+        if not isinstance(prompt, str):
+            raise ValueError(f"{where}: chosen and rejected are text, so the prompt must be, too")
+        chosen, rejected = ({"prompt": prompt, "completion": side} for side in sides)
+        return {"chosen": chosen, "rejected": rejected}
+    chosen, rejected = (_messages(side, where) for side in sides)
+    if chosen[:1] and chosen[0]["role"] != "assistant":  # both hold the whole conversation
+        given = next((i for i, pair in enumerate(zip(chosen, rejected, strict=False)) if pair[0] != pair[1]), 0)
+        before: list[dict[str, Any]] = []
+    elif prompt is None:
+        raise ValueError(f"{where}: no 'prompt', and chosen and rejected do not begin with one")
+    else:
+        before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt, where)
+        given = len(before)
+    if not given:
+        raise ValueError(f"{where}: chosen and rejected have no prompt in common, or do not differ")
+    return {
+        "chosen": {"messages": before + chosen, "given": given},
+        "rejected": {"messages": before + rejected, "given": given},
+    }
+
+
+_MAKERS = {
+    "messages": _of_messages,
+    "sharegpt": _of_sharegpt,
+    "alpaca": _of_alpaca,
+    "prompt_completion": _of_prompt_completion,
+    "tokenized": _of_tokenized,
+    "preference": _of_preference,
+}
+
+
+def _messages(value: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise ValueError(f"{where}: a conversation must be a list of messages, each with role and content")
+    return [_message(message, f"{where}: message {number}") for number, message in enumerate(value, start=1)]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    """A message by OpenAI's names, without what is null."""
+    if not isinstance(message, Mapping):
+        raise ValueError(f"{where} is no object with role and content")
+    fields = {key: value for key, value in message.items() if value is not None}
+    role, content = fields.pop("from", None), fields.pop("value", None)
+    role, content = fields.pop("role", role), fields.pop("content", content)
+    known = ROLES.get(role, role) if isinstance(role, str) else None
+    if known not in KNOWN_ROLES:
+        near = did_you_mean(str(role), (*ROLES, *KNOWN_ROLES))
+        raise ValueError(f"{where}: role {role!r} is none of {', '.join(KNOWN_ROLES)}{near}")
+    if isinstance(content, list):
+        content = _joined(content, where)
+    if not isinstance(content, str) and not (content is None and "tool_calls" in fields):
+        raise ValueError(f"{where}: its content is not text but {type(content).__name__}")
+    return {"role": known, **fields, "content": content or ""}
+
+
+def _joined(parts: list[Any], where: str) -> str:
+    """Contents in parts of {"type": "text", "text": ...}."""
+    for part in parts:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            raise ValueError(f"{where}: a part of its content is not text")
+    return "".join(part["text"] for part in parts)
+
+
+def _string(fields: Mapping[str, Any], key: str, where: str) -> str:
+    if not isinstance(fields[key], str):
+        raise ValueError(f"{where}: {key!r} is not a string but {type(fields[key]).__name__}")
+    return fields[key]
+
+
+def _is_integers(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(number, int) and number is not True for number in value)

@@ -1,0 +1,249 @@
+"""Records of fine-tuning data: every format gives the same tokens, mistakes are named, what carries loss is proved."""
+
+import csv
+import importlib
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from conversations import TALKS, chat_tokenizer, lines
+from meshwright.cli.main import main
+from meshwright.data.audit_records import trained_text_problems
+from meshwright.data.encoders import Encoders
+from meshwright.data.examples import record_encoder
+from meshwright.data.mixture import held_out_samples, training_samples
+from meshwright.data.packing import NO_LABEL, build_samples
+from meshwright.data.prepare import prepare_corpus
+from meshwright.data.readers import read_documents, told_apart
+from meshwright.data.sources import find_files
+from meshwright.spec.data import ChatSpec, DataSpec
+
+TOKENIZER = chat_tokenizer()
+PAIRS = [(talk[1]["content"], talk[2]["content"]) for talk in TALKS]
+
+
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
+def write_parquet(path, rows):
+    importlib.import_module("pyarrow.parquet").write_table(
+        importlib.import_module("pyarrow").Table.from_pylist(rows), path
+    )
+
+
+def write_csv(path, rows):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+MESSAGES = [{"messages": [turn("user", asked), turn("assistant", answer)]} for asked, answer in PAIRS]
+SHAREGPT = [
+    {"conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": answer}]} for asked, answer in PAIRS
+]
+ALPACA = [{"instruction": asked, "input": "", "output": answer} for asked, answer in PAIRS]
+COMPLETIONS = [{"prompt": [turn("user", asked)], "completion": [turn("assistant", answer)]} for asked, answer in PAIRS]
+WRITERS = {
+    "messages.jsonl": lambda path: path.write_text(lines(*MESSAGES)),
+    "messages.parquet": lambda path: write_parquet(path, MESSAGES),
+    "sharegpt.json": lambda path: path.write_text(json.dumps(SHAREGPT)),
+    "alpaca.csv": lambda path: write_csv(path, ALPACA),
+    "prompt_completion.jsonl": lambda path: path.write_text(lines(*COMPLETIONS)),
+}
+
+
+def recipe(folder, path, **fields):
+    """Data whose tokenizer has a chat template, four conversations or so a sample."""
+    if not (folder / "tokenizer").exists():
+        TOKENIZER.save(folder / "tokenizer")
+    fields = {"packing": "best_fit", "separate_documents": True, "sequence_length": 256} | fields
+    sources = path if isinstance(path, list | dict) else {"path": path}
+    return DataSpec.model_validate(
+        {"sources": sources, "tokenizer": "tokenizer", "cache_dir": str(folder / "cache"), **fields}
+    )
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_formats_are_told_by_their_columns_and_mean_the_same(name, tmp_path):
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+    WRITERS[name](tmp_path / name)
+    (file,) = told_apart(find_files(recipe(tmp_path, name).sources, tmp_path))
+    assert file.format == name.split(".")[0]
+    encoder = record_encoder(TOKENIZER, ChatSpec(), base_dir=tmp_path, max_labels=256)
+    found = encoder.encode([document.text for document in read_documents([file])])
+    wanted = encoder.encode([json.dumps({"messages": record["messages"], "given": 0}) for record in MESSAGES])
+    assert [one.documents[0].tolist() for one in found] == [one.documents[0].tolist() for one in wanted]
+
+
+BAD = {
+    "unknown column": ({"mesages": []}, "a.jsonl: unknown column 'mesages'; did you mean 'messages'?"),
+    "two formats": ({"messages": [], "text": "x"}, "a.jsonl: its columns are those of messages and of text; say which"),
+    "no list": ({"messages": "Hi"}, "a.jsonl:2: a conversation must be a list of messages"),
+    "role": ({"messages": [turn("asistant", "x")]}, "a.jsonl:2: message 1: role 'asistant' is none of system, "),
+    "content": ({"messages": [turn("user", 3)]}, "a.jsonl:2: message 1: its content is not text but int"),
+    "null": ({"prompt": "x", "completion": None}, "a.jsonl:2: no 'completion', which format prompt_completion needs"),
+    "labels": ({"input_ids": [1, 2], "labels": [2, -100]}, "a.jsonl:2: every label must be its own token or -100"),
+    "no prompt": (
+        {"chosen": [turn("assistant", "x")], "rejected": [turn("assistant", "y")]},
+        "a.jsonl:2: no 'prompt', and chosen and rejected do not begin with one",
+    ),
+    "all masked": ({"messages": [turn("user", "x")]}, "a.jsonl:2: nothing in it carries loss; mend it, or set data.c"),
+    "overlong": (
+        {"prompt": "x " * 300, "completion": "y"},
+        "a.jsonl:2: its ",
+    ),
+    "spelling": ({"messages": [turn("user", "<|im_end|>")]}, "a.jsonl:2: a message of role 'user' spells the special"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_mistakes_are_told_with_their_line(name, tmp_path):
+    record, message = BAD[name]
+    (tmp_path / "a.jsonl").write_text("\n" + lines(record))
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the message is compared below)
+        prepare_corpus(recipe(tmp_path, "a.jsonl", held_out=0), base_dir=tmp_path)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A folder of conversations, the recipe and its corpus."""
+    folder = tmp_path_factory.mktemp("records")
+    too_long = {"messages": [turn("user", "x " * 400), turn("assistant", "y")]}
+    (folder / "talks.jsonl").write_text(lines(*({"messages": talk} for talk in TALKS), too_long))
+    data = recipe(folder, "talks.jsonl", held_out=0.1, chat={"overlong": "drop"})
+    return folder, data, prepare_corpus(data, base_dir=folder)
+
+
+def test_labels_of_packed_samples_are_answers(prepared):
+    _, data, corpus = prepared
+    (stream,) = corpus.streams
+    assert (stream.name, stream.formats, stream.train.counts) == ("conversations", ("messages",), {"overlong": 1})
+    samples = training_samples(corpus, data).streams[0]
+    predicted = [
+        np.concatenate([sample.labels[sample.labels != NO_LABEL]])
+        for sample in map(samples.__getitem__, range(len(samples)))
+    ]
+    text = "".join(TOKENIZER.decode(tokens) for tokens in predicted)
+    held_out = {TOKENIZER.decode(part) for part in [stream.held_out.tokens]}.pop()
+    for talk in TALKS:
+        answers = [f"{message['content']}<|im_end|>" for message in talk if message["role"] == "assistant"]
+        inside = talk[2]["content"] not in held_out
+        assert all(text.count(answer) == inside for answer in answers)
+    assert "What is" not in text
+    assert len(text) == sum(
+        len(m["content"]) + 10 for talk in TALKS if talk[2]["content"] not in held_out for m in talk[2::2]
+    )
+    padded = build_samples(stream.train, data.model_copy(update={"packing": "padded"}))
+    assert len(padded) == stream.train.num_documents > len(samples)
+    assert sum((padded[i].labels != NO_LABEL).sum() for i in range(len(padded))) == sum(map(len, predicted))
+    assert held_out_samples(corpus, data).num_tokens == len(stream.held_out.tokens) - stream.held_out.num_documents
+
+
+def test_processes_make_the_same_files(prepared, tmp_path):
+    folder, data, corpus = prepared
+    again = data.model_copy(update={"cache_dir": str(tmp_path / "cache")})
+    (stream,) = prepare_corpus(again, base_dir=folder, processes=1).streams
+    assert np.array_equal(stream.train.tokens, corpus.streams[0].train.tokens)
+    assert np.array_equal(stream.train.trained, corpus.streams[0].train.trained)
+    assert stream.train.counts == {"overlong": 1}
+
+
+def test_what_processes_say_is_what_they_were_asked(tmp_path):
+    encoder = record_encoder(TOKENIZER, ChatSpec(overlong="drop"), base_dir=tmp_path, max_labels=60)
+    texts = [json.dumps({"messages": talk[:n], "given": 0}) for talk in TALKS[:3] for n in (2, 3, 5)]
+    texts.append(json.dumps({"prompt": "a", "completion": "b"}))
+    with Encoders(encoder, 1) as encoders:
+        ((_, found),) = encoders.map([("", texts)])
+    for one, wanted in zip(found, encoder.encode(texts), strict=True):
+        assert (one.note, one.error) == (wanted.note, wanted.error)
+        assert [ids.tolist() for ids in one.documents] == [ids.tolist() for ids in wanted.documents]
+
+
+def test_another_template_or_policy_is_another_corpus(prepared):
+    folder, data, corpus = prepared
+    others = [{"train_on": "last", "overlong": "drop"}, {"template": "plain", "overlong": "drop"}]
+    for chat in others:
+        (stream,) = prepare_corpus(data.model_copy(update={"chat": ChatSpec(**chat)}), base_dir=folder).streams
+        assert stream.train.path != corpus.streams[0].train.path
+        text = TOKENIZER.decode(stream.train.tokens[stream.train.trained == 1])
+        assert text.startswith("That is" if chat.get("train_on") else "It is")
+        assert ("<|im_start|>" in TOKENIZER.decode(stream.train.tokens)) == ("template" not in chat)
+
+
+def test_a_damaged_mask_is_noticed(prepared, tmp_path):
+    folder, data, corpus = prepared
+    shutil.copytree(corpus.streams[0].train.path.parent.parent, tmp_path / "cache")
+    (mask,) = (tmp_path / "cache").glob(f"{corpus.streams[0].train.path.parent.name}/train.mask")
+    mask.write_bytes(mask.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"train\.mask is damaged: it has \d+ bytes instead of \d+; delete "):
+        prepare_corpus(data.model_copy(update={"cache_dir": str(tmp_path / "cache")}), base_dir=folder)
+
+
+def shifted(trained):
+    return np.roll(trained, 1)
+
+
+def all_of_it(trained):
+    return np.ones_like(trained)
+
+
+def questions(trained):
+    return 1 - trained
+
+
+def one_more(trained):
+    more = trained.copy()
+    more[np.flatnonzero(np.diff(trained) == 1)[5]] = 1
+    return more
+
+
+@pytest.mark.parametrize("fault", [shifted, all_of_it, questions, one_more])
+def test_the_audit_finds_what_no_assistant_wrote(fault, prepared):
+    _, data, corpus = prepared
+    (stream,) = corpus.streams
+    assert list(trained_text_problems(stream, corpus.tokenizer, data)) == []
+    broken = replace(stream, train=replace(stream.train, trained=fault(np.asarray(stream.train.trained))))
+    problems = list(trained_text_problems(broken, corpus.tokenizer, data))
+    assert any("which no record's assistant has written" in problem for problem in problems)
+
+
+RECIPE = """\
+model: {family: llama, hidden: 32, num_layers: 1, num_heads: 2, ffn: 64, max_positions: 256}
+data:
+  sources: talks.jsonl
+  tokenizer: tokenizer
+  sequence_length: 256
+  packing: best_fit
+  separate_documents: true
+  cache_dir: CACHE
+training: {steps: 4, global_batch: 4, precision: fp32, lr_schedule: {warmup: 0}}
+"""
+
+
+def test_the_verbs_show_and_prove_it(tmp_path, capsys):
+    TOKENIZER.save(tmp_path / "tokenizer")
+    (tmp_path / "talks.jsonl").write_text(lines(*({"messages": talk} for talk in TALKS)))
+    path = tmp_path / "run.yaml"
+    path.write_text(RECIPE.replace("CACHE", str(tmp_path / "cache")))
+    assert main(["check", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "talks.jsonl: messages" in out
+    assert "| It is " in out
+    assert ". <|im_start|>user\n" in out
+    assert main(["data", "show", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "conversations: messages" in out
+    shown = [line.strip() for line in out.splitlines()]
+    assert any(line.startswith("| Ask on, é!<|im_end|>") for line in shown)
+    assert not any(line.startswith("| What is") for line in shown)
+    assert main(["data", "audit", str(path)]) == 0
+    assert "ok    answers    of conversations" in capsys.readouterr().out
+    assert main(["check", str(path), "data.packing=concatenated"]) == 1
+    assert "data.packing=concatenated would cut conversations anywhere; set" in capsys.readouterr().err
