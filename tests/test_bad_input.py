@@ -95,7 +95,7 @@ DATA = {
     "[a.txt, a.txt]": (None, "data.sources would read one file twice: as a.txt and as a.txt"),
     "latin1.txt": (damaged("latin1.txt", b"caf\xe9"), "latin1.txt: not UTF-8 at byte 3"),
     "empty.txt": (damaged("empty.txt", b""), "data.sources hold no text: every document is empty"),
-    "t.json": (damaged("t.json", b"{}"), "t.json: .json files cannot be read; make it .jsonl"),
+    "t.json": (damaged("t.json", b"{}"), "t.json: a .json file must hold a list of records"),
     "t.csv": (damaged("t.csv", b"a,b"), "t.csv: no column 'text' (its columns are a, b); set the source's text_key"),
     "t.bin": (damaged("t.bin", b"abcd"), "t.bin: no t.idx lies beside it; say which integers it holds, as in {path"),
     "{path: t.bin, tokens: uint16}": (damaged("t.bin", b"abcd"), "t.bin holds tokens: give the tokenizer that made"),

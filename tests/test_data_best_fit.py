@@ -63,7 +63,7 @@ def test_every_token_but_the_first_of_a_document_is_a_label_once():
     file = file_of(lengths)
     samples = BestFitSamples(file, 6, separate=True)
     seen = []
-    for inputs, labels, documents in (samples[i] for i in range(len(samples))):
+    for inputs, labels, documents, *_ in (samples[i] for i in range(len(samples))):
         trained = labels != NO_LABEL
         np.testing.assert_array_equal(labels[trained], inputs[trained] + 1)
         seen += labels[trained].tolist()

@@ -30,7 +30,7 @@ def load(samples, step, *, world_size, micro_batch, seed=3, global_batch=12):
         ) as loader:
             batches = loader.microbatches(step)
         assert len(batches) == global_batch // world_size // micro_batch
-        for inputs_bT, labels_bT, documents, _ in batches:
+        for inputs_bT, labels_bT, documents, *_ in batches:
             assert documents is None
             assert inputs_bT.shape == labels_bT.shape == (micro_batch, T)
             assert inputs_bT.dtype == labels_bT.dtype == np.int64

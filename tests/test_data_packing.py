@@ -29,7 +29,7 @@ def test_with_the_tail_every_token_is_a_label_once(length):
     tokens = stream(length)
     samples = ConcatenatedSamples(tokens, 4, keep_tail=True)
     read = [samples[i] for i in range(len(samples))]
-    assert all(inputs.shape == labels.shape == (4,) for inputs, labels, _ in read)
+    assert all(inputs.shape == labels.shape == (4,) for inputs, labels, *_ in read)
     labels = np.concatenate([sample.labels for sample in read])
     np.testing.assert_array_equal(labels[labels != NO_LABEL], tokens[1:])
     inputs = np.concatenate([sample.inputs for sample in read])

@@ -218,12 +218,12 @@ SCAFFOLDING = (".lengths", ".jsonl")
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from meshwright.data import build, encoders, prepare, token_file
+from meshwright.data import build, prepare, token_file, tokenizer
 from meshwright.spec.data import DataSpec
 
 data, folder = DataSpec.model_validate_json(sys.argv[1]), Path(sys.argv[2])
 build.CHUNK, build.COMMIT_SECONDS, build.SMALL = 300, 0, 0
-encoders.TextTokenizer.pieces = lambda self, text: [text[i : i + 40] for i in range(0, len(text), 40)]
+tokenizer.TextTokenizer.pieces = lambda self, text: [text[i : i + 40] for i in range(0, len(text), 40)]
 # A kill, unlike a power cut, takes nothing from the disk's cache, and waiting for disks is slow.
 real, moments = {"fsync": lambda handle: None, "rename": Path.rename, "mkdir": Path.mkdir, "unlink": Path.unlink}, 0
 

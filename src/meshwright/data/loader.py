@@ -24,6 +24,10 @@ class Microbatch(NamedTuple):
     """Given where a rank holds only some of a row's tokens, which inputs and labels then are: each token's place in
     its document. `documents` are the whole row's even then, for attention asks which documents the other tokens are in.
     """
+    owners: np.ndarray | None = None
+    """Given with references: the document of each token that this rank holds."""
+    references: np.ndarray | None = None
+    """Of pairs of answers, float64 [b, P]: as in `Sample`, NaN where a row has no such pair."""
 
 
 class Loader:
@@ -133,9 +137,23 @@ def _stack(samples: Sequence[Sample], places: np.ndarray | None) -> Microbatch:
         one = np.zeros_like(samples[0].inputs)
         documents = np.stack([one if sample.documents is None else sample.documents for sample in samples])
     inputs, labels = np.stack([sample.inputs for sample in samples]), np.stack([sample.labels for sample in samples])
+    owners = references = None
+    if any(sample.references is not None for sample in samples):
+        owners = documents if places is None or documents is None else documents[:, places]
+        references = _side_by_side([sample.references for sample in samples])
     if places is None:
-        return Microbatch(inputs, labels, documents)
-    return Microbatch(inputs[:, places], labels[:, places], documents, _positions(inputs, documents)[:, places])
+        return Microbatch(inputs, labels, documents, None, owners, references)
+    positions = _positions(inputs, documents)[:, places]
+    return Microbatch(inputs[:, places], labels[:, places], documents, positions, owners, references)
+
+
+def _side_by_side(rows: Sequence[np.ndarray | None]) -> np.ndarray:
+    """References of rows [b, P], NaN where one has fewer than the others."""
+    together = np.full((len(rows), max(0 if row is None else len(row) for row in rows)), np.nan)
+    for row, references in zip(together, rows, strict=True):
+        if references is not None:
+            row[: len(references)] = references
+    return together
 
 
 def _positions(inputs: np.ndarray, documents: np.ndarray | None) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from meshwright.data.best_fit import Bins, best_fit
+from meshwright.data.best_fit import Bins, assign_bins, best_fit
 from meshwright.data.token_file import TokenFile
 from meshwright.spec.data import DataSpec
 
@@ -25,6 +25,8 @@ class Sample(NamedTuple):
     documents: np.ndarray | None = None
     """Where documents are kept apart: a number for each position, the same throughout a document and another than
     its neighbours'; padding is a document of its own. None: the sample is read as one document."""
+    references: np.ndarray | None = None
+    """Of pairs of answers, float64 [P]: as in `TokenFile`, NaN where the sample has no such pair."""
 
 
 class Piece(NamedTuple):
@@ -56,6 +58,8 @@ class Samples(Protocol):
 
 def build_samples(file: TokenFile, data: DataSpec, *, keep_tail: bool = False) -> Samples:
     """Tokens as the recipe packs them. `keep_tail` as in `ConcatenatedSamples`; the other packings lose nothing."""
+    if file.is_pairs:
+        return PairSamples(file, data.sequence_length, alone=data.packing == "padded")
     if data.packing != "concatenated":
         alone = data.packing == "padded"
         return BestFitSamples(file, data.sequence_length, separate=data.separate_documents, alone=alone)
@@ -173,6 +177,57 @@ class BestFitSamples:
         lengths = [piece.length for piece in pieces]
         lengths.append(self.sequence_length - sum(lengths))
         return sample._replace(documents=np.repeat(np.arange(len(lengths)), lengths))
+
+
+class PairSamples:
+    """Whole pairs put together so that samples are full, or each in a sample of its own; documents are kept apart.
+
+    Documents 2i and 2i + 1 of the file are the chosen and the rejected answer of pair i, each with its prompt. In a
+    sample they are documents 0 and 1 of its first pair, 2 and 3 of its second, and padding comes last.
+    """
+
+    def __init__(self, file: TokenFile, sequence_length: int, *, alone: bool = False):
+        """`alone`: every pair is a sample of its own."""
+        self.sequence_length, self._file = sequence_length, file
+        starts = file.starts()
+        labels = np.diff(starts) - 1
+        lengths = labels.reshape(-1, 2).sum(1)
+        assert lengths.max(initial=0) <= sequence_length, "longer pairs are cut off or left out where they are encoded"
+        self._starts, self._labels = starts[:-1].reshape(-1, 2), labels.reshape(-1, 2)
+        bins = np.arange(len(lengths)) if alone else assign_bins(lengths, sequence_length)[0]
+        order = np.argsort(bins, kind="stable")
+        self.pairs = np.split(order, np.cumsum(np.bincount(bins))[:-1])
+        """Numbers of the pairs of each sample."""
+        self.num_pairs = len(lengths)
+        """Pairs of all samples."""
+        self.most = max(map(len, self.pairs))
+        """Pairs of a sample at most."""
+        self.num_tokens = int(lengths.sum())
+        self._references = np.zeros(self.num_pairs) if file.references is None else file.references
+
+    @property
+    def fill(self) -> float:
+        """Share of all positions that are not padding."""
+        return self.num_tokens / (len(self) * self.sequence_length)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def pieces(self, index: int) -> list[Piece]:
+        """Both answers of each pair."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        places = (self._starts[self.pairs[index]].ravel(), self._labels[self.pairs[index]].ravel())
+        return [Piece(int(start), int(length)) for start, length in zip(*places, strict=True)]
+
+    def __getitem__(self, index: int) -> Sample:
+        pieces = self.pieces(index)
+        sample = packed_sample(self._file.tokens, pieces, self.sequence_length, self._file.trained)
+        lengths = [piece.length for piece in pieces]
+        lengths.append(self.sequence_length - sum(lengths))
+        references = np.full(self.most, np.nan)
+        references[: len(self.pairs[index])] = self._references[self.pairs[index]]
+        return sample._replace(documents=np.repeat(np.arange(len(lengths)), lengths), references=references)
 
 
 def packed_sample(

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,6 @@ class Stream:
     """The formats of its records; text or tokens."""
     files: tuple[SourceFile, ...] = ()
     """What it was made of."""
-
-    @property
-    def is_pairs(self) -> bool:
-        """Whether its documents are the two sides of preferences, one pair after another."""
-        return "preference" in self.formats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +189,12 @@ def _streams(data: DataSpec, files: Sequence[SourceFile]) -> dict[str, list[Sour
         else:
             name = {"text": "text", "preference": "preferences"}.get(file.format, "conversations")
         streams.setdefault(name, []).append(file)
+    for name, found in streams.items():
+        if found[0].format == "preference" and not data.separate_documents:
+            raise ValueError("both answers of a preference lie in one sample; set data.separate_documents=true")
+        kinds = {"text": "text", "preference": "preferences"}
+        if len(mixed := sorted({kinds.get(file.format, "conversations") for file in found})) > 1:
+            raise ValueError(f"data source {name} holds {' and '.join(mixed)}; make a source of each")
     return streams
 
 
@@ -226,8 +227,11 @@ def _tokenized(
 
     directory = _cached(cache, about, build)
     rebuild = f"; delete {directory} to build it again"
-    train = open_token_file(directory / TRAIN, tokenizer, rebuild=rebuild)
-    return train, open_token_file(directory / HELD_OUT, tokenizer, rebuild=rebuild) if data.held_out else None
+    names, is_pairs = [TRAIN, *([HELD_OUT] if data.held_out else [])], files[0].format == "preference"
+    train, *held_out = (
+        replace(open_token_file(directory / name, tokenizer, rebuild=rebuild), is_pairs=is_pairs) for name in names
+    )
+    return train, held_out[0] if held_out else None
 
 
 def _given_tokens(

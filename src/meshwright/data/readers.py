@@ -49,7 +49,7 @@ def read_documents(files: Iterable[SourceFile], *, skip: int = 0) -> Iterator[Do
 
     Raises ValueError, naming file and byte, line or row, at what cannot be read and at text that is not UTF-8.
     """
-    for file in files:
+    for file in map(_told_apart, files):
         if file.container == "text":
             documents = _read_text(file, skip)
         else:

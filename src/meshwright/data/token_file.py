@@ -50,6 +50,10 @@ class TokenFile:
     """Documents of the file before the first one here."""
     trained: np.ndarray | None = None
     """(num_tokens,) uint8: 1 for a token that carries loss, 0 for one that is only read; None: all carry it."""
+    is_pairs: bool = False
+    """Whether its documents are preferences: the chosen and the rejected answer of a pair, pair after pair."""
+    references: np.ndarray | None = None
+    """Of each pair, float64: the log of how much likelier the reference makes the chosen answer than the rejected."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """How many records were cut off or left out when it was made, by the reason."""
 

@@ -14,10 +14,11 @@ from meshwright.models.adapters import LoraLinear
 from meshwright.models.attention import Attention, LayerCache, Mask
 from meshwright.models.feed_forward import FeedForward
 from meshwright.models.latent_attention import LatentAttention
-from meshwright.models.loss import linear_cross_entropy
+from meshwright.models.loss import linear_cross_entropy, linear_token_losses
 from meshwright.models.masks import Documents, attention_mask, document_positions
 from meshwright.models.moe import MoE
 from meshwright.models.norm import build_norm
+from meshwright.models.preference import PreferenceLoss
 from meshwright.models.rope import RopeTables, rope_tables
 from meshwright.spec.model import ModelSpec
 
@@ -65,6 +66,8 @@ class Decoder(nn.Module):
     def __init__(self, spec: ModelSpec):
         super().__init__()
         self.spec = spec
+        self.preference: PreferenceLoss | None = None
+        """The loss of pairs of answers, where the run learns from such."""
         self.table = parameter_table(spec)
         """What the parameters are; fine-tuning replaces it."""
         self.tok_embeddings = nn.Embedding(spec.vocab, spec.hidden)
@@ -102,6 +105,8 @@ class Decoder(nn.Module):
         labels_BT: torch.Tensor | None = None,
         documents_BT: torch.Tensor | None = None,
         positions_BT: torch.Tensor | None = None,
+        owners_BT: torch.Tensor | None = None,
+        references_BP: torch.Tensor | None = None,
         *,
         cache: Cache | None = None,
         layers: range | None = None,
@@ -116,6 +121,8 @@ class Decoder(nn.Module):
                 document, and their positions count from its first. Default: every row is one document. Of the
                 whole row, where the tokens are only a part of it and attention is told how.
             positions_BT: int64 [B, T]; default 0 .. T-1 in every document, continued from the cache.
+            owners_BT: int64 [B, T]: the document of each of these tokens, where answers are held against one another.
+            references_BP: fp64 [B, P]: of each pair of answers the reference's margin (see `preference.py`).
             cache: keys and values of earlier tokens; the new ones are added to it.
             layers: the layers to run; default all.
             x_BTD: the residual stream [B, T, D] that goes into `layers` where they do not begin with the first.
@@ -135,7 +142,11 @@ class Decoder(nn.Module):
             return x_BTD
         if labels_BT is None:
             return self.logits(x_BTD)
-        return self.loss(x_BTD, labels_BT)
+        if references_BP is None:
+            return self.loss(x_BTD, labels_BT)
+        assert self.preference is not None
+        assert owners_BT is not None
+        return self.preference(self.token_losses(x_BTD, labels_BT), owners_BT, references_BP)
 
     def features(
         self,
@@ -179,6 +190,10 @@ class Decoder(nn.Module):
     def loss(self, x_BTD: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
         """The summed cross-entropy of features [B, T, D] with labels [B, T], a scalar in fp32 (fp64)."""
         return linear_cross_entropy(x_BTD.flatten(0, 1), self.head_weight, labels_BT.flatten())
+
+    def token_losses(self, x_BTD: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+        """Each label's cross-entropy [B, T], of features [B, T, D], in fp32 (fp64); 0 where the label is -100."""
+        return linear_token_losses(x_BTD.flatten(0, 1), self.head_weight, labels_BT.flatten()).view(labels_BT.shape)
 
     def logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of features [..., D]."""

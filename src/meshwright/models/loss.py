@@ -7,6 +7,7 @@ the gradients of the hidden states and of the head, as in Liger's fused linear c
 Shapes: N tokens, D hidden, V vocabulary, C tokens of a chunk, R rows that are widened together.
 """
 
+from collections.abc import Iterator
 from math import ceil
 from typing import Protocol
 
@@ -68,33 +69,28 @@ def linear_cross_entropy(
     return loss
 
 
+def linear_token_losses(
+    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor, share: VocabularyShare | None = None
+) -> torch.Tensor:
+    """The terms of `linear_cross_entropy` one by one, [N], 0 where the label is -100: for losses that are no sum.
+
+    The backward pass makes the logits a second time, chunk by chunk.
+    """
+    losses_N = _LinearTokenLosses.apply(hidden_ND, weight_VD, labels_N, share)
+    assert isinstance(losses_N, torch.Tensor)
+    return losses_N
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, labels_N, train, share):
-        tokens, vocab, wide = len(hidden_ND), len(weight_VD), _wide(hidden_ND.dtype)
+        wide = _wide(hidden_ND.dtype)
         need_hidden, need_weight = (train and need for need in ctx.needs_input_grad[:2])
         grad_hidden_ND = torch.empty_like(hidden_ND) if need_hidden else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if need_weight else None
         loss = hidden_ND.new_zeros((), dtype=wide)
-        first = 0
-        if share is not None:
-            first = share.first
-            known_N = (labels_N == IGNORED) | (labels_N >= 0) & (labels_N < share.vocab)
-            torch._assert_async(known_N.all(), "a label is out of bounds: it lies outside the vocabulary")
-
-        stride = ceil((vocab if share is None else share.rows) / ROW_MULTIPLE) * ROW_MULTIPLE
-        most = max(1, _budget(CHUNK_BYTES, hidden_ND) // (stride * hidden_ND.element_size()))
-        chunk = ceil(tokens / max(1, ceil(tokens / most)))  # chunks of equal size
-        logits_CV = hidden_ND.new_empty(chunk, stride)[:, :vocab]
-        for start in range(0, tokens, max(1, chunk)):
-            rows = slice(start, start + chunk)
-            labels_C1 = labels_N[rows, None]
-            trained_C1 = labels_C1 != IGNORED
-            # A token is ignored by zeroing its hidden state: its row of logits is many times as long.
-            hidden_CD = hidden_ND[rows].where(trained_C1, 0)
-            grad_CV = matmul(hidden_CD, weight_VD.t(), logits_CV[: len(hidden_CD)])
-            losses_C1 = _cross_entropy_(grad_CV, labels_C1.where(trained_C1, first) - first, share)
-            loss += losses_C1.where(trained_C1, 0).sum()
+        for rows, hidden_CD, trained_C1, losses_C1, grad_CV in _chunks(hidden_ND, weight_VD, labels_N, share):
+            loss += losses_C1.sum()
             if grad_hidden_ND is not None:
                 grad_hidden_ND[rows] = matmul(grad_CV, weight_VD).where(trained_C1, 0)
             if grad_weight_VD is not None:
@@ -108,6 +104,58 @@ class _LinearCrossEntropy(torch.autograd.Function):
         (grad_loss,) = grad_outputs
         grads = [None if grad is None else _scaled(grad, grad_loss, ctx.dtype) for grad in ctx.saved_tensors]
         return (*grads, None, None, None)
+
+
+class _LinearTokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_ND, weight_VD, labels_N, share):
+        losses_N = hidden_ND.new_zeros(len(hidden_ND), dtype=_wide(hidden_ND.dtype))
+        for rows, _, _, losses_C1, _ in _chunks(hidden_ND, weight_VD, labels_N, share):
+            losses_N[rows] = losses_C1[:, 0]
+        ctx.save_for_backward(hidden_ND, weight_VD, labels_N)
+        ctx.share = share
+        return losses_N
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        (grad_N,) = grad_outputs
+        hidden_ND, weight_VD, labels_N = ctx.saved_tensors
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        grad_hidden_ND = torch.empty_like(hidden_ND) if need_hidden else None
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=_wide(weight_VD.dtype)) if need_weight else None
+        # Logits are made once more: only now is it known what flows back into each label.
+        for rows, hidden_CD, trained_C1, _, grad_CV in _chunks(hidden_ND, weight_VD, labels_N, ctx.share):
+            grad_CV *= grad_N[rows, None].to(grad_CV.dtype)
+            if grad_hidden_ND is not None:
+                grad_hidden_ND[rows] = matmul(grad_CV, weight_VD).where(trained_C1, 0)
+            if grad_weight_VD is not None:
+                _add_product_(grad_weight_VD, grad_CV, hidden_CD)
+        return grad_hidden_ND, None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype), None, None
+
+
+def _chunks(
+    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor, share: VocabularyShare | None
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Chunk by chunk: (its tokens, their hidden states [C, D], whether they carry loss [C, 1], their losses [C, 1], the
+    losses' gradient by the logits [C, V], which the next chunk overwrites)."""
+    tokens, vocab, first = len(hidden_ND), len(weight_VD), 0
+    if share is not None:
+        first = share.first
+        known_N = (labels_N == IGNORED) | (labels_N >= 0) & (labels_N < share.vocab)
+        torch._assert_async(known_N.all(), "a label is out of bounds: it lies outside the vocabulary")
+    stride = ceil((vocab if share is None else share.rows) / ROW_MULTIPLE) * ROW_MULTIPLE
+    most = max(1, _budget(CHUNK_BYTES, hidden_ND) // (stride * hidden_ND.element_size()))
+    chunk = ceil(tokens / max(1, ceil(tokens / most)))  # chunks of equal size
+    logits_CV = hidden_ND.new_empty(chunk, stride)[:, :vocab]
+    for start in range(0, tokens, max(1, chunk)):
+        rows = slice(start, start + chunk)
+        labels_C1 = labels_N[rows, None]
+        trained_C1 = labels_C1 != IGNORED
+        # A token is ignored by zeroing its hidden state: its row of logits is many times as long.
+        hidden_CD = hidden_ND[rows].where(trained_C1, 0)
+        grad_CV = matmul(hidden_CD, weight_VD.t(), logits_CV[: len(hidden_CD)])
+        losses_C1 = _cross_entropy_(grad_CV, labels_C1.where(trained_C1, first) - first, share)
+        yield rows, hidden_CD, trained_C1, losses_C1.where(trained_C1, 0), grad_CV
 
 
 def _cross_entropy_(logits_CV: torch.Tensor, targets_C1: torch.Tensor, share: VocabularyShare | None) -> torch.Tensor:

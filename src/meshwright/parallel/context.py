@@ -14,6 +14,7 @@ Shapes: B batch, T tokens of a rank, H heads, G key and value heads, K head_dim,
 a part.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,6 +39,9 @@ Attend = Callable[..., torch.Tensor]
 def apply_context_parallel(model: Decoder, mesh: DeviceMesh, method: ContextMethod) -> None:
     """Make the attention of every block see whole sequences, of which each rank of `mesh` holds `sequence_places`."""
     group, window = mesh.get_group(), model.spec.sliding_window
+    if model.preference is not None:
+        model.preference.complete = functools.partial(_sum_of_parts, group)
+        model.preference.counts = mesh.get_local_rank() == 0
     for module in model.modules():
         attend: Any = getattr(module, "attend", None)
         if attend is not None:
@@ -54,6 +58,13 @@ def sequence_places(method: ContextMethod, *, degree: int, rank: int, length: in
     if method == "ulysses":
         return np.arange(length).reshape(degree, -1)[rank]
     return np.arange(length).reshape(2 * degree, -1)[list(_own_chunks(rank, degree))].ravel()
+
+
+def _sum_of_parts(group: dist.ProcessGroup, part: torch.Tensor) -> torch.Tensor:
+    """The sum over ranks; each rank's part has the gradient of the sum, for every rank computes the same loss of it."""
+    total = part.detach().clone()
+    dist.all_reduce(total, group=group)
+    return part + (total - part.detach())
 
 
 class _Ulysses:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from meshwright.families.split import TP_SPLITS, is_experts, split_dim, split_range
 from meshwright.models import Decoder
 from meshwright.models.adapters import LoraEmbedding, LoraLinear
-from meshwright.models.loss import linear_cross_entropy
+from meshwright.models.loss import linear_cross_entropy, linear_token_losses
 from meshwright.spec.model import ModelSpec, Parameter
 
 collectives = torch.ops._c10d_functional
@@ -66,13 +66,17 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
         x_ND = sequence.gather(x_BTD).flatten(0, 1)
         return linear_cross_entropy(x_ND, model.head_weight, labels_BT.flatten(), share)
 
+    def token_losses(x_BTD: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+        x_ND = sequence.gather(x_BTD).flatten(0, 1)
+        return linear_token_losses(x_ND, model.head_weight, labels_BT.flatten(), share).view(labels_BT.shape)
+
     def logits(x_BTD: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             "a model split over tensor-parallel ranks has a loss, but no rank has its logits; "
             "save a checkpoint, and generate from it in one process"
         )
 
-    model.loss, model.logits = loss, logits
+    model.loss, model.token_losses, model.logits = loss, token_losses, logits
 
 
 def _split_parameters(module: nn.Module, own: dict[str, Parameter], spec: ModelSpec, mesh: DeviceMesh) -> None:

@@ -49,6 +49,18 @@ class EvaluationSpec(Spec):
     """Global batches per evaluation; 0 switches evaluation off."""
 
 
+class PreferenceSpec(Spec):
+    """Learning from pairs of answers by direct preference optimisation (Rafailov et al., 2023)."""
+
+    beta: float = Field(default=0.1, gt=0)
+    """How strongly the model is held to the reference."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Share of the pairs that are taken to be the wrong way round (conservative DPO)."""
+    reference: Literal["start", "none"] = "start"
+    """What the model is held to: itself as training starts (its adapters, which add nothing then, switched off), or
+    nothing."""
+
+
 class TrainingSpec(Spec):
     """One training run's arithmetic. Batch sizes say their unit: `global_batch` in sequences or in tokens."""
 
@@ -80,6 +92,8 @@ class TrainingSpec(Spec):
     non_finite: Literal["raise", "skip", "rewind"] = "raise"
     """What to do when a loss or gradient is not finite: stop before the weights are touched, skip that step, or go back
     to the last checkpoint and pass over the batches since."""
+    preference: PreferenceSpec | None = None
+    """Learn from pairs of answers (sources of the format preference) instead of predicting every token."""
     evaluation: EvaluationSpec = EvaluationSpec()
     """Held-out evaluation."""
     seed: int = Field(default=0, ge=0)

@@ -2,17 +2,16 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from meshwright.data.loader import Microbatch
-from meshwright.models.loss import IGNORED
 from meshwright.parallel import Passes
 from meshwright.parallel.data import release_gathered
 from meshwright.parallel.passes import Arguments
-from meshwright.trainer.step import to_device
+from meshwright.trainer.step import count_terms, preference_of, to_device
 
 
 @dataclass(frozen=True)
@@ -22,11 +21,27 @@ class Evaluation:
     loss: float
     """Mean loss per token, in nats."""
     tokens: int
+    """Tokens that carry loss, or pairs of answers."""
+    accuracy: float | None = None
+    """Of pairs of answers the share of which the chosen one has become likelier, next to the rejected one, than the
+    reference makes it."""
+    sources: dict[str, "Evaluation"] = field(default_factory=dict)
+    """The same for each source of data by itself, where there are several."""
 
     @property
     def perplexity(self) -> float:
         """exp(loss)."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+def joined(parts: dict[str, Evaluation]) -> Evaluation:
+    """One evaluation of several sources: each token, or pair, counts alike."""
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    tokens = sum(part.tokens for part in parts.values())
+    loss = sum(part.loss * part.tokens for part in parts.values()) / tokens
+    known = [part.accuracy * part.tokens for part in parts.values() if part.accuracy is not None]
+    return Evaluation(loss=loss, tokens=tokens, accuracy=sum(known) / tokens if known else None, sources=parts)
 
 
 @torch.no_grad()
@@ -37,14 +52,23 @@ def evaluate(
 
     `repeats_loss`: another rank brings the same microbatches as this one, and counts them.
     """
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    preference, references = preference_of(passes.model), []
+    if preference is not None:
+        preference.seen = []
 
     def arguments() -> Iterator[Arguments]:
         for microbatch in microbatches:
-            totals[1] += int((microbatch.labels != IGNORED).sum())
+            totals[1] += count_terms(microbatch, passes.model)
+            if microbatch.references is not None:
+                references.append(torch.from_numpy(microbatch.references))
             yield to_device(microbatch, device)
 
     totals[0] = passes.losses(arguments())
+    if preference is not None:
+        pairs = zip(preference.seen or [], references, strict=False)
+        totals[2] = sum(int((margins.cpu() > known).sum()) for margins, known in pairs) if preference.counts else 0
+        preference.seen = None
     release_gathered(passes.model)
     if repeats_loss:
         totals.zero_()
@@ -52,4 +76,5 @@ def evaluate(
         dist.all_reduce(totals)
     if totals[1] == 0:
         raise ValueError("evaluation: no held-out token to measure on; raise data.held_out or set evaluation.batches=0")
-    return Evaluation(loss=(totals[0] / totals[1]).item(), tokens=int(totals[1]))
+    loss, terms, right = totals[0] / totals[1], int(totals[1]), totals[2].item()
+    return Evaluation(loss=loss.item(), tokens=terms, accuracy=right / terms if references else None)

@@ -6,12 +6,13 @@ from pathlib import Path
 
 from meshwright.data.loader import Loader, Microbatch, evaluation_batches
 from meshwright.data.mixture import held_out_samples, mean_context, training_samples
+from meshwright.data.packing import Samples
 from meshwright.data.prepare import Corpus
 from meshwright.plan.flops import flops_per_token
 from meshwright.trainer.agreement import largest
 from meshwright.trainer.device import peak_memory_bytes, synchronise
 from meshwright.trainer.display import Display, short
-from meshwright.trainer.evaluate import Evaluation, evaluate
+from meshwright.trainer.evaluate import Evaluation, evaluate, joined
 from meshwright.trainer.launch import watch_store
 from meshwright.trainer.metrics import Journal, StepClock, StepRecord
 from meshwright.trainer.replicas import check_replicas
@@ -126,18 +127,33 @@ def build_loader(trainer: Trainer, corpus: Corpus) -> Loader:
 
 
 def evaluate_held_out(trainer: Trainer, corpus: Corpus, stop: StopRequest) -> Evaluation | None:
-    """Loss on `evaluation.batches` global batches of held-out text, evenly spaced and always the same.
+    """Loss on `evaluation.batches` global batches of held-out text, evenly spaced and always the same; of several
+    sources each by itself, on as many batches as its share of the samples makes, one at least.
 
     None where a signal cut it short. Collective.
     """
     resolved = trainer.resolved
+    parts = {}
+    held_out = held_out_samples(corpus, resolved.run.data)
+    names = [stream.name for stream in corpus.streams if stream.held_out]
+    for name, samples in zip(names, held_out.streams, strict=True):
+        batches = -(-resolved.run.training.evaluation.batches * len(samples) // len(held_out))
+        found = _evaluate(trainer, samples, batches * resolved.global_batch, stop)
+        if found is None:
+            return None
+        parts[name] = found
+    return joined(parts)
+
+
+def _evaluate(trainer: Trainer, samples: Samples, num_samples: int, stop: StopRequest) -> Evaluation | None:
+    """Loss on so many of the samples, evenly spaced; None where a signal cut it short."""
     batches = evaluation_batches(
-        held_out_samples(corpus, resolved.run.data),
-        micro_batch=resolved.micro_batch,
+        samples,
+        micro_batch=trainer.resolved.micro_batch,
         rank=trainer.data_rank,
-        world_size=resolved.run.layout.data_parallel,
+        world_size=trainer.resolved.run.layout.data_parallel,
         places=trainer.places,
-        num_samples=resolved.run.training.evaluation.batches * resolved.global_batch,
+        num_samples=num_samples,
     )
     signal = 0
 
@@ -157,9 +173,14 @@ def evaluate_held_out(trainer: Trainer, corpus: Corpus, stop: StopRequest) -> Ev
 
 def report(evaluation: Evaluation, step: int, journal: Journal | None, display: Display) -> None:
     """Print and write an evaluation."""
-    display.say(
-        f"step {step}  held-out loss {evaluation.loss:.3f}  perplexity {evaluation.perplexity:.2f}  "
-        f"({short(evaluation.tokens)} tokens)"
-    )
+    if evaluation.accuracy is None:
+        told = f"perplexity {evaluation.perplexity:.2f}  ({short(evaluation.tokens)} tokens)"
+    else:
+        told = f"accuracy {100 * evaluation.accuracy:.1f} %  ({short(evaluation.tokens)} pairs)"
+    sources = "".join(f"  {name} {part.loss:.3f}" for name, part in evaluation.sources.items())
+    display.say(f"step {step}  held-out loss {evaluation.loss:.3f}{sources}  {told}")
     if journal:
-        journal.write("evaluation", step=step, perplexity=evaluation.perplexity, **asdict(evaluation))
+        fields = {key: value for key, value in asdict(evaluation).items() if key != "sources" and value is not None}
+        for name, part in evaluation.sources.items():
+            fields[f"loss/{name}"] = part.loss
+        journal.write("evaluation", step=step, perplexity=evaluation.perplexity, **fields)

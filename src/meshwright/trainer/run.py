@@ -13,10 +13,12 @@ from meshwright.families import pretrained_directory
 from meshwright.plan.stages import describe_pipeline
 from meshwright.spec.recipe import dump_recipe, load_spec
 from meshwright.spec.run import ResolvedRun, Run
+from meshwright.spec.training import PreferenceSpec
 from meshwright.trainer.display import Display, short
 from meshwright.trainer.launch import Worker, find_nodes, find_worker, join_all, leave_group, start_workers
 from meshwright.trainer.loop import train_loop
 from meshwright.trainer.metrics import Journal, read_journal
+from meshwright.trainer.reference import check_objective, with_references
 from meshwright.trainer.resolve import resolve_run
 from meshwright.trainer.setup import (
     Trainer,
@@ -105,12 +107,14 @@ def train_rank(resolved: ResolvedRun, worker: Worker, stop: StopRequest, *, resu
     join_all()
     corpus = corpus_of(resolved)
     check_vocabulary(resolved, corpus)
+    check_objective(run, corpus)
     trainer = build_trainer(resolved, worker, device, mesh)
     display = Display(
         steps=run.training.steps, memory_bytes=trainer.memory_bytes, device=trainer.device.type, enabled=first
     )
     display.say(banner(trainer, corpus))
     display.say(begin(trainer, run_dir / "checkpoints", resume))
+    corpus = with_references(trainer, corpus, run_dir)
     join_all()
     stop.running()
     if not first:
@@ -147,6 +151,7 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
         "batch": f"{resolved.tokens_per_step} tokens a step = {run.layout.data_parallel} ranks x "
         f"{resolved.accumulation} microbatches x {resolved.micro_batch} sequences x {run.data.sequence_length}",
         "length": f"{run.training.steps} steps, {describe_mixture(corpus, samples, num_samples)}",
+        **({"objective": _objective(run.training.preference)} if run.training.preference else {}),
         "strategy": f"{run.layout.strategy}, {run.training.precision}, recompute {run.training.recompute}"
         + (", compiled" if run.training.compile else ""),
         **({"pipeline": describe_pipeline(resolved)} if run.layout.pp > 1 else {}),
@@ -155,6 +160,12 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
         "writes": run.run_dir,
     }
     return "\n".join(f"{name:<10}{text}" for name, text in lines.items())
+
+
+def _objective(preference: PreferenceSpec) -> str:
+    smoothing = f", label smoothing {preference.label_smoothing:g}" if preference.label_smoothing else ""
+    against = "the model as it starts" if preference.reference == "start" else "nothing"
+    return f"preferences (DPO), beta {preference.beta:g}{smoothing}, held against {against}"
 
 
 def corpus_of(resolved: ResolvedRun, progress: Callable[[str, int, int], None] | None = None) -> Corpus:

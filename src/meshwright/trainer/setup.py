@@ -15,6 +15,7 @@ from meshwright.data.prepare import Corpus
 from meshwright.families import finetuned_table, state_table
 from meshwright.finetune import apply_finetune
 from meshwright.models import build_model, named_tensors
+from meshwright.models.preference import PreferenceLoss
 from meshwright.optim.build import Optimizers, build_optimizers
 from meshwright.parallel import Meshes, Passes, apply_parallelism, build_meshes, materialize
 from meshwright.parallel.context import sequence_places
@@ -115,6 +116,9 @@ def build_parallel_model(resolved: ResolvedRun, meshes: Meshes | None) -> Passes
     model = build_model(resolved.model, device="meta", dtype=stored_dtype(resolved.run.training))
     if resolved.run.finetune is not None:
         apply_finetune(model, resolved.run.finetune, compute_dtype(resolved.run.training))
+    preference = resolved.run.training.preference
+    if preference is not None:
+        model.preference = PreferenceLoss(beta=preference.beta, label_smoothing=preference.label_smoothing)
     return apply_parallelism(model, resolved, meshes)
 
 

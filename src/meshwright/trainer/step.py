@@ -6,9 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from meshwright.data.loader import Microbatch
 from meshwright.models.loss import IGNORED
+from meshwright.models.preference import PreferenceLoss
 from meshwright.optim.balance import ExpertBalance
 from meshwright.optim.build import Optimizers
 from meshwright.optim.clip import global_gradient_norm, scale_gradients
@@ -29,11 +31,11 @@ class StepResult:
     """What one optimizer step saw, the same on every rank."""
 
     loss: float
-    """Mean loss per trained token over the global batch, in nats."""
+    """Mean loss over the global batch, in nats: per trained token, or per pair of answers."""
     gnorm: float
     """2-norm of the whole gradient before clipping; 0 where an asynchronous pipeline's first step has none."""
     trained: int
-    """Tokens of the global batch that carry loss."""
+    """Tokens of the global batch that carry loss, or pairs of answers."""
     skipped: bool
     """Whether the weights were left alone."""
     spike: bool = False
@@ -121,7 +123,7 @@ class TrainStep:
 
         Returns that loss and the number of tokens of the global batch that carry loss.
         """
-        here = sum(int((microbatch.labels != IGNORED).sum()) for microbatch in microbatches)
+        here = sum(count_terms(microbatch, self.passes.model) for microbatch in microbatches)
         trained = max(1, int(self._sum_over_ranks(torch.tensor(here, device=self.device))))
         sequences = sum(len(microbatch.inputs) for microbatch in microbatches) * self.run.layout.data_parallel
         self.balance.begin(self._scale / sequences)
@@ -160,9 +162,24 @@ class TrainStep:
         return value
 
 
+def count_terms(microbatch: Microbatch, model: nn.Module) -> int:
+    """How many terms of the loss are counted on this rank, whose mean over the global batch it is: labels, or pairs."""
+    if microbatch.references is None:
+        return int((microbatch.labels != IGNORED).sum())
+    preference = preference_of(model)
+    assert preference is not None
+    return int((~np.isnan(microbatch.references)).sum()) if preference.counts else 0
+
+
+def preference_of(model: nn.Module) -> PreferenceLoss | None:
+    """The loss of pairs of answers, where the run learns from such."""
+    found = model.preference
+    assert found is None or isinstance(found, PreferenceLoss)
+    return found
+
+
 def to_device(microbatch: Microbatch, device: torch.device) -> tuple[torch.Tensor | None, ...]:
-    """The model's arguments on `device`, int64: inputs, labels, documents and positions, or None; copies to
-    a GPU do not block."""
+    """The model's first arguments on `device`, those of a `Microbatch`, or None; copies to a GPU do not block."""
     tensors = (None if array is None else torch.from_numpy(array) for array in microbatch)
     if device.type != "cuda":
         return tuple(tensors)
