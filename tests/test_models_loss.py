@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.models import loss as loss_module
-from meshwright.models.loss import linear_cross_entropy
+from meshwright.models.loss import linear_cross_entropy, linear_token_losses
 
 N, D, V = 23, 8, 37
 
@@ -40,6 +40,19 @@ def test_equals_torch_in_fp64(scale):
     ours = gradients(linear_cross_entropy, *case(scale=scale), factor=0.25)
     torchs = gradients(reference, *case(scale=scale), factor=0.25)
     torch.testing.assert_close(ours, torchs, rtol=1e-13, atol=1e-13 * scale)
+
+
+def test_terms_one_by_one():
+    """What flows back into each is known only in the backward pass."""
+    factors = torch.randn(N, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def ours(hidden, weight, labels):
+        return (linear_token_losses(hidden, weight, labels) * factors).sum()
+
+    def torchs(hidden, weight, labels):
+        return (F.cross_entropy(hidden @ weight.T, labels, ignore_index=-100, reduction="none") * factors).sum()
+
+    torch.testing.assert_close(gradients(ours, *case()), gradients(torchs, *case()), rtol=1e-13, atol=1e-13)
 
 
 def test_gradcheck():

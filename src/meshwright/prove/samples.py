@@ -8,14 +8,21 @@ from meshwright.data.packing import NO_LABEL, Piece, Sample
 class RandomSamples:
     """Random tokens, of whose labels a varying share is ignored: ranks and microbatches carry unequal token counts.
 
-    With `documents` every row holds several documents that are kept apart.
+    With `documents` every row holds several documents that are kept apart, with `pairs` one or two pairs of answers.
     """
 
     def __init__(
-        self, *, vocab: int, sequence_length: int, seed: int = 0, count: int = 64, documents: bool = False
+        self,
+        *,
+        vocab: int,
+        sequence_length: int,
+        seed: int = 0,
+        count: int = 64,
+        documents: bool = False,
+        pairs: bool = False,
     ) -> None:
         self.vocab, self.sequence_length, self.seed, self.count = vocab, sequence_length, seed, count
-        self.documents = documents
+        self.documents, self.pairs = documents, pairs
 
     @property
     def num_tokens(self) -> int:
@@ -34,5 +41,17 @@ class RandomSamples:
         tokens = generator.integers(0, self.vocab, self.sequence_length + 1)
         inputs_T, labels_T = tokens[:-1].copy(), tokens[1:].copy()
         labels_T[generator.random(self.sequence_length) < generator.random() / 2] = NO_LABEL
+        if self.pairs:
+            return self._pairs(Sample(inputs_T, labels_T), generator)
         documents_T = (generator.random(self.sequence_length) < 0.2).cumsum() if self.documents else None
         return Sample(inputs_T, labels_T, documents_T)
+
+    def _pairs(self, sample: Sample, generator: np.random.Generator) -> Sample:
+        """The sample as answers of random lengths, with padding behind them."""
+        answers = 2 * int(generator.integers(1, 3))
+        borders = np.sort(generator.choice(np.arange(1, self.sequence_length), answers, replace=False))
+        documents_T = np.searchsorted(borders, np.arange(self.sequence_length), side="right")
+        sample.labels[np.append(borders - 1, np.arange(borders[-1], self.sequence_length))] = NO_LABEL
+        references_P = np.full(2, np.nan)
+        references_P[: answers // 2] = generator.normal(size=answers // 2)
+        return sample._replace(documents=documents_T, references=references_P)

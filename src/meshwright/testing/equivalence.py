@@ -79,7 +79,10 @@ def loader_for(trainer: Trainer, *, seed: int = 0, documents: bool = False) -> L
     """This rank's microbatches of random samples."""
     resolved = trainer.resolved
     length = resolved.run.data.sequence_length
-    samples = RandomSamples(vocab=resolved.model.vocab, sequence_length=length, seed=seed, documents=documents)
+    pairs = resolved.run.training.preference is not None
+    samples = RandomSamples(
+        vocab=resolved.model.vocab, sequence_length=length, seed=seed, documents=documents, pairs=pairs
+    )
     return Loader(
         samples,
         seed=resolved.run.training.seed,

@@ -1,0 +1,188 @@
+"""Preference tuning: the loss is the formula's, on every layout; the reference is the model as it started."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from conversations import chat_tokenizer, lines
+from meshwright import load_recipe, train
+from meshwright.data.packing import NO_LABEL, build_samples
+from meshwright.data.prepare import prepare_corpus
+from meshwright.models.preference import PreferenceLoss
+from meshwright.prove.samples import RandomSamples
+from meshwright.spec.layout import LayoutSpec
+from meshwright.testing.equivalence import build_here, one_step
+from meshwright.testing.layouts import LAYOUTS
+from meshwright.testing.ranks import RankPool
+from meshwright.trainer.metrics import read_journal
+from test_equivalence import alone, assert_equal
+from tiny import SEQUENCE_LENGTH, tiny_run
+
+PREFERENCE = {"beta": 0.7, "label_smoothing": 0.1}
+
+
+def by_formula(trainer, batch) -> torch.Tensor:
+    """Each answer through the model by itself, with whole logits."""
+    total = torch.zeros((), dtype=torch.float64)
+    for inputs, labels, documents, references in zip(
+        batch.inputs, batch.labels, batch.documents, batch.references, strict=True
+    ):
+        logs = []
+        for document in range(2 * int((~np.isnan(references)).sum())):
+            here = documents == document
+            logits = trainer.model(torch.from_numpy(inputs[here])[None])[0]
+            targets = torch.from_numpy(labels[here])
+            logs.append(-F.cross_entropy(logits, targets, ignore_index=NO_LABEL, reduction="sum"))
+        for pair, (chosen, rejected) in enumerate(zip(logs[::2], logs[1::2], strict=True)):
+            z = PREFERENCE["beta"] * (chosen - rejected - references[pair])
+            smoothing = PREFERENCE["label_smoothing"]
+            total = total - (1 - smoothing) * F.logsigmoid(z) - smoothing * F.logsigmoid(-z)
+    return total
+
+
+def test_the_loss_is_the_formulas():
+    trainer = build_here(tiny_run(LayoutSpec(), preference=PREFERENCE))
+    samples = RandomSamples(vocab=50, sequence_length=SEQUENCE_LENGTH, pairs=True)
+    ranked = [samples[i] for i in range(5)]
+    batch = type("Batch", (), {name: np.stack([getattr(s, name) for s in ranked]) for name in ranked[0]._fields})
+    arguments = [torch.from_numpy(array) for array in (batch.inputs, batch.labels, batch.documents)]
+    references = torch.from_numpy(batch.references)
+    ours = trainer.model(*arguments, None, arguments[2], references)
+    wanted = by_formula(trainer, batch)
+    assert ours.item() == pytest.approx(wanted.item(), rel=1e-12)
+    parameters = list(trainer.model.parameters())
+    torch.testing.assert_close(torch.autograd.grad(ours, parameters), torch.autograd.grad(wanted, parameters))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ddp",
+        "zero-3-uneven",
+        "tp",
+        "zero-3-tp-wide",
+        "cp",
+        "cp-ring-tp",
+        "cp-ulysses-tp",
+        "pp",
+        "pp-zero-3",
+        "pp-cp-tp",
+    ],
+)
+def test_every_kind_of_layout(ranks: RankPool, name: str):
+    run = tiny_run(LAYOUTS[name], preference=PREFERENCE)
+    outcome = ranks.run(LAYOUTS[name].world_size, one_step, run)[0]
+    assert_equal(outcome, alone(preference=PREFERENCE))
+
+
+@pytest.mark.parametrize("name", ["zero-3-tp", "pp"])
+def test_with_adapters(ranks: RankPool, name: str):
+    options = {"preference": PREFERENCE, "finetune": {"method": "lora", "rank": 3}}
+    outcome = ranks.run(LAYOUTS[name].world_size, one_step, tiny_run(LAYOUTS[name], **options))[0]
+    assert_equal(outcome, alone(**options), slope=5 * 0.1)
+
+
+def test_a_pair_counts_once_however_many_share_its_tokens():
+    preference = PreferenceLoss(beta=1.0, label_smoothing=0.0)
+    losses, owners = torch.rand(1, 6, dtype=torch.float64, requires_grad=True), torch.tensor([[0, 0, 1, 2, 2, 2]])
+    references = torch.tensor([[0.5, torch.nan]], dtype=torch.float64)
+    counted = preference(losses, owners, references)
+    preference.counts = False
+    elsewhere = preference(losses, owners, references)
+    assert counted > elsewhere == 0
+    assert torch.equal(*(torch.autograd.grad(loss, losses)[0] for loss in (counted, elsewhere)))
+
+
+RECIPE = """\
+model: {family: llama, hidden: 32, num_layers: 1, num_heads: 2, ffn: 64, max_positions: 96, vocab: 320}
+data:
+  sources: {path: pairs.jsonl, name: colours}
+  tokenizer: tokenizer
+  sequence_length: 96
+  packing: best_fit
+  separate_documents: true
+  held_out: 0.2
+  chat: {template: plain}
+training:
+  steps: 6
+  global_batch: 4
+  precision: fp32
+  lr_schedule: {name: constant, warmup: 0}
+  optimizer: {lr: 1e-2}
+  preference: {beta: 0.5}
+device: cpu
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    chat_tokenizer().save(tmp_path / "tokenizer")
+    answer = [{"role": "assistant", "content": "Blue."}], [{"role": "assistant", "content": "Red!"}]
+    records = (
+        {"prompt": f"Sky number {i}?", "chosen": answer[i % 2], "rejected": answer[1 - i % 2]} for i in range(40)
+    )
+    (tmp_path / "pairs.jsonl").write_text(lines(*records))
+    (tmp_path / "run.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+def test_pairs_lie_side_by_side(folder):
+    data = load_recipe("run.yaml").data
+    (stream,) = prepare_corpus(data, base_dir=folder).streams
+    tokenizer = chat_tokenizer()
+    samples = build_samples(stream.train, data)
+    pairs = 0
+    for sample in map(samples.__getitem__, range(len(samples))):
+        here = int((~np.isnan(sample.references)).sum())
+        pairs += here
+        for pair in range(here):
+            texts = []
+            for document in (2 * pair, 2 * pair + 1):
+                labels = sample.labels[sample.documents == document]
+                texts.append(tokenizer.decode(labels[labels != NO_LABEL]))
+            asked = tokenizer.decode(sample.inputs[sample.documents == 2 * pair])
+            chosen = int(asked.split("number ")[1].split("?")[0]) % 2
+            wanted = ["Blue.<|im_end|>", "Red!<|im_end|>"]
+            assert texts == (wanted[::-1] if chosen else wanted)
+    assert pairs == samples.num_pairs == stream.train.num_documents // 2
+    wide = {"sequence_length": 256}
+    together, alone_ = (
+        build_samples(stream.train, data.model_copy(update=wide | more)) for more in ({}, {"packing": "padded"})
+    )
+    assert len(alone_) == pairs > len(together)
+    assert sorted(np.concatenate(together.pairs)) == list(range(pairs))
+
+
+def test_a_run_learns_what_is_preferred_and_goes_on(folder):
+    run = load_recipe("run.yaml", ["run_dir=whole"])
+    train(run, base_dir=folder)
+    records = read_journal(folder / "whole" / "metrics.jsonl")
+    losses = [record["loss"] for record in records if record["kind"] == "step"]
+    assert losses[0] == pytest.approx(np.log(2), abs=1e-6), "at first it is its own reference"
+    assert losses[-1] < 0.6
+    (evaluation,) = (record for record in records if record["kind"] == "evaluation")
+    assert 0 <= evaluation["accuracy"] <= 1
+    assert evaluation["tokens"] == len(np.load(folder / "whole" / "reference.npz")["held_out.0"])
+    for steps, resume in ((3, False), (6, True)):
+        train(load_recipe("run.yaml", ["run_dir=parts", f"training.steps={steps}"]), base_dir=folder, resume=resume)
+    parts = [r["loss"] for r in read_journal(folder / "parts" / "metrics.jsonl") if r["kind"] == "step"]
+    assert parts == losses
+    (folder / "parts" / "reference.npz").unlink()
+    with pytest.raises(ValueError, match=r"reference\.npz: what the reference makes of the pairs is missing"):
+        train(load_recipe("run.yaml", ["run_dir=parts", "training.steps=7"]), base_dir=folder, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.preference=null", "data source colours holds preferences; learn from them with training.preference"),
+        ("data.separate_documents=false", "both answers of a preference lie in one sample; set data.separate_doc"),
+        ("data.sources=text.txt", "training.preference learns from pairs of answers, which data source text has not"),
+    ],
+)
+def test_mistakes(override, message, folder):
+    (folder / "text.txt").write_text("Some text.\n" * 40)
+    with pytest.raises(ValueError, match=message):
+        train(load_recipe("run.yaml", [override]), base_dir=folder)
