@@ -31,9 +31,7 @@ def kept(run: ResolvedRun) -> tuple[tuple[int, int, int], Shapes]:
     trainer = build_here(run)
     with loader_for(trainer) as loader:
         trainer.train_step.gradients(loader.microbatches(0))
-    pp, tp, shard = (
-        0 if trainer.meshes is None else trainer.meshes.state[axis].get_local_rank() for axis in ("pp", "tp", "shard")
-    )
+    pp, tp, shard = (0 if trainer.meshes is None else trainer.meshes.rank_along(axis) for axis in ("pp", "tp", "shard"))
     shapes: Shapes = {}
     for name, parameter in trainer.parameters.items():
         moments = [state for key, state in trainer.optimizers.state_of(parameter).items() if key != "step"]

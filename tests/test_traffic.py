@@ -29,13 +29,8 @@ def counted_and_predicted(resolved: ResolvedRun) -> tuple[Counter, Counter]:
     if trainer.meshes is None or dist.group.WORLD is None:
         return counted, predict_traffic(resolved)
     meshes, names = trainer.meshes, axis_names(trainer.meshes)
-    groups = {
-        "cp": meshes.batch.get_group("cp"),
-        "tp": meshes.state.get_group("tp"),
-        "shard": meshes.state.get_group("shard"),
-        "replicate": meshes.state.get_group("replicate"),
-        "world": dist.group.WORLD,
-    }
+    found = {axis: meshes.axis(axis) for axis in ("cp", "tp", "shard", "replicate")}
+    groups = {axis: mesh.get_group() for axis, mesh in found.items() if mesh is not None} | {"world": dist.group.WORLD}
     predicted: Counter[Any] = Counter()
     for (kind, axis), size in predict_traffic(resolved).items():
         predicted[kind, names.get(ranks_of(groups[axis]), "world")] += size

@@ -37,15 +37,16 @@ def apply_parallelism(model: Decoder, resolved: ResolvedRun, meshes: Meshes | No
     run = resolved.run
     stages = plan_stages(resolved) if run.layout.pp > 1 else None
     weights = None
-    if stages is not None and meshes is not None:
-        apply_pipeline(model, stages, meshes.state["pp"].get_local_rank())
-    if meshes is not None:
-        apply_tensor_parallel(model, meshes.state["tp"])
+    pp, tp, cp = (None if meshes is None else meshes.axis(name) for name in ("pp", "tp", "cp"))
+    if stages is not None and pp is not None:
+        apply_pipeline(model, stages, pp.get_local_rank())
+    if tp is not None:
+        apply_tensor_parallel(model, tp)
     if stages is not None and stages.schedule.splits_backward:
         weights = WeightGradients(model)
-    if meshes is not None and run.layout.cp > 1:
+    if cp is not None:
         method, _ = context_method(run.layout, model.spec, run.data.sequence_length)
-        apply_context_parallel(model, meshes.batch["cp"], method)
+        apply_context_parallel(model, cp, method)
     if meshes is not None:
         apply_expert_parallel(model, meshes)
     apply_recompute(model.layers, run.training.recompute)
@@ -53,18 +54,19 @@ def apply_parallelism(model: Decoder, resolved: ResolvedRun, meshes: Meshes | No
         apply_compile(model.layers)
     if meshes is None:
         return WholeModel(model)
-    if stages is not None and run.layout.asynchronous:
+    if stages is not None and pp is not None and run.layout.asynchronous:
         dtypes = compute_dtype(run.training), reduce_dtype(run.training)
-        return apply_pipedream(model, stages, meshes.state["pp"].get_group(), meshes.state["replicate"], dtypes)
+        axis = "shard" if meshes.axis("replicate") is None else "replicate"  # the former has one rank here
+        return apply_pipedream(model, stages, pp.get_group(), meshes.state[axis], dtypes)
     apply_data_parallel(model, meshes, run.layout, build_fsdp_policy(run.training))
     hide_sharding(model.layers)
     sync = functools.partial(set_gradient_sync, run.layout)
-    if stages is None:
+    if stages is None or pp is None:
         return WholeModel(model, sync)
     return Pipeline(
         model,
         stages,
-        meshes.state["pp"].get_group(),
+        pp.get_group(),
         dtype=compute_dtype(run.training),
         sequence_split=run.layout.tp,
         sync=sync,

@@ -20,6 +20,7 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -52,21 +53,52 @@ def apply_data_parallel(model: Decoder, meshes: Meshes, layout: LayoutSpec, poli
     }
 
     def shard(module: nn.Module, mesh: DeviceMesh) -> None:
-        axes = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
+        replicated = "replicate" in (mesh.mesh_dim_names or ())
+        axes = mesh["replicate", "shard"] if replicated else mesh["shard"]
         placement = functools.partial(_shard_placement, mesh["shard"].size())
         fully_shard(module, mesh=axes, shard_placement_fn=placement, **options)
 
     for block in model.layers.values():
-        if layout.ep * layout.tp > 1:
+        if meshes.experts is not None:
             for module in block.modules():
                 if isinstance(module, Experts):
                     shard(module, meshes.experts)
         shard(block, meshes.state)
     shard(model, meshes.state)
+    if meshes.axis("tp") is not None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                _sum_in_reduce_dtype(module)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def _sum_in_reduce_dtype(module: FSDPModule) -> None:
+    """Have gradients brought to the dtype of reductions before FSDP2 adds those of parameters that every tensor-parallel
+    rank keeps, of which each rank has a part of the sum; it would add them in the dtype of computation.
+
+    All of a group's, for FSDP2 reduces them together.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return
+    usual = group.post_backward
+
+    def post_backward(*args: Any) -> None:
+        used = [parameter for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param")]
+        if any(_is_part_of_sum(parameter.unsharded_param.grad) for parameter in used):
+            for parameter in used:
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+        usual(*args)
+
+    group.post_backward = post_backward
+
+
+def _is_part_of_sum(gradient: torch.Tensor | None) -> bool:
+    return isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements)
 
 
 def _shard_placement(shards: int, parameter: nn.Parameter) -> Shard:

@@ -29,15 +29,15 @@ def apply_expert_parallel(model: Decoder, meshes: Meshes) -> None:
 
     Data parallelism shards the experts afterwards, over `meshes.experts`.
     """
-    ep = meshes.experts["ep"]
-    sharers = [meshes.batch[axis] for axis in ("cp", "tp") if meshes.batch[axis].size() > 1]
+    ep = meshes.axis("ep")
+    sharers = [mesh for mesh in map(meshes.axis, ("cp", "tp")) if mesh is not None]
     for layer in model.modules():
         if not isinstance(layer, MoE):
             continue
         if sharers:
             groups = [mesh.get_group() for mesh in sharers]
             layer.router.sum_over_sequence = functools.partial(_sum_over_ranks, groups)
-        if ep.size() > 1:
+        if ep is not None:
             for linear in layer.experts.children():
                 assert isinstance(linear, ExpertLinear)
                 _keep_own_experts(linear, ep)

@@ -1,7 +1,9 @@
 """The one place that turns a layout's degrees into device meshes."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.spec.layout import LayoutSpec
@@ -9,31 +11,45 @@ from meshwright.spec.layout import LayoutSpec
 
 @dataclass(frozen=True)
 class Meshes:
-    """Three views of the same ranks, which are numbered in the order of `spec.layout.AXES`, `tp` fastest.
+    """Views of the same ranks, which are numbered in the order of `spec.layout.AXES`, `tp` fastest.
 
-    All have the same parent, as FSDP2 demands of the meshes that a parameter lies on. Every axis is present in its
-    view, degree 1 included.
+    All have the same parent, as FSDP2 demands of the meshes that a parameter lies on. Axes of one rank are left out
+    (`shard` excepted, which FSDP2 always asks for), and so are views that say nothing new: every axis costs process
+    groups.
     """
 
     state: DeviceMesh
     """pp, replicate, shard, tp: on which axes parameters, gradients and optimizer state are copied or split. The
     ranks of a context-parallel group share the work on their samples, so to the state they are data-parallel ranks:
     `shard` is dp_shard x cp, or under ZeRO stage 0 `replicate` is dp_replicate x cp."""
-    batch: DeviceMesh
-    """pp, data, cp, tp: `data` ranks read different samples, `cp` ranks different parts of the same samples."""
-    experts: DeviceMesh
-    """pp, replicate, shard, ep: as `state`, for experts. Tensor-parallel ranks hold different tokens of a sequence
-    between blocks, so to the experts they are data-parallel ranks too."""
+    batch: DeviceMesh | None
+    """data, cp, rest, where there is a cp: `data` ranks read different samples, `cp` ranks different parts of the same
+    samples."""
+    experts: DeviceMesh | None
+    """pp, replicate, shard, ep: as `state`, for experts, where their ranks are others. Tensor-parallel ranks hold
+    different tokens of a sequence between blocks, so to the experts they are data-parallel ranks too."""
+    data_rank: int
+    """This rank's place among those that read different samples."""
 
-    @property
-    def data_rank(self) -> int:
-        """This rank's place among those that read different samples."""
-        return self.batch["data"].get_local_rank()
+    def axis(self, name: str) -> DeviceMesh | None:
+        """The axis pp, replicate, shard, tp, cp or ep; None where it has one rank."""
+        view = {"cp": self.batch, "ep": self.experts}.get(name, self.state)
+        found = name in (view.mesh_dim_names or ()) if view is not None else False
+        return view[name] if view is not None and found and view[name].size() > 1 else None
+
+    def rank_along(self, name: str) -> int:
+        """This rank's place along an axis."""
+        axis = self.axis(name)
+        return 0 if axis is None else axis.get_local_rank()
+
+    def views(self) -> Iterator[DeviceMesh]:
+        """All that there are."""
+        yield from (view for view in (self.state, self.batch, self.experts) if view is not None)
 
     @property
     def repeats_loss(self) -> bool:
         """Whether another rank of this stage computes the same share of the loss as this one, and counts it."""
-        return self.batch["tp"].get_local_rank() > 0
+        return self.rank_along("tp") > 0
 
 
 def build_meshes(layout: LayoutSpec, device_type: str) -> Meshes:
@@ -44,10 +60,13 @@ def build_meshes(layout: LayoutSpec, device_type: str) -> Meshes:
     world = init_device_mesh(device_type, (layout.world_size,), mesh_dim_names=("world",))
 
     def view(**axes: int) -> DeviceMesh:
-        return world._unflatten(0, tuple(axes.values()), tuple(axes))
+        several = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
+        return world._unflatten(0, tuple(several.values()), tuple(several))
 
-    return Meshes(
-        state=view(pp=layout.pp, replicate=layout.replicate, shard=layout.shard, tp=layout.tp),
-        batch=view(pp=layout.pp, data=layout.data_parallel, cp=layout.cp, tp=layout.tp),
-        experts=view(pp=layout.pp, replicate=layout.expert_replicate, shard=layout.expert_shard, ep=layout.ep),
-    )
+    state = view(pp=layout.pp, replicate=layout.replicate, shard=layout.shard, tp=layout.tp)
+    batch = experts = None
+    if layout.cp > 1:
+        batch = view(data=layout.pp * layout.data_parallel, cp=layout.cp, rest=layout.tp)
+    if layout.ep * layout.tp > 1:
+        experts = view(pp=layout.pp, replicate=layout.expert_replicate, shard=layout.expert_shard, ep=layout.ep)
+    return Meshes(state, batch, experts, dist.get_rank() // (layout.cp * layout.tp) % layout.data_parallel)

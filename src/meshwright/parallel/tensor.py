@@ -38,10 +38,8 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
     """Make `model` (on the meta device) in place what one rank of `mesh`, the axis `tp`, runs.
 
     It still takes whole tokens, positions and labels; between blocks the residual stream is [B, t, D]. The loss is the
-    same on every rank. One rank alone is left as it is.
+    same on every rank.
     """
-    if mesh.size() == 1:
-        return
     rows = {row.name: row for row in model.table}
     sequence = _Sequence(mesh)
     for path, module in model.named_modules():

@@ -80,9 +80,11 @@ def axis_names(meshes: Meshes) -> dict[tuple[int, ...], str]:
                 names.setdefault(ranks_of(view.get_group(axis)), axis if axis in ("pp", "tp", "ep") else prefix + axis)
 
     add(meshes.state)
-    add(meshes.batch)
+    if meshes.batch is not None:
+        add(meshes.batch)
     names.setdefault(tuple(range(dist.get_world_size())), "world")
-    add(meshes.experts, "expert ")
+    if meshes.experts is not None:
+        add(meshes.experts, "expert ")
     return names
 
 

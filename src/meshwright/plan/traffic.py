@@ -86,9 +86,8 @@ def _tensor(resolved: ResolvedRun) -> Traffic:
     scatters = ends + (halves // 2 if training.recompute == "full" else 0)
     whole = sum(row.numel for row in parameter_table(model) if split_dim(row, model, layout.tp) is None)
     wide = max(4, WIDTH[training.precision])
-    # As often as data parallelism reduces gradients: once, when they have been added up in the reduction's dtype, or
-    # after every microbatch, when they are still in that of the computation.
-    summed = rounds * WIDTH[training.precision] if layout.zero_stage >= 2 else _reduced_width(resolved)
+    # As often as data parallelism reduces gradients: once, when they have been added up, or after every microbatch.
+    summed = _reduced_width(resolved) * (rounds if layout.zero_stage >= 2 else 1)
     return Traffic(
         {
             ("all-gather", "tp"): rounds * gathers * stream,

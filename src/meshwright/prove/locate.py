@@ -37,7 +37,7 @@ class _Watch:
         self.index = reference.trace_index()
         layout, resolved = trainer.resolved.run.layout, trainer.resolved
         self.tp = layout.tp
-        self.tp_rank = 0 if trainer.meshes is None else trainer.meshes.batch["tp"].get_local_rank()
+        self.tp_rank = 0 if trainer.meshes is None else trainer.meshes.rank_along("tp")
         self.first_row = trainer.data_rank * (resolved.global_batch // layout.data_parallel)
         everything = torch.arange(resolved.run.data.sequence_length)
         self.places = everything if trainer.places is None else torch.from_numpy(trainer.places)

@@ -121,7 +121,7 @@ def _passing_storages(trainer: Trainer) -> Storages:
 def _place(meshes: Meshes) -> dict[str, int]:
     """This rank's coordinates on every axis of more than one rank."""
     places: dict[str, int] = {}
-    for view in (meshes.state, meshes.batch, meshes.experts):
+    for view in meshes.views():
         for index, axis in enumerate(view.mesh_dim_names or ()):
             if view.size(index) > 1:
                 places.setdefault(axis, view.get_local_rank(index))

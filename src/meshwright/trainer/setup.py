@@ -87,7 +87,7 @@ class Trainer:
         layout = self.resolved.run.layout
         if self.meshes is None or layout.cp == 1:
             return None
-        length, rank = self.resolved.run.data.sequence_length, self.meshes.batch["cp"].get_local_rank()
+        length, rank = self.resolved.run.data.sequence_length, self.meshes.rank_along("cp")
         method, _ = context_method(layout, self.resolved.model, length)
         return sequence_places(method, degree=layout.cp, rank=rank, length=length)
 
