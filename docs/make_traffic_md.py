@@ -1,8 +1,11 @@
 """Writes docs/traffic.md, what every layout exchanges in a step: run it after changing a formula (a test notices)."""
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from meshwright.families import resolve_model
+from meshwright.plan.stages import balanced_stages, layer_costs
 from meshwright.plan.traffic import predict_traffic
 from meshwright.spec.data import DataSpec
 from meshwright.spec.layout import LayoutSpec
@@ -25,6 +28,17 @@ LAYOUTS = (
     {"cp": 8, "zero": 3, "cp_method": "all_gather"},
     {"cp": 8, "zero": 3, "cp_method": "ulysses"},
     {"dp_shard": 2, "cp": 2, "tp": 2},
+    {"pp": 8},
+    {"pp": 4, "dp_shard": 2, "zero": 1},
+    {"pp": 2, "dp_shard": 2, "tp": 2, "zero": 1},
+)
+EXPERTS = "mixtral-8x7b"
+EXPERT_LAYOUTS = (
+    {"dp_shard": 8},
+    {"dp_shard": 8, "ep": 8},
+    {"dp_shard": 8, "ep": 2},
+    {"dp_shard": 4, "tp": 2, "ep": 8},
+    {"pp": 2, "dp_shard": 4, "ep": 4, "zero": 1},
 )
 
 BEGIN = f"""\
@@ -32,21 +46,33 @@ BEGIN = f"""\
 
 GB (10**9 bytes) that pass through each kind of collective on one rank of 8, in one optimizer step of {MODEL}:
 {SEQUENCES} sequences of {LENGTH} tokens, {MICRO_BATCH} at a time, bf16, gradients reduced in fp32, no recomputation.
-A gather counts what it makes, a scatter what it is given, an all-reduce what is reduced, a message what goes out; in a
-ring of n ranks (n - 1) / n of a gather or scatter is on a rank's wire, and twice that of an all-reduce.
+A gather counts what it makes, a scatter what it is given, an all-reduce what is reduced, a message or an all-to-all
+what goes out; in a ring of n ranks (n - 1) / n of a gather or scatter is on a rank's wire, and twice that of an
+all-reduce.
 
 The figures come from the formulas in `src/meshwright/plan/traffic.py`. `tests/test_traffic.py` runs the layouts of the
 equivalence tests, counts every collective by kind, axis and bytes, and holds the formulas to the count, to the byte.
+
+Of a pipeline it is the first rank's: it has the embedding and neither loss nor head.
+"""
+
+EXPERTS_BEGIN = f"""
+## Experts
+
+The same for {EXPERTS}. Rows go to experts and come back in all-to-alls over `ep`; routing moves them between ranks,
+and the figure is their mean. Experts' weights are gathered and their gradients reduced over ranks of their own.
 """
 
 
-def resolved(layout: LayoutSpec) -> ResolvedRun:
+def resolved(layout: LayoutSpec, name: str) -> ResolvedRun:
     """The run of a row."""
-    fields = ModelFields(name=MODEL)
+    fields = ModelFields(name=name)
+    model = resolve_model(fields, base_dir=Path())
     per_rank = SEQUENCES // layout.data_parallel
     return ResolvedRun(
         run=Run(model=fields, data=DataSpec(sequence_length=LENGTH), training=TrainingSpec(), layout=layout),
-        model=resolve_model(fields, base_dir=Path()),
+        model=model,
+        stage_layers=balanced_stages(layer_costs(model, LENGTH), layout.pp) if layout.pp > 1 else (),
         global_batch=SEQUENCES,
         micro_batch=MICRO_BATCH,
         accumulation=per_rank // MICRO_BATCH,
@@ -56,19 +82,20 @@ def resolved(layout: LayoutSpec) -> ResolvedRun:
 
 def page() -> str:
     """The whole page."""
-    rows = [predict_traffic(resolved(LayoutSpec.model_validate(layout))) for layout in LAYOUTS]
+    return "\n".join([BEGIN, *_table(LAYOUTS, MODEL), EXPERTS_BEGIN, *_table(EXPERT_LAYOUTS, EXPERTS)]) + "\n"
+
+
+def _table(layouts: Iterable[dict[str, Any]], name: str) -> Iterator[str]:
+    rows = [predict_traffic(resolved(LayoutSpec.model_validate(layout), name)) for layout in layouts]
     for row in rows:
-        del row["all-reduce", "world"], row["receive", "cp"]
+        del row["all-reduce", "world"], row["receive", "cp"], row["receive", "pp"]
     columns = sorted({key for row in rows for key in row}, key=lambda key: (key[1], key[0]))
-    lines = [
-        "| layout | " + " | ".join(f"{kind}, `{axis}`" for kind, axis in columns) + " |",
-        "|---" * (len(columns) + 1) + "|",
-    ]
-    for layout, row in zip(LAYOUTS, rows, strict=True):
-        name = ", ".join(f"{axis}: {degree}" for axis, degree in layout.items())
+    yield "| layout | " + " | ".join(f"{kind}, `{axis}`" for kind, axis in columns) + " |"
+    yield "|---" * (len(columns) + 1) + "|"
+    for layout, row in zip(layouts, rows, strict=True):
+        degrees = ", ".join(f"{axis}: {degree}" for axis, degree in layout.items())
         cells = [f"{row[column] / 1e9:,.1f}" if row[column] else "" for column in columns]
-        lines.append(f"| `{{{name}}}` | " + " | ".join(cells) + " |")
-    return BEGIN + "\n" + "\n".join(lines) + "\n"
+        yield f"| `{{{degrees}}}` | " + " | ".join(cells) + " |"
 
 
 if __name__ == "__main__":

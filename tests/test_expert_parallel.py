@@ -1,8 +1,10 @@
 """Expert parallelism against one process; ranks and experts without tokens; what is refused."""
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.families import parameter_table
 from meshwright.families.split import kept_shape
-from meshwright.models.moe import Experts
+from meshwright.models.moe import Experts, Router
 from meshwright.parallel.expert import _exchange, _keep_own_experts
 from meshwright.spec.fit import find_misfits
 from meshwright.spec.layout import LayoutSpec
@@ -23,7 +25,7 @@ from meshwright.testing.ranks import RankPool
 from test_equivalence import alone, assert_equal
 from test_resume import STEPS, keep_until, run_on
 from test_tensor_parallel import kept
-from tiny import GLOBAL_BATCH, tiny_run
+from tiny import EPS, GLOBAL_BATCH, LR, tiny_run
 
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3")
 RECOMPUTES = ("none", "selective", "full")
@@ -33,12 +35,10 @@ RECOMPUTES = ("none", "selective", "full")
 def test_every_layout(ranks: RankPool, name: str) -> None:
     """Families, recomputation, accumulation and tied embeddings take turns."""
     layout, turn = EXPERT_PARALLEL[name], list(EXPERT_PARALLEL).index(name)
-    sequences = GLOBAL_BATCH // layout.data_parallel
-    for accumulation in (1, 2 if sequences % 2 == 0 else 3):
-        options: dict[str, Any] = {"family": FAMILIES[(turn + (accumulation > 1)) % 3], "tied": turn % 2 == 0}
-        recompute = RECOMPUTES[(turn // 3 + (accumulation > 1)) % 3]
-        run = tiny_run(layout, accumulation=accumulation, recompute=recompute, **options)
-        assert_equal(ranks.run(layout.world_size, one_step, run)[0], alone(**options))
+    several = 2 if GLOBAL_BATCH // layout.data_parallel % 2 == 0 else 3
+    options: dict[str, Any] = {"family": FAMILIES[turn % 3], "tied": turn % 2 == 0}
+    run = tiny_run(layout, accumulation=(1, several)[turn // 2 % 2], recompute=RECOMPUTES[turn // 3 % 3], **options)
+    assert_equal(ranks.run(layout.world_size, one_step, run)[0], alone(**options))
 
 
 @pytest.mark.parametrize("name", ["zero-3-ep", "zero-3-cp-ep", "tp-without-ep", "zero-3-tp-ep", "zero-3-cp-tp-ep"])
@@ -51,6 +51,57 @@ def test_every_rank_keeps_exactly_what_the_table_says(ranks: RankPool, name: str
             for row in parameter_table(run.model)
         }
         assert shapes == expected
+
+
+def compiled(run: ResolvedRun) -> Outcome | None:
+    """A first step with compiled blocks; without code generation, which would take the time. Collective."""
+    with mock.patch("torch.compile", functools.partial(torch.compile, backend="eager")):
+        return one_step(run)
+
+
+def test_compiled(ranks: RankPool) -> None:
+    """Attention is compiled; experts, whose shapes the router decides, are not."""
+    run = tiny_run(LayoutSpec(dp_shard=2, ep=2), family="mixtral", compile=True)
+    assert_equal(ranks.run(2, compiled, run)[0], alone(family="mixtral"))
+
+
+def test_muon_leaves_experts_to_adamw(ranks: RankPool) -> None:
+    """As one process does; see `test_equivalence.test_muon` for the slope."""
+    options: dict[str, Any] = {
+        "family": "mixtral",
+        "optimizer": {"name": "muon", "lr": LR, "eps": EPS, "muon_lr": 0.02},
+    }
+    expected = alone(**options)
+    smallest = min(gradient.norm().item() for gradient in expected.gradients.values() if gradient.dim() == 2)
+    outcome = ranks.run(4, one_step, tiny_run(LayoutSpec(dp_shard=2, tp=2, ep=2), **options))[0]
+    assert_equal(outcome, expected, slope=0.02 * 485 / smallest)
+
+
+def expert_load(run: ResolvedRun) -> tuple[float | None, float]:
+    """`expert_load` of a first step, and what a hook on every router counts. Collective."""
+    trainer = build_here(run)
+    counts: dict[int, torch.Tensor] = {}
+
+    def count(router: Router, args: Any, output: tuple[torch.Tensor, ...]) -> None:
+        counts[router.layer] = counts.get(router.layer, 0) + output[2].sum(0)
+
+    for module in trainer.model.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(count)
+    with loader_for(trainer) as loader:
+        told = trainer.train_step(1, loader.microbatches(0)).expert_load
+    return told, max(((n.max() / n.double().mean()).item() for n in counts.values()), default=0.0)
+
+
+def test_expert_load_is_that_of_the_global_batch(ranks: RankPool) -> None:
+    """In a layer that only the second stage has, too: the first layer of this model is dense."""
+    told, counted = expert_load(tiny_run(LayoutSpec(), family="deepseek_v3"))
+    assert told == pytest.approx(counted)
+    assert counted > 1.2
+    run = tiny_run(LayoutSpec(pp=2, tp=2, ep=2), family="deepseek_v3", accumulation=3)
+    for answer, _ in ranks.run(4, expert_load, run):
+        assert answer == pytest.approx(counted)
+    assert expert_load(tiny_run(LayoutSpec())) == (None, 0.0)
 
 
 def test_fp32(ranks: RankPool) -> None:

@@ -68,6 +68,7 @@ RECORD = StepRecord(
     skipped=0,
     spikes=0,
     rewinds=0,
+    expert_load=None,
 )
 
 

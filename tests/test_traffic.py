@@ -11,11 +11,9 @@ from meshwright.plan.traffic import predict_traffic
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import build_here, loader_for
-from meshwright.testing.layouts import LAYOUTS
+from meshwright.testing.layouts import EXPERT_PARALLEL, LAYOUTS
 from meshwright.testing.ranks import RankPool
-from tiny import tiny_run
-
-COVERED = [name for name, layout in LAYOUTS.items() if layout.pp == layout.ep == 1]
+from tiny import GLOBAL_BATCH, tiny_run
 
 
 def counted_and_predicted(resolved: ResolvedRun) -> tuple[Counter, Counter]:
@@ -29,7 +27,10 @@ def counted_and_predicted(resolved: ResolvedRun) -> tuple[Counter, Counter]:
     if trainer.meshes is None or dist.group.WORLD is None:
         return counted, predict_traffic(resolved)
     meshes, names = trainer.meshes, axis_names(trainer.meshes)
-    found = {axis: meshes.axis(axis) for axis in ("cp", "tp", "shard", "replicate")}
+    found = {axis: meshes.axis(axis) for axis in ("pp", "cp", "tp", "ep", "shard", "replicate")}
+    if meshes.experts is not None:
+        of_experts = set(meshes.experts.mesh_dim_names or ()) & {"shard", "replicate"}
+        found |= {f"expert {axis}": meshes.experts[axis] for axis in of_experts}
     groups = {axis: mesh.get_group() for axis, mesh in found.items() if mesh is not None} | {"world": dist.group.WORLD}
     predicted: Counter[Any] = Counter()
     for (kind, axis), size in predict_traffic(resolved).items():
@@ -37,22 +38,53 @@ def counted_and_predicted(resolved: ResolvedRun) -> tuple[Counter, Counter]:
     return counted, predicted
 
 
-@pytest.mark.parametrize("name", COVERED)
-def test_what_is_counted_is_what_was_predicted(ranks: RankPool, name: str) -> None:
-    """Families, recomputation and precision alternate, all in one class of layouts."""
-    layout, turn = LAYOUTS[name], COVERED.index(name)
-    options: dict[str, Any] = {
-        "family": ("llama", "gpt2", "qwen3")[turn % 3],
+def options_of(layout: LayoutSpec, families: tuple[str, ...], turn: int) -> dict[str, Any]:
+    """Families, recomputation, precision and ties alternate."""
+    return {
+        "family": families[turn % 3],
         "recompute": ("none", "selective", "full")[turn // 3 % 3],
         "precision": ("fp32", "fp64", "bf16")[turn % 3],
-        "accumulation": 3 if 12 // layout.data_parallel % 3 == 0 else 2,
+        "accumulation": 3 if GLOBAL_BATCH // layout.data_parallel % 3 == 0 else 2,
         "tied": turn % 2 == 1,
     }
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_is_counted_is_what_was_predicted(ranks: RankPool, name: str) -> None:
+    layout = LAYOUTS[name]
+    options = options_of(layout, ("llama", "gpt2", "qwen3"), list(LAYOUTS).index(name))
     counted, predicted = ranks.run(layout.world_size, counted_and_predicted, tiny_run(layout, **options))[0]
     assert counted == predicted, options
 
 
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zbv"])
+def test_ranks_with_several_stages(ranks: RankPool, schedule: str) -> None:
+    run = tiny_run(LayoutSpec(pp=2, dp_replicate=2, schedule=schedule), accumulation=6, num_layers=5, tied=True)
+    counted, predicted = ranks.run(4, counted_and_predicted, run)[0]
+    assert counted == predicted
+
+
+@pytest.mark.parametrize("name", EXPERT_PARALLEL)
+def test_experts(ranks: RankPool, name: str) -> None:
+    """Routing decides who sends how much, so what all ranks of a stage send to experts is compared together."""
+    layout = EXPERT_PARALLEL[name]
+    families = ("mixtral", "deepseek_v3", "qwen3_moe")
+    options = options_of(layout, families, list(EXPERT_PARALLEL).index(name))
+    outcomes = ranks.run(layout.world_size, counted_and_predicted, tiny_run(layout, **options))
+    outcomes = outcomes[: layout.world_size // layout.pp]
+    sent = [Counter(), Counter()]  # axes of the same ranks have one name, so all-to-alls over all axes
+    for sides in outcomes:
+        for total, side in zip(sent, sides, strict=True):
+            for key in [key for key in side if key[0] == "all-to-all"]:
+                total[key] += side.pop(key)
+    assert sent[0] == sent[1], options
+    counted, predicted = outcomes[0]
+    assert counted == predicted, options
+
+
 def test_runs_that_the_formulas_do_not_cover() -> None:
-    with pytest.raises(ValueError, match="dense"):
-        predict_traffic(tiny_run(LayoutSpec(), family="mixtral"))
+    with pytest.raises(ValueError, match="pipedream-2bw, whose steps overlap"):
+        predict_traffic(tiny_run(LayoutSpec(pp=2, schedule="pipedream-2bw")))
+    with pytest.raises(ValueError, match="ZeRO with 2 stages per pipeline rank"):
+        predict_traffic(tiny_run(LayoutSpec(pp=2, dp_shard=2, schedule="zbv"), accumulation=6, num_layers=4))
     assert not predict_traffic(tiny_run(LayoutSpec()))

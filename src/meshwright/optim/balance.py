@@ -1,4 +1,4 @@
-"""The one place that keeps experts evenly loaded from step to step: the balance loss's weight, and their biases."""
+"""The one place that keeps experts evenly loaded from step to step, and says how even they are."""
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,9 @@ class ExpertBalance:
         assert isinstance(model, Decoder)
         self.spec, self.device = model.spec, device
         self.routers = [module for module in model.modules() if isinstance(module, Router)]
+        self.load: float | None = None
+        """Tokens of the busiest expert over the mean of its layer's experts, in the last update, in the layer where
+        that is largest; None for models without experts."""
 
     def begin(self, sequence_weight: float) -> None:
         """Before a step's forward passes: one sequence's share in the objective, as the loss is scaled."""
@@ -23,11 +26,12 @@ class ExpertBalance:
             router.take_load()
 
     def update(self) -> None:
-        """With the optimizer's step: move the biases of trained routers by the loads of the global batch. Collective.
+        """With the optimizer's step: measure the loads of the global batch, and move the biases of trained routers by
+        them. Collective.
 
         Every rank has counted different tokens, and layers of other pipeline stages have no load here.
         """
-        if not self.spec.router_bias:
+        if not self.spec.num_experts:
             return
         loads_LE = torch.zeros(self.spec.num_layers, self.spec.num_experts, dtype=torch.int64, device=self.device)
         for router in self.routers:
@@ -37,3 +41,5 @@ class ExpertBalance:
         for router in self.routers:
             if router.weight.requires_grad:
                 router.move_bias(loads_LE[router.layer])
+        share_LE = loads_LE / loads_LE.double().mean(1, keepdim=True)  # NaN where a layer has no experts
+        self.load = share_LE.nan_to_num(0.0).max().item()

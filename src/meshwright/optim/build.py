@@ -55,7 +55,8 @@ def build_optimizers(
     """The optimizers for `parameters` (name -> tensor as stored on this rank, plain or DTensor).
 
     Weight decay applies to tensors of two dims, never to norms and biases. Muon takes the hidden matrices; the
-    embeddings, the head, adapters and all vectors stay with AdamW. `table`: the rows that train.
+    embeddings, the head, adapters and all vectors stay with AdamW, and so do experts: to gather all of a layer's for
+    the iteration would take more memory than anything else in a step. `table`: the rows that train.
     """
     groups: dict[tuple[float, float], list[torch.Tensor]] = {}  # by learning rate and weight decay
     hidden: list[torch.Tensor] = []

@@ -76,8 +76,8 @@ def apply_data_parallel(model: Decoder, meshes: Meshes, layout: LayoutSpec, poli
 
 
 def _sum_in_reduce_dtype(module: FSDPModule) -> None:
-    """Have gradients brought to the dtype of reductions before FSDP2 adds those of parameters that every tensor-parallel
-    rank keeps, of which each rank has a part of the sum; it would add them in the dtype of computation.
+    """Have gradients brought to the dtype of reductions before FSDP2 adds those of parameters that all tensor-parallel
+    ranks keep, of which each rank has a part of the sum; it would add them in the dtype of computation.
 
     All of a group's, for FSDP2 reduces them together.
     """

@@ -1,6 +1,7 @@
 """The one place that counts what a rank sends: every collective by kind and mesh axis, with its bytes."""
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,7 @@ barriers and exchanges of Python objects are not counted."""
 @dataclass
 class Count:
     """How often a rank took part in something, and the bytes of the whole tensors: what a gather makes, what a
-    scatter is given, what is reduced, what goes out or comes in."""
+    scatter is given, what is reduced, what goes out or, of messages, comes in."""
 
     calls: int = 0
     bytes: int = 0
@@ -58,11 +59,19 @@ class Traffic(TorchDispatchMode):
         namespace, _, name = function._schema.name.partition("::")
         if namespace in ("c10d", "_c10d_functional") and name in KINDS:
             group = _group(function, args, kwargs or {})
-            leaves = tree_leaves((args, kwargs, result))
             count = self.counts[KINDS[name], self._axes.get(ranks_of(group), "world")]
             count.calls += 1
-            count.bytes += max((leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)), default=0)
+            count.bytes += max(_sizes(name, args, kwargs, result), default=0)
         return result
+
+
+def _sizes(name: str, *values: Any) -> Iterator[int]:
+    """Bytes of every tensor among a collective's arguments and results; of an all-to-all's, in which more may come in
+    than goes out, of what goes out."""
+    if KINDS[name] == "all-to-all":
+        (args, *_) = values
+        values = args[1] if name.startswith("alltoall") else args[0]  # behind the output, where that is an argument
+    yield from (leaf.nbytes for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
 
 
 def ranks_of(group: ProcessGroup) -> tuple[int, ...]:

@@ -1,125 +1,199 @@
 """The one place that says what a rank exchanges in a step, in bytes, by kind of collective and axis of the mesh.
 
-A gather counts what it makes, a scatter what it is given, an all-reduce what is reduced, a message what goes out, as
-`parallel/traffic.py` counts them; in a ring of n ranks (n - 1) / n of a gather or scatter is on a rank's wire, twice
-that of an all-reduce. Dense models without pipeline stages; a test holds every formula to what is counted, to the byte.
+A gather counts what it makes, a scatter what it is given, an all-reduce what is reduced, a message or an all-to-all
+what goes out, as `parallel/traffic.py` counts them; in a ring of n ranks (n - 1) / n of a gather or scatter is on a
+rank's wire, twice that of an all-reduce. A test holds every formula to what is counted, to the byte.
 
-Letters: M microbatches of a rank, of b sequences of T tokens; L layers of width D; G key and value heads of width K.
+Letters: M microbatches of a rank, of b sequences of T tokens; L layers of width D; G key and value heads of width K; E
+experts, of which a token uses some.
 """
 
 from collections import Counter
 from math import prod
+from pathlib import Path
 
 from meshwright.families import parameter_table
-from meshwright.families.split import shard_dim, split_dim
+from meshwright.families.split import is_experts, kept_shape, rows_of_layers, split_dim
+from meshwright.spec.actions import Transfer, with_transfers
 from meshwright.spec.fit import context_method
+from meshwright.spec.model import Parameter
 from meshwright.spec.run import ResolvedRun
 
 WIDTH = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 Traffic = Counter[tuple[str, str]]
-"""Bytes by (kind, axis): `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all`, `send` and `receive` over
-`shard`, `replicate`, `cp`, `tp` or `world`."""
+"""Bytes by (kind, axis): `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all`, `send` and `receive` over `shard`,
+`replicate`, `cp`, `tp`, `pp`, `ep`, `expert shard`, `expert replicate` or `world`."""
 
 
 def predict_traffic(resolved: ResolvedRun) -> Traffic:
-    """Bytes of the first rank's step, the norm that clipping needs not included; where tensor-parallel ranks do not
-    divide the vocabulary, the last ones have less.
+    """Bytes of a step on the first rank, and on those that differ from it in their data only.
 
-    Raises `ValueError` where the formulas do not cover the run: experts, pipeline stages.
+    Not in it is what follows the gradients: the norm that clipping needs, the experts' loads. Where tensor-parallel
+    ranks do not divide the vocabulary, the last ones have less. The rows that tokens send to experts go back and forth,
+    and as many return as went; what a rank sends of the others' is the mean over ranks, which routing moves between
+    them.
+
+    Raises `ValueError` where the formulas do not cover the run: steps that overlap (`pipedream-2bw`), and ZeRO under
+    several stages of a rank, between which embedding and head are gathered again as often as the order has it.
     """
     layout = resolved.run.layout
-    if resolved.model.num_experts or layout.pp > 1:
-        raise ValueError("traffic is predicted for dense models without pipeline stages")
-    parts = (_weights(resolved), _tensor(resolved), _context(resolved))
+    if layout.asynchronous:
+        raise ValueError(f"traffic is not predicted for schedule {layout.schedule}, whose steps overlap")
+    rank = _Rank(resolved)
+    if rank.stages > 1 and layout.shard > 1:
+        raise ValueError(f"traffic is not predicted for ZeRO with {rank.stages} stages per pipeline rank")
+    parts = (_weights(rank), _tensor(rank), _context(rank), _experts(rank), _stages(rank))
     total = sum(parts, Traffic())
     if layout.world_size > 1:
         total["all-reduce", "world"] += 2 * 8  # the trained tokens, int64, and the loss, fp64
     return Traffic({key: count for key, count in total.items() if count})
 
 
-def _weights(resolved: ResolvedRun) -> Traffic:
-    """FSDP2: weights gathered and gradients reduced over `shard`, then over `replicate`."""
-    layout, training, rounds = resolved.run.layout, resolved.run.training, resolved.accumulation
-    stage, shards, traffic = layout.zero_stage, layout.shard, Traffic()
-    numbers = _stored_by_all(resolved)
-    weights, gradients = numbers * WIDTH[training.precision], numbers * _reduced_width(resolved)
-    if shards > 1:
-        traffic["all-gather", "shard"] = weights * (2 * rounds if stage == 3 else 1)
-        traffic["reduce-scatter", "shard"] = gradients * (1 if stage == 1 else rounds)
-    if layout.replicate > 1:
-        traffic["all-reduce", "replicate"] = gradients // shards
+class _Rank:
+    """What the first rank has of the model."""
+
+    def __init__(self, resolved: ResolvedRun) -> None:
+        self.resolved, self.model, self.layout = resolved, resolved.model, resolved.run.layout
+        self.training, self.rounds = resolved.run.training, resolved.accumulation
+        self.width = WIDTH[self.training.precision]
+        self.wide = max(4, self.width)
+        low = self.training.precision in ("bf16", "fp16")
+        self.reduced = WIDTH[self.training.reduce_dtype if low else self.training.precision]
+        self.stored = 4 if low else self.width
+        self.stages, self.program = 1, ()
+        layers = range(self.model.num_layers)
+        if self.layout.pp > 1:
+            schedule = self.layout.pipeline_schedule(microbatches=self.rounds, base_dir=Path(resolved.base_dir))
+            here = schedule.stages_of(0)
+            cuts = [sum(resolved.stage_layers[:stage]) for stage in range(schedule.num_stages + 1)]
+            layers = [layer for stage in here for layer in range(cuts[stage], cuts[stage + 1])]
+            self.stages, self.program = len(here), with_transfers(schedule)[0]
+        self.layers = layers
+        self.first, self.last = 0 in layers, self.model.num_layers - 1 in layers
+        self.rows = tuple(rows_of_layers(parameter_table(self.model), self.model, layers))
+        self.tokens = resolved.micro_batch * resolved.run.data.sequence_length // self.layout.cp
+        """Of a microbatch; tensor-parallel ranks share them between blocks."""
+
+    @property
+    def moe_layers(self) -> int:
+        """Layers of experts."""
+        return sum(self.model.is_moe(layer) for layer in self.layers)
+
+    @property
+    def tokens_between(self) -> int:
+        """Of a microbatch, between blocks."""
+        return self.tokens // self.layout.tp
+
+    def stored_by_all(self, row: Parameter) -> int:
+        """Numbers of a parameter on the ranks that share it by ZeRO, padded to equal parts."""
+        shape = kept_shape(row, self.model, self.layout, tp_rank=0, shard_rank=0)
+        return prod(shape) * (self.layout.expert_shard if is_experts(row) else self.layout.shard)
+
+
+def _weights(rank: _Rank) -> Traffic:
+    """FSDP2: weights gathered and gradients reduced over `shard`, then over `replicate`; experts' over ranks of their
+    own, where `ep` or `tp` has several."""
+    layout, traffic, apart = rank.layout, Traffic(), rank.layout.ep * rank.layout.tp > 1
+    for row in rank.rows:
+        prefix, shards, replicas = "", layout.shard, layout.replicate
+        if is_experts(row) and apart:
+            prefix, shards, replicas = "expert ", layout.expert_shard, layout.expert_replicate
+        numbers = rank.stored_by_all(row)
+        if shards > 1:
+            gathers = 2 * rank.rounds if layout.zero_stage == 3 else 1
+            scatters = rank.rounds if layout.zero_stage > 1 else 1
+            traffic["all-gather", f"{prefix}shard"] += numbers * rank.width * gathers
+            traffic["reduce-scatter", f"{prefix}shard"] += numbers * rank.reduced * scatters
+        if replicas > 1:
+            traffic["all-reduce", f"{prefix}replicate"] += numbers // shards * rank.reduced
     return traffic
 
 
-def _stored_by_all(resolved: ResolvedRun) -> int:
-    """Numbers of a tensor-parallel rank's parameters, each padded to a multiple of the ranks that share it."""
-    layout, model = resolved.run.layout, resolved.model
-    numbers = 0
-    for row in parameter_table(model):
-        shape = list(row.shape)
-        split = split_dim(row, model, layout.tp)
-        for dim, ranks in ((split, layout.tp), (shard_dim(row, model, layout.tp), layout.shard)):
-            if dim is not None:
-                shape[dim] = -(-shape[dim] // ranks)
-        numbers += prod(shape) * layout.shard
-    return numbers
-
-
-def _reduced_width(resolved: ResolvedRun) -> int:
-    training = resolved.run.training
-    return WIDTH[training.precision if training.precision in ("fp64", "fp32") else training.reduce_dtype]
-
-
-def _tensor(resolved: ResolvedRun) -> Traffic:
+def _tensor(rank: _Rank) -> Traffic:
     """Before each half of a block the sequence is gathered, behind it scattered, and once for embedding and head; the
-    backward pass turns each round."""
-    layout, training, model, rounds = resolved.run.layout, resolved.run.training, resolved.model, resolved.accumulation
+    backward pass turns each round. Experts are no such half, those that all tokens share are."""
+    layout, recompute, model = rank.layout, rank.training.recompute, rank.model
     if layout.tp == 1:
         return Traffic()
-    tokens = resolved.micro_batch * resolved.run.data.sequence_length // layout.cp
-    stream = tokens * model.hidden * WIDTH[training.precision]
+    stream = rank.tokens * model.hidden * rank.width
+    feed_forward = len(rank.layers) - (0 if model.shared_experts else rank.moe_layers)
+    halves = len(rank.layers) + feed_forward
     # Recomputing a block stops before its last result, so its last scatter is not repeated; selective recomputation
     # keeps what scatters have added up.
-    ends, halves = 2 * (2 * model.num_layers + 1), 2 * model.num_layers
-    gathers = ends + (halves if training.recompute != "none" else 0)
-    scatters = ends + (halves // 2 if training.recompute == "full" else 0)
-    whole = sum(row.numel for row in parameter_table(model) if split_dim(row, model, layout.tp) is None)
-    wide = max(4, WIDTH[training.precision])
+    gathers = 2 * halves + rank.first + rank.last + (halves if recompute != "none" else 0)
+    again = len(rank.layers) if recompute == "full" else 0
+    scatters = 2 * halves + rank.first + rank.last + again
+    kept = (row for row in rank.rows if split_dim(row, model, layout.tp) is None and not is_experts(row))
     # As often as data parallelism reduces gradients: once, when they have been added up, or after every microbatch.
-    summed = _reduced_width(resolved) * (rounds if layout.zero_stage >= 2 else 1)
+    summed = rank.reduced * (rank.rounds if layout.zero_stage >= 2 else 1)
     return Traffic(
         {
-            ("all-gather", "tp"): rounds * gathers * stream,
-            ("reduce-scatter", "tp"): rounds * scatters * stream,
+            ("all-gather", "tp"): rank.rounds * gathers * stream,
+            ("reduce-scatter", "tp"): rank.rounds * scatters * stream,
             # Of every token the largest logit, the sum of exponentials and the label's logit; and the gradients of
             # parameters that all ranks keep.
-            ("all-reduce", "tp"): rounds * tokens * 3 * wide + whole * summed,
+            ("all-reduce", "tp"): rank.rounds * rank.last * rank.tokens * 3 * rank.wide
+            + sum(row.numel for row in kept) * summed
+            + _balance(rank),
         }
     )
 
 
-def _context(resolved: ResolvedRun) -> Traffic:
+def _context(rank: _Rank) -> Traffic:
     """What attention exchanges in every layer; recomputation exchanges what the forward pass did once more."""
-    layout, training, model = resolved.run.layout, resolved.run.training, resolved.model
+    layout, model = rank.layout, rank.model
     if layout.cp == 1:
         return Traffic()
-    width, wide = WIDTH[training.precision], max(4, WIDTH[training.precision])
-    forward = 2 if training.recompute != "none" else 1
-    tokens = resolved.micro_batch * resolved.run.data.sequence_length  # of all cp ranks
+    forward = 2 if rank.training.recompute != "none" else 1
+    tokens = rank.tokens * layout.cp  # of all cp ranks
     heads, kv_heads = model.num_heads // layout.tp, max(1, model.num_kv_heads // layout.tp)
     pairs = tokens * 2 * kv_heads * model.head_dim  # numbers of all keys and values
-    times = resolved.accumulation * model.num_layers
-    method, _ = context_method(layout, model, resolved.run.data.sequence_length)
-    traffic = Traffic()
+    times = rank.rounds * len(rank.layers)
+    method, _ = context_method(layout, model, rank.resolved.run.data.sequence_length)
+    traffic = Traffic({("all-reduce", "cp"): _balance(rank)})
     if method == "ulysses":
         copies = next(n for n in range(1, heads + 1) if heads // kv_heads % n == 0 and kv_heads * n % layout.cp == 0)
         exchanged = tokens // layout.cp * 2 * (heads + kv_heads * copies) * model.head_dim
-        traffic["all-to-all", "cp"] = times * (forward + 1) * exchanged * width
+        traffic["all-to-all", "cp"] = times * (forward + 1) * exchanged * rank.width
     elif method == "all_gather":
-        traffic["all-gather", "cp"] = times * (forward + 1) * pairs * width
-        traffic["reduce-scatter", "cp"] = times * pairs * wide
+        traffic["all-gather", "cp"] = times * (forward + 1) * pairs * rank.width
+        traffic["reduce-scatter", "cp"] = times * pairs * rank.wide
     else:
-        hops = (layout.cp - 1) * (forward + 1) * width + layout.cp * wide
+        hops = (layout.cp - 1) * (forward + 1) * rank.width + layout.cp * rank.wide
         traffic["send", "cp"] = traffic["receive", "cp"] = times * hops * pairs // layout.cp
+    return traffic
+
+
+def _balance(rank: _Rank) -> int:
+    """The balance loss adds up each sequence's counts of tokens per expert over the ranks that share the sequence."""
+    if not rank.model.balance_loss:
+        return 0
+    forward = 2 if rank.training.recompute != "none" else 1
+    return rank.rounds * rank.moe_layers * forward * rank.resolved.micro_batch * rank.model.num_experts * 8
+
+
+def _experts(rank: _Rank) -> Traffic:
+    """Every token's row to each of its experts and back, and their gradients; before them, how many rows there are."""
+    layout, model, recompute = rank.layout, rank.model, rank.training.recompute
+    if layout.ep == 1:
+        return Traffic()
+    rows = rank.tokens_between * model.experts_per_token * model.hidden * rank.width
+    exchanges = 6 if recompute == "full" else 4
+    counts = (2 if recompute != "none" else 1) * model.num_experts * 8
+    return Traffic({("all-to-all", "ep"): rank.rounds * rank.moe_layers * (exchanges * rows + counts)})
+
+
+def _stages(rank: _Rank) -> Traffic:
+    """The residual stream and its gradient, and the gradient of a tied embedding that two ranks have."""
+    transfers = [item for item in rank.program if isinstance(item, Transfer)]
+    stream = rank.tokens_between * rank.model.hidden * rank.width
+    traffic = Traffic()
+    for transfer in transfers:
+        traffic["send" if transfer.source == 0 else "receive", "pp"] += stream
+    if rank.program and rank.model.tied_embeddings and rank.first != rank.last:
+        (embedding,) = (row for row in rank.rows if row.name == "tok_embeddings.weight")
+        copied = prod(kept_shape(embedding, rank.model, rank.layout, tp_rank=0, shard_rank=0)) * rank.stored
+        traffic["send", "pp"] += copied
+        traffic["receive", "pp"] += copied
     return traffic

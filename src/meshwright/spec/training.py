@@ -12,7 +12,7 @@ class OptimizerSpec(Spec):
 
     name: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
     """adamw (Loshchilov and Hutter, 2019); adamw_8bit, whose moments take a byte a number (Dettmers et al., 2022); or
-    muon (Jordan et al., 2024): hidden matrices by orthogonalised momentum, everything else by AdamW."""
+    muon (Jordan et al., 2024): hidden matrices by orthogonalised momentum, everything else, experts too, by AdamW."""
     lr: float = Field(default=3e-4, gt=0)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)

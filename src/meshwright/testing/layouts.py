@@ -58,6 +58,24 @@ DATA_PARALLEL = {name: layout for name, layout in LAYOUTS.items() if layout.data
 MODEL_PARALLEL = {name: layout for name, layout in LAYOUTS.items() if name not in DATA_PARALLEL}
 """Those that split it."""
 
+CONTEXT_PARALLEL = {
+    "cp-every-method": LayoutSpec(cp=4),
+    "ddp-cp-every-method": LayoutSpec(dp_replicate=2, cp=2),
+    "zero-1-cp-every-method": LayoutSpec(dp_shard=2, cp=2, zero=1),
+    "zero-2-cp-every-method": LayoutSpec(cp=4, zero=2),
+    "zero-3-cp-every-method": LayoutSpec(dp_shard=2, cp=2, zero=3),
+    "hybrid-3-cp-every-method": LayoutSpec(dp_replicate=2, cp=2, zero=3),
+}
+"""Proven with each way for ranks to attend to one another's tokens: ring, all_gather and ulysses."""
+
+PIPELINE_SHARDED = {
+    "pp-ddp-every-schedule": LayoutSpec(pp=2, dp_replicate=2),
+    "pp-zero-1-every-schedule": LayoutSpec(pp=2, dp_shard=2, zero=1),
+    "pp-zero-2-every-schedule": LayoutSpec(pp=2, dp_shard=2, zero=2),
+    "pp-zero-3-every-schedule": LayoutSpec(pp=2, dp_shard=2, zero=3),
+}
+"""Proven with schedules of every kind: backward passes whole or in two parts, one stage per rank or several."""
+
 EXPERT_PARALLEL = {
     "zero-1-ep": LayoutSpec(dp_shard=4, zero=1, ep=4),
     "zero-2-ep": LayoutSpec(dp_shard=4, zero=2, ep=2),

@@ -103,6 +103,7 @@ def count_and_measure(trainer: Trainer, clock: StepClock, result: StepResult) ->
         skipped=trainer.skipped,
         spikes=trainer.spikes,
         rewinds=trainer.rewinds,
+        expert_load=result.expert_load,
         **clock.rates(step=trainer.step, tokens=trainer.resolved.tokens_per_step, trained=result.trained),
     )
 

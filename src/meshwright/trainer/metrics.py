@@ -8,6 +8,8 @@ tokens_per_s_per_rank    tokens through the model per step / (step_time x ranks)
 trained_per_s_per_rank   the same with the tokens that carry loss
 mfu                      flops_per_token x tokens_per_s_per_rank / peak; the peak and its origin stand in env.json
 mem                      most bytes this rank ever held: GPU memory reserved by PyTorch, or the process's peak RSS
+expert_load              tokens of the busiest expert over the mean of its layer's experts, of the global batch, in the
+                         layer where that is largest: 1 is even; null for models without experts
 eta                      remaining steps x step_time, in seconds; evaluation and saving not counted
 """
 
@@ -49,6 +51,8 @@ class StepRecord:
     """Outliers so far (`guards.spikes`)."""
     rewinds: int
     """How often the run went back to its last checkpoint."""
+    expert_load: float | None
+    """Of the last update that was made."""
 
 
 class StepClock:

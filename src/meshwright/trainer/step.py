@@ -42,6 +42,8 @@ class StepResult:
     """Whether that was because of an outlier (`guards.spikes`), not because loss or gradient were not finite."""
     rewind: bool = False
     """Whether the recipe's policy is to go back to the last checkpoint."""
+    expert_load: float | None = None
+    """See `trainer/metrics.py`."""
 
 
 class TrainStep:
@@ -98,6 +100,7 @@ class TrainStep:
             skipped=spike or not finite,
             spike=spike,
             rewind=policy == "rewind",
+            expert_load=self.balance.load,
         )
 
     def finish(self, step: int) -> None:
