@@ -23,7 +23,7 @@ from meshwright.testing.equivalence import Outcome, build_here, largest_differen
 from meshwright.testing.layouts import EXPERT_PARALLEL
 from meshwright.testing.ranks import RankPool
 from test_equivalence import alone, assert_equal
-from test_resume import STEPS, keep_until, run_on
+from test_resume import STEPS, on_ranks, resumed, uninterrupted
 from test_tensor_parallel import kept
 from tiny import EPS, GLOBAL_BATCH, LR, tiny_run
 
@@ -186,12 +186,11 @@ def test_checkpoints_are_of_no_layout(ranks: RankPool, tmp_path: Path) -> None:
     """Saved with shared experts, continued with other sharing and by one process; and back."""
     layouts = EXPERT_PARALLEL | {"alone": LayoutSpec()}
     for saver, loaders in (("zero-3-ep", ("alone", "zero-3-cp-ep")), ("alone", ("zero-3-tp-ep",))):
-        losses, weights = run_on(ranks, saved_run(layouts[saver]), tmp_path / saver, save_every=3)
-        keep_until(tmp_path / saver, 3)
+        whole = on_ranks(ranks, uninterrupted, saved_run(layouts[saver]), tmp_path / saver)[0]
         for loader in loaders:
-            again, weights_again = run_on(ranks, saved_run(layouts[loader]), tmp_path / saver, resume=True)
-            assert again == [pytest.approx(step, rel=1e-10) for step in losses[3:]]
-            assert largest_difference(weights_again, weights)[0] < 1e-10
+            (again,) = on_ranks(ranks, resumed, saved_run(layouts[loader]), tmp_path / saver, (3,))[0]
+            assert again.losses == [pytest.approx(step, rel=1e-10) for step in whole.losses[3:]]
+            assert largest_difference(again.weights, whole.weights)[0] < 1e-10
 
 
 @pytest.mark.parametrize(

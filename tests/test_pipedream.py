@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
+from meshwright.checkpoint.manifest import checkpoint_name
 from meshwright.cli.main import main
 from meshwright.parallel.pipedream import Pipedream
 from meshwright.parallel.pipeline import Pass
@@ -21,7 +22,7 @@ from meshwright.testing.equivalence import build_here, largest_difference, loade
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer.resolve import resolve_run
 from meshwright.trainer.saver import Saver
-from test_resume import keep_until, run_on
+from meshwright.trainer.state import restore
 from tiny import tiny_run
 
 STEPS = 6
@@ -162,16 +163,36 @@ def test_it_trains_to_the_same_region(ranks: RankPool) -> None:
     assert abs(sum(ours[-10:]) / 10 - last) < 0.1 * (first - last)
 
 
+def saved(run: ResolvedRun, root: Path, *, resume: bool = False) -> Trajectory:
+    """As `trained`, of a run that saves its third step, or continues from there. Collective."""
+    trainer, results = build_here(run), []
+    if resume:
+        restore(trainer, root / checkpoint_name(3))
+    with loader_for(trainer) as loader:
+        while trainer.step < STEPS:
+            trainer.step += 1
+            results.append(trainer.train_step(trainer.step, loader.microbatches(trainer.step - 1)))
+            if trainer.step == 3:
+                saver = Saver(trainer, root, None, mock.MagicMock())
+                saver.save()
+                saver.wait()
+    trainer.train_step.finish(STEPS)
+    return [(result.loss, result.gnorm) for result in results], whole_of_all(trainer, trainer.parameters)
+
+
+def continued(run: ResolvedRun, root: Path) -> Trajectory:
+    return saved(run, root, resume=True)
+
+
 def test_checkpoints_are_plain_and_continue_anywhere(ranks: RankPool, tmp_path: Path) -> None:
     """The pipeline is emptied before each, so what continues is what would have gone on."""
-    options: dict[str, Any] = {"tied": True, "steps": 6}
+    options: dict[str, Any] = {"tied": True, "steps": STEPS}
     run = tiny_run(layout_of(dp_replicate=2), accumulation=6, **options)
-    losses, weights = run_on(ranks, run, tmp_path, save_every=3)
-    keep_until(tmp_path, 3)
-    again, weights_again = run_on(ranks, run, tmp_path, resume=True)
+    losses, weights = ranks.run(4, saved, run, tmp_path)[0]
+    again, weights_again = ranks.run(4, continued, run, tmp_path)[0]
     assert again == losses[3:]
     assert largest_difference(weights_again, weights)[0] == 0
-    alone, _ = run_on(ranks, tiny_run(LayoutSpec(), **options), tmp_path, resume=True)
+    alone, _ = continued(tiny_run(LayoutSpec(), **options), tmp_path)
     assert alone[0][0] == pytest.approx(losses[3][0], rel=1e-10)
 
 

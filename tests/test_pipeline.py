@@ -24,7 +24,7 @@ from meshwright.testing.ranks import RankPool
 from meshwright.trainer.evaluate import evaluate
 from meshwright.trainer.resolve import resolve_run
 from test_equivalence import alone, assert_equal
-from test_resume import keep_until, run_on
+from test_resume import STEPS, on_ranks, resumed, uninterrupted
 from tiny import tiny_run
 
 SYNCHRONOUS = [name for name, kind in SCHEDULES.items() if not kind.asynchronous]
@@ -123,16 +123,14 @@ def test_stages_in_any_order_continue_what_any_layout_saved(ranks: RankPool, tmp
     """`tests/test_resume.py` has stages in order; both copies of a tied embedding are one tensor in the checkpoint."""
 
     def run(name: str) -> ResolvedRun:
-        return tiny_run(RESUMED[name], num_layers=5, tied=True, steps=6)
+        return tiny_run(RESUMED[name], num_layers=5, tied=True, steps=STEPS)
 
-    losses, weights = run_on(ranks, run(saver), tmp_path, save_every=3)
-    keep_until(tmp_path, 3)
+    whole = on_ranks(ranks, uninterrupted, run(saver), tmp_path)[0]
     names = list(RESUMED)
-    turn = names.index(saver)
-    for loader in (saver, names[(turn + 1) % len(names)]):
-        again, weights_again = run_on(ranks, run(loader), tmp_path, resume=True)
-        assert again == [pytest.approx(step, rel=1e-10) for step in losses[3:]]
-        assert largest_difference(weights_again, weights)[0] < 1e-10
+    for loader, stop in ((saver, 2), (names[(names.index(saver) + 1) % len(names)], 3)):
+        (again,) = on_ranks(ranks, resumed, run(loader), tmp_path, (stop,))[0]
+        assert again.losses == [pytest.approx(step, rel=1e-10) for step in whole.losses[stop:]]
+        assert largest_difference(again.weights, whole.weights)[0] < 1e-10
 
 
 def losses_of(run: ResolvedRun) -> list[tuple[float, float, bool]]:
