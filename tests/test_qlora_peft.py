@@ -1,0 +1,140 @@
+"""QLoRA is that of peft and bitsandbytes: the same bits in the base, the same losses and gradients for twenty steps."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+from meshwright.families import hf_tensors, parameter_table, read_hf_directory
+from meshwright.families.adapters import module_of
+from meshwright.models.quantized import QuantizedLinear
+from meshwright.spec.data import DataSpec
+from meshwright.spec.run import ResolvedRun, Run
+from meshwright.testing.equivalence import build_here, loader_for
+from meshwright.trainer.step import to_device
+from test_blockwise import portable_quantize_blockwise
+from tiny import GLOBAL_BATCH, SEQUENCE_LENGTH
+
+peft = pytest.importorskip("peft")
+logging.disable(logging.WARNING)  # bitsandbytes warns of a kernel for CPUs that it does not find
+functional = pytest.importorskip("bitsandbytes.functional")
+logging.disable(logging.NOTSET)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # what peft asks of transformers
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+STEPS, LR, EPS, RANK, ALPHA = 20, 1e-2, 1e-3, 4, 8.0
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"intermediate_size": 320, "vocab_size": 50, "max_position_embeddings": 16, "initializer_range": 0.1}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def run_on(base: Path, *, double: bool) -> ResolvedRun:
+    run = Run(
+        model={"name": str(base), "weights": "pretrained"},  # type: ignore[arg-type]
+        data=DataSpec(sequence_length=SEQUENCE_LENGTH),
+        training={  # type: ignore[arg-type]
+            "precision": "fp32",
+            "clip": None,
+            "optimizer": {"lr": LR, "eps": EPS, "weight_decay": 0.0},
+            "lr_schedule": {"name": "constant", "warmup": 0},
+        },
+        finetune={"method": "qlora", "rank": RANK, "alpha": ALPHA, "double_quantization": double},  # type: ignore[arg-type]
+        device="cpu",
+    )
+    size = {"global_batch": GLOBAL_BATCH, "micro_batch": GLOBAL_BATCH, "accumulation": 1}
+    return ResolvedRun(run=run, model=read_hf_directory(base), reasons={}, **size)
+
+
+def their_model(base: Path, *, double: bool, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """peft on transformers on bitsandbytes, whose CPU kernel for scales gives way to what its CUDA kernel computes."""
+
+    def quantize_blockwise(values: torch.Tensor, blocksize: int) -> tuple[torch.Tensor, Any]:
+        book = functional.create_dynamic_map()
+        codes, scales = portable_quantize_blockwise(values, book, blocksize)
+        return codes, functional.QuantState(absmax=scales, code=book, blocksize=blocksize, dtype=torch.float32)
+
+    monkeypatch.setattr(functional, "quantize_blockwise", quantize_blockwise)
+    bits = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=double,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    model = LlamaForCausalLM.from_pretrained(base, quantization_config=bits, dtype=torch.float32, device_map="cpu")
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets))
+    return adapted.train()  # in evaluation, bitsandbytes computes in bf16 on a CPU
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_twenty_steps_are_those_of_peft_and_bitsandbytes(
+    base: Path, monkeypatch: pytest.MonkeyPatch, double: bool
+) -> None:
+    trainer = build_here(run_on(base, double=double))
+    theirs = their_model(base, double=double, monkeypatch=monkeypatch)
+    modules = {
+        module_of(row): theirs.get_submodule(f"base_model.model.{place.key.removesuffix('.weight')}")
+        for row in parameter_table(trainer.resolved.model)
+        for place in [hf_tensors(trainer.resolved.model)[row.name]]
+    }
+    quantized = {name for name, module in trainer.model.named_modules() if isinstance(module, QuantizedLinear)}
+    assert len(quantized) == 14
+    adapters: dict[str, torch.nn.Parameter] = {}
+    for name in quantized:
+        ours, their = trainer.model.get_submodule(name), modules[name]
+        check_bits(ours, their.base_layer.weight, double=double)  # type: ignore[arg-type]
+        adapters[f"{name}.lora_a"] = their.lora_A["default"].weight
+        adapters[f"{name}.lora_b"] = their.lora_B["default"].weight
+    assert adapters.keys() == trainer.parameters.keys()
+    with torch.no_grad():
+        for name, parameter in adapters.items():
+            parameter.copy_(trainer.parameters[name])
+    optimizer = torch.optim.AdamW(adapters.values(), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0)
+    losses = []
+    with loader_for(trainer) as loader:
+        for step in range(STEPS):
+            (batch,) = loader.microbatches(step % 2)
+            tokens_BT, labels_BT, *_ = to_device(batch, torch.device("cpu"))
+            assert tokens_BT is not None
+            assert labels_BT is not None
+            optimizer.zero_grad()
+            expected = F.cross_entropy(theirs(tokens_BT).logits.flatten(0, 1), labels_BT.flatten())
+            expected.backward()
+            loss, _ = trainer.train_step.gradients([batch])
+            losses.append(loss)
+            assert loss == pytest.approx(expected.item(), rel=1e-5), step
+            gradients = {name: parameter.grad for name, parameter in adapters.items()}
+            largest = max(gradient.abs().max().item() for gradient in gradients.values())  # type: ignore[union-attr]
+            for name, gradient in gradients.items():
+                difference = (trainer.parameters[name].grad - gradient).abs().max()  # type: ignore[operator]
+                assert difference <= 1e-4 * largest, (step, name)
+            trainer.train_step.update(step + 1, trainer.train_step.gradient_norm())
+            trainer.optimizers.zero_grad()
+            optimizer.step()
+    assert losses[-2] < 0.98 * losses[0]  # it has learnt
+
+
+def check_bits(ours: QuantizedLinear, their: Any, *, double: bool) -> None:
+    """What we keep of a matrix is what bitsandbytes keeps, and comes back as the same numbers."""
+    state = their.quant_state
+    assert torch.equal(ours.codes.flatten(), their.data.flatten())
+    if double:
+        assert ours.groups is not None
+        assert torch.equal(ours.scales.flatten(), state.absmax)
+        assert torch.equal(ours.groups.view(torch.float32), torch.cat([state.state2.absmax, state.offset[None]]))
+    else:
+        assert torch.equal(ours.scales.flatten().view(torch.float32), state.absmax)
+    assert torch.equal(ours.weight, functional.dequantize_4bit(their.data, state))
