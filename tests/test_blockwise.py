@@ -1,6 +1,7 @@
 """What is stored of a quantized matrix, compared with bitsandbytes to the bit."""
 
 import logging
+import sys
 
 import pytest
 import torch
@@ -43,7 +44,11 @@ def test_code_books() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
-def test_nf4_is_bitsandbytes(size: tuple[int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kernels", [frozenset(), frozenset(["nf4"])])
+def test_nf4_is_bitsandbytes(
+    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], dtype: torch.dtype, kernels: frozenset[str]
+) -> None:
+    monkeypatch.setattr(blockwise, "_kernels", kernels)
     values = matrix(size, dtype)
     codes, scales = encode_nf4(values)
     theirs, state = functional.quantize_4bit(values, blocksize=64, quant_type="nf4")
@@ -101,6 +106,7 @@ def test_every_number_gets_its_nearest_code(book: str) -> None:
 
 
 def test_many_blocks_are_decoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blockwise, "_kernels", frozenset())
     codes, scales = encode_nf4(matrix((300, 1024)))
     whole = decode_nf4(codes, scales, torch.bfloat16)
     monkeypatch.setattr(blockwise, "AT_ONCE", 1024)
@@ -132,3 +138,12 @@ def test_scales_survive_a_cast_of_the_model() -> None:
     )
     module.to(torch.bfloat16)
     assert torch.equal(decode_scales(Scales(module.kept, None)), scales)  # type: ignore[arg-type]
+
+
+def test_kernels_are_used_where_bitsandbytes_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blockwise, "_kernels", set())
+    assert blockwise.load_kernels()
+    assert blockwise._kernels == {"nf4"}
+    monkeypatch.setattr(blockwise, "_kernels", set())
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    assert not blockwise.load_kernels()

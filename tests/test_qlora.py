@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.families import find_adapters, finetuned_table, parameter_table
+from meshwright.families import find_adapters, finetuned_table, parameter_table, resolve_model
 from meshwright.families.adapters import module_of
 from meshwright.finetune import apply_finetune
 from meshwright.models import build_model
@@ -16,6 +16,7 @@ from meshwright.models.init import draw_rows
 from meshwright.models.quantized import QuantizedLinear
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.model import ModelFields
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import build_here, one_step, whole
 from meshwright.testing.layouts import DATA_PARALLEL, LAYOUTS
@@ -155,3 +156,28 @@ def test_nothing_decoded_waits_for_the_backward_pass() -> None:
     assert {tensor.data_ptr() for tensor in saved} == {tensor.data_ptr() for tensor in layer.parameters()}
     dense = layer.weight.double().sum(0).expand(5, -1)
     assert torch.allclose(x.grad, dense, rtol=1e-6)  # type: ignore[arg-type]
+
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "qlora.md"
+
+BASES: dict[str, dict[str, Any]] = {
+    "plain (bf16)": {},
+    "int8": {"base": "int8"},
+    "nf4, `double_quantization: false`": {"base": "nf4", "double_quantization": False},
+    "nf4": {"base": "nf4"},
+}
+"""The page's rows."""
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_the_page_says_how_many_bytes_are_kept(name: str) -> None:
+    finetune = {"method": "lora", "targets": ["wq"], **BASES[name]}
+    trainer = build_here(tiny_run(LayoutSpec(), width=512, num_layers=1, precision="bf16", finetune=finetune))
+    layers = [trainer.model.get_submodule(f"layers.0.feed_forward.{matrix}") for matrix in ("w1", "w2", "w3")]
+    kept = sum(tensor.nbytes for layer in layers for tensor in layer.parameters())
+    sizes = {"float": 2, "int8": 1, "uint8": 1, "int32": 4}
+    model = resolve_model(ModelFields(name="llama-3.1-8b"), base_dir=Path())
+    rows = [row for row in finetuned_table(model, LoraSpec.model_validate(finetune)) if not row.adapter]
+    gib = sum(row.numel * sizes[row.storage] for row in rows) / 2**30
+    [line] = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} |")]
+    assert line.split("|")[3:5] == [f" {kept / (3 * 512 * 512):.4f} ", f" {gib:.2f} "]

@@ -10,6 +10,7 @@ from meshwright.families import Adapter, find_adapters, finetuned_table
 from meshwright.families.adapters import module_of
 from meshwright.models import Decoder
 from meshwright.models.adapters import LoraEmbedding, LoraLinear, ScaledLinear, extend, unchanged
+from meshwright.models.blockwise import load_kernels
 from meshwright.models.quantized import QuantizedLinear
 from meshwright.spec.finetune import FinetuneSpec
 from meshwright.spec.model import Parameter
@@ -23,7 +24,9 @@ def apply_finetune(model: Decoder, finetune: FinetuneSpec, frozen_dtype: torch.d
     """
     model.table = finetuned_table(model.spec, finetune)
     dtype = model.tok_embeddings.weight.dtype
-    quantized = (row for row in model.table if row.storage != "float")
+    quantized = [row for row in model.table if row.storage != "float"]
+    if quantized:
+        load_kernels()
     for path, rows in groupby(quantized, key=module_of):
         _quantize(model.get_submodule(path), rows)
     for adapter in find_adapters(model.spec, finetune):

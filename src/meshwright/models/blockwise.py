@@ -13,9 +13,12 @@ fp32 scales are kept as int32, the same bits: what casts a model's floating-poin
 """
 
 import functools
+import importlib
+import logging
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from meshwright.families.quantized import BLOCK, GROUP
 
@@ -28,6 +31,12 @@ NF4 = (
 
 AT_ONCE = 2**24
 """Numbers decoded at a time: in between they take sixteen bytes each."""
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What bitsandbytes decodes to."""
+
+_kernels: set[str] = set()
+"""What is decoded by bitsandbytes."""
 
 SMALLEST = 1e-38
 """A block of zeros is scaled as if this were its largest value."""
@@ -58,15 +67,31 @@ def block_scales(values: torch.Tensor) -> torch.Tensor:
 
 
 def decode_nf4(packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers [2 * len(packed)] of packed codes and fp32 scales (of a block each), rounded from fp32 to `dtype`."""
-    packed, scales = packed.reshape(-1), scales.reshape(-1, 1)
-    pairs, bytes_a_block = _pairs(packed.device), BLOCK // 2
-    decoded = torch.empty(len(scales), BLOCK, dtype=dtype, device=packed.device)
+    """The numbers [2 * len(packed)] of packed codes and fp32 scales (of a block each), rounded from fp32 to `dtype`.
+
+    By bitsandbytes' kernel where `load_kernels` has found one: the same bits.
+    """
+    packed, scales = packed.reshape(-1, BLOCK // 2), scales.reshape(-1, 1)
+    if _kernels and packed.device.type in ("cpu", "cuda") and dtype in KERNEL_DTYPES and len(scales):
+        decode = torch.ops.bitsandbytes.dequantize_4bit.default
+        return decode(packed, scales.view(-1), BLOCK, "nf4", (len(scales), BLOCK), dtype).view(-1)
+    pairs, decoded = _pairs(packed.device), torch.empty(len(scales), BLOCK, dtype=dtype, device=packed.device)
     blocks = AT_ONCE // BLOCK
     for start in range(0, len(scales), blocks):
-        part = packed[start * bytes_a_block : (start + blocks) * bytes_a_block].int()
-        torch.mul(pairs[part].view(-1, BLOCK), scales[start : start + blocks], out=decoded[start : start + blocks])
+        numbers = F.embedding(packed[start : start + blocks].int(), pairs).view(-1, BLOCK)
+        torch.mul(numbers, scales[start : start + blocks], out=decoded[start : start + blocks])
     return decoded.view(-1)
+
+
+def load_kernels() -> bool:
+    """Decode NF4 by bitsandbytes' kernels from now on, if it is installed; returns whether it is."""
+    try:
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of another package that it could use
+        importlib.import_module("bitsandbytes")
+        _kernels.add("nf4")
+    except ImportError:
+        pass
+    return bool(_kernels)
 
 
 def encode_scales(scales: torch.Tensor, *, double: bool) -> Scales:
@@ -78,7 +103,7 @@ def encode_scales(scales: torch.Tensor, *, double: bool) -> Scales:
     # on their number.
     mean = scales.expand(2, -1).mean(1)[:1]
     deviations = scales - mean
-    padded = torch.nn.functional.pad(deviations, (0, -len(scales) % GROUP)).view(-1, GROUP)
+    padded = F.pad(deviations, (0, -len(scales) % GROUP)).view(-1, GROUP)
     codes, groups = encode_blocks(padded, code_book("signed", scales.device))
     return Scales(codes.view(-1)[: len(scales)], as_bits(torch.cat([groups, mean])))
 
