@@ -8,7 +8,10 @@ import torch
 from meshwright.families import finetuned_table
 from meshwright.finetune import apply_finetune
 from meshwright.models import build_model
+from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.recipe import dump_recipe, parse_spec
+from meshwright.spec.run import Run
 from meshwright.testing.equivalence import one_step
 from meshwright.testing.layouts import EXPERT_PARALLEL, LAYOUTS
 from meshwright.testing.ranks import RankPool
@@ -66,3 +69,16 @@ def test_every_layout(ranks: RankPool, name: str) -> None:
 def test_every_layout_of_experts(ranks: RankPool, name: str) -> None:
     layout, turn = EXPERT_PARALLEL[name], list(EXPERT_PARALLEL).index(name)
     check(ranks, layout, list(METHODS)[turn % len(METHODS)], family="deepseek_v3")
+
+
+def test_a_recipe_gives_lists_and_mappings() -> None:
+    text = """\
+model: gpt2
+finetune: {method: lora, targets: [c_fc, "h.0.*"], ranks: {c_fc: 2}, alphas: {c_fc: 8}, train: [lm_head, ln_f]}
+"""
+    run = parse_spec(text, Run)
+    assert parse_spec(dump_recipe(run), Run) == run
+    assert isinstance(run.finetune, LoraSpec)
+    assert run.finetune.train == ("lm_head", "ln_f")
+    with pytest.raises(ValueError, match="unknown key; did you mean 'targets'"):
+        parse_spec(text.replace("targets", "target"), Run)

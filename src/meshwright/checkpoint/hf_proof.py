@@ -54,6 +54,14 @@ def prove_export(reference: Decoder, directory: Path, open_weights: Callable[[Mo
     return worst
 
 
+@torch.no_grad()
+def prove_merge(adapted: Decoder, merged: Decoder) -> float:
+    """Compare the logits of a model and of the same with its adapters merged, both in fp32; returns the largest
+    difference. Raises `ValueError` where they differ by more than rounding."""
+    tokens_BT = probe_tokens(adapted.spec)
+    return _compare(adapted(tokens_BT), merged(tokens_BT), "adapters merged")
+
+
 def probe_tokens(spec: ModelSpec) -> torch.Tensor:
     """The same random tokens for every export of a model."""
     length = min(PROBE[1], spec.max_positions)

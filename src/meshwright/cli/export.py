@@ -1,4 +1,5 @@
-"""The verb `export`: write a trained model as a Hugging Face directory, proved by comparing logits."""
+"""The verb `export`: write a trained model as a Hugging Face directory, proved by comparing logits, or its adapters as
+peft's."""
 
 import argparse
 from pathlib import Path
@@ -9,25 +10,40 @@ from meshwright.cli.output import add_json_argument, print_json
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Operands and options of `export`."""
     parser.add_argument("model", metavar="MODEL", type=Path, help="run directory or checkpoint")
-    parser.add_argument("--hf", metavar="DIR", type=Path, required=True, help="directory to write; it must not exist")
+    into = parser.add_mutually_exclusive_group(required=True)
+    into.add_argument("--hf", metavar="DIR", type=Path, help="write a Hugging Face directory; it must not exist")
+    into.add_argument("--adapter", metavar="DIR", type=Path, help="write the adapters alone, as peft reads them")
+    parser.add_argument("--merge", action="store_true", help="with --hf: merge adapters into the weights")
     parser.add_argument(
         "--dtype", choices=["fp32", "bf16", "fp16"], help="of the stored weights (default: the run's precision)"
     )
     add_json_argument(parser)
     parser.epilog = (
         "The directory appears only when the model read back from it gives the same logits, in transformers too\n"
-        "where that is installed.\n\n"
-        "example:\n  meshwright export runs/demo --hf runs/demo/export"
+        "where that is installed; merged, only when its logits are those of base and adapters.\n\n"
+        "examples:\n"
+        "  meshwright export runs/demo --hf runs/demo/export\n"
+        "  meshwright export runs/lora --adapter runs/lora/adapter\n"
+        "  meshwright export runs/lora --hf runs/lora/merged --merge"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Export and say how closely the logits agree."""
     # Torch loads here, so that --help and misuse never wait for it.
-    from meshwright.trainer.trained import export_trained, open_trained
+    from meshwright.trainer.trained import export_adapter, export_trained, open_trained
 
+    if arguments.adapter and (arguments.merge or arguments.dtype):
+        raise ValueError("--merge and --dtype are about whole models, written with --hf; leave them out")
     trained = open_trained(arguments.model, device="cpu", dtype="fp32")
-    difference, dtype = export_trained(trained, arguments.hf, dtype=arguments.dtype)
+    if arguments.adapter:
+        parameters = export_adapter(trained, arguments.adapter)
+        if arguments.json:
+            print_json({"model": str(trained.source), "adapter": str(arguments.adapter), "parameters": parameters})
+        else:
+            print(f"{trained.source} written to {arguments.adapter}: {parameters} parameters, in fp32")
+        return 0
+    difference, dtype = export_trained(trained, arguments.hf, dtype=arguments.dtype, merge=arguments.merge)
     if arguments.json:
         figures = {"dtype": dtype, "largest_logit_difference": difference}
         print_json({"model": str(trained.source), "directory": str(arguments.hf), **figures})

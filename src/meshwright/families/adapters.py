@@ -40,6 +40,7 @@ class Adapter:
     alpha: float = 0.0
     scale: float = 1.0
     """What LoRA's output is multiplied by."""
+    dropout: float = 0.0
     dora: bool = False
     b_lr_ratio: float = 1.0
 
@@ -135,6 +136,7 @@ def _lora(model: ModelSpec, finetune: LoraSpec, weights: dict[str, Parameter]) -
                 rank=rank,
                 alpha=alpha,
                 scale=alpha / (sqrt(rank) if finetune.rslora else rank),
+                dropout=finetune.dropout,
                 dora=finetune.dora,
                 b_lr_ratio=finetune.b_lr_ratio,
             )
@@ -172,6 +174,8 @@ def _check_end(module: str, model: ModelSpec, finetune: LoraSpec | Ia3Spec) -> N
         raise ValueError(
             f"{what} is the head as well (tied), which an adapter of the embedding would not reach; leave it out"
         )
+    if finetune.dropout:
+        raise ValueError(f"{what}: its adapter has no dropout; set finetune.dropout=0, or leave it out")
 
 
 def _trained_modules(model: ModelSpec, finetune: FinetuneSpec) -> Callable[[str], bool]:

@@ -59,7 +59,8 @@ def _add(adapter: Adapter, module: nn.Module, dtype: torch.dtype) -> None:
         extend(module, LoraEmbedding, **parameters, scale=adapter.scale)
     else:
         parameters.setdefault("magnitude", None)  # type: ignore[arg-type]
-        extend(module, LoraLinear, **parameters, scale=adapter.scale, complete=unchanged)
+        settings = {"scale": adapter.scale, "dropout": adapter.dropout, "complete": unchanged}
+        extend(module, LoraLinear, **parameters, **settings)
 
 
 def name_of(row: Parameter) -> str:

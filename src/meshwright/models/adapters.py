@@ -31,13 +31,15 @@ class LoraLinear(nn.Linear):
     magnitude: nn.Parameter | None
     """[N]"""
     scale: float
+    dropout: float
     complete: Callable[[torch.Tensor], torch.Tensor]
     """Makes of the sums of squares [N] over the inputs that are here those over all; a strategy that splits the inputs
     replaces it."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., D] to [..., N]."""
-        added = linear(linear(input, self.lora_a), self.lora_b * self.scale)
+        x = F.dropout(input, self.dropout, self.training) if self.dropout else input
+        added = linear(linear(x, self.lora_a), self.lora_b * self.scale)
         if self.magnitude is None:
             return super().forward(input) + added
         factor_N = self.magnitude / self.row_norms()

@@ -1,6 +1,7 @@
 """The one place that takes microbatches through a whole model; `pipeline.py` does the same for a model in stages."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -60,6 +61,17 @@ class Passes(Protocol):
         ...
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Whatever dropout the model has is off meanwhile."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
 class WholeModel:
     """Every microbatch through the whole model, forward and backward, one after another."""
 
@@ -88,7 +100,8 @@ class WholeModel:
     def losses(self, microbatches: Iterable[Arguments]) -> torch.Tensor:
         """See `Passes`."""
         total = torch.zeros((), dtype=torch.float64)
-        for arguments in microbatches:
-            loss = self.model(*arguments)
-            total = total.to(loss.device) + loss
+        with evaluating(self.model):
+            for arguments in microbatches:
+                loss = self.model(*arguments)
+                total = total.to(loss.device) + loss
         return total

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.models import Decoder
-from meshwright.parallel.passes import Arguments, GradientSync
+from meshwright.parallel.passes import Arguments, GradientSync, evaluating
 from meshwright.parallel.weight_gradients import Product, WeightGradients, add_weight_gradients
 from meshwright.spec.actions import Action, Program, Schedule, Transfer, forward_only, with_transfers
 from meshwright.spec.run import ResolvedRun
@@ -141,9 +141,10 @@ class Pipeline:
         """See `Passes`."""
         total = torch.zeros((), dtype=torch.float64)
         rest = iter(microbatches)
-        while some := tuple(islice(rest, self.stage_plan.schedule.num_microbatches)):
-            part = Pass(self, None).run(self.evaluation_program(len(some)), enumerate(some))
-            total = total.to(part.device) + part
+        with evaluating(self.model):
+            while some := tuple(islice(rest, self.stage_plan.schedule.num_microbatches)):
+                part = Pass(self, None).run(self.evaluation_program(len(some)), enumerate(some))
+                total = total.to(part.device) + part
         return total
 
     def modules_of(self, stage: int) -> list[nn.Module]:

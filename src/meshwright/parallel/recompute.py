@@ -11,6 +11,7 @@ from torch.utils import checkpoint as selective
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from meshwright.models.adapters import LoraLinear
 from meshwright.models.attention import VARLEN_OPS
 from meshwright.models.cpu_kernels import MATMULS
 
@@ -48,7 +49,8 @@ def apply_recompute(blocks: nn.ModuleDict, mode: Literal["none", "selective", "f
     """Make every block recompute its activations in the backward pass; parameter names stay as they are."""
     if mode == "none":
         return
-    options: dict[str, object] = {"use_reentrant": False, "preserve_rng_state": False}
+    random = any(isinstance(module, LoraLinear) and module.dropout for module in blocks.modules())
+    options: dict[str, object] = {"use_reentrant": False, "preserve_rng_state": random}
     if mode == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_dear_results)
     for block in blocks.values():

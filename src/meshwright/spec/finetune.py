@@ -51,6 +51,8 @@ class LoraSpec(Spec):
     """Another rank for the modules of a pattern, as in {wq: 4, "layers.1*": 8}; the first that matches holds."""
     alphas: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
     """Another alpha for the modules of a pattern."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of A's inputs that is set to zero in training, the others scaled up. Which ones depends on the layout."""
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead (Kalajdzievski, "rsLoRA", 2023), so that high ranks learn as fast."""
     dora: bool = False
@@ -59,11 +61,18 @@ class LoraSpec(Spec):
     """Learning rate of B as a multiple of A's (Hayou et al., "LoRA+", 2024, who use 16)."""
     train: tuple[str, ...] = ()
     """Modules that train in full besides, as in [output, tok_embeddings]; saved with the adapter."""
+    start_from: str | None = None
+    """PEFT adapter, or run or checkpoint of adapters, relative to the recipe, that training starts from; default
+    fresh."""
 
     @model_validator(mode="before")
     @classmethod
     def _qlora_is_lora(cls, value: Any) -> Any:
-        if not isinstance(value, dict) or value.get("method") != "qlora":
+        if not isinstance(value, dict):
+            return value
+        # What passes here is no longer JSON to pydantic, so its lists would be no tuples.
+        value = {key: tuple(item) if isinstance(item, list) else item for key, item in value.items()}
+        if value.get("method") != "qlora":
             return value
         if value.get("base") == "plain":
             raise ValueError("method: qlora keeps its base in few bits; say base: nf4 or int8, or method: lora")
@@ -79,6 +88,8 @@ class Ia3Spec(Spec):
     targets: Literal["auto", "all-linear"] | Patterns = "auto"
     """Modules that get factors, as for lora. auto: keys, values and what ends dense feed-forward layers (wk, wv,
     w2)."""
+    start_from: str | None = None
+    """PEFT adapter, or run or checkpoint of adapters, that training starts from; default all factors are one."""
 
 
 FinetuneSpec = Annotated[FullSpec | LoraSpec | Ia3Spec, Field(discriminator="method")]

@@ -29,9 +29,10 @@ from meshwright.trainer.setup import (
     write_json,
 )
 from meshwright.trainer.signals import StopRequest, end_with, signal_name
-from meshwright.trainer.state import AUTO, NEWEST, begin, choose_checkpoint, starting_checkpoint
+from meshwright.trainer.state import AUTO, NEWEST, begin, choose_checkpoint
 from meshwright.trainer.status import STOPPED, RunError, TrainingFailed, TrainingStopped
 from meshwright.trainer.trackers import open_trackers, require_trackers
+from meshwright.trainer.weights import starting_checkpoint
 
 RESOLVED = "resolved.yaml"
 TOKENIZER = "tokenizer"

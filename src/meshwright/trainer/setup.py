@@ -28,7 +28,7 @@ from meshwright.spec.run import ResolvedRun, Run
 from meshwright.trainer.device import choose_device, keep_freed_memory, peak_flops, use_deterministic_kernels
 from meshwright.trainer.launch import Worker, join_group, threads_per_rank
 from meshwright.trainer.step import TrainStep
-from meshwright.trainer.weights import run_weights
+from meshwright.trainer.weights import base_of, run_weights
 
 
 @dataclass
@@ -60,6 +60,11 @@ class Trainer:
     """How often the run went back to its last checkpoint."""
     passed_over: int = 0
     """Global batches that rewinds left out of the data's order."""
+
+    @functools.cached_property
+    def base(self) -> dict[str, str] | None:
+        """What checkpoints of a fine-tuned run refer to and do not hold; None where they hold everything."""
+        return base_of(self.resolved)
 
     @functools.cached_property
     def machine(self) -> Machine:
@@ -141,6 +146,9 @@ def give_state(
     masters = None
     if meshes is None and training.precision in ("bf16", "fp16"):
         masters = MasterWeights(model, training)
+    torch.manual_seed(
+        training.seed * 2**20 + worker.rank // run.layout.tp
+    )  # of dropout; ranks of tp see the same tokens
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     parameters: dict[str, torch.Tensor] = masters.parameters if masters else {**trained}
     optimizers = build_optimizers(training.optimizer, [row for row in here if row.trained], parameters)

@@ -8,7 +8,6 @@ import torch
 
 from meshwright.checkpoint.dcp import held_tensors, load_tensors
 from meshwright.checkpoint.manifest import (
-    MANIFEST,
     CheckpointError,
     checkpoint_name,
     latest_checkpoint,
@@ -18,9 +17,9 @@ from meshwright.checkpoint.retention import HELD_OUT_LOSS
 from meshwright.checkpoint.verify import newest_good_checkpoint, verify_checkpoint
 from meshwright.optim.schedule import lr_factor
 from meshwright.spec.layout import LayoutSpec
-from meshwright.spec.run import ResolvedRun
 from meshwright.spec.training import LrScheduleSpec
 from meshwright.trainer.setup import Trainer
+from meshwright.trainer.weights import check_base, starting_checkpoint
 
 NEWEST, AUTO = "newest", "auto"
 """What a run can be told to continue from, besides a checkpoint's name: the newest checkpoint, which must be there and
@@ -56,6 +55,7 @@ def state_values(trainer: Trainer, *, held_out_loss: float | None = None) -> dic
         "loss_scale": trainer.train_step.scaler.state() if trainer.train_step.scaler else None,
         HELD_OUT_LOSS: held_out_loss,
         "layout": trainer.resolved.run.layout.model_dump(),
+        "base": trainer.base,
         **_fixed(trainer),
         "settings": _settings(trainer),
     }
@@ -71,6 +71,8 @@ def begin(trainer: Trainer, root: Path, resume: str | None) -> str:
     if checkpoint is not None:
         saved = restore(trainer, checkpoint)
         lines += [f"continuing from {checkpoint}, step {trainer.step}", describe_restored(trainer, saved)]
+    elif trainer.resolved.run.finetune is not None:
+        lines.append(_describe_start(trainer))
     elif trainer.resolved.run.checkpoint.start_from:
         start = starting_checkpoint(trainer.resolved)
         load_weights(trainer, start)
@@ -103,6 +105,7 @@ def restore(trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
     Raises `CheckpointError` where a file is damaged, or where the run's data would not continue where it stopped.
     """
     saved = verify_checkpoint(checkpoint)
+    check_base(checkpoint, saved, trainer.base)
     for field, value in _fixed(trainer).items():
         if saved[field] != value:
             raise CheckpointError(
@@ -127,16 +130,12 @@ def restore(trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
     return saved
 
 
-def starting_checkpoint(resolved: ResolvedRun) -> Path:
-    """The checkpoint that `checkpoint.start_from` means; raises `CheckpointError` where there is none."""
-    given = resolved.run.checkpoint.start_from
-    path = Path(resolved.base_dir) / (given or "")
-    if (path / MANIFEST).is_file():
-        return path
-    saved = list_checkpoints(path / "checkpoints")
-    if not saved:
-        raise CheckpointError(f"checkpoint.start_from: {path} is neither a checkpoint nor a run that has one")
-    return saved[-1]
+def _describe_start(trainer: Trainer) -> str:
+    """Where a fine-tuned run begins."""
+    run = trainer.resolved.run
+    base = run.checkpoint.start_from or (run.model.name if run.model.weights == "pretrained" else "random weights")
+    adapters = getattr(run.finetune, "start_from", None)
+    return f"starting from {base}" + (f" and the adapters of {adapters}" if adapters else "")
 
 
 def load_weights(trainer: Trainer, checkpoint: Path) -> None:

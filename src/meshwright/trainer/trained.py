@@ -8,7 +8,9 @@ import torch
 
 from meshwright.checkpoint.dcp import load_tensors
 from meshwright.checkpoint.hf import HfWeights, export_hf
+from meshwright.checkpoint.hf_proof import prove_merge
 from meshwright.checkpoint.manifest import MANIFEST, CheckpointError, list_checkpoints
+from meshwright.checkpoint.peft import write_adapter
 from meshwright.checkpoint.verify import verify_checkpoint
 from meshwright.data.chat import find_template
 from meshwright.data.loader import evaluation_batches
@@ -16,6 +18,7 @@ from meshwright.data.mixture import JoinedSamples, all_samples, held_out_samples
 from meshwright.data.prepare import prepare_corpus
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
 from meshwright.families import parameter_table, read_hf_directory, state_table
+from meshwright.finetune import apply_finetune, merged_model
 from meshwright.models import Decoder, build_model, named_tensors
 from meshwright.models.generate import Sampling, generate
 from meshwright.parallel import WholeModel
@@ -23,12 +26,14 @@ from meshwright.parallel.materialize import RowSource, materialize
 from meshwright.parallel.precision import DTYPES, stored_dtype
 from meshwright.plan.machine import find_machine
 from meshwright.spec.data import DataSpec, SourceSpec
+from meshwright.spec.finetune import FullSpec
 from meshwright.spec.model import ModelSpec, Parameter
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.device import choose_device
 from meshwright.trainer.evaluate import Evaluation, evaluate
 from meshwright.trainer.resolve import ENOUGH_TOKENS
 from meshwright.trainer.run import RESOLVED, TOKENIZER, corpus_of, read_resolved
+from meshwright.trainer.weights import base_of, check_base, kept_weights
 
 MAX_TOKENS = 128
 """New tokens of a continuation where nobody says how many."""
@@ -131,17 +136,28 @@ def evaluate_texts(
     return evaluate(WholeModel(trained.model), batches, trained.device)
 
 
-def export_trained(trained: TrainedModel, directory: Path, *, dtype: str | None = None) -> tuple[float, str]:
-    """Write the model as a Hugging Face directory, in `dtype` or else the precision of its run.
+def export_trained(
+    trained: TrainedModel, directory: Path, *, dtype: str | None = None, merge: bool = False
+) -> tuple[float, str]:
+    """Write the model as a Hugging Face directory, in `dtype` or else the precision of its run; adapters merged into
+    the weights, if `merge`.
 
     Returns the largest difference between a logit of the model and of what was read back, and the dtype.
 
     Raises `ValueError` where `directory` exists, or the logits differ by more than rounding; then nothing is written.
     """
+    adapted = any(row.adapter for row in trained.model.table)
+    if adapted and not merge:
+        raise ValueError(
+            f"{trained.source} holds adapters: write a whole model with --merge, or the adapters with --adapter DIR"
+        )
+    model = merged_model(trained.model) if adapted else trained.model
+    if adapted:
+        prove_merge(trained.model, model)
     precision = trained.run.run.training.precision if trained.run else "bf16"
     dtype = dtype or ("fp32" if precision == "fp64" else precision)
     difference = export_hf(
-        named_tensors(trained.model).items(),
+        named_tensors(model).items(),
         trained.spec,
         directory,
         tokenizer_dir=trained.tokenizer_dir,
@@ -150,6 +166,21 @@ def export_trained(trained: TrainedModel, directory: Path, *, dtype: str | None 
     )
     assert difference is not None
     return difference, dtype
+
+
+def export_adapter(trained: TrainedModel, directory: Path) -> int:
+    """Write what was trained beside the base as an adapter of peft's; returns the number of its parameters.
+
+    Raises `ValueError` where there are no adapters, `directory` exists, or peft has no name for them.
+    """
+    finetune = None if trained.run is None else trained.run.run.finetune
+    base = None if trained.run is None else base_of(trained.run)
+    if trained.run is None or finetune is None or isinstance(finetune, FullSpec) or base is None:
+        raise ValueError(f"{trained.source} holds no adapters; write the whole model with --hf DIR")
+    name = base["path"] if trained.run.run.model.weights == "pretrained" else None
+    kept = {name: tensor for name, tensor in trained.model.named_parameters() if tensor.requires_grad}
+    write_adapter(directory, kept, trained.spec, finetune, base=name, fingerprint=base["fingerprint"])
+    return sum(tensor.numel() for tensor in kept.values())
 
 
 def _continued(
@@ -192,8 +223,7 @@ def _samples_of(trained: TrainedModel, sources: Sequence[str], length: int) -> J
 def _from_checkpoint(run_dir: Path, checkpoint: Path, device: torch.device, dtype: str | None) -> TrainedModel:
     resolved = read_resolved(run_dir / RESOLVED)
     verify_checkpoint(checkpoint)
-    model = build_model(resolved.model, device="cpu", dtype=stored_dtype(resolved.run.training))
-    load_tensors(checkpoint, {f"model.{name}": tensor.detach() for name, tensor in named_tensors(model).items()})
+    model = _with_weights(resolved, checkpoint)
     return TrainedModel(
         source=checkpoint,
         spec=resolved.model,
@@ -203,6 +233,25 @@ def _from_checkpoint(run_dir: Path, checkpoint: Path, device: torch.device, dtyp
         device=device,
         run=resolved,
     )
+
+
+def _with_weights(resolved: ResolvedRun, checkpoint: Path) -> Decoder:
+    """The run's model on the CPU, with the weights of a verified checkpoint, and its base's where it refers to one."""
+    dtype, finetune = stored_dtype(resolved.run.training), resolved.run.finetune
+    model = build_model(resolved.model, dtype=dtype)
+    base = base_of(resolved)
+    if finetune is None or base is None:
+        model.to_empty(device="cpu")
+        kept = named_tensors(model)
+    else:
+        check_base(checkpoint, verify_checkpoint(checkpoint), base)
+        apply_finetune(model, finetune, dtype)
+        frozen = [row for row in model.table if not row.trained]
+        materialize(model, frozen, kept_weights(resolved), torch.device("cpu"))
+        kept = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        kept |= dict(model.named_buffers())
+    load_tensors(checkpoint, {f"model.{name}": tensor.detach() for name, tensor in kept.items()})
+    return model
 
 
 def _from_hf_directory(directory: Path, device: torch.device, dtype: str | None) -> TrainedModel:

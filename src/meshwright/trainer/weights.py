@@ -1,36 +1,134 @@
 """The one place that says where the weights that a run begins with come from."""
 
+import hashlib
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from meshwright.checkpoint.dcp import load_tensors
 from meshwright.checkpoint.hf import HfWeights
+from meshwright.checkpoint.manifest import MANIFEST, CheckpointError, list_checkpoints
+from meshwright.checkpoint.peft import CONFIG, AdapterSpec, read_adapter
+from meshwright.checkpoint.verify import verify_checkpoint
 from meshwright.families import finetuned_table, parameter_table, pretrained_directory
 from meshwright.models.init import draw_rows
 from meshwright.models.quantized import QuantizedRows
 from meshwright.parallel.materialize import RowSource
+from meshwright.spec.finetune import FullSpec
 from meshwright.spec.model import Parameter
 from meshwright.spec.run import ResolvedRun
 
+SAMPLED_BYTES, SAMPLES = 2**16, 64
+"""Of every file of a base, so many pieces of so many bytes go into its fingerprint; a shorter file goes in whole."""
+
 
 def run_weights(resolved: ResolvedRun) -> RowSource:
-    """The weights of a fresh run: the base's, as they are kept, and adapters as they are drawn."""
-    base, table = base_weights(resolved), finetuned_table(resolved.model, resolved.run.finetune)
-    return with_adapters(QuantizedRows(base, parameter_table(resolved.model), table), resolved)
+    """The weights of a fresh run, adapters included; collective where they come from a checkpoint."""
+    base, finetune = kept_weights(resolved), resolved.run.finetune
+    if finetune is None or isinstance(finetune, FullSpec):
+        return base
+    adapters = _with_fresh_adapters(base, resolved)
+    if finetune.start_from is None:
+        return adapters
+    return _with_given_adapters(adapters, resolved, finetune, Path(resolved.base_dir) / finetune.start_from)
+
+
+def kept_weights(resolved: ResolvedRun) -> RowSource:
+    """The weights without adapters, as they are kept: those that are kept in few bits have been encoded."""
+    table = finetuned_table(resolved.model, resolved.run.finetune)
+    return QuantizedRows(base_weights(resolved), parameter_table(resolved.model), table)
 
 
 def base_weights(resolved: ResolvedRun) -> RowSource:
-    """The weights without adapters: drawn, or of the Hugging Face directory that the recipe names."""
-    fields, seed = resolved.run.model, resolved.run.training.seed
-    if fields.weights == "random":
+    """The weights without adapters: drawn, of the Hugging Face directory that the recipe names, or, for fine-tuning, of
+    the checkpoint that `checkpoint.start_from` names."""
+    run, seed = resolved.run, resolved.run.training.seed
+    if run.finetune is not None and run.checkpoint.start_from:
+        checkpoint = starting_checkpoint(resolved)
+        verify_checkpoint(checkpoint)
+        return _rows_of_checkpoint(checkpoint)
+    if run.model.weights == "random":
         return lambda parameter, start, stop: draw_rows(parameter, seed, start, stop)
-    directory = pretrained_directory(fields, base_dir=Path(resolved.base_dir))
-    assert directory is not None  # else the model would not have resolved
-    pretrained = HfWeights(directory, resolved.model)
+    pretrained = HfWeights(_directory(resolved), resolved.model)
     return lambda parameter, start, stop: pretrained.read_rows(parameter.name, start, stop)
 
 
-def with_adapters(base: RowSource, resolved: ResolvedRun) -> RowSource:
+def starting_checkpoint(resolved: ResolvedRun) -> Path:
+    """The checkpoint that `checkpoint.start_from` means; raises `CheckpointError` where there is none."""
+    path = Path(resolved.base_dir) / (resolved.run.checkpoint.start_from or "")
+    return checkpoint_at(path, "checkpoint.start_from")
+
+
+def checkpoint_at(path: Path, setting: str) -> Path:
+    """The checkpoint that is at `path`, or the newest of the run that is there; raises `CheckpointError`."""
+    if (path / MANIFEST).is_file():
+        return path
+    saved = list_checkpoints(path / "checkpoints")
+    if not saved:
+        raise CheckpointError(f"{setting}: {path} is neither a checkpoint nor a run that has one")
+    return saved[-1]
+
+
+def base_of(resolved: ResolvedRun) -> dict[str, str] | None:
+    """What a fine-tuned run does not keep because it does not change: where it comes from, and its fingerprint.
+
+    None where everything trains.
+    """
+    run = resolved.run
+    if run.finetune is None or all(row.trained for row in finetuned_table(resolved.model, run.finetune)):
+        return None
+    if run.checkpoint.start_from:
+        checkpoint = starting_checkpoint(resolved)
+        return {"path": str(checkpoint), "fingerprint": _digest((checkpoint / MANIFEST).read_bytes())}
+    if run.model.weights == "random":
+        drawn = [resolved.model.model_dump(mode="json"), run.training.seed]
+        return {"path": "random weights", "fingerprint": _digest(json.dumps(drawn).encode())}
+    directory = _directory(resolved)
+    files = sorted(directory.glob("*.safetensors"))
+    return {"path": str(directory), "fingerprint": _digest(b"".join(map(_sample, files)))}
+
+
+def _directory(resolved: ResolvedRun) -> Path:
+    directory = pretrained_directory(resolved.run.model, base_dir=Path(resolved.base_dir))
+    assert directory is not None  # else the model would not have resolved
+    return directory
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def _sample(file: Path) -> bytes:
+    """Pieces of a file, evenly spaced: reading all of a large base at every save would take minutes."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        if size <= SAMPLES * SAMPLED_BYTES:
+            return stream.read()
+        pieces = [size.to_bytes(8, "little")]
+        for index in range(SAMPLES):
+            stream.seek(index * (size - SAMPLED_BYTES) // (SAMPLES - 1))
+            pieces.append(stream.read(SAMPLED_BYTES))
+        return b"".join(pieces)
+
+
+def _rows_of_checkpoint(checkpoint: Path) -> RowSource:
+    """Rows of a verified checkpoint's weights, a whole tensor read at a time."""
+    name, whole = "", torch.empty(0)
+
+    def read(parameter: Parameter, start: int, stop: int) -> torch.Tensor:
+        nonlocal name, whole
+        if name != parameter.name:
+            whole = torch.empty(parameter.shape)
+            load_tensors(checkpoint, {f"model.{parameter.name}": whole})
+            name = parameter.name
+        return whole[start:stop]
+
+    return read
+
+
+def _with_fresh_adapters(base: RowSource, resolved: ResolvedRun) -> RowSource:
     """Adapters' rows drawn, or, where they begin as the lengths of a weight's rows, computed from the base."""
     seed = resolved.run.training.seed
     weights = {row.name: row for row in parameter_table(resolved.model)}
@@ -45,3 +143,27 @@ def with_adapters(base: RowSource, resolved: ResolvedRun) -> RowSource:
         return torch.linalg.vector_norm(rows, dim=1, dtype=torch.promote_types(rows.dtype, torch.float32))
 
     return read
+
+
+def _with_given_adapters(fresh: RowSource, resolved: ResolvedRun, finetune: AdapterSpec, path: Path) -> RowSource:
+    """Everything that trains from a peft adapter, or a checkpoint of adapters, at `path`."""
+    base = base_of(resolved)
+    assert base is not None
+    given: Callable[[Parameter, int, int], torch.Tensor]
+    if (path / CONFIG).is_file() or not path.is_dir():
+        tensors = read_adapter(path, resolved.model, finetune, fingerprint=base["fingerprint"])
+        given = lambda parameter, start, stop: tensors[parameter.name][start:stop]  # noqa: E731
+    else:
+        checkpoint = checkpoint_at(path, "finetune.start_from")
+        check_base(checkpoint, verify_checkpoint(checkpoint), base)
+        given = _rows_of_checkpoint(checkpoint)
+    return lambda row, start, stop: (given if row.trained else fresh)(row, start, stop)
+
+
+def check_base(checkpoint: Path, saved: dict, base: dict[str, str] | None) -> None:
+    """Raise `CheckpointError` where a checkpoint's adapters were trained on another base than this run's."""
+    theirs = saved.get("base")
+    if (theirs or {}).get("fingerprint") != (base or {}).get("fingerprint"):
+        had = f"adapters of {theirs['path']}" if theirs else "a whole model"
+        has = f"this run's base is {base['path']}, and other weights" if base else "this run trains a whole model"
+        raise CheckpointError(f"{checkpoint}: holds {had}, but {has}; give the same base")

@@ -1,0 +1,23 @@
+"""The one place that brings adapters into the weights that they extend, decoded where they are kept in few bits."""
+
+import torch
+
+from meshwright.models import Decoder, build_model, named_tensors
+from meshwright.models.adapters import LoraEmbedding, LoraLinear, ScaledLinear
+from meshwright.models.quantized import QuantizedLinear
+
+
+@torch.no_grad()
+def merged_model(model: Decoder) -> Decoder:
+    """A model without adapters that computes what `model`, whole and on one device, does; its weights are copies."""
+    like = model.tok_embeddings.weight
+    merged = build_model(model.spec, device=like.device, dtype=like.dtype)
+    targets = named_tensors(merged)
+    for name, tensor in named_tensors(model).items():
+        if name in targets:
+            targets[name].copy_(tensor)
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLinear | LoraEmbedding | ScaledLinear | QuantizedLinear):
+            for name, tensor in module.merged().items():
+                targets[f"{path}.{name}"].copy_(tensor)
+    return merged.eval()

@@ -1,0 +1,259 @@
+"""Adapters are peft's: the same losses and gradients for twenty steps, and files that go both ways."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen2 import modeling_qwen2
+
+from meshwright.checkpoint.peft import CONFIG, WEIGHTS, AdapterError, read_adapter, stored_places, write_adapter
+from meshwright.families import read_hf_directory
+from meshwright.finetune import merged_model
+from meshwright.models import Decoder
+from meshwright.spec.data import DataSpec
+from meshwright.spec.finetune import FullSpec
+from meshwright.spec.run import ResolvedRun, Run
+from meshwright.testing.equivalence import build_here, loader_for
+from meshwright.trainer.setup import Trainer
+from meshwright.trainer.step import to_device
+from tiny import GLOBAL_BATCH, SEQUENCE_LENGTH
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # what peft asks of transformers
+    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
+]
+
+STEPS, LR, EPS = 20, 2e-2, 1e-3
+SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"intermediate_size": 40, "vocab_size": 50, "max_position_embeddings": 16, "initializer_range": 0.2}
+
+METHODS: dict[str, dict[str, Any]] = {
+    "lora": {"method": "lora", "rank": 3, "alpha": 6.0, "ranks": {"v_proj": 5, "layers.1.*.o_proj": 2}},
+    "rslora": {
+        "method": "lora",
+        "rank": 4,
+        "alpha": 4.0,
+        "rslora": True,
+        "targets": ["wq", "wo", "w2"],
+        "alphas": {"wo": 3.0},
+    },
+    "dora": {"method": "lora", "rank": 4, "alpha": 8.0, "dora": True},
+    "ends": {"method": "lora", "rank": 2, "targets": ["wq", "tok_embeddings"], "train": ["output", "norm"]},
+    "ia3": {"method": "ia3"},
+}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models of transformers with random weights, in fp64 so that nothing is rounded on the way."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("bases")
+    llama, qwen2 = LlamaForCausalLM(LlamaConfig(**SIZES)), Qwen2ForCausalLM(Qwen2Config(**SIZES))
+    llama.double().save_pretrained(folder / "llama")
+    qwen2.double().save_pretrained(folder / "qwen2")
+    return {name: folder / name for name in ("llama", "qwen2")}
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' RMSNorm rounds to fp32 whatever the model's dtype; here it keeps fp64, all else untouched."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+    for norm in (modeling_llama.LlamaRMSNorm, modeling_qwen2.Qwen2RMSNorm):
+        monkeypatch.setattr(norm, "forward", forward)
+
+
+def run_on(base: Path, finetune: dict[str, Any]) -> ResolvedRun:
+    run = Run(
+        model={"name": str(base), "weights": "pretrained"},  # type: ignore[arg-type]
+        data=DataSpec(sequence_length=SEQUENCE_LENGTH),
+        training={  # type: ignore[arg-type]
+            "precision": "fp64",
+            "steps": STEPS,
+            "clip": None,
+            "optimizer": {"lr": LR, "eps": EPS, "weight_decay": 0.0},
+            "lr_schedule": {"name": "constant", "warmup": 0},
+        },
+        finetune=finetune,  # type: ignore[arg-type]
+        device="cpu",
+    )
+    size = {"global_batch": GLOBAL_BATCH, "micro_batch": GLOBAL_BATCH, "accumulation": 1}
+    return ResolvedRun(run=run, model=read_hf_directory(base), reasons={}, **size)
+
+
+def write(trainer: Trainer, directory: Path) -> Path:
+    finetune, base = trainer.resolved.run.finetune, trainer.base
+    assert finetune is not None
+    assert not isinstance(finetune, FullSpec)
+    assert base is not None
+    model = trainer.resolved.model
+    write_adapter(directory, trainer.parameters, model, finetune, base=base["path"], fingerprint=base["fingerprint"])
+    return directory
+
+
+def peft_model(base: Path, adapter: Path) -> Any:
+    model = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM}[base.name].from_pretrained(base)
+    return peft.PeftModel.from_pretrained(model.double(), adapter, is_trainable=True).double()
+
+
+def gradients_of(model: Any) -> dict[str, torch.Tensor]:
+    parameters = ((name.replace(".default", ""), p) for name, p in model.named_parameters() if p.requires_grad)
+    names = {".modules_to_save": "", "magnitude_vector.weight": "magnitude_vector"}  # otherwise than in files
+    for theirs, stored in names.items():
+        parameters = [(name.replace(theirs, stored), p) for name, p in parameters]
+    return {name: p.grad for name, p in parameters}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("method", METHODS)
+def test_twenty_steps_are_pefts(bases: dict[str, Path], tmp_path: Path, family: str, method: str) -> None:
+    """float64: differences of rounding alone, which each step of AdamW enlarges by at most LR / EPS."""
+    trainer = build_here(run_on(bases[family], METHODS[method]))
+    theirs = peft_model(bases[family], write(trainer, tmp_path / "begin"))
+    optimizer = torch.optim.AdamW(
+        [p for p in theirs.parameters() if p.requires_grad], lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0
+    )
+    places = stored_places(trainer.resolved.model, trainer.resolved.run.finetune)  # type: ignore[arg-type]
+    losses = []
+    with loader_for(trainer) as loader:
+        for step in range(STEPS):
+            (batch,) = loader.microbatches(step % 2)
+            tokens_BT, labels_BT, *_ = to_device(batch, torch.device("cpu"))
+            assert tokens_BT is not None
+            assert labels_BT is not None
+            optimizer.zero_grad()
+            expected = F.cross_entropy(theirs(tokens_BT).logits.flatten(0, 1), labels_BT.flatten())
+            expected.backward()
+            loss, _ = trainer.train_step.gradients([batch])
+            losses.append(loss)
+            assert loss == pytest.approx(expected.item(), rel=1e-9), step
+            found = gradients_of(theirs)
+            assert len(found) == len(places)
+            largest = max(gradient.abs().max().item() for gradient in found.values())
+            for name, place in places.items():
+                ours = place.to_file(trainer.parameters[name].grad)  # type: ignore[arg-type]
+                assert (ours - found[place.key]).abs().max() <= 1e-9 * largest, (step, name)
+            trainer.train_step.update(step + 1, trainer.train_step.gradient_norm())
+            trainer.optimizers.zero_grad()
+            optimizer.step()
+    assert losses[-2] < 0.98 * losses[0]  # it has learnt
+    check_files_go_both_ways(trainer, theirs, bases[family], tmp_path)
+
+
+@torch.no_grad()
+def check_files_go_both_ways(trainer: Trainer, theirs: Any, base: Path, folder: Path) -> None:
+    """What either has trained gives the other the same logits; and merged the same."""
+    model, finetune = trainer.model.eval(), trainer.resolved.run.finetune
+    assert isinstance(model, Decoder)
+    tokens_BT = torch.randint(50, (2, SEQUENCE_LENGTH))
+    expected = model(tokens_BT)
+    assert (merged_model(model)(tokens_BT) - expected).abs().max() < 1e-12
+    loaded = peft_model(base, write(trainer, folder / "ours"))
+    assert (loaded.eval()(tokens_BT).logits - expected).abs().max() < 1e-9
+    theirs.save_pretrained(folder / "theirs")
+    assert trainer.base is not None
+    read = read_adapter(
+        folder / "theirs",
+        trainer.resolved.model,
+        finetune,  # type: ignore[arg-type]
+        fingerprint=trainer.base["fingerprint"],
+    )
+    for name, parameter in trainer.parameters.items():
+        parameter.copy_(read[name])
+    assert (model(tokens_BT) - theirs.eval()(tokens_BT).logits).abs().max() < 1e-12
+
+
+@pytest.fixture(scope="module")
+def adapter(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(build_here(run_on(bases["llama"], METHODS["lora"])), tmp_path_factory.mktemp("adapter") / "adapter")
+
+
+def refusal(base: Path, adapter: Path, finetune: dict[str, Any]) -> str:
+    with pytest.raises(ValueError, match=r".") as error:
+        build_here(run_on(base, {**finetune, "start_from": str(adapter)}))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_training_continues_from_an_adapter(bases: dict[str, Path], adapter: Path) -> None:
+    trainer = build_here(run_on(bases["llama"], {**METHODS["lora"], "start_from": str(adapter)}))
+    fresh = build_here(run_on(bases["llama"], {**METHODS["lora"]}))
+    assert all(
+        torch.equal(tensor, fresh.parameters[name]) for name, tensor in trainer.parameters.items() if "lora_a" in name
+    )
+
+
+def changed(
+    adapter: Path, folder: Path, *, config: dict[str, Any] | None = None, cut: int = 0, flip: bool = False
+) -> Path:
+    copy = folder / "changed"
+    shutil.copytree(adapter, copy)
+    if config is not None:
+        content = json.loads((copy / CONFIG).read_text())
+        (copy / CONFIG).write_text(json.dumps({**content, **config}))
+    data = bytearray((copy / WEIGHTS).read_bytes())
+    if flip:
+        data[-1] ^= 64
+    (copy / WEIGHTS).write_bytes(data[: len(data) - cut])
+    return copy
+
+
+def test_what_does_not_fit_is_refused_in_a_sentence(bases: dict[str, Path], adapter: Path, tmp_path: Path) -> None:
+    lora, llama = METHODS["lora"], bases["llama"]
+    assert "was trained on another base" in refusal(bases["qwen2"], adapter, lora)
+    assert "is damaged" in refusal(llama, changed(adapter, tmp_path / "a", flip=True), lora)
+    assert "cut short" in refusal(llama, changed(adapter, tmp_path / "b", cut=8), lora)
+    assert "set finetune.rank=3" in refusal(llama, adapter, {**lora, "rank": 8})
+    assert "set finetune.dora=false" in refusal(llama, adapter, {**lora, "dora": True})
+    assert "set finetune.targets=[" in refusal(llama, adapter, {**lora, "targets": ["wq", "wo", "wv"]})
+    assert "kind LORA" in refusal(llama, adapter, {"method": "ia3"})
+    assert "neither a checkpoint nor a run" in refusal(llama, tmp_path, lora)
+    foreign = changed(adapter, tmp_path / "d", config={"target_modules": ["c_attn"]})
+    assert "so it is of another base" in refusal(llama, foreign, lora)
+    special = changed(adapter, tmp_path / "e", config={"alora_invocation_tokens": [1]})
+    assert "alora_invocation_tokens is set" in refusal(llama, special, lora)
+
+
+def test_tensors_that_do_not_fit_are_named(bases: dict[str, Path], adapter: Path, tmp_path: Path) -> None:
+    def with_tensors(name: str, tensors: dict[str, torch.Tensor]) -> Path:
+        copy = changed(adapter, tmp_path / name)
+        save_file(tensors, copy / WEIGHTS)
+        return copy
+
+    tensors, lora, llama = load_file(adapter / WEIGHTS), METHODS["lora"], bases["llama"]
+    key = next(iter(tensors))
+    missing = {other: tensor for other, tensor in tensors.items() if other != key}
+    assert f"has no tensor {key}" in refusal(llama, with_tensors("a", missing), lora)
+    strange = {**tensors, key + "s": tensors[key].clone()}
+    assert f"did you mean '{key}'?" in refusal(llama, with_tensors("b", strange), lora)
+    wide = {**tensors, key: torch.zeros(3, 99)}
+    assert "of another base" in refusal(llama, with_tensors("c", wide), lora)
+
+
+def test_wrong_target_names(bases: dict[str, Path]) -> None:
+    def told(**finetune: Any) -> str:
+        with pytest.raises(ValueError, match=r"finetune\.") as error:
+            build_here(run_on(bases["llama"], {"method": "lora", **finetune}))
+        return str(error.value)
+
+    assert "did you mean 'q_proj'?" in told(targets=["q_prj"])
+    assert "did you mean 'attention_norm'" in told(targets=["atention_norm"])
+    assert "matches no linear layer" in told(targets=["norm"])
+    assert "matches no module that has an adapter" in told(targets=["wq"], ranks={"wv": 3})
+    assert "has an adapter already" in told(train=["layers.0.attention.wq"])
+
+
+def test_an_adapter_is_published_whole_or_not_at_all(bases: dict[str, Path], adapter: Path) -> None:
+    with pytest.raises(ValueError, match="exists already"):
+        write(build_here(run_on(bases["llama"], METHODS["lora"])), adapter)
+    assert issubclass(AdapterError, ValueError)

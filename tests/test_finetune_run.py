@@ -1,0 +1,143 @@
+"""A fine-tuned run from its base to its files: small checkpoints, exact continuation, use, merging, refusals."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright import Run, train
+from meshwright.checkpoint.dcp import held_tensors
+from meshwright.checkpoint.manifest import CheckpointError
+from meshwright.checkpoint.writer import CheckpointWriter
+from meshwright.cli.main import main
+from meshwright.models import named_tensors
+from meshwright.models.generate import Sampling
+from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.run import ResolvedRun
+from meshwright.testing.equivalence import build_here, loader_for, whole
+from meshwright.testing.layouts import LAYOUTS
+from meshwright.testing.ranks import RankPool
+from meshwright.trainer.state import restore, state_tensors, state_values
+from meshwright.trainer.trained import continue_texts, export_adapter, export_trained, open_trained
+from tiny import tiny_run
+
+LORA: dict[str, Any] = {"method": "lora", "rank": 4, "dora": True, "dropout": 0.2, "train": ["norm"]}
+TEXT = "\n".join(f"def add_{n}(x):\n    return x + {n}\n" for n in range(200))
+
+
+def recipe(folder: Path, name: str, **more: Any) -> Run:
+    training = {"steps": 2, "global_batch": 4, "precision": "fp32", "lr_schedule": {"warmup": 0}}
+    return Run(
+        model={"family": "llama", "hidden": 32, "num_layers": 2, "num_heads": 2, "max_positions": 64},  # type: ignore[arg-type]
+        data={  # type: ignore[arg-type]
+            "sources": [str(folder / "text.txt")],
+            "sequence_length": 32,
+            "tokenizer_vocab": 280,
+            "cache_dir": str(folder / "cache"),
+        },
+        training=training,  # type: ignore[arg-type]
+        run_dir=str(folder / name),
+        device="cpu",
+        **more,
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a pretrained run `base` and one fine-tuned from it, `lora`."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "text.txt").write_text(TEXT)
+    train(recipe(folder, "base"))
+    train(recipe(folder, "lora", finetune=LORA, checkpoint={"start_from": str(folder / "base")}))
+    return folder
+
+
+def weights_of(path: Path) -> dict[str, torch.Tensor]:
+    return named_tensors(open_trained(path, device="cpu", dtype="fp32").model)
+
+
+def test_a_checkpoint_holds_what_trains_and_the_base_stays_what_it_was(runs: Path) -> None:
+    kept = {name for name in held_tensors(runs / "lora/checkpoints/step-00000002") if name.startswith("model.")}
+    base, tuned = weights_of(runs / "base"), weights_of(runs / "lora")
+    trained = {f"model.{name}" for name in tuned if name.split(".")[-1] in ("lora_a", "lora_b", "magnitude")}
+    assert kept == trained | {"model.norm.weight"}
+    for name, tensor in base.items():
+        assert torch.equal(tuned[name], tensor) == (name != "norm.weight"), name
+    assert any(tensor.any() for name, tensor in tuned.items() if name.endswith("lora_b"))
+
+
+def test_a_fine_tuned_run_is_used_as_any_other(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapted = open_trained(runs / "lora", device="cpu")
+    assert continue_texts(adapted, ["def add"], max_tokens=4, sampling=Sampling(temperature=0))
+    assert main(["eval", str(runs / "lora"), "--samples", "4"]) == 0
+    with pytest.raises(ValueError, match=r"--merge, or the adapters with --adapter"):
+        export_trained(adapted, tmp_path / "no")
+    with pytest.raises(ValueError, match="holds no adapters"):
+        export_adapter(open_trained(runs / "base", device="cpu"), tmp_path / "no")
+    assert main(["export", str(runs / "lora"), "--adapter", str(tmp_path / "adapter")]) == 0
+    assert main(["export", str(runs / "lora"), "--hf", str(tmp_path / "merged"), "--merge"]) == 0
+    merged = open_trained(tmp_path / "merged", device="cpu", dtype="fp32")
+    tokens_BT = torch.randint(adapted.spec.vocab, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        difference = (merged.model(tokens_BT) - adapted.model(tokens_BT)).abs().max()
+    assert 0 < difference < 1e-4
+    train(recipe(runs, "again", finetune=LORA | {"start_from": str(tmp_path / "adapter")}, checkpoint=base_of(runs)))
+    capsys.readouterr()
+
+
+def base_of(runs: Path) -> dict[str, str]:
+    return {"start_from": str(runs / "base")}
+
+
+def test_another_base_is_refused(runs: Path, tmp_path: Path) -> None:
+    other = recipe(runs, str(tmp_path / "other"), finetune=LORA | {"start_from": str(runs / "lora")})
+    with pytest.raises(CheckpointError, match="give the same base"):
+        train(other)
+    missing = recipe(runs, str(tmp_path / "other"), finetune=LORA, checkpoint={"start_from": str(runs / "lora")})
+    with pytest.raises(CheckpointError, match="holds no"):
+        train(missing)
+
+
+def trajectory(run: ResolvedRun, root: Path, steps: int, resume: bool) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of every step, the first two saved."""
+    trainer = build_here(run)
+    writer = CheckpointWriter(root, run.run.checkpoint)
+    if resume:
+        restore(trainer, root / "step-00000002")
+    frozen = {name: whole(p) for name, p in trainer.model.named_parameters() if not p.requires_grad}
+    seen = []
+    with loader_for(trainer) as loader:
+        while trainer.step < steps:
+            trainer.step += 1
+            result = trainer.train_step(trainer.step, loader.microbatches(trainer.step - 1))
+            seen.append((result.loss, result.gnorm))
+            if trainer.step == 2 and not resume:
+                writer.begin(2, state_tensors(trainer), state_values(trainer))
+                assert writer.finish()
+    after = dict(trainer.model.named_parameters())
+    assert all(torch.equal(whole(after[name]), tensor) for name, tensor in frozen.items())
+    return seen
+
+
+@pytest.mark.parametrize("strategy", ["single", "zero-3", "hybrid-2", "zero-3-tp", "pp"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_continues_bit_for_bit(ranks: RankPool, tmp_path: Path, strategy: str, precision: str) -> None:
+    """Dropout and recomputation included; frozen weights are equal bit for bit after training."""
+    finetune = {"method": "lora", "rank": 4, "dropout": 0.25}
+    run = tiny_run(LAYOUTS[strategy], precision=precision, finetune=finetune, recompute="full", steps=4)
+    world = run.run.layout.world_size
+    whole_run = ranks.run(world, trajectory, run, tmp_path, 4, False)[0]
+    assert ranks.run(world, trajectory, run, tmp_path, 4, True)[0] == whole_run[2:]
+
+
+def test_recomputation_draws_the_same_dropout() -> None:
+    finetune = {"method": "lora", "rank": 4, "dropout": 0.5}
+    norms = []
+    for recompute in ("none", "selective", "full"):
+        trainer = build_here(tiny_run(LayoutSpec(), finetune=finetune, recompute=recompute))
+        with loader_for(trainer) as loader:
+            loss, _ = trainer.train_step.gradients(loader.microbatches(0))
+        norms.append((loss, trainer.train_step.gradient_norm()))
+    assert norms[1] == pytest.approx(norms[0], rel=1e-12)
+    assert norms[2] == pytest.approx(norms[0], rel=1e-12)
