@@ -20,9 +20,9 @@ def counted_and_predicted(resolved: ResolvedRun) -> tuple[Counter, Counter]:
     """Bytes by kind and axis on this rank; axes of the same ranks have one name."""
     trainer = build_here(resolved)
     with loader_for(trainer) as loader:
-        trainer.train_step(1, loader.microbatches(0))
+        microbatches = loader.microbatches(0)
         with Traffic(trainer.meshes) as traffic:
-            trainer.train_step.gradients(loader.microbatches(1))
+            trainer.train_step.gradients(microbatches)
     counted = Counter({key: count.bytes for key, count in traffic.counts.items()})
     if trainer.meshes is None or dist.group.WORLD is None:
         return counted, predict_traffic(resolved)
