@@ -77,8 +77,8 @@ later the earlier the stage, and it keeps a version per rank that follows. Here 
   float64, to one process whose gradients are a step late: every loss, norm and weight of six steps, tied embeddings,
   recomputation, clipping, Muon, experts, replicas and context parallelism among them.
 - It goes with `dp_replicate` and `cp`. ZeRO is refused (it is to save the very memory that versions take), and so are
-  `tp`, `ep`, offload, fp16 (its loss scale may change between forward and backward pass), and experts balanced by
-  biases (which do change in between).
+  `tp`, `ep`, offload, adapters, fp16 (its loss scale may change between forward and backward pass), and experts
+  balanced by biases (which do change in between).
 
 The planner never chooses it.
 

@@ -129,6 +129,11 @@ def _stage_layers(run: Run, model: ModelSpec, microbatches: int, base_dir: Path)
             f"training.compile=true with layout.schedule={layout.schedule}: it does the gradients of weights apart "
             "from those of inputs, and a compiled block does both at once; use interleaved-1f1b, or compile=false"
         )
+    if layout.asynchronous and run.finetune is not None and run.finetune.method != "full":
+        raise ValueError(
+            f"finetune.method={run.finetune.method} with layout.schedule={layout.schedule}: it keeps two versions of "
+            "all weights, and adapters are to save the memory of one; use layout.schedule=1f1b"
+        )
     if layout.asynchronous and run.training.precision == "fp16":
         raise ValueError(
             f"training.precision=fp16 with layout.schedule={layout.schedule}: the loss scale may change between a "
