@@ -90,5 +90,7 @@ def tiny_run(
 def tiny_corpus(*, held_out: bool = False) -> Any:
     """Four thousand random tokens as a corpus, and some more held out."""
     tokens = np.random.default_rng(0).integers(0, 50, 4000, dtype=np.uint16)
-    stream = SimpleNamespace(train=SimpleNamespace(tokens=tokens), weight=None)
-    return SimpleNamespace(streams=[stream], held_out=[SimpleNamespace(tokens=tokens[:600])] if held_out else [])
+    file = SimpleNamespace(tokens=tokens, is_pairs=False, trained=None)
+    kept = SimpleNamespace(tokens=tokens[:600], is_pairs=False, trained=None) if held_out else None
+    stream = SimpleNamespace(name="tokens", train=file, held_out=kept, weight=None)
+    return SimpleNamespace(streams=[stream], held_out=[kept] if kept else [])

@@ -156,6 +156,19 @@ def find_template(named: str, tokenizer: TextTokenizer, base_dir: Path) -> ChatT
     return ChatTemplate(source, tokenizer, name=named)
 
 
+def ask(
+    tokenizer: TextTokenizer, prompts: Sequence[str], system: str | None = None
+) -> tuple[list[list[int]], set[int]]:
+    """(token ids of a conversation with each prompt, up to where the assistant speaks; tokens that end what it says).
+
+    Raises ValueError where the tokenizer has no chat template.
+    """
+    template = find_template("auto", tokenizer, Path())
+    before = [{"role": "system", "content": system}] if system else []
+    texts = [template.render([*before, {"role": "user", "content": prompt}], answer=True) for prompt in prompts]
+    return [ids for ids, _ in tokenizer.encode_marked(texts)], {tokenizer.eos_id, *template.ends_of_turn()}
+
+
 class _Generation(Extension):
     """`{% generation %}`: what the assistant wrote stands between BEGIN and END."""
 

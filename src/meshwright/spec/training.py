@@ -49,6 +49,19 @@ class EvaluationSpec(Spec):
     """Global batches per evaluation; 0 switches evaluation off."""
 
 
+class SampleSpec(Spec):
+    """What the model writes while it is trained."""
+
+    prompts: tuple[str, ...] = Field(min_length=1)
+    """Texts to continue."""
+    chat: bool = False
+    """Whether each prompt is what a user says, to be answered as the chat template says."""
+    every: int = Field(default=0, ge=0)
+    """Every this many steps; before the first and after the last in any case."""
+    max_tokens: int = Field(default=64, ge=1)
+    """New tokens at most; always the likeliest."""
+
+
 class PreferenceSpec(Spec):
     """Learning from pairs of answers by direct preference optimisation (Rafailov et al., 2023)."""
 
@@ -96,6 +109,8 @@ class TrainingSpec(Spec):
     """Learn from pairs of answers (sources of the format preference) instead of predicting every token."""
     evaluation: EvaluationSpec = EvaluationSpec()
     """Held-out evaluation."""
+    samples: SampleSpec | None = None
+    """Texts that the model continues now and then, printed and logged; in one process only."""
     seed: int = Field(default=0, ge=0)
     """Seed of the weights and of the data's order."""
     deterministic: bool = False

@@ -17,6 +17,7 @@ from meshwright.trainer.launch import watch_store
 from meshwright.trainer.metrics import Journal, StepClock, StepRecord
 from meshwright.trainer.replicas import check_replicas
 from meshwright.trainer.rewind import rewind
+from meshwright.trainer.samples import write_samples
 from meshwright.trainer.saver import Saver
 from meshwright.trainer.setup import Trainer
 from meshwright.trainer.signals import StopRequest
@@ -41,6 +42,8 @@ def train_loop(
     )
     saver = Saver(trainer, run_dir / "checkpoints", journal, display)
     with build_loader(trainer, corpus) as loader, _watchdog(trainer) as watchdog:
+        if trainer.step == 0:
+            write_samples(trainer, corpus, journal, display)
         while True:
             signal, writing = largest(stop.number, saver.busy)
             if not writing:
@@ -75,6 +78,7 @@ def train_loop(
                 if found:
                     saver.held_out_loss = trainer.step, found.loss
                     report(found, trainer.step, journal, display)
+            write_samples(trainer, corpus, journal, display)
             if not last and due(trainer.step, resolved.run.checkpoint.every):
                 watchdog.enter("saving", patient=True)
                 saver.save()

@@ -20,6 +20,7 @@ from meshwright.trainer.loop import train_loop
 from meshwright.trainer.metrics import Journal, read_journal
 from meshwright.trainer.reference import check_objective, with_references
 from meshwright.trainer.resolve import resolve_run
+from meshwright.trainer.samples import check_samples
 from meshwright.trainer.setup import (
     Trainer,
     build_trainer,
@@ -88,6 +89,7 @@ def _train(run: Run, base_dir: Path, worker: Worker | None, resume: str | None, 
         _check_run_dir(run_dir, resume)
     require_trackers(run)
     resolved = resolve_run(run, base_dir=base_dir)
+    check_samples(resolved)
     if run.checkpoint.start_from:
         starting_checkpoint(resolved)
     if worker is None and (resolved.run.layout.world_size > 1 or find_nodes().count > 1):

@@ -12,7 +12,7 @@ from meshwright.checkpoint.hf_proof import prove_merge
 from meshwright.checkpoint.manifest import MANIFEST, CheckpointError, list_checkpoints
 from meshwright.checkpoint.peft import write_adapter
 from meshwright.checkpoint.verify import verify_checkpoint
-from meshwright.data.chat import find_template
+from meshwright.data.chat import ask
 from meshwright.data.loader import evaluation_batches
 from meshwright.data.mixture import JoinedSamples, all_samples, held_out_samples
 from meshwright.data.prepare import prepare_corpus
@@ -100,12 +100,7 @@ def answer_texts(
 
     Raises `ValueError` where there is no template, or prompt and new tokens have no room.
     """
-    tokenizer = trained.tokenizer
-    template = find_template("auto", tokenizer, Path())
-    before = [{"role": "system", "content": system}] if system else []
-    texts = [template.render([*before, {"role": "user", "content": prompt}], answer=True) for prompt in prompts]
-    ids = [ids for ids, _ in tokenizer.encode_marked(texts)]
-    ends = {tokenizer.eos_id, *template.ends_of_turn()}
+    ids, ends = ask(trained.tokenizer, prompts, system)
     return _continued(trained, ids, ends, max_tokens, sampling)
 
 
@@ -199,6 +194,11 @@ def _continued(
 def _held_out(trained: TrainedModel, length: int) -> JoinedSamples:
     if trained.run is None:
         raise ValueError(f"{trained.source} is no run, so it has no held-out text; say which text with --source")
+    if trained.run.run.training.preference is not None:
+        raise ValueError(
+            "the run learnt from pairs of answers, whose held-out loss stands in its metrics.jsonl; "
+            "say which text to measure with --source"
+        )
     corpus = corpus_of(trained.run)
     if not corpus.held_out:
         raise ValueError("the run held nothing out (data.held_out is 0); say which text with --source")
@@ -214,6 +214,7 @@ def _samples_of(trained: TrainedModel, sources: Sequence[str], length: int) -> J
         sequence_length=length,
         packing=own.packing,
         separate_documents=own.separate_documents,
+        chat=own.chat.model_copy(update={"template": "auto"}),
         held_out=0,
         cache_dir=own.cache_dir,
     )
