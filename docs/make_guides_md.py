@@ -6,9 +6,12 @@ from pathlib import Path
 
 from meshwright.families import PRESETS, resolve_model
 from meshwright.plan.blueprint import Block, Blueprint, Matrix, blueprint
+from meshwright.plan.constants import FITTED
 from meshwright.plan.hardware import resolve_cluster
-from meshwright.plan.job import MESHWRIGHT, Job, Stack
+from meshwright.plan.job import MESHWRIGHT, QUANTIZED, Job, Stack
 from meshwright.plan.memory import predict_memory
+from meshwright.plan.methods import METHODS, adapter_parameters, by_method
+from meshwright.plan.published_models import Completion, published_model
 from meshwright.plan.search import Candidate, evaluate, search
 from meshwright.spec.cluster import ClusterSpec
 
@@ -66,6 +69,11 @@ def gpt(hidden: int, heads: int, layers: int) -> Blueprint:
     )  # fmt: skip
 
 
+def known_model(name: str) -> Blueprint:
+    """A published model that the trainer has no preset of."""
+    return published_model(Completion({"model_name": name}))
+
+
 def cluster(name: str) -> ClusterSpec:
     """A cluster by its short name."""
     return resolve_cluster(name, base_dir=Path())
@@ -78,8 +86,12 @@ def page() -> str:
 
 def _claims() -> Iterator[str]:
     yield from _state_claims()
+    yield from _small_claims()
     yield from _speed_claims()
+    yield from _first_claims()
     yield from _network_claims()
+    yield from _finetune_claims()
+    yield from _offload_claims()
 
 
 def _state_claims() -> Iterator[str]:
@@ -217,6 +229,147 @@ def _network_claims() -> Iterator[str]:
         f"tensor {tensor.time.tensor / tensor.time.total:.0%}, bubble {tensor.time.bubble / tensor.time.total:.0%} "
         "(175B, TP 8 x PP 8, 64 microbatches)",
         "reproduced",
+    )
+
+
+def _small_claims() -> Iterator[str]:
+    big = gpt(12288, 96, 96).num_parameters
+    yield _line(
+        "175B on one GPU: 700 GB of parameters, 700 of gradients, 1400 of Adam's states",
+        f"{4 * big / GB:.0f} + {4 * big / GB:.0f} + {8 * big / GB:.0f} GB in fp32",
+        "reproduced",
+    )
+    xl, medium = model("gpt2-xl").num_parameters, model("gpt2-medium").num_parameters
+    yield _line(
+        "GPT-2 1.5B: 6 GB of parameters a GPU under DDP, 1.5 on 4 sharded; 350M: 1.4 GB in fp32, 175 MB in 4 bits",
+        f"{4 * xl / GB:.1f} and {xl / GB:.1f} GB; {4 * medium / GB:.2f} GB and {QUANTIZED * medium / 1e6:.0f} MB",
+        "reproduced",
+    )
+    small = model("gpt2").num_parameters
+    yield _line(
+        "GPT-2 124M in fp32, FSDP2 on 4 GPUs: 124 + 124 + 248 MB",
+        f"{small / 1e6:.0f} + {small / 1e6:.0f} + {2 * small / 1e6:.0f} MB",
+        "reproduced",
+    )
+
+
+def _first_claims() -> Iterator[str]:
+    job = Job(model=model("llama-3-8b"), sequence=8192, global_batch=64, micro_batch=1, dp_shard=8, zero=3)
+    h100 = cluster("8xh100")
+    plain = evaluate(job, h100)
+    variants = {
+        "without flash attention": replace(job, stack=replace(MESHWRIGHT, attention="unfused")),
+        "in fp32": replace(job, precision="fp32", stack=replace(MESHWRIGHT, weight_bytes=4.0)),
+        "compiled": replace(job, stack=replace(MESHWRIGHT, fused=True)),
+        "with full recomputation": replace(job, recompute="full"),
+    }
+    shown = []
+    for words, changed in variants.items():
+        found = evaluate(changed, h100)
+        ratio = found.time.total / plain.time.total
+        shown.append(f"{words} {ratio:.2f}x the time, {found.memory.total / GB:.0f} GB")
+    yield _line(
+        "have first: flash attention, recomputation, bf16, accumulation, torch.compile",
+        f"8B on 8 x H100, {plain.memory.total / GB:.0f} GB: " + "; ".join(shown),
+        "reproduced for bf16 and flash attention; recomputation buys memory with time; accumulation changes neither",
+    )
+    a100 = cluster("8xa100-80g")
+    rate = a100.achievable_tflops["bf16"] * FITTED.matmul * FITTED.flash
+    yield _line(
+        "FlashAttention-2: 220 TFLOP/s on an A100 of 312",
+        f"{rate:.0f} TFLOP/s fit published training runs best, forward and backward, masked scores not counted",
+        "a kernel's best case; in training runs it is about two thirds of that",
+    )
+    wide = [evaluate(replace(job, global_batch=8 * n, dp_shard=8 * n), cluster(f"{8 * n}xh100")) for n in (1, 16, 128)]
+    yield _line(
+        "scaling efficiency 85 to 92 %",
+        "8B, ZeRO-3, 1 sequence a device: "
+        + ", ".join(f"{8 * n} devices {one.mfu / wide[0].mfu:.0%}" for n, one in zip((1, 16, 128), wide, strict=True)),
+        "reproduced in direction: it is the step that is too short to hide the exchange",
+    )
+
+
+def _finetune_claims() -> Iterator[str]:
+    small = model("gpt2")
+    trained = adapter_parameters(small, 8)
+    yield _line(
+        "GPT-2 124M: LoRA trains 0.6 MB (0.5 %), QLoRA's base is 62 MB",
+        f"rank 8 beside every matrix: {2 * trained / 1e6:.1f} MB in bf16 ({trained / small.num_parameters:.1%}); "
+        f"base {QUANTIZED * small.num_parameters / 1e6:.0f} MB in 4 bits, without quantizing the embedding "
+        f"{(QUANTIZED * (small.num_parameters - small.embedding) + 2 * small.embedding) / 1e6:.0f}",
+        "reproduced for attention's matrices alone; embeddings are not quantized in practice",
+    )
+    one = Job(model=model("llama-3.2-1b"), sequence=2048, global_batch=16, micro_batch=4)
+    single, four = evaluate(one, cluster("1xa100-80g")), cluster("4xa100-80g")
+    ratios = {
+        "DDP on 4": evaluate(replace(one, dp_replicate=4, global_batch=64), four),
+        "FSDP2 on 4": evaluate(replace(one, dp_shard=4, zero=3, global_batch=64), four),
+        "LoRA": evaluate(by_method(one, METHODS[1]), cluster("1xa100-80g")),
+        "QLoRA": evaluate(by_method(one, METHODS[2]), cluster("1xa100-80g")),
+    }
+    speeds = {
+        name: found.tokens_per_second * found.cluster.devices / single.tokens_per_second
+        for name, found in ratios.items()
+    }
+    yield _line(
+        "relative speed: DDP on 4 GPUs 3.8x, FSDP2 3.2x, LoRA 1.2x, QLoRA 0.9x",
+        "1.2B, A100: " + ", ".join(f"{name} {speed:.2f}x" for name, speed in speeds.items()),
+        "reproduced, with FSDP2 closer to DDP inside a node; a frozen matrix saves a third of its arithmetic",
+    )
+    sizes = []
+    for name in ("llama-3.2-1b", "llama-3.2-3b", "llama-3-8b"):
+        job = Job(model=model(name), sequence=512, global_batch=1, micro_batch=1, recompute="full")
+        sizes.append(
+            f"{name} " + ", ".join(f"{m.name} {predict_memory(by_method(job, m)).total / GB:.1f}" for m in METHODS)
+        )
+    yield _line(
+        "an 8 GB card: LoRA, a 4 GB card: QLoRA",
+        "GB at 512 tokens: " + "; ".join(sizes),
+        "true of 1B to 3B; 8B needs a 24 GB card for LoRA and 12 GB for QLoRA",
+    )
+    falcon = known_model("falcon-180b")
+    job = Job(model=falcon, sequence=2048, global_batch=64, micro_batch=1, dp_shard=8, zero=3, recompute="full")
+    found = evaluate(by_method(job, METHODS[1]), cluster("8xa100-80g"))
+    minutes = 15000 * 3 * 2048 / (found.tokens_per_second * 8) / 60
+    yield _line(
+        "Falcon-180B, LoRA on 8 x A100-80GB: 15k samples, 3 epochs of 2048 tokens in 153 minutes",
+        f"{found.memory.total / GB:.0f} GB; {minutes:.0f} minutes if every sample had 2048 tokens",
+        "it fits; the time needs samples about a fifth as long, as instructions are, packed into rows",
+    )
+    forty = known_model("falcon-40b").num_parameters
+    yield _line(
+        "Falcon-40B needs over 1.5 TB of host memory on 8 processes without sharded initialisation",
+        f"{8 * 4 * forty / 1e12:.2f} TB in fp32 for eight whole copies; drawn or read a shard at a time "
+        f"{4 * forty / GB:.0f} GB in all",
+        "reproduced; here every rank fills its own shard, so no process ever holds a copy",
+    )
+
+
+def _offload_claims() -> Iterator[str]:
+    v100 = cluster("1xv100-32g")
+    ten = gpt(4096, 32, 50)
+    job = Job(model=ten, sequence=1024, global_batch=32, micro_batch=4, recompute="full", precision="fp16",
+              offload="cpu")  # fmt: skip
+    found, none = evaluate(job, v100), evaluate(replace(job, offload="none"), v100)
+    done = 8 * ten.num_parameters * found.tokens_per_second / 1e12
+    yield _line(
+        "ZeRO-Offload: 10B on one V100-32GB at 40 TFLOP/s; DDP reaches 1.4B at 30",
+        f"{ten.num_parameters / GB:.1f}B: {found.memory.total / GB:.0f} GB on the device and "
+        f"{found.memory.host / GB:.0f} on the host, {none.memory.total / GB:.0f} GB without; {done:.0f} TFLOP/s, "
+        "recomputation counted",
+        "reproduced",
+    )
+    twenty = 20e12
+    yield _line(
+        "ZeRO-Infinity: 20T parameters on 512 V100 at 49 TFLOP/s each, from NVMe",
+        f"states of {16 * twenty / 1e12:.0f} TB are {16 * twenty / 512 / GB:.0f} GB a device, and 0 of them fit it",
+        "not computed further: the trainer offloads to host memory only",
+    )
+    yield _line(
+        "ZeRO sends 2, 2, 2 and 3 psi by stage; ZeRO++ a quarter of ZeRO-3's",
+        "gathers and reductions of the whole model a microbatch: 2, 2, 2, 3; in int8 the first gather is half, inside "
+        "the node the second is nothing between nodes, in int4 gradients are a quarter: 0.5 + 0 + 0.25 = 0.75 of 3",
+        "reproduced; of the three this trainer has the second, as hybrid sharding",
     )
 
 

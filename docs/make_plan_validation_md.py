@@ -33,7 +33,8 @@ RULES = """\
 
 ## How gaps are filled
 
-{completed} of {rows} rows lack an input; {refused} cannot be predicted at all. Nothing is dropped in silence: `--json`
+{completed} of {rows} rows lack an input; {refused} cannot be predicted at all (such as give neither a size nor a
+known name). Numbers that no run can have are gaps. Nothing is dropped in silence: `--json`
 names the rules that spoke for every row. Counts are of rows.
 
 | input | rows | rule |
@@ -46,14 +47,16 @@ RULE = {
     "ffn_hidden": "what the published parameter count leaves, else four times hidden",
     "recompute": "none where it fits, else selective: recomputing everything would have been worth a word",
     "heads": "one for 128 of hidden",
-    "layers": "from the architecture's name or the parameter count; without either, hidden is 128 times the layers",
+    "layers": "from the architecture's name (`plan/data/architectures.csv`) or the parameter count, else hidden / 128",
     "hidden": "the same",
     "micro_batch": "1",
     "global_batch": "one microbatch a data-parallel rank",
     "seq_len": "2048",
-    "gpu": "A100-80GB (rows without one state memory on paper only)",
+    "gpu": "A100-80GB; for one that nobody knows, one whose name stands in its, else the usual one of its year",
     "precision": "bf16",
-    "zero_stage_or_fsdp": "the least ZeRO stage that fits",
+    "tp": "as many ranks as there are devices for",
+    "pp": "as many stages as there are devices and layers for",
+    "zero_stage_or_fsdp": "the least ZeRO stage that fits, else ZeRO-3",
     "cp": "data-parallel ranks for which the batch has no sequence share one: they are context-parallel ranks",
     "gpus": "the product of the degrees",
 }
@@ -129,7 +132,8 @@ def _lines(summary: dict[str, Any], judged: Sequence[Judged], refused: dict[str,
     for name, count in summary["completed_inputs"].items():
         yield f"| {name} | {count} | {RULE[name]} |"
     yield SOFTWARE
-    yield f"Not predictable: {', '.join(refused)} (no figures for their device)."
+    if refused:
+        yield f"Not predictable: {', '.join(refused)}."
 
 
 def _left_out() -> Iterator[str]:
@@ -137,13 +141,14 @@ def _left_out() -> Iterator[str]:
     yield "\n## Left out\n"
     yield (
         "Step time of sources that share authors or program, by constants fitted to all others, from guesses made "
-        "before any run was looked at (`python benchmarks/fit_planner.py --left-out --rounds 2`). Without NVIDIA's "
+        "before any run was looked at (`python benchmarks/fit_planner.py --left-out --rounds 1`). Without NVIDIA's "
         "own recipes the table knows seven runs in fp8; without MosaicML's, no attention with a bias.\n"
     )
-    yield "| family | rows | median | mean |"
-    yield "|---|---|---|---|"
+    yield "| family | rows | median | mean | inside |"
+    yield "|---|---|---|---|---|"
     for family, errors in json.loads(LEFT_OUT.read_text(encoding="utf-8")).items():
-        yield f"| {family} | {errors['rows']} | {errors['median_ape']:.1%} | {errors['mape']:.1%} |"
+        shown = f"{errors['median_ape']:.1%} | {errors['mape']:.1%} | {errors['coverage']:.0%}"
+        yield f"| {family} | {errors['rows']} | {shown} |"
 
 
 def _row(name: str, errors: dict[str, Any]) -> str:

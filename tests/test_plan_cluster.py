@@ -79,7 +79,7 @@ def test_every_row_of_the_hardware_table_makes_a_cluster() -> None:
     for name in rows:
         cluster = device_cluster(name.split(" (")[0], 8)
         assert isinstance(cluster, ClusterSpec)
-        assert cluster.tflops["bf16"] > 50
+        assert cluster.tflops["bf16"] > 20
 
 
 def test_an_axis_leaves_the_node_where_its_ranks_do() -> None:

@@ -1,15 +1,17 @@
 """Memory against the literature (ZeRO paper, DeepSpeed, Korthikanti et al.); blueprints against tables."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from meshwright.families import PRESETS, parameter_table, resolve_model
 from meshwright.plan.blueprint import Block, Blueprint, Matrix, blueprint
-from meshwright.plan.job import Job, Stack
+from meshwright.plan.job import MESHWRIGHT, Job, Stack
 from meshwright.plan.memory import block_activations, microbatches_in_flight, predict_memory, stage_memory
-from meshwright.spec.schedule import build_schedule
+from meshwright.plan.stages import balanced_stages, layer_costs
+from meshwright.spec.schedule import SCHEDULES, build_schedule, nearest_microbatches
 from meshwright.spec.timeline import in_flight
 
 PAPER = Stack(name="ZeRO paper", gradient_bytes=2, state_bytes=12, weight_bytes=2, attention="unfused", dropout=True)
@@ -90,14 +92,29 @@ def test_korthikantis_formulae(tp: int, sequence_parallel: bool, recompute: str,
     assert block_activations(run, model.kinds[0]) == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("virtual", [1, 2, 3])
-def test_microbatches_in_flight_are_those_of_the_schedule(ranks: int, virtual: int) -> None:
-    name = "1f1b" if virtual == 1 else "interleaved-1f1b"
-    schedule = build_schedule(name, ranks=ranks, microbatches=4 * ranks, stages_per_rank=virtual)
-    run = job(gpt(layers=24), pp=ranks, virtual_stages=virtual, global_batch=4 * ranks)
-    held = [microbatches_in_flight(run, rank) * virtual for rank in range(ranks)]
-    assert held == pytest.approx(list(in_flight(schedule)))
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_microbatches_in_flight_are_those_of_the_schedule(name: str) -> None:
+    for ranks, virtual in product((2, 4), (1, 2, 3)):
+        if SCHEDULES[name].fixed and virtual != SCHEDULES[name].stages_per_rank:
+            continue
+        batch = nearest_microbatches(name, ranks, 6 * ranks, virtual)
+        schedule = build_schedule(name, ranks=ranks, microbatches=batch, stages_per_rank=virtual)
+        run = job(gpt(layers=24), pp=ranks, virtual_stages=virtual, schedule=name, global_batch=batch)
+        held = [microbatches_in_flight(run, rank) * virtual for rank in range(ranks)]
+        assert held == pytest.approx(list(in_flight(schedule)))
+
+
+@pytest.mark.parametrize("preset", ["llama-3.2-1b", "gpt2", "deepseek-v3", "qwen3-30b-a3b"])
+def test_stages_are_cut_where_the_engine_cuts_them(preset: str) -> None:
+    spec = resolve_model(PRESETS[preset], base_dir=Path())
+    model = blueprint(spec)
+    for ranks, name, virtual in ((2, "1f1b", 1), (4, "interleaved-1f1b", 2), (3, "zbv", 2)):
+        cut = balanced_stages(layer_costs(spec, 2048), ranks * virtual)
+        schedule = build_schedule(name, ranks=ranks, microbatches=4 * ranks, stages_per_rank=virtual)
+        expected = [sum(cut[stage] for stage in schedule.stages_of(rank)) for rank in range(ranks)]
+        run = job(model, MESHWRIGHT, sequence=2048, pp=ranks, virtual_stages=virtual, schedule=name)
+        assert list(run.stage_layers) == expected
+        assert run.head_rank == schedule.placement[-1]
 
 
 @pytest.mark.parametrize("name", PRESETS)

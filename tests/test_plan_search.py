@@ -55,20 +55,19 @@ def instance(seed: int) -> tuple[Job, object, Limits]:
         top_k=2 if experts else 0,
     )  # fmt: skip
     job = Job(
-        model=model, sequence=rng.choice([512, 2048, 8192]), global_batch=rng.choice([8, 16, 48]), micro_batch=1,
+        model=model, sequence=rng.choice([512, 2048, 8192]), global_batch=rng.choice([4, 6, 8, 16]), micro_batch=1,
         recompute=rng.choice(["none", "full"]),
     )  # fmt: skip
-    cluster = device_cluster(rng.choice(["a100", "h100", "v100"]), rng.choice([1, 2, 4, 8, 16]))
+    cluster = device_cluster(rng.choice(["a100", "h100", "v100"]), rng.choice([1, 2, 4, 8]))
     share = rng.choice([0.02, 0.1, 1.0])  # so that for some everything fits, for some nothing
     limits = Limits(recompute=rng.random() < 0.7, offload=rng.random() < 0.3)
     return job, cluster.model_copy(update={"memory_gb": cluster.memory_gb * share}), limits
 
 
-@pytest.mark.parametrize("block", range(20))
-def test_the_pruned_search_is_brute_force(block: int) -> None:
+def test_the_pruned_search_is_brute_force() -> None:
     """200 random instances: the same ranking and the same best of every strategy."""
     skipped = 0
-    for seed in range(10 * block, 10 * block + 10):
+    for seed in range(200):
         job, cluster, limits = instance(seed)
         fast = search(job, cluster, top=3, limits=limits)
         slow = search(job, cluster, top=3, limits=limits, prune=False)
@@ -76,7 +75,7 @@ def test_the_pruned_search_is_brute_force(block: int) -> None:
         assert fast.strategies == slow.strategies, seed
         assert fast.legal == slow.legal == slow.looked_at
         skipped += slow.looked_at - fast.looked_at
-    assert skipped > 0
+    assert skipped > 200
 
 
 def test_every_layout_is_legal_and_different() -> None:

@@ -2,13 +2,15 @@
 
 import csv
 import json
+import random
 from pathlib import Path
 
 import pytest
 
 from meshwright.cli.main import main
 from meshwright.plan.published import read_published, read_row
-from meshwright.plan.validate import spearman
+from meshwright.plan.published_words import number_of, recompute_of, zero_of
+from meshwright.plan.validate import judge, spearman
 
 LLAMA = {
     "id": "a-1",
@@ -35,6 +37,10 @@ LLAMA = {
     "recompute": "selective-op",
     "tokens_per_s_per_gpu": "2973",
 }
+
+NAMES = "H800 MI300X MI250 TPUv3 TPU-v5p A100-40GB L40S B200 GB200-NVL72 H20 Ascend-910B XPU9 8xA100-48GB K80 RTX4090"
+DEVICES = NAMES.split()
+ODD = ["", "0", "-1", "nan", "inf", "?", "1e30", "0.5", "1,024", "4k", "8x8", "y", "OOM", "128 (DP=16)", "2e-7"]
 
 COLUMNS = [
     *LLAMA, "n_experts", "top_k", "interconnect", "vpp", "cp", "ep", "dp", "sequence_parallel", "compile", "offload",
@@ -120,12 +126,12 @@ def test_every_row_is_predicted_or_refused_with_its_reason(tmp_path: Path, capsy
         row(),
         row(id="a-2", recompute="full", tokens_per_s_per_gpu="2700"),
         row(id="a-3", recompute="none", tokens_per_s_per_gpu="", memory_gb_per_gpu="OOM"),
-        row(id="a-4", gpu="TPUv3"),
+        row(id="a-4", **dict.fromkeys(("model_name", "params_b", "layers", "hidden"), "")),
         row(id="b-1", source="b row 7", gpu="H100-80GB-SXM", tokens_per_s_per_gpu="5800"),
     )
     runs, refused = read_published(table)
     assert [run.id for run in runs] == ["a-1", "a-2", "a-3", "b-1"]
-    assert "TPUv3" in refused["a-4"]
+    assert "no architecture's name" in refused["a-4"]
     assert main(["plan", "validate", str(table), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     summary = found["summary"]
@@ -141,6 +147,54 @@ def test_every_row_is_predicted_or_refused_with_its_reason(tmp_path: Path, capsy
     assert len(found["rows"]) == 5
     assert main(["plan", "validate", str(table)]) == 0
     assert "5 rows" in capsys.readouterr().out
+
+
+def test_no_row_is_so_odd_that_it_ends_the_program() -> None:
+    """Five hundred rows with cells that are blank, misprinted, or of devices, models and words that nobody knows."""
+    rng, predicted = random.Random(0), 0
+    for _ in range(500):
+        odd = row(model_name=rng.choice(["Mixtral-8x7B", "DeepSeek-V3", "GPT3-175B", "nobody-7B", "nobody", ""]))
+        for column in rng.sample(COLUMNS[2:], rng.randint(1, 9)):
+            odd[column] = rng.choice(DEVICES if column == "gpu" else ODD)
+        for column in rng.sample(COLUMNS[2:], rng.choice([0, 0, 0, 3])):
+            del odd[column]
+        try:
+            (judged,) = judge([read_row(odd)])
+        except ValueError:  # neither a size nor a name that says one
+            continue
+        predicted += 1
+        for value in (judged.seconds, judged.memory_gb):
+            assert 0 < value.low < value.value < value.high < float("inf")
+    assert predicted > 450
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "experts"),
+    [
+        ("Llama-2-70b-hf", 69.0, 0),
+        ("meta-llama/Meta-Llama-3-8B", 8.0, 0),
+        ("mixtral 8x7B", 46.7, 8),
+        ("Qwen3-235B-A22B", 235, 128),
+        ("deepseek-v3", 671, 256),
+        ("falcon 40B", 41.3, 0),
+        ("GPT2-7.5B", 7.5, 0),
+        ("OurModel-13B", 13, 0),
+    ],
+)
+def test_models_are_known_by_their_names(name: str, billions: float, experts: int) -> None:
+    blank = dict.fromkeys(("params_b", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab"), "")
+    model = read_row(row(model_name=name, **blank)).job.model
+    assert model.num_parameters / 1e9 == pytest.approx(billions, rel=0.05)
+    assert max(block.num_experts for block in model.kinds) == experts
+
+
+def test_words_of_tables() -> None:
+    numbers = {"4k": 4096, "1,024": 1024, "7B": 7, "38GB": 38, "~0.5": 0.5, "nan": None, "-3": None, "0": None}
+    assert {text: number_of(text) for text in numbers} == numbers
+    stages = {"ZeRO-3": 3, "fsdp": 3, "stage 2": 2, "1": 1, "DDP": 0, "FULL_SHARD": 3, "distributed optimizer": 1}
+    assert {text: zero_of(text) for text in stages} == stages
+    policies = {"yes": "full", "none": "none", "False": "none", "selective-op": "full", "core-attn": "selective"}
+    assert {text: (recompute_of(text) or ("",))[0] for text in policies} == policies
 
 
 def test_a_table_of_something_else_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -134,6 +134,10 @@ def _table(facts: dict[str, Any]) -> Iterator[str]:
     width = max(map(len, facts["strategies"]), default=0)
     for name, candidate in facts["strategies"].items():
         yield f"  {name:<{width}}  {candidate['verdict']:<13}{candidate['reason']}"
+    if "methods" in facts:
+        yield ""
+        yield "methods, each in its fastest layout that fits (adapters of rank 16 beside every matrix; qlora: 4 bits):"
+        yield from (_method(name, best) for name, best in facts["methods"].items())
 
 
 def _candidate(mark: str, facts: dict[str, Any]) -> str:
@@ -144,6 +148,16 @@ def _candidate(mark: str, facts: dict[str, Any]) -> str:
     return (
         f"{mark} {times:>20}{facts['tokens_per_second_per_device']:>8.0f}{facts['mfu']:>6.0%}{sizes:>16}  "
         f"{verdict:<6} {facts['text']}"
+    )
+
+
+def _method(name: str, best: dict[str, Any] | None) -> str:
+    if best is None:
+        return f"  {name:<6} does not fit"
+    return (
+        f"  {name:<6} {best['verdict']:<6}{best['memory'] / GB:>7.1f} GB "
+        f"{best['tokens_per_second_per_device']:>8.0f} tok/s/dev  micro_batch={best['micro_batch']} "
+        f"recompute={best['recompute']}"
     )
 
 

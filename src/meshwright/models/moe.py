@@ -143,6 +143,12 @@ class ExpertLinear(nn.Module):
         return grouped_matmul(x_MI, self.weight, counts_E)
 
 
+def read_counts(*counts: torch.Tensor) -> list[list[int]]:
+    """Numbers of rows as Python's numbers, several tensors of one length at once: the only place where what a router
+    decided reaches the host and becomes shapes. A rehearsal, which has no numbers, replaces it."""
+    return torch.stack(counts).tolist()
+
+
 def grouped_matmul(x_MI: torch.Tensor, weight_EOI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
     """Rows of `x`, sorted by expert, each multiplied by its expert's matrix: [M, O].
 
@@ -152,7 +158,8 @@ def grouped_matmul(x_MI: torch.Tensor, weight_EOI: torch.Tensor, counts_E: torch
     if x_MI.dtype != torch.float64 and (into * x_MI.itemsize) % 16 == (out * x_MI.itemsize) % 16 == 0:
         ends_E = counts_E.cumsum(0, dtype=torch.int32)
         return F.grouped_mm(x_MI, weight_EOI.mT, offs=ends_E)
-    groups = x_MI.split(counts_E.tolist())
+    (counts,) = read_counts(counts_E)
+    groups = x_MI.split(counts)
     return torch.cat([F.linear(rows, weight_OI) for rows, weight_OI in zip(groups, weight_EOI.unbind(), strict=True)])
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from meshwright.models import Decoder
+from meshwright.models import Decoder, moe
 from meshwright.models.moe import ExpertLinear, Experts, MoE, grouped_matmul
 from meshwright.parallel.mesh import Meshes
 
@@ -71,11 +71,12 @@ def _exchange(experts: Experts, group: dist.ProcessGroup, x_MD: torch.Tensor, co
     counts_RL = counts_E.view(group.size(), -1)
     received_RL = torch.empty_like(counts_RL)  # rows that each rank sends for each of the experts here
     dist.all_to_all_single(received_RL, counts_RL, group=group)
-    sent, received = torch.stack((counts_RL.sum(1), received_RL.sum(1))).tolist()
+    sent, received = moe.read_counts(counts_RL.sum(1), received_RL.sum(1))
     x_PD = _all_to_all(x_MD, received, sent, group)
     # By sender they arrive, and of each sender by expert; they are wanted by expert.
     local_L = torch.arange(received_RL.shape[1], device=x_MD.device)
-    order_P = local_L.repeat(group.size()).repeat_interleave(received_RL.flatten()).argsort(stable=True)
+    local_P = local_L.repeat(group.size()).repeat_interleave(received_RL.flatten(), output_size=sum(received))
+    order_P = local_P.argsort(stable=True)
     y_PD = experts(x_PD[order_P], received_RL.sum(0))
     return _all_to_all(y_PD[order_P.argsort()], sent, received, group)
 

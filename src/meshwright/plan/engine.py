@@ -74,6 +74,7 @@ def engine_stack(training: TrainingSpec, *, alone: bool, device: Literal["cpu", 
         # FSDP2 gathers a copy in the precision of computation; one process alone needs it in low precision only.
         weight_bytes=2.0 if low else 0.0 if alone else stored,
         context_bytes=MESHWRIGHT.context_bytes if device == "cuda" else CPU_CONTEXT_BYTES,
+        communicator_bytes=MESHWRIGHT.communicator_bytes if device == "cuda" else 0.0,
     )
 
 
@@ -82,7 +83,7 @@ def engine_layout(job: Job, model: ModelSpec) -> LayoutSpec:
     fields: dict[str, Any] = {axis: getattr(job, axis) for axis in (*AXES, "ep")}
     fields |= {"zero": job.zero, "offload": "cpu" if job.offload == "cpu" else "none"}
     if job.pp > 1:
-        fields |= {"schedule": job.schedule, "stages_per_rank": job.virtual_stages}
+        fields |= {"schedule": job.schedule_name, "stages_per_rank": job.virtual_stages}
     try:
         layout = LayoutSpec.model_validate(fields)
     except ValidationError as error:

@@ -31,6 +31,8 @@ def describe(job: Job) -> str:
         for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
         if getattr(job, axis) > 1
     ]
+    if job.pp > 1 and job.schedule_name != "1f1b":
+        degrees.append(f"schedule={job.schedule_name}")
     if job.virtual_stages > 1:
         degrees.append(f"stages_per_rank={job.virtual_stages}")
     return " ".join([*degrees, f"zero={job.zero}", f"micro_batch={job.micro_batch}", f"recompute={job.recompute}"])

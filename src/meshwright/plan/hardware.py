@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import re
 from importlib import resources
 from pathlib import Path
 
@@ -51,6 +52,12 @@ PRICES = {
 }
 """US dollars a device and hour, rounded list prices of GPU clouds in 2025; give `price_per_hour` for your own."""
 
+SILENT = ("pcie", "geforce", "instinct", "tensor", "core", "gpu", "tesla", "dgx", "hgx", "ascend", "google", "intel")
+"""Words of a device's name that do not say which it is."""
+
+SLICE = 256
+"""TPUs that their own network joins: the smallest generation's pod."""
+
 CPU_CORE_TFLOPS = {"fp64": 0.02, "fp32": 0.05, "bf16": 0.1, "fp16": 0.05}
 """A core of today, to an order of magnitude: `meshwright plan calibrate` measures it."""
 
@@ -75,6 +82,22 @@ def find_device(name: str, memory_gb: int | None = None, form: str | None = None
         known = ", ".join(dict.fromkeys(row["name"].split("-")[0] for row in hardware_table()))
         raise ValueError(f"unknown device {name!r}{f' with {memory_gb} GB' if memory_gb else ''}; known are {known}")
     return max(fitting, key=_preference)
+
+
+def is_known(name: str) -> bool:
+    """Whether the table has a device of this name."""
+    try:
+        find_device(name)
+    except ValueError:
+        return False
+    return True
+
+
+def nearest_device(text: str) -> str | None:
+    """The device whose name stands somewhere in a text, whatever else does (`DGX-A100 (48 GB)`); None where none."""
+    bare = re.sub(r"[^a-z0-9]", "", text.lower())
+    names = sorted({row["name"].split("-")[0].split(" (")[0] for row in hardware_table()}, key=len, reverse=True)
+    return next((name for name in names if re.sub(r"[^a-z0-9]", "", name.lower()) in bare), None)
 
 
 def device_cluster(
@@ -117,7 +140,7 @@ def device_cluster(
         device=row["name"],
         devices=devices,
         per_node=per_node,
-        domain=min(72 if rack else per_node, devices),
+        domain=min(72 if rack else SLICE if "ICI" in row["scale_up_link"] else per_node, devices),
         memory_gb=float(memory_gb or figure("mem_gb", 80.0)) * USABLE_GB,
         memory_gb_s=figure("mem_bw_gb_s", 1000.0),
         tflops=tflops,
@@ -184,9 +207,9 @@ def _network(short: str) -> float:
 def _words(name: str, memory_gb: int | None, form: str | None) -> tuple[str, int | None, str | None]:
     """`A100-80GB-SXM4` as ("a100", 80, "sxm"); words that say nothing about the kind are left out."""
     kind = []
-    for word in name.lower().replace("nvidia", " ").replace("amd", " ").replace("-", " ").split():
+    for word in re.sub(r"[^a-z0-9.]+", " ", name.lower().replace("nvidia", " ").replace("amd", " ")).split():
         size = word.removesuffix("gb").removesuffix("g")
-        if word.startswith(("sxm", "hbm")) or word in ("pcie", "nvl", "geforce", "instinct", "tensor", "core", "gpu"):
+        if word.startswith(("sxm", "hbm", "nvl")) or word in SILENT:
             form = form or (word[:3] if word.startswith("sxm") else word if word in ("pcie", "nvl") else None)
         elif size != word and size.isdigit():
             memory_gb = memory_gb or int(size)

@@ -39,12 +39,12 @@ def time_sigma(time: StepTime, job: Job, cluster: ClusterSpec, completed: int = 
     """Spread of the step time: wider where communication, waiting, experts or an unmeasured device decide."""
     total = time.total
     parts = [
-        0.085,
-        0.3 * time.exposed / total,
-        0.3 * time.bubble / total,
-        0.45 * (time.host + time.update) / total,
-        0.15 if job.model.top_k else 0.0,
-        0.02 * completed,
+        0.102,
+        0.36 * time.exposed / total,
+        0.36 * time.bubble / total,
+        0.54 * (time.host + time.update) / total,
+        0.18 if job.model.top_k else 0.0,
+        0.024 * completed,
     ]
     if not cluster.measured.matmul_tflops and not cluster.achievable_tflops:
         parts.append(0.45)  # nobody has measured what this device reaches
@@ -57,11 +57,11 @@ def memory_sigma(use: MemoryUse, job: Job, completed: int = 0) -> float:
     """Spread of a rank's peak memory: states are exact, activations nearly, what the allocator wastes is not."""
     total = use.total
     parts = [
-        0.04,
-        0.1 * (use.activations + use.communication) / total,
-        0.25 * use.logits / total,
-        0.5 * (use.fragmentation + use.context) / total,
-        0.15 if job.model.top_k else 0.0,
-        0.03 * completed,
+        0.046,
+        0.12 * (use.activations + use.communication) / total,
+        0.3 * use.logits / total,
+        0.55 * (use.fragmentation + use.context) / total,
+        0.18 if job.model.top_k else 0.0,
+        0.034 * completed,
     ]
     return sqrt(sum(part * part for part in parts))

@@ -1,14 +1,22 @@
 """The one place that says what is predicted: a model, a batch, a layout and the habits of the software that runs it."""
 
+import functools
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from meshwright.plan.blueprint import Blueprint
+from meshwright.plan.stages import balanced_stages
+from meshwright.spec.schedule import SCHEDULES
 
 Attention = Literal["unfused", "flash", "flash-bias", "hopper"]
 """unfused holds all scores; flash is FlashAttention-2; flash-bias the same with an additive bias (ALiBi); hopper are
 the kernels written for Hopper and later (FlashAttention-3, cuDNN)."""
+
+
+QUANTIZED = 0.5 + 0.127 / 8
+"""Bytes of a weight in four bits, with its share of the doubly quantized scales (Dettmers et al., "QLoRA", 2023)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +58,10 @@ class Stack:
     """Buffers, besides the gradients, that they are collected in before they travel."""
     fragmentation: float = 0.1
     """What a caching allocator holds beyond live tensors, as a share of what comes and goes in a step."""
-    context_bytes: float = 2.2e9
-    """What driver, libraries and communicators take of a GPU before the first tensor."""
+    context_bytes: float = 1.0e9
+    """What driver and libraries take of a GPU before the first tensor."""
+    communicator_bytes: float = 0.5e9
+    """Buffers of the communicator of all ranks, and of each axis of more than one."""
     python: float = 1.0
     """Host time per operator, relative to an eager PyTorch program."""
 
@@ -90,8 +100,10 @@ class Job:
     offload: Literal["none", "optimizer", "cpu"] = "none"
     offload_activations: float = 0.0
     """Share of the activations that is kept in host memory."""
-    lora: bool = False
-    """Whether only low-rank adapters are trained."""
+    adapters: float | None = None
+    """Parameters of low-rank adapters, which alone are trained; None: all of the model is."""
+    frozen_bytes: float | None = None
+    """Bytes of a weight that is not trained, where it is stored in fewer than those that are computed with."""
     stack: Stack = MESHWRIGHT
 
     @property
@@ -124,31 +136,87 @@ class Job:
         """Ranks over which ZeRO splits what it splits."""
         return self.dp_shard * (self.cp if self.stack.group_shards else 1)
 
-    @cached_property
-    def stage_kinds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For every pipeline rank (kind of block, number of them)."""
-        if len(self.model.kinds) == 1:
-            return tuple(((0, count),) for count in self.stage_layers)
-        found, start = [], 0
-        for count in self.stage_layers:
-            stop = start + count
-            here = self.model.pattern[start:stop]
-            found.append(tuple((kind, here.count(kind)) for kind in sorted(set(here))))
-            start = stop
-        return tuple(found)
+    @property
+    def communicators(self) -> int:
+        """Groups of ranks that a rank communicates with."""
+        axes = (self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp, self.ep)
+        return sum(degree > 1 for degree in axes) + (self.world > 1)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the model's own weights stay as they are."""
+        return self.adapters is not None
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule, by the name that fits its virtual stages."""
+        return "interleaved-1f1b" if self.schedule == "1f1b" and self.virtual_stages > 1 else self.schedule
+
+    @property
+    def head_rank(self) -> int:
+        """The pipeline rank that holds the last stage: the first one, where stages go there and back."""
+        return 0 if self.pp > 1 and _is_v(self.schedule) else self.pp - 1
 
     @cached_property
     def stage_layers(self) -> tuple[int, ...]:
-        """Layers of every pipeline rank, first to last; where they do not divide, the middle ranks take one more."""
-        layers, pp = self.model.num_layers, self.pp
-        last = layers // pp
-        if self.stack.balanced and pp > 1:  # the head weighs as much as so many layers
-            last = max(1, min(last, round((layers + self.model.head_layers) / pp - self.model.head_layers)))
-            each, left = divmod(layers - last, pp - 1)
-            return (*(each + (stage < left) for stage in range(pp - 1)), last)
-        each, left = divmod(layers, pp)
-        counts = [each] * pp
-        middle_first = sorted(range(self.pp), key=lambda stage: abs(stage - (self.pp - 1) / 2))
-        for stage in middle_first[:left]:
-            counts[stage] += 1
-        return tuple(counts)
+        """Layers of every pipeline rank, first to last, of all its stages."""
+        return tuple(sum(count for _, count in kinds) for kinds in self.stage_kinds)
+
+    @cached_property
+    def stage_kinds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For every pipeline rank (kind of block, number of them)."""
+        found: list[Counter[int]] = [Counter() for _ in range(self.pp)]
+        start = 0
+        for stage, count in enumerate(self._cut()):
+            turn, rank = divmod(stage, self.pp)
+            rank = self.pp - 1 - rank if turn % 2 and _is_v(self.schedule) else rank
+            found[rank].update(self.model.pattern[start : start + count])
+            start += count
+        return tuple(tuple(sorted(kinds.items())) for kinds in found)
+
+    def _cut(self) -> tuple[int, ...]:
+        """Layers of every stage; a rank has `virtual_stages` of them."""
+        stages = self.pp * self.virtual_stages
+        if not self.stack.balanced or self.model.num_layers < stages:
+            return _even_cut(self.model.num_layers, stages)
+        costs = [block_flops(self.model, kind, self.sequence) for kind in range(len(self.model.kinds))]
+        head = 2.0 * self.model.embedding
+        if len(costs) > 1:
+            layers = [costs[kind] for kind in self.model.pattern]
+            return balanced_stages((*layers[:-1], layers[-1] + head), stages)
+        return _cut_before_head(self.model.num_layers, stages, head / costs[0])
+
+
+def block_flops(model: Blueprint, kind: int, sequence: int) -> float:
+    """Forward operations of one token in a block of a kind, as stages are balanced by."""
+    active = (m.out * m.into * (model.top_k if m.experts else 1) for m in model.kinds[kind].matrices)
+    return 2.0 * sum(active) + model.attention_flops(sequence, causal=False)
+
+
+def _is_v(schedule: str) -> bool:
+    return schedule in SCHEDULES and SCHEDULES[schedule].shape == "v"
+
+
+def _even_cut(layers: int, stages: int) -> tuple[int, ...]:
+    """Equal stages; where layers do not divide, those in the middle take one more."""
+    each, left = divmod(layers, stages)
+    counts = [each] * stages
+    for stage in sorted(range(stages), key=lambda stage: abs(stage - (stages - 1) / 2))[:left]:
+        counts[stage] += 1
+    return tuple(counts)
+
+
+@functools.cache
+def _cut_before_head(layers: int, stages: int, head: float) -> tuple[int, ...]:
+    """What `balanced_stages` makes of equal layers and a head worth `head` of them, without its tables."""
+    if stages == 1:
+        return (layers,)
+    best, found = (float("inf"), float("inf")), 0
+    for last in range(1, layers - stages + 2):
+        each, left = divmod(layers - last, stages - 1)
+        squares = left * (each + 1) ** 2 + (stages - 1 - left) * each**2 + (last + head) ** 2
+        work = max(each + (left > 0), last + head), float(squares)
+        if work < best:
+            best, found = work, last
+    each, left = divmod(layers - found, stages - 1)
+    return (*(each + (stage < left) for stage in range(stages - 1)), found)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from meshwright.plan.blueprint import Block
 from meshwright.plan.job import Job
+from meshwright.plan.pipeline import most_in_flight
 from meshwright.spec.schedule import is_asynchronous
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "fragmentation", "context")
@@ -80,9 +81,14 @@ def stage_memory(job: Job, stage: int) -> MemoryUse:
             return bytes_each * (held / shards + experts / expert_shards)
         return bytes_each * (held + experts)
 
-    trainable = 0.01 if job.lora else 1.0  # adapters of the usual ranks are a percent of the weights
-    weights = 0.0 if job.zero >= 3 and stack.casts_when_gathering else sharded(3, stack.weight_bytes)
+    trainable = 1.0 if job.adapters is None else job.adapters / model.num_parameters
+    if job.frozen:  # kept in the precision of computation, or quantized; adapters have weights, too, but few
+        weights = sharded(3, job.frozen_bytes or stack.weight_bytes)
+    else:
+        weights = 0.0 if job.zero >= 3 and stack.casts_when_gathering else sharded(3, stack.weight_bytes)
     gathered = 0.0
+    if job.frozen_bytes:  # one block at a time in the precision of computation
+        gathered = stack.weight_bytes * max(block.dense / job.tp + block.whole for block in model.kinds)
     if job.zero >= 3 and shards > 1:
         layer = max(block.dense / job.tp + block.whole + block.experts / job.ep for block in model.kinds)
         ends = model.embedding * (1 if model.tied else 2) / job.tp
@@ -99,7 +105,7 @@ def stage_memory(job: Job, stage: int) -> MemoryUse:
         host, gradients = host + gradients, 0.0
     bucket = stack.bucket_bytes if job.dp > 1 and job.zero < 3 else 0.0
     activations = stage_activations(job, stage)
-    logits = head_bytes(job) if stage == job.pp - 1 else 0.0
+    logits = head_bytes(job) if stage == job.head_rank else 0.0
     moving = activations + logits + gathered
     return MemoryUse(
         weights=weights,
@@ -109,7 +115,7 @@ def stage_memory(job: Job, stage: int) -> MemoryUse:
         logits=logits,
         communication=gathered + bucket,
         fragmentation=stack.fragmentation * moving,
-        context=stack.context_bytes,
+        context=stack.context_bytes + job.communicators * stack.communicator_bytes,
         host=host,
         stage=stage,
     )
@@ -123,8 +129,9 @@ def held_parameters(job: Job, stage: int) -> tuple[float, float]:
         block = model.kinds[kind]
         dense += count * (block.dense / job.tp + block.whole)
         experts += count * block.experts / (job.ep if job.ep > 1 else job.tp)
-    ends = (stage == 0) + (stage == job.pp - 1 and not (model.tied and job.pp == 1))
-    dense += (stage == 0) * model.positions * model.hidden + (stage == job.pp - 1) * model.final
+    head = stage == job.head_rank
+    ends = (stage == 0) + (head and not (model.tied and stage == 0))
+    dense += (stage == 0) * model.positions * model.hidden + head * model.final
     return dense + ends * model.embedding / job.tp, experts
 
 
@@ -147,13 +154,10 @@ def stage_activations(job: Job, stage: int) -> float:
 
 
 def microbatches_in_flight(job: Job, stage: int) -> float:
-    """Microbatches whose activations a stage holds at its peak, in whole passes through the stage."""
-    if job.schedule == "afab":
-        return job.microbatches
-    if job.virtual_stages == 1:
-        return min(job.microbatches, job.pp - stage)
-    chunks = 2 * (job.pp - stage - 1) + (job.virtual_stages - 1) * job.pp + 1
-    return min(job.microbatches * job.virtual_stages, chunks) / job.virtual_stages
+    """Microbatches whose activations a rank of a stage holds at its peak, in whole passes through the rank."""
+    if job.pp == 1:
+        return 1
+    return most_in_flight(job.schedule_name, job.pp, stage, job.microbatches, job.virtual_stages)
 
 
 def stream_tokens(job: Job) -> float:

@@ -8,9 +8,13 @@ from meshwright.plan.engine import engine_layout, runs_today
 from meshwright.plan.explain import bandwidth, binding, describe, relief, why_not
 from meshwright.plan.interval import NOMINAL, Interval
 from meshwright.plan.job import Job
+from meshwright.plan.methods import method_facts
 from meshwright.plan.search import Candidate, Found, Limits, evaluate, search
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.model import ModelSpec
+
+MOST_FOR_METHODS = 64
+"""Devices up to which a plan also says what fine-tuning by adapters would need."""
 
 
 @dataclass(frozen=True)
@@ -20,12 +24,18 @@ class Plan:
     spec: ModelSpec
     cluster: ClusterSpec
     steps: int
-    margin: float
+    base: Job
+    limits: Limits
     found: Found
     chosen: Candidate | None
     """The fastest that fits and that the engine of today runs; None where none does."""
     given: Candidate | None
     """The recipe's own layout, where it says one."""
+
+    @property
+    def margin(self) -> float:
+        """Part of the memory that is to stay free."""
+        return self.limits.margin
 
     @property
     def runs_today(self) -> Callable[[Job], bool]:
@@ -65,7 +75,7 @@ def make_plan(
         today = search(base, cluster, top=1, limits=limits, legal=lambda job: runs_today(job, spec))
     chosen = today.ranked[0] if today.ranked else None
     own = evaluate(given, cluster.model_copy(update={"devices": given.world}), limits.margin) if given else None
-    return Plan(spec, cluster, steps, limits.margin, found, chosen, own)
+    return Plan(spec, cluster, steps, base, limits, found, chosen, own)
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
@@ -86,6 +96,8 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         },
         "searched": {"legal": plan.found.legal, "predicted": plan.found.looked_at},
     }
+    if plan.cluster.devices <= MOST_FOR_METHODS:
+        facts["methods"] = method_facts(plan.base, plan.cluster, plan.limits)
     if plan.chosen:
         facts["binding"] = binding(plan.chosen)
         facts["bandwidth"] = bandwidth(plan.chosen)

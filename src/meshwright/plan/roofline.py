@@ -126,10 +126,13 @@ class Device:
             reads += constants.fp8_casts * (rows * into + out * into)
         gradient = 2 * self.job.stack.gradient_bytes * out * into
         exposed = constants.matmul_memory / self.bandwidth
-        frozen = 0.5 if self.job.lora else 1.0  # a frozen matrix has no gradient of its own
         forward = arithmetic + reads * exposed + self.start
-        backward = 2 * (arithmetic + reads * exposed + self.start) * frozen
-        return Pass(forward, backward + (0 if self.job.lora else gradient * exposed))
+        if not self.job.frozen:
+            return Pass(forward, 2 * forward + gradient * exposed)
+        # A frozen matrix has no gradient of its own; one that is stored quantized is unpacked before either product.
+        packed = self.job.frozen_bytes
+        unpacked = out * into * (packed + 2 * width) / self.bandwidth if packed else 0.0
+        return Pass(forward + unpacked, forward + unpacked)
 
     def attention(self, tokens: float) -> Pass:
         """Scores and weighted values of one layer."""

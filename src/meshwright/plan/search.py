@@ -12,9 +12,10 @@ from typing import Any, Literal
 from meshwright.plan.interval import Interval, memory_sigma, time_sigma
 from meshwright.plan.job import Job
 from meshwright.plan.memory import MemoryUse, predict_memory
-from meshwright.plan.pipeline import bubble_share
+from meshwright.plan.pipeline import schedule_waiting
 from meshwright.plan.step_time import Cache, StepModel, StepTime
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.schedule import schedule_kind
 
 Verdict = Literal["fits", "tight", "does not fit"]
 POLICIES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
@@ -27,6 +28,8 @@ MOST_TENSOR = 16
 MOST_CONTEXT = 64
 MOST_STAGES = 64
 MOST_MICROBATCH = 16
+VIRTUAL_STAGES = (2, 3, 4, 5, 6, 8)
+MOST_SPLIT = 16
 """Degrees beyond which no published run has gone (context: Llama 3 on 128k tokens; stages: Megatron's trillion)."""
 SHORTEST_PART = 1024
 """Tokens of a sequence below which context parallelism is not worth a message."""
@@ -203,7 +206,9 @@ def _least(microbatch: float, base: Job, choice: dict[str, Any]) -> float:
     """
     pp, dp = choice["pp"], choice["dp_replicate"] * choice["dp_shard"]
     microbatches = base.global_batch // (dp * choice["micro_batch"])
-    share = bubble_share(choice["schedule"], choice["virtual_stages"])
+    if pp == 1:
+        return microbatch * microbatches
+    share = schedule_waiting(choice["schedule"], pp, microbatches, choice["virtual_stages"]).share
     return microbatch / pp * (microbatches + (pp - 1) * min(share, microbatches))
 
 
@@ -246,8 +251,7 @@ def layouts(base: Job, cluster: ClusterSpec, limits: Limits) -> Iterator[dict[st
             dp = state["dp_replicate"] * state["dp_shard"]
             for micro in _micro_batches(base, base.global_batch // dp, limits):
                 microbatches = base.global_batch // dp // micro
-                for virtual in _virtual_stages(base, degrees["pp"], microbatches):
-                    schedule = "interleaved-1f1b" if virtual > 1 else base.schedule
+                for schedule, virtual in _schedules(base, degrees["pp"], microbatches):
                     yield degrees | state | {"micro_batch": micro, "virtual_stages": virtual, "schedule": schedule}
 
 
@@ -310,13 +314,22 @@ def _micro_batches(base: Job, per_rank: int, limits: Limits) -> list[int]:
     return [size for size in divisors(per_rank) if size <= MOST_MICROBATCH and size & (size - 1) == 0]
 
 
-def _virtual_stages(base: Job, pp: int, microbatches: int) -> list[int]:
-    """1F1B, and interleaving where every virtual stage has layers and microbatches go in rounds."""
+def _schedules(base: Job, pp: int, microbatches: int) -> list[tuple[str, int]]:
+    """(schedule, stages of a rank): what the job says, else 1F1B, interleaved, and those that split backward passes.
+
+    Compiled blocks compute both parts of a backward pass at once, so they cannot be split.
+    """
     if pp == 1:
-        return [1]
-    if microbatches < pp:
-        return []
-    if microbatches % pp or base.schedule != "1f1b":
-        return [1]
-    layers = base.model.num_layers
-    return [virtual for virtual in (1, 2, 3, 4, 5, 6, 8) if virtual == 1 or layers % (pp * virtual) == 0]
+        return [(base.schedule, 1)]
+    if base.schedule != "1f1b":
+        options = [(base.schedule, base.virtual_stages)]
+    else:
+        whole = [virtual for virtual in VIRTUAL_STAGES if base.model.num_layers % (pp * virtual) == 0]
+        options = [("1f1b", 1), *(("interleaved-1f1b", virtual) for virtual in whole)]
+        if pp <= MOST_SPLIT and not base.stack.fused:
+            options += [("interleaved-zero-bubble", 1), ("zbv", 2)]
+    return [
+        (name, virtual)
+        for name, virtual in options
+        if base.model.num_layers >= pp * virtual and schedule_kind(name).problem(pp, virtual, microbatches) is None
+    ]

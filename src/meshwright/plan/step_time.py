@@ -128,14 +128,16 @@ class StepModel:
         for stage, kinds in enumerate(job.stage_kinds):
             f = sum(count * whole[kind][0] for kind, count in kinds)
             b = sum(count * whole[kind][1] for kind, count in kinds)
-            if stage == job.pp - 1:
+            if stage == job.head_rank:
                 f, b = f + parts.head.forward, b + parts.head.backward
             exposed = self._hide_gathering(sharded, job.stage_layers[stage], f, b)
             forward.append(f + exposed.forward)
             backward.append(b + exposed.backward)
             gathering.append(exposed)
         busiest = max(range(job.pp), key=lambda stage: forward[stage] + backward[stage])
-        timeline = pipeline_seconds(forward, backward, job.microbatches, job.virtual_stages, self._send(), job.schedule)
+        timeline = pipeline_seconds(
+            forward, backward, job.microbatches, job.virtual_stages, self._send(), job.schedule_name
+        )
         return self._account(timeline, busiest, gathering[busiest], backward[busiest])
 
     def _account(self, timeline: Timeline, stage: int, gathering: Pass, backward: float) -> StepTime:
@@ -144,11 +146,12 @@ class StepModel:
         kinds = job.stage_kinds[stage]
         repeated = sum(n * parts.again[k] for k, n in kinds)
         arithmetic = repeated + sum(n * (parts.compute[k].forward + parts.compute[k].backward) for k, n in kinds)
-        if stage == job.pp - 1:
+        if stage == job.head_rank:
             arithmetic += parts.head.forward + parts.head.backward
         once, wire = self._gradients(backward)
-        messages = 0.0 if job.pp == 1 else 2 * (job.pp - 1) * self._send()
-        held = sum(held_parameters(job, stage))
+        held = sum(held_parameters(job, stage)) * (
+            1.0 if job.adapters is None else job.adapters / job.model.num_parameters
+        )
         update = self.device.update(held / (job.shards if job.zero >= 1 else 1))
         if job.offload != "none":
             update = held / job.shards * 16 / (self.constants.offload_gb_s * 1e9)
@@ -160,8 +163,8 @@ class StepModel:
             expert=count * sum(n * (parts.expert[k].forward + parts.expert[k].backward) for k, n in kinds),
             context=count * job.stage_layers[stage] * (parts.context.forward + parts.context.backward),
             data=count * (gathering.forward + gathering.backward) + once,
-            pipeline=messages,
-            bubble=timeline.bubble - messages,
+            pipeline=timeline.messages,
+            bubble=timeline.bubble - timeline.messages,
             update=update + self.constants.step_ms * 1e-3 * job.stack.python,
             wire_seconds=wire,
         )
@@ -226,7 +229,7 @@ class StepModel:
         )
         numel = (blocks + model.embedding * (1 if model.tied else 2) / job.tp) / model.num_layers
         gather = self.wires.all_gather(self.shard, numel * job.stack.weight_bytes) if job.zero == 3 else 0.0
-        reduce = 0.0 if job.lora else self.wires.all_gather(self.shard, numel * job.stack.reduce_bytes)
+        reduce = 0.0 if job.frozen else self.wires.all_gather(self.shard, numel * job.stack.reduce_bytes)
         return gather, reduce
 
     def _hide_gathering(self, sharded: tuple[float, float] | None, layers: int, f: float, b: float) -> Pass:
@@ -237,7 +240,7 @@ class StepModel:
         constants = self.constants
         shown = []
         for time, wire in ((f, layers * gather), (b, layers * (gather + reduce))):
-            hidden = min(wire, constants.overlap * time)
+            hidden = min(wire, constants.overlap * time) if self.job.stack.overlap_gradients else 0.0
             shown.append(wire - hidden + constants.contention * hidden)
         return Pass(*shown)
 
@@ -245,7 +248,7 @@ class StepModel:
         """Seconds, exposed and in all, of what data-parallel ranks exchange once a step."""
         job, constants = self.job, self.constants
         held = sum(held_parameters(job, 0))
-        if job.lora:
+        if job.frozen:
             return 0.0, 0.0
         if job.zero >= 3:
             wire = self.wires.all_reduce(self.replicate, held * job.stack.reduce_bytes / job.shards)
@@ -267,8 +270,10 @@ class StepModel:
         job = self.job
         if job.pp == 1:
             return 0.0
-        payload = job.tokens * job.model.hidden * self.device.width / (job.tp if job.sequence_parallel else 1)
-        return self.wires.send(payload, far=job.world // job.pp >= self.cluster.domain)
+        # Tensor-parallel ranks send a share each, also where all of them hold the whole (Narayanan et al., 2021).
+        payload = job.tokens * job.model.hidden * self.device.width / job.tp
+        calls = 1e-6 * self.constants.message_us * job.stack.python
+        return calls + self.wires.send(payload, far=job.world // job.pp >= self.cluster.domain)
 
 
 def predict_step_time(job: Job, cluster: ClusterSpec, constants: Constants = FITTED) -> StepTime:

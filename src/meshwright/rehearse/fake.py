@@ -11,7 +11,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from meshwright.models import loss
+from meshwright.models import loss, moe
+from meshwright.spec.run import ResolvedRun
 
 
 @contextlib.contextmanager
@@ -53,6 +54,23 @@ def as_on_gpu() -> Iterator[None]:
     finally:
         loss.CHUNK_BYTES.update(budgets[0])
         loss.WIDE_BYTES.update(budgets[1])
+
+
+@contextlib.contextmanager
+def even_routing(resolved: ResolvedRun) -> Iterator[None]:
+    """Let every expert get equally many of a microbatch's rows: numbers that say otherwise do not exist."""
+    layout, length = resolved.run.layout, resolved.run.data.sequence_length
+    rows = resolved.micro_batch * length // (layout.cp * layout.tp) * resolved.model.experts_per_token
+
+    def evenly(*counts: torch.Tensor) -> list[list[int]]:
+        return [[rows // len(one) + (place < rows % len(one)) for place in range(len(one))] for one in counts]
+
+    original = moe.read_counts
+    moe.read_counts = evenly
+    try:
+        yield
+    finally:
+        moe.read_counts = original
 
 
 @contextlib.contextmanager

@@ -23,8 +23,9 @@ from meshwright.data.loader import Loader, Microbatch
 from meshwright.data.packing import ConcatenatedSamples
 from meshwright.parallel import Meshes, build_meshes
 from meshwright.parallel.traffic import Traffic
-from meshwright.rehearse.fake import FakeTensors, as_on_gpu, fake_rank, propagation_unseen
+from meshwright.rehearse.fake import FakeTensors, as_on_gpu, even_routing, fake_rank, propagation_unseen
 from meshwright.rehearse.ledger import Ledger, Storages
+from meshwright.rehearse.shorten import Observed, continued, enough_microbatches, set_microbatches
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.launch import Worker
 from meshwright.trainer.run import read_resolved
@@ -39,23 +40,35 @@ def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool) -> dict[str
     """What rank `rank` of the run holds and sends in one step of training, as JSON values; sizes in bytes.
 
     `on_gpu`: choose chunk sizes as on a GPU. Exactly the program that trains runs here; only numbers are missing.
-    A process can be one rank only: torch remembers shapes by mesh, whoever asks.
+    Of many microbatches, which repeat themselves, only some run (`rehearse.shorten`), and what they send and compute is
+    continued in a straight line. A process can be one rank only: torch remembers shapes by mesh, whoever asks.
     """
     began, world_size = time.perf_counter(), resolved.run.layout.world_size
+    counts, runs = enough_microbatches(resolved), []
     with fake_rank(rank, world_size):
         meshes = build_meshes(resolved.run.layout, CPU.type)
         place = _place(meshes)
-        model = build_parallel_model(resolved, meshes)
-        with propagation_unseen(), FakeTensors(), as_on_gpu() if on_gpu else nullcontext():
-            trainer = give_state(model, resolved, Worker(rank=rank, world_size=world_size), CPU, meshes, weights=None)
+        passes = build_parallel_model(resolved, meshes)
+        with (
+            propagation_unseen(),
+            even_routing(resolved),
+            FakeTensors(),
+            as_on_gpu() if on_gpu else nullcontext(),
+        ):
+            trainer = give_state(passes, resolved, Worker(rank=rank, world_size=world_size), CPU, meshes, weights=None)
             saved = state_tensors(trainer)  # which makes the optimizer's state, as a resumed run has it
-            microbatches, lasting = _microbatches(trainer), _storages(trainer)
-            ledger, traffic = Ledger(lambda: lasting | _passing_storages(trainer)), Traffic(meshes)
+            lasting = _storages(trainer)
+            ledger = Ledger(lambda: lasting | _passing_storages(trainer))
             ledger.watch(_local(tensor for name, tensor in saved.items() if name.startswith(("model.", "optimizer."))))
             at_rest = ledger.by_kind()
-            with ledger, traffic:
-                trainer.train_step(1, microbatches)
+            for step, count in enumerate(counts, start=1):
+                set_microbatches(passes, resolved, count)
+                traffic, before = Traffic(meshes), ledger.flops
+                with ledger, traffic:
+                    trainer.train_step(step, _microbatches(trainer, count))
+                runs.append(Observed.of(traffic, ledger.flops - before))
         plan = _save_plan(saved, coordinator=rank == 0)
+    whole = continued(runs, counts, resolved.accumulation)
     return {
         "rank": rank,
         "place": place,
@@ -64,18 +77,19 @@ def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool) -> dict[str
         "peak": ledger.peak,
         "peak_by_kind": ledger.peak_by_kind,
         "peak_phase": ledger.peak_phase,
-        "flops": ledger.flops,
+        "flops": whole.flops,
         "traffic": [
-            {"kind": kind, "axis": axis, "calls": count.calls, "bytes": count.bytes}
-            for (kind, axis), count in sorted(traffic.counts.items())
+            {"kind": kind, "axis": axis, "calls": calls, "bytes": size}
+            for (kind, axis), (calls, size) in sorted(whole.traffic.items())
         ],
+        "microbatches": {"in_a_step": resolved.accumulation, "rehearsed": sum(counts)},
         "checkpoint": {"pieces": len(plan.items), "bytes": _plan_bytes(plan)},
         "seconds": time.perf_counter() - began,
     }
 
 
-def _microbatches(trainer: Trainer) -> list[Microbatch]:
-    """This rank's microbatches of one step, every token trained on."""
+def _microbatches(trainer: Trainer, count: int) -> list[Microbatch]:
+    """The first `count` of this rank's microbatches of a step, every token trained on."""
     resolved, length = trainer.resolved, trainer.resolved.run.data.sequence_length
     with Loader(
         ConcatenatedSamples(np.zeros(length + 1, np.uint16), length),
@@ -86,7 +100,7 @@ def _microbatches(trainer: Trainer) -> list[Microbatch]:
         world_size=resolved.run.layout.data_parallel,
         places=trainer.places,
     ) as loader:
-        return loader.microbatches(0)
+        return loader.microbatches(0)[:count]
 
 
 def _local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

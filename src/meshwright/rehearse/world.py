@@ -50,11 +50,6 @@ def rehearse(resolved: ResolvedRun, ranks: Sequence[int], *, on_gpu: bool) -> li
     Raises `ValueError` with what the program said where a rank failed: so would all of the run.
     """
     world_size = resolved.run.layout.world_size
-    if resolved.model.num_experts:
-        raise ValueError(
-            "rehearse: which experts get which tokens depends on numbers, which a rehearsal has not; "
-            "only dense models are rehearsed, 'meshwright plan' predicts this one"
-        )
     if outside := [rank for rank in ranks if not 0 <= rank < world_size]:
         raise ValueError(f"--ranks: {outside[0]} is none of the ranks 0 to {world_size - 1}")
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

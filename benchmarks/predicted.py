@@ -1,0 +1,312 @@
+"""Compares what the planner predicts with what training takes: step time and peak memory of real steps on this machine.
+
+    python benchmarks/predicted.py                      calibrate, train a grid of sizes and layouts, compare
+    python benchmarks/predicted.py --write NAME         the same into benchmarks/results/NAME.json and NAME.md
+    python benchmarks/predicted.py --only zero3         only configurations whose name contains the word
+
+On a machine without GPUs the models are tiny and the ranks are processes on its cores; with GPUs they have from 0.1 to
+8 billion parameters, and every layout is taken that its GPUs make. Every configuration runs in processes of its own.
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.parallel import build_meshes
+from meshwright.plan.blueprint import blueprint
+from meshwright.plan.engine import engine_job
+from meshwright.plan.hardware import local_cluster
+from meshwright.plan.machine import Machine, find_machine
+from meshwright.plan.search import Candidate, evaluate
+from meshwright.plan.validate import spearman
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.run import ResolvedRun, Run
+from meshwright.testing.equivalence import loader_for
+from meshwright.trainer.calibrate import calibrate
+from meshwright.trainer.device import keep_freed_memory
+from meshwright.trainer.launch import Worker, threads_per_rank
+from meshwright.trainer.resolve import resolve_run
+from meshwright.trainer.setup import build_trainer
+
+RESULTS = Path(__file__).resolve().parent / "results"
+WARM, TIMED = 2, 4
+"""Steps that are not timed, and steps of which the median is taken."""
+PATIENCE = 300
+"""Seconds after which a configuration counts as failed."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration."""
+
+    name: str
+    model: dict[str, Any]
+    layout: dict[str, Any]
+    training: dict[str, Any]
+    length: int = 256
+
+
+@dataclass
+class Row:
+    """What was measured and what was predicted: seconds a step, bytes of the rank that holds most."""
+
+    name: str
+    ranks: int
+    seconds: float
+    bytes: int
+    predicted: dict[str, float] = field(default_factory=dict)
+    """Seconds and bytes with the calibrated cluster, seconds without."""
+
+    def off(self, what: str) -> float:
+        """Relative error of one prediction."""
+        return self.predicted[what] / (self.bytes if what == "bytes" else self.seconds) - 1
+
+
+CPU_MODELS = {
+    "3M": {"family": "llama", "hidden": 256, "num_layers": 4, "num_heads": 4, "ffn": 768, "vocab": 4096},
+    "17M": {"family": "llama", "hidden": 384, "num_layers": 6, "num_heads": 6, "ffn": 1024, "vocab": 8192},
+}
+GPU_MODELS = {
+    "0.1B": {"name": "gpt2"},
+    "0.6B": {"name": "qwen3-0.6b"},
+    "1.2B": {"name": "llama-3.2-1b"},
+    "3.2B": {"name": "llama-3.2-3b"},
+}
+TWO_RANKS = {
+    "ddp": {"dp_replicate": 2},
+    "zero1": {"dp_shard": 2, "zero": 1},
+    "zero2": {"dp_shard": 2, "zero": 2},
+    "zero3": {"dp_shard": 2},
+    "tp": {"tp": 2},
+    "pp": {"pp": 2},
+    "zero3+offload": {"dp_shard": 2, "offload": "cpu"},
+}
+
+
+def cases(machine: Machine) -> Iterator[Case]:
+    """The grid for what this machine has."""
+    if machine.kind == "cpu":
+        yield from _cpu_cases(machine.devices)
+        return
+    for size, model in GPU_MODELS.items():
+        for policy in ("none", "selective", "full"):
+            for micro, length in ((1, 2048), (4, 2048), (1, 8192)) if size != "0.1B" else ((4, 1024), (16, 1024)):
+                training = {"global_batch": 2 * micro, "micro_batch": micro, "precision": "bf16", "recompute": policy}
+                yield Case(f"{size} single {policy} {micro}x{length}", model, {}, training, length)
+        training = {"global_batch": 8, "micro_batch": 1, "precision": "bf16", "recompute": "full"}
+        yield Case(f"{size} offload full 1x2048", model, {"offload": "cpu"}, training, 1024 if size == "0.1B" else 2048)
+    for ranks in (count for count in (2, 4, 8) if count <= machine.devices):
+        for name, layout in TWO_RANKS.items():
+            wide = {axis: ranks if value == 2 and axis != "zero" else value for axis, value in layout.items()}
+            training = {"global_batch": 4 * ranks, "micro_batch": 1, "precision": "bf16", "recompute": "selective"}
+            yield Case(f"1.2B {name} x{ranks}", GPU_MODELS["1.2B"], wide, training, 2048)
+
+
+def _cpu_cases(cores: int) -> Iterator[Case]:
+    """Every layout of one and two ranks, both sizes; recomputation, bf16 and smaller microbatches on some of them."""
+    layouts = {"single": {}, "offload": {"offload": "cpu"}} | (TWO_RANKS if cores > 1 else {})
+    plain: dict[str, Any] = {"global_batch": 4, "micro_batch": 2, "precision": "fp32"}
+    for size, model in CPU_MODELS.items():
+        for name, layout in layouts.items():
+            changed = {"micro_batch": 1} if name == "pp" else {}
+            yield Case(f"{size} {name}", model, layout, plain | changed)
+    model = CPU_MODELS["17M"]
+    for name in ("single", "zero3", "tp"):
+        if name in layouts:
+            yield Case(f"17M {name} recompute", model, layouts[name], plain | {"recompute": "full"})
+            yield Case(f"17M {name} bf16", model, layouts[name], plain | {"precision": "bf16"})
+            yield Case(
+                f"17M {name} 4 microbatches", model, layouts[name], plain | {"global_batch": 8, "micro_batch": 1}
+            )
+
+
+def resolved_run(case: Case, machine: Machine) -> ResolvedRun:
+    """The configuration as a run."""
+    run = Run.model_validate(
+        {
+            "model": case.model,
+            "data": {"sequence_length": case.length},
+            "training": {"lr_schedule": {"name": "constant", "warmup": 0}} | case.training,
+            "layout": case.layout,
+            "device": machine.kind,
+        }
+    )
+    return resolve_run(run, base_dir=Path(), machine=machine)
+
+
+def measure(resolved: ResolvedRun, kind: str) -> tuple[float, int]:
+    """Seconds of a step and bytes of the rank that holds most, from processes of their own.
+
+    Raises `RuntimeError` where they did not answer.
+    """
+    context, world = multiprocessing.get_context("forkserver"), resolved.run.layout.world_size
+    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "meshwright.trainer.setup"])
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(world):
+            here, there = context.Pipe()
+            arguments = (resolved, kind, Worker(rank, rank, world, world), f"file://{folder}/store", there)
+            processes.append(context.Process(target=_rank, args=arguments, daemon=True))
+            processes[-1].start()
+            there.close()
+            pipes.append(here)
+        try:
+            found = [pipe.recv() for pipe in pipes if pipe.poll(PATIENCE)]
+        except EOFError:
+            found = []
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    if len(found) < world:
+        raise RuntimeError(f"{resolved.run.layout.strategy}: a rank ended without an answer")
+    return max(seconds for seconds, _ in found), max(size for _, size in found)
+
+
+def _rank(resolved: ResolvedRun, kind: str, worker: Worker, store: str, pipe: Connection) -> None:
+    layout = resolved.run.layout
+    device = torch.device("cuda", worker.local_rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(threads_per_rank(worker.local_world_size))
+        keep_freed_memory()
+    meshes = None
+    if layout.world_size > 1 or layout.offload != "none":
+        backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, init_method=store, rank=worker.rank, world_size=worker.world_size)
+        meshes = build_meshes(layout, device.type)
+    before = _resident()
+    trainer = build_trainer(resolved, worker, device, meshes)
+    took = []
+    with loader_for(trainer) as loader:
+        for step in range(1, WARM + TIMED + 1):
+            microbatches = loader.microbatches(step)
+            if dist.is_initialized():
+                dist.barrier()
+            start = time.perf_counter()
+            trainer.train_step(step, microbatches)
+            if kind == "cuda":
+                torch.cuda.synchronize()
+            took.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() if kind == "cuda" else _resident("VmHWM") - before
+    pipe.send((statistics.median(took[WARM:]), peak))
+    pipe.recv()  # until the others have answered too
+
+
+def _resident(field_name: str = "VmRSS") -> int:
+    """Bytes of this process in memory, now or (VmHWM) at most."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field_name))
+
+
+def predict(resolved: ResolvedRun, cluster: ClusterSpec, kind: str) -> Candidate:
+    """What the planner says of a configuration."""
+    job = engine_job(
+        resolved.run,
+        blueprint(resolved.model),
+        global_batch=resolved.global_batch,
+        micro_batch=resolved.micro_batch,
+        device="cuda" if kind == "cuda" else "cpu",
+    )
+    return evaluate(job, cluster)
+
+
+def compare(wanted: Iterable[Case], machine: Machine) -> list[Row]:
+    """Measure and predict every configuration; one that does not fit or fails is left out and said so."""
+    rows = []
+    clusters: dict[int, tuple[ClusterSpec, ClusterSpec]] = {}
+    for case in wanted:
+        resolved = resolved_run(case, machine)
+        ranks = resolved.run.layout.world_size
+        if ranks not in clusters:
+            clusters[ranks] = local_cluster(machine, ranks), calibrate(machine, ranks=ranks, seconds=0.5)
+        try:
+            seconds, peak = measure(resolved, machine.kind)
+        except RuntimeError as error:
+            print(f"{case.name}: {error}", flush=True)
+            continue
+        guessed, known = (predict(resolved, cluster, machine.kind) for cluster in clusters[ranks])
+        predicted = {
+            "seconds": known.time.total,
+            "bytes": known.memory.allocated,
+            "seconds uncalibrated": guessed.time.total,
+        }
+        row = Row(case.name, ranks, seconds, peak, predicted)
+        rows.append(row)
+        print(
+            f"{case.name:<28}{seconds:8.3f} s {row.off('seconds'):+6.0%} "
+            f"(uncalibrated {row.off('seconds uncalibrated'):+6.0%}) {peak / 1e6:8.0f} MB {row.off('bytes'):+6.0%}",
+            flush=True,
+        )
+    return rows
+
+
+def summary(rows: list[Row]) -> dict[str, float]:
+    """Median errors, and how well the order is right."""
+    found: dict[str, float] = {"configurations": len(rows)}
+    for what in ("seconds", "seconds uncalibrated", "bytes"):
+        found[f"median error of {what}"] = statistics.median(abs(row.off(what)) for row in rows)
+        measured = [float(row.bytes) if what == "bytes" else row.seconds for row in rows]
+        found[f"rank correlation of {what}"] = spearman([row.predicted[what] for row in rows], measured) or 0.0
+    return found
+
+
+def page(rows: list[Row], machine: Machine) -> str:
+    """The result as a table."""
+    found = summary(rows)
+    lines = [
+        f"# Predicted and measured: {machine.devices} x {machine.name}",
+        "",
+        f"torch {torch.__version__}; `python benchmarks/predicted.py`. Seconds of a step (median of {TIMED}) and peak",
+        "memory of the rank that holds most, beyond what the process had before it built the model.",
+        "",
+        *(f"- {name}: {value:.3g}" for name, value in found.items()),
+        "",
+        "| configuration | ranks | step, s | predicted | off | uncalibrated | memory, MB | predicted | off |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = (
+            row.name,
+            str(row.ranks),
+            f"{row.seconds:.3f}",
+            f"{row.predicted['seconds']:.3f}",
+            f"{row.off('seconds'):+.0%}",
+            f"{row.off('seconds uncalibrated'):+.0%}",
+            f"{row.bytes / 1e6:.0f}",
+            f"{row.predicted['bytes'] / 1e6:.0f}",
+            f"{row.off('bytes'):+.0%}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", metavar="NAME", help="file name, without its ending, in benchmarks/results")
+    parser.add_argument("--only", default="", metavar="WORD", help="configurations whose name contains it")
+    arguments = parser.parse_args()
+    machine = find_machine()
+    rows = compare((case for case in cases(machine) if arguments.only in case.name), machine)
+    print(json.dumps(summary(rows), indent=2))
+    if arguments.write:
+        facts = {"machine": asdict(machine), "summary": summary(rows), "rows": [asdict(row) for row in rows]}
+        (RESULTS / f"{arguments.write}.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        (RESULTS / f"{arguments.write}.md").write_text(page(rows, machine), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The one place that says how few microbatches tell what a step of many does: in the middle of a step they repeat."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.parallel import Passes
+from meshwright.parallel.pipeline import Pipeline, plan_stages
+from meshwright.parallel.traffic import Traffic
+from meshwright.spec.actions import Schedule, ScheduleError
+from meshwright.spec.run import ResolvedRun
+from meshwright.spec.timeline import in_flight
+
+MOST_TRIED = 64
+"""Numbers of microbatches among which those are looked for with which ranks hold as much as in the whole step."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What one rank did in a step."""
+
+    flops: float
+    traffic: dict[tuple[str, str], tuple[int, int]]
+    """(kind, axis) -> calls, bytes."""
+
+    @classmethod
+    def of(cls, traffic: Traffic, flops: int) -> "Observed":
+        """From the counters of a step."""
+        return cls(flops, {key: (count.calls, count.bytes) for key, count in traffic.counts.items()})
+
+
+def enough_microbatches(resolved: ResolvedRun) -> tuple[int, ...]:
+    """All of a step's microbatches; or, where these are many, two smaller numbers that show how it goes on.
+
+    Without stages the first microbatch and the last one are special: 2 and 3. In a pipeline: the fewest with which all
+    ranks hold as many at once as in the whole step, and the next number that the schedule takes.
+    """
+    many, layout = resolved.accumulation, resolved.run.layout
+    if layout.pp == 1:
+        return (2, 3) if many > 5 else (many,)
+    held, found = in_flight(_schedule(resolved, many)), []
+    for count in range(1, min(many, MOST_TRIED + 1)):
+        try:
+            schedule = _schedule(resolved, count)
+        except ScheduleError:
+            continue
+        if in_flight(schedule) == held:
+            found.append(count)
+        if len(found) == 2:
+            return tuple(found) if sum(found) < many and _regular(found, many) else (many,)
+    return (many,)
+
+
+def _regular(found: Sequence[int], many: int) -> bool:
+    """Whether the whole step is as many microbatches longer as a multiple of what two short ones differ by."""
+    return (many - found[0]) % (found[1] - found[0]) == 0
+
+
+def _schedule(resolved: ResolvedRun, count: int) -> Schedule:
+    return resolved.run.layout.pipeline_schedule(microbatches=count, base_dir=Path(resolved.base_dir))
+
+
+def set_microbatches(passes: Passes, resolved: ResolvedRun, count: int) -> None:
+    """Let a step take so many microbatches; only pipelines need to know before."""
+    if isinstance(passes, Pipeline):
+        passes.stage_plan = plan_stages(resolved.model_copy(update={"accumulation": count}))
+        for name in ("training_program", "completing", "completes_ends"):
+            passes.__dict__.pop(name, None)
+
+
+def continued(runs: Sequence[Observed], counts: Sequence[int], many: int) -> Observed:
+    """What a step of `many` microbatches does, on the straight line through those that were observed."""
+    if len(runs) == 1:
+        return runs[0]
+    (one, two), (few, more) = runs, counts
+    times = (many - more) / (more - few)
+
+    def line(before: float, after: float) -> int:
+        return round(after + times * (after - before))
+
+    traffic = {
+        key: (line(one.traffic.get(key, (0, 0))[0], calls), line(one.traffic.get(key, (0, 0))[1], size))
+        for key, (calls, size) in two.traffic.items()
+    }
+    return Observed(line(one.flops, two.flops), traffic)
