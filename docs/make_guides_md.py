@@ -8,9 +8,9 @@ from meshwright.families import PRESETS, resolve_model
 from meshwright.plan.blueprint import Block, Blueprint, Matrix, blueprint
 from meshwright.plan.constants import FITTED
 from meshwright.plan.hardware import resolve_cluster
-from meshwright.plan.job import MESHWRIGHT, QUANTIZED, Job, Stack
+from meshwright.plan.job import MESHWRIGHT, QUANTIZED, Job, Stack, adapter_parameters
 from meshwright.plan.memory import predict_memory
-from meshwright.plan.methods import METHODS, adapter_parameters, by_method
+from meshwright.plan.methods import METHODS, by_method
 from meshwright.plan.published_models import Completion, published_model
 from meshwright.plan.search import Candidate, evaluate, search
 from meshwright.spec.cluster import ClusterSpec

@@ -172,6 +172,8 @@ def _chosen(facts: dict[str, Any], chosen: dict[str, Any]) -> Iterator[str]:
     price = f", {cost['value']:,.0f} ({cost['low']:,.0f}-{cost['high']:,.0f}) in your currency" if cost else ""
     yield f"run        {facts['steps']} steps: {_duration(run['value'])}{price}"
     yield f"binding    {facts['binding']}"
+    if facts["compile"] and facts["compile"] > 0.01:
+        yield f"compile    training.compile=true would save {facts['compile']:.0%} of the step"
     if facts["bandwidth"]:
         yield f"network    {facts['bandwidth']}"
 

@@ -20,6 +20,8 @@ class Matrix:
     """Whether tensor parallelism gives a rank only a share of it."""
     experts: int = 0
     """Number of such matrices side by side; 0 for a dense one."""
+    keys: bool = False
+    """Whether it makes keys or values, which tensor-parallel ranks copy where there are fewer heads than ranks."""
 
     @property
     def numel(self) -> int:
@@ -39,6 +41,16 @@ class Block:
     def dense(self) -> int:
         """Parameters of matrices that tensor parallelism splits, experts left out."""
         return sum(matrix.numel for matrix in self.matrices if matrix.split and not matrix.experts)
+
+    @cached_property
+    def keys(self) -> int:
+        """Those of them that make keys and values."""
+        return sum(matrix.numel for matrix in self.matrices if matrix.keys)
+
+    def on_rank(self, tp: int, kv_heads: int) -> float:
+        """Parameters that one of `tp` ranks holds, experts left out."""
+        copied = self.keys if kv_heads % tp else 0
+        return (self.dense - copied) / tp + copied + self.whole
 
     @cached_property
     def whole(self) -> int:
@@ -189,5 +201,6 @@ def _block(rows: list[Parameter]) -> Block:
         experts = row.shape[0] if row.dims[0] == "experts" else 0
         dims, shape = row.dims[-2:], row.shape[-2:]
         name = row.name.split(".", 2)[2].removesuffix(".weight")
-        matrices.append(Matrix(name, shape[0], shape[1], bool(TP_SPLITS & set(dims)), experts))
+        split, keys = bool(TP_SPLITS & set(dims)), "kv_heads" in dims
+        matrices.append(Matrix(name, shape[0], shape[1], split, experts, keys))
     return Block(tuple(matrices), vectors)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from meshwright.plan.blueprint import Blueprint
-from meshwright.plan.job import MESHWRIGHT, Job, Stack
+from meshwright.plan.job import MESHWRIGHT, QUANTIZED, Job, Stack, adapter_parameters
 from meshwright.spec.fit import find_misfits
 from meshwright.spec.layout import AXES, LayoutSpec
 from meshwright.spec.model import ModelSpec
@@ -49,8 +49,22 @@ def engine_job(
         offload="cpu" if layout.offload == "cpu" else "none",
         schedule=layout.schedule,
         virtual_stages=_stages_per_rank(layout),
+        **_method(run, model),
         stack=engine_stack(training, alone=layout.world_size == 1 and layout.offload == "none", device=device),
     )
+
+
+def _method(run: Run, model: Blueprint) -> dict[str, float | None]:
+    """What the recipe's fine-tuning changes; adapters that sit beside some matrices only are counted beside all."""
+    finetune = run.finetune
+    if finetune is None or finetune.method == "full":
+        return {}
+    if finetune.method == "ia3":
+        return {"adapters": float(sum(block.numel // model.hidden for block in model.blocks))}
+    return {
+        "adapters": float(adapter_parameters(model, finetune.rank)),
+        "frozen_bytes": {"plain": None, "nf4": QUANTIZED, "int8": 1.0}[finetune.base],
+    }
 
 
 def _stages_per_rank(layout: LayoutSpec) -> int:

@@ -15,6 +15,9 @@ Attention = Literal["unfused", "flash", "flash-bias", "hopper"]
 the kernels written for Hopper and later (FlashAttention-3, cuDNN)."""
 
 
+RANK = 16
+"""Of adapters, where nobody says."""
+
 QUANTIZED = 0.5 + 0.127 / 8
 """Bytes of a weight in four bits, with its share of the doubly quantized scales (Dettmers et al., "QLoRA", 2023)."""
 
@@ -50,6 +53,8 @@ class Stack:
     """Whether the pipeline's last stage gets fewer layers for having the head."""
     chunked_loss: bool = False
     """Whether logits exist for a chunk of tokens at a time only."""
+    splits_experts: bool = True
+    """Whether tensor parallelism splits experts where there is no expert parallelism."""
     group_shards: bool = True
     """Whether state is sharded over context-parallel ranks too."""
     saves_products: bool = True
@@ -66,7 +71,7 @@ class Stack:
     """Host time per operator, relative to an eager PyTorch program."""
 
 
-MESHWRIGHT = Stack(name="meshwright", chunked_loss=True, casts_when_gathering=True, balanced=True)
+MESHWRIGHT = Stack(name="meshwright", chunked_loss=True, casts_when_gathering=True, balanced=True, splits_experts=False)
 """The engine of this repository: FSDP2, fp32 master weights and reductions, SDPA, chunked loss."""
 
 
@@ -185,6 +190,16 @@ class Job:
             layers = [costs[kind] for kind in self.model.pattern]
             return balanced_stages((*layers[:-1], layers[-1] + head), stages)
         return _cut_before_head(self.model.num_layers, stages, head / costs[0])
+
+
+def adapter_parameters(model: Blueprint, rank: int = RANK) -> int:
+    """Parameters of adapters beside every matrix of attention and dense feed-forward layers (Hu et al., 2021)."""
+    return sum(
+        rank * (matrix.out + matrix.into)
+        for block in model.blocks
+        for matrix in block.matrices
+        if not matrix.experts and min(matrix.out, matrix.into) > rank
+    )
 
 
 def block_flops(model: Blueprint, kind: int, sequence: int) -> float:

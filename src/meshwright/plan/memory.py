@@ -74,7 +74,9 @@ def stage_memory(job: Job, stage: int) -> MemoryUse:
     """Peak bytes of a rank of pipeline stage `stage`."""
     model, stack = job.model, job.stack
     held, experts = held_parameters(job, stage)
-    shards, expert_shards = job.shards, max(1, job.dp_shard * job.cp * job.tp // job.ep) if job.ep > 1 else job.shards
+    shards = job.shards
+    apart = job.ep > 1 or not job.stack.splits_experts  # experts have other data-parallel ranks than the rest
+    expert_shards = max(1, job.dp_shard * job.cp * job.tp // job.ep) if apart else shards
 
     def sharded(from_stage: int, bytes_each: float) -> float:
         if job.zero >= from_stage:
@@ -82,15 +84,17 @@ def stage_memory(job: Job, stage: int) -> MemoryUse:
         return bytes_each * (held + experts)
 
     trainable = 1.0 if job.adapters is None else job.adapters / model.num_parameters
-    if job.frozen:  # kept in the precision of computation, or quantized; adapters have weights, too, but few
-        weights = sharded(3, job.frozen_bytes or stack.weight_bytes)
+    if job.frozen:  # kept in the precision of computation; matrices of blocks perhaps in fewer bits
+        saved = stack.weight_bytes - (job.frozen_bytes or stack.weight_bytes)
+        packed = held - end_parameters(job, stage)
+        weights = sharded(3, stack.weight_bytes) - saved * packed / (shards if job.zero >= 3 else 1)
     else:
         weights = 0.0 if job.zero >= 3 and stack.casts_when_gathering else sharded(3, stack.weight_bytes)
     gathered = 0.0
     if job.frozen_bytes:  # one block at a time in the precision of computation
-        gathered = stack.weight_bytes * max(block.dense / job.tp + block.whole for block in model.kinds)
+        gathered = stack.weight_bytes * max(block.on_rank(job.tp, model.num_kv_heads) for block in model.kinds)
     if job.zero >= 3 and shards > 1:
-        layer = max(block.dense / job.tp + block.whole + block.experts / job.ep for block in model.kinds)
+        layer = max(block.on_rank(job.tp, model.num_kv_heads) + block.experts / job.ep for block in model.kinds)
         ends = model.embedding * (1 if model.tied else 2) / job.tp
         # Two layers' weights, one used and one arriving, and a layer's gradient on its way out.
         gathered = 2 * stack.weight_bytes * max(layer, ends / 2) + (stack.weight_bytes + stack.reduce_bytes) * layer
@@ -127,12 +131,21 @@ def held_parameters(job: Job, stage: int) -> tuple[float, float]:
     dense = experts = 0.0
     for kind, count in job.stage_kinds[stage]:
         block = model.kinds[kind]
-        dense += count * (block.dense / job.tp + block.whole)
-        experts += count * block.experts / (job.ep if job.ep > 1 else job.tp)
-    head = stage == job.head_rank
-    ends = (stage == 0) + (head and not (model.tied and stage == 0))
-    dense += (stage == 0) * model.positions * model.hidden + head * model.final
-    return dense + ends * model.embedding / job.tp, experts
+        dense += count * block.on_rank(job.tp, model.num_kv_heads)
+        experts += count * block.experts / _expert_split(job)
+    return dense + end_parameters(job, stage), experts
+
+
+def _expert_split(job: Job) -> int:
+    """Ranks among which the experts are divided before ZeRO divides what is left."""
+    return job.ep if job.ep > 1 or not job.stack.splits_experts else job.tp
+
+
+def end_parameters(job: Job, stage: int) -> float:
+    """Parameters of embeddings, last norm and head on one rank of a stage."""
+    model, first, head = job.model, stage == 0, stage == job.head_rank
+    tables = first + (head and not (model.tied and first))
+    return first * model.positions * model.hidden + head * model.final + tables * model.embedding / job.tp
 
 
 def stage_activations(job: Job, stage: int) -> float:

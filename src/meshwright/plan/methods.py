@@ -3,13 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.plan.blueprint import Blueprint
-from meshwright.plan.job import QUANTIZED, Job
+from meshwright.plan.job import QUANTIZED, RANK, Job, adapter_parameters
 from meshwright.plan.search import Candidate, Limits, search
 from meshwright.spec.cluster import ClusterSpec
-
-RANK = 16
-"""Of adapters, where nobody says."""
 
 
 @dataclass(frozen=True)
@@ -22,16 +18,6 @@ class Method:
 
 
 METHODS = (Method("full", False, False), Method("lora", True, False), Method("qlora", True, True))
-
-
-def adapter_parameters(model: Blueprint, rank: int = RANK) -> int:
-    """Parameters of adapters beside every matrix of attention and dense feed-forward layers (Hu et al., 2021)."""
-    return sum(
-        rank * (matrix.out + matrix.into)
-        for block in model.blocks
-        for matrix in block.matrices
-        if not matrix.experts and min(matrix.out, matrix.into) > rank
-    )
 
 
 def by_method(job: Job, method: Method, rank: int = RANK) -> Job:

@@ -101,9 +101,19 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
     if plan.chosen:
         facts["binding"] = binding(plan.chosen)
         facts["bandwidth"] = bandwidth(plan.chosen)
+        facts["compile"] = compiled_gain(plan.chosen)
     if plan.given and plan.given.verdict != "fits":
         facts["relief"] = relief(plan.given.job, plan.given.cluster, plan.margin)
     return facts
+
+
+def compiled_gain(candidate: Candidate) -> float | None:
+    """The part of the step that `training.compile` would save; None where it is on, or cannot be."""
+    job = candidate.job
+    if job.stack.fused or (job.pp > 1 and job.schedule_name in ("interleaved-zero-bubble", "zbv", "dualpipev")):
+        return None
+    fused = evaluate(replace(job, stack=replace(job.stack, fused=True)), candidate.cluster, candidate.margin)
+    return 1 - fused.time.total / candidate.time.total
 
 
 def candidate_facts(plan: Plan, candidate: Candidate) -> dict[str, Any]:

@@ -224,7 +224,7 @@ class StepModel:
             return None
         model = job.model
         blocks = sum(
-            count * (block.dense / job.tp + block.whole + block.experts / job.ep)
+            count * (block.on_rank(job.tp, model.num_kv_heads) + block.experts / job.ep)
             for block, count in zip(model.kinds, model.kind_counts, strict=True)
         )
         numel = (blocks + model.embedding * (1 if model.tied else 2) / job.tp) / model.num_layers
