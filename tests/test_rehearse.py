@@ -1,20 +1,25 @@
 """A rehearsed rank holds and sends exactly what the same rank of a real run holds and sends."""
 
 import json
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.cli.main import main
+from meshwright.models.moe import Router
 from meshwright.parallel.traffic import Traffic
+from meshwright.rehearse import rank as rehearse_module
 from meshwright.rehearse.rank import rehearse_rank
+from meshwright.rehearse.shorten import enough_microbatches
 from meshwright.rehearse.world import fill_world, findings, typical_ranks
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import build_here, loader_for
-from meshwright.testing.layouts import LAYOUTS
+from meshwright.testing.layouts import EXPERT_PARALLEL, LAYOUTS
 from meshwright.testing.ranks import RankPool
 from tiny import GLOBAL_BATCH, tiny_run
 
@@ -26,6 +31,7 @@ Sent = dict[tuple[str, str], tuple[int, int]]
 
 def real(run: ResolvedRun) -> tuple[dict[str, int], Sent]:
     """What this rank keeps between steps, in bytes, and what it sends in a step."""
+    Router._choose = evenly
     trainer = build_here(run)
     with loader_for(trainer) as loader:
         trainer.train_step(1, loader.microbatches(0))
@@ -49,14 +55,22 @@ def rehearsed(run: ResolvedRun, rank: int) -> tuple[dict[str, int], Sent]:
     return {kind: size for kind, size in report["at_rest"].items() if size}, sent
 
 
-CHOSEN = "ddp zero-2 zero-3-uneven tp-wide hybrid-3-tp cp-ring-tp cp-ulysses-tp pp-hybrid-3 pp-zero-bubble-tp pp-cp-tp"
+DENSE = "ddp zero-3-uneven hybrid-3-tp cp-ring-tp cp-ulysses-tp pp-hybrid-3 pp-zero-bubble-tp pp-cp-tp"
+SPARSE = "zero-1-ep tp-without-ep zero-3-cp-tp-ep pp-zero-3-ep"
 """Every kind of parallelism, and mixes of them."""
 
 
-@pytest.mark.parametrize("name", CHOSEN.split())
+def evenly(router: Router, scores_BTE: torch.Tensor) -> torch.Tensor:
+    """Experts in turn, as a rehearsal has it."""
+    chosen = (*scores_BTE.shape[:2], router.spec.experts_per_token)
+    return (torch.arange(prod(chosen)) % scores_BTE.shape[-1]).view(chosen)
+
+
+@pytest.mark.parametrize("name", (DENSE + " " + SPARSE).split())
 def test_a_rehearsed_rank_is_as_a_real_one(ranks: RankPool, name: str) -> None:
-    layout = LAYOUTS[name]
-    run = tiny_run(layout, precision="bf16", accumulation=GLOBAL_BATCH // layout.data_parallel)
+    layout = (LAYOUTS | EXPERT_PARALLEL)[name]
+    family = "qwen3_moe" if name in EXPERT_PARALLEL else "llama"
+    run = tiny_run(layout, family=family, precision="bf16", accumulation=GLOBAL_BATCH // layout.data_parallel)
     outcomes = ranks.run(layout.world_size, real, run)
     last, apart = layout.world_size - 1, RankPool()  # a process can be one rank only
     try:
@@ -64,6 +78,32 @@ def test_a_rehearsed_rank_is_as_a_real_one(ranks: RankPool, name: str) -> None:
     finally:
         apart.close()
     assert fake == outcomes[last]
+
+
+def test_of_many_microbatches_few_tell() -> None:
+    """Peak, operations and traffic of a step are those of the whole step, rehearsed."""
+    run = tiny_run(LAYOUTS["pp-cp"], accumulation=12)
+    assert enough_microbatches(run) == (3, 4)
+    assert enough_microbatches(tiny_run(LAYOUTS["single"], accumulation=12)) == (2, 3)
+    assert enough_microbatches(tiny_run(LAYOUTS["single"], accumulation=4)) == (4,)
+    pools = [RankPool(), RankPool()]
+    try:
+        few = pools[0].run(1, rehearse_all, run, False)[0]
+        whole = pools[1].run(1, rehearse_all, run, True)[0]
+    finally:
+        for pool in pools:
+            pool.close()
+    assert few.pop("microbatches") == {"in_a_step": 12, "rehearsed": 7}
+    assert whole.pop("microbatches") == {"in_a_step": 12, "rehearsed": 12}
+    assert few == whole
+
+
+def rehearse_all(run: ResolvedRun, whole: bool) -> dict[str, Any]:
+    """The report of the first rank, less how long it took; of every microbatch where `whole`."""
+    if whole:
+        rehearse_module.enough_microbatches = lambda resolved: (resolved.accumulation,)
+    report = rehearse_rank(run, 0, on_gpu=False)
+    return {key: value for key, value in report.items() if key not in ("seconds", "peak_by_kind")}
 
 
 def test_findings() -> None:

@@ -210,6 +210,11 @@ class Pipeline:
         return work
 
 
+def has_gone(work: dist.Work) -> bool:
+    """Whether a message needs its tensor no longer. A rehearsal, whose messages never go, replaces it."""
+    return work.is_completed()
+
+
 class Pass:
     """One run of a rank's list: what has been computed or has arrived and is still needed."""
 
@@ -293,6 +298,7 @@ class Pass:
         key = transfer[:3]
         if transfer.source == self.pipeline.rank:
             tensor = self.results.pop(key).contiguous()
+            self.sent = [entry for entry in self.sent if not has_gone(entry[0])]
             self.sent.append((self.pipeline.send(tensor, transfer.target), tensor))
         else:
             self.results[key] = self._room(transfer.microbatch)

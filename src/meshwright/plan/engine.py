@@ -32,6 +32,7 @@ def engine_job(
     """The recipe as a job; `layout` replaces the recipe's."""
     layout = layout or run.layout
     training = run.training
+    adapters, frozen_bytes = _method(run, model)
     return Job(
         model=model,
         sequence=run.data.sequence_length,
@@ -49,22 +50,22 @@ def engine_job(
         offload="cpu" if layout.offload == "cpu" else "none",
         schedule=layout.schedule,
         virtual_stages=_stages_per_rank(layout),
-        **_method(run, model),
+        adapters=adapters,
+        frozen_bytes=frozen_bytes,
         stack=engine_stack(training, alone=layout.world_size == 1 and layout.offload == "none", device=device),
     )
 
 
-def _method(run: Run, model: Blueprint) -> dict[str, float | None]:
-    """What the recipe's fine-tuning changes; adapters that sit beside some matrices only are counted beside all."""
+def _method(run: Run, model: Blueprint) -> tuple[float | None, float | None]:
+    """(parameters of adapters, bytes of a frozen weight) by the recipe's fine-tuning; None where all of it trains as it
+    is. Adapters that sit beside some matrices only are counted beside all."""
     finetune = run.finetune
     if finetune is None or finetune.method == "full":
-        return {}
+        return None, None
     if finetune.method == "ia3":
-        return {"adapters": float(sum(block.numel // model.hidden for block in model.blocks))}
-    return {
-        "adapters": float(adapter_parameters(model, finetune.rank)),
-        "frozen_bytes": {"plain": None, "nf4": QUANTIZED, "int8": 1.0}[finetune.base],
-    }
+        return float(sum(block.numel // model.hidden for block in model.blocks)), None
+    bytes_each = {"plain": None, "nf4": QUANTIZED, "int8": 1.0}
+    return float(adapter_parameters(model, finetune.rank)), bytes_each[finetune.base]
 
 
 def _stages_per_rank(layout: LayoutSpec) -> int:

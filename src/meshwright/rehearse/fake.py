@@ -12,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshwright.models import loss, moe
+from meshwright.parallel import pipeline
 from meshwright.spec.run import ResolvedRun
 
 
@@ -71,6 +72,17 @@ def even_routing(resolved: ResolvedRun) -> Iterator[None]:
         yield
     finally:
         moe.read_counts = original
+
+
+@contextlib.contextmanager
+def messages_gone() -> Iterator[None]:
+    """Let every message between stages have gone when the next one is sent, and its tensor be free."""
+    original = pipeline.has_gone
+    pipeline.has_gone = lambda work: True
+    try:
+        yield
+    finally:
+        pipeline.has_gone = original
 
 
 @contextlib.contextmanager

@@ -57,6 +57,10 @@ class Ledger(TorchDispatchMode):
         self._bytes: dict[int, int] = {}
         self._seen_peak = 0
 
+    def begin(self) -> None:
+        """Forget peak and operations so far, not what is allocated."""
+        self.peak, self.flops, self._seen_peak = 0, 0, 0
+
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors that exist already."""
         for tensor in tensors:

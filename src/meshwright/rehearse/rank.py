@@ -23,7 +23,7 @@ from meshwright.data.loader import Loader, Microbatch
 from meshwright.data.packing import ConcatenatedSamples
 from meshwright.parallel import Meshes, build_meshes
 from meshwright.parallel.traffic import Traffic
-from meshwright.rehearse.fake import FakeTensors, as_on_gpu, even_routing, fake_rank, propagation_unseen
+from meshwright.rehearse.fake import FakeTensors, as_on_gpu, even_routing, fake_rank, messages_gone, propagation_unseen
 from meshwright.rehearse.ledger import Ledger, Storages
 from meshwright.rehearse.shorten import Observed, continued, enough_microbatches, set_microbatches
 from meshwright.spec.run import ResolvedRun
@@ -52,6 +52,7 @@ def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool) -> dict[str
         with (
             propagation_unseen(),
             even_routing(resolved),
+            messages_gone(),
             FakeTensors(),
             as_on_gpu() if on_gpu else nullcontext(),
         ):
@@ -63,10 +64,11 @@ def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool) -> dict[str
             at_rest = ledger.by_kind()
             for step, count in enumerate(counts, start=1):
                 set_microbatches(passes, resolved, count)
-                traffic, before = Traffic(meshes), ledger.flops
+                traffic = Traffic(meshes)
+                ledger.begin()
                 with ledger, traffic:
                     trainer.train_step(step, _microbatches(trainer, count))
-                runs.append(Observed.of(traffic, ledger.flops - before))
+                runs.append(Observed.of(traffic, ledger.flops, ledger.peak))
         plan = _save_plan(saved, coordinator=rank == 0)
     whole = continued(runs, counts, resolved.accumulation)
     return {
@@ -74,7 +76,7 @@ def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool) -> dict[str
         "place": place,
         "parameters": sum(tensor.numel() for tensor in _local(trainer.parameters.values())),
         "at_rest": at_rest,
-        "peak": ledger.peak,
+        "peak": whole.peak,
         "peak_by_kind": ledger.peak_by_kind,
         "peak_phase": ledger.peak_phase,
         "flops": whole.flops,

@@ -19,21 +19,23 @@ MOST_TRIED = 64
 class Observed:
     """What one rank did in a step."""
 
-    flops: float
+    flops: int
+    peak: int
+    """Most bytes allocated at once: those of the batch itself grow with it."""
     traffic: dict[tuple[str, str], tuple[int, int]]
     """(kind, axis) -> calls, bytes."""
 
     @classmethod
-    def of(cls, traffic: Traffic, flops: int) -> "Observed":
+    def of(cls, traffic: Traffic, flops: int, peak: int) -> "Observed":
         """From the counters of a step."""
-        return cls(flops, {key: (count.calls, count.bytes) for key, count in traffic.counts.items()})
+        return cls(flops, peak, {key: (count.calls, count.bytes) for key, count in traffic.counts.items()})
 
 
 def enough_microbatches(resolved: ResolvedRun) -> tuple[int, ...]:
     """All of a step's microbatches; or, where these are many, two smaller numbers that show how it goes on.
 
     Without stages the first microbatch and the last one are special: 2 and 3. In a pipeline: the fewest with which all
-    ranks hold as many at once as in the whole step, and the next number that the schedule takes.
+    ranks hold as many at once as in the whole step, and then some: the next two numbers that the schedule takes.
     """
     many, layout = resolved.accumulation, resolved.run.layout
     if layout.pp == 1:
@@ -46,8 +48,9 @@ def enough_microbatches(resolved: ResolvedRun) -> tuple[int, ...]:
             continue
         if in_flight(schedule) == held:
             found.append(count)
-        if len(found) == 2:
-            return tuple(found) if sum(found) < many and _regular(found, many) else (many,)
+        if len(found) == 3:  # with the first, sending and receiving do not yet meet at the peak
+            few = found[1:]
+            return tuple(few) if sum(few) < many and _regular(few, many) else (many,)
     return (many,)
 
 
@@ -82,4 +85,4 @@ def continued(runs: Sequence[Observed], counts: Sequence[int], many: int) -> Obs
         key: (line(one.traffic.get(key, (0, 0))[0], calls), line(one.traffic.get(key, (0, 0))[1], size))
         for key, (calls, size) in two.traffic.items()
     }
-    return Observed(line(one.flops, two.flops), traffic)
+    return Observed(line(one.flops, two.flops), line(one.peak, two.peak), traffic)
