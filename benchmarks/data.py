@@ -2,6 +2,7 @@
 
     python benchmarks/data.py                 # a quarter of an hour on 2 quiet cores
     python benchmarks/data.py --quick         # proves that it runs
+    python benchmarks/data.py --only packing  # one part of it
 
 - prepare: .jsonl to tokens on disk, with the same tokenizer on the same file: ours, `datasets` (loading the file and
   `map` with as many processes, each with its own share of the time), and a loop as Megatron-LM's `preprocess_data.py`
@@ -60,8 +61,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         arguments.work = Path(folder)
         make_corpus(arguments.work, arguments.megabytes)
-        for measure in (prepare_table, memory_table, packing_table, loader_table):
-            parts.append(measure(arguments))
+        for name in arguments.only:
+            parts.append(TABLES[name](arguments))
             print(parts[-1], flush=True)
     if arguments.write:
         arguments.write.write_text("\n".join(parts))
@@ -75,6 +76,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--documents", type=int, default=1_000_000, help="documents to pack")
     parser.add_argument("--steps", type=int, default=40, help="steps of the demo to train")
+    parser.add_argument("--only", nargs="+", choices=TABLES, default=list(TABLES), help="parts to measure")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--trl", help="a folder of packages that holds trl")
     parser.add_argument("--folder", type=Path, help="where temporary files go")
@@ -188,7 +190,7 @@ def loader_table(arguments: argparse.Namespace) -> str:
     trained = [*command, "train", str(arguments.work / "demo.yaml"), *changes]
     subprocess.run(trained, check=True, stdout=subprocess.DEVNULL)
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    step = statistics.median(record["step_time"] for record in records if record["kind"] == "step")
+    step = statistics.median(record["step_time"] for record in records if record.get("step_time"))
     rows = []
     for packing in ("concatenated", "best_fit"):
         data = DataSpec(sequence_length=256, packing=packing, separate_documents=packing == "best_fit",
@@ -304,6 +306,8 @@ def pack_by_trl(arguments: argparse.Namespace) -> dict[str, Any]:
         found.append({"name": name, "fill": lengths.sum() / (len(packed) * LENGTHS), "seconds": seconds})
     return {"found": found}
 
+
+TABLES = {"prepare": prepare_table, "memory": memory_table, "packing": packing_table, "loader": loader_table}
 
 ENGINES = {
     "meshwright": prepare_ours,

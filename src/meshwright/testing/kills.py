@@ -98,11 +98,11 @@ def kill_once(root: Path, progress: Path, draw: random.Random, world_size: int) 
                 train_forever(root, progress, rank, world_size)
             finally:
                 os._exit(1)
-    in_start_up = draw.random() < 0.1
-    while not in_start_up and not progress.exists():
-        time.sleep(0.01)
-        assert os.waitpid(children[0], os.WNOHANG) == (0, 0), "rank 0 failed before it trained"
-    time.sleep(draw.uniform(0.0, 0.4))
+    in_start_up, saves = draw.random() < 0.1, draw.randrange(4)
+    while not in_start_up and len(saves_begun(progress)) < saves:  # however slow the machine is today
+        time.sleep(0.002)
+        assert os.waitpid(children[0], os.WNOHANG) == (0, 0), "rank 0 had failed before"
+    time.sleep(draw.uniform(0.0, 0.3 if in_start_up else 0.15))
     draw.shuffle(children)
     for number, child in enumerate(children):
         assert number or os.waitpid(child, os.WNOHANG) == (0, 0), "a rank had failed before"
@@ -110,7 +110,12 @@ def kill_once(root: Path, progress: Path, draw: random.Random, world_size: int) 
         time.sleep(draw.uniform(0.0, 0.05) if number < len(children) - 1 else 0)
     for child in children:
         os.waitpid(child, 0)
-    return [int(line) for line in progress.read_text().split()] if progress.exists() else []
+    return saves_begun(progress)
+
+
+def saves_begun(progress: Path) -> list[int]:
+    """At which steps, since the last start."""
+    return [int(line) for line in progress.read_text().splitlines()] if progress.exists() else []
 
 
 def storm(

@@ -16,7 +16,7 @@ def rewind(saver: Saver, result: StepResult) -> None:
     """
     trainer = saver.trainer
     step, passed_over, rewinds = trainer.step, trainer.passed_over, trainer.rewinds + 1
-    what = f"step {step}: loss {result.loss}, gradient norm {result.gnorm}"
+    what = f"step {step}: loss {result.loss:.4g}, gradient norm {result.gnorm:.4g}"
     most = trainer.resolved.run.guards.max_rewinds
     if rewinds > most:
         raise NonFiniteError(f"{what}, after {most} rewinds (guards.max_rewinds); lower training.optimizer.lr")
@@ -28,7 +28,5 @@ def rewind(saver: Saver, result: StepResult) -> None:
     restore(trainer, checkpoint)
     trainer.passed_over = passed_over + step - trainer.step
     trainer.rewinds = rewinds
-    saver.went_back(
-        f"{what}: back to {checkpoint.name}, passing over the {step - trainer.step} batches since "
-        f"(rewind {rewinds} of {most})"
-    )
+    batches = "batch" if step - trainer.step == 1 else f"{step - trainer.step} batches"
+    saver.went_back(f"{what}: back to {checkpoint.name}, passing over the {batches} since (rewind {rewinds} of {most})")

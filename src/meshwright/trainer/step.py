@@ -88,7 +88,7 @@ class TrainStep:
         policy = self.run.guards.spikes if spike else self.training.non_finite if not finite and not overflow else ""
         if policy == "raise":
             raise NonFiniteError(
-                f"step {step}: loss {loss}, gradient norm {gnorm}; the weights are those of step {step - 1}. "
+                f"step {step}: loss {loss:.4g}, gradient norm {gnorm:.4g}; the weights are those of step {step - 1}. "
                 "Lower training.optimizer.lr, or set training.non_finite=skip to leave such steps out (or =rewind)"
             )
         if self.scaler is not None:
