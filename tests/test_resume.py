@@ -87,7 +87,7 @@ def on_ranks(ranks: RankPool, function: Callable[..., Any], run: ResolvedRun, *a
     return ranks.run(run.run.layout.world_size, function, run, *args)
 
 
-def differences(run: ResolvedRun, root: Path, stops: Sequence[int]) -> list[str]:
+def differences(run: ResolvedRun, root: Path, stops: Sequence[int] = STOPS) -> list[str]:
     """Stop at these steps and continue on the same layout: what differs in any bit from not having stopped."""
     whole = uninterrupted(run, root)
     found = []
