@@ -12,6 +12,10 @@ from meshwright.checkpoint.manifest import checkpoint_name
 from meshwright.cli.main import main
 from meshwright.parallel.pipedream import Pipedream
 from meshwright.parallel.pipeline import Pass
+from meshwright.plan.blueprint import blueprint
+from meshwright.plan.engine import engine_job
+from meshwright.plan.memory import predict_memory
+from meshwright.plan.pipeline import bubble_share
 from meshwright.plan.stages import describe_pipeline
 from meshwright.spec.fit import find_misfits
 from meshwright.spec.layout import LayoutSpec
@@ -225,6 +229,17 @@ def test_verify_says_that_it_is_different_by_design(tmp_path: Path, capsys: pyte
 def test_what_check_says() -> None:
     said = describe_pipeline(tiny_run(layout_of(), accumulation=6))
     assert said.endswith("gradients are a step late, which is not the training of one process")
+
+
+def test_the_planner_counts_two_versions_and_no_bubble() -> None:
+    run = tiny_run(layout_of(), accumulation=6)
+    late, synchronous = (
+        predict_memory(engine_job(run.run, blueprint(run.model), global_batch=12, micro_batch=2, layout=layout))
+        for layout in (layout_of(), layout_of(schedule="1f1b"))
+    )
+    assert (late.weights, late.gradients) == (2 * synchronous.weights, 2 * synchronous.gradients)
+    assert late.optimizer == synchronous.optimizer > 0
+    assert (bubble_share("pipedream-2bw", 1), bubble_share("1f1b", 1)) == (0, 1)
 
 
 @pytest.mark.parametrize(

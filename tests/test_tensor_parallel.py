@@ -36,8 +36,7 @@ def kept(run: ResolvedRun) -> tuple[tuple[int, int, int], Shapes]:
     for name, parameter in trainer.parameters.items():
         moments = [state for key, state in trainer.optimizers.state_of(parameter).items() if key != "step"]
         assert parameter.grad is not None
-        for tensor in (parameter, parameter.grad):
-            assert torch.equal(part_like(whole(tensor), tensor), local(tensor))
+        assert torch.equal(part_like(whole(parameter), parameter), local(parameter))
         shapes[name] = [tuple(local(tensor).shape) for tensor in (parameter, parameter.grad, *moments)]
     return (pp, tp, shard), shapes
 
