@@ -1,5 +1,6 @@
 """Fine-tuning: table and module say the same, every layout computes what one process does, what is frozen stays."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,13 +9,15 @@ import torch
 from meshwright.families import finetuned_table
 from meshwright.finetune import apply_finetune
 from meshwright.models import build_model
+from meshwright.parallel.traffic import Traffic
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.recipe import dump_recipe, parse_spec
-from meshwright.spec.run import Run
-from meshwright.testing.equivalence import one_step
+from meshwright.spec.run import ResolvedRun, Run
+from meshwright.testing.equivalence import build_here, loader_for, one_step
 from meshwright.testing.layouts import EXPERT_PARALLEL, LAYOUTS
 from meshwright.testing.ranks import RankPool
+from meshwright.trainer.resolve import resolve_run
 from test_equivalence import alone, assert_equal
 from tiny import tiny_run
 
@@ -82,3 +85,29 @@ finetune: {method: lora, targets: [c_fc, "h.0.*"], ranks: {c_fc: 2}, alphas: {c_
     assert run.finetune.train == ("lm_head", "ln_f")
     with pytest.raises(ValueError, match="unknown key; did you mean 'targets'"):
         parse_spec(text.replace("targets", "target"), Run)
+
+
+def reduced_bytes(run: ResolvedRun) -> int:
+    """Bytes of all gradients that a step's reduce-scatters are given."""
+    trainer = build_here(run)
+    with loader_for(trainer) as loader, Traffic(trainer.meshes) as traffic:
+        trainer.train_step.gradients(loader.microbatches(0))
+    return sum(count.bytes for (kind, _), count in traffic.counts.items() if kind == "reduce-scatter")
+
+
+def test_gradients_of_frozen_parameters_are_not_sent(ranks: RankPool) -> None:
+    """Frozen and trained parameters share FSDP2's groups. What is sent is the trained ones' rows, padded so that each
+    rank has equally many: a row of every matrix at most."""
+    layout = LAYOUTS["zero-3"]
+    run = tiny_run(layout, finetune=METHODS["lora"])
+    sent = ranks.run(layout.world_size, reduced_bytes, run)[0]
+    rows = [row for row in finetuned_table(run.model, run.run.finetune) if row.trained]
+    padded = sum(-(-row.shape[0] // 4) * 4 * (row.numel // row.shape[0]) for row in rows)
+    assert sent == 8 * padded
+    assert sent < ranks.run(layout.world_size, reduced_bytes, tiny_run(layout))[0] / 2
+
+
+def test_a_rank_that_cannot_be_split_is_refused() -> None:
+    layout, finetune = LAYOUTS["zero-3-tp-wide"], {"method": "lora", "rank": 3, "targets": ["output"]}
+    with pytest.raises(ValueError, match=r"nearest legal finetune\.rank is 4"):
+        resolve_run(tiny_run(layout, finetune=finetune).run, base_dir=Path())

@@ -17,7 +17,7 @@ from meshwright.data.readers import read_documents, told_apart
 from meshwright.data.sources import SourceFile, find_files
 from meshwright.data.token_file import file_in_memory
 from meshwright.data.tokenizer import train_tokenizer
-from meshwright.families import active_parameters, parameter_table, pretrained_directory, resolve_model
+from meshwright.families import active_parameters, count_trained, parameter_table, pretrained_directory, resolve_model
 from meshwright.plan.stages import describe_pipeline
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.recipe import RecipeError, line_of
@@ -102,7 +102,7 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
     vocab = recipe.data.tokenizer_vocab
     model, resolved = findings.attempt(lambda: resolve_model(recipe.model, base_dir=base_dir, vocab=vocab)), None
     if model is not None:
-        facts["model"] = _model_facts(recipe, model)
+        facts["model"] = findings.attempt(lambda: _model_facts(recipe, model))
         resolved = findings.attempt(lambda: resolve_run(recipe, base_dir=base_dir))
         if resolved is not None:
             facts["batch"] = {
@@ -132,10 +132,12 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
 
 def _model_facts(recipe: Run, model: ModelSpec) -> dict[str, Any]:
     table = parameter_table(model)
+    trained, _ = count_trained(model, recipe.finetune)
     return {
         "name": recipe.model.name or model.family,
         "parameters": sum(row.numel for row in table),
         "active_parameters": active_parameters(model),
+        "trained_parameters": trained,
         "parameters_in_blocks": sum(row.numel for row in table if row.name.startswith("layers.")),
         **model.model_dump(mode="json"),
     }
@@ -197,6 +199,9 @@ def _report(facts: dict[str, Any]) -> Iterator[str]:
             f"({short(model['parameters_in_blocks'])} in blocks{active}); {model['num_layers']} layers, "
             f"width {model['hidden']}, {model['num_heads']} heads, vocabulary {model['vocab']}"
         )
+        if model["trained_parameters"] < model["parameters"]:
+            share = 100 * model["trained_parameters"] / model["parameters"]
+            yield f"finetune   {short(model['trained_parameters'])} parameters train, {share:.2g} % of the model's"
     if layout := facts.get("layout"):
         yield f"layout     {layout['strategy']}; processes: {layout['processes']}"
     if "pipeline" in facts:

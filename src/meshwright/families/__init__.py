@@ -1,7 +1,7 @@
 """The one place that knows which models exist: families, published sizes, parameter tables and Hugging Face's
 names for them, all without torch."""
 
-from meshwright.families.adapters import Adapter, find_adapters, finetuned_table
+from meshwright.families.adapters import Adapter, count_trained, find_adapters, finetuned_table
 from meshwright.families.hf_config import model_from_hf_config, model_to_hf_config
 from meshwright.families.hf_tensors import HfTensor, hf_tensors
 from meshwright.families.registry import FAMILIES, PRESETS
@@ -14,6 +14,7 @@ __all__ = [
     "Adapter",
     "HfTensor",
     "active_parameters",
+    "count_trained",
     "find_adapters",
     "finetuned_table",
     "hf_tensors",

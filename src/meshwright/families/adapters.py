@@ -18,6 +18,7 @@ from meshwright.families.quantized import quantized_rows
 from meshwright.families.split import TP_SPLITS
 from meshwright.families.table import parameter_table
 from meshwright.spec.finetune import FinetuneSpec, FullSpec, Ia3Spec, LoraSpec
+from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelSpec, Parameter
 from meshwright.spec.problems import did_you_mean
 
@@ -116,6 +117,26 @@ def find_adapters(model: ModelSpec, finetune: FinetuneSpec) -> tuple[Adapter, ..
     if isinstance(finetune, Ia3Spec):
         return tuple(Adapter(module=module, weight=weights[module]) for module in modules)
     return _lora(model, finetune, {module: weights[module] for module in modules})
+
+
+def adapter_misfit(table: Iterable[Parameter], layout: LayoutSpec) -> str | None:
+    """Why a layout cannot split a table's adapters, in a sentence that ends with what would work; None if it can."""
+    for row in table:
+        if row.adapter and row.dims[0] == "vocab" and row.shape[0] % layout.tp and row.shape[1] % layout.shard:
+            nearest = -(-row.shape[1] // layout.shard) * layout.shard
+            return (
+                f"finetune: a vocabulary of {row.shape[0]} cannot be split evenly over layout.tp={layout.tp} ranks, so "
+                f"ZeRO shards the columns of {row.name}, and {row.shape[1]} of them cannot be split evenly over "
+                f"{layout.shard} ranks; the nearest legal finetune.rank is {nearest}"
+            )
+    return None
+
+
+def count_trained(model: ModelSpec, finetune: FinetuneSpec | None) -> tuple[int, int]:
+    """(parameters that train, all parameters, adapters included); one that is kept in few bits counts as one."""
+    table = finetuned_table(model, finetune)
+    base = sum(row.numel for row in parameter_table(model))
+    return sum(row.numel for row in table if row.trained), base + sum(row.numel for row in table if row.adapter)
 
 
 def module_of(row: Parameter) -> str:

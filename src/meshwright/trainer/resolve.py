@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from meshwright.families import finetuned_table, resolve_model
+from meshwright.families.adapters import adapter_misfit
 from meshwright.families.quantized import split_misfit
 from meshwright.plan.blueprint import blueprint
 from meshwright.plan.engine import engine_job
@@ -44,8 +45,8 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
         )
     table = finetuned_table(model, run.finetune)
     misfits = find_misfits(run.layout, model, run.data.sequence_length)
-    if misfit := split_misfit(table, model, run.layout.tp):
-        misfits.append(misfit)
+    found = split_misfit(table, model, run.layout.tp), adapter_misfit(table, run.layout)
+    misfits += [misfit for misfit in found if misfit]
     if misfits:
         raise ValueError("; ".join(misfits))
     global_batch = sequences_per_step(run)

@@ -9,7 +9,7 @@ from meshwright.checkpoint.manifest import CheckpointError, list_checkpoints
 from meshwright.data.describe import describe_formats, describe_mixture
 from meshwright.data.mixture import training_samples
 from meshwright.data.prepare import Corpus, prepare_corpus
-from meshwright.families import pretrained_directory
+from meshwright.families import count_trained, pretrained_directory
 from meshwright.plan.stages import describe_pipeline
 from meshwright.spec.recipe import dump_recipe, load_spec
 from meshwright.spec.run import ResolvedRun, Run
@@ -139,8 +139,7 @@ def train_rank(resolved: ResolvedRun, worker: Worker, stop: StopRequest, *, resu
 def banner(trainer: Trainer, corpus: Corpus) -> str:
     """What is about to be trained, on what, split how."""
     resolved, run, model = trainer.resolved, trainer.resolved.run, trainer.resolved.model
-    weights = sum(parameter.numel for parameter in trainer.table)
-    trained = sum(parameter.numel for parameter in trainer.table if parameter.trained)
+    trained, weights = count_trained(model, run.finetune)
     share = "all" if trained == weights else f"{short(trained)} ({100 * trained / weights:.2g} %)"
     held_out = short(corpus.num_held_out) if corpus.held_out else "none"
     samples, num_samples = training_samples(corpus, run.data), resolved.global_batch * run.training.steps
