@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -15,10 +16,10 @@ from meshwright.data.prepare import prepare_corpus
 from meshwright.spec.run import Run
 from meshwright.trainer.metrics import read_journal
 from meshwright.trainer.run import train
-from test_launch import clean_environment
 
 SOLO = Path(__file__).parents[1] / "solo" / "train.py"
 STEPS = 8
+RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SIZES = {"hidden": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn": 64, "tied_embeddings": True}
 WORDS = "--width 48 --layers 2 --heads 4 --kv-heads 2 --inner 64 --length 32 --batch 8 --micro-batch 2 --warmup 3 --cpu"
 
@@ -29,7 +30,7 @@ def solo(folder: Path, *words: str, processes: int = 1) -> list[float]:
     done = subprocess.run(
         [sys.executable, *launcher, str(SOLO), *WORDS.split(), *words],
         cwd=folder,
-        env=clean_environment(),
+        env={key: value for key, value in os.environ.items() if key not in RANK},
         capture_output=True,
         text=True,
         timeout=240,
@@ -45,7 +46,13 @@ def modular(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[
     folder = tmp_path_factory.mktemp("solo")
     text = "".join(f"def f{i}(x):\n    return x * {i} + {i * i % 97}\n\n" for i in range(1500))
     (folder / "text.py").write_text(text)
-    run = Run.model_validate(
+    run = modular_run(folder)
+    train(run, base_dir=folder)
+    return folder, prepare_corpus(run.data, base_dir=folder).streams[0].train.path, losses_of(folder / "run")
+
+
+def modular_run(folder: Path, name: str = "run", **sections: Any) -> Run:
+    return Run.model_validate(
         {
             "model": {"family": "llama", **SIZES},
             "data": {"sources": ["text.py"], "sequence_length": 32, "tokenizer_vocab": 300,
@@ -53,12 +60,14 @@ def modular(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[
             "training": {"steps": STEPS, "global_batch": 8, "micro_batch": 4, "precision": "fp64",
                          "optimizer": {"lr": 3e-3}, "lr_schedule": {"warmup": 3}, "evaluation": {"batches": 0}},
             "device": "cpu",
-            "run_dir": str(folder / "run"),
+            "run_dir": str(folder / name),
+            **sections,
         }
     )  # fmt: skip
-    train(run, base_dir=folder)
-    losses = [r["loss"] for r in read_journal(folder / "run" / "metrics.jsonl") if r["kind"] == "step"]
-    return folder, prepare_corpus(run.data, base_dir=folder).streams[0].train.path, losses
+
+
+def losses_of(run_dir: Path) -> list[float]:
+    return [record["loss"] for record in read_journal(run_dir / "metrics.jsonl") if record["kind"] == "step"]
 
 
 @pytest.fixture
@@ -89,6 +98,23 @@ def test_the_same_losses_on_two_processes(modular: tuple[Path, Path, list[float]
     words = ("--tokens", str(tokens), "--vocab", "300", "--dtype", "float64", "--steps", str(STEPS))
     losses = solo(folder, *words, processes=2)
     assert losses == [pytest.approx(loss, abs=0.51e-4) for loss in (expected[0], expected[-1])]  # as printed
+
+
+def test_qlora_has_the_same_losses(
+    modular: tuple[Path, Path, list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float64 but for the adapters' first numbers, which two formulas round to fp32."""
+    folder, tokens, plain = modular
+    finetune = {"method": "qlora", "rank": 8, "alpha": 16, "double_quantization": False}
+    train(modular_run(folder, "qlora", finetune=finetune), base_dir=folder)
+    expected = losses_of(folder / "qlora")
+    monkeypatch.syspath_prepend(str(SOLO.parent))
+    qlora = importlib.import_module("finetune_qlora")
+    words = [*WORDS.split(), "--tokens", str(tokens), "--vocab", "300", "--dtype", "float64", "--lr", "3e-3"]
+    losses = qlora.main([*words, "--steps", str(STEPS), "--fresh", "--save", str(tmp_path / "adapters.pt")])
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert losses[0] - losses[-1] > 0.01  # something was learned
+    assert losses[0] != pytest.approx(plain[0], rel=1e-6)  # by a base that was rounded
 
 
 def test_it_continues_bit_for_bit(
