@@ -1,6 +1,7 @@
 """AdamW in eight bits: bitsandbytes' step to the bit, the same under every layout, continued from a checkpoint."""
 
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import torch
 
 from meshwright.models.init import draw_rows
 from meshwright.optim.adamw_8bit import AdamW8bit, block_size
+from meshwright.optim.paged_adamw import PagedAdamW
 from meshwright.optim.shards import local, part_like, whole
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import build_here
 from meshwright.testing.layouts import LAYOUTS
 from meshwright.testing.ranks import RankPool
+from meshwright.trainer.resolve import resolve_run
 from test_blockwise import portable_quantize_blockwise
 from test_resume import differences, on_ranks, resumed, tiny
 from tiny import tiny_run
@@ -94,3 +97,32 @@ def test_a_run_continues_bit_for_bit_from_every_step(ranks: RankPool, tmp_path: 
     assert not any(on_ranks(ranks, differences, run, tmp_path))
     [elsewhere] = resumed(tiny("single", optimizer=OPTIMIZER, width=WIDE, num_layers=1), tmp_path, [3])
     assert len(elsewhere.losses) == 2
+
+
+def test_paged_steps_are_those_of_adamw() -> None:
+    """On a CPU nothing is paged; the step is the same."""
+    generator = torch.Generator().manual_seed(0)
+    ours = torch.nn.Parameter(torch.randn(40, 30, generator=generator))
+    theirs = torch.nn.Parameter(ours.detach().clone())
+    constants: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    mine, reference = PagedAdamW([ours], **constants), torch.optim.AdamW([theirs], **constants)
+    for _ in range(5):
+        ours.grad = torch.randn(40, 30, generator=generator)
+        theirs.grad = ours.grad.clone()
+        mine.step()
+        reference.step()
+    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert mine.state[ours]["step"] == 5
+
+
+@pytest.mark.parametrize("layout", [LayoutSpec(), LayoutSpec(dp_shard=2)])
+def test_paging_is_refused_where_there_is_none(layout: LayoutSpec) -> None:
+    run = tiny_run(layout, optimizer={"name": "paged_adamw"}).run
+    with pytest.raises(ValueError, match="runs in one process on an NVIDIA GPU; adamw_8bit takes little"):
+        resolve_run(run, base_dir=Path())
+
+
+def test_paging_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
+    with pytest.raises(ValueError, match=r"meshwright\[qlora\]"):
+        PagedAdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3, betas=(0.9, 0.95), eps=1e-8)

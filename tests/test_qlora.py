@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright import train
+from meshwright.cli.main import main
 from meshwright.families import find_adapters, finetuned_table, parameter_table, resolve_model
 from meshwright.families.adapters import module_of
 from meshwright.finetune import apply_finetune
 from meshwright.models import build_model
 from meshwright.models.blockwise import as_bits, encode_int8, encode_nf4, encode_scales
+from meshwright.models.generate import Sampling
 from meshwright.models.init import draw_rows
 from meshwright.models.quantized import QuantizedLinear
 from meshwright.spec.finetune import LoraSpec
@@ -22,7 +25,9 @@ from meshwright.testing.equivalence import build_here, one_step, whole
 from meshwright.testing.layouts import DATA_PARALLEL, LAYOUTS
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer.resolve import resolve_run
+from meshwright.trainer.trained import continue_texts, open_trained
 from test_equivalence import alone, assert_equal
+from test_finetune_run import TEXT, recipe
 from tiny import tiny_run
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -181,3 +186,21 @@ def test_the_page_says_how_many_bytes_are_kept(name: str) -> None:
     gib = sum(row.numel * sizes[row.storage] for row in rows) / 2**30
     [line] = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} |")]
     assert line.split("|")[3:5] == [f" {kept / (3 * 512 * 512):.4f} ", f" {gib:.2f} "]
+
+
+def test_a_run_is_used_and_merged(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    train(recipe(tmp_path, "base"))
+    base = {"start_from": str(tmp_path / "base")}
+    train(recipe(tmp_path, "qlora", finetune={"method": "qlora", "rank": 4}, checkpoint=base))
+    adapted = open_trained(tmp_path / "qlora", device="cpu")
+    assert continue_texts(adapted, ["def add"], max_tokens=4, sampling=Sampling(temperature=0))
+    assert main(["export", str(tmp_path / "qlora"), "--hf", str(tmp_path / "merged"), "--merge"]) == 0
+    merged = open_trained(tmp_path / "merged", device="cpu", dtype="fp32").model
+    tokens_BT = torch.randint(adapted.spec.vocab, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert (merged(tokens_BT) - adapted.model(tokens_BT)).abs().max() < 1e-4
+    layer, plain = adapted.model.get_submodule("layers.0.attention.wq"), merged.get_submodule("layers.0.attention.wq")
+    assert isinstance(layer, QuantizedLinear)
+    decoded = plain.weight - layer.scale * layer.lora_b @ layer.lora_a  # type: ignore[operator]
+    assert torch.allclose(decoded, layer.weight, atol=1e-6)

@@ -191,7 +191,7 @@ BAD_VALUES = {
     ),
     "not a choice": (
         "training: {optimizer: {name: adam}}",
-        "run.yaml:2: training.optimizer.name: 'adam' is not allowed: must be 'adamw', 'adamw_8bit' or 'muon'; did you",
+        "run.yaml:2: training.optimizer.name: 'adam' is not allowed: must be 'adamw', 'adamw_8bit', 'paged_adamw' or",
     ),
     "gpu is not cpu": (
         "device: gpu",

@@ -8,6 +8,7 @@ import torch
 from meshwright.optim import adamw_8bit
 from meshwright.optim.adamw_8bit import AdamW8bit
 from meshwright.optim.muon import Muon
+from meshwright.optim.paged_adamw import PagedAdamW
 from meshwright.spec.model import Parameter
 from meshwright.spec.training import OptimizerSpec
 
@@ -74,6 +75,8 @@ def build_optimizers(
         constants: dict[str, Any] = {"lr": spec.lr, "betas": spec.betas, "eps": spec.eps}
         if spec.name == "adamw_8bit":
             optimizers.append(AdamW8bit(described, **constants))
+        elif spec.name == "paged_adamw":
+            optimizers.append(PagedAdamW(described, **constants))
         else:
             optimizers.append(torch.optim.AdamW(described, **constants, fused=True))
     if hidden:
@@ -87,6 +90,8 @@ def _fresh_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> d
         return {"momentum_buffer": torch.zeros_like(parameter)}
     if isinstance(optimizer, AdamW8bit):
         return adamw_8bit.fresh_state(parameter)
+    if isinstance(optimizer, PagedAdamW):
+        return optimizer.fresh_state(parameter)
     return {
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
         "exp_avg": torch.zeros_like(parameter),

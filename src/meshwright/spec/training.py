@@ -10,9 +10,10 @@ from meshwright.spec.base import Spec
 class OptimizerSpec(Spec):
     """The optimizer and its constants."""
 
-    name: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
-    """adamw (Loshchilov and Hutter, 2019); adamw_8bit, whose moments take a byte a number (Dettmers et al., 2022); or
-    muon (Jordan et al., 2024): hidden matrices by orthogonalised momentum, everything else, experts too, by AdamW."""
+    name: Literal["adamw", "adamw_8bit", "paged_adamw", "muon"] = "adamw"
+    """adamw (Loshchilov and Hutter, 2019); adamw_8bit, whose moments take a byte a number (Dettmers et al., 2022);
+    paged_adamw, whose moments leave a GPU that is full (bitsandbytes; one process on an NVIDIA GPU); or muon (Jordan et
+    al., 2024): hidden matrices by orthogonalised momentum, everything else, experts too, by AdamW."""
     lr: float = Field(default=3e-4, gt=0)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)

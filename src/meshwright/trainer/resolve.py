@@ -43,6 +43,12 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
             f"data.sequence_length={run.data.sequence_length} is longer than the model's {model.max_positions} "
             f"positions; use data.sequence_length={model.max_positions} or raise model.max_positions"
         )
+    pages = machine.kind == "cuda" and run.layout.world_size == 1 and run.layout.offload == "none"
+    if run.training.optimizer.name == "paged_adamw" and not pages:
+        raise ValueError(
+            "training.optimizer.name=paged_adamw runs in one process on an NVIDIA GPU; adamw_8bit takes little "
+            "memory anywhere, and layout.offload=cpu takes none of the GPU's"
+        )
     table = finetuned_table(model, run.finetune)
     misfits = find_misfits(run.layout, model, run.data.sequence_length)
     found = split_misfit(table, model, run.layout.tp), adapter_misfit(table, run.layout)

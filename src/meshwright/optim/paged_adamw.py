@@ -1,0 +1,65 @@
+"""The one place for AdamW whose moments the driver moves between GPU and host (Dettmers et al., "QLoRA", 2023)."""
+
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
+
+import torch
+
+SMALLEST_PAGED = 10**5
+"""Numbers below which a moment stays on the GPU."""
+
+
+class PagedAdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov and Hutter, 2019) in fp32 by bitsandbytes' kernel, its moments in CUDA's managed memory: what a
+    GPU has no room for at its peak is moved to the host, and back for the step."""
+
+    def __init__(
+        self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0
+    ) -> None:
+        """Raises `ValueError` where bitsandbytes is not installed."""
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        try:
+            self._functional = import_module("bitsandbytes.functional")
+        except ImportError as error:
+            raise ValueError("training.optimizer.name=paged_adamw needs: pip install 'meshwright[qlora]'") from error
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the driver moves pages beside the kernels
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state.update(self.fresh_state(parameter))
+        state["step"] += 1
+        moments = [state["exp_avg"], state["exp_avg_sq"]]
+        for moment in moments:
+            if getattr(moment, "is_paged", False):
+                self._functional.prefetch_tensor(moment)
+        (beta1, beta2), (first, second) = group["betas"], moments
+        self._functional.optimizer_update_32bit(
+            *("adam", parameter.grad, parameter, first, beta1, group["eps"], int(state["step"]), group["lr"]),
+            state2=second,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+        )
+
+    def fresh_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The state of a parameter before its first step: moments are zero."""
+
+        def zeros() -> torch.Tensor:
+            if parameter.device.type != "cuda" or parameter.numel() < SMALLEST_PAGED:
+                return torch.zeros_like(parameter)
+            paged = self._functional.get_paged(*parameter.shape, dtype=torch.float32, device=parameter.device)
+            self._functional.fill(paged, 0)
+            return paged
+
+        return {"step": torch.zeros((), dtype=torch.float32), "exp_avg": zeros(), "exp_avg_sq": zeros()}
