@@ -12,6 +12,7 @@ from meshwright.models.init import draw_rows
 from meshwright.optim.adamw_8bit import AdamW8bit, block_size
 from meshwright.optim.paged_adamw import PagedAdamW
 from meshwright.optim.shards import local, part_like, whole
+from meshwright.plan.engine import engine_stack
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import build_here
@@ -126,3 +127,10 @@ def test_paging_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
     with pytest.raises(ValueError, match=r"meshwright\[qlora\]"):
         PagedAdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+
+
+def test_the_planner_knows_what_moments_take() -> None:
+    trainer = build_here(tiny_run(LayoutSpec(), optimizer=OPTIMIZER, width=512, num_layers=1, precision="fp32"))
+    weight = trainer.parameters["layers.0.feed_forward.w1.weight"]
+    kept = weight.nbytes + sum(tensor.nbytes for tensor in trainer.optimizers.state_of(weight).values() if tensor.dim())
+    assert kept == engine_stack(trainer.resolved.run.training, alone=True).state_bytes * weight.numel()

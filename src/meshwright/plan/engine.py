@@ -16,6 +16,8 @@ from meshwright.spec.training import TrainingSpec
 
 STORED = {"fp64": 8.0}
 """Bytes of a stored weight, gradient or moment; 4 for every other precision."""
+MOMENT_BYTES = {"adamw_8bit": 2 * (1 + 4 / 256)}
+"""Of both moments of a parameter, by optimizer; two numbers as they are stored for every other one."""
 CPU_CONTEXT_BYTES = 0.45e9
 """A Python process with torch and gloo."""
 
@@ -85,7 +87,7 @@ def engine_stack(training: TrainingSpec, *, alone: bool, device: Literal["cpu", 
         fused=training.compile,
         gradient_bytes=stored,
         reduce_bytes=2.0 if low and training.reduce_dtype == "bf16" else stored,
-        state_bytes=stored * 3,
+        state_bytes=stored + MOMENT_BYTES.get(training.optimizer.name, stored * 2),
         # FSDP2 gathers a copy in the precision of computation; one process alone needs it in low precision only.
         weight_bytes=2.0 if low else 0.0 if alone else stored,
         context_bytes=MESHWRIGHT.context_bytes if device == "cuda" else CPU_CONTEXT_BYTES,
