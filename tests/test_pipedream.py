@@ -15,7 +15,7 @@ from meshwright.parallel.pipeline import Pass
 from meshwright.plan.blueprint import blueprint
 from meshwright.plan.engine import engine_job
 from meshwright.plan.memory import predict_memory
-from meshwright.plan.pipeline import bubble_share
+from meshwright.plan.pipeline import schedule_waiting
 from meshwright.plan.stages import describe_pipeline
 from meshwright.spec.fit import find_misfits
 from meshwright.spec.layout import LayoutSpec
@@ -239,7 +239,8 @@ def test_the_planner_counts_two_versions_and_no_bubble() -> None:
     )
     assert (late.weights, late.gradients) == (2 * synchronous.weights, 2 * synchronous.gradients)
     assert late.optimizer == synchronous.optimizer > 0
-    assert (bubble_share("pipedream-2bw", 1), bubble_share("1f1b", 1)) == (0, 1)
+    bubbles = [schedule_waiting(schedule, 2, 6, 1).share for schedule in ("pipedream-2bw", "1f1b")]
+    assert bubbles == [0, 1]
 
 
 @pytest.mark.parametrize(
