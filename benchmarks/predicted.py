@@ -42,6 +42,8 @@ from meshwright.trainer.setup import build_trainer
 RESULTS = Path(__file__).resolve().parent / "results"
 WARM, TIMED = 2, 4
 """Steps that are not timed, and steps of which the median is taken."""
+SECONDS = 0.3
+"""Spent on each measurement of the calibration."""
 PATIENCE = 300
 """Seconds after which a configuration counts as failed."""
 
@@ -156,7 +158,13 @@ def measure(resolved: ResolvedRun, kind: str) -> tuple[float, int]:
         pipes, processes = [], []
         for rank in range(world):
             here, there = context.Pipe()
-            arguments = (resolved, kind, Worker(rank, rank, world, world), f"file://{folder}/store", there)
+            arguments = (
+                resolved,
+                kind,
+                Worker(rank=rank, local_rank=rank, world_size=world, local_world_size=world),
+                f"file://{folder}/store",
+                there,
+            )
             processes.append(context.Process(target=_rank, args=arguments, daemon=True))
             processes[-1].start()
             there.close()
@@ -231,7 +239,7 @@ def compare(wanted: Iterable[Case], machine: Machine) -> list[Row]:
         resolved = resolved_run(case, machine)
         ranks = resolved.run.layout.world_size
         if ranks not in clusters:
-            clusters[ranks] = local_cluster(machine, ranks), calibrate(machine, ranks=ranks, seconds=0.5)
+            clusters[ranks] = local_cluster(machine, ranks), calibrate(machine, ranks=ranks, seconds=SECONDS)
         try:
             seconds, peak = measure(resolved, machine.kind)
         except RuntimeError as error:
