@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from conversations import chat_tokenizer, lines
 from meshwright import load_recipe, train
+from meshwright.cli.main import main
 from meshwright.data.packing import NO_LABEL, build_samples
 from meshwright.data.prepare import prepare_corpus
 from meshwright.models.preference import PreferenceLoss
@@ -128,7 +129,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_pairs_lie_side_by_side(folder):
+def test_pairs_lie_side_by_side(folder, capsys):
     data = load_recipe("run.yaml").data
     (stream,) = prepare_corpus(data, base_dir=folder).streams
     tokenizer = chat_tokenizer()
@@ -153,6 +154,8 @@ def test_pairs_lie_side_by_side(folder):
     )
     assert len(alone_) == pairs > len(together)
     assert sorted(np.concatenate(together.pairs)) == list(range(pairs))
+    assert main(["data", "audit", "run.yaml"]) == 0
+    assert "FAULT" not in capsys.readouterr().out
 
 
 def test_a_run_learns_what_is_preferred_and_goes_on(folder):
