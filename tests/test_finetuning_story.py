@@ -73,5 +73,5 @@ def test_samples_need_the_whole_model(tmp_path, monkeypatch):
     asked = ["training.samples={prompts: [a]}", "layout={dp_shard: 2}", "device=cpu"]
     with pytest.raises(ValueError, match=r"training\.samples needs the whole model in one process, .* 2"):
         train(load_recipe("run.yaml", asked))
-    with pytest.raises(ValueError, match=r"training\.samples\.max_tokens=2000 leaves no room for a prompt"):
-        train(load_recipe("run.yaml", [asked[0].replace("[a]", "[a], max_tokens: 2000"), "device=cpu"]))
+    with pytest.raises(ValueError, match=r"training\.samples\.max_tokens=1000000 leaves no room for a prompt"):
+        train(load_recipe("run.yaml", [asked[0].replace("[a]", "[a], max_tokens: 1000000"), "device=cpu"]))
