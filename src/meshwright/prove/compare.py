@@ -119,8 +119,9 @@ def _compare_step(
         room = tolerance.of_update(allowed, weight, facts["smallest_norm"])
         updates[name] = measure(shards.local(parameter), expected, room, rank)
     gradients, updates = worst_over_ranks(gradients), worst_over_ranks(updates)
-    for row in trainer.table:  # what no rank holds
-        gradients.setdefault(row.name, Difference(math.inf, allowed))
+    for row in trainer.table:
+        if row.trained:  # and no rank holds it
+            gradients.setdefault(row.name, Difference(math.inf, allowed))
     return StepComparison(
         step=step,
         loss=_number(loss, facts["loss"], tolerance),
