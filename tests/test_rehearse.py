@@ -41,6 +41,7 @@ def real(run: ResolvedRun) -> tuple[dict[str, int], Sent]:
     for tensor in trainer.parameters.values():
         kept["weights"] += _bytes(tensor)
         kept["optimizer"] += sum(_bytes(state) for state in trainer.optimizers.state_of(tensor).values())
+    kept["weights"] += sum(_bytes(p) for p in trainer.model.parameters() if not p.requires_grad)
     return kept, {key: (count.calls, count.bytes) for key, count in traffic.counts.items()}
 
 
@@ -66,11 +67,17 @@ def evenly(router: Router, scores_BTE: torch.Tensor) -> torch.Tensor:
     return (torch.arange(prod(chosen)) % scores_BTE.shape[-1]).view(chosen)
 
 
-@pytest.mark.parametrize("name", (DENSE + " " + SPARSE).split())
-def test_a_rehearsed_rank_is_as_a_real_one(ranks: RankPool, name: str) -> None:
+LORA = {"method": "lora", "rank": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "finetune"), [*((name, None) for name in (DENSE + " " + SPARSE).split()), ("hybrid-3-tp", LORA)]
+)
+def test_a_rehearsed_rank_is_as_a_real_one(ranks: RankPool, name: str, finetune: dict[str, Any] | None) -> None:
     layout = (LAYOUTS | EXPERT_PARALLEL)[name]
     family = "qwen3_moe" if name in EXPERT_PARALLEL else "llama"
-    run = tiny_run(layout, family=family, precision="bf16", accumulation=GLOBAL_BATCH // layout.data_parallel)
+    accumulation = GLOBAL_BATCH // layout.data_parallel
+    run = tiny_run(layout, family=family, precision="bf16", accumulation=accumulation, finetune=finetune)
     outcomes = ranks.run(layout.world_size, real, run)
     last, apart = layout.world_size - 1, RankPool()  # a process can be one rank only
     try:

@@ -6,16 +6,23 @@ an addition are two operations; the backward pass is twice the forward pass. Att
 kernel may skip half of it; recomputation, norms, activations, the embedding's look-up and the optimizer do not count.
 """
 
+from collections.abc import Iterator
+
+from meshwright.families.adapters import finetuned_table
 from meshwright.families.table import active_numel, parameter_table
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.finetune import FinetuneSpec
+from meshwright.spec.model import ModelSpec, Parameter
 
 
 def matmul_parameters(spec: ModelSpec) -> int:
     """Parameters that every token is multiplied by: all matrices and the head, tied or not, without embeddings and
     without the experts that it is not sent to."""
+    return sum(active_numel(spec, row) for row in _matrices(spec))
+
+
+def _matrices(spec: ModelSpec) -> Iterator[Parameter]:
     looked_up = {"pos_embeddings.weight"} | (set() if spec.tied_embeddings else {"tok_embeddings.weight"})
-    matrices = (row for row in parameter_table(spec) if len(row.shape) >= 2 and row.name not in looked_up)
-    return sum(active_numel(spec, row) for row in matrices)
+    return (row for row in parameter_table(spec) if len(row.shape) >= 2 and row.name not in looked_up)
 
 
 def attention_flops_per_token(spec: ModelSpec, sequence_length: int) -> int:
@@ -30,6 +37,16 @@ def forward_flops_per_token(spec: ModelSpec, sequence_length: int) -> int:
     return 2 * matmul_parameters(spec) + attention_flops_per_token(spec, sequence_length)
 
 
-def flops_per_token(spec: ModelSpec, sequence_length: int) -> int:
-    """Operations of training, forward and backward, for one token of a sequence of `sequence_length` tokens."""
-    return 3 * forward_flops_per_token(spec, sequence_length)
+def flops_per_token(spec: ModelSpec, sequence_length: int, finetune: FinetuneSpec | None = None) -> int:
+    """Operations of training, forward and backward, for one token of a sequence of `sequence_length` tokens.
+
+    A matrix that does not train has no gradient to be computed, so it counts 4 operations a parameter instead of 6.
+    """
+    whole = 3 * forward_flops_per_token(spec, sequence_length)
+    if finetune is None:
+        return whole
+    table = finetuned_table(spec, finetune)
+    trained = {row.name for row in table if row.trained}
+    frozen = sum(active_numel(spec, row) for row in _matrices(spec) if row.name not in trained)
+    adapters = sum(row.numel for row in table if row.adapter and len(row.shape) == 2)
+    return whole - 2 * frozen + 6 * adapters

@@ -61,6 +61,7 @@ def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool) -> dict[str
             lasting = _storages(trainer)
             ledger = Ledger(lambda: lasting | _passing_storages(trainer))
             ledger.watch(_local(tensor for name, tensor in saved.items() if name.startswith(("model.", "optimizer."))))
+            ledger.watch(_local(_frozen(trainer)))
             at_rest = ledger.by_kind()
             for step, count in enumerate(counts, start=1):
                 set_microbatches(passes, resolved, count)
@@ -74,7 +75,7 @@ def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool) -> dict[str
     return {
         "rank": rank,
         "place": place,
-        "parameters": sum(tensor.numel() for tensor in _local(trainer.parameters.values())),
+        "parameters": sum(tensor.numel() for tensor in _local([*trainer.parameters.values(), *_frozen(trainer)])),
         "at_rest": at_rest,
         "peak": whole.peak,
         "peak_by_kind": ledger.peak_by_kind,
@@ -117,7 +118,12 @@ def _storages(trainer: Trainer) -> Storages:
     """The storages that last from step to step."""
     stored = list(trainer.parameters.values())
     states = (state for tensor in stored for state in trainer.optimizers.state_of(tensor).values())
-    return _named("optimizer", states) | _named("weights", stored)
+    return _named("optimizer", states) | _named("weights", [*stored, *_frozen(trainer)])
+
+
+def _frozen(trainer: Trainer) -> list[torch.Tensor]:
+    """What fine-tuning does not train."""
+    return [parameter for parameter in trainer.model.parameters() if not parameter.requires_grad]
 
 
 def _passing_storages(trainer: Trainer) -> Storages:

@@ -36,7 +36,9 @@ def train_loop(
     resolved, training, guards = trainer.resolved, trainer.resolved.run.training, trainer.resolved.run.guards
     clock = StepClock(
         ranks=trainer.worker.world_size,
-        flops_per_token=flops_per_token(resolved.model, round(mean_context(corpus, resolved.run.data))),
+        flops_per_token=flops_per_token(
+            resolved.model, round(mean_context(corpus, resolved.run.data)), resolved.run.finetune
+        ),
         peak_flops=trainer.peak[0],
         steps=training.steps,
     )
