@@ -9,6 +9,7 @@ from meshwright.data.mixture import held_out_samples, mean_context, training_sam
 from meshwright.data.packing import Samples
 from meshwright.data.prepare import Corpus
 from meshwright.plan.flops import flops_per_token
+from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.agreement import largest
 from meshwright.trainer.device import peak_memory_bytes, synchronise
 from meshwright.trainer.display import Display, short
@@ -36,9 +37,7 @@ def train_loop(
     resolved, training, guards = trainer.resolved, trainer.resolved.run.training, trainer.resolved.run.guards
     clock = StepClock(
         ranks=trainer.worker.world_size,
-        flops_per_token=flops_per_token(
-            resolved.model, round(mean_context(corpus, resolved.run.data)), resolved.run.finetune
-        ),
+        flops_per_token=_flops_per_token(resolved, corpus),
         peak_flops=trainer.peak[0],
         steps=training.steps,
     )
@@ -87,6 +86,11 @@ def train_loop(
         watchdog.enter("saving", patient=True)
         saver.finish(patient=not signal)
     return signal
+
+
+def _flops_per_token(resolved: ResolvedRun, corpus: Corpus) -> int:
+    length = round(mean_context(corpus, resolved.run.data))
+    return flops_per_token(resolved.model, length, resolved.run.finetune)
 
 
 def _watchdog(trainer: Trainer) -> Watchdog:
