@@ -1,4 +1,4 @@
-"""Meshwright trains language models with any parallel strategy from one recipe.
+"""Meshwright trains and fine-tunes language models with any parallel strategy from one recipe.
 
 From Python, in five lines::
 
