@@ -141,16 +141,13 @@ class _CausalAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grad_outputs):
         q_BHTK, k_BGTK, v_BGTK, *kept = ctx.saved_tensors
-        tensors = (q_BHTK, k_BGTK, v_BGTK, *grad_outputs)
-        if ctx.short:
-            blocks = reversed(kept)
-            chunks = ((*chunk, lambda *_: next(blocks)) for chunk in reversed(_chunks(k_BGTK.shape[1], *tensors)))
-        else:
-            chunks = (
-                (q, k, v, grad, functools.partial(_probabilities, q, k, logsumexp))
-                for q, k, v, grad, logsumexp in reversed(_chunks(k_BGTK.shape[1], *tensors, *kept))
-            )
-        grads = zip(*reversed([_attention_backward(*chunk) for chunk in chunks]), strict=True)
+        chunks = _chunks(k_BGTK.shape[1], q_BHTK, k_BGTK, v_BGTK, *grad_outputs, *(() if ctx.short else kept))
+        blocks, grads = reversed(kept), []
+        for q_CRTK, k_C1TK, v_C1TK, grad_CRTK, *logsumexp_CRT in reversed(chunks):
+            again = functools.partial(_probabilities, q_CRTK, k_C1TK, *logsumexp_CRT)
+            probabilities = (lambda *_: next(blocks)) if ctx.short else again
+            grads.append(_attention_backward(q_CRTK, k_C1TK, v_C1TK, grad_CRTK, probabilities))
+        grads = zip(*reversed(grads), strict=True)
         shapes = q_BHTK.shape, k_BGTK.shape, v_BGTK.shape
         return tuple(torch.cat(grad).view(shape) for grad, shape in zip(grads, shapes, strict=True))
 
