@@ -17,6 +17,8 @@ from meshwright.families import resolve_model
 from meshwright.prove.reference import trace_reference, train_reference
 from meshwright.prove.shrink import shrink
 from meshwright.prove.verify import Proof, for_proof, prove_rank
+from meshwright.spec.checkpoint import CheckpointSpec
+from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.fit import find_misfits
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
@@ -288,6 +290,15 @@ def test_what_is_shrunk_still_fits(fields: ModelFields, layout: dict[str, Any], 
     assert small.accumulation == (2 if degrees.pp == 1 else degrees.pp)
     assert small.model.num_layers == max(2, degrees.pp)
     assert small.global_batch == small.micro_batch * small.accumulation * small.run.layout.data_parallel
+
+
+def test_what_is_shrunk_starts_from_no_file() -> None:
+    run = tiny_run(LayoutSpec())
+    start = {"finetune": LoraSpec(method="lora", start_from="adapter"), "checkpoint": CheckpointSpec(start_from="base")}
+    small = shrink(run.model_copy(update={"run": run.run.model_copy(update=start)})).run
+    assert small.checkpoint.start_from is None
+    assert isinstance(small.finetune, LoraSpec)
+    assert small.finetune.start_from is None
 
 
 def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.spec.actions import ScheduleError
+from meshwright.spec.finetune import FullSpec
 from meshwright.spec.fit import find_misfits
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import ResolvedRun
@@ -19,7 +20,7 @@ HEAD_DIM, HIDDEN, FFN, LENGTH, VOCAB, EXPERTS = 8, 32, 48, 32, 96, 4
 
 
 def shrink(resolved: ResolvedRun) -> ResolvedRun:
-    """The run with a small model and batch, and random weights.
+    """The run with a small model and batch, and random weights, adapters' included: no file has any of its shapes.
 
     Raises `ValueError` where no small model fits the layout, though the large one does.
     """
@@ -35,8 +36,11 @@ def shrink(resolved: ResolvedRun) -> ResolvedRun:
         update={
             "data": run.data.model_copy(update={"sequence_length": length}),
             "model": run.model.model_copy(update={"weights": "random"}),
+            "checkpoint": run.checkpoint.model_copy(update={"start_from": None}),
         }
     )
+    if run.finetune is not None and not isinstance(run.finetune, FullSpec):
+        run = run.model_copy(update={"finetune": run.finetune.model_copy(update={"start_from": None})})
     micro_batch, accumulation = min(resolved.micro_batch, 2), _accumulation(resolved)
     return resolved.model_copy(
         update={
