@@ -18,7 +18,10 @@ from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import build_here, loader_for, whole
 from meshwright.testing.layouts import LAYOUTS
 from meshwright.testing.ranks import RankPool
+from meshwright.trainer import run as run_module
+from meshwright.trainer.run import read_resolved
 from meshwright.trainer.state import restore, state_tensors, state_values
+from meshwright.trainer.status import MISUSE, TrainingFailed
 from meshwright.trainer.trained import continue_texts, export_adapter, export_trained, open_trained
 from tiny import tiny_run
 
@@ -51,6 +54,33 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train(recipe(folder, "base"))
     train(recipe(folder, "lora", finetune=LORA, checkpoint={"start_from": str(folder / "base")}))
     return folder
+
+
+def test_a_refused_continuation_leaves_the_run_as_it_was(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks: refused before they start, or, where they choose the checkpoint themselves, by them."""
+    names = ("recipe.yaml", "resolved.yaml")
+    before = [(runs / "lora" / name).read_bytes() for name in names]
+    seen: list[ResolvedRun] = []
+
+    def start(run: Run, nodes: Any, arguments: list[str], *_: Any, **__: Any) -> int:
+        seen.append(read_resolved(Path(arguments[1])))
+        return MISUSE
+
+    monkeypatch.setattr(run_module, "start_workers", start)
+    two: dict[str, Any] = {"layout": {"dp_shard": 2}, "checkpoint": base_of(runs)}
+    changes = {
+        r"lora_a has shape \(4, 32\), but this run's is \(8, 32\)": {"finetune": LORA | {"rank": 8}},
+        "holds model.norm.weight, which this run does not train": {"finetune": LORA | {"train": []}},
+        "holds adapters of .*, but this run trains a whole model": {},
+    }
+    for message, change in changes.items():
+        with pytest.raises(CheckpointError, match=message):
+            train(recipe(runs, "lora", **two, **change), resume=True)
+    assert not seen
+    with pytest.raises(TrainingFailed):
+        train(recipe(runs, "lora", **two, finetune=LORA | {"rank": 8}), resume="auto")
+    assert [run.run.layout.dp_shard for run in seen] == [2]
+    assert [(runs / "lora" / name).read_bytes() for name in names] == before
 
 
 def weights_of(path: Path) -> dict[str, torch.Tensor]:

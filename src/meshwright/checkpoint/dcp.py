@@ -89,17 +89,7 @@ def load_tensors(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
     """
     reader = SafeReader(checkpoint)
     metadata = reader.read_metadata()
-    for name, tensor in tensors.items():
-        entry = metadata.state_dict_metadata.get(name)
-        if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(
-                f"{checkpoint}: holds no {name}; it was saved by a run with another model or optimizer"
-            )
-        if tuple(entry.size) != tuple(tensor.shape):
-            raise CheckpointError(
-                f"{checkpoint}: {name} has shape {tuple(entry.size)}, but this run's is {tuple(tensor.shape)}; "
-                "continue with the model that was saved"
-            )
+    _check_shapes(checkpoint, metadata, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     planner.set_up_planner(dict(tensors), metadata)
     reader.set_up_storage_reader(metadata, is_coordinator=rank() == 0)
@@ -108,6 +98,25 @@ def load_tensors(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
         reader.read_data(plan, planner).wait()
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         raise CheckpointError(f"{checkpoint}: cannot be read ({type(error).__name__}: {error})") from error
+
+
+def check_shapes(checkpoint: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raise `CheckpointError` where `load_tensors` would, for a tensor that is missing or of another shape."""
+    _check_shapes(checkpoint, SafeReader(checkpoint).read_metadata(), shapes)
+
+
+def _check_shapes(checkpoint: Path, metadata: Metadata, shapes: dict[str, tuple[int, ...]]) -> None:
+    for name, shape in shapes.items():
+        entry = metadata.state_dict_metadata.get(name)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(
+                f"{checkpoint}: holds no {name}; it was saved by a run with another model or optimizer"
+            )
+        if tuple(entry.size) != shape:
+            raise CheckpointError(
+                f"{checkpoint}: {name} has shape {tuple(entry.size)}, but this run's is {shape}; "
+                "continue with the model that was saved"
+            )
 
 
 def held_tensors(checkpoint: Path) -> set[str]:

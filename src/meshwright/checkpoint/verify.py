@@ -27,6 +27,16 @@ def verify_checkpoint(checkpoint: Path) -> dict[str, Any]:
     return json.loads((checkpoint / TRAINER).read_text())
 
 
+def read_values(checkpoint: Path) -> dict[str, Any]:
+    """The value in `trainer.json`, once that and the index are as they were saved; no tensor is read.
+
+    Raises `CheckpointError` as `verify_checkpoint`. Each rank by itself.
+    """
+    if problem := _problem(checkpoint, 0, 1, only=(METADATA, TRAINER)):
+        raise CheckpointError(f"{problem}; {_offer(checkpoint)}")
+    return json.loads((checkpoint / TRAINER).read_text())
+
+
 def newest_good_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint without a fault, if there is one, and what is wrong with those after it. Collective."""
     faults: list[str] = []
@@ -38,12 +48,13 @@ def newest_good_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
     return None, faults
 
 
-def _problem(checkpoint: Path, part: int, parts: int) -> str | None:
-    """What is wrong with the checkpoint, every `parts`-th file from `part` on being read; None if nothing is."""
+def _problem(checkpoint: Path, part: int, parts: int, *, only: tuple[str, ...] = ()) -> str | None:
+    """What is wrong with the checkpoint, every `parts`-th file from `part` on being read, or `only` those; None if
+    nothing is."""
     try:
         manifest = read_manifest(checkpoint)
         verify_no_foreign_files(checkpoint, manifest)
-        names = sorted(manifest["files"])[part::parts]
+        names = [name for name in sorted(manifest["files"])[part::parts] if not only or name in only]
         verify_files(checkpoint, {name: manifest["files"][name] for name in names})
         for needed in (METADATA, TRAINER):
             if needed not in manifest["files"]:

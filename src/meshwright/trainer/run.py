@@ -1,6 +1,8 @@
 """The one place where a recipe becomes a finished run: prepare, start the ranks, train, report."""
 
+import json
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,14 +32,14 @@ from meshwright.trainer.setup import (
     write_json,
 )
 from meshwright.trainer.signals import StopRequest, end_with, signal_name
-from meshwright.trainer.state import AUTO, NEWEST, begin, choose_checkpoint
+from meshwright.trainer.state import AUTO, NEWEST, begin, check_continues, choose_checkpoint
 from meshwright.trainer.status import STOPPED, RunError, TrainingFailed, TrainingStopped
 from meshwright.trainer.trackers import open_trackers, require_trackers
 from meshwright.trainer.weights import starting_checkpoint
 
-RESOLVED = "resolved.yaml"
+RESOLVED, PLAN = "resolved.yaml", "plan.json"
 TOKENIZER = "tokenizer"
-"""Names in a run directory: the run with nothing left open, and the folder of its tokenizer."""
+"""Names in a run directory: the run with nothing left open, what the planner said, and the tokenizer's folder."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,15 @@ def _train(run: Run, base_dir: Path, worker: Worker | None, resume: str | None, 
     check_samples(resolved)
     if run.checkpoint.start_from:
         starting_checkpoint(resolved)
+    if worker is None and resume and resume != AUTO:
+        check_continues(resolved, run_dir / "checkpoints", resume)
     if worker is None and (resolved.run.layout.world_size > 1 or find_nodes().count > 1):
         corpus_of(resolved, progress=_show_progress)  # once, and mistakes are told before any process starts
-        write_run_files(resolved, run_dir)
-        arguments = ["--resolved", str(run_dir / RESOLVED), *(["--resume", resume] if resume else [])]
-        return start_workers(resolved.run, find_nodes(), arguments, stop, restarts=run.guards.restarts)
+        # The run directory's own files are written once the ranks have begun: a refused run leaves it untouched.
+        with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+            write_run_files(resolved, Path(folder))
+            arguments = ["--resolved", str(Path(folder) / RESOLVED), *(["--resume", resume] if resume else [])]
+            return start_workers(resolved.run, find_nodes(), arguments, stop, restarts=run.guards.restarts)
     return STOPPED if train_rank(resolved, worker or Worker(), stop, resume=resume) else 0
 
 
@@ -183,12 +189,13 @@ def write_run_files(resolved: ResolvedRun, run_dir: Path) -> None:
     (run_dir / "recipe.yaml").write_text(dump_recipe(resolved.asked or resolved.run))
     (run_dir / RESOLVED).write_text(dump_recipe(resolved.model_copy(update={"plan": None}), expanded=True))
     if resolved.plan is not None:
-        write_json(run_dir / "plan.json", resolved.plan)
+        write_json(run_dir / PLAN, resolved.plan)
 
 
 def read_resolved(path: Path) -> ResolvedRun:
-    """A `resolved.yaml` as a value again."""
-    return load_spec(path, ResolvedRun)
+    """A `resolved.yaml` as a value again, with the `plan.json` beside it."""
+    resolved, plan = load_spec(path, ResolvedRun), path.with_name(PLAN)
+    return resolved.model_copy(update={"plan": json.loads(plan.read_text())}) if plan.is_file() else resolved
 
 
 def read_result(run_dir: Path) -> TrainResult:

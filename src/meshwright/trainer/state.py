@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.dcp import held_tensors, load_tensors
+from meshwright.checkpoint.dcp import check_shapes, held_tensors, load_tensors
 from meshwright.checkpoint.manifest import (
     CheckpointError,
     checkpoint_name,
@@ -14,12 +14,14 @@ from meshwright.checkpoint.manifest import (
     list_checkpoints,
 )
 from meshwright.checkpoint.retention import HELD_OUT_LOSS
-from meshwright.checkpoint.verify import newest_good_checkpoint, verify_checkpoint
+from meshwright.checkpoint.verify import newest_good_checkpoint, read_values, verify_checkpoint
+from meshwright.families import finetuned_table
 from meshwright.optim.schedule import lr_factor
 from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.run import ResolvedRun
 from meshwright.spec.training import LrScheduleSpec
 from meshwright.trainer.setup import Trainer
-from meshwright.trainer.weights import check_base, starting_checkpoint
+from meshwright.trainer.weights import base_of, check_base, starting_checkpoint
 
 NEWEST, AUTO = "newest", "auto"
 """What a run can be told to continue from, besides a checkpoint's name: the newest checkpoint, which must be there and
@@ -56,7 +58,7 @@ def state_values(trainer: Trainer, *, held_out_loss: float | None = None) -> dic
         HELD_OUT_LOSS: held_out_loss,
         "layout": trainer.resolved.run.layout.model_dump(),
         "base": trainer.base,
-        **_fixed(trainer),
+        **_fixed(trainer.resolved),
         "settings": _settings(trainer),
     }
 
@@ -99,6 +101,17 @@ def choose_checkpoint(root: Path, which: str) -> tuple[Path | None, list[str]]:
     return root / name, []
 
 
+def check_continues(resolved: ResolvedRun, root: Path, which: str) -> None:
+    """Raise `CheckpointError`, before any process starts, where the checkpoint `which` is of a run that differs from
+    this one in base, data or the tensors that train. Reads no tensor."""
+    checkpoint, _ = choose_checkpoint(root, which)
+    assert checkpoint is not None  # only AUTO may find none
+    saved = read_values(checkpoint)
+    check_base(checkpoint, saved, base_of(resolved))
+    _check_fixed(checkpoint, saved, resolved)
+    _check_trained(checkpoint, resolved)
+
+
 def restore(trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
     """Continue from `checkpoint`; returns what was saved beside the tensors. Collective.
 
@@ -106,12 +119,8 @@ def restore(trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
     """
     saved = verify_checkpoint(checkpoint)
     check_base(checkpoint, saved, trainer.base)
-    for field, value in _fixed(trainer).items():
-        if saved[field] != value:
-            raise CheckpointError(
-                f"{checkpoint}: was trained with {field}={saved[field]}, this run says {value}; "
-                f"continue with {saved[field]}, so that every sample is still seen once"
-            )
+    _check_fixed(checkpoint, saved, trainer.resolved)
+    _check_trained(checkpoint, trainer.resolved)
     tensors = state_tensors(trainer)
     random = _random_state(trainer)
     if not _same_ranks(trainer, saved) or not random.keys() <= held_tensors(checkpoint):
@@ -184,12 +193,35 @@ def _lr_change(trainer: Trainer, before: dict[str, Any]) -> str:
     return f" (learning rate of step {step}: {new:.3g} instead of {old:.3g})" if old != new else ""
 
 
-def _fixed(trainer: Trainer) -> dict[str, Any]:
+def _check_trained(checkpoint: Path, resolved: ResolvedRun) -> None:
+    """Raise where the tensors that train are not those that were trained."""
+    table = finetuned_table(resolved.model, resolved.run.finetune)
+    trained = {f"model.{row.name}": row.shape for row in table if row.trained}
+    check_shapes(checkpoint, trained)
+    held = held_tensors(checkpoint)
+    for name in sorted(held - trained.keys()):
+        state = f"optimizer.{name.removeprefix('model.')}."
+        if name.startswith("model.") and any(other.startswith(state) for other in held):
+            raise CheckpointError(
+                f"{checkpoint}: holds {name}, which this run does not train; continue with the model that was saved"
+            )
+
+
+def _check_fixed(checkpoint: Path, saved: dict[str, Any], resolved: ResolvedRun) -> None:
+    for field, value in _fixed(resolved).items():
+        if saved[field] != value:
+            raise CheckpointError(
+                f"{checkpoint}: was trained with {field}={saved[field]}, this run says {value}; "
+                f"continue with {saved[field]}, so that every sample is still seen once"
+            )
+
+
+def _fixed(resolved: ResolvedRun) -> dict[str, Any]:
     """What must not change between a run and its continuation for the data's order to continue."""
-    run = trainer.resolved.run
+    run = resolved.run
     return {
         "training.seed": run.training.seed,
-        "training.global_batch": trainer.resolved.global_batch,
+        "training.global_batch": resolved.global_batch,
         "data.sequence_length": run.data.sequence_length,
         "data.packing": run.data.packing,
         "data.separate_documents": run.data.separate_documents,
