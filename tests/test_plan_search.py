@@ -14,13 +14,18 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.families import PRESETS, resolve_model
 from meshwright.plan.blueprint import Block, Blueprint, Matrix, blueprint
-from meshwright.plan.engine import engine_layout, runs_today
+from meshwright.plan.engine import engine_layout, layout_check, runs_today
 from meshwright.plan.explain import bandwidth, relief, why_not
 from meshwright.plan.hardware import device_cluster, resolve_cluster
 from meshwright.plan.job import Job
+from meshwright.plan.machine import Machine
 from meshwright.plan.search import Limits, divisors, evaluate, family_name, layouts, search
 from meshwright.spec.cluster import CollectiveCost, Measured
+from meshwright.spec.data import DataSpec
+from meshwright.spec.model import ModelFields
 from meshwright.spec.recipe import load_recipe
+from meshwright.spec.run import Run
+from meshwright.trainer.planning import plan_recipe, planned_run
 from meshwright.trainer.resolve import resolve_run
 
 RECIPE = """\
@@ -142,11 +147,12 @@ def test_a_slow_network_is_told_how_slow() -> None:
 def test_what_the_engine_cannot_run_is_said() -> None:
     spec = resolve_model(PRESETS["llama-3-8b"], base_dir=Path())
     job = Job(model=blueprint(spec), sequence=8192, global_batch=128, micro_batch=1, dp_shard=8, zero=3)
-    assert engine_layout(job, spec).dp_shard == 8
-    assert runs_today(replace(job, dp_shard=4, tp=2), spec)
-    assert not runs_today(replace(job, dp_shard=1, tp=64, zero=0), spec)
+    check = layout_check(Run(model=ModelFields(name="llama-3-8b"), data=DataSpec(sequence_length=8192)), spec)
+    assert engine_layout(job, check).dp_shard == 8
+    assert runs_today(replace(job, dp_shard=4, tp=2), check)
+    assert not runs_today(replace(job, dp_shard=1, tp=64, zero=0), check)
     with pytest.raises(ValueError, match="32 query heads cannot be split evenly over 64 ranks"):
-        engine_layout(replace(job, dp_shard=1, tp=64, zero=0), spec)
+        engine_layout(replace(job, dp_shard=1, tp=64, zero=0), check)
 
 
 def test_a_plan_for_people(recipe: Path, capsys: pytest.CaptureFixture) -> None:
@@ -241,3 +247,28 @@ def test_the_page_is_whole_and_loads_nothing(recipe: Path, capsys: pytest.Captur
     assert not re.search(r"(src|href|url)\s*[=(]", text)
     assert len(drawing.findall(".//circle")) > 3
     assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "finetune={method: qlora}",
+        "finetune={method: qlora, double_quantization: false}",
+        "finetune={method: qlora, base: int8}",
+        "finetune={method: lora, targets: [wq, output], rank: 3}",
+        "training.preference={}",
+        "training.optimizer.name=paged_adamw|model=llama-3.2-1b|cluster=1xh100",
+    ],
+)
+def test_what_plan_chooses_check_accepts(recipe: Path, words: str) -> None:
+    """Two short sequences for eight devices, so that the fastest layouts are those of tensor parallelism."""
+    run = load_recipe(recipe, ["training.global_batch=2", "data.sequence_length=1024", *words.split("|")])
+    plan, facts = plan_recipe(run, base_dir=recipe.parent)
+    chosen = planned_run(run, plan)
+    machine = Machine("cuda", "H100", 8, round(plan.cluster.memory_gb * 1e9))
+    assert resolve_run(chosen, base_dir=recipe.parent, machine=machine).micro_batch == facts["chosen"]["micro_batch"]
+    if words == "finetune={method: qlora}":
+        refused = [found["missing"] for found in facts["candidates"] if not found["runs_today"]]
+        assert refused
+        assert all("set double_quantization=false" in why for why in refused)
+        assert chosen.layout.tp == 1

@@ -1,13 +1,18 @@
 """The one place that says how this repository's engine runs a recipe: which bytes it keeps and what it sends."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from meshwright.families import finetuned_table
+from meshwright.families.adapters import adapter_misfit
+from meshwright.families.quantized import split_misfit
 from meshwright.plan.blueprint import Blueprint
 from meshwright.plan.job import MESHWRIGHT, QUANTIZED, Job, Stack, adapter_parameters
-from meshwright.spec.fit import find_misfits
+from meshwright.spec.fit import batch_misfits, find_misfits
 from meshwright.spec.layout import AXES, LayoutSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import Run
@@ -18,6 +23,8 @@ STORED = {"fp64": 8.0}
 """Bytes of a stored weight, gradient or moment; 4 for every other precision."""
 MOMENT_BYTES = {"adamw_8bit": 2 * (1 + 4 / 256)}
 """Of both moments of a parameter, by optimizer; two numbers as they are stored for every other one."""
+LayoutCheck = Callable[[LayoutSpec], list[str]]
+"""Every reason why a layout is refused, each a sentence; none where it runs."""
 CPU_CONTEXT_BYTES = 0.45e9
 """A Python process with torch and gloo."""
 
@@ -95,7 +102,27 @@ def engine_stack(training: TrainingSpec, *, alone: bool, device: Literal["cpu", 
     )
 
 
-def engine_layout(job: Job, model: ModelSpec) -> LayoutSpec:
+def layout_check(run: Run, model: ModelSpec, device: Literal["cpu", "cuda"] = "cuda") -> LayoutCheck:
+    """What says why the engine refuses a layout for a recipe's model, sequences, fine-tuning and optimizer: the planner
+    asks it of every candidate, and what resolves a recipe of the recipe's own."""
+    table = finetuned_table(model, run.finetune) if run.finetune else ()
+    split = cache(lambda tp: split_misfit(table, model, tp))
+    adapted = tuple(row for row in table if row.adapter)
+
+    def check(layout: LayoutSpec) -> list[str]:
+        pages = device == "cuda" and layout.world_size == 1 and layout.offload == "none"
+        if run.training.optimizer.name == "paged_adamw" and not pages:
+            return [
+                "training.optimizer.name=paged_adamw runs in one process on an NVIDIA GPU; adamw_8bit takes little "
+                "memory anywhere, and layout.offload=cpu takes none of the GPU's"
+            ]
+        found = split(layout.tp), adapter_misfit(adapted, layout)
+        return [*find_misfits(layout, model, run.data.sequence_length), *(misfit for misfit in found if misfit)]
+
+    return check
+
+
+def engine_layout(job: Job, check: LayoutCheck) -> LayoutSpec:
     """The layout as a recipe's section. Raises `ValueError` saying why where the engine of today cannot run it."""
     fields: dict[str, Any] = {axis: getattr(job, axis) for axis in (*AXES, "ep")}
     fields |= {"zero": job.zero, "offload": "cpu" if job.offload == "cpu" else "none"}
@@ -105,16 +132,16 @@ def engine_layout(job: Job, model: ModelSpec) -> LayoutSpec:
         layout = LayoutSpec.model_validate(fields)
     except ValidationError as error:
         raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
-    misfits = find_misfits(layout, model, job.sequence)
+    misfits = check(layout) or batch_misfits(layout, job.global_batch)
     if misfits:
         raise ValueError(misfits[0])
     return layout
 
 
-def runs_today(job: Job, model: ModelSpec) -> bool:
+def runs_today(job: Job, check: LayoutCheck) -> bool:
     """Whether the engine of today can run the layout."""
     try:
-        engine_layout(job, model)
+        engine_layout(job, check)
     except ValueError:
         return False
     return True

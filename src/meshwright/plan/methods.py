@@ -1,11 +1,16 @@
 """The one place that says what a way of fine-tuning changes in what is predicted, and compares the ways for one job."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from meshwright.plan.engine import layout_check, runs_today
 from meshwright.plan.job import QUANTIZED, RANK, Job, adapter_parameters
 from meshwright.plan.search import Candidate, Limits, search
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.finetune import LoraSpec
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.run import Run
 
 
 @dataclass(frozen=True)
@@ -13,32 +18,43 @@ class Method:
     """One way to train."""
 
     name: str
-    adapters: bool
-    quantized: bool
+    finetune: LoraSpec | None
 
 
-METHODS = (Method("full", False, False), Method("lora", True, False), Method("qlora", True, True))
+METHODS = (
+    Method("full", None),
+    Method("lora", LoraSpec(method="lora")),
+    Method("qlora", LoraSpec.model_validate({"method": "qlora"})),
+)
 
 
 def by_method(job: Job, method: Method, rank: int = RANK) -> Job:
     """The same job trained by another method."""
     return replace(
         job,
-        adapters=float(adapter_parameters(job.model, rank)) if method.adapters else None,
-        frozen_bytes=QUANTIZED if method.quantized else None,
+        adapters=float(adapter_parameters(job.model, rank)) if method.finetune else None,
+        frozen_bytes=QUANTIZED if method.finetune and method.finetune.base == "nf4" else None,
     )
 
 
-def compare_methods(base: Job, cluster: ClusterSpec, limits: Limits, rank: int = RANK) -> dict[str, Candidate | None]:
-    """The fastest layout that fits by each method; None where none does."""
+def compare_methods(
+    base: Job, run: Run, model: ModelSpec, cluster: ClusterSpec, limits: Limits
+) -> dict[str, Candidate | None]:
+    """The fastest layout that fits and that the engine runs by each method; None where memory lacks for all of them.
+    A method is left out where the engine runs none, for then nobody looked at its memory."""
     found = {}
     for method in METHODS:
-        ranked = search(by_method(base, method, rank), cluster, top=1, limits=limits).ranked
-        found[method.name] = ranked[0] if ranked else None
+        check = layout_check(run.model_copy(update={"finetune": method.finetune}), model)
+        legal = partial(runs_today, check=check)
+        result = search(by_method(base, method), cluster, top=1, limits=limits, legal=legal)
+        if result.looked_at:
+            found[method.name] = result.ranked[0] if result.ranked else None
     return found
 
 
-def method_facts(base: Job, cluster: ClusterSpec, limits: Limits) -> dict[str, Any]:
+def method_facts(
+    base: Job, run: Run, model: ModelSpec, cluster: ClusterSpec, limits: Limits
+) -> dict[str, dict[str, Any] | None]:
     """The comparison as plain data: bytes, and tokens a second and device."""
     return {
         name: None
@@ -50,5 +66,5 @@ def method_facts(base: Job, cluster: ClusterSpec, limits: Limits) -> dict[str, A
             "recompute": best.job.recompute,
             "verdict": best.verdict,
         }
-        for name, best in compare_methods(base, cluster, limits).items()
+        for name, best in compare_methods(base, run, model, cluster, limits).items()
     }

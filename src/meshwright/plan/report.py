@@ -1,10 +1,10 @@
 """The one place that gathers everything a plan says, and says it as plain data."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from meshwright.plan.engine import engine_layout, runs_today
+from meshwright.plan.engine import LayoutCheck, engine_layout, layout_check, runs_today
 from meshwright.plan.explain import bandwidth, binding, describe, relief, why_not
 from meshwright.plan.interval import NOMINAL, Interval
 from meshwright.plan.job import Job
@@ -12,6 +12,7 @@ from meshwright.plan.methods import method_facts
 from meshwright.plan.search import Candidate, Found, Limits, evaluate, search
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.run import Run
 
 MOST_FOR_METHODS = 64
 """Devices up to which a plan also says what fine-tuning by adapters would need."""
@@ -21,11 +22,13 @@ MOST_FOR_METHODS = 64
 class Plan:
     """What a search found for one recipe on one cluster, and what may be said about it."""
 
+    run: Run
     spec: ModelSpec
     cluster: ClusterSpec
-    steps: int
     base: Job
     limits: Limits
+    check: LayoutCheck
+    """What says why the engine refuses a layout."""
     found: Found
     chosen: Candidate | None
     """The fastest that fits and that the engine of today runs; None where none does."""
@@ -38,9 +41,9 @@ class Plan:
         return self.limits.margin
 
     @property
-    def runs_today(self) -> Callable[[Job], bool]:
-        """Whether the engine of today can run a layout."""
-        return lambda job: runs_today(job, self.spec)
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.run.training.steps
 
     def run_seconds(self, candidate: Candidate) -> Interval:
         """Seconds of the whole run."""
@@ -56,26 +59,28 @@ class Plan:
 
 def make_plan(
     base: Job,
+    run: Run,
     spec: ModelSpec,
     cluster: ClusterSpec,
     *,
-    steps: int,
     given: Job | None = None,
     top: int = 10,
     limits: Limits | None = None,
 ) -> Plan:
     """Search for the layout of `base`'s model and batch; offloading is tried where nothing fits without it."""
     limits = limits or Limits()
+    check = layout_check(run, spec, "cpu" if cluster.device == "cpu" else "cuda")
+    legal = partial(runs_today, check=check)
     found = search(base, cluster, top=top, limits=limits)
-    today = search(base, cluster, top=1, limits=limits, legal=lambda job: runs_today(job, spec))
+    today = search(base, cluster, top=1, limits=limits, legal=legal)
     if not today.ranked and not limits.offload:
         limits = replace(limits, offload=True)
         offloaded = search(base, cluster, top=top, limits=limits)
         found = offloaded if not found.ranked else found
-        today = search(base, cluster, top=1, limits=limits, legal=lambda job: runs_today(job, spec))
+        today = search(base, cluster, top=1, limits=limits, legal=legal)
     chosen = today.ranked[0] if today.ranked else None
     own = evaluate(given, cluster.model_copy(update={"devices": given.world}), limits.margin) if given else None
-    return Plan(spec, cluster, steps, base, limits, found, chosen, own)
+    return Plan(run, spec, cluster, base, limits, check, found, chosen, own)
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
@@ -97,7 +102,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "searched": {"legal": plan.found.legal, "predicted": plan.found.looked_at},
     }
     if plan.cluster.devices <= MOST_FOR_METHODS:
-        facts["methods"] = method_facts(plan.base, plan.cluster, plan.limits)
+        facts["methods"] = method_facts(plan.base, plan.run, plan.spec, plan.cluster, plan.limits)
     if plan.chosen:
         facts["binding"] = binding(plan.chosen)
         facts["bandwidth"] = bandwidth(plan.chosen)
@@ -120,7 +125,7 @@ def candidate_facts(plan: Plan, candidate: Candidate) -> dict[str, Any]:
     """One layout's predictions."""
     time, cost = candidate.time, plan.cost(candidate)
     try:
-        layout = engine_layout(candidate.job, plan.spec).model_dump(mode="json", exclude_defaults=True)
+        layout = engine_layout(candidate.job, plan.check).model_dump(mode="json", exclude_defaults=True)
         missing = None
     except ValueError as error:
         layout, missing = None, str(error)

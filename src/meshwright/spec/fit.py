@@ -17,6 +17,17 @@ def find_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> 
     ]
 
 
+def batch_misfits(layout: LayoutSpec, global_batch: int) -> list[str]:
+    """Why the ranks that read different samples cannot share a step's sequences; empty where they can."""
+    ranks = layout.data_parallel
+    if global_batch % ranks == 0:
+        return []
+    return [
+        f"training.global_batch={global_batch} sequences cannot be split over {ranks} data-parallel ranks; "
+        f"the nearest number that can is {max(1, round(global_batch / ranks)) * ranks}"
+    ]
+
+
 def _tensor_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> Iterator[str]:
     def reason(tp: int) -> str | None:
         """Why `tp` ranks cannot share this model; None where they can."""

@@ -45,7 +45,7 @@ def plan_recipe(
     given = None
     if not run.layout.choose and run.layout.world_size > 1:
         given = engine_job(run, model, global_batch=batch, micro_batch=size, device=device)
-    plan = make_plan(base, spec, where, steps=run.training.steps, given=given, top=top, limits=limits)
+    plan = make_plan(base, run, spec, where, given=given, top=top, limits=limits)
     return plan, plan_facts(plan)
 
 
@@ -60,7 +60,7 @@ def planned_run(run: Run, plan: Plan) -> Run:
     training = run.training.model_copy(
         update={"micro_batch": chosen.job.micro_batch, "recompute": chosen.job.recompute}
     )
-    layout = engine_layout(chosen.job, plan.spec)
+    layout = engine_layout(chosen.job, plan.check)
     return Run.model_validate(run.model_dump(exclude_unset=True) | {"layout": layout, "training": training})
 
 

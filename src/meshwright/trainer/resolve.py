@@ -2,17 +2,15 @@
 
 from pathlib import Path
 
-from meshwright.families import finetuned_table, resolve_model
-from meshwright.families.adapters import adapter_misfit
-from meshwright.families.quantized import split_misfit
+from meshwright.families import resolve_model
 from meshwright.plan.blueprint import blueprint
-from meshwright.plan.engine import engine_job
+from meshwright.plan.engine import engine_job, layout_check
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.plan.memory import predict_memory
 from meshwright.plan.search import Limits
 from meshwright.plan.stages import balanced_stages, layer_costs
 from meshwright.spec.actions import ScheduleError
-from meshwright.spec.fit import context_method, find_misfits, tensor_notes
+from meshwright.spec.fit import batch_misfits, context_method, tensor_notes
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.trainer.batch import sequences_per_step
@@ -43,25 +41,10 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
             f"data.sequence_length={run.data.sequence_length} is longer than the model's {model.max_positions} "
             f"positions; use data.sequence_length={model.max_positions} or raise model.max_positions"
         )
-    pages = machine.kind == "cuda" and run.layout.world_size == 1 and run.layout.offload == "none"
-    if run.training.optimizer.name == "paged_adamw" and not pages:
-        raise ValueError(
-            "training.optimizer.name=paged_adamw runs in one process on an NVIDIA GPU; adamw_8bit takes little "
-            "memory anywhere, and layout.offload=cpu takes none of the GPU's"
-        )
-    table = finetuned_table(model, run.finetune)
-    misfits = find_misfits(run.layout, model, run.data.sequence_length)
-    found = split_misfit(table, model, run.layout.tp), adapter_misfit(table, run.layout)
-    misfits += [misfit for misfit in found if misfit]
+    global_batch, ranks = sequences_per_step(run), run.layout.data_parallel
+    misfits = layout_check(run, model, machine.kind)(run.layout) or batch_misfits(run.layout, global_batch)
     if misfits:
         raise ValueError("; ".join(misfits))
-    global_batch = sequences_per_step(run)
-    ranks = run.layout.data_parallel
-    if global_batch % ranks:
-        raise ValueError(
-            f"training.global_batch={global_batch} sequences cannot be split over {ranks} data-parallel ranks; "
-            f"the nearest number that can is {max(1, round(global_batch / ranks)) * ranks}"
-        )
     sizes = _micro_batches(run, global_batch // ranks, base_dir)
     micro_batch, reason = _micro_batch(run, model, global_batch, sizes, machine)
     stage_layers = _stage_layers(run, model, global_batch // ranks // micro_batch, base_dir)
