@@ -261,14 +261,12 @@ def test_the_page_is_whole_and_loads_nothing(recipe: Path, capsys: pytest.Captur
     ],
 )
 def test_what_plan_chooses_check_accepts(recipe: Path, words: str) -> None:
-    """Two short sequences for eight devices, so that the fastest layouts are those of tensor parallelism."""
-    run = load_recipe(recipe, ["training.global_batch=2", "data.sequence_length=1024", *words.split("|")])
+    """Twelve short sequences for eight devices, which data parallelism alone cannot use."""
+    run = load_recipe(recipe, ["training.global_batch=12", "data.sequence_length=1024", *words.split("|")])
     plan, facts = plan_recipe(run, base_dir=recipe.parent)
     chosen = planned_run(run, plan)
     machine = Machine("cuda", "H100", 8, round(plan.cluster.memory_gb * 1e9))
     assert resolve_run(chosen, base_dir=recipe.parent, machine=machine).micro_batch == facts["chosen"]["micro_batch"]
     if words == "finetune={method: qlora}":
-        refused = [found["missing"] for found in facts["candidates"] if not found["runs_today"]]
-        assert refused
-        assert all("set double_quantization=false" in why for why in refused)
+        assert "set double_quantization=false" in facts["strategies"]["TP"]["missing"]
         assert chosen.layout.tp == 1
