@@ -120,11 +120,19 @@ def _table(facts: dict[str, Any]) -> Iterator[str]:
         if candidate["text"] not in shown:
             yield _candidate(" " if candidate["runs_today"] else "-", candidate)
     if facts["given"]:
-        yield _candidate(">", facts["given"]) + "   (the recipe's)"
+        yield _candidate(">", facts["given"])
     yield ""
-    yield "* chosen   - faster or not, this version's engine cannot run it yet"
+    own = "   > the recipe's own, on the devices it asks for" if facts["given"] else ""
+    yield f"* chosen   - faster or not, this version's engine cannot run it yet{own}"
+    if facts["given"] and facts["given"]["missing"]:
+        yield f"refused    the recipe's own layout: {facts['given']['missing']}"
     if chosen:
         yield from _chosen(facts, chosen)
+    elif not searched["legal"]:
+        yield f"no layout  {facts['problem']}"
+        return
+    elif facts["problem"]:
+        yield f"no layout  of those that fit runs; the fastest is refused: {facts['problem']}"
     else:
         yield "nothing that this version's engine runs fits; see the strategies below"
     if facts.get("relief"):
@@ -134,7 +142,7 @@ def _table(facts: dict[str, Any]) -> Iterator[str]:
     width = max(map(len, facts["strategies"]), default=0)
     for name, candidate in facts["strategies"].items():
         yield f"  {name:<{width}}  {candidate['verdict']:<13}{candidate['reason']}"
-    if "methods" in facts:
+    if facts.get("methods"):
         yield ""
         yield "methods, each in its fastest layout that fits (adapters of rank 16 beside every matrix; qlora: 4 bits):"
         yield from (_method(name, best) for name, best in facts["methods"].items())

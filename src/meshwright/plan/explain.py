@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from meshwright.plan.job import Job
-from meshwright.plan.search import POLICIES, Candidate, evaluate, strategy_name
+from meshwright.plan.search import POLICIES, Candidate, Limits, divisors, evaluate, layouts, strategy_name
 from meshwright.spec.cluster import ClusterSpec
 
 GB = 1e9
@@ -80,6 +80,29 @@ def binding(candidate: Candidate) -> str:
     if causes[cause] < 0.03:
         return f"computation; {memory}"
     return f"{CAUSES[cause]}, {causes[cause]:.0%} of the step; {memory}"
+
+
+def no_layout(base: Job, cluster: ClusterSpec, limits: Limits) -> str:
+    """Why a cluster has no layout for a job at all, and what would work; nobody has looked at memory or time then."""
+
+    def works(job: Job, devices: int) -> bool:
+        where = cluster.model_copy(update={"devices": devices})
+        return next(layouts(job, where, limits), None) is not None
+
+    devices = cluster.devices
+    each = 1 if limits.micro_batch else base.micro_batch
+    if works(replace(base, micro_batch=1), devices) and not limits.micro_batch:
+        return f"training.micro_batch={each} divides no rank's share of {base.global_batch} sequences; use 1, or auto"
+    fewer = [count for count in divisors(devices)[:-1] if works(base, count)]
+    ranks = devices * each
+    batch = max(1, round(base.global_batch / ranks)) * ranks
+    remedies = [f"{fewer[-1]} devices"] if fewer else []
+    remedies += [f"training.global_batch={batch}"] if works(replace(base, global_batch=batch), devices) else []
+    return (
+        f"training.global_batch={base.global_batch} sequences cannot be split over {devices} data-parallel ranks, and "
+        f"pp, tp and cp leave no fewer ranks that could share them: heads, layers or the sequence do not divide so; "
+        f"what works: {' or '.join(remedies) or 'another batch and number of devices'}"
+    )
 
 
 def relief(job: Job, cluster: ClusterSpec, margin: float) -> str | None:

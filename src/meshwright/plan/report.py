@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from meshwright.plan.engine import LayoutCheck, engine_layout, layout_check, runs_today
-from meshwright.plan.explain import bandwidth, binding, describe, relief, why_not
+from meshwright.plan.explain import bandwidth, binding, describe, no_layout, relief, why_not
 from meshwright.plan.interval import NOMINAL, Interval
 from meshwright.plan.job import Job
 from meshwright.plan.methods import method_facts
@@ -44,6 +44,23 @@ class Plan:
     def steps(self) -> int:
         """Optimizer steps of the whole run."""
         return self.run.training.steps
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing was chosen; None where something was, or where memory is what lacks, as the strategies say."""
+        if self.chosen:
+            return None
+        if not self.found.legal:
+            return no_layout(self.base, self.cluster, self.limits)
+        return self.refusal(self.found.ranked[0]) if self.found.ranked else None
+
+    def refusal(self, candidate: Candidate) -> str | None:
+        """Why the engine of today does not run a layout; None where it does."""
+        try:
+            engine_layout(candidate.job, self.check)
+        except ValueError as error:
+            return str(error)
+        return None
 
     def run_seconds(self, candidate: Candidate) -> Interval:
         """Seconds of the whole run."""
@@ -99,6 +116,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
             name: candidate_facts(plan, candidate) | {"reason": why_not(candidate, best)}
             for name, candidate in sorted(plan.found.strategies.items(), key=_order)
         },
+        "problem": plan.problem,
         "searched": {"legal": plan.found.legal, "predicted": plan.found.looked_at},
     }
     if plan.cluster.devices <= MOST_FOR_METHODS:
@@ -123,19 +141,15 @@ def compiled_gain(candidate: Candidate) -> float | None:
 
 def candidate_facts(plan: Plan, candidate: Candidate) -> dict[str, Any]:
     """One layout's predictions."""
-    time, cost = candidate.time, plan.cost(candidate)
-    try:
-        layout = engine_layout(candidate.job, plan.check).model_dump(mode="json", exclude_defaults=True)
-        missing = None
-    except ValueError as error:
-        layout, missing = None, str(error)
+    time, cost, missing = candidate.time, plan.cost(candidate), plan.refusal(candidate)
+    layout = None if missing else engine_layout(candidate.job, plan.check)
     return {
         "strategy": candidate.strategy,
         "text": describe(candidate.job),
         "verdict": candidate.verdict,
         "runs_today": layout is not None,
         "missing": missing,
-        "layout": layout,
+        "layout": layout.model_dump(mode="json", exclude_defaults=True) if layout else None,
         "micro_batch": candidate.job.micro_batch,
         "accumulation": candidate.job.microbatches,
         "recompute": candidate.job.recompute,

@@ -74,6 +74,8 @@ def _with_layout(run: Run, base_dir: Path, machine: Machine) -> ResolvedRun:
     limits = Limits(recompute="recompute" not in given, micro_batch=run.training.micro_batch == "auto")
     plan, facts = plan_recipe(run, base_dir=base_dir, machine=machine, limits=limits)
     if plan.chosen is None:
+        if plan.problem:
+            raise ValueError(f"layout: auto, but {plan.cluster.name} has no layout for it: {plan.problem}")
         lost = "; ".join(f"{name}: {found['reason']}" for name, found in facts["strategies"].items())
         raise ValueError(f"layout: auto, but nothing fits {plan.cluster.name}: {lost}")
     resolved = resolve_run(planned_run(run, plan), base_dir=base_dir, machine=machine)
