@@ -278,11 +278,11 @@ def test_a_batch_too_small_for_the_devices_is_the_reason(recipe: Path, capsys: p
     assert main(["plan", str(recipe), *words, "--cluster", "832xh100"]) == 1
     text = capsys.readouterr().out
     assert "training.global_batch=8 sequences cannot be split over 832 data-parallel ranks" in text
-    assert "what works: 64 devices or training.global_batch=832" in text
+    assert "what works: 32 devices or training.global_batch=832" in text
     assert "> the recipe's own" in text
     assert "does not fit" not in text
     assert "nothing that" not in text
-    for remedy in (["--cluster", "64xh100"], ["--cluster", "832xh100", "training.global_batch=832"]):
+    for remedy in (["--cluster", "32xh100"], ["--cluster", "832xh100", "training.global_batch=832"]):
         assert main(["plan", str(recipe), *words, *remedy]) == 0
     with pytest.raises(ValueError, match=r"no layout for it: training\.global_batch=8 sequences cannot be split"):
         resolve_run(load_recipe(recipe, [*words[:2], "model=gpt2", "cluster=832xh100"]), base_dir=recipe.parent)
