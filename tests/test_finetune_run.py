@@ -11,21 +11,25 @@ from meshwright.checkpoint.dcp import held_tensors
 from meshwright.checkpoint.manifest import CheckpointError
 from meshwright.checkpoint.writer import CheckpointWriter
 from meshwright.cli.main import main
+from meshwright.cli.train import whats_next
 from meshwright.models import named_tensors
 from meshwright.models.generate import Sampling
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
+from meshwright.spec.training import PreferenceSpec
 from meshwright.testing.equivalence import build_here, loader_for, whole
 from meshwright.testing.layouts import LAYOUTS
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer import run as run_module
-from meshwright.trainer.run import read_resolved
-from meshwright.trainer.state import restore, state_tensors, state_values
+from meshwright.trainer.resolve import resolve_run
+from meshwright.trainer.run import banner, corpus_of, read_resolved
+from meshwright.trainer.state import begin, restore, state_tensors, state_values
 from meshwright.trainer.status import MISUSE, TrainingFailed
 from meshwright.trainer.trained import continue_texts, export_adapter, export_trained, open_trained
 from tiny import tiny_run
 
 LORA: dict[str, Any] = {"method": "lora", "rank": 4, "dora": True, "dropout": 0.2, "train": ["norm"]}
+QLORA: dict[str, Any] = {"method": "qlora", "rank": 4}
 TEXT = "\n".join(f"def add_{n}(x):\n    return x + {n}\n" for n in range(200))
 
 
@@ -81,6 +85,25 @@ def test_a_refused_continuation_leaves_the_run_as_it_was(runs: Path, monkeypatch
         train(recipe(runs, "lora", **two, finetune=LORA | {"rank": 8}), resume="auto")
     assert [run.run.layout.dp_shard for run in seen] == [2]
     assert [(runs / "lora" / name).read_bytes() for name in names] == before
+
+
+def test_what_is_said_is_what_can_be_done(runs: Path) -> None:
+    base, tuned = recipe(runs, "base"), recipe(runs, "lora", finetune=LORA)
+    assert whats_next(base, has_template=False).splitlines() == [
+        f"next        meshwright generate {runs}/base --prompt 'Once upon a time'",
+        f"            meshwright eval {runs}/base",
+        f"            meshwright export {runs}/base --hf {runs}/base/export",
+    ]
+    pairs = tuned.training.model_copy(update={"preference": PreferenceSpec()})
+    said = whats_next(tuned.model_copy(update={"training": pairs}), has_template=True)
+    assert "--chat --prompt" in said
+    assert "eval" not in said
+    assert f"export {runs}/lora --adapter {runs}/lora/adapter\n" in said
+    assert said.endswith(f"export {runs}/lora --hf {runs}/lora/merged --merge")
+    trainer = build_here(resolve_run(recipe(runs, "few", finetune=QLORA, checkpoint=base_of(runs)), base_dir=runs))
+    assert begin(trainer, runs / "few", None) == f"starting from {runs}/base, step 2"
+    kept = "base      frozen matrices of linear layers in nf4, its scales in eight bits; everything else in fp32\n"
+    assert kept in banner(trainer, corpus_of(trainer.resolved))
 
 
 def weights_of(path: Path) -> dict[str, torch.Tensor]:

@@ -158,7 +158,7 @@ def test_pairs_lie_side_by_side(folder, capsys):
     assert "FAULT" not in capsys.readouterr().out
 
 
-def test_a_run_learns_what_is_preferred_and_goes_on(folder):
+def test_a_run_learns_what_is_preferred_and_goes_on(folder, capsys):
     run = load_recipe("run.yaml", ["run_dir=whole"])
     train(run, base_dir=folder)
     records = read_journal(folder / "whole" / "metrics.jsonl")
@@ -172,6 +172,8 @@ def test_a_run_learns_what_is_preferred_and_goes_on(folder):
         train(load_recipe("run.yaml", ["run_dir=parts", f"training.steps={steps}"]), base_dir=folder, resume=resume)
     parts = [r["loss"] for r in read_journal(folder / "parts" / "metrics.jsonl") if r["kind"] == "step"]
     assert parts == losses
+    assert main(["eval", "parts", "--source", "pairs.jsonl"]) == 2
+    assert "--source pairs.jsonl: holds preferences, whose loss needs the model as its" in capsys.readouterr().err
     (folder / "parts" / "reference.npz").unlink()
     with pytest.raises(ValueError, match=r"reference\.npz: what the reference makes of the pairs is missing"):
         train(load_recipe("run.yaml", ["run_dir=parts", "training.steps=7"]), base_dir=folder, resume=True)

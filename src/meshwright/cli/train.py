@@ -6,6 +6,8 @@ from dataclasses import asdict
 
 from meshwright.cli.common import add_recipe_arguments, read_recipe
 from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
+from meshwright.spec.finetune import FullSpec
+from meshwright.spec.run import Run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Train, then say how it ended and what to try next."""
     recipe = read_recipe(arguments)
     # Torch loads here, so that a mistake in the recipe is told at once.
+    from meshwright.data.tokenizer import load_tokenizer
     from meshwright.trainer.launch import find_worker
-    from meshwright.trainer.run import train
+    from meshwright.trainer.run import TOKENIZER, train
     from meshwright.trainer.status import TrainingFailed
 
     try:
@@ -62,8 +65,21 @@ def run(arguments: argparse.Namespace) -> int:
     print(
         f"\ntrained to step {result.step}: loss {result.loss:.3f}{held_out}\n"
         f"checkpoint  {result.checkpoint}\n"
-        f"next        meshwright generate {result.run_dir} --prompt 'Once upon a time'\n"
-        f"            meshwright eval {result.run_dir}\n"
-        f"            meshwright export {result.run_dir} --hf {result.run_dir}/export"
+        + whats_next(recipe, has_template=load_tokenizer(result.run_dir / TOKENIZER).chat_template is not None)
     )
     return 0
+
+
+def whats_next(run: Run, *, has_template: bool) -> str:
+    """What can be done with a trained run, a line each; `has_template`: its tokenizer keeps a chat template."""
+    place = run.run_dir
+    prompt = "--chat --prompt 'What is a tuple?'" if has_template else "--prompt 'Once upon a time'"
+    lines = [f"meshwright generate {place} {prompt}"]
+    if run.data.held_out and run.training.preference is None:
+        lines.append(f"meshwright eval {place}")
+    if run.finetune is None or isinstance(run.finetune, FullSpec):
+        lines.append(f"meshwright export {place} --hf {place}/export")
+    else:
+        lines.append(f"meshwright export {place} --adapter {place}/adapter")
+        lines.append(f"meshwright export {place} --hf {place}/merged --merge")
+    return "next        " + "\n            ".join(lines)

@@ -13,6 +13,7 @@ from meshwright.data.mixture import training_samples
 from meshwright.data.prepare import Corpus, prepare_corpus
 from meshwright.families import count_trained, pretrained_directory
 from meshwright.plan.stages import describe_pipeline
+from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.recipe import dump_recipe, load_spec
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.training import PreferenceSpec
@@ -153,6 +154,7 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
     lines = {
         "model": f"{run.model.name or model.family}: {short(weights)} parameters, {share} trained; "
         f"{model.num_layers} layers, width {model.hidden}, {model.num_heads} heads, vocabulary {model.vocab}",
+        **({"base": kept} if (kept := _kept_base(run)) else {}),
         "data": f"{short(corpus.num_tokens)} tokens of {corpus.num_documents} documents, held out {held_out}; "
         f"tokenizer of {corpus.tokenizer.vocab_size}",
         **({"records": formats} if (formats := describe_formats(corpus)) else {}),
@@ -168,6 +170,15 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
         "writes": run.run_dir,
     }
     return "\n".join(f"{name:<10}{text}" for name, text in lines.items())
+
+
+def _kept_base(run: Run) -> str | None:
+    """How the matrices that do not train are kept, where that is in few bits."""
+    finetune = run.finetune
+    if not isinstance(finetune, LoraSpec) or finetune.base == "plain":
+        return None
+    scales = ", its scales in eight bits" if finetune.base == "nf4" and finetune.double_quantization else ""
+    return f"frozen matrices of linear layers in {finetune.base}{scales}; everything else in {run.training.precision}"
 
 
 def _objective(preference: PreferenceSpec) -> str:

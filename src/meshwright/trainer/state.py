@@ -12,6 +12,7 @@ from meshwright.checkpoint.manifest import (
     checkpoint_name,
     latest_checkpoint,
     list_checkpoints,
+    read_manifest,
 )
 from meshwright.checkpoint.retention import HELD_OUT_LOSS
 from meshwright.checkpoint.verify import newest_good_checkpoint, read_values, verify_checkpoint
@@ -142,7 +143,9 @@ def restore(trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
 def _describe_start(trainer: Trainer) -> str:
     """Where a fine-tuned run begins."""
     run = trainer.resolved.run
-    base = run.checkpoint.start_from or (run.model.name if run.model.weights == "pretrained" else "random weights")
+    base = run.model.name if run.model.weights == "pretrained" else "random weights"
+    if run.checkpoint.start_from:
+        base = f"{run.checkpoint.start_from}, step {read_manifest(starting_checkpoint(trainer.resolved))['step']}"
     adapters = getattr(run.finetune, "start_from", None)
     return f"starting from {base}" + (f" and the adapters of {adapters}" if adapters else "")
 

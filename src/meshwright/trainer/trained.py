@@ -218,7 +218,13 @@ def _samples_of(trained: TrainedModel, sources: Sequence[str], length: int) -> J
         held_out=0,
         cache_dir=own.cache_dir,
     )
-    return all_samples(prepare_corpus(data, base_dir=Path()), data)
+    corpus = prepare_corpus(data, base_dir=Path())
+    if any(stream.train.is_pairs for stream in corpus.streams):
+        raise ValueError(
+            f"--source {', '.join(sources)}: holds preferences, whose loss needs the model as its training began; a "
+            "run that learns from them measures those that it holds out (data.held_out), as its metrics.jsonl tells"
+        )
+    return all_samples(corpus, data)
 
 
 def _from_checkpoint(run_dir: Path, checkpoint: Path, device: torch.device, dtype: str | None) -> TrainedModel:
