@@ -22,7 +22,8 @@ from meshwright.testing.layouts import LAYOUTS
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer import run as run_module
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.run import banner, corpus_of, read_resolved
+from meshwright.trainer.run import banner, corpus_of
+from meshwright.trainer.start import read_resolved
 from meshwright.trainer.state import begin, restore, state_tensors, state_values
 from meshwright.trainer.status import MISUSE, TrainingFailed
 from meshwright.trainer.trained import continue_texts, export_adapter, export_trained, open_trained

@@ -5,6 +5,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ from meshwright.cli.common import add_recipe_arguments, read_recipe
 from meshwright.cli.output import add_json_argument, print_json
 from meshwright.data.describe import describe_sample
 from meshwright.data.packing import build_samples
-from meshwright.data.prepare import encoder_of_records, find_tokenizer, first_records, first_tokens
+from meshwright.data.prepare import encoder_of_records, find_tokenizer, first_records, first_tokens, group_files
 from meshwright.data.readers import read_documents, told_apart
 from meshwright.data.sources import SourceFile, find_files
 from meshwright.data.token_file import file_in_memory
@@ -24,6 +25,8 @@ from meshwright.spec.recipe import RecipeError, line_of
 from meshwright.spec.run import Run
 from meshwright.trainer.display import short
 from meshwright.trainer.resolve import resolve_run
+from meshwright.trainer.start import check_objective, check_start, check_tokenizer, check_vocabulary
+from meshwright.trainer.trackers import require_trackers
 
 READ_BYTES = 1 << 28
 """Of a larger corpus only the beginning is read: a check takes seconds."""
@@ -49,7 +52,9 @@ class Findings(list[str]):
         try:
             return work()
         except (ValueError, OSError) as error:
-            self.append(self._with_place(" ".join(str(error).split())))
+            problem = self._with_place(" ".join(str(error).split()))
+            if problem not in self:
+                self.append(problem)
             return None
 
     def _with_place(self, message: str) -> str:
@@ -105,6 +110,7 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
         facts["model"] = findings.attempt(lambda: _model_facts(recipe, model))
         resolved = findings.attempt(lambda: resolve_run(recipe, base_dir=base_dir))
         if resolved is not None:
+            findings.attempt(partial(check_start, resolved))
             facts["batch"] = {
                 "sequences_per_step": resolved.global_batch,
                 "tokens_per_step": resolved.tokens_per_step,
@@ -119,15 +125,25 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
                 facts["pipeline"] = {"stage_layers": resolved.stage_layers, "description": describe_pipeline(resolved)}
     layout = resolved.run.layout if resolved is not None else recipe.layout
     facts["layout"] = {"processes": layout.world_size, "strategy": layout.strategy}
+    findings.attempt(lambda: require_trackers(recipe))
     model_dir = findings.attempt(lambda: pretrained_directory(recipe.model, base_dir=base_dir)) if model else None
     files = findings.attempt(lambda: told_apart(find_files(recipe.data.sources, base_dir)))
     if files is not None:
         formats = {file.name: file.format for file in files if file.is_records}
         facts["data"] = {"files": len(files), "bytes": sum(file.path.stat().st_size for file in files)}
         facts["data"] |= {"formats": formats} if formats else {}
+        findings.attempt(lambda: _check_objective(recipe, files))
+        if resolved is not None:
+            tokenizer = findings.attempt(lambda: find_tokenizer(recipe.data, base_dir=base_dir, model_dir=model_dir))
+            findings.attempt(partial(check_tokenizer, resolved, tokenizer))
         sample = findings.attempt(lambda: _sample(recipe, files, base_dir, model_dir, model))
         facts |= sample or {}
     return facts
+
+
+def _check_objective(recipe: Run, files: list[SourceFile]) -> None:
+    groups = group_files(recipe.data, files)
+    check_objective(recipe, {name: group[0].format == "preference" for name, group in groups.items()})
 
 
 def _model_facts(recipe: Run, model: ModelSpec) -> dict[str, Any]:
@@ -162,14 +178,14 @@ def _sample(
         raise ValueError(f"{(given or records)[0].name} holds {what} as data.tokenizer")
     size = tokenizer.vocab_size if tokenizer else recipe.data.tokenizer_vocab
     facts = {"vocab": size, "trained": tokenizer is None}
-    if model is not None and size > model.vocab:
-        raise ValueError(
-            f"the tokenizer has {size} tokens but the model only {model.vocab} rows; set model.vocab={size}"
-        )
+    if model is not None:
+        check_vocabulary(model, size)
+    groups = group_files(recipe.data, files)
     tokenizer = tokenizer or train_tokenizer(texts, recipe.data.tokenizer_vocab)
     parts = [first_tokens(file, tokenizer, SAMPLE_CHARACTERS) for file in given]
     if records:
-        parts.insert(0, first_records(records, encoder_of_records(recipe.data, tokenizer, base_dir), SAMPLE_RECORDS))
+        encoder = encoder_of_records(recipe.data, tokenizer, base_dir)
+        parts[:0] = [first_records(group, encoder, SAMPLE_RECORDS) for group in groups.values() if group[0].is_records]
     elif texts:
         parts.insert(0, file_in_memory([[*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(texts)]))
     samples = [build_samples(part, recipe.data, keep_tail=True) for part in parts]

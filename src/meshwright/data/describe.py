@@ -79,10 +79,17 @@ def _by_document(sample: Sample, lengths: Sequence[int], tokenizer: TextTokenize
         borders.update(np.flatnonzero(np.diff(sample.documents[:used])) + 1)
     for number, (start, end) in enumerate(pairwise(sorted(borders)), start=1):
         if sample.documents is not None:
-            yield f"- document {number}: {end - start} tokens"
+            yield f"- {_headline(sample, number)}: {end - start} tokens"
         yield from _marked_lines(sample.inputs[start:end], sample.labels[start:end], tokenizer)
     if used < len(sample.inputs):
         yield f"({len(sample.inputs) - used} positions of padding)"
+
+
+def _headline(sample: Sample, number: int) -> str:
+    """What the sample's document of that number, counted from 1, is called."""
+    if sample.references is None:
+        return f"document {number}"
+    return f"pair {(number + 1) // 2}, {'chosen' if number % 2 else 'rejected'}"
 
 
 def _marked_lines(inputs_T: np.ndarray, labels_T: np.ndarray, tokenizer: TextTokenizer) -> Iterator[str]:

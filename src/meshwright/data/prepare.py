@@ -114,7 +114,7 @@ def prepare_corpus(
     """
     progress = progress or (lambda what, done, total: None)
     cache = Path(data.cache_dir)
-    groups = _streams(data, told_apart(find_files(data.sources, base_dir)))
+    groups = group_files(data, told_apart(find_files(data.sources, base_dir)))
     tokenizer = find_tokenizer(data, base_dir=base_dir, model_dir=model_dir)
     splits: dict[str, Split] = {}
     if tokenizer is None:
@@ -150,12 +150,17 @@ def encoder_of_records(data: DataSpec, tokenizer: TextTokenizer, base_dir: Path)
 
 def first_records(files: Sequence[SourceFile], encoder: RecordEncoder, num: int) -> TokenFile:
     """The first records of files of them, as they will be trained on; left out what will be left out."""
-    documents = list(islice(read_documents(files), num))
-    encoded = encoder.encode([document.text for document in documents])
-    for document, found in zip(documents, encoded, strict=True):
+    read = list(islice(read_documents(files), num))
+    encoded = encoder.encode([document.text for document in read])
+    for document, found in zip(read, encoded, strict=True):
         if found.error:
             raise ValueError(f"{document.id}: {found.error}")
-    return file_in_memory([ids for found in encoded for ids in found.documents], masked=True)
+    documents = [ids for found in encoded for ids in found.documents]
+    if not documents:
+        raise ValueError(
+            f"{files[0].name}: every record that was looked at is left out: too long, or without an answer"
+        )
+    return replace(file_in_memory(documents, masked=True), is_pairs=files[0].format == "preference")
 
 
 def find_tokenizer(data: DataSpec, *, base_dir: Path, model_dir: Path | None = None) -> TextTokenizer | None:
@@ -176,7 +181,7 @@ def first_tokens(file: SourceFile, tokenizer: TextTokenizer, num_tokens: int) ->
     return file_in_memory(np.split(tokens, np.cumsum(lengths)[:-1]), file.path)
 
 
-def _streams(data: DataSpec, files: Sequence[SourceFile]) -> dict[str, list[SourceFile]]:
+def group_files(data: DataSpec, files: Sequence[SourceFile]) -> dict[str, list[SourceFile]]:
     """The files of each stream, by its name: every file of tokens is one, and so is a source with a name or a weight;
     of the others all text, all conversations (and the like) and all preferences."""
     streams: dict[str, list[SourceFile]] = {}

@@ -98,6 +98,11 @@ class TextTokenizer:
         """Id of a token of the vocabulary; None where it is none."""
         return self._tokenizer.token_to_id(token)
 
+    def extends(self, other: "TextTokenizer") -> bool:
+        """Whether every token of `other` has the same number here; there may be more."""
+        ours = self._tokenizer.get_vocab(with_added_tokens=True)
+        return other._tokenizer.get_vocab(with_added_tokens=True).items() <= ours.items()
+
     def with_chat_template(self, source: str) -> "TextTokenizer":
         """The same tokenizer with another chat template in its files."""
         return TextTokenizer({**self._files, CHAT_TEMPLATE: source.encode()}, where="tokenizer")

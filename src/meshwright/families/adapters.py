@@ -174,6 +174,7 @@ def _is_linear(row: Parameter) -> bool:
 def _targets(model: ModelSpec, patterns: Iterable[str], weights: dict[str, Parameter]) -> list[str]:
     """The modules of the patterns that can have an adapter; of each pattern at least one."""
     found: set[str] = set()
+    _matching(model, patterns, "finetune.targets")  # all that match nothing are told at once
     for pattern in patterns:
         matching = _matching(model, (pattern,), "finetune.targets")
         fitting = {name for name in matching if name in weights and (_is_linear(weights[name]) or name == EMBEDDING)}
@@ -241,14 +242,17 @@ def _matching(model: ModelSpec, patterns: Iterable[str], setting: str) -> list[s
     places = hf_tensors(model)
     names = {module_of(row): (module_of(row), _hf_module(places[row.name].key)) for row in parameter_table(model)}
     found: set[str] = set()
+    problems = []
     for pattern in patterns:
         matching = {module for module, known in names.items() if any(_matches(name, pattern) for name in known)}
         if not matching:
             known = {end for both in names.values() for name in both for end in (name, name.rpartition(".")[2])}
             ends = dict.fromkeys(module.rpartition(".")[2] for module in names)
             hint = did_you_mean(pattern, known) or f"; there are {', '.join(ends)}"
-            raise ValueError(f"{setting}: {pattern!r} matches no module of the model{hint}")
+            problems.append(f"{pattern!r} matches no module of the model{hint}")
         found |= matching
+    if problems:
+        raise ValueError(f"{setting}: {'; '.join(problems)}")
     return [module for module in names if module in found]
 
 

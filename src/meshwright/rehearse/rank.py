@@ -28,8 +28,8 @@ from meshwright.rehearse.ledger import Ledger, Storages
 from meshwright.rehearse.shorten import Observed, continued, enough_microbatches, set_microbatches
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.launch import Worker
-from meshwright.trainer.run import read_resolved
 from meshwright.trainer.setup import Trainer, build_parallel_model, give_state
+from meshwright.trainer.start import read_resolved
 from meshwright.trainer.state import state_tensors
 
 CPU = torch.device("cpu")

@@ -17,22 +17,11 @@ from meshwright.data.packing import PairSamples, build_samples
 from meshwright.data.prepare import Corpus
 from meshwright.data.token_file import TokenFile
 from meshwright.parallel.data import release_gathered
-from meshwright.spec.run import Run
 from meshwright.trainer.setup import Trainer
 from meshwright.trainer.step import preference_of, to_device
 
 REFERENCE = "reference.npz"
 """Name in a run directory: the reference's margins of every pair of each stream, to train on and held out."""
-
-
-def check_objective(run: Run, corpus: Corpus) -> None:
-    """Raise `ValueError` where pairs of answers are to be learnt from and there are none, or the other way round."""
-    pairs = [stream.name for stream in corpus.streams if stream.train.is_pairs]
-    others = [stream.name for stream in corpus.streams if not stream.train.is_pairs]
-    if run.training.preference is None and pairs:
-        raise ValueError(f"data source {pairs[0]} holds preferences; learn from them with training.preference={{}}")
-    if run.training.preference is not None and others:
-        raise ValueError(f"training.preference learns from pairs of answers, which data source {others[0]} has not")
 
 
 def with_references(trainer: Trainer, corpus: Corpus, run_dir: Path) -> Corpus:

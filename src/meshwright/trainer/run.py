@@ -1,6 +1,5 @@
 """The one place where a recipe becomes a finished run: prepare, start the ranks, train, report."""
 
-import json
 import sys
 import tempfile
 from collections.abc import Callable
@@ -14,33 +13,36 @@ from meshwright.data.prepare import Corpus, prepare_corpus
 from meshwright.families import count_trained, pretrained_directory
 from meshwright.plan.stages import describe_pipeline
 from meshwright.spec.finetune import LoraSpec
-from meshwright.spec.recipe import dump_recipe, load_spec
+from meshwright.spec.recipe import dump_recipe
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.training import PreferenceSpec
 from meshwright.trainer.display import Display, short
 from meshwright.trainer.launch import Worker, find_nodes, find_worker, join_all, leave_group, start_workers
 from meshwright.trainer.loop import train_loop
 from meshwright.trainer.metrics import Journal, read_journal
-from meshwright.trainer.reference import check_objective, with_references
+from meshwright.trainer.reference import with_references
 from meshwright.trainer.resolve import resolve_run
 from meshwright.trainer.samples import check_samples
 from meshwright.trainer.setup import (
     Trainer,
     build_trainer,
-    check_vocabulary,
     describe_environment,
     find_place,
     write_json,
 )
 from meshwright.trainer.signals import StopRequest, end_with, signal_name
+from meshwright.trainer.start import (
+    PLAN,
+    RESOLVED,
+    TOKENIZER,
+    check_objective,
+    check_start,
+    check_tokenizer,
+    check_vocabulary,
+)
 from meshwright.trainer.state import AUTO, NEWEST, begin, check_continues, choose_checkpoint
 from meshwright.trainer.status import STOPPED, RunError, TrainingFailed, TrainingStopped
 from meshwright.trainer.trackers import open_trackers, require_trackers
-from meshwright.trainer.weights import starting_checkpoint
-
-RESOLVED, PLAN = "resolved.yaml", "plan.json"
-TOKENIZER = "tokenizer"
-"""Names in a run directory: the run with nothing left open, what the planner said, and the tokenizer's folder."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,7 @@ def _train(run: Run, base_dir: Path, worker: Worker | None, resume: str | None, 
     require_trackers(run)
     resolved = resolve_run(run, base_dir=base_dir)
     check_samples(resolved)
-    if run.checkpoint.start_from:
-        starting_checkpoint(resolved)
+    check_start(resolved)
     if worker is None and resume and resume != AUTO:
         check_continues(resolved, run_dir / "checkpoints", resume)
     if worker is None and (resolved.run.layout.world_size > 1 or find_nodes().count > 1):
@@ -116,8 +117,9 @@ def train_rank(resolved: ResolvedRun, worker: Worker, stop: StopRequest, *, resu
         corpus_of(resolved, progress=_show_progress if first else None)
     join_all()
     corpus = corpus_of(resolved)
-    check_vocabulary(resolved, corpus)
-    check_objective(run, corpus)
+    check_vocabulary(resolved.model, corpus.tokenizer.vocab_size)
+    check_tokenizer(resolved, corpus.tokenizer)
+    check_objective(run, {stream.name: stream.train.is_pairs for stream in corpus.streams})
     trainer = build_trainer(resolved, worker, device, mesh)
     display = Display(
         steps=run.training.steps, memory_bytes=trainer.memory_bytes, device=trainer.device.type, enabled=first
@@ -201,12 +203,6 @@ def write_run_files(resolved: ResolvedRun, run_dir: Path) -> None:
     (run_dir / RESOLVED).write_text(dump_recipe(resolved.model_copy(update={"plan": None}), expanded=True))
     if resolved.plan is not None:
         write_json(run_dir / PLAN, resolved.plan)
-
-
-def read_resolved(path: Path) -> ResolvedRun:
-    """A `resolved.yaml` as a value again, with the `plan.json` beside it."""
-    resolved, plan = load_spec(path, ResolvedRun), path.with_name(PLAN)
-    return resolved.model_copy(update={"plan": json.loads(plan.read_text())}) if plan.is_file() else resolved
 
 
 def read_result(run_dir: Path) -> TrainResult:

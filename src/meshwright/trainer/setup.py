@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from meshwright.data.prepare import Corpus
 from meshwright.families import finetuned_table, state_table
 from meshwright.finetune import apply_finetune
 from meshwright.models import build_model, named_tensors
@@ -186,13 +185,6 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
         "peak_flops": trainer.peak[0],
         "peak_flops_source": trainer.peak[1],
     }
-
-
-def check_vocabulary(resolved: ResolvedRun, corpus: Corpus) -> None:
-    """Raise `ValueError` where the tokenizer knows tokens that the model has no row for."""
-    size, rows = corpus.tokenizer.vocab_size, resolved.model.vocab
-    if size > rows:
-        raise ValueError(f"the tokenizer has {size} tokens but the model only {rows} rows; set model.vocab={size}")
 
 
 def write_json(path: Path, value: Any) -> None:

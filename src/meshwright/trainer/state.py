@@ -22,7 +22,8 @@ from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.spec.training import LrScheduleSpec
 from meshwright.trainer.setup import Trainer
-from meshwright.trainer.weights import base_of, check_base, starting_checkpoint
+from meshwright.trainer.start import starting_checkpoint
+from meshwright.trainer.weights import base_of, check_base
 
 NEWEST, AUTO = "newest", "auto"
 """What a run can be told to continue from, besides a checkpoint's name: the newest checkpoint, which must be there and

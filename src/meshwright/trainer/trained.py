@@ -32,7 +32,8 @@ from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.device import choose_device
 from meshwright.trainer.evaluate import Evaluation, evaluate
 from meshwright.trainer.resolve import ENOUGH_TOKENS
-from meshwright.trainer.run import RESOLVED, TOKENIZER, corpus_of, read_resolved
+from meshwright.trainer.run import corpus_of
+from meshwright.trainer.start import RESOLVED, TOKENIZER, read_resolved
 from meshwright.trainer.weights import base_of, check_base, kept_weights
 
 MAX_TOKENS = 128

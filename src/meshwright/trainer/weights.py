@@ -9,7 +9,7 @@ import torch
 
 from meshwright.checkpoint.dcp import load_tensors
 from meshwright.checkpoint.hf import HfWeights
-from meshwright.checkpoint.manifest import MANIFEST, CheckpointError, list_checkpoints
+from meshwright.checkpoint.manifest import MANIFEST, CheckpointError
 from meshwright.checkpoint.peft import CONFIG, AdapterSpec, read_adapter
 from meshwright.checkpoint.verify import verify_checkpoint
 from meshwright.families import finetuned_table, parameter_table, pretrained_directory
@@ -19,6 +19,7 @@ from meshwright.parallel.materialize import RowSource
 from meshwright.spec.finetune import FullSpec
 from meshwright.spec.model import Parameter
 from meshwright.spec.run import ResolvedRun
+from meshwright.trainer.start import checkpoint_at, starting_checkpoint
 
 SAMPLED_BYTES, SAMPLES = 2**16, 64
 """Of every file of a base, so many pieces of so many bytes go into its fingerprint; a shorter file goes in whole."""
@@ -53,22 +54,6 @@ def base_weights(resolved: ResolvedRun) -> RowSource:
         return lambda parameter, start, stop: draw_rows(parameter, seed, start, stop)
     pretrained = HfWeights(_directory(resolved), resolved.model)
     return lambda parameter, start, stop: pretrained.read_rows(parameter.name, start, stop)
-
-
-def starting_checkpoint(resolved: ResolvedRun) -> Path:
-    """The checkpoint that `checkpoint.start_from` means; raises `CheckpointError` where there is none."""
-    path = Path(resolved.base_dir) / (resolved.run.checkpoint.start_from or "")
-    return checkpoint_at(path, "checkpoint.start_from")
-
-
-def checkpoint_at(path: Path, setting: str) -> Path:
-    """The checkpoint that is at `path`, or the newest of the run that is there; raises `CheckpointError`."""
-    if (path / MANIFEST).is_file():
-        return path
-    saved = list_checkpoints(path / "checkpoints")
-    if not saved:
-        raise CheckpointError(f"{setting}: {path} is neither a checkpoint nor a run that has one")
-    return saved[-1]
 
 
 def base_of(resolved: ResolvedRun) -> dict[str, str] | None:

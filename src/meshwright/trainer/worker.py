@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 from meshwright.trainer.launch import find_worker
-from meshwright.trainer.run import read_resolved, train_rank
+from meshwright.trainer.run import train_rank
 from meshwright.trainer.signals import StopRequest, end_with
+from meshwright.trainer.start import read_resolved
 from meshwright.trainer.status import MISUSE, STOPPED, RunError
 
 

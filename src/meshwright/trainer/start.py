@@ -1,0 +1,114 @@
+"""The one place that says, before any weight is read, whether what a recipe is to learn fits what it starts from."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from meshwright.checkpoint.manifest import MANIFEST, CheckpointError, list_checkpoints
+from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
+from meshwright.families import finetuned_table, parameter_table
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.recipe import load_spec
+from meshwright.spec.run import ResolvedRun, Run
+
+RESOLVED, PLAN = "resolved.yaml", "plan.json"
+TOKENIZER = "tokenizer"
+"""Names in a run directory: the run with nothing left open, what the planner said, and the tokenizer's folder."""
+
+SETTING = "checkpoint.start_from"
+
+
+def starting_checkpoint(resolved: ResolvedRun) -> Path:
+    """The checkpoint that `checkpoint.start_from` means; raises `CheckpointError` where there is none."""
+    return checkpoint_at(Path(resolved.base_dir) / (resolved.run.checkpoint.start_from or ""), SETTING)
+
+
+def checkpoint_at(path: Path, setting: str) -> Path:
+    """The checkpoint that is at `path`, or the newest of the run that is there; raises `CheckpointError`."""
+    if (path / MANIFEST).is_file():
+        return path
+    saved = list_checkpoints(path / "checkpoints")
+    if not saved:
+        raise CheckpointError(f"{setting}: {path} is neither a checkpoint nor a run that has one")
+    return saved[-1]
+
+
+def check_start(resolved: ResolvedRun) -> None:
+    """Raise `CheckpointError` where `checkpoint.start_from` names nothing, or a run that has not this model's weights.
+
+    A checkpoint outside its run directory is known only when it is read.
+    """
+    run_dir = _starting_run(resolved)
+    if run_dir is None:
+        return
+    base = read_resolved(run_dir / RESOLVED)
+    saved = {row.name: row.shape for row in finetuned_table(base.model, base.run.finetune) if row.trained}
+    for row in parameter_table(resolved.model):
+        if row.name not in saved:
+            raise CheckpointError(
+                f"{SETTING}: {run_dir} holds no {row.name}; give a run that trained all of this model"
+            )
+        if row.shape != saved[row.name]:
+            theirs, ours = base.model.model_dump(), resolved.model.model_dump()
+            settings = (f"model.{name}={value}" for name, value in theirs.items() if value != ours[name])
+            raise CheckpointError(
+                f"{SETTING}: in {run_dir} {row.name} has shape {saved[row.name]}, but this run's is {row.shape}; "
+                f"its model has {', '.join(settings)}"
+            )
+
+
+def check_vocabulary(model: ModelSpec, size: int) -> None:
+    """Raise `ValueError` where a tokenizer of `size` tokens knows some that the model has no row for."""
+    if size > model.vocab:
+        raise ValueError(
+            f"the tokenizer has {size} tokens but the model only {model.vocab} rows; set model.vocab={size}"
+        )
+
+
+def check_tokenizer(resolved: ResolvedRun, tokenizer: TextTokenizer | None) -> None:
+    """Raise `ValueError` where tokens have other numbers than in the run that `checkpoint.start_from` means.
+
+    None: the tokenizer is yet to be trained, which gives the same one on the same data only.
+    """
+    run_dir = _starting_run(resolved)
+    if run_dir is None or not (run_dir / TOKENIZER).is_dir():
+        return
+    if tokenizer is None:
+        ours, theirs = resolved.run.data, read_resolved(run_dir / RESOLVED).run.data
+        decisive = ("sources", "held_out", "tokenizer", "tokenizer_vocab")
+        same = all(getattr(ours, field) == getattr(theirs, field) for field in decisive)
+    else:
+        same = tokenizer.extends(load_tokenizer(run_dir / TOKENIZER))
+    if not same:
+        raise ValueError(
+            f"data.tokenizer={resolved.run.data.tokenizer} gives tokens other numbers than {run_dir} learnt, which "
+            f"this run starts from; set data.tokenizer={resolved.run.checkpoint.start_from}/{TOKENIZER}"
+        )
+
+
+def check_objective(run: Run, streams: Mapping[str, bool]) -> None:
+    """Raise `ValueError` where pairs of answers are to be learnt from and there are none, or the other way round.
+
+    `streams` says of each stream of the data whether it holds pairs.
+    """
+    pairs = [name for name, is_pairs in streams.items() if is_pairs]
+    others = [name for name, is_pairs in streams.items() if not is_pairs]
+    if run.training.preference is None and pairs:
+        raise ValueError(f"data source {pairs[0]} holds preferences; learn from them with training.preference={{}}")
+    if run.training.preference is not None and others:
+        raise ValueError(f"training.preference learns from pairs of answers, which data source {others[0]} has not")
+
+
+def read_resolved(path: Path) -> ResolvedRun:
+    """A `resolved.yaml` as a value again, with the `plan.json` beside it."""
+    resolved, plan = load_spec(path, ResolvedRun), path.with_name(PLAN)
+    return resolved.model_copy(update={"plan": json.loads(plan.read_text())}) if plan.is_file() else resolved
+
+
+def _starting_run(resolved: ResolvedRun) -> Path | None:
+    """The directory of the run that `checkpoint.start_from` means; None where there is none, or the checkpoint lies
+    elsewhere. Raises as `starting_checkpoint`."""
+    if not resolved.run.checkpoint.start_from:
+        return None
+    run_dir = starting_checkpoint(resolved).parent.parent
+    return run_dir if (run_dir / RESOLVED).is_file() else None

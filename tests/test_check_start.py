@@ -1,0 +1,111 @@
+"""What `check` says of a recipe is what `train` would say: its base, its tokenizer, its objective, its targets."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from conversations import chat_tokenizer, lines
+from meshwright import train
+from meshwright.cli.main import main
+from meshwright.spec.recipe import load_recipe
+
+TEXT = "\n".join(f"def add_{n}(x):\n    return x + {n}\n" for n in range(60))
+BASE = """\
+model: {family: llama, hidden: 16, num_layers: 1, num_heads: 2, ffn: 24, max_positions: 32, vocab: 280}
+data: {sources: text.txt, sequence_length: 16, tokenizer_vocab: 280, cache_dir: cache}
+training: {steps: 1, global_batch: 2, precision: fp32, lr_schedule: {warmup: 0}, evaluation: {batches: 0}}
+run_dir: runs/first
+device: cpu
+"""
+TUNED = ["checkpoint.start_from=runs/first", "run_dir=runs/tuned", "finetune={method: lora, rank: 2}"]
+OWN_TOKENIZER = "data.tokenizer=runs/first/tokenizer"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a trained run, and text that it has not seen."""
+    folder = tmp_path_factory.mktemp("first")
+    (folder / "text.txt").write_text(TEXT)
+    (folder / "other.txt").write_text(TEXT.replace("add", "subtract"))
+    (folder / "run.yaml").write_text(BASE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        train(load_recipe("run.yaml"))
+    return folder
+
+
+REFUSED = {
+    "another width": ([OWN_TOKENIZER, "model.hidden=24"], "has shape (280, 16), but this run's is (280, 24)"),
+    "another tokenizer": (["data.sources=other.txt"], "set data.tokenizer=runs/first/tokenizer"),
+    "no such base": (["checkpoint.start_from=runs/nowhere"], "is neither a checkpoint nor a run that has one"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_does_not_fit_its_base_is_refused_by_both(
+    folder: Path,
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main(["check", "run.yaml", *TUNED, *words]) == 1
+    (problem,) = capsys.readouterr().err.splitlines()
+    assert message in problem
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train(load_recipe("run.yaml", [*TUNED, *words]))
+
+
+@pytest.mark.parametrize("words", [[], ["data.sources=other.txt", OWN_TOKENIZER]], ids=["same data", "its tokenizer"])
+def test_what_fits_its_base_is_right(folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert main(["check", "run.yaml", *TUNED, *words]) == 0
+
+
+def test_every_wrong_target_is_told_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main(["check", "run.yaml", *TUNED, "finetune.targets=[q_prj, wq, wz]"]) == 1
+    (problem,) = capsys.readouterr().err.splitlines()
+    assert problem.count("q_prj") == problem.count("'wz' matches no module") == 1
+
+
+@pytest.fixture
+def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    chat_tokenizer().save(tmp_path / "tokenizer")
+    said = {"chosen": [{"role": "assistant", "content": "Blue."}], "rejected": [{"role": "assistant", "content": "No"}]}
+    (tmp_path / "pairs.jsonl").write_text(lines(*({"prompt": f"Sky {n}?", **said} for n in range(9))))
+    (tmp_path / "text.txt").write_text(TEXT)
+    data = (
+        "{sources: pairs.jsonl, tokenizer: tokenizer, sequence_length: 64, packing: best_fit, separate_documents: true}"
+    )
+    model = BASE.splitlines()[0].replace("280", "320").replace("max_positions: 32", "max_positions: 64")
+    recipe = [model, f"data: {data}", *BASE.splitlines()[2:]]
+    (tmp_path / "run.yaml").write_text("\n".join(recipe) + "\n")
+    return tmp_path
+
+
+def test_an_objective_that_the_data_cannot_serve_is_refused_by_both(
+    pairs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = ["data.chat={template: plain}"]
+    for words, message in (
+        (plain, "data source preferences holds preferences; learn from them with training.preference={}"),
+        (["training.preference={}", "data.sources=text.txt"], "which data source text has not"),
+    ):
+        assert main(["check", "run.yaml", *words]) == 1
+        (problem,) = capsys.readouterr().err.splitlines()
+        assert message in problem
+        with pytest.raises(ValueError, match=re.escape(message)):
+            train(load_recipe("run.yaml", words))
+
+
+def test_the_sample_shown_holds_whole_pairs(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "run.yaml", "training.preference={}", "data.chat={template: plain}"]) == 0
+    text = capsys.readouterr().out
+    assert text.count(", chosen: ") == text.count(", rejected: ") > 0
+    assert text.index("- pair 1, chosen: ") < text.index("- pair 1, rejected: ")
