@@ -235,11 +235,12 @@ BAD_VALUES = {
     ),
     "longer than the run": (
         "seed_of_nothing: 1\ntraining: {steps: 10}",
-        "run.yaml:3: training: lr_schedule.warmup=100 is longer than steps=10",
+        "run.yaml:3: training: lr_schedule.warmup=100 (the default) is longer than steps=10",
     ),
     "a degree that does not divide": (
         "layout: {ep: 2}",
-        "run.yaml:2: layout: ep=2 does not divide dp_shard x cp x tp = 1",
+        "run.yaml:2: layout: ep=2 does not divide dp_shard x cp x tp = 1, the ranks that share the experts; "
+        "the nearest legal layout is ep=1, or with ep=2 dp_shard=2",
     ),
     "nothing to shard over": ("layout: {zero: 3}", "run.yaml:2: layout: zero=3 with dp_shard=1"),
     "true for a stage": (
@@ -318,7 +319,7 @@ BAD_OVERRIDES = {
     "training.optimizer.betas=[0.9,": "the bracket that begins here is never closed",
     "training.optimizer.betas.0=0.8": "training.optimizer.betas: the recipe has no list here; give all of it",
     "data.sources.2.path=x": "data.sources: the recipe's list has 2 items, counted from 0",
-    "training={steps: 50}": "lr_schedule.warmup=100 is longer than steps=50",
+    "training={steps: 50}": "lr_schedule.warmup=100 (the default) is longer than steps=50",
     "training=": "an empty value is not allowed: must be a section",
 }
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from meshwright.prove.verify import PROOF, prove_rank
 from meshwright.trainer.launch import Worker, find_worker, leave_group
-from meshwright.trainer.run import read_resolved
 from meshwright.trainer.setup import build_trainer, find_place
 from meshwright.trainer.signals import end_with
+from meshwright.trainer.start import read_resolved
 from meshwright.trainer.status import MISUSE
 from meshwright.trainer.worker import report_to_parent
 

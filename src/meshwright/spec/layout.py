@@ -94,9 +94,11 @@ class LayoutSpec(Spec):
             )
         sharers = self.dp_shard * self.cp * self.tp
         if sharers % self.ep:
+            unit = self.ep // gcd(self.ep, self.cp * self.tp)
+            kept = f", or with ep={self.ep} dp_shard={-(-self.dp_shard // unit) * unit}" if self.zero != 0 else ""
             yield (
                 f"ep={self.ep} does not divide dp_shard x cp x tp = {sharers}, the ranks that share the experts; "
-                f"{NEAREST} ep={gcd(self.ep, sharers)}"
+                f"{NEAREST} ep={gcd(self.ep, sharers)}{kept}"
             )
         if self.zero in (1, 2, 3) and self.dp_shard * self.cp == 1:
             alone = "zero=0 (one rank has nothing to share)"

@@ -121,6 +121,11 @@ class TrainingSpec(Spec):
     def _consistent(self) -> "TrainingSpec":
         if self.global_batch is not None and self.global_batch_tokens is not None:
             raise ValueError("global_batch and global_batch_tokens say the same thing twice; give one of the two")
-        if self.lr_schedule.warmup > self.steps:
-            raise ValueError(f"lr_schedule.warmup={self.lr_schedule.warmup} is longer than steps={self.steps}")
+        warmup = self.lr_schedule.warmup
+        if warmup > self.steps:
+            origin = "" if "warmup" in self.lr_schedule.model_fields_set else " (the default)"
+            raise ValueError(
+                f"lr_schedule.warmup={warmup}{origin} is longer than steps={self.steps}; a tenth of them is usual: "
+                f"training.lr_schedule.warmup={self.steps // 10}"
+            )
         return self
