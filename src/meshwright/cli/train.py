@@ -47,7 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     # Torch loads here, so that a mistake in the recipe is told at once.
     from meshwright.data.tokenizer import load_tokenizer
     from meshwright.trainer.launch import find_worker
-    from meshwright.trainer.run import TOKENIZER, train
+    from meshwright.trainer.run import train
+    from meshwright.trainer.start import TOKENIZER
     from meshwright.trainer.status import TrainingFailed
 
     try:
