@@ -31,9 +31,9 @@ Sent = dict[tuple[str, str], tuple[int, int]]
 
 def real(run: ResolvedRun) -> tuple[dict[str, int], Sent]:
     """What this rank keeps between steps, in bytes, and what it sends in a step."""
-    Router._choose = evenly
     trainer = build_here(run)
-    with loader_for(trainer) as loader:
+    with pytest.MonkeyPatch.context() as patch, loader_for(trainer) as loader:
+        patch.setattr(Router, "_choose", evenly)
         trainer.train_step(1, loader.microbatches(0))
         with Traffic(trainer.meshes) as traffic:
             trainer.train_step(2, loader.microbatches(1))
