@@ -161,19 +161,10 @@ def plan(resolved: ResolvedRun, corpus: Corpus, steps: int | None, stack: ExitSt
     """The run as its ranks would read it, up to `steps`."""
     run = resolved.run
     mixture = training_samples(corpus, run.data)
-    world_size = run.layout.data_parallel
     steps = run.training.steps if steps is None else min(steps, run.training.steps)
 
     def batches(rank: int) -> Loader:
-        loader = Loader(
-            mixture,
-            seed=run.training.seed,
-            global_batch=resolved.global_batch,
-            micro_batch=resolved.micro_batch,
-            rank=rank,
-            world_size=world_size,
-        )
-        return stack.enter_context(loader)
+        return stack.enter_context(Loader.of_run(mixture, resolved, rank))
 
     return PlannedRun(
         corpus=corpus,
@@ -183,7 +174,7 @@ def plan(resolved: ResolvedRun, corpus: Corpus, steps: int | None, stack: ExitSt
         seed=run.training.seed,
         steps=steps,
         global_batch=resolved.global_batch,
-        world_size=world_size,
+        world_size=run.layout.data_parallel,
         batches=batches,
         epochs=mixture.epochs(steps * resolved.global_batch),
         sees=attention_sees if run.data.separate_documents else None,

@@ -11,6 +11,7 @@ import numpy as np
 
 from meshwright.data.mixture import Mixture
 from meshwright.data.packing import Sample, Samples, blank_sample
+from meshwright.spec.run import ResolvedRun
 
 
 class Microbatch(NamedTuple):
@@ -70,6 +71,21 @@ class Loader:
         self._rank, self._places = rank, places
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="meshwright-loader")
         self._ahead: tuple[int, Future[list[Microbatch]]] | None = None
+
+    @classmethod
+    def of_run(
+        cls, samples: Samples | Mixture, resolved: ResolvedRun, rank: int, places: np.ndarray | None = None
+    ) -> "Loader":
+        """What data-parallel rank `rank` of a run reads of `samples`."""
+        return cls(
+            samples,
+            seed=resolved.run.training.seed,
+            global_batch=resolved.global_batch,
+            micro_batch=resolved.micro_batch,
+            rank=rank,
+            world_size=resolved.run.layout.data_parallel,
+            places=places,
+        )
 
     def microbatches(self, step: int) -> list[Microbatch]:
         """This rank's microbatches of a step; the step after it is then read ahead.

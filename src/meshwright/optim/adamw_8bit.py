@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.models.blockwise import code_book, encode_blocks
+from meshwright.optim.parameterwise import Parameterwise
 from meshwright.optim.shards import local
 
 BLOCK = 256
@@ -21,7 +22,7 @@ MOMENTS = {"exp_avg": "signed", "exp_avg_sq": "unsigned"}
 """Name of a moment -> its code book."""
 
 
-class AdamW8bit(torch.optim.Optimizer):
+class AdamW8bit(Parameterwise):
     """AdamW (Loshchilov and Hutter, 2019) with a byte for each number of its moments, in blocks with an fp32 scale.
 
     Blocks lie within rows of a parameter's last dim: the largest that divide it, up to 256. So they are the same
@@ -34,21 +35,30 @@ class AdamW8bit(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient."""
-        assert closure is None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    if not self.state[parameter]:
-                        self.state[parameter] = fresh_state(parameter)
-                    self._update(parameter, self.state[parameter], group)
+    def fresh_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The state of a parameter before its first step, sharded as it is: moments are zero.
 
-    def _update(self, parameter: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> None:
+        Where moments are blocks, `exp_avg` and `exp_avg_sq` are uint8 codes in the parameter's shape, and their scales
+        fp32 with the last dim divided by the block's size.
+        """
+        state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
+        block = block_size(parameter)
+        for name, book in MOMENTS.items():
+            if block is None:
+                state[name] = torch.zeros_like(parameter, dtype=torch.float32)
+                continue
+            zero = int((code_book(book, torch.device("cpu")) == 0).nonzero())
+            state[name] = torch.full_like(parameter, zero, dtype=torch.uint8)
+            state[f"{name}_scale"] = _zero_scales(parameter, block)
+        return state
+
+    def update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]
+    ) -> None:
+        """One step of one parameter, computed in fp32."""
         state["step"] += 1
         (beta1, beta2), step = group["betas"], state["step"].item()
-        weight, gradient = local(parameter), local(parameter.grad).float()  # type: ignore[arg-type]
+        weight, gradient = local(parameter), local(gradient).float()
         first, second = (_read(state, name) for name in MOMENTS)
         first.mul_(beta1).add_(gradient, alpha=1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -57,24 +67,6 @@ class AdamW8bit(torch.optim.Optimizer):
         weight.addcdiv_(first.to(weight.dtype), denominator.to(weight.dtype), value=-group["lr"] / (1 - beta1**step))
         for name, moment in zip(MOMENTS, (first, second), strict=True):
             _write(state, name, moment)
-
-
-def fresh_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The state of a parameter before its first step, sharded as it is: moments are zero.
-
-    Where moments are blocks, `exp_avg` and `exp_avg_sq` are uint8 codes in the parameter's shape, and their scales fp32
-    with the last dim divided by the block's size.
-    """
-    state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
-    block = block_size(parameter)
-    for name, book in MOMENTS.items():
-        if block is None:
-            state[name] = torch.zeros_like(parameter, dtype=torch.float32)
-            continue
-        zero = int((code_book(book, torch.device("cpu")) == 0).nonzero())
-        state[name] = torch.full_like(parameter, zero, dtype=torch.uint8)
-        state[f"{name}_scale"] = _zero_scales(parameter, block)
-    return state
 
 
 def block_size(parameter: torch.Tensor) -> int | None:

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from meshwright.optim import adamw_8bit
 from meshwright.optim.adamw_8bit import AdamW8bit
 from meshwright.optim.muon import Muon
 from meshwright.optim.paged_adamw import PagedAdamW
+from meshwright.optim.parameterwise import Parameterwise
 from meshwright.spec.model import Parameter
 from meshwright.spec.training import OptimizerSpec
 
@@ -86,13 +86,9 @@ def build_optimizers(
 
 
 def _fresh_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    if isinstance(optimizer, Muon):
-        return {"momentum_buffer": torch.zeros_like(parameter)}
-    if isinstance(optimizer, AdamW8bit):
-        return adamw_8bit.fresh_state(parameter)
-    if isinstance(optimizer, PagedAdamW):
+    if isinstance(optimizer, Parameterwise):
         return optimizer.fresh_state(parameter)
-    return {
+    return {  # torch's AdamW
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
         "exp_avg": torch.zeros_like(parameter),
         "exp_avg_sq": torch.zeros_like(parameter),

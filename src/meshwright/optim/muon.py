@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 
+from meshwright.optim.parameterwise import Parameterwise
 from meshwright.optim.shards import local, part_like, whole
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration, from the paper's reference implementation."""
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Parameterwise):
     """Nesterov momentum, orthogonalised by five Newton-Schulz iterations; decoupled weight decay.
 
     Takes matrices only. A sharded matrix keeps its momentum sharded and is gathered for the iteration, so every layout
@@ -33,19 +34,14 @@ class Muon(torch.optim.Optimizer):
                 if parameter.dim() != 2:
                     raise ValueError(f"Muon takes matrices only, not a tensor of shape {tuple(parameter.shape)}")
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient."""
-        assert closure is None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
+    def fresh_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """No momentum."""
+        return {"momentum_buffer": torch.zeros_like(parameter)}
 
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
+    def update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]
+    ) -> None:
+        """One step of one matrix."""
         buffer = state["momentum_buffer"]
         buffer.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(buffer, group["momentum"])

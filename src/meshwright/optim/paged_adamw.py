@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 
+from meshwright.optim.parameterwise import Parameterwise
+
 SMALLEST_PAGED = 10**5
 """Numbers below which a moment stays on the GPU."""
 
 
-class PagedAdamW(torch.optim.Optimizer):
+class PagedAdamW(Parameterwise):
     """AdamW (Loshchilov and Hutter, 2019) in fp32 by bitsandbytes' kernel, its moments in CUDA's managed memory: what a
     GPU has no room for at its peak is moved to the host, and back for the step."""
 
@@ -25,20 +27,16 @@ class PagedAdamW(torch.optim.Optimizer):
             raise ValueError("training.optimizer.name=paged_adamw needs: pip install 'meshwright[qlora]'") from error
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: None = None) -> None:
         """Update every parameter that has a gradient."""
-        assert closure is None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
+        super().step(closure)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the driver moves pages beside the kernels
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state.update(self.fresh_state(parameter))
+    def update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]
+    ) -> None:
+        """One step of one parameter."""
         state["step"] += 1
         moments = [state["exp_avg"], state["exp_avg_sq"]]
         for moment in moments:
@@ -46,7 +44,7 @@ class PagedAdamW(torch.optim.Optimizer):
                 self._functional.prefetch_tensor(moment)
         (beta1, beta2), (first, second) = group["betas"], moments
         self._functional.optimizer_update_32bit(
-            *("adam", parameter.grad, parameter, first, beta1, group["eps"], int(state["step"]), group["lr"]),
+            *("adam", gradient, parameter, first, beta1, group["eps"], int(state["step"]), group["lr"]),
             state2=second,
             beta2=beta2,
             weight_decay=group["weight_decay"],

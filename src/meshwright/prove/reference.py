@@ -133,15 +133,7 @@ def loader_for(trainer: Trainer) -> Loader:
         count=steps_at_most * resolved.global_batch,
         documents=data.separate_documents,
     )
-    return Loader(
-        samples,
-        seed=resolved.run.training.seed,
-        global_batch=resolved.global_batch,
-        micro_batch=resolved.micro_batch,
-        rank=trainer.data_rank,
-        world_size=resolved.run.layout.data_parallel,
-        places=trainer.places,
-    )
+    return Loader.of_run(samples, resolved, trainer.data_rank, trainer.places)
 
 
 def _save_weights(reference: Reference, trainer: Trainer, step: int) -> None:

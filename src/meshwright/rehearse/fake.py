@@ -1,7 +1,7 @@
 """The one place that makes one process believe that it is one rank of many, and gives it tensors without numbers."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -66,23 +66,15 @@ def even_routing(resolved: ResolvedRun) -> Iterator[None]:
     def evenly(*counts: torch.Tensor) -> list[list[int]]:
         return [[rows // len(one) + (place < rows % len(one)) for place in range(len(one))] for one in counts]
 
-    original = moe.read_counts
-    moe.read_counts = evenly
-    try:
+    with _replaced(moe, "read_counts", evenly):
         yield
-    finally:
-        moe.read_counts = original
 
 
 @contextlib.contextmanager
 def messages_gone() -> Iterator[None]:
     """Let every message between stages have gone when the next one is sent, and its tensor be free."""
-    original = pipeline.has_gone
-    pipeline.has_gone = lambda work: True
-    try:
+    with _replaced(pipeline, "has_gone", lambda work: True):
         yield
-    finally:
-        pipeline.has_gone = original
 
 
 @contextlib.contextmanager
@@ -94,8 +86,15 @@ def propagation_unseen() -> Iterator[None]:
         with _disable_current_modes():
             return original(self, op_schema)
 
-    ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign]
+    with _replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, function)
     try:
         yield
     finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]
+        setattr(owner, name, original)

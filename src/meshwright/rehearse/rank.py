@@ -94,15 +94,8 @@ def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool) -> dict[str
 def _microbatches(trainer: Trainer, count: int) -> list[Microbatch]:
     """The first `count` of this rank's microbatches of a step, every token trained on."""
     resolved, length = trainer.resolved, trainer.resolved.run.data.sequence_length
-    with Loader(
-        ConcatenatedSamples(np.zeros(length + 1, np.uint16), length),
-        seed=0,
-        global_batch=resolved.global_batch,
-        micro_batch=resolved.micro_batch,
-        rank=trainer.data_rank,
-        world_size=resolved.run.layout.data_parallel,
-        places=trainer.places,
-    ) as loader:
+    samples = ConcatenatedSamples(np.zeros(length + 1, np.uint16), length)
+    with Loader.of_run(samples, resolved, trainer.data_rank, trainer.places) as loader:
         return loader.microbatches(0)[:count]
 
 

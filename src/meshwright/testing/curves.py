@@ -15,14 +15,6 @@ def loss_curve(resolved: ResolvedRun, steps: int) -> list[float]:
     """Losses of the first steps on the bytes of a module of the standard library; collective."""
     trainer = build_here(resolved)
     text = np.frombuffer(Path(argparse.__file__).read_bytes(), np.uint8)
-    loader = Loader(
-        ConcatenatedSamples(text, resolved.run.data.sequence_length),
-        seed=resolved.run.training.seed,
-        global_batch=resolved.global_batch,
-        micro_batch=resolved.micro_batch,
-        rank=trainer.data_rank,
-        world_size=resolved.run.layout.data_parallel,
-        places=trainer.places,
-    )
-    with loader:
+    samples = ConcatenatedSamples(text, resolved.run.data.sequence_length)
+    with Loader.of_run(samples, resolved, trainer.data_rank, trainer.places) as loader:
         return [trainer.train_step(step, loader.microbatches(step - 1)).loss for step in range(1, steps + 1)]

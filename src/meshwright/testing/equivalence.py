@@ -83,15 +83,7 @@ def loader_for(trainer: Trainer, *, seed: int = 0, documents: bool = False) -> L
     samples = RandomSamples(
         vocab=resolved.model.vocab, sequence_length=length, seed=seed, documents=documents, pairs=pairs
     )
-    return Loader(
-        samples,
-        seed=resolved.run.training.seed,
-        global_batch=resolved.global_batch,
-        micro_batch=resolved.micro_batch,
-        rank=trainer.data_rank,
-        world_size=resolved.run.layout.data_parallel,
-        places=trainer.places,
-    )
+    return Loader.of_run(samples, resolved, trainer.data_rank, trainer.places)
 
 
 def whole(tensor: torch.Tensor | None) -> torch.Tensor:

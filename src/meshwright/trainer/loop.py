@@ -125,16 +125,8 @@ def due(step: int, every: int) -> bool:
 
 def build_loader(trainer: Trainer, corpus: Corpus) -> Loader:
     """This rank's batches of training samples."""
-    resolved = trainer.resolved
-    return Loader(
-        training_samples(corpus, resolved.run.data),
-        seed=resolved.run.training.seed,
-        global_batch=resolved.global_batch,
-        micro_batch=resolved.micro_batch,
-        rank=trainer.data_rank,
-        world_size=resolved.run.layout.data_parallel,
-        places=trainer.places,
-    )
+    samples = training_samples(corpus, trainer.resolved.run.data)
+    return Loader.of_run(samples, trainer.resolved, trainer.data_rank, trainer.places)
 
 
 def evaluate_held_out(trainer: Trainer, corpus: Corpus, stop: StopRequest) -> Evaluation | None:

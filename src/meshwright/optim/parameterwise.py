@@ -1,0 +1,32 @@
+"""The one place for what this project's own optimizers share: they update one parameter at a time, each from a state of
+its own that can be made before the first step."""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+
+
+class Parameterwise(torch.optim.Optimizer):
+    """An optimizer that says how one parameter begins and how it is updated."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    if not self.state[parameter]:
+                        self.state[parameter] = self.fresh_state(parameter)
+                    self.update(parameter, parameter.grad, self.state[parameter], group)
+
+    @abstractmethod
+    def fresh_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The state of a parameter before its first step, sharded as it is."""
+
+    @abstractmethod
+    def update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]
+    ) -> None:
+        """Change a parameter and its state in place; `group` has the settings of its parameter group."""
