@@ -57,16 +57,7 @@ def model(name: str) -> Blueprint:
 
 def gpt(hidden: int, heads: int, layers: int) -> Blueprint:
     """A GPT of that size with Megatron's vocabulary."""
-    matrices = (
-        Matrix("attention.wqkv", 3 * hidden, hidden, split=True),
-        Matrix("attention.wo", hidden, hidden, split=True),
-        Matrix("feed_forward.w1", 4 * hidden, hidden, split=True),
-        Matrix("feed_forward.w2", hidden, 4 * hidden, split=True),
-    )
-    return Blueprint(
-        hidden=hidden, num_heads=heads, num_kv_heads=heads, head_dim=hidden // heads, vocab=51200, gated=False,
-        tied=True, kinds=(Block(matrices, 13 * hidden),), pattern=(0,) * layers,
-    )  # fmt: skip
+    return published_model(Completion({"layers": str(layers), "hidden": str(hidden), "heads": str(heads)}))
 
 
 def known_model(name: str) -> Blueprint:

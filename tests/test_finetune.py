@@ -8,11 +8,12 @@ import torch
 
 from meshwright.families import finetuned_table
 from meshwright.finetune import apply_finetune
-from meshwright.models import build_model
+from meshwright.models import Decoder, build_model
 from meshwright.parallel.traffic import Traffic
 from meshwright.plan.flops import flops_per_token
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.model import Parameter
 from meshwright.spec.recipe import dump_recipe, parse_spec
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.testing.equivalence import build_here, loader_for, one_step
@@ -38,14 +39,19 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "deepseek_v3"])
-def test_module_and_table_say_the_same(family: str, method: str) -> None:
-    run = tiny_run(LayoutSpec(), family=family, finetune=METHODS[method])
+def fine_tuned(family: str, finetune: dict[str, Any]) -> tuple[Decoder, tuple[Parameter, ...]]:
+    """(the module of a fine-tuned model, what frozen is in bf16; its table)."""
+    run = tiny_run(LayoutSpec(), family=family, finetune=finetune)
     model = build_model(run.model)
     assert run.run.finetune is not None
     apply_finetune(model, run.run.finetune, torch.bfloat16)
-    table = finetuned_table(run.model, run.run.finetune)
+    return model, finetuned_table(run.model, run.run.finetune)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "deepseek_v3"])
+def test_module_and_table_say_the_same(family: str, method: str) -> None:
+    model, table = fine_tuned(family, METHODS[method])
     assert [(row.name, row.shape, row.trained) for row in table] == [
         (name, tuple(parameter.shape), parameter.requires_grad) for name, parameter in model.named_parameters()
     ]

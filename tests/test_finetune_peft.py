@@ -8,12 +8,12 @@ from typing import Any
 import peft
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 
+from beside_peft import STEPS, train_beside
 from meshwright.checkpoint.peft import CONFIG, WEIGHTS, AdapterError, read_adapter, stored_places, write_adapter
 from meshwright.families import read_hf_directory
 from meshwright.finetune import merged_model
@@ -21,9 +21,8 @@ from meshwright.models import Decoder
 from meshwright.spec.data import DataSpec
 from meshwright.spec.finetune import FullSpec
 from meshwright.spec.run import ResolvedRun, Run
-from meshwright.testing.equivalence import build_here, loader_for
+from meshwright.testing.equivalence import build_here
 from meshwright.trainer.setup import Trainer
-from meshwright.trainer.step import to_device
 from tiny import GLOBAL_BATCH, SEQUENCE_LENGTH
 
 pytestmark = [
@@ -31,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:peft"),
 ]
 
-STEPS, LR, EPS = 20, 2e-2, 1e-3
+LR, EPS = 2e-2, 1e-3
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"intermediate_size": 40, "vocab_size": 50, "max_position_embeddings": 16, "initializer_range": 0.2}
 
@@ -106,12 +105,14 @@ def peft_model(base: Path, adapter: Path) -> Any:
     return peft.PeftModel.from_pretrained(model.double(), adapter, is_trainable=True).double()
 
 
-def gradients_of(model: Any) -> dict[str, torch.Tensor]:
-    parameters = ((name.replace(".default", ""), p) for name, p in model.named_parameters() if p.requires_grad)
-    names = {".modules_to_save": "", "magnitude_vector.weight": "magnitude_vector"}  # otherwise than in files
-    for theirs, stored in names.items():
-        parameters = [(name.replace(theirs, stored), p) for name, p in parameters]
-    return {name: p.grad for name, p in parameters}
+def trained_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
+    """What trains, by its key in files."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            key = name.replace(".default", "").replace(".modules_to_save", "")
+            found[key.replace("magnitude_vector.weight", "magnitude_vector")] = parameter
+    return found
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -120,33 +121,17 @@ def test_twenty_steps_are_pefts(bases: dict[str, Path], tmp_path: Path, family: 
     """float64: differences of rounding alone, which each step of AdamW enlarges by at most LR / EPS."""
     trainer = build_here(run_on(bases[family], METHODS[method]))
     theirs = peft_model(bases[family], write(trainer, tmp_path / "begin"))
-    optimizer = torch.optim.AdamW(
-        [p for p in theirs.parameters() if p.requires_grad], lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0
-    )
     places = stored_places(trainer.resolved.model, trainer.resolved.run.finetune)  # type: ignore[arg-type]
-    losses = []
-    with loader_for(trainer) as loader:
-        for step in range(STEPS):
-            (batch,) = loader.microbatches(step % 2)
-            tokens_BT, labels_BT, *_ = to_device(batch, torch.device("cpu"))
-            assert tokens_BT is not None
-            assert labels_BT is not None
-            optimizer.zero_grad()
-            expected = F.cross_entropy(theirs(tokens_BT).logits.flatten(0, 1), labels_BT.flatten())
-            expected.backward()
-            loss, _ = trainer.train_step.gradients([batch])
-            losses.append(loss)
-            assert loss == pytest.approx(expected.item(), rel=1e-9), step
-            found = gradients_of(theirs)
-            assert len(found) == len(places)
-            largest = max(gradient.abs().max().item() for gradient in found.values())
-            for name, place in places.items():
-                ours = place.to_file(trainer.parameters[name].grad)  # type: ignore[arg-type]
-                assert (ours - found[place.key]).abs().max() <= 1e-9 * largest, (step, name)
-            trainer.train_step.update(step + 1, trainer.train_step.gradient_norm())
-            trainer.optimizers.zero_grad()
-            optimizer.step()
-    assert losses[-2] < 0.98 * losses[0]  # it has learnt
+    found = trained_parameters(theirs)
+    assert len(found) == len(places)
+    train_beside(
+        trainer,
+        theirs,
+        {name: found[place.key] for name, place in places.items()},
+        loss_room=1e-9,
+        gradient_room=1e-9,
+        as_theirs=lambda name, gradient: places[name].to_file(gradient),
+    )
     check_files_go_both_ways(trainer, theirs, bases[family], tmp_path)
 
 

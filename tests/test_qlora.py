@@ -9,10 +9,8 @@ import torch
 
 from meshwright import train
 from meshwright.cli.main import main
-from meshwright.families import find_adapters, finetuned_table, parameter_table, resolve_model
+from meshwright.families import finetuned_table, parameter_table, resolve_model
 from meshwright.families.adapters import module_of
-from meshwright.finetune import apply_finetune
-from meshwright.models import build_model
 from meshwright.models.blockwise import as_bits, encode_int8, encode_nf4, encode_scales
 from meshwright.models.generate import Sampling
 from meshwright.models.init import draw_rows
@@ -27,6 +25,7 @@ from meshwright.testing.ranks import RankPool
 from meshwright.trainer.resolve import resolve_run
 from meshwright.trainer.trained import continue_texts, open_trained
 from test_equivalence import alone, assert_equal
+from test_finetune import fine_tuned
 from test_finetune_run import TEXT, recipe
 from tiny import tiny_run
 
@@ -57,18 +56,14 @@ def test_qlora_is_lora_on_a_base_in_few_bits() -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", ["gpt2", "qwen2", "deepseek_v3"])
 def test_module_and_table_say_the_same(family: str, method: str) -> None:
-    run = tiny_run(LayoutSpec(), family=family, finetune=METHODS[method])
-    model = build_model(run.model)
-    assert run.run.finetune is not None
-    apply_finetune(model, run.run.finetune, torch.bfloat16)
-    table = finetuned_table(run.model, run.run.finetune)
+    model, table = fine_tuned(family, METHODS[method])
     assert [(row.name, row.shape, row.trained, row.storage) for row in table] == [
         (name, tuple(parameter.shape), parameter.requires_grad, storage_of(parameter))
         for name, parameter in model.named_parameters()
     ]
     quantized = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
     trained = {module_of(row) for row in table if row.trained and not row.adapter}
-    adapters = {adapter.module for adapter in find_adapters(run.model, run.run.finetune)}
+    adapters = {module_of(row) for row in table if row.adapter}
     assert adapters - {"output"} <= quantized
     assert not quantized & (trained | {"output", "tok_embeddings", "layers.0.feed_forward.router"})
 

@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
+from beside_peft import train_beside
 from meshwright.families import hf_tensors, parameter_table, read_hf_directory
 from meshwright.families.adapters import module_of
 from meshwright.models.quantized import QuantizedLinear
 from meshwright.spec.data import DataSpec
 from meshwright.spec.run import ResolvedRun, Run
-from meshwright.testing.equivalence import build_here, loader_for
-from meshwright.trainer.step import to_device
+from meshwright.testing.equivalence import build_here
 from test_blockwise import portable_quantize_blockwise
 from tiny import GLOBAL_BATCH, SEQUENCE_LENGTH
 
@@ -29,7 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
-STEPS, LR, EPS, RANK, ALPHA = 20, 1e-2, 1e-3, 4, 8.0
+LR, EPS, RANK, ALPHA = 1e-2, 1e-3, 4, 8.0
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"intermediate_size": 320, "vocab_size": 50, "max_position_embeddings": 16, "initializer_range": 0.1}
 
@@ -102,29 +101,7 @@ def test_twenty_steps_are_those_of_peft_and_bitsandbytes(
     with torch.no_grad():
         for name, parameter in adapters.items():
             parameter.copy_(trainer.parameters[name])
-    optimizer = torch.optim.AdamW(adapters.values(), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0)
-    losses = []
-    with loader_for(trainer) as loader:
-        for step in range(STEPS):
-            (batch,) = loader.microbatches(step % 2)
-            tokens_BT, labels_BT, *_ = to_device(batch, torch.device("cpu"))
-            assert tokens_BT is not None
-            assert labels_BT is not None
-            optimizer.zero_grad()
-            expected = F.cross_entropy(theirs(tokens_BT).logits.flatten(0, 1), labels_BT.flatten())
-            expected.backward()
-            loss, _ = trainer.train_step.gradients([batch])
-            losses.append(loss)
-            assert loss == pytest.approx(expected.item(), rel=1e-5), step
-            gradients = {name: parameter.grad for name, parameter in adapters.items()}
-            largest = max(gradient.abs().max().item() for gradient in gradients.values())  # type: ignore[union-attr]
-            for name, gradient in gradients.items():
-                difference = (trainer.parameters[name].grad - gradient).abs().max()  # type: ignore[operator]
-                assert difference <= 1e-4 * largest, (step, name)
-            trainer.train_step.update(step + 1, trainer.train_step.gradient_norm())
-            trainer.optimizers.zero_grad()
-            optimizer.step()
-    assert losses[-2] < 0.98 * losses[0]  # it has learnt
+    train_beside(trainer, theirs, adapters, loss_room=1e-5, gradient_room=1e-4)
 
 
 def check_bits(ours: QuantizedLinear, their: Any, *, double: bool) -> None:

@@ -1,0 +1,56 @@
+"""Training side by side with peft: the same batches, each step's loss and every gradient compared."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from meshwright.testing.equivalence import loader_for
+from meshwright.trainer.setup import Trainer
+from meshwright.trainer.step import to_device
+
+STEPS = 20
+
+
+def train_beside(
+    trainer: Trainer,
+    theirs: Any,
+    counterparts: Mapping[str, torch.nn.Parameter],
+    *,
+    loss_room: float,
+    gradient_room: float,
+    as_theirs: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, gradient: gradient,
+) -> None:
+    """Train `theirs` by AdamW as `trainer` trains; `counterparts` are its parameters by our names.
+
+    Losses may differ by `loss_room` of themselves, gradients by `gradient_room` of the largest number; `as_theirs`
+    gives a gradient of ours the shape of theirs.
+    """
+    spec = trainer.resolved.run.training.optimizer
+    optimizer = torch.optim.AdamW(
+        counterparts.values(), lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay
+    )
+    losses = []
+    with loader_for(trainer) as loader:
+        for step in range(STEPS):
+            (batch,) = loader.microbatches(step % 2)
+            tokens_BT, labels_BT, *_ = to_device(batch, torch.device("cpu"))
+            assert tokens_BT is not None
+            assert labels_BT is not None
+            optimizer.zero_grad()
+            expected = F.cross_entropy(theirs(tokens_BT).logits.flatten(0, 1), labels_BT.flatten())
+            expected.backward()
+            loss, _ = trainer.train_step.gradients([batch])
+            losses.append(loss)
+            assert loss == pytest.approx(expected.item(), rel=loss_room), step
+            gradients = {name: parameter.grad for name, parameter in counterparts.items()}
+            largest = max(gradient.abs().max().item() for gradient in gradients.values())  # type: ignore[union-attr]
+            for name, gradient in gradients.items():
+                ours = as_theirs(name, trainer.parameters[name].grad)  # type: ignore[arg-type]
+                assert (ours - gradient).abs().max() <= gradient_room * largest, (step, name)
+            trainer.train_step.update(step + 1, trainer.train_step.gradient_norm())
+            trainer.optimizers.zero_grad()
+            optimizer.step()
+    assert losses[-2] < 0.98 * losses[0]  # it has learnt
