@@ -144,10 +144,15 @@ def test_a_check_reports_problems_of_all_rooms_at_once(folder, capsys):
 
 
 def test_a_check_of_a_recipe_that_cannot_be_read_is_a_finding_with_every_line(folder, capsys):
-    (folder / "run.yaml").write_text("model: gpt2\ntraining:\n  steps: 0\n  optimzer: x\n")
+    """What can be read is looked into at once; what a section lacks that could not be read is no finding."""
+    training = "training:\n  steps: 0\n  optimzer: x\n  global_batch: 7\n"
+    (folder / "run.yaml").write_text(
+        f"model: gpt2\n{training}layout: {{tp: 5, dp_shard: 2}}\ndata: {{sources: nowhere}}\n"
+    )
     assert main(["check", "run.yaml"]) == 1
     errors = capsys.readouterr().err.splitlines()
-    assert [error.split(": ")[1] for error in errors] == ["run.yaml:3", "run.yaml:4"]
+    assert [error.split(": ")[1] for error in errors[:3]] == ["run.yaml:3", "run.yaml:4", "run.yaml:6"]
+    assert [error.split(" ")[1:4] for error in errors[3:]] == [["data", "source", "nowhere"]]
 
 
 def test_what_is_wrong_only_deep_in_the_corpus_is_found(folder, capsys):

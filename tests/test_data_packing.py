@@ -100,6 +100,8 @@ def test_masked_text_is_marked(letters):
         np.array([*letters.encode("uestion"), letters.eos_id]),
     )
     labels[2:4] = NO_LABEL
+    apart = Sample(inputs, labels, np.array([0, 0, 0, 1, 1, 1, 1, 1]))
+    assert describe_sample(Fixed(apart), 0, letters)[0].endswith("2 documents")
     assert describe_sample(Fixed(Sample(inputs, labels)), 0, letters)[1:] == [
         ". q",
         "| ue",

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.families import finetuned_table
+from meshwright.families import find_adapters, finetuned_table
 from meshwright.finetune import apply_finetune
 from meshwright.models import Decoder, build_model
+from meshwright.models.adapters import LoraLinear
 from meshwright.parallel.traffic import Traffic
 from meshwright.plan.flops import flops_per_token
 from meshwright.spec.finetune import LoraSpec
@@ -20,6 +21,7 @@ from meshwright.testing.equivalence import build_here, loader_for, one_step
 from meshwright.testing.layouts import EXPERT_PARALLEL, LAYOUTS
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer.resolve import resolve_run
+from meshwright.trainer.step import to_device
 from test_equivalence import alone, assert_equal
 from tiny import LR, tiny_run
 
@@ -139,3 +141,42 @@ def test_b_learns_faster() -> None:
     }
     for name, parameter in trainer.parameters.items():
         assert rates[id(parameter)] == pytest.approx(0.5 * LR * (4 if name.endswith("lora_b") else 1))
+
+
+def test_patterns_and_rslora_decide_the_scale() -> None:
+    finetune = {"method": "lora", "rank": 4, "alpha": 4.0, "alphas": {"wo": 3.0}, "ranks": {"wo": 9}}
+    expected = {False: {"wq": 4 / 4, "wo": 3 / 9}, True: {"wq": 4 / 2, "wo": 3 / 3}}
+    for rslora, scales in expected.items():
+        spec = LoraSpec.model_validate({**finetune, "rslora": rslora})
+        adapters = find_adapters(tiny_run(LayoutSpec()).model, spec)
+        found = {adapter.module.rpartition(".")[2]: adapter.scale for adapter in adapters}
+        assert {name: found[name] for name in scales} == scales
+
+
+def test_a_begins_uniform_and_dropout_is_its_alone_and_of_training_alone() -> None:
+    trainer = build_here(tiny_run(LayoutSpec(), finetune={"method": "lora", "rank": 4, "dropout": 0.5}))
+    layer = trainer.model.get_submodule("layers.0.attention.wq")
+    assert isinstance(layer, LoraLinear)
+    assert 0.9 < layer.lora_a.abs().max() * 24**0.5 <= 1
+    x_ND = torch.randn(3, 24, dtype=torch.float64)
+    torch.manual_seed(1)
+    found_ND = layer(x_ND)
+    torch.manual_seed(1)
+    dropped_ND = torch.nn.functional.dropout(x_ND, 0.5)
+    expected_ND = x_ND @ layer.weight.T + layer.scale * dropped_ND @ layer.lora_a.T @ layer.lora_b.T
+    assert (found_ND - expected_ND).abs().max() < 1e-12
+    with loader_for(trainer) as loader:
+        batches = [to_device(batch, torch.device("cpu")) for batch in loader.microbatches(0)]
+    losses = [trainer.train_step.passes.losses(batches) for _ in range(2)]
+    assert losses[0] == losses[1]
+    assert layer.training
+
+
+def seed_here(run: ResolvedRun) -> int:
+    build_here(run)
+    return torch.initial_seed()
+
+
+def test_dropout_differs_between_ranks_but_for_those_that_see_the_same_tokens(ranks: RankPool) -> None:
+    seeds = ranks.run(4, seed_here, tiny_run(LayoutSpec(dp_shard=2, tp=2), finetune=METHODS["lora"]))
+    assert [seeds.index(seed) for seed in seeds] == [0, 0, 2, 2]

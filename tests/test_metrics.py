@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def test_the_line_people_read() -> None:
     assert display.line(RECORD) == (
         "step 120/1000  loss 2.341  gnorm 0.83  lr 2.9e-04  7.1k tok/s/gpu  mfu 41%  mem 61.2/80G  eta 1h12m"
     )
+    assert "  gnorm none yet  " in display.line(replace(RECORD, gnorm=None))
 
 
 def test_plain_lines_at_intervals_and_silence_off_rank_0() -> None:

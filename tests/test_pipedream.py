@@ -228,6 +228,7 @@ def test_verify_says_that_it_is_different_by_design(tmp_path: Path, capsys: pyte
 
 def test_what_check_says() -> None:
     said = describe_pipeline(tiny_run(layout_of(), accumulation=6))
+    assert "no bubble, 9% of the time waiting" in said
     assert said.endswith("gradients are a step late, which is not the training of one process")
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from conversations import chat_tokenizer, lines
 from meshwright import load_recipe, train
 from meshwright.cli.main import main
+from meshwright.data.describe import describe_sample
 from meshwright.data.packing import NO_LABEL, build_samples
 from meshwright.data.prepare import prepare_corpus
 from meshwright.models.preference import PreferenceLoss
@@ -154,6 +155,8 @@ def test_pairs_lie_side_by_side(folder, capsys):
     )
     assert len(alone_) == pairs > len(together)
     assert sorted(np.concatenate(together.pairs)) == list(range(pairs))
+    assert describe_sample(together, 0, tokenizer)[0].endswith(f", {len(together.pairs[0])} pairs")
+    assert describe_sample(alone_, 0, tokenizer)[0].endswith(", 1 pair")
     assert main(["data", "audit", "run.yaml"]) == 0
     assert "FAULT" not in capsys.readouterr().out
 

@@ -4,7 +4,7 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from meshwright.plan.stages import describe_pipeline
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.recipe import RecipeError, line_of
 from meshwright.spec.run import Run
-from meshwright.trainer.display import short
+from meshwright.trainer.display import model_size, short
 from meshwright.trainer.resolve import resolve_run
 from meshwright.trainer.start import check_objective, check_start, check_tokenizer, check_vocabulary
 from meshwright.trainer.trackers import require_trackers
@@ -84,6 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
         recipe = read_recipe(arguments)
     except RecipeError as error:
         findings += error.problems
+        if isinstance(error.rest, Run):
+            findings += _besides(error.rest, error.wrong, arguments)
     else:
         facts = examine(recipe, arguments.recipe.parent, findings)
     if arguments.json:
@@ -99,6 +101,13 @@ def run(arguments: argparse.Namespace) -> int:
     command = shlex.join(["meshwright", "train", str(arguments.recipe), *arguments.overrides])
     print(f"\nnothing is wrong; train it with: {command}")
     return 0
+
+
+def _besides(rest: Run, wrong: Collection[str], arguments: argparse.Namespace) -> list[str]:
+    """What else is wrong with a recipe of which only `rest` could be read, but for sections that are not complete."""
+    findings = Findings(arguments)
+    examine(rest, arguments.recipe.parent, findings)
+    return [finding for finding in findings if not set(re.findall(r"\b(\w+)\.\w", finding)) & set(wrong)]
 
 
 def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
@@ -148,10 +157,12 @@ def _check_objective(recipe: Run, files: list[SourceFile]) -> None:
 
 def _model_facts(recipe: Run, model: ModelSpec) -> dict[str, Any]:
     table = parameter_table(model)
-    trained, _ = count_trained(model, recipe.finetune)
+    trained, everything = count_trained(model, recipe.finetune)
+    parameters = sum(row.numel for row in table)
     return {
         "name": recipe.model.name or model.family,
-        "parameters": sum(row.numel for row in table),
+        "parameters": parameters,
+        "adapter_parameters": everything - parameters,
         "active_parameters": active_parameters(model),
         "trained_parameters": trained,
         "parameters_in_blocks": sum(row.numel for row in table if row.name.startswith("layers.")),
@@ -210,14 +221,12 @@ def _report(facts: dict[str, Any]) -> Iterator[str]:
     """The facts as lines for people."""
     if model := facts.get("model"):
         active = f", {short(model['active_parameters'])} active a token" if model["num_experts"] else ""
+        size = model_size(model["parameters"], model["adapter_parameters"], model["trained_parameters"])
         yield (
-            f"model      {model['name']}: {short(model['parameters'])} parameters "
-            f"({short(model['parameters_in_blocks'])} in blocks{active}); {model['num_layers']} layers, "
-            f"width {model['hidden']}, {model['num_heads']} heads, vocabulary {model['vocab']}"
+            f"model      {model['name']}: {size} ({short(model['parameters_in_blocks'])} in blocks{active}); "
+            f"{model['num_layers']} layers, width {model['hidden']}, {model['num_heads']} heads, "
+            f"vocabulary {model['vocab']}"
         )
-        if model["trained_parameters"] < model["parameters"]:
-            share = 100 * model["trained_parameters"] / model["parameters"]
-            yield f"finetune   {short(model['trained_parameters'])} parameters train, {share:.2g} % of the model's"
     if layout := facts.get("layout"):
         yield f"layout     {layout['strategy']}; processes: {layout['processes']}"
     if "pipeline" in facts:

@@ -40,6 +40,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def example_prompt(*, has_template: bool) -> str:
+    """Words for `generate` that suit a model whose tokenizer has a chat template, or none."""
+    return "--chat --prompt 'What is a tuple?'" if has_template else "--prompt 'Once upon a time'"
+
+
 def read_recipe(arguments: argparse.Namespace) -> Run:
     """The recipe that the command line names, its overrides applied.
 

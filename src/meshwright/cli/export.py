@@ -4,6 +4,7 @@ peft's."""
 import argparse
 from pathlib import Path
 
+from meshwright.cli.common import example_prompt
 from meshwright.cli.output import add_json_argument, print_json
 
 
@@ -49,5 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
         print_json({"model": str(trained.source), "directory": str(arguments.hf), **figures})
     else:
         print(f"{trained.source} written to {arguments.hf} in {dtype}; logits differ by at most {difference:.1e}")
-        print(f"next        meshwright generate {arguments.hf} --prompt 'Once upon a time'")
+        prompt = example_prompt(has_template=trained.tokenizer.chat_template is not None)
+        print(f"next        meshwright generate {arguments.hf} {prompt}")
     return 0

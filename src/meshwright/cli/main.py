@@ -1,6 +1,6 @@
 """The one place that turns a command line into a call of one verb, and an error into one line and a status.
 
-Exit status: 0 success, 1 a finding (`check`, `doctor`), 2 misuse, 130 interrupted; a run's are in `trainer/status.py`.
+Exit status: as `EXIT` says, and 130 interrupted; a run's are in `trainer/status.py`.
 """
 
 import argparse
@@ -24,7 +24,7 @@ VERBS = {
     "rehearse": "run the whole job on fake ranks: memory, collectives, what would break",
     "generate": "continue prompts with a trained model",
     "eval": "loss and perplexity of a trained model on any text",
-    "export": "write a trained model as a Hugging Face directory",
+    "export": "write a trained model for Hugging Face, or its adapters for peft",
     "doctor": "show what this machine has and what is missing",
     "demo": "train, evaluate and sample a small model on this machine",
 }
@@ -37,6 +37,11 @@ first steps:
   meshwright train run.yaml
 
 'meshwright VERB --help' explains a verb.
+"""
+
+EXIT = """\
+exit status: 0 done; 1 something was found: wrong (check, data audit), different (verify), breaking (rehearse),
+missing (doctor), or nothing fits (plan); 2 a mistake in the command line, the recipe or the data; train has more
 """
 
 INTERRUPTED = 130
@@ -54,7 +59,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, verb: str) -> None:
         super().__init__(
             prog=f"meshwright {verb}",
-            description=f"{VERBS[verb].capitalize()}.",
+            description=f"{VERBS[verb][0].upper()}{VERBS[verb][1:]}.",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -141,7 +146,7 @@ def _accepted(convert: Any, word: str) -> bool:
 def _help() -> str:
     verbs = "\n".join(f"  {verb:<10}{line}" for verb, line in VERBS.items())
     about = (meshwright.__doc__ or "").splitlines()[0]
-    return f"usage: meshwright VERB ...\n\n{about}\n\nverbs:\n{verbs}\n\n{FIRST_STEPS}"
+    return f"usage: meshwright VERB ...\n\n{about}\n\nverbs:\n{verbs}\n\n{FIRST_STEPS}\n{EXIT}"
 
 
 def _did_you_mean(word: str, known: Sequence[str] | dict) -> str:

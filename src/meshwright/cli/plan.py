@@ -20,6 +20,8 @@ forms:
   meshwright plan calibrate FILE.yaml   measure this machine in about a minute and write a cluster file
   meshwright plan validate FILE.csv     predict every row of a table of published runs, and say how far off
 
+exit status: 0 there is a layout that fits, 1 there is none, 2 misuse
+
 examples:
   meshwright plan run.yaml --cluster 8xh100
   meshwright plan run.yaml --cluster 64xa100-80g@400Gb/s --top 20 --write plan.yaml

@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_json_argument(parser)
     parser.epilog = (
+        "exit status: 0 nothing would break, 1 something would, 2 misuse\n\n"
         "examples:\n"
         "  meshwright rehearse run.yaml --cluster 8xh100\n"
         "  meshwright rehearse run.yaml --world 1024 --cluster 1024xh100 --ranks 0,1023"

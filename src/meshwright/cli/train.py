@@ -4,7 +4,7 @@ import argparse
 import re
 from dataclasses import asdict
 
-from meshwright.cli.common import add_recipe_arguments, read_recipe
+from meshwright.cli.common import add_recipe_arguments, example_prompt, read_recipe
 from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
 from meshwright.spec.finetune import FullSpec
 from meshwright.spec.run import Run
@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_json_argument(parser)
     parser.epilog = (
-        "It starts the processes that the layout needs, or is one of torchrun's, Slurm's or Kubeflow's.\n\n"
+        "It starts the processes that the layout needs, or is one of torchrun's, Slurm's or Kubeflow's.\n"
+        "exit status: 0 trained, 2 a mistake in recipe or data, 75 stopped by a signal with everything saved;\n"
+        "all others mean failures (docs/stopping.md)\n\n"
         "examples:\n"
         "  meshwright train run.yaml\n"
         "  meshwright train run.yaml training.steps=500 layout.dp_shard=4\n"
@@ -74,8 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 def whats_next(run: Run, *, has_template: bool) -> str:
     """What can be done with a trained run, a line each; `has_template`: its tokenizer keeps a chat template."""
     place = run.run_dir
-    prompt = "--chat --prompt 'What is a tuple?'" if has_template else "--prompt 'Once upon a time'"
-    lines = [f"meshwright generate {place} {prompt}"]
+    lines = [f"meshwright generate {place} {example_prompt(has_template=has_template)}"]
     if run.data.held_out and run.training.preference is None:
         lines.append(f"meshwright eval {place}")
     if run.finetune is None or isinstance(run.finetune, FullSpec):

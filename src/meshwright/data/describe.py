@@ -53,12 +53,12 @@ def describe_sample(samples: Samples, index: int, tokenizer: TextTokenizer, *, m
     """
     sample = samples[index]
     num_predicted = int(np.count_nonzero(sample.labels != NO_LABEL))
-    num_ends = int(np.count_nonzero(sample.labels == tokenizer.eos_id))
+    borders = _borders(sample, [piece.length for piece in samples.pieces(index)])
     lines = [
         f"sample {index} of {len(samples)}: {len(sample.inputs)} tokens, {num_predicted} of them predicted, "
-        f"{num_ends} document {'end' if num_ends == 1 else 'ends'}"
+        + _count(sample, len(borders) - 1, tokenizer)
     ]
-    text = list(_by_document(sample, [piece.length for piece in samples.pieces(index)], tokenizer))
+    text = list(_by_document(sample, borders, tokenizer))
     if len(text) > max_lines:
         last = max_lines // 3
         left_out = len(text) - max_lines
@@ -72,12 +72,30 @@ def length_histogram(lengths: np.ndarray) -> list[dict[str, int]]:
     return [{"from": 1 << i, "to": (2 << i) - 1, "documents": int(count)} for i, count in enumerate(classes) if count]
 
 
-def _by_document(sample: Sample, lengths: Sequence[int], tokenizer: TextTokenizer) -> Iterator[str]:
-    """The pieces of `lengths` tokens one after another; where documents are kept apart, each under a headline."""
-    borders, used = {0, *accumulate(lengths)}, sum(lengths)
+def _borders(sample: Sample, lengths: Sequence[int]) -> list[int]:
+    """Where the parts begin that are shown one after another, and where the last one ends: pieces of `lengths` tokens,
+    and documents that are kept apart."""
+    borders = {0, *accumulate(lengths)}
     if sample.documents is not None:
-        borders.update(np.flatnonzero(np.diff(sample.documents[:used])) + 1)
-    for number, (start, end) in enumerate(pairwise(sorted(borders)), start=1):
+        borders.update((np.flatnonzero(np.diff(sample.documents[: sum(lengths)])) + 1).tolist())
+    return sorted(borders)
+
+
+def _count(sample: Sample, parts: int, tokenizer: TextTokenizer) -> str:
+    """How many pairs or documents a sample holds; of a piece of a stream, how many of them end in it."""
+    if sample.references is not None:
+        count, what = parts // 2, "pair"
+    elif sample.documents is not None or parts > 1:
+        count, what = parts, "document"
+    else:
+        count, what = int(np.count_nonzero(sample.labels == tokenizer.eos_id)), "document end"
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _by_document(sample: Sample, borders: Sequence[int], tokenizer: TextTokenizer) -> Iterator[str]:
+    """The parts between `borders`; where documents are kept apart, each under a headline."""
+    used = borders[-1]
+    for number, (start, end) in enumerate(pairwise(borders), start=1):
         if sample.documents is not None:
             yield f"- {_headline(sample, number)}: {end - start} tokens"
         yield from _marked_lines(sample.inputs[start:end], sample.labels[start:end], tokenizer)

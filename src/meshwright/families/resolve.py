@@ -65,7 +65,9 @@ def read_hf_directory(directory: Path) -> ModelSpec:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ValueError(f"{directory} is no Hugging Face model directory: it has no config.json") from error
+        is_run = (directory / "checkpoints").is_dir()
+        hint = f"; of a run's model make one: meshwright export {directory} --hf {directory}/export" if is_run else ""
+        raise ValueError(f"{directory} is no Hugging Face model directory: it has no config.json{hint}") from error
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):

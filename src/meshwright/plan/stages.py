@@ -89,13 +89,13 @@ def _stage_costs(resolved: ResolvedRun) -> StageCosts:
 def describe_pipeline(resolved: ResolvedRun) -> str:
     """Stages, bubble and microbatches in flight of a run with several pipeline ranks, in one line."""
     schedule, costs, late = _schedule(resolved), _stage_costs(resolved), ""
-    bubble = predict_timeline(resolved).bubble
+    idle = f"{predict_timeline(resolved).bubble:.0%} bubble"
     if resolved.run.layout.asynchronous:
-        bubble = steady_bubble(schedule, costs)
+        idle = f"no bubble, {steady_bubble(schedule, costs):.0%} of the time waiting for the stage with most work"
         late = "; gradients are a step late, which is not the training of one process"
     layers = " + ".join(map(str, resolved.stage_layers))
     flying = ", ".join(map(str, in_flight(schedule)))
     return (
         f"{resolved.run.layout.schedule}: stages of {layers} layers; with {resolved.accumulation} microbatches "
-        f"{bubble:.0%} bubble, at most {flying} in flight{late}"
+        f"{idle}, at most {flying} in flight{late}"
     )

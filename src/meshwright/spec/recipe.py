@@ -1,7 +1,9 @@
 """The one place that turns a recipe file and `a.b=c` overrides into a Run, and a Run back into a recipe."""
 
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,10 +20,13 @@ SpecT = TypeVar("SpecT", bound=Spec)
 class RecipeError(ValueError):
     """Everything that is wrong with a recipe, one line each, every line beginning with its place."""
 
-    def __init__(self, problems: Sequence[str]):
+    def __init__(self, problems: Sequence[str], rest: Spec | None = None, wrong: Iterable[str] = ()):
         super().__init__("\n".join(problems))
         self.problems = list(problems)
         """One line per problem: `run.yaml:12: training.optimzer: unknown key; did you mean 'optimizer'?`"""
+        self.rest, self.wrong = rest, frozenset(wrong)
+        """The recipe without what is wrong, where it can stand so, and the sections that something was taken from:
+        whoever looks further can tell what else there is at once."""
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
@@ -54,7 +59,7 @@ def parse_spec(text: str, spec: type[SpecT], overrides: Sequence[str] = (), *, s
         raise _error(document)
     for index, override in enumerate(overrides):
         _override(document, override, order=2**40 + index)
-    result = None
+    result, wrong = None, []
     try:
         # Strict, for nothing is guessed: "5" is no number and yes no truth value. As JSON, for strict mode
         # then still makes sections of mappings and tuples of lists.
@@ -62,8 +67,10 @@ def parse_spec(text: str, spec: type[SpecT], overrides: Sequence[str] = (), *, s
     except ValidationError as error:
         for path, message in explain(error, spec, document.value):
             document.refuse(path, message)
+            wrong.append(path)
+        result = _without(document.value, wrong, spec)
     if result is None or document.problems:
-        raise _error(document)
+        raise _error(document, result, (str(path[0]) for path in wrong if path))
     return result
 
 
@@ -87,8 +94,21 @@ def _read_document(text: str, *, source: str) -> Document:
     return read_yaml(text, lambda line: Place(line, f"{source}:{line}"))
 
 
-def _error(document: Document) -> RecipeError:
-    return RecipeError([problem.message for problem in sorted(document.problems)])
+def _error(document: Document, rest: Spec | None = None, wrong: Iterable[str] = ()) -> RecipeError:
+    return RecipeError([problem.message for problem in sorted(document.problems)], rest, wrong)
+
+
+def _without(value: dict[str, Any], paths: Iterable[KeyPath], spec: type[SpecT]) -> SpecT | None:
+    """What `value` says without what lies at `paths`, a list as a whole; None where that is no `spec` either."""
+    rest = json.loads(json.dumps(value))
+    for path in paths:
+        *around, last = takewhile(lambda part: isinstance(part, str), path) if path else ("",)
+        section = functools.reduce(lambda section, key: section.get(key, {}), around, rest)
+        section.pop(last, None)
+    try:
+        return spec.model_validate_json(json.dumps(rest), strict=True)
+    except ValidationError:
+        return None
 
 
 def _override(document: Document, override: str, *, order: int) -> None:

@@ -42,7 +42,7 @@ class Display:
         parts = [
             f"step {record.step}/{self.steps}",
             f"loss {record.loss:.3f}",
-            f"gnorm {record.gnorm:.2f}",
+            "gnorm none yet" if record.gnorm is None else f"gnorm {record.gnorm:.2f}",
             f"lr {record.lr:.1e}",
         ]
         if record.tokens_per_s_per_rank is not None:
@@ -64,6 +64,14 @@ def short(number: float) -> str:
         if abs(number) >= size:
             return f"{number / size:.1f}{letter}"
     return f"{number:.0f}"
+
+
+def model_size(parameters: int, adapters: int, trained: int) -> str:
+    """`1.2B parameters and 11.3M of adapters, 0.9 % trained`; `parameters` are those of the model without adapters."""
+    everything = parameters + adapters
+    share = "all" if trained == everything else f"{100 * trained / everything:.2g} %"
+    beside = f" and {short(adapters)} of adapters" if adapters else ""
+    return f"{short(parameters)} parameters{beside}, {share} trained"
 
 
 def duration(seconds: float) -> str:

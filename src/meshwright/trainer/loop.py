@@ -106,7 +106,7 @@ def count_and_measure(trainer: Trainer, clock: StepClock, result: StepResult) ->
     return StepRecord(
         step=trainer.step,
         loss=result.loss,
-        gnorm=result.gnorm,
+        gnorm=result.gnorm if trainer.train_step.passes.has_gradient else None,
         lr=trainer.resolved.run.training.optimizer.lr * trainer.train_step.lr_factor(trainer.step),
         tokens=trainer.tokens,
         mem=peak_memory_bytes(trainer.device),

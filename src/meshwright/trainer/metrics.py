@@ -1,7 +1,8 @@
 """The one place that defines every figure a training run prints or writes.
 
 loss                     mean loss per trained token over the global batch, in nats
-gnorm                    2-norm of the whole gradient, before clipping
+gnorm                    2-norm of the whole gradient, before clipping; none where a pipeline's steps overlap and the
+                         first one has no gradient yet
 lr                       learning rate of the step (of AdamW's parameters)
 step_time                median wall seconds of the last 20 steps, the first of the process left out (warm-up)
 tokens_per_s_per_rank    tokens through the model per step / (step_time x ranks); padding of best-fit samples counts
@@ -34,7 +35,7 @@ class StepRecord:
 
     step: int
     loss: float
-    gnorm: float
+    gnorm: float | None
     lr: float
     tokens: int
     """Tokens seen by the model since the run began."""

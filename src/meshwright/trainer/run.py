@@ -10,13 +10,13 @@ from meshwright.checkpoint.manifest import CheckpointError, list_checkpoints
 from meshwright.data.describe import describe_formats, describe_mixture
 from meshwright.data.mixture import training_samples
 from meshwright.data.prepare import Corpus, prepare_corpus
-from meshwright.families import count_trained, pretrained_directory
+from meshwright.families import count_trained, parameter_table, pretrained_directory
 from meshwright.plan.stages import describe_pipeline
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.recipe import dump_recipe
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.training import PreferenceSpec
-from meshwright.trainer.display import Display, short
+from meshwright.trainer.display import Display, model_size, short
 from meshwright.trainer.launch import Worker, find_nodes, find_worker, join_all, leave_group, start_workers
 from meshwright.trainer.loop import train_loop
 from meshwright.trainer.metrics import Journal, read_journal
@@ -148,13 +148,13 @@ def train_rank(resolved: ResolvedRun, worker: Worker, stop: StopRequest, *, resu
 def banner(trainer: Trainer, corpus: Corpus) -> str:
     """What is about to be trained, on what, split how."""
     resolved, run, model = trainer.resolved, trainer.resolved.run, trainer.resolved.model
-    trained, weights = count_trained(model, run.finetune)
-    share = "all" if trained == weights else f"{short(trained)} ({100 * trained / weights:.2g} %)"
+    trained, everything = count_trained(model, run.finetune)
+    weights = sum(row.numel for row in parameter_table(model))
     held_out = short(corpus.num_held_out) if corpus.held_out else "none"
     samples, num_samples = training_samples(corpus, run.data), resolved.global_batch * run.training.steps
     peak, origin = trainer.peak
     lines = {
-        "model": f"{run.model.name or model.family}: {short(weights)} parameters, {share} trained; "
+        "model": f"{run.model.name or model.family}: {model_size(weights, everything - weights, trained)}; "
         f"{model.num_layers} layers, width {model.hidden}, {model.num_heads} heads, vocabulary {model.vocab}",
         **({"base": kept} if (kept := _kept_base(run)) else {}),
         "data": f"{short(corpus.num_tokens)} tokens of {corpus.num_documents} documents, held out {held_out}; "

@@ -16,6 +16,8 @@ from meshwright.data.chat import ask
 from meshwright.data.loader import evaluation_batches
 from meshwright.data.mixture import JoinedSamples, all_samples, held_out_samples
 from meshwright.data.prepare import prepare_corpus
+from meshwright.data.readers import told_apart
+from meshwright.data.sources import find_files
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
 from meshwright.families import parameter_table, read_hf_directory, state_table
 from meshwright.finetune import apply_finetune, merged_model
@@ -219,6 +221,9 @@ def _samples_of(trained: TrainedModel, sources: Sequence[str], length: int) -> J
         held_out=0,
         cache_dir=own.cache_dir,
     )
+    if own.packing == "concatenated" and any(file.is_records for file in told_apart(find_files(data.sources, Path()))):
+        # A run on text, and a Hugging Face directory, say no packing that records can have.
+        data = data.model_copy(update={"packing": "best_fit", "separate_documents": True})
     corpus = prepare_corpus(data, base_dir=Path())
     if any(stream.train.is_pairs for stream in corpus.streams):
         raise ValueError(
