@@ -14,13 +14,11 @@ import torch
 from safetensors import safe_open
 
 from meshwright.checkpoint.hf_proof import prove_export
-from meshwright.checkpoint.tensor_files import DTYPES, StoredTensor, TensorFileWriter, read_header
+from meshwright.checkpoint.tensor_files import DTYPES, TensorFileWriter
 from meshwright.families import FAMILIES, hf_tensors, model_to_hf_config, parameter_table, state_table
+from meshwright.families.tensor_headers import INDEX, WEIGHTS, StoredTensor, stored_tensors
 from meshwright.models import Decoder, build_model, named_tensors
 from meshwright.spec.model import ModelSpec
-
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -47,7 +45,7 @@ class HfWeights:
         """
         self._places = hf_tensors(spec)
         self._handles: dict[Path, Any] = {}
-        stored, where = _stored_tensors(directory)
+        stored, where = stored_tensors(directory)
         self._tensors = {
             name: [_find(stored, key, name, place.shape, spec, where) for key in place.keys]
             for name, place in self._places.items()
@@ -73,43 +71,11 @@ class HfWeights:
         return self._handles[tensor.file].get_slice(key)
 
 
-def _stored_tensors(directory: Path) -> tuple[dict[str, StoredTensor], Path]:
-    """Every tensor of the directory by its stored name, and the file that lists them."""
-    index = directory / INDEX
-    if index.exists():
-        return _from_index(index), index
-    if (directory / WEIGHTS).exists():
-        return read_header(directory / WEIGHTS), directory / WEIGHTS
-    if any(directory.glob("*.bin")):
-        raise ValueError(
-            f"{directory} has its weights in .bin files only, which can run code when they are read; "
-            f"convert them to {WEIGHTS} first"
-        )
-    raise ValueError(f"{directory} has no weights: neither {WEIGHTS} nor {INDEX}")
-
-
-def _from_index(index: Path) -> dict[str, StoredTensor]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is no index of weights: it has no valid weight_map") from error
-    headers: dict[str, dict[str, StoredTensor]] = {}
-    for file in files:
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-            raise ValueError(f"{index} names {file!r}, which is not a safetensors file in that directory")
-        headers[file] = read_header(index.parent / file)
-    for name, file in weight_map.items():
-        if name not in headers[file]:
-            raise ValueError(f"{index} says that {name} is in {file}, but that file does not have it")
-    return {name: headers[file][name] for name, file in weight_map.items()}
-
-
 def _find(
     stored: Mapping[str, StoredTensor], full: str, name: str, shape: tuple[int, ...], spec: ModelSpec, where: Path
 ) -> tuple[str, StoredTensor]:
     """The stored tensor `full`, which holds our parameter `name`, and the name it is stored under."""
-    bare = full.removeprefix(FAMILIES[spec.family].hf_prefix)
+    bare = full if spec.foreign else full.removeprefix(FAMILIES[spec.family].hf_prefix)
     key = next((key for key in (full, bare) if key in stored), None)
     if key is None:
         raise ValueError(f"{where} has no tensor {full}, which {spec.family} needs for {name}")
@@ -125,6 +91,8 @@ def _find(
 
 def _refuse_unknown(stored: Mapping[str, StoredTensor], used: set[str], spec: ModelSpec) -> None:
     """A tensor that nobody reads would silently change what the model computes."""
+    if spec.foreign:  # its parameters are those of the files, and have been compared with transformers' module
+        return
     family = FAMILIES[spec.family]
     ignored = family.hf_ignored + (("lm_head.weight",) if spec.tied_embeddings else ())
     for key in stored.keys() - used:

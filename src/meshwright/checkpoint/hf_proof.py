@@ -39,7 +39,7 @@ def prove_export(reference: Decoder, directory: Path, open_weights: Callable[[Mo
     tokens_BT = probe_tokens(spec)
     expected_BTV = reference(tokens_BT)
 
-    found = read_hf_directory(directory)
+    found = read_hf_directory(directory, family=spec.family)
     read_rows = open_weights(found)
     reread = build_model(found, device="cpu")
     tensors = named_tensors(reread)
@@ -74,7 +74,7 @@ def _transformers_logits(directory: Path, tokens_BT: torch.Tensor) -> torch.Tens
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True).float().eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=torch.float32).eval()
     return model(tokens_BT).logits
 
 

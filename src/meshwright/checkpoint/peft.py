@@ -18,8 +18,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from meshwright.checkpoint.tensor_files import DTYPES, read_header
+from meshwright.checkpoint.tensor_files import DTYPES
 from meshwright.families import FAMILIES, Adapter, find_adapters, finetuned_table, hf_tensors
+from meshwright.families.tensor_headers import read_header
 from meshwright.spec.finetune import Ia3Spec, LoraSpec
 from meshwright.spec.model import ModelSpec, Parameter
 from meshwright.spec.problems import did_you_mean
@@ -150,7 +151,7 @@ def adapter_config(model: ModelSpec, finetune: AdapterSpec, base: str | None) ->
         "revision": None,
         "task_type": "CAUSAL_LM",
         "inference_mode": True,
-        "fan_in_fan_out": bool(FAMILIES[model.family].hf_transposed),
+        "fan_in_fan_out": model.foreign is None and bool(FAMILIES[model.family].hf_transposed),
         "target_modules": sorted(_shortened(model, list(modules.values()))),
     }
     if isinstance(finetune, Ia3Spec):

@@ -1,14 +1,8 @@
-"""The one place that reads and writes safetensors files: headers checked before anything is believed, data
-streamed.
-
-A file is a little-endian 64-bit length, that many bytes of JSON naming every tensor's dtype, shape and place,
-and the tensors' bytes in C order.
-"""
+"""The one place that writes safetensors files, their data streamed; `families/tensor_headers.py` reads headers."""
 
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -16,64 +10,10 @@ from typing import Any
 
 import torch
 
-HEADER_LIMIT = 25 * 10**6
-"""Largest header accepted, in bytes: the limit of the Hugging Face Hub's own parser."""
-
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes of weights, as safetensors names them."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of a file."""
-
-    file: Path
-    dtype: str
-    """As safetensors names it, e.g. `BF16`."""
-    shape: tuple[int, ...]
-
-
-def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name.
-
-    Raises:
-        ValueError: the file is missing, cut short, no safetensors file, or has a header beyond HEADER_LIMIT.
-    """
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            start = stream.read(8)
-            length = int.from_bytes(start, "little")
-            if start.startswith(b"version "):
-                raise ValueError(f"{file} is a Git LFS pointer, not the weights; fetch them with git lfs pull")
-            if length > HEADER_LIMIT:
-                raise ValueError(f"{file} is no safetensors file: its header would be {length:,} bytes long")
-            header = json.loads(stream.read(length))
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is no safetensors file: its header is not JSON") from error
-    try:
-        return {
-            name: _checked(file, name, entry, size - 8 - length)
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is no safetensors file: its header is malformed") from error
-
-
-def _checked(file: Path, name: str, entry: Mapping[str, Any], available: int) -> StoredTensor:
-    begin, end = entry["data_offsets"]
-    shape = tuple(int(size) for size in entry["shape"])
-    if not 0 <= begin <= end <= available:
-        raise ValueError(f"{file} is cut short: tensor {name} ends at byte {end:,} of {available:,}")
-    dtype = DTYPES.get(entry["dtype"])
-    if dtype is not None and prod(shape) * dtype.itemsize != end - begin:
-        raise ValueError(f"{file}: tensor {name} of shape {list(shape)} does not fill its {end - begin:,} bytes")
-    return StoredTensor(file, entry["dtype"], shape)
 
 
 class TensorFileWriter:

@@ -159,13 +159,14 @@ def _model_facts(recipe: Run, model: ModelSpec) -> dict[str, Any]:
     table = parameter_table(model)
     trained, everything = count_trained(model, recipe.finetune)
     parameters = sum(row.numel for row in table)
+    blocks = "layers" if model.foreign is None else model.foreign.blocks
     return {
         "name": recipe.model.name or model.family,
         "parameters": parameters,
         "adapter_parameters": everything - parameters,
         "active_parameters": active_parameters(model),
         "trained_parameters": trained,
-        "parameters_in_blocks": sum(row.numel for row in table if row.name.startswith("layers.")),
+        "parameters_in_blocks": sum(row.numel for row in table if row.name.startswith(f"{blocks}.")),
         **model.model_dump(mode="json"),
     }
 

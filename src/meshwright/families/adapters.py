@@ -89,7 +89,7 @@ def finetuned_table(model: ModelSpec, finetune: FinetuneSpec | None) -> tuple[Pa
     found: list[Parameter] = []
     for row, following in zip(table, (*table[1:], None), strict=True):
         module = module_of(row)
-        if quantized and _is_linear(row) and module != HEAD and not trains(module):
+        if quantized and _is_inner(row) and not trains(module):
             found += quantized_rows(row, quantized.base, double=quantized.double_quantization)
         else:
             found.append(replace(row, trained=trains(module)))
@@ -107,7 +107,7 @@ def find_adapters(model: ModelSpec, finetune: FinetuneSpec) -> tuple[Adapter, ..
         return ()
     weights = {module_of(row): row for row in parameter_table(model) if row.name.endswith(".weight")}
     if isinstance(finetune.targets, str):
-        modules = [name for name, row in weights.items() if _is_linear(row) and name != HEAD]
+        modules = [name for name, row in weights.items() if _is_inner(row)]
         if finetune.targets == "auto":
             modules = [name for name in modules if name.rpartition(".")[2] in IA3_TARGETS]
     else:
@@ -165,10 +165,9 @@ def _lora(model: ModelSpec, finetune: LoraSpec, weights: dict[str, Parameter]) -
     return tuple(adapters)
 
 
-def _is_linear(row: Parameter) -> bool:
-    """Whether the row is the matrix of a linear layer."""
-    module = module_of(row).rpartition(".")[2]
-    return len(row.dims) == 2 and module not in (EMBEDDING, "pos_embeddings", "router")
+def _is_inner(row: Parameter) -> bool:
+    """Whether the row is the matrix of a linear layer of a block: neither embedding nor head nor router."""
+    return len(row.dims) == 2 and row.dims[0] not in ("vocab", "positions", "experts")
 
 
 def _targets(model: ModelSpec, patterns: Iterable[str], weights: dict[str, Parameter]) -> list[str]:
@@ -177,7 +176,9 @@ def _targets(model: ModelSpec, patterns: Iterable[str], weights: dict[str, Param
     _matching(model, patterns, "finetune.targets")  # all that match nothing are told at once
     for pattern in patterns:
         matching = _matching(model, (pattern,), "finetune.targets")
-        fitting = {name for name in matching if name in weights and (_is_linear(weights[name]) or name == EMBEDDING)}
+        fitting = {
+            name for name in matching if name in weights and (_is_inner(weights[name]) or name in (EMBEDDING, HEAD))
+        }
         if not fitting:
             raise ValueError(
                 f"finetune.targets: {pattern!r} matches no linear layer, only {matching[0]}, which gets no adapter; "
@@ -203,6 +204,11 @@ def _check_end(module: str, model: ModelSpec, finetune: LoraSpec | Ia3Spec) -> N
 def _trained_modules(model: ModelSpec, finetune: FinetuneSpec) -> Callable[[str], bool]:
     """Whether the parameters of a module of the base model train."""
     if isinstance(finetune, FullSpec) and finetune.last_layers is not None:
+        if model.foreign is not None:
+            raise ValueError(
+                f"finetune.last_layers: only our own families say what follows the last layer; give the modules, as in "
+                f'finetune.train=["{model.foreign.blocks}.{model.num_layers - 1}"]'
+            )
         first = model.num_layers - finetune.last_layers
         if first < 0:
             raise ValueError(

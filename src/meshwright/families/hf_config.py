@@ -1,5 +1,6 @@
 """The one place that reads and writes Hugging Face's config.json, as transformers 4 and 5 spell it."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -117,6 +118,9 @@ def model_to_hf_config(spec: ModelSpec, *, dtype: str = "float32", **token_ids: 
         dtype: of the weights beside it, e.g. `bfloat16`.
         token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id` where the tokenizer has them.
     """
+    if spec.foreign is not None:
+        config = json.loads(spec.foreign.config) | {"dtype": dtype, "torch_dtype": dtype}
+        return config | {key: value for key, value in token_ids.items() if value is not None}
     family = FAMILIES[spec.family]
     config: dict[str, Any] = {"architectures": [family.hf_architecture], "model_type": family.name}
     for field, key in family.hf_fields.items():

@@ -33,8 +33,10 @@ class HfTensor:
 
 def hf_tensors(spec: ModelSpec) -> dict[str, HfTensor]:
     """Our tensor's name -> where it lies, for every row of the parameter table, in its order, and of the state's."""
-    family = FAMILIES[spec.family]
     table = parameter_table(spec) + state_table(spec)
+    if spec.foreign is not None:  # its names are Hugging Face's
+        return {row.name: HfTensor(key=row.name, shape=row.shape) for row in table}
+    family = FAMILIES[spec.family]
     keys = {parameter.name: _hf_key(family, parameter.name) for parameter in table}
     offsets: dict[str, int] = {}
     rows: dict[str, int] = {}  # of each stored tensor: the parameters that share it are stacked in table order

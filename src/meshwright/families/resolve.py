@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from meshwright.families import foreign
 from meshwright.families.family import Family
 from meshwright.families.hf_config import model_from_hf_config
 from meshwright.families.registry import FAMILIES, PRESETS
@@ -55,8 +56,9 @@ def pretrained_directory(fields: ModelFields, *, base_dir: Path) -> Path | None:
     )
 
 
-def read_hf_directory(directory: Path) -> ModelSpec:
-    """The model of a Hugging Face directory, from its config.json alone.
+def read_hf_directory(directory: Path, *, family: str | None = None) -> ModelSpec:
+    """The model of a Hugging Face directory, from its config.json alone; of an architecture that is not one of ours, or
+    where `family` is transformers, also from its files' headers.
 
     Raises:
         ValueError: no config.json, or one that is malformed or asks for what is not supported.
@@ -72,11 +74,15 @@ def read_hf_directory(directory: Path) -> ModelSpec:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds no JSON object")
+    if family == foreign.FAMILY or ("model_type" in config and config["model_type"] not in FAMILIES):
+        return foreign.read_foreign(directory, config, where=str(path))
     return model_from_hf_config(config, where=str(path))
 
 
 def _from_directory(fields: ModelFields, directory: Path) -> ModelSpec:
-    published = read_hf_directory(directory)
+    published = read_hf_directory(directory, family=fields.family)
+    if published.foreign is not None:
+        return _checked_foreign(published, fields, directory)
     given = _given(fields, published.family)
     spec = _complete(FAMILIES[published.family], published.model_dump() | given)
     if fields.weights == "pretrained" and _shapes(spec) != _shapes(published):
@@ -88,11 +94,25 @@ def _from_directory(fields: ModelFields, directory: Path) -> ModelSpec:
     return spec
 
 
+def _checked_foreign(published: ModelSpec, fields: ModelFields, directory: Path) -> ModelSpec:
+    """The model as published, of which a recipe can change nothing."""
+    given = [f"model.{field}" for field in SIZES if getattr(fields, field) is not None]
+    if given or fields.weights != "pretrained":
+        what = f"remove {', '.join(given)}" if given else "set model.weights=pretrained"
+        raise ValueError(
+            f"model.name {fields.name!r}: {directory / 'config.json'} is not of our families, so transformers computes "
+            f"it, with the weights and sizes that it has; {what}"
+        )
+    return published
+
+
 def _from_family(fields: ModelFields, vocab: int | None) -> ModelSpec:
     preset = ModelFields() if fields.name is None else PRESETS[fields.name]
     name = preset.family or fields.family
     if name is None:
         raise ValueError(f"model needs a name (such as llama-3.2-1b) or a family ({', '.join(FAMILIES)})")
+    if name == foreign.FAMILY:
+        raise ValueError("model.family transformers needs model.name, the path of a Hugging Face directory")
     if name not in FAMILIES:
         raise ValueError(f"model.family {name!r} is unknown; " + _did_you_mean(name, FAMILIES))
     family = FAMILIES[name]

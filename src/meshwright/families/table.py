@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from math import sqrt
 from typing import Literal
 
+from meshwright.families.foreign import foreign_table
 from meshwright.spec.model import ModelSpec, Parameter
 
 Init = Literal["normal", "ones", "zeros"]
@@ -38,6 +39,8 @@ def parameter_table(spec: ModelSpec) -> tuple[Parameter, ...]:
     to the residual stream (`wo`, `w2`): theirs is init_std / sqrt(2 * num_layers), so that the stream's
     variance does not grow with depth (Radford et al., 2019). Norms start at one, biases at zero.
     """
+    if spec.foreign is not None:
+        return foreign_table(spec.foreign, spec.vocab)
     return tuple(_rows(spec))
 
 
@@ -48,7 +51,7 @@ def active_parameters(spec: ModelSpec) -> int:
 
 def active_numel(spec: ModelSpec, row: Parameter) -> int:
     """Elements of one parameter that one token meets."""
-    of_all_experts = len(row.dims) == 3
+    of_all_experts = len(row.dims) == 3 and row.dims[0] == "experts"
     return row.numel // spec.num_experts * spec.experts_per_token if of_all_experts else row.numel
 
 

@@ -23,7 +23,7 @@ def apply_finetune(model: Decoder, finetune: FinetuneSpec, frozen_dtype: torch.d
     few bits; those that train stay in the model's dtype.
     """
     model.table = finetuned_table(model.spec, finetune)
-    dtype = model.tok_embeddings.weight.dtype
+    dtype = model.like.dtype
     quantized = [row for row in model.table if row.storage != "float"]
     if quantized:
         load_kernels()
@@ -33,14 +33,15 @@ def apply_finetune(model: Decoder, finetune: FinetuneSpec, frozen_dtype: torch.d
         _add(adapter, model.get_submodule(adapter.module), dtype)
     for row in model.table:
         if not row.trained and row.storage == "float":
-            path, _, name = row.name.rpartition(".")
-            module = model.get_submodule(path)
-            frozen = module.get_parameter(name).detach().to(frozen_dtype)
-            module.register_parameter(name, nn.Parameter(frozen, requires_grad=False))
+            frozen = model.get_parameter(row.name)  # changed as it is: another module may share it
+            frozen.data = frozen.data.to(frozen_dtype)
+            frozen.requires_grad_(False)
 
 
 def _quantize(module: nn.Module, rows: Iterable[Parameter]) -> None:
     """Put `rows` in the place of a linear layer's weight."""
+    if not isinstance(module, nn.Linear):
+        raise ValueError(f"finetune.base: {type(module).__name__} is no linear layer of torch's; use method: lora")
     others = dict(module._parameters)
     del others["weight"]
     module._parameters.clear()
@@ -53,6 +54,10 @@ def _quantize(module: nn.Module, rows: Iterable[Parameter]) -> None:
 def _add(adapter: Adapter, module: nn.Module, dtype: torch.dtype) -> None:
     shapes = {name_of(row): row.shape for row in adapter.rows()}
     parameters = {name: nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for name, shape in shapes.items()}
+    if not isinstance(module, nn.Linear | nn.Embedding):
+        raise ValueError(
+            f"finetune.targets: {adapter.module} is a {type(module).__name__} and no linear layer of torch's"
+        )
     if not adapter.rank:
         extend(module, ScaledLinear, **parameters, scales_input=adapter.scales_input)
     elif isinstance(module, nn.Embedding):

@@ -10,7 +10,7 @@ from meshwright.models.quantized import QuantizedLinear
 @torch.no_grad()
 def merged_model(model: Decoder) -> Decoder:
     """A model without adapters that computes what `model`, whole and on one device, does; its weights are copies."""
-    like = model.tok_embeddings.weight
+    like = model.like
     merged = build_model(model.spec, device=like.device, dtype=like.dtype)
     targets = named_tensors(merged)
     for name, tensor in named_tensors(model).items():

@@ -94,6 +94,11 @@ class Decoder(nn.Module):
             del self.tok_embeddings
 
     @property
+    def like(self) -> torch.Tensor:
+        """A weight of the dtype and on the device of all that is kept in full."""
+        return next(parameter for parameter in self.parameters() if parameter.is_floating_point())
+
+    @property
     def head_weight(self) -> torch.Tensor:
         """The output head's weight [V, D]; the embedding's where they are tied."""
         head = self.tok_embeddings if self.output is None else self.output

@@ -58,4 +58,14 @@ def initialize(model: nn.Module, table: Iterable[Parameter], seed: int) -> None:
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Everything that makes up a model, by name: its parameters and its state."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {**dict(model.named_parameters()), **named_state(model)}
+
+
+def named_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A model's buffers by name, less constants (those that torch calls not persistent)."""
+    constants = {
+        f"{path}.{name}".removeprefix(".")
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    return {name: buffer for name, buffer in model.named_buffers() if name not in constants}

@@ -1,7 +1,7 @@
 """The one place that condenses a parameter table into what costs depend on: matrices, attention and experts."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshwright.families import parameter_table
@@ -157,7 +157,7 @@ class Blueprint:
 def blueprint(spec: ModelSpec, table: Iterable[Parameter] | None = None) -> Blueprint:
     """The blueprint of a model that meshwright can build."""
     return condense(
-        table if table is not None else parameter_table(spec),
+        _named_as_ours(spec, table if table is not None else parameter_table(spec)),
         hidden=spec.hidden,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -170,6 +170,16 @@ def blueprint(spec: ModelSpec, table: Iterable[Parameter] | None = None) -> Blue
         top_k=spec.experts_per_token,
         name=spec.family,
     )
+
+
+def _named_as_ours(spec: ModelSpec, table: Iterable[Parameter]) -> Iterable[Parameter]:
+    """The rows, those of blocks named `layers.N.` whatever their architecture calls them."""
+    if spec.foreign is None:
+        return table
+    blocks = f"{spec.foreign.blocks}."
+    return [
+        replace(row, name=f"layers.{row.name.removeprefix(blocks)}") for row in table if row.name.startswith(blocks)
+    ]
 
 
 def condense(table: Iterable[Parameter], **sizes) -> Blueprint:

@@ -21,8 +21,11 @@ def matmul_parameters(spec: ModelSpec) -> int:
 
 
 def _matrices(spec: ModelSpec) -> Iterator[Parameter]:
-    looked_up = {"pos_embeddings.weight"} | (set() if spec.tied_embeddings else {"tok_embeddings.weight"})
-    return (row for row in parameter_table(spec) if len(row.shape) >= 2 and row.name not in looked_up)
+    table = parameter_table(spec)
+    embedding = next(row.name for row in table if row.dims[0] == "vocab")  # or the head, which is as large
+    looked_up = set() if spec.tied_embeddings else {embedding}
+    matrices = (row for row in table if len(row.shape) >= 2 and row.dims[0] != "positions")
+    return (row for row in matrices if row.name not in looked_up)
 
 
 def attention_flops_per_token(spec: ModelSpec, sequence_length: int) -> int:

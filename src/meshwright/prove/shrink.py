@@ -25,6 +25,8 @@ def shrink(resolved: ResolvedRun) -> ResolvedRun:
     Raises `ValueError` where no small model fits the layout, though the large one does.
     """
     run, layout = resolved.run, resolved.run.layout
+    if resolved.model.foreign is not None:
+        raise ValueError(f"{run.model.name} is computed by transformers, which knows no smaller one; use --no-shrink")
     stages = _stage_layers(resolved.stage_layers)
     layers = sum(stages) if stages else min(2, resolved.model.num_layers)
     for model, length in _candidates(resolved, layers):

@@ -2,19 +2,44 @@
 
 from collections.abc import Iterator
 
+from meshwright.spec.finetune import FinetuneSpec
 from meshwright.spec.layout import NEAREST, ContextMethod, LayoutSpec
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.training import TrainingSpec
 
 
 def find_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> list[str]:
     """Every reason why the layout cannot train the model on sequences of so many tokens, each a sentence that begins
     with the setting and ends with the nearest legal layout."""
+    if model.foreign is not None:
+        return list(_foreign_misfits(layout))
     return [
         *(_tensor_misfits(layout, model, sequence_length) if layout.tp > 1 else ()),
         *(_context_misfits(layout, model, sequence_length) if layout.cp > 1 else ()),
         *(_expert_misfits(layout, model) if layout.ep > 1 else ()),
         *(_asynchronous_misfits(layout, model) if layout.asynchronous else ()),
     ]
+
+
+def _foreign_misfits(layout: LayoutSpec) -> Iterator[str]:
+    reads = "a model that transformers computes is trained by data-parallel layouts only (dp_replicate, dp_shard, zero)"
+    for axis in ("tp", "pp", "cp", "ep"):
+        if getattr(layout, axis) > 1:
+            yield f"layout.{axis}={getattr(layout, axis)}: {reads}; the nearest legal is layout.{axis}=1"
+    if layout.offload != "none":
+        yield f"layout.offload={layout.offload}: transformers' constants would stay on the host; use none"
+
+
+def foreign_misfits(training: TrainingSpec, finetune: FinetuneSpec | None) -> list[str]:
+    """Why a model that transformers computes cannot be trained so, each a sentence that begins with the setting."""
+    found = []
+    if training.compile:
+        found.append("training.compile=true: blocks of a model that transformers computes are not compiled; use false")
+    if training.samples is not None:
+        found.append("training.samples: a model that transformers computes writes nothing here; leave it out")
+    if finetune is not None and finetune.method == "ia3":
+        found.append("finetune.method=ia3: only of our own families is known what ends a layer; use lora")
+    return found
 
 
 def batch_misfits(layout: LayoutSpec, global_batch: int) -> list[str]:

@@ -44,7 +44,8 @@ class ModelFields(Spec):
     weights: Literal["random", "pretrained"] = "random"
     """Where training starts: freshly drawn weights, or the Hugging Face directory's."""
     family: str | None = None
-    """Architecture when no name is given: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe or deepseek_v3."""
+    """Architecture when no name is given: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe or deepseek_v3. Beside
+    the name of a Hugging Face directory: transformers, to let that library compute the model."""
     hidden: int | None = Field(default=None, ge=1)
     """Width of the residual stream."""
     num_layers: int | None = Field(default=None, ge=1)
@@ -105,10 +106,21 @@ class ModelFields(Spec):
     """deepseek_v3: width of a head's values."""
 
 
+class ForeignModel(Spec):
+    """What is known of an architecture that is not one of ours, and that transformers computes."""
+
+    config: str
+    """The content of its config.json."""
+    blocks: str
+    """Name of the list of its blocks, as in `gpt_neox.layers`."""
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    """Name and shape of every parameter, as stored and as in transformers' module."""
+
+
 class ModelSpec(Spec):
     """A model, complete: everything that families, models and planner need, no defaults left to guess."""
 
-    family: Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"]
+    family: Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "transformers"]
     hidden: int
     num_layers: int
     num_heads: int
@@ -158,6 +170,8 @@ class ModelSpec(Spec):
     """With latent attention head_dim = nope_head_dim + rope_head_dim; otherwise all of a head is rotated."""
     v_head_dim: int = 0
     """With latent attention; otherwise values are as wide as keys."""
+    foreign: ForeignModel | None = None
+    """Of the family transformers; the sizes above are then what config.json says of them, for plans."""
 
     def is_moe(self, layer: int) -> bool:
         """Whether the feed-forward of layer `layer` consists of experts."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.data.loader import Loader
-from meshwright.models import draw_rows
+from meshwright.models import draw_rows, named_state
 from meshwright.optim import shards
 from meshwright.parallel import Meshes, build_meshes
 from meshwright.parallel.materialize import RowSource
@@ -71,7 +71,7 @@ def one_step(resolved: ResolvedRun, documents: bool = False) -> Outcome | None:
     gnorm = step.gradient_norm()
     gradients = whole_of_all(trainer, {name: tensor.grad for name, tensor in trainer.parameters.items()})
     step.update(1, gnorm)
-    weights = whole_of_all(trainer, trainer.parameters | dict(trainer.model.named_buffers()))
+    weights = whole_of_all(trainer, trainer.parameters | named_state(trainer.model))
     return Outcome(loss, gnorm, gradients, weights) if trainer.worker.rank == 0 else None
 
 

@@ -10,7 +10,7 @@ from meshwright.plan.memory import predict_memory
 from meshwright.plan.search import Limits
 from meshwright.plan.stages import balanced_stages, layer_costs
 from meshwright.spec.actions import ScheduleError
-from meshwright.spec.fit import batch_misfits, context_method, tensor_notes
+from meshwright.spec.fit import batch_misfits, context_method, foreign_misfits, tensor_notes
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.trainer.batch import sequences_per_step
@@ -43,6 +43,8 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
         )
     global_batch, ranks = sequences_per_step(run), run.layout.data_parallel
     misfits = layout_check(run, model, machine.kind)(run.layout) or batch_misfits(run.layout, global_batch)
+    if model.foreign is not None:
+        misfits = [*misfits, *foreign_misfits(run.training, run.finetune)]
     if misfits:
         raise ValueError("; ".join(misfits))
     sizes = _micro_batches(run, global_batch // ranks, base_dir)

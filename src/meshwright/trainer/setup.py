@@ -14,11 +14,14 @@ from torch import nn
 from meshwright.families import finetuned_table, state_table
 from meshwright.finetune import apply_finetune
 from meshwright.models import build_model, named_tensors
+from meshwright.models.foreign import ForeignDecoder
 from meshwright.models.preference import PreferenceLoss
 from meshwright.optim.build import Optimizers, build_optimizers
 from meshwright.parallel import Meshes, Passes, apply_parallelism, build_meshes, materialize
 from meshwright.parallel.context import sequence_places
+from meshwright.parallel.data import release_gathered
 from meshwright.parallel.materialize import RowSource
+from meshwright.parallel.passes import evaluating
 from meshwright.parallel.precision import MasterWeights, compute_dtype, stored_dtype
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.spec.fit import context_method
@@ -112,7 +115,18 @@ def build_trainer(resolved: ResolvedRun, worker: Worker, device: torch.device, m
     """Build this rank's part of a run; every rank of the layout must call it."""
     if resolved.run.training.deterministic:
         use_deterministic_kernels()
-    return give_state(build_parallel_model(resolved, meshes), resolved, worker, device, meshes, run_weights(resolved))
+    passes = build_parallel_model(resolved, meshes)
+    trainer = give_state(passes, resolved, worker, device, meshes, run_weights(resolved))
+    if isinstance(passes.model, ForeignDecoder) and _reads_documents(resolved.run):
+        with evaluating(passes.model):
+            passes.model.check_documents()
+        release_gathered(passes.model)
+    return trainer
+
+
+def _reads_documents(run: Run) -> bool:
+    """Whether rows hold documents that are to be kept apart."""
+    return run.data.separate_documents or run.training.preference is not None
 
 
 def build_parallel_model(resolved: ResolvedRun, meshes: Meshes | None) -> Passes:

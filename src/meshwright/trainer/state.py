@@ -17,6 +17,7 @@ from meshwright.checkpoint.manifest import (
 from meshwright.checkpoint.retention import HELD_OUT_LOSS
 from meshwright.checkpoint.verify import newest_good_checkpoint, read_values, verify_checkpoint
 from meshwright.families import finetuned_table
+from meshwright.models import named_state
 from meshwright.optim.schedule import lr_factor
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
@@ -45,7 +46,7 @@ def state_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
         tensors[f"model.{name}"] = parameter.detach()
         for key, state in trainer.optimizers.state_of(parameter).items():
             tensors[f"optimizer.{name}.{key}"] = state
-    tensors |= {f"model.{name}": buffer for name, buffer in trainer.model.named_buffers()}
+    tensors |= {f"model.{name}": buffer for name, buffer in named_state(trainer.model).items()}
     return tensors | _random_state(trainer)
 
 

@@ -21,7 +21,7 @@ from meshwright.data.sources import find_files
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
 from meshwright.families import parameter_table, read_hf_directory, state_table
 from meshwright.finetune import apply_finetune, merged_model
-from meshwright.models import Decoder, build_model, named_tensors
+from meshwright.models import Decoder, build_model, named_state, named_tensors
 from meshwright.models.generate import Sampling, generate
 from meshwright.parallel import WholeModel
 from meshwright.parallel.materialize import RowSource, materialize
@@ -188,6 +188,11 @@ def _continued(
     max_tokens: int | None,
     sampling: Sampling,
 ) -> list[str]:
+    if trained.spec.foreign is not None:
+        raise ValueError(
+            f"{trained.source}: transformers computes this model, and it writes nothing here; export it "
+            "(meshwright export RUN --hf DIR) and let transformers generate"
+        )
     if max_tokens is None:
         max_tokens = max(1, min(MAX_TOKENS, trained.spec.max_positions - max(map(len, ids))))
     continued = generate(trained.model, ids, max_tokens=max_tokens, eos_id=ends, sampling=sampling)
@@ -262,7 +267,7 @@ def _with_weights(resolved: ResolvedRun, checkpoint: Path) -> Decoder:
         frozen = [row for row in model.table if not row.trained]
         materialize(model, frozen, kept_weights(resolved), torch.device("cpu"))
         kept = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        kept |= dict(model.named_buffers())
+        kept |= named_state(model)
     load_tensors(checkpoint, {f"model.{name}": tensor.detach() for name, tensor in kept.items()})
     return model
 

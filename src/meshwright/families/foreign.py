@@ -1,0 +1,105 @@
+"""The one place that knows an architecture which is not one of ours from its Hugging Face directory: config.json, and
+the names and shapes of what its files hold. `models/foreign.py` lets transformers compute it."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.families.tensor_headers import FLOATS, stored_tensors
+from meshwright.spec.model import ForeignModel, ModelSpec, Parameter
+
+FAMILY = "transformers"
+
+SPELLINGS = {
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "num_layers": ("num_hidden_layers", "n_layer", "n_layers"),
+    "num_heads": ("num_attention_heads", "n_head", "n_heads"),
+    "vocab": ("vocab_size",),
+    "num_kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim"),
+    "max_positions": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+    "sliding_window": ("sliding_window",),
+}
+"""Field of `ModelSpec` -> keys of config.json that say it, by architecture."""
+
+ENDLESS = 2**20
+"""Positions of a model whose config.json has no limit."""
+
+NO_WEIGHTS = ("inv_freq", "masked_bias", "lm_head.weight")
+"""Ends of the names of tensors that are no parameters: tables that old versions saved, and a head that is the
+embedding."""
+
+
+def read_foreign(directory: Path, config: Mapping[str, Any], *, where: str) -> ModelSpec:
+    """The model of a Hugging Face directory, whatever its architecture.
+
+    Raises:
+        ValueError: it is no causal language model, its blocks cannot be told, or its files are malformed.
+    """
+    architecture = str((config.get("architectures") or ["missing"])[0])
+    if not architecture.endswith(("ForCausalLM", "LMHeadModel")) or "vocab_size" not in config:
+        raise ValueError(f"{where}: architectures is {architecture}; only causal language models can be trained")
+    if config.get("quantization_config"):
+        raise ValueError(f"{where}: quantized weights are not supported; use the unquantized model")
+    sizes = {field: _size(config, field) for field in SPELLINGS}
+    for field in ("hidden", "num_layers", "num_heads", "vocab"):
+        if type(sizes[field]) is not int or sizes[field] < 1:
+            raise ValueError(f"{where}: no {' or '.join(SPELLINGS[field])} that is a positive integer")
+    tied = bool(config.get("tie_word_embeddings"))
+    tensors = {
+        name: tensor.shape
+        for name, tensor in stored_tensors(directory)[0].items()
+        if tensor.dtype in FLOATS and tensor.shape and not name.endswith(NO_WEIGHTS[: 3 if tied else 2])
+    }
+    blocks = _blocks(tensors, sizes["num_layers"], where)
+    foreign = ForeignModel(config=json.dumps(config), blocks=blocks, tensors=tuple(sorted(tensors.items())))
+    heads = [name for name, shape in tensors.items() if shape == (sizes["vocab"], sizes["hidden"])]
+    known = {
+        "num_kv_heads": sizes["num_heads"],
+        "head_dim": sizes["hidden"] // sizes["num_heads"],
+        "ffn": 4 * sizes["hidden"],
+        "max_positions": ENDLESS,
+    } | {field: size for field, size in sizes.items() if type(size) is int}
+    switches = {"norm": "layernorm", "norm_eps": 0.0, "activation": "gelu_tanh", "positions": "rope"}
+    return ModelSpec.model_validate(
+        {"family": FAMILY, "foreign": foreign, "tied_embeddings": len(heads) < 2, **switches, **known}
+    )
+
+
+def foreign_table(foreign: ForeignModel, vocab: int) -> tuple[Parameter, ...]:
+    """Every parameter, in the order of names; the weights of linear layers have the dims (out, in), embedding and head
+    (vocab, embed). Nothing of it can be drawn."""
+    return tuple(
+        Parameter(name=name, dims=_dims(name, shape, foreign.blocks, vocab), shape=shape, init="zeros")
+        for name, shape in foreign.tensors
+    )
+
+
+def _dims(name: str, shape: tuple[int, ...], blocks: str, vocab: int) -> tuple[str, ...]:
+    if len(shape) != 2:
+        return ("embed", *["other"] * (len(shape) - 1))
+    if name.startswith(f"{blocks}."):
+        return ("out", "in")
+    return ("vocab" if shape[0] == vocab else "positions", "embed")
+
+
+def _blocks(tensors: Mapping[str, Any], num_layers: int, where: str) -> str:
+    """The name that is followed by a block's number."""
+    numbers: dict[str, set[int]] = {}
+    tensors_of: Counter[str] = Counter()
+    for name in tensors:
+        if found := re.match(r"(.+?)\.(\d+)\.", name):
+            numbers.setdefault(found[1], set()).add(int(found[2]))
+            tensors_of[found[1]] += 1
+    blocks = max(numbers, key=lambda name: tensors_of[name], default="")
+    if numbers.get(blocks) != set(range(num_layers)):
+        raise ValueError(f"{where}: asks for {num_layers} layers, which the files' tensors are not named by")
+    return blocks
+
+
+def _size(config: Mapping[str, Any], field: str) -> Any:
+    return next((config[key] for key in SPELLINGS[field] if config.get(key) is not None), None)

@@ -1,0 +1,104 @@
+"""The one place that reads which tensors a Hugging Face directory holds, from its files' headers alone; no torch.
+
+A safetensors file is a little-endian 64-bit length, that many bytes of JSON naming every tensor's dtype, shape and
+place, and the tensors' bytes in C order.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+HEADER_LIMIT = 25 * 10**6
+"""Largest header accepted, in bytes: the limit of the Hugging Face Hub's own parser."""
+
+FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Bytes of a number of the dtypes that weights have, as safetensors names them."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a file."""
+
+    file: Path
+    dtype: str
+    """As safetensors names it, e.g. `BF16`."""
+    shape: tuple[int, ...]
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file by name.
+
+    Raises:
+        ValueError: the file is missing, cut short, no safetensors file, or has a header beyond HEADER_LIMIT.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            start = stream.read(8)
+            length = int.from_bytes(start, "little")
+            if start.startswith(b"version "):
+                raise ValueError(f"{file} is a Git LFS pointer, not the weights; fetch them with git lfs pull")
+            if length > HEADER_LIMIT:
+                raise ValueError(f"{file} is no safetensors file: its header would be {length:,} bytes long")
+            header = json.loads(stream.read(length))
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is no safetensors file: its header is not JSON") from error
+    try:
+        return {
+            name: _checked(file, name, entry, size - 8 - length)
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is no safetensors file: its header is malformed") from error
+
+
+def _checked(file: Path, name: str, entry: Mapping[str, Any], available: int) -> StoredTensor:
+    begin, end = entry["data_offsets"]
+    shape = tuple(int(size) for size in entry["shape"])
+    if not 0 <= begin <= end <= available:
+        raise ValueError(f"{file} is cut short: tensor {name} ends at byte {end:,} of {available:,}")
+    size = FLOATS.get(entry["dtype"])
+    if size is not None and prod(shape) * size != end - begin:
+        raise ValueError(f"{file}: tensor {name} of shape {list(shape)} does not fill its {end - begin:,} bytes")
+    return StoredTensor(file, entry["dtype"], shape)
+
+
+def stored_tensors(directory: Path) -> tuple[dict[str, StoredTensor], Path]:
+    """Every tensor of the directory by its stored name, and the file that lists them."""
+    index = directory / INDEX
+    if index.exists():
+        return _from_index(index), index
+    if (directory / WEIGHTS).exists():
+        return read_header(directory / WEIGHTS), directory / WEIGHTS
+    if any(directory.glob("*.bin")):
+        raise ValueError(
+            f"{directory} has its weights in .bin files only, which can run code when they are read; "
+            f"convert them to {WEIGHTS} first"
+        )
+    raise ValueError(f"{directory} has no weights: neither {WEIGHTS} nor {INDEX}")
+
+
+def _from_index(index: Path) -> dict[str, StoredTensor]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is no index of weights: it has no valid weight_map") from error
+    headers: dict[str, dict[str, StoredTensor]] = {}
+    for file in files:
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise ValueError(f"{index} names {file!r}, which is not a safetensors file in that directory")
+        headers[file] = read_header(index.parent / file)
+    for name, file in weight_map.items():
+        if name not in headers[file]:
+            raise ValueError(f"{index} says that {name} is in {file}, but that file does not have it")
+    return {name: headers[file][name] for name, file in weight_map.items()}

@@ -1,0 +1,193 @@
+"""The one place where transformers computes a model, of an architecture that is not one of ours.
+
+Shapes: B batch, T sequence, V vocabulary.
+"""
+
+import inspect
+import json
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from meshwright.families import parameter_table
+from meshwright.models.decoder import Decoder
+from meshwright.models.loss import IGNORED
+from meshwright.models.masks import document_positions
+from meshwright.spec.model import ForeignModel, ModelSpec
+
+_MIXES_DOCUMENTS = (
+    "data.separate_documents: transformers' module for this model does not keep the documents of a row apart, which "
+    "packing with separate documents and pairs of answers (training.preference) need; use "
+    "data.separate_documents=false, or data.packing=padded"
+)
+
+
+class ForeignDecoder(Decoder):
+    """A causal language model of transformers' with the face of ours: parameters as in its table, one list of blocks,
+    summed losses.
+
+    A class of transformers' stands behind this one (`build_foreign`), so parameters keep the names that they have
+    there. What it computes is transformers' forward pass as it is: all logits are held.
+    """
+
+    takes_positions: bool
+
+    def forward(  # type: ignore[override]
+        self,
+        tokens_BT: torch.Tensor,
+        labels_BT: torch.Tensor | None = None,
+        documents_BT: torch.Tensor | None = None,
+        positions_BT: torch.Tensor | None = None,
+        owners_BT: torch.Tensor | None = None,
+        references_BP: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `Decoder.forward`, for a whole model that continues nothing.
+
+        Documents are told to transformers by their positions: where they do not count on, it masks what is before.
+        """
+        arguments = {"input_ids": tokens_BT}
+        if documents_BT is not None:
+            if not self.takes_positions:
+                raise ValueError(_MIXES_DOCUMENTS)
+            arguments["position_ids"] = document_positions(documents_BT) if positions_BT is None else positions_BT
+        theirs: Any = super(Decoder, self)
+        logits_BTV = theirs.forward(**arguments).logits
+        if labels_BT is None:
+            return logits_BTV
+        wide_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
+        losses_N = F.cross_entropy(wide_BTV.flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED, reduction="none")
+        if references_BP is None:
+            return losses_N.sum()
+        assert self.preference is not None
+        assert owners_BT is not None
+        return self.preference(losses_N.view(labels_BT.shape), owners_BT, references_BP)
+
+    @property
+    def layers(self) -> nn.ModuleDict:  # type: ignore[override]
+        """The blocks by their numbers."""
+        assert self.spec.foreign is not None
+        blocks = self.get_submodule(self.spec.foreign.blocks)
+        assert isinstance(blocks, nn.ModuleList)
+        return nn.ModuleDict({str(number): block for number, block in enumerate(blocks)})
+
+    @torch.no_grad()
+    def check_documents(self) -> None:
+        """Raise `ValueError` where a document of a row is not read as if it stood alone; collective where the model is
+        sharded.
+
+        The same tokens stand twice in a row, as two documents: both must have the same logits.
+        """
+        generator = torch.Generator().manual_seed(0)
+        once_BT = torch.randint(self.spec.vocab, (1, 8), generator=generator).to(self.like.device)
+        documents_BT = torch.arange(2, device=once_BT.device).repeat_interleave(8)[None]
+        first, second = self(once_BT.repeat(1, 2), None, documents_BT).double().chunk(2, dim=1)
+        tolerance = 1e-4 if self.like.dtype.itemsize >= 4 else 2e-2
+        if not (first - second).norm() <= tolerance * first.norm():
+            raise ValueError(_MIXES_DOCUMENTS)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """What `to` and `to_empty` do; constants keep their values and dtypes, parameters that are one stay one."""
+        constants = [(module, name, value) for module in self.modules() for name, value in module._buffers.items()]
+        ties = _ties(self)
+        super()._apply(fn, recurse)
+        for module, name, value in constants:
+            moved = module._buffers[name]
+            if value is not None and moved is not None:
+                module._buffers[name] = value.to(moved.device)
+        for (module, name), (first, first_name) in ties:
+            module._parameters[name] = first._parameters[first_name]
+        return self
+
+
+def build_foreign(spec: ModelSpec) -> ForeignDecoder:
+    """The model with its parameters on the meta device, in fp32, and its constants (rotary frequencies) as they are.
+
+    Dropout is switched off, as everywhere here.
+
+    Raises:
+        ValueError: transformers is not installed or does not know the architecture, or its module has other parameters
+        than the files.
+    """
+    assert spec.foreign is not None
+    model: Any = _build(spec.foreign)
+    on_meta = {parameter: nn.Parameter(parameter.to("meta")) for parameter in model.parameters()}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            module._parameters[name] = on_meta.get(parameter)
+        module._non_persistent_buffers_set.update(module._buffers)
+    theirs = type(model)
+    model.__class__ = type(f"Foreign{theirs.__name__}", (ForeignDecoder, theirs), {})
+    model.spec, model.table, model.preference = spec, parameter_table(spec), None
+    model.takes_positions = "position_ids" in inspect.signature(theirs.forward).parameters
+    _use_name_of_files(model)
+    _check_parameters(model)
+    return model
+
+
+def _build(foreign: ForeignModel) -> nn.Module:
+    try:
+        # Heavy and optional, so it is imported only for models that need it.
+        import transformers
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    except ImportError as error:
+        raise ValueError(
+            "a model that is not of our families needs transformers: pip install 'meshwright[transformers]'"
+        ) from error
+    config = json.loads(foreign.config)
+    if config["model_type"] not in CONFIG_MAPPING:
+        raise ValueError(f"transformers {transformers.__version__} does not know model_type {config['model_type']!r}")
+    dropouts = [key for key in config if key.endswith(("dropout", "pdrop", "dropout_rate", "dropout_prob"))]
+    settings = {**config, **dict.fromkeys(dropouts, 0.0), "use_cache": False}
+    parsed = CONFIG_MAPPING[config["model_type"]].from_dict(settings)
+    with _MatricesOnMeta():
+        return transformers.AutoModelForCausalLM.from_config(parsed, dtype=torch.float32)
+
+
+class _MatricesOnMeta(TorchFunctionMode):
+    """Memory that layers ask for to fill it later is on the meta device; constants, which are computed, are not."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def _use_name_of_files(model: Any) -> None:
+    """GPT-NeoX's head is `embed_out` in files; transformers 5 calls it otherwise, and renames it when it reads."""
+    if "lm_head" in model._modules and any(row.name == "embed_out.weight" for row in model.table):
+        model._modules["embed_out"] = model._modules.pop("lm_head")
+        type(model).lm_head = property(lambda self: self.embed_out)
+
+
+def _check_parameters(model: ForeignDecoder) -> None:
+    """Raise where the module's parameters are not those of the files, which would then not be what it computes with."""
+    built = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    stored = {row.name: row.shape for row in model.table}
+    for name in sorted(built.keys() | stored.keys()):
+        if built.get(name) != stored.get(name):
+            theirs, files = (f"as {list(of[name])}" if name in of else "not at all" for of in (built, stored))
+            raise ValueError(
+                f"{name} is in transformers' {type(model).__name__.removeprefix('Foreign')} {theirs} and in the files "
+                f"{files}; only models whose files hold the parameters as they are computed with can be trained here "
+                "(loading and saving them once with transformers may help)"
+            )
+    ends = {parameter for module in model.layers.values() for parameter in module.parameters()}
+    for (module, name), _ in _ties(model):
+        if module._parameters[name] in ends:
+            raise ValueError("two blocks of the model share parameters, which data parallelism cannot keep as one")
+
+
+def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
+    """(module, name) of every parameter that is another one, and of that one."""
+    first: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+    places = [(module, name) for module in model.modules() for name in module._parameters]
+    found = [(module._parameters[name], (module, name)) for module, name in places]
+    return [
+        (place, first[parameter])
+        for parameter, place in found
+        if parameter is not None and first.setdefault(parameter, place) != place
+    ]

@@ -1,0 +1,312 @@
+"""Architectures that are not ours: transformers computes them, and everything else here is as for our own."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from peft import PeftModel
+
+from meshwright import Run, train
+from meshwright.checkpoint.hf import HfWeights
+from meshwright.cli.main import main
+from meshwright.data.tokenizer import train_tokenizer
+from meshwright.families import finetuned_table, read_hf_directory, resolve_model
+from meshwright.families.tensor_headers import read_header
+from meshwright.finetune import apply_finetune
+from meshwright.models import build_model, named_tensors
+from meshwright.models.foreign import ForeignDecoder
+from meshwright.models.generate import Sampling
+from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.model import ModelFields
+from meshwright.spec.run import ResolvedRun
+from meshwright.testing.equivalence import build_here, loader_for, one_step
+from meshwright.testing.layouts import LAYOUTS
+from meshwright.testing.ranks import RankPool
+from meshwright.trainer.resolve import resolve_run
+from meshwright.trainer.trained import continue_texts, evaluate_texts, open_trained
+from test_equivalence import assert_equal
+from test_finetune_run import trajectory
+from tiny import tiny_run
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # what peft asks of transformers
+    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
+]
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+SIZES: dict[str, Any] = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"intermediate_size": 40, "max_position_embeddings": 32}
+TEXTS = [f"{n} and {n + 1} and" for n in range(400)]
+SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "dtype": "float32"}
+CONFIGS: dict[str, Callable[..., transformers.PreTrainedConfig]] = {
+    "phi": transformers.PhiConfig,  # biases, the head's too; rotates half of a head; drops out where it is told to
+    "gemma2": transformers.Gemma2Config,  # tied; caps logits; slides in every second layer; has constants
+    "gpt_neox": transformers.GPTNeoXConfig,  # queries, keys and values in one matrix; another name for the head
+    "opt": transformers.OPTConfig,  # learned positions, which no document begins anew
+}
+MORE: dict[str, dict[str, Any]] = {
+    "phi": {"attention_dropout": 0.5, "resid_pdrop": 0.5},
+    "gemma2": {"head_dim": 8, "num_key_value_heads": 2, "sliding_window": 4},
+    "opt": {"ffn_dim": 40, "word_embed_proj_dim": 32},
+}
+METHODS: dict[str, dict[str, Any] | None] = {
+    "full": None,
+    "lora": {"method": "lora", "rank": 4, "dora": True},
+    "qlora": {"method": "qlora", "rank": 4},
+}
+
+
+@pytest.fixture(scope="session")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory for each architecture, with random weights."""
+    folder = tmp_path_factory.mktemp("foreign")
+    generator = torch.Generator().manual_seed(0)
+    for name, config in CONFIGS.items():
+        model = transformers.AutoModelForCausalLM.from_config(config(**SIZES, **MORE.get(name, {})))
+        for parameter in model.parameters():
+            parameter.data.normal_(std=0.2, generator=generator)
+        model.save_pretrained(folder / name)
+        train_tokenizer(TEXTS, 280).save(folder / name)
+    return folder
+
+
+def foreign_run(directory: Path, layout: LayoutSpec, **options: Any) -> ResolvedRun:
+    fields = ModelFields(name=str(directory), weights="pretrained")
+    resolved = tiny_run(layout, **options)
+    run = resolved.run.model_copy(update={"model": fields})
+    return resolved.model_copy(update={"run": run, "model": resolve_model(fields, base_dir=Path())})
+
+
+def theirs(directory: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(directory).double().eval()  # constants are those of fp32
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_loss_and_gradients_are_those_of_transformers(directories: Path, name: str) -> None:
+    trainer = build_here(foreign_run(directories / name, LayoutSpec()))
+    with loader_for(trainer) as loader:
+        microbatches = loader.microbatches(0)
+    (batch,) = microbatches
+    loss, trained = trainer.train_step.gradients(microbatches)
+    labels_BT = torch.from_numpy(batch.labels)
+    expected = theirs(directories / name)
+    logits_BTV = expected(torch.from_numpy(batch.inputs)).logits
+    mean = F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten(), reduction="sum") / trained
+    mean.backward()
+    assert loss == pytest.approx(mean.item(), rel=1e-13)
+    gradients = {parameter_name: parameter.grad for parameter_name, parameter in expected.named_parameters()}
+    for ours, parameter in trainer.parameters.items():
+        gradient = gradients[ours.replace("embed_out", "lm_head") if ours not in gradients else ours]
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-13)
+    assert len(gradients) == len(trainer.parameters)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_module_and_table_say_the_same(directories: Path, name: str) -> None:
+    run = foreign_run(directories / name, LayoutSpec(), finetune=METHODS["qlora"])
+    model = build_model(run.model)
+    assert run.run.finetune is not None
+    apply_finetune(model, run.run.finetune, torch.bfloat16)
+    assert {row.name: (row.shape, row.trained) for row in finetuned_table(run.model, run.run.finetune)} == {
+        name: (tuple(parameter.shape), parameter.requires_grad) for name, parameter in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("name", ["phi", "gemma2", "gpt_neox"])
+def test_documents_stand_alone(directories: Path, name: str) -> None:
+    """Of any lengths, in a row beside rows of one document; and a document's sliding window is its own."""
+    model = build_here(foreign_run(directories / name, LayoutSpec())).model.eval()
+    expected = theirs(directories / name)
+    tokens_BT = torch.randint(300, (2, 16), generator=torch.Generator().manual_seed(1))
+    documents_BT = torch.tensor([[0] * 3 + [1] * 7 + [2] * 6, [0] * 16])
+    logits_BTV = model(tokens_BT, None, documents_BT)
+    for row, start, stop in ((0, 0, 3), (0, 3, 10), (0, 10, 16), (1, 0, 16)):
+        alone_TV = expected(tokens_BT[row : row + 1, start:stop]).logits[0]
+        torch.testing.assert_close(logits_BTV[row, start:stop], alone_TV, rtol=0, atol=1e-5)
+
+
+def test_documents_that_would_be_mixed_are_refused(directories: Path) -> None:
+    model = build_here(foreign_run(directories / "opt", LayoutSpec())).model
+    assert isinstance(model, ForeignDecoder)
+    with pytest.raises(ValueError, match="does not keep the documents of a row apart"):
+        model.check_documents()
+
+
+CASES = [
+    *zip(
+        ["phi"] * 5,
+        ["full", "lora", "qlora", "lora", "full"],
+        ["ddp", "zero-1", "zero-2", "zero-3", "zero-3"],
+        strict=True,
+    ),
+    *zip(["gpt_neox"] * 3, ["qlora", "full", "lora"], ["hybrid-1", "hybrid-2", "hybrid-3"], strict=True),
+    *zip(["gemma2"] * 2, ["full", "lora"], ["zero-3", "zero-3"], strict=True),
+]
+_ALONE: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize(("name", "method", "strategy"), CASES)
+def test_every_layout(ranks: RankPool, directories: Path, name: str, method: str, strategy: str) -> None:
+    """Equal to one process, with documents kept apart or blocks recomputed in turn. Gemma's norms and softmax compute
+    in fp32 whatever the model's dtype."""
+    turn = CASES.index((name, method, strategy))
+    recompute, documents = ("none", "selective", "full")[turn % 3], turn % 2 == 0
+    layout, finetune = LAYOUTS[strategy], METHODS[method]
+    run = foreign_run(directories / name, layout, finetune=finetune, recompute=recompute)
+    outcome = ranks.run(layout.world_size, one_step, run, documents)[0]
+    key = f"{name} {method} {documents}"
+    if key not in _ALONE:
+        _ALONE[key] = one_step(foreign_run(directories / name, LayoutSpec(), finetune=finetune), documents)
+    assert_equal(outcome, _ALONE[key], dtype=torch.float32 if name == "gemma2" else torch.float64, slope=5 * 0.1)
+
+
+def test_pairs_of_answers(ranks: RankPool, directories: Path) -> None:
+    layout, options = LAYOUTS["zero-3"], {"preference": {"reference": "none"}, "finetune": METHODS["lora"]}
+    outcome = ranks.run(layout.world_size, one_step, foreign_run(directories / "phi", layout, **options))[0]
+    alone = one_step(foreign_run(directories / "phi", LayoutSpec(), **options))
+    assert alone is not None
+    assert_equal(outcome, alone, slope=5 * 0.1)
+
+
+@pytest.mark.parametrize("precision", ["bf16"])
+def test_continues_bit_for_bit(ranks: RankPool, directories: Path, tmp_path: Path, precision: str) -> None:
+    options = {"finetune": {"method": "lora", "rank": 4, "dropout": 0.25}, "recompute": "full", "steps": 4}
+    run = foreign_run(directories / "gemma2", LAYOUTS["zero-3"], precision=precision, **options)
+    seen = ranks.run(4, trajectory, run, tmp_path, 4, False)[0]
+    assert ranks.run(4, trajectory, run, tmp_path, 4, True)[0] == seen[2:]
+
+
+def recipe(folder: Path, directory: Path, **more: Any) -> dict[str, Any]:
+    (folder / "text.txt").write_text("\n\n".join(TEXTS))
+    return {
+        "model": {"name": str(directory), "weights": "pretrained"},
+        "data": {
+            "sources": [str(folder / "text.txt")],
+            "sequence_length": 16,
+            "cache_dir": str(folder / "cache"),
+            **more.pop("data", {}),
+        },
+        "training": {
+            "steps": 2,
+            "global_batch": 4,
+            "precision": "fp32",
+            "lr_schedule": {"warmup": 0},
+            "optimizer": {"lr": 0.01},
+            **more.pop("training", {}),
+        },
+        "run_dir": str(folder / "run"),
+        "device": "cpu",
+        **more,
+    }
+
+
+def logits_of(model: Any, tokens_BT: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        found = model(tokens_BT)
+    return found if isinstance(found, torch.Tensor) else found.logits
+
+
+def test_from_a_directory_to_files_that_peft_and_transformers_read(directories: Path, tmp_path: Path) -> None:
+    data = {"separate_documents": True}
+    fields = recipe(
+        tmp_path, directories / "phi", finetune={"method": "lora", "rank": 4, "train": ["lm_head"]}, data=data
+    )
+    (tmp_path / "run.yaml").write_text(json.dumps(fields))
+    assert main(["check", str(tmp_path / "run.yaml")]) == 0
+    train(Run.model_validate(fields))
+    tuned = open_trained(tmp_path / "run", device="cpu")
+    tokens_BT = torch.randint(300, (2, 16), generator=torch.Generator().manual_seed(2))
+    expected = logits_of(tuned.model, tokens_BT)
+    assert main(["export", str(tmp_path / "run"), "--adapter", str(tmp_path / "adapter")]) == 0
+    assert main(["export", str(tmp_path / "run"), "--hf", str(tmp_path / "merged"), "--merge"]) == 0
+    base = transformers.AutoModelForCausalLM.from_pretrained(directories / "phi").eval()
+    assert (logits_of(base, tokens_BT) - expected).abs().max() > 1e-3
+    for read in (
+        PeftModel.from_pretrained(base, tmp_path / "adapter"),
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval(),
+    ):
+        torch.testing.assert_close(logits_of(read, tokens_BT), expected, rtol=0, atol=1e-5)
+    assert json.loads((tmp_path / "merged/config.json").read_text())["attention_dropout"] == 0.5
+    assert evaluate_texts(tuned, num_samples=2).tokens
+    with pytest.raises(ValueError, match="let transformers generate"):
+        continue_texts(tuned, ["1 and"], sampling=Sampling(temperature=0))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_neox"])
+def test_full_training_and_export_in_bf16(directories: Path, tmp_path: Path, name: str) -> None:
+    """Of tied weights one is kept; of a name that transformers changes as it reads, the file's."""
+    train(Run.model_validate(recipe(tmp_path, directories / name, training={"precision": "bf16"})))
+    assert main(["export", str(tmp_path / "run"), "--hf", str(tmp_path / "out")]) == 0
+    kept = {key for key, _ in safetensors_keys(tmp_path / "out")}
+    assert kept == {key for key, _ in safetensors_keys(directories / name)}
+
+
+def safetensors_keys(directory: Path) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name, tensor.shape) for name, tensor in read_header(directory / "model.safetensors").items()]
+
+
+REFUSALS: dict[str, dict[str, Any]] = {
+    "layout.tp=2: a model that transformers computes": {"layout": {"tp": 2}},
+    "layout.cp=2: a model that transformers computes": {"layout": {"cp": 2}},
+    "layout.pp=2: a model that transformers computes": {"layout": {"pp": 2}},
+    "layout.offload=cpu: ": {"layout": {"dp_shard": 2, "offload": "cpu"}},
+    "training.compile=true: ": {"training": {"compile": True}},
+    "training.samples: ": {"training": {"samples": {"prompts": ["1"]}}},
+    "finetune.method=ia3: ": {"finetune": {"method": "ia3"}},
+    r"finetune.last_layers: .*\[.model.layers.1.\]": {"finetune": {"method": "full", "last_layers": 1}},
+    "finetune.targets: 'embed_tokens' matches no linear": {"finetune": {"method": "lora", "targets": ["embed_tokens"]}},
+    "did you mean 'q_proj'": {"finetune": {"method": "lora", "targets": ["qproj"]}},
+    "remove model.hidden": {"model": {"hidden": 8, "weights": "pretrained"}},
+    "set model.weights=pretrained": {"model": {}},
+}
+
+
+@pytest.mark.parametrize("message", REFUSALS)
+def test_what_it_cannot_do_is_refused_before_it_starts(directories: Path, tmp_path: Path, message: str) -> None:
+    more = dict(REFUSALS[message])
+    model = {"name": str(directories / "phi"), **more.pop("model", {"weights": "pretrained"})}
+    fields = recipe(tmp_path, directories / "phi", **more) | {"model": model}
+    with pytest.raises(ValueError, match=message):
+        resolve_run(Run.model_validate(fields), base_dir=tmp_path)
+
+
+def test_directories_that_cannot_be_computed(directories: Path, tmp_path: Path) -> None:
+    shutil.copytree(directories / "phi", tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+
+    def build(**changes: Any) -> Any:
+        (tmp_path / "model/config.json").write_text(json.dumps(config | changes))
+        return build_model(read_hf_directory(tmp_path / "model"))
+
+    with pytest.raises(ValueError, match="does not know model_type 'phi7'"):
+        build(model_type="phi7")
+    with pytest.raises(ValueError, match="only causal language models"):
+        build(architectures=["PhiForSequenceClassification"])
+    with pytest.raises(ValueError, match=r"asks for 3 layers"):
+        build(num_hidden_layers=3)
+    with pytest.raises(
+        ValueError, match=r"mlp.fc1.bias is in transformers' PhiForCausalLM as \[44\] and in the files as"
+    ):
+        build(intermediate_size=44)
+
+
+def test_our_own_families_may_be_left_to_transformers(tmp_path: Path) -> None:
+    """The same logits from one directory, computed by us and by transformers."""
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tokens_BT = torch.randint(300, (2, 16), generator=torch.Generator().manual_seed(2))
+    found = []
+    for family in (None, "transformers"):
+        spec = read_hf_directory(tmp_path, family=family)
+        model, weights = build_model(spec, device="cpu", dtype=torch.float64), HfWeights(tmp_path, spec)
+        for row in model.table:
+            named_tensors(model)[row.name].data.copy_(weights.read_rows(row.name, 0, row.shape[0]))
+        found.append(logits_of(model, tokens_BT))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-6)
