@@ -287,7 +287,7 @@ def test_directories_that_cannot_be_computed(directories: Path, tmp_path: Path) 
 
     with pytest.raises(ValueError, match="does not know model_type 'phi7'"):
         build(model_type="phi7")
-    with pytest.raises(ValueError, match="only causal language models"):
+    with pytest.raises(ValueError, match="PhiForSequenceClassification, and beside"):
         build(architectures=["PhiForSequenceClassification"])
     with pytest.raises(ValueError, match=r"asks for 3 layers"):
         build(num_hidden_layers=3)

@@ -42,7 +42,10 @@ def read_foreign(directory: Path, config: Mapping[str, Any], *, where: str) -> M
     """
     architecture = str((config.get("architectures") or ["missing"])[0])
     if not architecture.endswith(("ForCausalLM", "LMHeadModel")) or "vocab_size" not in config:
-        raise ValueError(f"{where}: architectures is {architecture}; only causal language models can be trained")
+        raise ValueError(
+            f"{where}: model_type {config.get('model_type')!r} is not supported: architectures is {architecture}, and "
+            "beside our families only causal language models can be trained"
+        )
     if config.get("quantization_config"):
         raise ValueError(f"{where}: quantized weights are not supported; use the unquantized model")
     sizes = {field: _size(config, field) for field in SPELLINGS}
