@@ -18,6 +18,7 @@ from meshwright.data.mixture import held_out_samples, training_samples
 from meshwright.data.packing import NO_LABEL, build_samples
 from meshwright.data.prepare import prepare_corpus
 from meshwright.data.readers import read_documents, told_apart
+from meshwright.data.records import record_text
 from meshwright.data.sources import find_files
 from meshwright.spec.data import ChatSpec, DataSpec
 
@@ -79,6 +80,13 @@ def test_formats_are_told_by_their_columns_and_mean_the_same(name, tmp_path):
     found = encoder.encode([document.text for document in read_documents([file])])
     wanted = encoder.encode([json.dumps({"messages": record["messages"], "given": 0}) for record in MESSAGES])
     assert [one.documents[0].tolist() for one in found] == [one.documents[0].tolist() for one in wanted]
+
+
+def test_a_prompt_is_only_read_and_tools_are_kept():
+    prompt = [turn("user", "a"), turn("assistant", "b"), turn("user", "c")]
+    fields = {"prompt": prompt, "completion": [turn("assistant", "d")], "tools": [{"name": "clock"}]}
+    record = json.loads(record_text(fields, "prompt_completion", "here"))
+    assert record == {"messages": [*prompt, turn("assistant", "d")], "given": 3, "tools": [{"name": "clock"}]}
 
 
 BAD = {

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.families import find_adapters, finetuned_table
+from meshwright.families import count_trained, find_adapters, finetuned_table
 from meshwright.finetune import apply_finetune
 from meshwright.models import Decoder, build_model
 from meshwright.models.adapters import LoraLinear
@@ -158,6 +158,11 @@ def test_a_begins_uniform_and_dropout_is_its_alone_and_of_training_alone() -> No
     layer = trainer.model.get_submodule("layers.0.attention.wq")
     assert isinstance(layer, LoraLinear)
     assert 0.9 < layer.lora_a.abs().max() * 24**0.5 <= 1
+    counts = [
+        sum(tensor.numel() for tensor in tensors)
+        for tensors in (trainer.parameters.values(), trainer.model.parameters())
+    ]
+    assert count_trained(trainer.resolved.model, trainer.resolved.run.finetune) == tuple(counts)
     x_ND = torch.randn(3, 24, dtype=torch.float64)
     torch.manual_seed(1)
     found_ND = layer(x_ND)

@@ -23,6 +23,7 @@ from meshwright.spec.finetune import FullSpec
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.testing.equivalence import build_here
 from meshwright.trainer.setup import Trainer
+from meshwright.trainer.weights import run_weights
 from tiny import GLOBAL_BATCH, SEQUENCE_LENGTH
 
 pytestmark = [
@@ -56,6 +57,9 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("bases")
     llama, qwen2 = LlamaForCausalLM(LlamaConfig(**SIZES)), Qwen2ForCausalLM(Qwen2Config(**SIZES))
+    for name, parameter in qwen2.named_parameters():
+        if name.endswith(".bias"):
+            torch.nn.init.normal_(parameter, std=0.1)  # the zeros they begin as would hide what is done to them
     llama.double().save_pretrained(folder / "llama")
     qwen2.double().save_pretrained(folder / "qwen2")
     return {name: folder / name for name in ("llama", "qwen2")}
@@ -170,12 +174,17 @@ def refusal(base: Path, adapter: Path, finetune: dict[str, Any]) -> str:
     return str(error.value)
 
 
-def test_training_continues_from_an_adapter(bases: dict[str, Path], adapter: Path) -> None:
-    trainer = build_here(run_on(bases["llama"], {**METHODS["lora"], "start_from": str(adapter)}))
-    fresh = build_here(run_on(bases["llama"], {**METHODS["lora"]}))
-    assert all(
-        torch.equal(tensor, fresh.parameters[name]) for name, tensor in trainer.parameters.items() if "lora_a" in name
-    )
+def test_training_continues_from_an_adapter(bases: dict[str, Path], tmp_path: Path) -> None:
+    trained = build_here(run_on(bases["llama"], METHODS["ends"]))
+    with torch.no_grad():
+        for parameter in trained.parameters.values():
+            parameter += 1
+    adapter = write(trained, tmp_path / "adapter")
+    begins = run_weights(run_on(bases["llama"], {**METHODS["ends"], "start_from": str(adapter)}))
+    rows = [row for row in trained.table if row.trained]
+    assert {row.name for row in rows} >= {"output.weight", "norm.weight", "tok_embeddings.lora_a"}
+    for row in rows:
+        assert torch.equal(begins(row, 0, row.shape[0]), trained.parameters[row.name]), row.name
 
 
 def changed(

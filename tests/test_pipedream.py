@@ -1,6 +1,7 @@
 """Asynchronous pipelines against the training that they are said to be: one process whose gradients are a step late."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,6 +11,7 @@ import torch
 
 from meshwright.checkpoint.manifest import checkpoint_name
 from meshwright.cli.main import main
+from meshwright.data.loader import Microbatch
 from meshwright.parallel.pipedream import Pipedream
 from meshwright.parallel.pipeline import Pass
 from meshwright.plan.blueprint import blueprint
@@ -24,8 +26,10 @@ from meshwright.spec.run import ResolvedRun, Run
 from meshwright.testing.curves import loss_curve
 from meshwright.testing.equivalence import build_here, largest_difference, loader_for, whole_of_all
 from meshwright.testing.ranks import RankPool
+from meshwright.trainer.evaluate import evaluate
 from meshwright.trainer.resolve import resolve_run
 from meshwright.trainer.saver import Saver
+from meshwright.trainer.setup import Trainer
 from meshwright.trainer.state import restore
 from tiny import tiny_run
 
@@ -38,8 +42,8 @@ def layout_of(**degrees: Any) -> LayoutSpec:
 
 
 def late(run: ResolvedRun) -> Trajectory:
-    """(loss, gradient norm) of every step and the weights after the last, of one process that makes each step with the
-    gradient of the batch before."""
+    """(loss, gradient norm) of every step and an evaluation after them, and the weights after the last update, of one
+    process that makes each step with the gradient of the batch before."""
     trainer = build_here(run)
     step, seen, before = trainer.train_step, [], None
     with loader_for(trainer) as loader:
@@ -48,11 +52,12 @@ def late(run: ResolvedRun) -> Trajectory:
             gradients = {name: parameter.grad for name, parameter in trainer.parameters.items()}
             seen.append((loss, _late_step(trainer, number, before)))
             before = gradients
+        seen.append(evaluated(trainer, loader.microbatches(0)))
     _late_step(trainer, STEPS, before)
     return seen, whole_of_all(trainer, trainer.parameters)
 
 
-def _late_step(trainer: Any, number: int, gradients: dict[str, Any] | None) -> float:
+def _late_step(trainer: Trainer, number: int, gradients: dict[str, Any] | None) -> float:
     if gradients is None:
         trainer.optimizers.zero_grad()
         return 0.0
@@ -69,8 +74,17 @@ def trained(run: ResolvedRun) -> Trajectory:
     trainer = build_here(run)
     with loader_for(trainer) as loader:
         results = [trainer.train_step(step, loader.microbatches(step - 1)) for step in range(1, STEPS + 1)]
+        between = evaluated(trainer, loader.microbatches(0))
     trainer.train_step.finish(STEPS)
-    return [(result.loss, result.gnorm) for result in results], whole_of_all(trainer, trainer.parameters)
+    seen = [*((result.loss, result.gnorm) for result in results), between]
+    return seen, whole_of_all(trainer, trainer.parameters)
+
+
+def evaluated(trainer: Trainer, microbatches: Sequence[Microbatch]) -> tuple[float, float]:
+    """An evaluation while a batch is under way, which must have the optimizer's weights and leave the batch alone."""
+    step = trainer.train_step
+    loss = evaluate(step.passes, microbatches, trainer.device, repeats_loss=step.repeats_loss).loss
+    return loss, 0.0
 
 
 @pytest.mark.parametrize(

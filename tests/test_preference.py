@@ -1,5 +1,8 @@
 """Preference tuning: the loss is the formula's, on every layout; the reference is the model as it started."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -10,14 +13,17 @@ from meshwright import load_recipe, train
 from meshwright.cli.main import main
 from meshwright.data.describe import describe_sample
 from meshwright.data.packing import NO_LABEL, build_samples
-from meshwright.data.prepare import prepare_corpus
+from meshwright.data.prepare import Corpus, Stream, prepare_corpus
+from meshwright.data.token_file import file_in_memory
 from meshwright.models.preference import PreferenceLoss
 from meshwright.prove.samples import RandomSamples
 from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import build_here, one_step
 from meshwright.testing.layouts import LAYOUTS
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer.metrics import read_journal
+from meshwright.trainer.reference import with_references
 from test_equivalence import alone, assert_equal
 from tiny import SEQUENCE_LENGTH, tiny_run
 
@@ -83,6 +89,27 @@ def test_with_adapters(ranks: RankPool, name: str):
     options = {"preference": PREFERENCE, "finetune": {"method": "lora", "rank": 3}}
     outcome = ranks.run(LAYOUTS[name].world_size, one_step, tiny_run(LAYOUTS[name], **options))[0]
     assert_equal(outcome, alone(**options), slope=5 * 0.1)
+
+
+def references_of(run: ResolvedRun, folder: Path) -> np.ndarray:
+    """What the reference makes of forty pairs. Collective."""
+    generator = np.random.default_rng(0)
+    answers = [generator.integers(0, 50, generator.integers(3, 9)) for _ in range(80)]
+    file = replace(file_in_memory(answers), is_pairs=True)
+    stream = Stream(name="pairs", train=file, held_out=None, weight=None)
+    corpus = Corpus(tokenizer=chat_tokenizer(), streams=(stream,))
+    found = with_references(build_here(run), corpus, folder).streams[0].train.references
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", ["zero-3-uneven", "pp-cp-tp"])
+def test_the_reference_is_the_same_on_every_layout(ranks: RankPool, tmp_path: Path, name: str):
+    run = tiny_run(LAYOUTS[name], preference=PREFERENCE)
+    expected = references_of(tiny_run(LayoutSpec(), preference=PREFERENCE), tmp_path)
+    assert np.abs(expected).min() > 0
+    for found in ranks.run(LAYOUTS[name].world_size, references_of, run, tmp_path):
+        np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
 def test_a_pair_counts_once_however_many_share_its_tokens():

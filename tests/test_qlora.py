@@ -139,6 +139,17 @@ def test_the_base_is_not_touched_by_training() -> None:
     assert any(name.endswith(".groups") for name in names)
 
 
+@torch.no_grad()
+def test_a_layer_with_a_bias_computes_with_it() -> None:
+    trainer = build_here(tiny_run(LayoutSpec(), family="gpt2", finetune=METHODS["nf4"]))
+    layer = trainer.model.get_submodule("layers.0.attention.wq")  # has no adapter
+    assert isinstance(layer, QuantizedLinear)
+    layer.bias.normal_()
+    x_ND = torch.randn(3, 24, dtype=torch.float64)
+    expected_ND = torch.nn.functional.linear(x_ND, layer.weight.double(), layer.bias)
+    assert (layer(x_ND) - expected_ND).abs().max() < 1e-12
+
+
 def test_nothing_decoded_waits_for_the_backward_pass() -> None:
     """The only tensors that a layer saves are those that it keeps anyway."""
     run = tiny_run(LayoutSpec(), finetune=METHODS["nf4"] | {"train": [], "targets": ["wk"]}, width=WIDE)
