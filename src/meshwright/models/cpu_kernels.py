@@ -253,9 +253,8 @@ class _GeluTanh(torch.autograd.Function):
             gated_C = wide_C.mul_(gate_C)
             y_C.copy_(gated_C)
             # dy/dx = gate + x gate (1 - gate) dz/dx
-            slope_C.copy_(
-                gated_C.addcmul_(gated_C, gate_C, value=-1).mul_(square_C.mul_(3 * cubic).add_(linear)).add_(gate_C)
-            )
+            shut_C = gated_C.addcmul_(gated_C, gate_C, value=-1)
+            slope_C.copy_(gate_C.addcmul_(shut_C, torch.add(linear, square_C, alpha=3 * cubic, out=square_C)))
         ctx.save_for_backward(slope)
         return y
 
