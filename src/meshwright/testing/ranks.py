@@ -1,7 +1,12 @@
 """The one place that keeps worker processes at hand, so that many cases with several ranks cost little each."""
 
+import atexit
+import contextlib
+import ctypes
 import multiprocessing
 import os
+import signal
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -16,16 +21,24 @@ MOST_THREADS = 200
 """Threads of a rank beyond which it is replaced. Every gloo group has three, of which one wakes a hundred times a
 second though there is nothing to do: with some thousand of them in all, two cores do little else."""
 
+STOPS = sys.platform == "linux"
+"""Whether processes are stopped between cases."""
+
+PR_SET_PDEATHSIG = 1
+"""Of <linux/prctl.h>."""
+
 
 class RankPool:
     """Groups of waiting gloo ranks, one group per world size, started when first asked for and then kept.
 
-    A group lives as long as its processes: gloo's threads outlive a destroyed group wherever a mesh is still cached,
-    and spin once their peers are gone. So processes that have made too many of them are replaced.
+    On Linux a group that nobody asks is stopped, so that its gloo threads do not wake either. A group lives as long as
+    its processes: gloo's threads outlive a destroyed group wherever a mesh is still cached, and spin once their peers
+    are gone. So processes that have made too many of them are replaced.
     """
 
     def __init__(self) -> None:
         self._groups: dict[int, _Group] = {}
+        atexit.register(self.close)  # else multiprocessing would wait for the end of what is stopped
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
         """What `function(*args)` returned on each of `world_size` ranks, in rank order.
@@ -70,9 +83,18 @@ class _Group:
             self._processes.append(process)
 
     def ask(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[tuple[bool, Any]]:
+        self._send(signal.SIGCONT)
         for pipe in self._pipes:
             pipe.send((function, args))
-        return [self._answer(rank, timeout) for rank in range(len(self._pipes))]
+        answers = [self._answer(rank, timeout) for rank in range(len(self._pipes))]
+        self._send(signal.SIGSTOP)
+        return answers
+
+    def _send(self, number: signal.Signals) -> None:
+        for process in self._processes if STOPS else ():
+            assert process.pid is not None
+            with contextlib.suppress(ProcessLookupError):  # it has died, as its answer tells
+                os.kill(process.pid, number)
 
     def _answer(self, rank: int, timeout: float) -> tuple[bool, Any]:
         try:
@@ -98,6 +120,8 @@ class _Group:
 
 
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+    if STOPS:  # the end of a pipe is not seen by a stopped process: so it is to be killed when its parent ends
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
