@@ -56,7 +56,7 @@ def rehearsed(run: ResolvedRun, rank: int) -> tuple[dict[str, int], Sent]:
     return {kind: size for kind, size in report["at_rest"].items() if size}, sent
 
 
-DENSE = "ddp zero-3-uneven hybrid-3-tp cp-ring-tp cp-ulysses-tp pp-hybrid-3 pp-zero-bubble-tp pp-cp-tp"
+DENSE = "ddp zero-3-uneven cp-ring-tp cp-ulysses-tp pp-hybrid-3 pp-zero-bubble-tp"
 SPARSE = "zero-1-ep tp-without-ep zero-3-cp-tp-ep pp-zero-3-ep"
 """Every kind of parallelism, and mixes of them."""
 
