@@ -144,13 +144,19 @@ def test_b_learns_faster() -> None:
 
 
 def test_patterns_and_rslora_decide_the_scale() -> None:
-    finetune = {"method": "lora", "rank": 4, "alpha": 4.0, "alphas": {"wo": 3.0}, "ranks": {"wo": 9}}
-    expected = {False: {"wq": 4 / 4, "wo": 3 / 9}, True: {"wq": 4 / 2, "wo": 3 / 3}}
+    finetune = {"method": "lora", "rank": 4, "alpha": 4.0, "alphas": {"wo": 3.0}}
+    finetune["ranks"] = {"layers.1.attention.wo": 25, "wo": 9}  # the first that matches holds
+    wq, wo, last_wo = (f"layers.{name}" for name in ("0.attention.wq", "0.attention.wo", "1.attention.wo"))
+    expected = {False: {wq: 4 / 4, wo: 3 / 9, last_wo: 3 / 25}, True: {wq: 4 / 2, wo: 3 / 3, last_wo: 3 / 5}}
     for rslora, scales in expected.items():
         spec = LoraSpec.model_validate({**finetune, "rslora": rslora})
-        adapters = find_adapters(tiny_run(LayoutSpec()).model, spec)
-        found = {adapter.module.rpartition(".")[2]: adapter.scale for adapter in adapters}
-        assert {name: found[name] for name in scales} == scales
+        found = {adapter.module: adapter.scale for adapter in find_adapters(tiny_run(LayoutSpec()).model, spec)}
+        assert {module: found[module] for module in scales} == scales
+
+
+def test_muon_leaves_adapters_to_adamw() -> None:
+    trainer = build_here(tiny_run(LayoutSpec(), finetune=METHODS["lora"], optimizer={"name": "muon"}))
+    assert [type(optimizer) for optimizer in trainer.optimizers.optimizers] == [torch.optim.AdamW]
 
 
 def test_a_begins_uniform_and_dropout_is_its_alone_and_of_training_alone() -> None:

@@ -27,6 +27,7 @@ from meshwright.trainer.start import read_resolved
 from meshwright.trainer.state import begin, restore, state_tensors, state_values
 from meshwright.trainer.status import MISUSE, TrainingFailed
 from meshwright.trainer.trained import continue_texts, export_adapter, export_trained, open_trained
+from meshwright.trainer.weights import SAMPLED_BYTES, SAMPLES, _sample
 from tiny import tiny_run
 
 LORA: dict[str, Any] = {"method": "lora", "rank": 4, "dora": True, "dropout": 0.2, "train": ["norm"]}
@@ -172,6 +173,15 @@ def trajectory(run: ResolvedRun, root: Path, steps: int, resume: bool) -> list[t
     after = dict(trainer.model.named_parameters())
     assert all(torch.equal(whole(after[name]), tensor) for name, tensor in frozen.items())
     return seen
+
+
+def test_a_change_anywhere_in_a_large_file_is_another_base(tmp_path: Path) -> None:
+    """In one of the pieces that are read, to be exact; here they cover nearly all of it."""
+    content, digests = bytearray(SAMPLES * SAMPLED_BYTES + 100), set()
+    for place in (0, len(content) // 2, len(content) - 1):
+        (tmp_path / "base").write_bytes(content[:place] + b"x" + content[place + 1 :])
+        digests.add(hash(_sample(tmp_path / "base")))
+    assert len(digests) == 3
 
 
 @pytest.mark.parametrize("strategy", ["single", "zero-3", "hybrid-2", "zero-3-tp", "pp"])

@@ -92,15 +92,15 @@ def test_with_adapters(ranks: RankPool, name: str):
 
 
 def references_of(run: ResolvedRun, folder: Path) -> np.ndarray:
-    """What the reference makes of forty pairs. Collective."""
+    """What the reference makes of forty pairs, and of ten that are held out. Collective."""
     generator = np.random.default_rng(0)
-    answers = [generator.integers(0, 50, generator.integers(3, 9)) for _ in range(80)]
-    file = replace(file_in_memory(answers), is_pairs=True)
-    stream = Stream(name="pairs", train=file, held_out=None, weight=None)
+    answers = [generator.integers(0, 50, generator.integers(3, 9)) for _ in range(100)]
+    train, held_out = (replace(file_in_memory(part), is_pairs=True) for part in (answers[20:], answers[:20]))
+    stream = Stream(name="pairs", train=train, held_out=held_out, weight=None)
     corpus = Corpus(tokenizer=chat_tokenizer(), streams=(stream,))
-    found = with_references(build_here(run), corpus, folder).streams[0].train.references
-    assert found is not None
-    return found
+    (found,) = with_references(build_here(run), corpus, folder).streams
+    assert found.held_out is not None
+    return np.concatenate([found.train.references, found.held_out.references])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("name", ["zero-3-uneven", "pp-cp-tp"])

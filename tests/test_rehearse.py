@@ -14,7 +14,7 @@ from meshwright.models.moe import Router
 from meshwright.parallel.traffic import Traffic
 from meshwright.rehearse import rank as rehearse_module
 from meshwright.rehearse.rank import rehearse_rank
-from meshwright.rehearse.shorten import enough_microbatches
+from meshwright.rehearse.shorten import Observed, continued, enough_microbatches
 from meshwright.rehearse.world import fill_world, findings, typical_ranks
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
@@ -87,12 +87,20 @@ def test_a_rehearsed_rank_is_as_a_real_one(ranks: RankPool, name: str, finetune:
     assert fake == outcomes[last]
 
 
+ONCE, TWICE = (Observed(n, n + 5, {("all-reduce", "tp"): (n, 10 * n)}) for n in (1, 2))
+"""What a rank does in steps of which the second does as much again."""
+
+
 def test_of_many_microbatches_few_tell() -> None:
     """Peak, operations and traffic of a step are those of the whole step, rehearsed."""
     run = tiny_run(LAYOUTS["pp-cp"], accumulation=12)
     assert enough_microbatches(run) == (3, 4)
     assert enough_microbatches(tiny_run(LAYOUTS["single"], accumulation=12)) == (2, 3)
     assert enough_microbatches(tiny_run(LAYOUTS["single"], accumulation=4)) == (4,)
+    overlapping = LayoutSpec(pp=2, schedule="pipedream-2bw")
+    assert enough_microbatches(tiny_run(overlapping, accumulation=12)) == (12, 12)
+    assert continued([ONCE, TWICE], (12, 12), 12) == continued([TWICE], (12,), 12) == TWICE
+    assert continued([ONCE, TWICE], (2, 3), 12) == Observed(11, 16, {("all-reduce", "tp"): (11, 110)})
     pools = [RankPool(), RankPool()]
     try:
         few = pools[0].run(1, rehearse_all, run, False)[0]

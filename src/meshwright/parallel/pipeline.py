@@ -102,6 +102,12 @@ class Pipeline:
         self.here = stages.schedule.stages_of(self.rank)
         self.has_loss = stages.last in self.here
 
+    def follow(self, stages: Stages) -> None:
+        """Take the steps of another schedule of the same stages from now on."""
+        self.stage_plan = stages
+        for name in ("training_program", "completing", "completes_ends"):
+            self.__dict__.pop(name, None)
+
     @cached_property
     def training_program(self) -> Program:
         """What this rank does in a step."""

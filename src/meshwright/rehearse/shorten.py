@@ -35,9 +35,12 @@ def enough_microbatches(resolved: ResolvedRun) -> tuple[int, ...]:
     """All of a step's microbatches; or, where these are many, two smaller numbers that show how it goes on.
 
     Without stages the first microbatch and the last one are special: 2 and 3. In a pipeline: the fewest with which all
-    ranks hold as many at once as in the whole step, and then some: the next two numbers that the schedule takes.
+    ranks hold as many at once as in the whole step, and then some: the next two numbers that the schedule takes. Where
+    steps overlap, the whole of two steps, of which the first only fills the pipeline.
     """
     many, layout = resolved.accumulation, resolved.run.layout
+    if layout.asynchronous:
+        return (many, many)
     if layout.pp == 1:
         return (2, 3) if many > 5 else (many,)
     held, found = in_flight(_schedule(resolved, many)), []
@@ -66,15 +69,13 @@ def _schedule(resolved: ResolvedRun, count: int) -> Schedule:
 def set_microbatches(passes: Passes, resolved: ResolvedRun, count: int) -> None:
     """Let a step take so many microbatches; only pipelines need to know before."""
     if isinstance(passes, Pipeline):
-        passes.stage_plan = plan_stages(resolved.model_copy(update={"accumulation": count}))
-        for name in ("training_program", "completing", "completes_ends"):
-            passes.__dict__.pop(name, None)
+        passes.follow(plan_stages(resolved.model_copy(update={"accumulation": count})))
 
 
 def continued(runs: Sequence[Observed], counts: Sequence[int], many: int) -> Observed:
-    """What a step of `many` microbatches does, on the straight line through those that were observed."""
-    if len(runs) == 1:
-        return runs[0]
+    """What a step of `many` microbatches does: the last one, or on the straight line through what was observed."""
+    if counts[-1] == many:
+        return runs[-1]
     (one, two), (few, more) = runs, counts
     times = (many - more) / (more - few)
 
