@@ -199,7 +199,9 @@ def _cross_entropy_(logits_CV: torch.Tensor, targets_C1: torch.Tensor, share: Vo
         logits_CV *= part_C1
         target_C1 *= part_C1
     gradients_C1 = (target_C1 - 1).to(logits_CV.dtype)
-    logits_CV.scatter_(1, targets_C1, gradients_C1.where(here_C1, logits_CV.gather(1, targets_C1)))
+    # By index, not by `scatter_`, which on a CPU in half precision goes over all logits.
+    places = torch.arange(len(logits_CV), device=logits_CV.device)[:, None], targets_C1
+    logits_CV[places] = gradients_C1.where(here_C1, logits_CV[places])
     return losses_C1
 
 
