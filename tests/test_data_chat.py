@@ -115,6 +115,10 @@ def test_overlong_records():
     assert (dropped.documents, dropped.note) == ((), "overlong")
     cut = encode(conversation(), limit=limit, overlong="truncate")
     assert (cut.documents[0].tolist(), cut.note) == (whole[: limit + 1].tolist(), "truncated")
+    side = conversation()
+    pair = {"chosen": side, "rejected": side}
+    assert len(encode(pair, limit=2 * (limit + 1)).documents) == 2
+    assert encode(pair, limit=2 * limit + 1, overlong="drop").note == "overlong", "both sides share a sample"
     hopeless = encode(conversation(), limit=5, overlong="truncate", unlabelled="drop")
     assert (hopeless.documents, hopeless.note) == ((), "unlabelled")
 

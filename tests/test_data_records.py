@@ -87,6 +87,18 @@ def test_a_prompt_is_only_read_and_tools_are_kept():
     fields = {"prompt": prompt, "completion": [turn("assistant", "d")], "tools": [{"name": "clock"}]}
     record = json.loads(record_text(fields, "prompt_completion", "here"))
     assert record == {"messages": [*prompt, turn("assistant", "d")], "given": 3, "tools": [{"name": "clock"}]}
+    sides = ([*prompt, turn("assistant", "d")], [*prompt, turn("assistant", "e")])
+    record = json.loads(record_text(dict(zip(("chosen", "rejected"), sides, strict=True)), "preference", "here"))
+    assert record["chosen"] == {"messages": sides[0], "given": 3}
+    assert record["rejected"] == {"messages": sides[1], "given": 3}
+
+
+def test_a_system_message_and_an_input_are_kept():
+    system, talk = turn("system", "Be brief."), [turn("user", "Add.\n\n2, 2"), turn("assistant", "4")]
+    alpaca = {"instruction": "Add.", "input": "2, 2", "output": "4", "system": "Be brief."}
+    sharegpt = {"conversations": talk, "system": "Be brief."}
+    for format, fields in (("alpaca", alpaca), ("sharegpt", sharegpt)):
+        assert json.loads(record_text(fields, format, "here"))["messages"] == [system, *talk]
 
 
 BAD = {

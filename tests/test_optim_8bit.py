@@ -93,6 +93,18 @@ def test_every_layout_keeps_the_same_bits(ranks: RankPool, name: str, width: int
     assert not different
 
 
+def kinds_of_moments(run: ResolvedRun) -> dict[str, torch.dtype]:
+    trainer = build_here(run)
+    return {name: trainer.optimizers.state_of(p)["exp_avg"].dtype for name, p in trainer.parameters.items()}
+
+
+def test_blocks_that_tensor_parallelism_would_cut_stay_in_fp32(ranks: RankPool) -> None:
+    run = tiny_run(LAYOUTS["tp"], optimizer=OPTIMIZER, width=WIDE, num_layers=1)
+    kinds = ranks.run(LAYOUTS["tp"].world_size, kinds_of_moments, run)[0]
+    assert kinds["layers.0.attention.wq.weight"] == torch.uint8
+    assert kinds["layers.0.attention.wo.weight"] == torch.float32
+
+
 def test_a_run_continues_bit_for_bit_from_every_step(ranks: RankPool, tmp_path: Path) -> None:
     run = tiny("zero-3", optimizer=OPTIMIZER, width=WIDE, num_layers=1)
     assert not any(on_ranks(ranks, differences, run, tmp_path))
