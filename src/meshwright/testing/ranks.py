@@ -10,6 +10,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -120,8 +121,11 @@ class _Group:
 
 
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
-    if STOPS:  # the end of a pipe is not seen by a stopped process: so it is to be killed when its parent ends
+    if STOPS:
+        # A stopped process does not see that its pipe has ended. So it is to be killed when the fork server ends, which
+        # ends with whoever has started it: unless one of its children keeps it alive.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     torch.set_num_threads(1)
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
