@@ -5,6 +5,7 @@ import importlib
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from meshwright.data.readers import read_documents, told_apart
 from meshwright.data.records import record_text
 from meshwright.data.sources import find_files
 from meshwright.spec.data import ChatSpec, DataSpec
+from meshwright.trainer.trained import _samples_of
 
 TOKENIZER = chat_tokenizer()
 PAIRS = [(talk[1]["content"], talk[2]["content"]) for talk in TALKS]
@@ -232,6 +234,19 @@ def test_the_audit_finds_what_no_assistant_wrote(fault, prepared):
     broken = replace(stream, train=replace(stream.train, trained=fault(np.asarray(stream.train.trained))))
     problems = list(trained_text_problems(broken, corpus.tokenizer, data))
     assert any("which no record's assistant has written" in problem for problem in problems)
+
+
+def test_a_model_without_a_recipe_is_measured_on_what_its_template_trains(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "talks.jsonl").write_text(lines(*({"messages": talk} for talk in TALKS[:6])))
+    (stream,) = prepare_corpus(recipe(tmp_path, "talks.jsonl", held_out=0), base_dir=tmp_path).streams
+    trained = SimpleNamespace(run=None, tokenizer_dir=tmp_path / "tokenizer", spec=SimpleNamespace(foreign=None))
+    samples = _samples_of(trained, ["talks.jsonl"], 256)
+    assert (
+        sum(int((sample.labels != NO_LABEL).sum()) for sample in map(samples.__getitem__, range(len(samples))))
+        == stream.train.trained.sum()
+        > 0
+    )
 
 
 RECIPE = """\

@@ -92,10 +92,10 @@ def test_with_adapters(ranks: RankPool, name: str):
 
 
 def references_of(run: ResolvedRun, folder: Path) -> np.ndarray:
-    """What the reference makes of forty pairs, and of ten that are held out. Collective."""
+    """What the reference makes of 24 pairs, and of four that are held out. Collective."""
     generator = np.random.default_rng(0)
-    answers = [generator.integers(0, 50, generator.integers(3, 9)) for _ in range(100)]
-    train, held_out = (replace(file_in_memory(part), is_pairs=True) for part in (answers[20:], answers[:20]))
+    answers = [generator.integers(0, 50, generator.integers(3, 9)) for _ in range(56)]
+    train, held_out = (replace(file_in_memory(part), is_pairs=True) for part in (answers[8:], answers[:8]))
     stream = Stream(name="pairs", train=train, held_out=held_out, weight=None)
     corpus = Corpus(tokenizer=chat_tokenizer(), streams=(stream,))
     (found,) = with_references(build_here(run), corpus, folder).streams

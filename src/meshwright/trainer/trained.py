@@ -227,8 +227,10 @@ def _samples_of(trained: TrainedModel, sources: Sequence[str], length: int) -> J
         cache_dir=own.cache_dir,
     )
     if own.packing == "concatenated" and any(file.is_records for file in told_apart(find_files(data.sources, Path()))):
-        # A run on text, and a Hugging Face directory, say no packing that records can have.
-        data = data.model_copy(update={"packing": "best_fit", "separate_documents": True})
+        # A run on text, and a Hugging Face directory, say no packing that records can have. Not every architecture of
+        # transformers' keeps documents apart.
+        whole = {"packing": "best_fit", "separate_documents": True}
+        data = data.model_copy(update={"packing": "padded"} if trained.spec.foreign else whole)
     corpus = prepare_corpus(data, base_dir=Path())
     if any(stream.train.is_pairs for stream in corpus.streams):
         raise ValueError(
