@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.data.loader import Loader, Microbatch
 from meshwright.data.packing import ConcatenatedSamples
 from meshwright.parallel import Meshes, build_meshes
+from meshwright.parallel.pipedream import Pipedream
 from meshwright.parallel.traffic import Traffic
 from meshwright.rehearse.fake import FakeTensors, as_on_gpu, even_routing, fake_rank, messages_gone, propagation_unseen
 from meshwright.rehearse.ledger import Ledger, Storages
@@ -120,8 +121,15 @@ def _frozen(trainer: Trainer) -> list[torch.Tensor]:
 
 
 def _passing_storages(trainer: Trainer) -> Storages:
-    """The storages that come and go, named as they are now: what FSDP2 gathered, and gradients."""
-    found = _named("gradients", (tensor.grad for tensor in trainer.parameters.values()))
+    """The storages that come and go, named as they are now: what FSDP2 gathered, the copies that an asynchronous
+    pipeline computes with, and gradients."""
+    found, passes = (
+        _named("gradients", (tensor.grad for tensor in trainer.parameters.values())),
+        trainer.train_step.passes,
+    )
+    if isinstance(passes, Pipedream) and "versions" in vars(passes):
+        for version in passes.versions:
+            found |= _named("weights", version.weights) | _named("gradients", version.gradients.values())
     for module in trainer.model.modules():
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
         for parameter in group.fsdp_params if group else ():
