@@ -3,6 +3,7 @@
     python benchmarks/predicted.py                      calibrate, train a grid of sizes and layouts, compare
     python benchmarks/predicted.py --write NAME         the same into benchmarks/results/NAME.json and NAME.md
     python benchmarks/predicted.py --only zero3         only configurations whose name contains the word
+    python benchmarks/predicted.py --again NAME         today's predictions beside what was measured then
 
 On a machine without GPUs the models are tiny and the ranks are processes on its cores; with GPUs they have from 0.1 to
 8 billion parameters, and every layout is taken that its GPUs make. Every configuration runs in processes of its own.
@@ -12,10 +13,13 @@ import argparse
 import json
 import multiprocessing
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel import build_meshes
+from meshwright.parallel import Meshes, build_meshes
 from meshwright.plan.blueprint import blueprint
 from meshwright.plan.engine import engine_job
 from meshwright.plan.hardware import local_cluster
@@ -40,7 +44,7 @@ from meshwright.trainer.resolve import resolve_run
 from meshwright.trainer.setup import build_trainer
 
 RESULTS = Path(__file__).resolve().parent / "results"
-WARM, TIMED = 2, 4
+WARM, TIMED = 1, 3
 """Steps that are not timed, and steps of which the median is taken."""
 SECONDS = 0.3
 """Spent on each measurement of the calibration."""
@@ -75,6 +79,8 @@ class Row:
         return self.predicted[what] / (self.bytes if what == "bytes" else self.seconds) - 1
 
 
+NOTHING = {"family": "llama", "hidden": 64, "num_layers": 2, "num_heads": 4, "ffn": 128, "vocab": 256}
+"""A model that takes no memory worth mentioning."""
 CPU_MODELS = {
     "3M": {"family": "llama", "hidden": 256, "num_layers": 4, "num_heads": 4, "ffn": 768, "vocab": 4096},
     "17M": {"family": "llama", "hidden": 384, "num_layers": 6, "num_heads": 6, "ffn": 1024, "vocab": 8192},
@@ -147,8 +153,8 @@ def resolved_run(case: Case, machine: Machine) -> ResolvedRun:
     return resolve_run(run, base_dir=Path(), machine=machine)
 
 
-def measure(resolved: ResolvedRun, kind: str) -> tuple[float, int]:
-    """Seconds of a step and bytes of the rank that holds most, from processes of their own.
+def measure(resolved: ResolvedRun, tiny: ResolvedRun, kind: str) -> tuple[float, int]:
+    """Seconds of a step and bytes of the rank that holds most, from processes of their own that have run `tiny` before.
 
     Raises `RuntimeError` where they did not answer.
     """
@@ -160,6 +166,7 @@ def measure(resolved: ResolvedRun, kind: str) -> tuple[float, int]:
             here, there = context.Pipe()
             arguments = (
                 resolved,
+                tiny,
                 kind,
                 Worker(rank=rank, local_rank=rank, world_size=world, local_world_size=world),
                 f"file://{folder}/store",
@@ -182,7 +189,7 @@ def measure(resolved: ResolvedRun, kind: str) -> tuple[float, int]:
     return max(seconds for seconds, _ in found), max(size for _, size in found)
 
 
-def _rank(resolved: ResolvedRun, kind: str, worker: Worker, store: str, pipe: Connection) -> None:
+def _rank(resolved: ResolvedRun, tiny: ResolvedRun, kind: str, worker: Worker, store: str, pipe: Connection) -> None:
     layout = resolved.run.layout
     device = torch.device("cuda", worker.local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
@@ -195,9 +202,17 @@ def _rank(resolved: ResolvedRun, kind: str, worker: Worker, store: str, pipe: Co
         backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, init_method=store, rank=worker.rank, world_size=worker.world_size)
         meshes = build_meshes(layout, device.type)
+    _train(tiny, worker, device, meshes)  # libraries and groups are there now, and not counted
     before = _resident()
-    trainer = build_trainer(resolved, worker, device, meshes)
-    took = []
+    took = _train(resolved, worker, device, meshes)
+    peak = torch.cuda.max_memory_allocated() if kind == "cuda" else _resident("VmHWM") - before
+    pipe.send((statistics.median(took[WARM:]), peak))
+    pipe.recv()  # until the others have answered too
+
+
+def _train(resolved: ResolvedRun, worker: Worker, device: torch.device, meshes: Meshes | None) -> list[float]:
+    """Seconds of every step."""
+    trainer, took = build_trainer(resolved, worker, device, meshes), []
     with loader_for(trainer) as loader:
         for step in range(1, WARM + TIMED + 1):
             microbatches = loader.microbatches(step)
@@ -205,12 +220,10 @@ def _rank(resolved: ResolvedRun, kind: str, worker: Worker, store: str, pipe: Co
                 dist.barrier()
             start = time.perf_counter()
             trainer.train_step(step, microbatches)
-            if kind == "cuda":
+            if device.type == "cuda":
                 torch.cuda.synchronize()
             took.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() if kind == "cuda" else _resident("VmHWM") - before
-    pipe.send((statistics.median(took[WARM:]), peak))
-    pipe.recv()  # until the others have answered too
+    return took
 
 
 def _resident(field_name: str = "VmRSS") -> int:
@@ -231,34 +244,49 @@ def predict(resolved: ResolvedRun, cluster: ClusterSpec, kind: str) -> Candidate
     return evaluate(job, cluster)
 
 
-def compare(wanted: Iterable[Case], machine: Machine) -> list[Row]:
-    """Measure and predict every configuration; one that does not fit or fails is left out and said so."""
-    rows = []
-    clusters: dict[int, tuple[ClusterSpec, ClusterSpec]] = {}
+def compare(wanted: Iterable[Case], machine: Machine) -> tuple[list[Row], dict[str, Any]]:
+    """Measure every configuration, and predict it; one that does not fit or fails is left out and said so. Returns the
+    rows, and of every number of ranks what the calibration measured."""
+    rows, calibrated = [], {}
     for case in wanted:
         resolved = resolved_run(case, machine)
         ranks = resolved.run.layout.world_size
-        if ranks not in clusters:
-            clusters[ranks] = local_cluster(machine, ranks), calibrate(machine, ranks=ranks, seconds=SECONDS)
+        if ranks not in calibrated:
+            calibrated[ranks] = calibrate(machine, ranks=ranks, seconds=SECONDS)
         try:
-            seconds, peak = measure(resolved, machine.kind)
+            seconds, peak = measure(resolved, resolved_run(replace(case, model=NOTHING), machine), machine.kind)
         except RuntimeError as error:
             print(f"{case.name}: {error}", flush=True)
             continue
-        guessed, known = (predict(resolved, cluster, machine.kind) for cluster in clusters[ranks])
-        predicted = {
-            "seconds": known.time.total,
-            "bytes": known.memory.allocated,
-            "seconds uncalibrated": guessed.time.total,
-        }
-        row = Row(case.name, ranks, seconds, peak, predicted)
+        row = Row(case.name, ranks, seconds, peak)
+        row.predicted = predictions(resolved, machine, calibrated[ranks])
         rows.append(row)
         print(
             f"{case.name:<28}{seconds:8.3f} s {row.off('seconds'):+6.0%} "
             f"(uncalibrated {row.off('seconds uncalibrated'):+6.0%}) {peak / 1e6:8.0f} MB {row.off('bytes'):+6.0%}",
             flush=True,
         )
-    return rows
+    return rows, {str(ranks): cluster.model_dump(mode="json") for ranks, cluster in calibrated.items()}
+
+
+def predictions(resolved: ResolvedRun, machine: Machine, calibrated: ClusterSpec) -> dict[str, float]:
+    """What the planner says, with what was measured of the machine and without."""
+    guessed = predict(resolved, local_cluster(machine, resolved.run.layout.world_size), machine.kind)
+    known = predict(resolved, calibrated, machine.kind)
+    return {
+        "seconds": known.time.total,
+        "bytes": known.memory.allocated if machine.kind == "cuda" else known.memory.total - known.memory.context,
+        "seconds uncalibrated": guessed.time.total,
+    }
+
+
+def predict_again(facts: dict[str, Any]) -> None:
+    """Replace the predictions of an earlier run by those of today's planner, from the same calibration."""
+    machine = Machine(**facts["machine"])
+    wanted = {case.name: case for case in cases(machine)}
+    for row in facts["rows"]:
+        cluster = ClusterSpec.model_validate(facts["clusters"][str(row["ranks"])])
+        row["predicted"] = predictions(resolved_run(wanted[row["name"]], machine), machine, cluster)
 
 
 def summary(rows: list[Row]) -> dict[str, float]:
@@ -271,16 +299,20 @@ def summary(rows: list[Row]) -> dict[str, float]:
     return found
 
 
-def page(rows: list[Row], machine: Machine) -> str:
+def page(facts: dict[str, Any]) -> str:
     """The result as a table."""
-    found = summary(rows)
+    rows = [Row(**row) for row in facts["rows"]]
     lines = [
-        f"# Predicted and measured: {machine.devices} x {machine.name}",
+        f"# Predicted and measured, {facts['date']}",
         "",
-        f"torch {torch.__version__}; `python benchmarks/predicted.py`. Seconds of a step (median of {TIMED}) and peak",
-        "memory of the rank that holds most, beyond what the process had before it built the model.",
+        f"- commit: measured at {facts['commit']}, predicted at {commit()}",
+        f"- command: `{facts['command']}`",
+        f"- machine: {facts['machine']['devices']} x {facts['machine']['name']}; torch {facts['torch']}",
+        *(f"- {name}: {value:.3g}" for name, value in summary(rows).items()),
         "",
-        *(f"- {name}: {value:.3g}" for name, value in found.items()),
+        f"Seconds of a step (median of {TIMED}), and peak memory of the rank that holds most, beyond what its process took",
+        "for a step of a model of nothing. Predicted with the figures of `meshwright plan calibrate`, taken before, and",
+        "(uncalibrated) with those of a machine of this kind.",
         "",
         "| configuration | ranks | step, s | predicted | off | uncalibrated | memory, MB | predicted | off |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -301,19 +333,38 @@ def page(rows: list[Row], machine: Machine) -> str:
     return "\n".join(lines) + "\n"
 
 
+def commit() -> str:
+    """Of the working tree."""
+    words = ["git", "-C", str(RESULTS), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", metavar="NAME", help="file name, without its ending, in benchmarks/results")
     parser.add_argument("--only", default="", metavar="WORD", help="configurations whose name contains it")
+    parser.add_argument("--again", metavar="NAME", help="predict anew what that file has measured, and measure nothing")
     arguments = parser.parse_args()
-    machine = find_machine()
-    rows = compare((case for case in cases(machine) if arguments.only in case.name), machine)
-    print(json.dumps(summary(rows), indent=2))
-    if arguments.write:
-        facts = {"machine": asdict(machine), "summary": summary(rows), "rows": [asdict(row) for row in rows]}
-        (RESULTS / f"{arguments.write}.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        (RESULTS / f"{arguments.write}.md").write_text(page(rows, machine), encoding="utf-8")
+    if arguments.again:
+        facts = json.loads((RESULTS / f"{arguments.again}.json").read_text(encoding="utf-8"))
+        predict_again(facts)
+    else:
+        machine = find_machine()
+        rows, clusters = compare((case for case in cases(machine) if arguments.only in case.name), machine)
+        facts = {
+            "date": f"{datetime.now(UTC):%Y-%m-%d}",
+            "commit": commit(),
+            "command": " ".join(["python", "benchmarks/predicted.py", *sys.argv[1:]]),
+            "torch": torch.__version__,
+            "machine": asdict(machine),
+            "clusters": clusters,
+            "rows": [asdict(row) for row in rows],
+        }
+    print(json.dumps(summary([Row(**row) for row in facts["rows"]]), indent=2))
+    if name := arguments.write or arguments.again:
+        (RESULTS / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        (RESULTS / f"{name}.md").write_text(page(facts), encoding="utf-8")
 
 
 if __name__ == "__main__":
