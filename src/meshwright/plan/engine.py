@@ -98,6 +98,8 @@ def engine_stack(training: TrainingSpec, *, alone: bool, device: Literal["cpu", 
         # FSDP2 gathers a copy in the precision of computation; one process alone needs it in low precision only.
         weight_bytes=2.0 if low else 0.0 if alone else stored,
         context_bytes=MESHWRIGHT.context_bytes if device == "cuda" else CPU_CONTEXT_BYTES,
+        chunk_bytes=MESHWRIGHT.chunk_bytes if device == "cuda" else 2**26,
+        wide_bytes=MESHWRIGHT.wide_bytes if device == "cuda" else 2**22,
         communicator_bytes=MESHWRIGHT.communicator_bytes if device == "cuda" else 0.0,
     )
 

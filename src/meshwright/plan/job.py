@@ -53,6 +53,9 @@ class Stack:
     """Whether the pipeline's last stage gets fewer layers for having the head."""
     chunked_loss: bool = False
     """Whether logits exist for a chunk of tokens at a time only."""
+    chunk_bytes: int = 2**30
+    wide_bytes: int = 2**28
+    """Such a chunk, and what of it is held in fp32 at a time; on a GPU."""
     splits_experts: bool = True
     """Whether tensor parallelism splits experts where there is no expert parallelism."""
     group_shards: bool = True

@@ -7,6 +7,7 @@ microbatches a pipeline stage holds follows from its schedule.
 """
 
 from dataclasses import dataclass
+from math import ceil
 
 from meshwright.plan.blueprint import Block
 from meshwright.plan.job import Job
@@ -14,9 +15,6 @@ from meshwright.plan.pipeline import most_in_flight
 from meshwright.spec.schedule import is_asynchronous
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "fragmentation", "context")
-
-CHUNK_BYTES = 2**30
-"""Logits that a chunked loss holds at a time on a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +88,6 @@ def stage_memory(job: Job, stage: int) -> MemoryUse:
         weights = sharded(3, stack.weight_bytes) - saved * packed / (shards if job.zero >= 3 else 1)
     else:
         weights = 0.0 if job.zero >= 3 and stack.casts_when_gathering else sharded(3, stack.weight_bytes)
-    gathered = 0.0
-    if job.frozen_bytes:  # one block at a time in the precision of computation
-        gathered = stack.weight_bytes * max(block.on_rank(job.tp, model.num_kv_heads) for block in model.kinds)
-    if job.zero >= 3 and shards > 1:
-        layer = max(block.on_rank(job.tp, model.num_kv_heads) + block.experts / job.ep for block in model.kinds)
-        ends = model.embedding * (1 if model.tied else 2) / job.tp
-        # Two layers' weights, one used and one arriving, and a layer's gradient on its way out.
-        gathered = 2 * stack.weight_bytes * max(layer, ends / 2) + (stack.weight_bytes + stack.reduce_bytes) * layer
     optimizer = sharded(1, stack.state_bytes) * trainable
     gradients = sharded(2, stack.gradient_bytes) * trainable
     if is_asynchronous(job.schedule):  # the weights and the gradient of two batches
@@ -107,22 +97,77 @@ def stage_memory(job: Job, stage: int) -> MemoryUse:
         host, optimizer = optimizer, 0.0
     if job.offload == "cpu":
         host, gradients = host + gradients, 0.0
-    bucket = stack.bucket_bytes if job.dp > 1 and job.zero < 3 else 0.0
-    activations = stage_activations(job, stage)
-    logits = head_bytes(job) if stage == job.head_rank else 0.0
-    moving = activations + logits + gathered
+    moments = (_at_loss(job, stage), _in_backward(job, stage)) if stack.chunked_loss else (_at_once(job, stage),)
+    peak = max(moments, key=lambda moment: moment.total)
     return MemoryUse(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=activations,
-        logits=logits,
-        communication=gathered + bucket,
-        fragmentation=stack.fragmentation * moving,
+        activations=peak.activations,
+        logits=peak.logits,
+        communication=peak.transit + (stack.bucket_bytes if job.dp > 1 and job.zero < 3 else 0.0),
+        fragmentation=stack.fragmentation * peak.total,
         context=stack.context_bytes + job.communicators * stack.communicator_bytes,
         host=host,
         stage=stage,
     )
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes of what comes and goes in a step, at one time of it."""
+
+    activations: float
+    logits: float
+    transit: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.activations + self.logits + self.transit
+
+
+def _at_once(job: Job, stage: int) -> Moment:
+    """Programs that hold all logits: they live while the last block's backward pass begins."""
+    logits = head_bytes(job) if stage == job.head_rank else 0.0
+    return Moment(saved_activations(job, stage) + passing_activations(job, stage), logits, _gathered(job))
+
+
+def _gathered(job: Job) -> float:
+    """Two layers' weights, one used and one arriving, and a layer's gradient on its way out."""
+    stack = job.stack
+    if job.zero < 3 or job.shards == 1:
+        return stack.weight_bytes * _largest_layer(job) if job.frozen_bytes else 0.0
+    ends = job.model.embedding * (1 if job.model.tied else 2) / job.tp
+    layer = _largest_layer(job)
+    return 2 * stack.weight_bytes * max(layer, ends / 2) + (stack.weight_bytes + stack.reduce_bytes) * layer
+
+
+def _largest_layer(job: Job) -> float:
+    """Parameters of a tensor-parallel rank's largest block."""
+    model = job.model
+    return max(block.on_rank(job.tp, model.num_kv_heads) + block.experts / job.ep for block in model.kinds)
+
+
+def _at_loss(job: Job, stage: int) -> Moment:
+    """All activations are saved, nothing is gathered but what embeds and the head."""
+    if stage != job.head_rank:
+        return Moment(0.0, 0.0, 0.0)
+    gathered = job.stack.weight_bytes * end_parameters(job, stage) if job.zero >= 3 else 0.0
+    return Moment(saved_activations(job, stage), head_bytes(job), gathered)
+
+
+def _in_backward(job: Job, stage: int) -> Moment:
+    """The last block's backward pass: its temporaries, weights gathered, gradients on their way."""
+    stack, layer, ends = job.stack, _largest_layer(job), end_parameters(job, stage)
+    transit = stack.weight_bytes * layer if job.frozen_bytes else 0.0
+    if job.zero >= 3:
+        transit += stack.weight_bytes * (ends + 2 * layer)
+    if job.zero >= 2 and not job.frozen:  # the head's gradient waits for the embedding's
+        transit += stack.weight_bytes * ends + (stack.weight_bytes + stack.reduce_bytes) * layer
+    elif job.dp * job.cp > 1 and not job.frozen:
+        transit += stack.reduce_bytes * layer
+    return Moment(saved_activations(job, stage) + passing_activations(job, stage), 0.0, transit)
 
 
 def held_parameters(job: Job, stage: int) -> tuple[float, float]:
@@ -148,22 +193,27 @@ def end_parameters(job: Job, stage: int) -> float:
     return first * model.positions * model.hidden + head * model.final + tables * model.embedding / job.tp
 
 
-def stage_activations(job: Job, stage: int) -> float:
-    """Bytes that backward passes wait for, over all microbatches in flight, and one block's recomputation."""
+def saved_activations(job: Job, stage: int) -> float:
+    """Bytes that backward passes wait for, over all microbatches in flight."""
     model, kinds = job.model, job.stage_kinds[stage]
     flying = microbatches_in_flight(job, stage)
     saved = sum(count * block_activations(job, model.kinds[kind]) for kind, count in kinds)
     total = flying * saved * (1 - job.offload_activations)
     if job.offload_activations:  # one chunk on its way to the host, one on its way back
         total += 2 * saved / job.virtual_stages
-    if job.recompute == "full" and kinds:
-        total += max(block_activations(job, model.kinds[kind], recompute="none") for kind, _ in kinds)
-    if kinds:
-        total += max(backward_bytes(job, model.kinds[kind]) for kind, _ in kinds)
     if stage == 0:
         dropped = 1 if job.stack.dropout else 0
         total += flying * stream_tokens(job) * model.hidden * (job.width + dropped)
     return total
+
+
+def passing_activations(job: Job, stage: int) -> float:
+    """Bytes of one block's backward pass: what it computes again, and gradients of activations."""
+    blocks = [job.model.kinds[kind] for kind, _ in job.stage_kinds[stage]]
+    if not blocks:
+        return 0.0
+    again = max(block_activations(job, block, recompute="none") for block in blocks) if job.recompute == "full" else 0.0
+    return again + max(backward_bytes(job, block) for block in blocks)
 
 
 def microbatches_in_flight(job: Job, stage: int) -> float:
@@ -260,5 +310,17 @@ def head_bytes(job: Job) -> float:
     norm = stream_tokens(job) * model.hidden * 2 * job.width
     if not job.stack.chunked_loss:
         return norm + job.tokens * vocab * job.stack.logit_bytes
-    chunk = min(float(CHUNK_BYTES), job.tokens * vocab * job.width)
-    return norm + 1.25 * chunk + 4 * vocab * model.hidden + job.tokens * model.hidden * job.width
+    return _chunked_head_bytes(job, ceil(vocab))
+
+
+def _chunked_head_bytes(job: Job, vocab: int) -> float:
+    """Chunks of logits, the head's gradient in fp32, and of the larger: rows widened for the softmax, or rows of the
+    product that is added to the gradient (`models/loss.py`). `vocab` rows of the head are here."""
+    hidden, width, stack, tokens = job.model.hidden, job.width, job.stack, ceil(job.tokens)
+    stride = ceil(vocab / 64) * 64
+    most = max(1, int(stack.chunk_bytes // (stride * width)))
+    chunk = ceil(tokens / ceil(tokens / most))
+    widened = 4 * vocab * min(chunk, max(1, stack.wide_bytes // (4 * vocab)))
+    product = min(vocab, max(1, stack.wide_bytes // (4 * hidden))) * hidden * (width + (4 if width < 4 else 0))
+    states = width * hidden * (3 * tokens + chunk)  # normed, gathered, their gradient; a chunk of them
+    return chunk * stride * width + 4 * vocab * hidden + max(widened, product) + states
