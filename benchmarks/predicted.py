@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from meshwright.parallel import Meshes, build_meshes
 from meshwright.plan.blueprint import blueprint
@@ -34,6 +35,7 @@ from meshwright.plan.hardware import local_cluster
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.plan.search import Candidate, evaluate
 from meshwright.plan.validate import spearman
+from meshwright.rehearse.ledger import Ledger
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.testing.equivalence import loader_for
@@ -42,6 +44,7 @@ from meshwright.trainer.device import keep_freed_memory
 from meshwright.trainer.launch import Worker, threads_per_rank
 from meshwright.trainer.resolve import resolve_run
 from meshwright.trainer.setup import build_trainer
+from meshwright.trainer.state import state_tensors
 
 RESULTS = Path(__file__).resolve().parent / "results"
 WARM, TIMED = 1, 3
@@ -65,12 +68,14 @@ class Case:
 
 @dataclass
 class Row:
-    """What was measured and what was predicted: seconds a step, bytes of the rank that holds most."""
+    """What was measured and what was predicted: seconds a step, bytes of tensors of the rank that holds most."""
 
     name: str
     ranks: int
     seconds: float
     bytes: int
+    resident: int
+    """Bytes that a process on a CPU grew by."""
     predicted: dict[str, float] = field(default_factory=dict)
     """Seconds and bytes with the calibrated cluster, seconds without."""
 
@@ -153,8 +158,9 @@ def resolved_run(case: Case, machine: Machine) -> ResolvedRun:
     return resolve_run(run, base_dir=Path(), machine=machine)
 
 
-def measure(resolved: ResolvedRun, tiny: ResolvedRun, kind: str) -> tuple[float, int]:
-    """Seconds of a step and bytes of the rank that holds most, from processes of their own that have run `tiny` before.
+def measure(resolved: ResolvedRun, tiny: ResolvedRun, kind: str) -> tuple[float, int, int]:
+    """Seconds of a step, bytes of tensors of the rank that holds most, and of what its process grew by; from processes
+    of their own that have run `tiny` before.
 
     Raises `RuntimeError` where they did not answer.
     """
@@ -186,7 +192,8 @@ def measure(resolved: ResolvedRun, tiny: ResolvedRun, kind: str) -> tuple[float,
                 process.join()
     if len(found) < world:
         raise RuntimeError(f"{resolved.run.layout.strategy}: a rank ended without an answer")
-    return max(seconds for seconds, _ in found), max(size for _, size in found)
+    seconds, allocated, resident = map(max, zip(*found, strict=True))
+    return seconds, allocated, resident
 
 
 def _rank(resolved: ResolvedRun, tiny: ResolvedRun, kind: str, worker: Worker, store: str, pipe: Connection) -> None:
@@ -204,14 +211,16 @@ def _rank(resolved: ResolvedRun, tiny: ResolvedRun, kind: str, worker: Worker, s
         meshes = build_meshes(layout, device.type)
     _train(tiny, worker, device, meshes)  # libraries and groups are there now, and not counted
     before = _resident()
-    took = _train(resolved, worker, device, meshes)
-    peak = torch.cuda.max_memory_allocated() if kind == "cuda" else _resident("VmHWM") - before
-    pipe.send((statistics.median(took[WARM:]), peak))
+    took, allocated = _train(resolved, worker, device, meshes)
+    resident = 0 if kind == "cuda" else _resident("VmHWM") - before
+    pipe.send((statistics.median(took[WARM:]), allocated, resident))
     pipe.recv()  # until the others have answered too
 
 
-def _train(resolved: ResolvedRun, worker: Worker, device: torch.device, meshes: Meshes | None) -> list[float]:
-    """Seconds of every step."""
+def _train(
+    resolved: ResolvedRun, worker: Worker, device: torch.device, meshes: Meshes | None
+) -> tuple[list[float], int]:
+    """Seconds of every step, and the most bytes of tensors at once; on a CPU they are followed in one more step."""
     trainer, took = build_trainer(resolved, worker, device, meshes), []
     with loader_for(trainer) as loader:
         for step in range(1, WARM + TIMED + 1):
@@ -223,7 +232,13 @@ def _train(resolved: ResolvedRun, worker: Worker, device: torch.device, meshes: 
             if device.type == "cuda":
                 torch.cuda.synchronize()
             took.append(time.perf_counter() - start)
-    return took
+        if device.type == "cuda":
+            return took, torch.cuda.max_memory_allocated()
+        ledger, held = Ledger(dict), [*state_tensors(trainer).values(), *trainer.model.parameters()]
+        ledger.watch(tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in held)
+        with ledger:
+            trainer.train_step(WARM + TIMED + 1, loader.microbatches(WARM + TIMED + 1))
+    return took, ledger.peak
 
 
 def _resident(field_name: str = "VmRSS") -> int:
@@ -254,11 +269,13 @@ def compare(wanted: Iterable[Case], machine: Machine) -> tuple[list[Row], dict[s
         if ranks not in calibrated:
             calibrated[ranks] = calibrate(machine, ranks=ranks, seconds=SECONDS)
         try:
-            seconds, peak = measure(resolved, resolved_run(replace(case, model=NOTHING), machine), machine.kind)
+            seconds, peak, resident = measure(
+                resolved, resolved_run(replace(case, model=NOTHING), machine), machine.kind
+            )
         except RuntimeError as error:
             print(f"{case.name}: {error}", flush=True)
             continue
-        row = Row(case.name, ranks, seconds, peak)
+        row = Row(case.name, ranks, seconds, peak, resident)
         row.predicted = predictions(resolved, machine, calibrated[ranks])
         rows.append(row)
         print(
@@ -275,7 +292,7 @@ def predictions(resolved: ResolvedRun, machine: Machine, calibrated: ClusterSpec
     known = predict(resolved, calibrated, machine.kind)
     return {
         "seconds": known.time.total,
-        "bytes": known.memory.allocated if machine.kind == "cuda" else known.memory.total - known.memory.context,
+        "bytes": known.memory.allocated + (known.memory.host if machine.kind == "cpu" else 0),  # one memory there
         "seconds uncalibrated": guessed.time.total,
     }
 
@@ -310,12 +327,13 @@ def page(facts: dict[str, Any]) -> str:
         f"- machine: {facts['machine']['devices']} x {facts['machine']['name']}; torch {facts['torch']}",
         *(f"- {name}: {value:.3g}" for name, value in summary(rows).items()),
         "",
-        f"Seconds of a step (median of {TIMED}), and peak memory of the rank that holds most, beyond what its process",
-        "took for a step of a model of nothing. Predicted with the figures of `meshwright plan calibrate`, taken before,",
-        "and (uncalibrated) with those of a machine of this kind.",
+        f"Seconds of a step (median of {TIMED}). MB of all tensors at the peak of a step, followed one by one, of the",
+        "rank that holds most; beside them what its process grew by, more than for a step of a model of nothing: the C",
+        "library's heap and gloo's buffers come on top, which the planner does not predict. Predicted with the figures",
+        "of `meshwright plan calibrate`, taken before, and (uncalibrated) with those of a machine of this kind.",
         "",
-        "| configuration | ranks | step, s | predicted | off | uncalibrated | memory, MB | predicted | off |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| configuration | ranks | step, s | predicted | off | uncalibrated | tensors | predicted | off | process |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         cells = (
@@ -327,7 +345,8 @@ def page(facts: dict[str, Any]) -> str:
             f"{row.off('seconds uncalibrated'):+.0%}",
             f"{row.bytes / 1e6:.0f}",
             f"{row.predicted['bytes'] / 1e6:.0f}",
-            f"{row.off('bytes'):+.0%}",
+            f"{row.off('bytes'):+.1%}",
+            f"{row.resident / 1e6:.0f}",
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -117,14 +117,17 @@ def _lines(summary: dict[str, Any], judged: Sequence[Judged], refused: dict[str,
             cells = (row.run.id, quantity.replace("_", " "), f"{predicted.value:.3g} {unit}", f"{value:.3g} {unit}")
             yield f"| {' | '.join(cells)} | {_why(row)} |"
     yield "\n## Regret\n"
-    yield "Where several layouts of one job were measured: how much slower the planner's choice is than the fastest.\n"
+    yield (
+        "Where several layouts of one job were measured: how much slower the planner's choice is than the fastest. A "
+        "layout that was measured several times counts once, by the median.\n"
+    )
     yield "| source | layouts | devices | parameters | chosen | regret |"
     yield "|---|---|---|---|---|---|"
     found = regret(judged)
     for sweep in found:
         size = f"{sweep['parameters'] / 1e9:.1f}B"
         yield (
-            f"| {sweep['source']} | {sweep['rows']} | {sweep['devices']} | {size} | {sweep['chosen']} | "
+            f"| {sweep['source']} | {sweep['layouts']} | {sweep['devices']} | {size} | {sweep['chosen']} | "
             f"{sweep['regret']:.1%} |"
         )
     yield f"| **mean** | | | | | **{sum(sweep['regret'] for sweep in found) / len(found):.1%}** |"

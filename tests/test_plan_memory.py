@@ -1,19 +1,24 @@
 """Memory against the literature (ZeRO paper, DeepSpeed, Korthikanti et al.); blueprints against tables."""
 
+import json
+import runpy
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from meshwright.families import PRESETS, parameter_table, resolve_model
+from meshwright.plan.activations import block_activations, microbatches_in_flight
 from meshwright.plan.blueprint import Block, Blueprint, Matrix, blueprint
 from meshwright.plan.job import MESHWRIGHT, Job, Stack
-from meshwright.plan.memory import block_activations, microbatches_in_flight, predict_memory, stage_memory
+from meshwright.plan.memory import predict_memory, stage_memory
 from meshwright.plan.stages import balanced_stages, layer_costs
 from meshwright.spec.schedule import SCHEDULES, build_schedule, nearest_microbatches
 from meshwright.spec.timeline import in_flight
 
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAPER = Stack(name="ZeRO paper", gradient_bytes=2, state_bytes=12, weight_bytes=2, attention="unfused", dropout=True)
 DEEPSPEED = replace(PAPER, state_bytes=16)
 
@@ -151,3 +156,15 @@ def test_sharding_recomputation_and_smaller_microbatches_need_less() -> None:
     ]
     assert totals == sorted(totals, reverse=True)
     assert predict_memory(base).total == sum(predict_memory(base).kinds().values())
+
+
+def test_the_planner_agrees_with_what_was_rehearsed() -> None:
+    """The table of docs/rehearsal.md: memory within 3 %, traffic to the byte, but for the gradient's norm."""
+    rehearsal = SimpleNamespace(**runpy.run_path(str(DOCS / "make_rehearsal_md.py")))
+    rows = json.loads((DOCS / "rehearsal.json").read_text())
+    assert {tuple(row["cell"]) for row in rows} == set(rehearsal.cells())
+    for row in rows:
+        resolved = rehearsal.resolved_cell(*row["cell"])
+        for rank, peak in row["peaks"].items():
+            assert rehearsal.planned_bytes(resolved, int(rank)) == pytest.approx(peak, rel=0.03), row["cell"]
+        assert rehearsal.is_exact(row, resolved), row["cell"]

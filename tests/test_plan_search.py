@@ -108,7 +108,7 @@ def test_a_large_job_is_planned_in_the_time_of_a_keystroke() -> None:
     assert best.verdict == "fits"
     assert best.job.tp <= 8  # tensor parallelism stays in the node
     assert 0.35 < best.mfu < 0.6
-    assert found.looked_at < 0.7 * found.legal
+    assert found.looked_at < 0.75 * found.legal
     assert {"DDP", "ZeRO-1", "ZeRO-3"} <= set(found.strategies)
 
 

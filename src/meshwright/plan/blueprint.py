@@ -36,6 +36,8 @@ class Block:
     matrices: tuple[Matrix, ...]
     vectors: int
     """Parameters of norms and biases, which nothing splits."""
+    head_norms: bool = False
+    """Whether queries and keys are normed."""
 
     @cached_property
     def dense(self) -> int:
@@ -213,4 +215,4 @@ def _block(rows: list[Parameter]) -> Block:
         name = row.name.split(".", 2)[2].removesuffix(".weight")
         split, keys = bool(TP_SPLITS & set(dims)), "kv_heads" in dims
         matrices.append(Matrix(name, shape[0], shape[1], split, experts, keys))
-    return Block(tuple(matrices), vectors)
+    return Block(tuple(matrices), vectors, any(row.name.endswith("attention.q_norm.weight") for row in rows))

@@ -56,6 +56,8 @@ class Stack:
     chunk_bytes: int = 2**30
     wide_bytes: int = 2**28
     """Such a chunk, and what of it is held in fp32 at a time; on a GPU."""
+    keeps_gathered: bool = False
+    """Whether tensor-parallel ranks keep what they have gathered of the sequence, instead of gathering it again."""
     splits_experts: bool = True
     """Whether tensor parallelism splits experts where there is no expert parallelism."""
     group_shards: bool = True
@@ -74,7 +76,14 @@ class Stack:
     """Host time per operator, relative to an eager PyTorch program."""
 
 
-MESHWRIGHT = Stack(name="meshwright", chunked_loss=True, casts_when_gathering=True, balanced=True, splits_experts=False)
+MESHWRIGHT = Stack(
+    name="meshwright",
+    chunked_loss=True,
+    keeps_gathered=True,
+    casts_when_gathering=True,
+    balanced=True,
+    splits_experts=False,
+)
 """The engine of this repository: FSDP2, fp32 master weights and reductions, SDPA, chunked loss."""
 
 
@@ -151,6 +160,11 @@ class Job:
         return sum(degree > 1 for degree in axes) + (self.world > 1)
 
     @property
+    def alone(self) -> bool:
+        """Whether one process trains without any group of ranks."""
+        return self.world == 1 and self.offload == "none"
+
+    @property
     def frozen(self) -> bool:
         """Whether the model's own weights stay as they are."""
         return self.adapters is not None
@@ -175,14 +189,15 @@ class Job:
         """For every pipeline rank (kind of block, number of them)."""
         found: list[Counter[int]] = [Counter() for _ in range(self.pp)]
         start = 0
-        for stage, count in enumerate(self._cut()):
+        for stage, count in enumerate(self.cut):
             turn, rank = divmod(stage, self.pp)
             rank = self.pp - 1 - rank if turn % 2 and _is_v(self.schedule) else rank
             found[rank].update(self.model.pattern[start : start + count])
             start += count
         return tuple(tuple(sorted(kinds.items())) for kinds in found)
 
-    def _cut(self) -> tuple[int, ...]:
+    @cached_property
+    def cut(self) -> tuple[int, ...]:
         """Layers of every stage; a rank has `virtual_stages` of them."""
         stages = self.pp * self.virtual_stages
         if not self.stack.balanced or self.model.num_layers < stages:

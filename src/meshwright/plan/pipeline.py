@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.spec.schedule import build_schedule, is_asynchronous, nearest_microbatches
-from meshwright.spec.timeline import StageCosts, in_flight, simulate
+from meshwright.spec.timeline import StageCosts, simulate
 
 PROBE_RANKS = 6
 PROBE_ROUNDS = 2
@@ -91,8 +91,13 @@ def _seconds(schedule: str, ranks: int, microbatches: int, virtual: int, transfe
     return simulate(built, StageCosts.equal(ranks * virtual, transfer=transfer)).duration
 
 
-def most_in_flight(schedule: str, ranks: int, rank: int, microbatches: int, virtual: int) -> float:
-    """Microbatches whose activations a rank holds at its peak, in whole passes through all its stages."""
+def most_in_flight(
+    schedule: str, rank: int, microbatches: int, virtual: int, layers: Sequence[int], *, at_loss: bool = False
+) -> float:
+    """Microbatches whose activations a rank holds at its peak, in whole passes through all its stages; `layers` are
+    those of every stage. `at_loss`: when it computes losses, which is not when it holds most where stages go there and
+    back."""
+    ranks = len(layers) // virtual
     if schedule in ("afab", "looped-bfs"):
         return microbatches
     if schedule == "1f1b":
@@ -101,9 +106,23 @@ def most_in_flight(schedule: str, ranks: int, rank: int, microbatches: int, virt
         chunks = 2 * (ranks - rank - 1) + (virtual - 1) * ranks + 1
         return min(microbatches * virtual, chunks) / virtual
     enough = nearest_microbatches(schedule, ranks, min(microbatches, PROBE_ROUNDS * ranks), virtual)
-    return _held(schedule, ranks, enough, virtual)[rank] / virtual
+    return _held(schedule, ranks, enough, virtual, tuple(layers))[rank][at_loss]
 
 
 @functools.cache
-def _held(schedule: str, ranks: int, microbatches: int, virtual: int) -> tuple[int, ...]:
-    return in_flight(build_schedule(schedule, ranks=ranks, microbatches=microbatches, stages_per_rank=virtual))
+def _held(
+    schedule: str, ranks: int, microbatches: int, virtual: int, layers: tuple[int, ...]
+) -> tuple[tuple[float, float], ...]:
+    """Of every rank the most passes that it has begun and not finished, at any time and when it computes losses."""
+    built = build_schedule(schedule, ranks=ranks, microbatches=microbatches, stages_per_rank=virtual)
+    found = []
+    for rank, actions in enumerate(built.ranks):
+        held = most = at_loss = 0
+        for kind, stage, _ in actions:
+            held += {"F": layers[stage], "I": 0}.get(kind, -layers[stage])
+            most = max(most, held)
+            if kind == "F" and stage == built.num_stages - 1:
+                at_loss = max(at_loss, held)
+        whole = sum(layers[stage] for stage in built.stages_of(rank))
+        found.append((most / whole, at_loss / whole))
+    return tuple(found)

@@ -69,19 +69,19 @@ class Device:
         traffic = self._elementwise_bytes(block, tokens) / self.bandwidth
         return gemm + attention + Pass(traffic, 2 * traffic)
 
-    def block(self, block: Block) -> Pass:
-        """The same, no faster than the host issues its operators."""
-        device, host = self.busy(block), self.issue(block)
-        return Pass(max(device.forward, host), max(device.backward, 2 * host))
+    def block(self, block: Block, sent: Pass) -> Pass:
+        """The same, no faster than the host issues its operators; what is `sent` meanwhile takes its time too."""
+        device, wait = self.busy(block), self.waiting(block, sent)
+        return device + wait
 
     def issue(self, block: Block) -> float:
         """Seconds in which the host issues a block's forward pass; the backward pass takes it twice as long."""
         return self.host * self.constants.block_operators * (2.0 if block.num_experts else 1.0)
 
-    def waiting(self, block: Block) -> float:
-        """Seconds of both passes in which the device waits for the host."""
-        device, host = self.busy(block), self.issue(block)
-        return max(0.0, host - device.forward) + max(0.0, 2 * host - device.backward)
+    def waiting(self, block: Block, sent: Pass) -> Pass:
+        """Seconds in which the device neither computes nor sends because the host has not issued what comes next."""
+        device, host = self.busy(block) + sent, self.issue(block)
+        return Pass(max(0.0, host - device.forward), max(0.0, 2 * host - device.backward))
 
     def head(self) -> Pass:
         """Output head and loss of one microbatch."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from meshwright.plan.blueprint import Block
 from meshwright.plan.comm import Group, Wires, axis_group
 from meshwright.plan.constants import FITTED, Constants
+from meshwright.plan.held import held_parameters
 from meshwright.plan.job import Job
-from meshwright.plan.memory import held_parameters
 from meshwright.plan.pipeline import Timeline, pipeline_seconds
 from meshwright.plan.roofline import Device, Pass
 from meshwright.spec.cluster import ClusterSpec
@@ -88,19 +88,22 @@ class StepModel:
         job, device, kinds = self.job, self.device, self.job.model.kinds
         tp, cp = axis_group(self.cluster, job.tp, 1), axis_group(self.cluster, job.cp, job.tp)
         ep = axis_group(self.cluster, job.ep, 1)
-        compute = tuple(device.block(block) for block in kinds)
         tensor = tuple(self._tensor(block, tp) for block in kinds)
+        expert = tuple(self._expert(block, ep) for block in kinds)
+        sent = tuple(one + other for one, other in zip(tensor, expert, strict=True))
+        compute = tuple(device.block(block, beside) for block, beside in zip(kinds, sent, strict=True))
+        waiting = tuple(device.waiting(block, beside) for block, beside in zip(kinds, sent, strict=True))
         again = tuple(
             self._recompute(block, time.forward + moved.forward)
             for block, time, moved in zip(kinds, compute, tensor, strict=True)
         )
         return Parts(
             compute=compute,
-            waiting=tuple(device.waiting(block) for block in kinds),
+            waiting=tuple(wait.forward + wait.backward for wait in waiting),
             again=again,
             tensor=tensor,
             context=self._context(cp),
-            expert=tuple(self._expert(block, ep) for block in kinds),
+            expert=expert,
             head=device.head(),
         )
 

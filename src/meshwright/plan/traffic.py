@@ -12,7 +12,7 @@ from collections import Counter
 from math import prod
 from pathlib import Path
 
-from meshwright.families import parameter_table
+from meshwright.families import finetuned_table, parameter_table
 from meshwright.families.split import is_experts, kept_shape, rows_of_layers, split_dim
 from meshwright.spec.actions import Transfer, with_transfers
 from meshwright.spec.fit import context_method
@@ -20,6 +20,8 @@ from meshwright.spec.model import Parameter
 from meshwright.spec.run import ResolvedRun
 
 WIDTH = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+STORED = {"int8": 1, "uint8": 1, "int32": 4}
+"""Bytes of a number that is not the model's: of matrices in few bits."""
 
 Traffic = Counter[tuple[str, str]]
 """Bytes by (kind, axis): `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all`, `send` and `receive` over `shard`,
@@ -34,12 +36,15 @@ def predict_traffic(resolved: ResolvedRun) -> Traffic:
     and as many return as went; what a rank sends of the others' is the mean over ranks, which routing moves between
     them.
 
-    Raises `ValueError` where the formulas do not cover the run: steps that overlap (`pipedream-2bw`), and ZeRO under
-    several stages of a rank, between which embedding and head are gathered again as often as the order has it.
+    Raises `ValueError` where the formulas do not cover the run: steps that overlap (`pipedream-2bw`), fine-tuning under
+    tensor parallelism, and ZeRO under several stages of a rank, between which embedding and head are gathered again as
+    often as the order has it.
     """
     layout = resolved.run.layout
     if layout.asynchronous:
         raise ValueError(f"traffic is not predicted for schedule {layout.schedule}, whose steps overlap")
+    if resolved.run.finetune is not None and layout.tp > 1:
+        raise ValueError("traffic is not predicted for fine-tuning under tensor parallelism, where adapters add sums")
     rank = _Rank(resolved)
     if rank.stages > 1 and layout.shard > 1:
         raise ValueError(f"traffic is not predicted for ZeRO with {rank.stages} stages per pipeline rank")
@@ -71,7 +76,9 @@ class _Rank:
             self.stages, self.program = len(here), with_transfers(schedule)[0]
         self.layers = layers
         self.first, self.last = 0 in layers, self.model.num_layers - 1 in layers
-        self.rows = tuple(rows_of_layers(parameter_table(self.model), self.model, layers))
+        finetune = resolved.run.finetune
+        table = finetuned_table(self.model, finetune) if finetune else parameter_table(self.model)
+        self.rows = tuple(rows_of_layers(table, self.model, layers))
         self.tokens = resolved.micro_batch * resolved.run.data.sequence_length // self.layout.cp
         """Of a microbatch; tensor-parallel ranks share them between blocks."""
 
@@ -103,9 +110,9 @@ def _weights(rank: _Rank) -> Traffic:
         if shards > 1:
             gathers = 2 * rank.rounds if layout.zero_stage == 3 else 1
             scatters = rank.rounds if layout.zero_stage > 1 else 1
-            traffic["all-gather", f"{prefix}shard"] += numbers * rank.width * gathers
-            traffic["reduce-scatter", f"{prefix}shard"] += numbers * rank.reduced * scatters
-        if replicas > 1:
+            traffic["all-gather", f"{prefix}shard"] += numbers * STORED.get(row.storage, rank.width) * gathers
+            traffic["reduce-scatter", f"{prefix}shard"] += numbers * rank.reduced * scatters * row.trained
+        if replicas > 1 and row.trained:
             traffic["all-reduce", f"{prefix}replicate"] += numbers // shards * rank.reduced
     return traffic
 

@@ -15,7 +15,11 @@ from meshwright.plan.published import PublishedRun
 from meshwright.plan.step_time import predict_step_time
 
 SWEEP = 3
-"""Rows of one job in several layouts from which a rank correlation is worth the name."""
+"""Layouts of one job from which a rank correlation is worth the name, and rows of a source from which a factor is."""
+
+DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "virtual_stages", "schedule", "zero", "micro_batch")
+HABITS = ("sequence_parallel", "recompute", "recompute_share", "offload", "offload_activations")
+"""What makes layouts of one job different; rows that agree in all of it are one layout, measured again."""
 
 
 @dataclass(frozen=True)
@@ -132,30 +136,53 @@ def constant_mfu(judged: Sequence[Judged]) -> dict[str, float]:
     return found
 
 
-def sweeps(rows: Iterable[Judged], quantity: str) -> list[list[Judged]]:
-    """Measured rows that differ in layout only: one source, model, sequence, batch and number of devices."""
-    groups: dict[tuple, list[Judged]] = defaultdict(list)
+@dataclass(frozen=True)
+class Tried:
+    """One layout of a sweep: the median of what was predicted and measured, where it was measured several times."""
+
+    id: str
+    """Of its first row."""
+    predicted: float
+    measured: float
+    fits: bool
+
+
+def sweeps(rows: Iterable[Judged], quantity: str, least: int) -> list[tuple[Judged, list[Tried]]]:
+    """Jobs that were measured in `least` or more layouts, each with its first row: one source, model, sequence, batch
+    and number of devices."""
+    groups: dict[tuple, dict[tuple, list[Judged]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if row.pairs(quantity)[1]:
-            job = row.run.job
+            job, model = row.run.job, row.run.job.model
             batch = job.global_batch if quantity == "step_time" else 0
-            key = (source_name(row.run.source), job.model.num_parameters, job.sequence, row.run.cluster.devices, batch)
-            groups[key].append(row)
-    return [group for group in groups.values() if len(group) >= SWEEP]
+            size = model.num_parameters, model.active_parameters, job.sequence, row.run.cluster.devices, batch
+            layout = tuple(getattr(job, field) for field in DEGREES + HABITS)
+            groups[(source_name(row.run.source), *size)][layout].append(row)
+    return [
+        (next(iter(layouts.values()))[0], [_tried(repeats, quantity) for repeats in layouts.values()])
+        for layouts in groups.values()
+        if len(layouts) >= least
+    ]
+
+
+def _tried(repeats: Sequence[Judged], quantity: str) -> Tried:
+    return Tried(
+        id=repeats[0].run.id,
+        predicted=statistics.median(row.pairs(quantity)[0].value for row in repeats),
+        measured=statistics.median(_measured(row, quantity) for row in repeats),
+        fits=any(row.fits for row in repeats),
+    )
 
 
 def sweep_correlation(rows: Iterable[Judged], quantity: str) -> float | None:
-    """Spearman's rank correlation inside sweeps, averaged with the number of rows as weight."""
+    """Spearman's rank correlation of the layouts of a sweep, averaged with their number as weight."""
     weighted = [
-        (
-            len(group),
-            spearman([row.pairs(quantity)[0].value for row in group], [_measured(row, quantity) for row in group]),
-        )
-        for group in sweeps(rows, quantity)
+        (len(tried), spearman([one.predicted for one in tried], [one.measured for one in tried]))
+        for _, tried in sweeps(rows, quantity, SWEEP)
     ]
-    weighted = [(weight, value) for weight, value in weighted if value is not None]
-    total = sum(weight for weight, _ in weighted)
-    return sum(weight * value for weight, value in weighted) / total if total else None
+    known = [(weight, value) for weight, value in weighted if value is not None]
+    total = sum(weight for weight, _ in known)
+    return sum(weight * value for weight, value in known) / total if total else None
 
 
 def spearman(left: Sequence[float], right: Sequence[float]) -> float | None:
@@ -200,17 +227,16 @@ def out_of_memory(rows: Iterable[Judged]) -> dict[str, Any]:
 def regret(rows: Iterable[Judged]) -> list[dict[str, Any]]:
     """For every sweep, how much slower than the fastest measured layout the one is that the planner would choose."""
     found = []
-    for group in sweeps(rows, "step_time"):
-        chosen = min(group, key=lambda row: (not row.fits, row.seconds.value))
-        best = min(_measured(row, "step_time") for row in group)
+    for first, tried in sweeps(rows, "step_time", 2):
+        chosen = min(tried, key=lambda one: (not one.fits, one.predicted))
         found.append(
             {
-                "source": source_name(chosen.run.source),
-                "rows": len(group),
-                "devices": chosen.run.cluster.devices,
-                "parameters": chosen.run.job.model.num_parameters,
-                "chosen": chosen.run.id,
-                "regret": _measured(chosen, "step_time") / best - 1,
+                "source": source_name(first.run.source),
+                "layouts": len(tried),
+                "devices": first.run.cluster.devices,
+                "parameters": first.run.job.model.num_parameters,
+                "chosen": chosen.id,
+                "regret": chosen.measured / min(one.measured for one in tried) - 1,
             }
         )
     return found

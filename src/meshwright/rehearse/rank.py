@@ -29,7 +29,7 @@ from meshwright.rehearse.ledger import Ledger, Storages
 from meshwright.rehearse.shorten import Observed, continued, enough_microbatches, set_microbatches
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.launch import Worker
-from meshwright.trainer.setup import Trainer, build_parallel_model, give_state
+from meshwright.trainer.setup import Trainer, build_parallel_model, give_state, has_group
 from meshwright.trainer.start import read_resolved
 from meshwright.trainer.state import state_tensors
 
@@ -47,7 +47,7 @@ def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool) -> dict[str
     began, world_size = time.perf_counter(), resolved.run.layout.world_size
     counts, runs = enough_microbatches(resolved), []
     with fake_rank(rank, world_size):
-        meshes = build_meshes(resolved.run.layout, CPU.type)
+        meshes = build_meshes(resolved.run.layout, CPU.type) if has_group(resolved.run.layout) else None
         place = _place(meshes)
         passes = build_parallel_model(resolved, meshes)
         with (
@@ -141,10 +141,10 @@ def _passing_storages(trainer: Trainer) -> Storages:
     return found
 
 
-def _place(meshes: Meshes) -> dict[str, int]:
+def _place(meshes: Meshes | None) -> dict[str, int]:
     """This rank's coordinates on every axis of more than one rank."""
     places: dict[str, int] = {}
-    for view in meshes.views():
+    for view in meshes.views() if meshes else ():
         for index, axis in enumerate(view.mesh_dim_names or ()):
             if view.size(index) > 1:
                 places.setdefault(axis, view.get_local_rank(index))

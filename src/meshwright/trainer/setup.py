@@ -25,6 +25,7 @@ from meshwright.parallel.passes import evaluating
 from meshwright.parallel.precision import MasterWeights, compute_dtype, stored_dtype
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.spec.fit import context_method
+from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import Parameter
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.trainer.device import choose_device, keep_freed_memory, peak_flops, use_deterministic_kernels
@@ -105,10 +106,15 @@ def find_place(run: Run, worker: Worker) -> tuple[torch.device, Meshes | None]:
     if device.type == "cpu":
         torch.set_num_threads(threads_per_rank(worker.local_world_size))
         keep_freed_memory()
-    if run.layout.world_size == worker.world_size == 1 and run.layout.offload == "none":
+    if worker.world_size == 1 and not has_group(run.layout):
         return device, None
     join_group(worker, run, device)
     return device, build_meshes(run.layout, device.type)
+
+
+def has_group(layout: LayoutSpec) -> bool:
+    """Whether a layout needs a process group: a single process does only where FSDP2 offloads for it."""
+    return layout.world_size > 1 or layout.offload != "none"
 
 
 def build_trainer(resolved: ResolvedRun, worker: Worker, device: torch.device, meshes: Meshes | None) -> Trainer:

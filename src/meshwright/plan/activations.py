@@ -1,0 +1,162 @@
+"""The one place that says what a block keeps for its backward pass, and what lives while that runs, in bytes.
+
+After Korthikanti et al. ("Reducing Activation Recomputation in Large Transformer Models", 2022, section 4), itemised so
+that flash attention, gated feed-forward layers, experts and each recomputation policy are sums of the same items.
+"""
+
+from meshwright.plan.blueprint import Block
+from meshwright.plan.job import Job
+from meshwright.plan.pipeline import most_in_flight
+
+
+def saved_activations(job: Job, stage: int, *, at_loss: bool = False) -> float:
+    """What backward passes of a stage wait for, over all microbatches in flight, at most or when losses are made."""
+    model, kinds = job.model, job.stage_kinds[stage]
+    flying = microbatches_in_flight(job, stage, at_loss=at_loss)
+    saved = sum(count * block_activations(job, model.kinds[kind]) for kind, count in kinds)
+    total = flying * saved * (1 - job.offload_activations)
+    if job.offload_activations:  # one chunk on its way to the host, one on its way back
+        total += 2 * saved / job.virtual_stages
+    if job.stack.dropout and stage == 0:
+        total += flying * stream_tokens(job) * model.hidden
+    # What goes into the first block, counted as the first block's; what comes out of the last one is kept as well.
+    return total + flying * stream_bytes(job) * job.virtual_stages
+
+
+def microbatches_in_flight(job: Job, stage: int, *, at_loss: bool = False) -> float:
+    """Microbatches whose activations a rank of a stage holds at its peak, or when it computes losses, in whole passes
+    through the rank."""
+    if job.pp == 1:
+        return 1
+    return most_in_flight(job.schedule_name, stage, job.microbatches, job.virtual_stages, job.cut, at_loss=at_loss)
+
+
+def stream_tokens(job: Job) -> float:
+    """Tokens of the residual stream that one rank keeps."""
+    return job.tokens / (job.tp if job.sequence_parallel else 1)
+
+
+def stream_bytes(job: Job) -> float:
+    """The residual stream between two blocks."""
+    return stream_tokens(job) * job.model.hidden * job.width
+
+
+def block_activations(job: Job, block: Block, recompute: str | None = None) -> float:
+    """Bytes that one block keeps of one microbatch for its backward pass, by recomputation policy."""
+    policy = job.recompute if recompute is None else recompute
+    everything = _saved_everything(job, block)
+    if policy == "none":
+        return everything
+    if policy == "full":
+        return job.recompute_share * stream_bytes(job) + (1 - job.recompute_share) * everything
+    if job.stack.attention == "unfused":  # selective as Korthikanti et al. mean it: all but the scores
+        return everything - _score_bytes(job)
+    return _saved_selectively(job, block)
+
+
+def passing_activations(job: Job, stage: int) -> float:
+    """Of one block's backward pass: what it computes again, and gradients of activations."""
+    blocks = [job.model.kinds[kind] for kind, _ in job.stage_kinds[stage]]
+    return max((recomputed(job, block) + backward_bytes(job, block) for block in blocks), default=0.0)
+
+
+def recomputed(job: Job, block: Block) -> float:
+    """What one block computes again before its backward pass, besides what it has kept."""
+    return block_activations(job, block, recompute="none") - block_activations(job, block)
+
+
+def backward_bytes(job: Job, block: Block) -> float:
+    """Gradients of activations while the feed-forward layer's backward pass runs: that of the stream, and of what the
+    layer computes inside more than what it frees meanwhile."""
+    widest = max((inner * per_token for inner, per_token, _ in _inner_widths(job, block)), default=0)
+    inner = job.tokens / job.tp * widest * job.width
+    if not job.stack.chunked_loss:  # other programs' fused operators free what they read only when they have ended
+        return 2 * inner + 2 * stream_bytes(job)
+    return stream_bytes(job) + (max(2 * inner, inner + _whole(job)) if job.model.gated else inner + _whole(job))
+
+
+def _saved_everything(job: Job, block: Block) -> float:
+    """Norms' inputs and outputs, attention's operands and result, the feed-forward layer's steps."""
+    width, tokens = job.width, job.tokens / job.tp
+    saved = 2 * stream_bytes(job) + _normed(job)
+    if job.stack.dropout:
+        saved += 2 * stream_tokens(job) * job.model.hidden
+    saved += tokens * (_projected(job, block) + _attended(job))
+    if job.stack.attention == "unfused":
+        saved += _score_bytes(job)
+    for inner, per_token, routed in _inner_widths(job, block):
+        saved += tokens * width * per_token * inner * _inner_steps(job)
+        if routed:
+            saved += tokens * width * per_token * 2 * job.model.hidden
+    return saved
+
+
+def _saved_selectively(job: Job, block: Block) -> float:
+    """The block's input, and the results of matrix products and attention."""
+    model, width, tokens = job.model, job.width, job.tokens / job.tp
+    if not job.stack.saves_products:  # norms and activation functions are computed again, all else is kept
+        saved = 2 * stream_bytes(job) + tokens * width * (2 * model.num_heads + 2 * kv_heads(job)) * model.head_dim
+        return saved + sum(
+            tokens * width * per_token * inner * (2 if model.gated else 1)
+            for inner, per_token, _ in _inner_widths(job, block)
+        )
+    # Of a row-wise product its whole result too, before ranks add it up and each keeps a part.
+    saved = 3 * stream_bytes(job) + (2 * _whole(job) if job.stack.keeps_gathered else 0.0)
+    saved += tokens * (_queries_and_keys(job) + width * kv_heads(job) * model.head_dim + _attended(job))
+    for inner, per_token, routed in _inner_widths(job, block):
+        saved += tokens * width * per_token * (inner * (2 if model.gated else 1) + (2 * model.hidden if routed else 0))
+    return saved
+
+
+def _normed(job: Job) -> float:
+    """Both norms' outputs, which matrix products read; those of all tensor-parallel ranks, where they stay gathered."""
+    return 2 * (_whole(job) if job.stack.keeps_gathered and job.tp > 1 else stream_bytes(job))
+
+
+def _whole(job: Job) -> float:
+    """The residual stream of all tensor-parallel ranks, where they share it."""
+    return job.tokens * job.model.hidden * job.width if job.tp > 1 and job.sequence_parallel else 0.0
+
+
+def kv_heads(job: Job) -> float:
+    """Key heads of all tensor-parallel ranks together: copies count."""
+    return max(job.model.num_kv_heads, job.tp) if job.stack.keeps_gathered else job.model.num_kv_heads
+
+
+def _queries_and_keys(job: Job) -> float:
+    """Bytes of a token's queries and keys."""
+    return job.width * (job.model.num_heads + kv_heads(job)) * job.model.head_dim
+
+
+def _projected(job: Job, block: Block) -> float:
+    """Of a token, what attention reads: queries, keys and values, and what the norms of heads read."""
+    return _queries_and_keys(job) * (2 if block.head_norms else 1) + job.width * kv_heads(job) * job.model.head_dim
+
+
+def _attended(job: Job) -> float:
+    """Of a token, attention's result, and the logarithm of each head's sum in fp32. Under context parallelism the
+    result is copied on its way to the matrix product behind."""
+    model, copies = job.model, 2 if job.cp > 1 and job.stack.keeps_gathered else 1
+    return job.width * copies * model.num_heads * model.head_dim + 4 * model.num_heads
+
+
+def _score_bytes(job: Job) -> float:
+    """Softmax, its dropout mask and result: 5 bytes per score."""
+    span = min(job.sequence, job.model.window or job.sequence)
+    return 5 * job.tokens / job.tp * span * job.model.num_heads
+
+
+def _inner_widths(job: Job, block: Block) -> list[tuple[int, float, bool]]:
+    """(width, visits per token, whether routed) of every feed-forward layer of a block, shared experts included."""
+    found = []
+    for matrix in block.matrices:
+        if matrix.out == job.model.hidden and not matrix.name.startswith("attention"):
+            found.append((matrix.into, job.model.top_k if matrix.experts else 1, bool(matrix.experts)))
+    return found
+
+
+def _inner_steps(job: Job) -> int:
+    """Tensors of the feed-forward layer's width that are kept."""
+    if not job.model.gated:
+        return 2  # before and after the activation function
+    return 3 if job.stack.fused else 4  # both projections, the product, and the activated gate where it is eager

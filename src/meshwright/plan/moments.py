@@ -1,0 +1,178 @@
+"""The one place that says at which moment of a step a rank holds most, and what has come by then that will go again.
+
+Of this repository's engine (FSDP2, `models/loss.py`) these are compared: the beginning, when embedding and head have
+been gathered; the loss and its backward pass, with every activation saved; the last blocks' backward passes; the end
+of the backward pass, when embedding and head are reduced. Of other programs, which hold all logits, one: the last
+block's backward pass with the logits still there. docs/rehearsal.md holds it to the program itself.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+
+from meshwright.plan.activations import (
+    block_activations,
+    microbatches_in_flight,
+    passing_activations,
+    saved_activations,
+    stream_bytes,
+)
+from meshwright.plan.held import block_parameters, end_parameters, first_weights
+from meshwright.plan.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """Bytes at one time of a step, besides the optimizer."""
+
+    weights: float
+    """Those that are kept from one block to the next."""
+    activations: float
+    logits: float = 0.0
+    transit: float = 0.0
+    """Gathered weights, and gradients between a microbatch's backward pass and where they are kept."""
+    gradients: float
+    """Those that are kept."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.weights + self.activations + self.logits + self.transit + self.gradients
+
+
+def peak_moment(job: Job, stage: int, weights: float, gradients: float) -> Moment:
+    """When a rank of a stage holds most; `weights` is what it computes with throughout, and `gradients` what it keeps
+    of them at the end of the backward pass."""
+    if not job.stack.chunked_loss:
+        return _all_logits(job, stage, weights, gradients)
+    return max(_Engine(job, stage, weights, gradients).moments(), key=lambda moment: moment.total)
+
+
+def _all_logits(job: Job, stage: int, weights: float, gradients: float) -> Moment:
+    """They live while the last block's backward pass begins."""
+    saved = saved_activations(job, stage) + passing_activations(job, stage)
+    transit, layer = 0.0, max(block_parameters(job, block) for block in job.model.kinds)
+    if job.frozen_bytes:
+        transit = job.stack.weight_bytes * layer
+    if job.zero >= 3 and job.shards > 1:
+        ends = job.model.embedding * (1 if job.model.tied else 2) / job.tp
+        # Two layers' weights, one used and one arriving, and a layer's gradient on its way out.
+        transit = 2 * job.stack.weight_bytes * max(layer, ends / 2)
+        transit += (job.stack.weight_bytes + job.stack.reduce_bytes) * layer
+    return Moment(
+        weights=weights,
+        activations=saved,
+        logits=all_logits_bytes(job) if stage == job.head_rank else 0.0,
+        transit=transit,
+        gradients=gradients,
+    )
+
+
+def all_logits_bytes(job: Job) -> float:
+    """Logits of all tokens and their gradient, and the last norm's tensors."""
+    return 2 * stream_bytes(job) + job.tokens * job.model.vocab / job.tp * job.stack.logit_bytes
+
+
+class _Engine:
+    """The moments of one rank of this repository's engine."""
+
+    def __init__(self, job: Job, stage: int, weights: float, gradients: float) -> None:
+        self.job, self.stage, self.weights, self.end_gradients = job, stage, weights, gradients
+        stack, self.width = job.stack, job.width
+        self.head = stage == job.head_rank
+        self.vocab = ceil(job.model.vocab / job.tp)
+        self.table = 0 if job.frozen else self.vocab * job.model.hidden
+        """Parameters of the head whose gradient is here."""
+        self.ends = end_parameters(job, stage)
+        kinds = [job.model.kinds[kind] for kind, _ in job.stage_kinds[stage]]
+        self.layer = max((block_parameters(job, block) for block in kinds), default=0.0)
+        self.first = max((first_weights(job, block) for block in kinds), default=0.0)
+        self.block = max((block_activations(job, block) for block in kinds), default=0.0)
+        self.saved = saved_activations(job, stage) + self._messages()
+        self.passing = passing_activations(job, stage)
+        gathers = job.zero >= 3 and not self.job.alone
+        self.gathered = stack.weight_bytes if gathers else 0.0
+        self.unpacked = stack.weight_bytes * self.layer if job.frozen_bytes else 0.0
+        self.reduced = 0.0 if self.job.alone or job.frozen else stack.reduce_bytes
+        # Tensor-parallel ranks' gradients are widened before they are added up (`parallel/data.py`).
+        self.fresh = self.reduced if job.tp > 1 else float(self.width)
+        # Of one microbatch nothing is kept before its own backward pass.
+        self.kept = 0.0 if job.microbatches == 1 else gradients
+
+    def moments(self) -> Iterator[Moment]:
+        """Those at which there may be most."""
+        # In the first block's forward pass what embedding and head were gathered from is still there, and the block's.
+        yield self._moment(0.0, 2 * self.gathered * (self.ends + self.layer))
+        if self.head:
+            yield from self._loss()
+        yield from self._blocks()
+        yield from self._end()
+
+    def _messages(self) -> float:
+        """What comes early from other stages, and what is on its way to the previous one."""
+        return stream_bytes(self.job) * ((self.job.pp > 1) + (self.stage > 0))
+
+    def _loss(self) -> Iterator[Moment]:
+        """All is saved. Gathered are embedding and head; the last block's weights, as they came, are still there."""
+        job, hidden = self.job, self.job.model.hidden
+        saved = saved_activations(job, self.stage, at_loss=True) + self._messages()
+        transit = self.gathered * (self.ends + self.layer)
+        if 0 < job.zero < 3 and job.shards > 1 and job.microbatches == 1:  # later ones find all weights gathered
+            transit = job.stack.weight_bytes * self.layer
+        tokens, stride = ceil(job.tokens), ceil(self.vocab / 64) * 64
+        states = self.width * hidden * tokens  # of which the loss's gradient is kept
+        normed = stream_bytes(job) + (states if job.tp > 1 else 0.0)
+        wide = 4 if self.width < 4 else self.width
+        rows = max(1, int(job.stack.wide_bytes // (wide * hidden)))  # of the head's gradient, at a time
+        most = max(1, int(job.stack.chunk_bytes // (stride * self.width)))
+        chunk = ceil(tokens / ceil(tokens / most))
+        widened = wide * self.vocab * min(chunk, max(1, int(job.stack.wide_bytes // (wide * self.vocab))))
+        product = min(self.vocab, rows) * hidden * (self.width + (wide if wide > self.width else 0))
+        logits = chunk * stride * self.width + wide * self.table + max(widened, product if self.table else 0.0)
+        logits += normed + states + self.width * hidden * chunk
+        yield self._moment(saved, transit, logits)
+        # The backward pass gathers embedding and head again: for a moment they are there twice.
+        kept = wide * self.table + states
+        yield self._moment(saved, 2 * self.gathered * self.ends, kept)
+        scaled = (wide + self.width) * self.table + wide * min(self.table, rows * hidden) + 2 * states
+        yield self._moment(saved, transit, scaled)
+
+    def _blocks(self) -> Iterator[Moment]:
+        """Backward passes of the last block and the one before. The head's gradient waits for the embedding's."""
+        transit = self.unpacked + self.gathered * (self.ends + 2 * self.layer)
+        if self.head and not self.job.alone:
+            transit += self.width * self.table
+        if not (self.job.alone or self.job.frozen):
+            transit += self.width * self.first
+        saved = self.saved - (stream_bytes(self.job) if self.head else 0.0)  # what the last norm read has gone
+        yield self._moment(saved + self.passing, transit)
+        if self.job.zero < 2 or self.job.alone or self.job.frozen:
+            return
+        left = saved - self.block
+        # A block's weights go before its gradients are copied to be reduced; that copy stays until the next one's.
+        yield self._moment(left, transit + (self.fresh + self.reduced - self.gathered) * self.layer)
+        yield self._moment(left + self.passing, transit + self.reduced * self.layer)
+
+    def _end(self) -> Iterator[Moment]:
+        """Embedding and head are reduced: under ZeRO-2 and 3 after every microbatch, else after the last, when weights
+        that were gathered have gone."""
+        flying = microbatches_in_flight(self.job, self.stage)
+        left = self.saved * (flying - 1 / self.job.virtual_stages) / flying
+        ends = 0.0 if self.job.frozen else self.ends
+        if self.job.alone:
+            yield self._moment(left, self.width * min(ends, self.table))
+            return
+        yield self._moment(left, self.gathered * ends + self.width * ends)
+        if self.job.zero >= 2:
+            last = self.job.zero == 2 and self.job.microbatches == 1
+            moment = self._moment(left, (self.fresh + self.reduced) * ends)
+            yield replace(moment, weights=0.0) if last else moment
+            return
+        # What was added up is copied to be reduced; one rank alone copies it twice.
+        transit = self.reduced * ends * (2 if self.job.shards == 1 else 1)
+        yield Moment(weights=0.0, activations=0.0, transit=transit, gradients=self.end_gradients)
+
+    def _moment(self, activations: float, transit: float, logits: float = 0.0) -> Moment:
+        return Moment(
+            weights=self.weights, activations=activations, logits=logits, transit=transit, gradients=self.kept
+        )
