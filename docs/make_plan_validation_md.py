@@ -144,7 +144,7 @@ def _left_out() -> Iterator[str]:
     yield "\n## Left out\n"
     yield (
         "Step time of sources that share authors or program, by constants fitted to all others, from guesses made "
-        "before any run was looked at (`python benchmarks/fit_planner.py --left-out --rounds 1`). Without NVIDIA's "
+        "before any run was looked at (`python benchmarks/fit_planner.py --left-out`). Without NVIDIA's "
         "own recipes the table knows seven runs in fp8; without MosaicML's, no attention with a bias.\n"
     )
     yield "| family | rows | median | mean | inside |"

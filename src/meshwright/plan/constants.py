@@ -46,6 +46,8 @@ class Constants:
     """Host time per operator, eager."""
     block_operators: float = 45.0
     """Operators of a block's forward pass; its backward pass issues twice as many."""
+    collective_operators: float = 2.0
+    """Operators that a tensor-parallel collective is worth to the host: the call, the wait, and copies around it."""
     step_ms: float = 8.0
     """What a step costs apart from its parts: data, logging, the optimizer's launches."""
     link: float = 0.75
@@ -92,7 +94,7 @@ FITTED = Constants(
     elementwise=1.4,
     logit_bytes=26.0,
     optimizer_bytes=38.3,
-    host_us=10.5,
+    host_us=9.75,
     block_operators=38.2,
     step_ms=7.66,
     link=0.913,

@@ -160,17 +160,19 @@ class _Engine:
         left = self.saved * (flying - 1 / self.job.virtual_stages) / flying
         ends = 0.0 if self.job.frozen else self.ends
         if self.job.alone:
-            yield self._moment(left, self.width * min(ends, self.table))
+            yield self._ended(left, self.width * min(ends, self.table))
             return
         yield self._moment(left, self.gathered * ends + self.width * ends)
         if self.job.zero >= 2:
-            last = self.job.zero == 2 and self.job.microbatches == 1
-            moment = self._moment(left, (self.fresh + self.reduced) * ends)
-            yield replace(moment, weights=0.0) if last else moment
+            moment = self._ended(left, (self.fresh + self.reduced) * ends)
+            yield replace(moment, weights=0.0) if self.job.zero == 2 and self.job.microbatches == 1 else moment
             return
         # What was added up is copied to be reduced; one rank alone copies it twice.
         transit = self.reduced * ends * (2 if self.job.shards == 1 else 1)
-        yield Moment(weights=0.0, activations=0.0, transit=transit, gradients=self.end_gradients)
+        yield replace(self._ended(0.0, transit), weights=0.0)
+
+    def _ended(self, activations: float, transit: float) -> Moment:
+        return replace(self._moment(activations, transit), gradients=self.end_gradients)
 
     def _moment(self, activations: float, transit: float, logits: float = 0.0) -> Moment:
         return Moment(

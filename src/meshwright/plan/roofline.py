@@ -76,7 +76,11 @@ class Device:
 
     def issue(self, block: Block) -> float:
         """Seconds in which the host issues a block's forward pass; the backward pass takes it twice as long."""
-        return self.host * self.constants.block_operators * (2.0 if block.num_experts else 1.0)
+        job, constants = self.job, self.constants
+        operators = constants.block_operators * (2.0 if block.num_experts else 1.0)
+        if job.tp > 1:  # both halves' sums over ranks, or, where ranks share the sequence, gathers and scatters
+            operators += (4 if job.sequence_parallel else 2) * constants.collective_operators
+        return self.host * operators
 
     def waiting(self, block: Block, sent: Pass) -> Pass:
         """Seconds in which the device neither computes nor sends because the host has not issued what comes next."""
