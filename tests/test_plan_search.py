@@ -63,7 +63,7 @@ def instance(seed: int) -> tuple[Job, object, Limits]:
         model=model, sequence=rng.choice([512, 2048, 8192]), global_batch=rng.choice([4, 6, 8, 16]), micro_batch=1,
         recompute=rng.choice(["none", "full"]),
     )  # fmt: skip
-    cluster = device_cluster(rng.choice(["a100", "h100", "v100"]), rng.choice([1, 2, 4, 8]))
+    cluster = device_cluster(rng.choice(["a100", "h100", "v100"]), rng.choice([1, 2, 4, 6]))
     share = rng.choice([0.02, 0.1, 1.0])  # so that for some everything fits, for some nothing
     limits = Limits(recompute=rng.random() < 0.7, offload=rng.random() < 0.3)
     return job, cluster.model_copy(update={"memory_gb": cluster.memory_gb * share}), limits

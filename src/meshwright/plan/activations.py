@@ -9,16 +9,20 @@ from meshwright.plan.job import Job
 from meshwright.plan.pipeline import most_in_flight
 
 
-def saved_activations(job: Job, stage: int, *, at_loss: bool = False) -> float:
-    """What backward passes of a stage wait for, over all microbatches in flight, at most or when losses are made."""
-    model, kinds = job.model, job.stage_kinds[stage]
+def pass_activations(job: Job, stage: int) -> float:
+    """What one microbatch keeps in all blocks of a rank."""
+    return sum(count * block_activations(job, job.model.kinds[kind]) for kind, count in job.stage_kinds[stage])
+
+
+def saved_activations(job: Job, stage: int, one_pass: float, *, at_loss: bool = False) -> float:
+    """What backward passes of a stage wait for, over all microbatches in flight, at most or when losses are made;
+    `one_pass` as `pass_activations` says."""
     flying = microbatches_in_flight(job, stage, at_loss=at_loss)
-    saved = sum(count * block_activations(job, model.kinds[kind]) for kind, count in kinds)
-    total = flying * saved * (1 - job.offload_activations)
+    total = flying * one_pass * (1 - job.offload_activations)
     if job.offload_activations:  # one chunk on its way to the host, one on its way back
-        total += 2 * saved / job.virtual_stages
+        total += 2 * one_pass / job.virtual_stages
     if job.stack.dropout and stage == 0:
-        total += flying * stream_tokens(job) * model.hidden
+        total += flying * stream_tokens(job) * job.model.hidden
     # What goes into the first block, counted as the first block's; what comes out of the last one is kept as well.
     return total + flying * stream_bytes(job) * job.virtual_stages
 
@@ -62,6 +66,8 @@ def passing_activations(job: Job, stage: int) -> float:
 
 def recomputed(job: Job, block: Block) -> float:
     """What one block computes again before its backward pass, besides what it has kept."""
+    if job.recompute == "none":
+        return 0.0
     return block_activations(job, block, recompute="none") - block_activations(job, block)
 
 

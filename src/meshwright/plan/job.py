@@ -138,17 +138,17 @@ class Job:
         """Microbatches of a data-parallel rank and step, at least one."""
         return max(1, -(-self.global_batch // (self.dp * self.micro_batch)))
 
-    @property
+    @cached_property
     def tokens(self) -> float:
         """Tokens of a microbatch on one rank."""
         return self.micro_batch * self.sequence / self.cp
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Bytes of an activation."""
         return {"fp64": 8, "fp32": 4}.get(self.precision, 2)
 
-    @property
+    @cached_property
     def shards(self) -> int:
         """Ranks over which ZeRO splits what it splits."""
         return self.dp_shard * (self.cp if self.stack.group_shards else 1)

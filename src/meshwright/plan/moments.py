@@ -13,6 +13,7 @@ from math import ceil
 from meshwright.plan.activations import (
     block_activations,
     microbatches_in_flight,
+    pass_activations,
     passing_activations,
     saved_activations,
     stream_bytes,
@@ -50,7 +51,7 @@ def peak_moment(job: Job, stage: int, weights: float, gradients: float) -> Momen
 
 def _all_logits(job: Job, stage: int, weights: float, gradients: float) -> Moment:
     """They live while the last block's backward pass begins."""
-    saved = saved_activations(job, stage) + passing_activations(job, stage)
+    saved = saved_activations(job, stage, pass_activations(job, stage)) + passing_activations(job, stage)
     transit, layer = 0.0, max(block_parameters(job, block) for block in job.model.kinds)
     if job.frozen_bytes:
         transit = job.stack.weight_bytes * layer
@@ -87,8 +88,10 @@ class _Engine:
         kinds = [job.model.kinds[kind] for kind, _ in job.stage_kinds[stage]]
         self.layer = max((block_parameters(job, block) for block in kinds), default=0.0)
         self.first = max((first_weights(job, block) for block in kinds), default=0.0)
-        self.block = max((block_activations(job, block) for block in kinds), default=0.0)
-        self.saved = saved_activations(job, stage) + self._messages()
+        kept = [block_activations(job, block) for block in kinds]
+        self.block = max(kept, default=0.0)
+        self.one_pass = sum(count * block for (_, count), block in zip(job.stage_kinds[stage], kept, strict=True))
+        self.saved = saved_activations(job, stage, self.one_pass) + self._messages()
         self.passing = passing_activations(job, stage)
         gathers = job.zero >= 3 and not self.job.alone
         self.gathered = stack.weight_bytes if gathers else 0.0
@@ -115,7 +118,7 @@ class _Engine:
     def _loss(self) -> Iterator[Moment]:
         """All is saved. Gathered are embedding and head; the last block's weights, as they came, are still there."""
         job, hidden = self.job, self.job.model.hidden
-        saved = saved_activations(job, self.stage, at_loss=True) + self._messages()
+        saved = saved_activations(job, self.stage, self.one_pass, at_loss=True) + self._messages()
         transit = self.gathered * (self.ends + self.layer)
         if 0 < job.zero < 3 and job.shards > 1 and job.microbatches == 1:  # later ones find all weights gathered
             transit = job.stack.weight_bytes * self.layer
