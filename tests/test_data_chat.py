@@ -9,6 +9,7 @@ import pytest
 from conversations import CHATML, TALKS, chat_tokenizer
 from meshwright.data.chat import ChatTemplate, find_template
 from meshwright.data.examples import RecordEncoder
+from meshwright.data.tokenizer import TextTokenizer
 from meshwright.spec.data import ChatSpec
 
 TOKENIZER = chat_tokenizer()
@@ -94,6 +95,12 @@ def test_prompt_and_completion():
     (tokens,) = encode({"prompt": "2 plus 2 is", "completion": " 4."}).documents
     assert trained_text(tokens) == [" 4.<|im_end|>"]
     assert ids_of(tokens) == [*TOKENIZER.encode("2 plus 2 is"), *TOKENIZER.encode(" 4."), TOKENIZER.eos_id]
+
+
+def test_what_a_tokenizer_puts_before_a_text_stands_before_the_prompt_alone(monkeypatch):
+    monkeypatch.setattr(TextTokenizer, "encode_prompt", lambda self, text: [7, *self.encode(text)])
+    (tokens,) = encode({"prompt": "2 plus", "completion": " 4."}).documents
+    assert ids_of(tokens) == [7, *TOKENIZER.encode("2 plus"), *TOKENIZER.encode(" 4."), TOKENIZER.eos_id]
 
 
 def test_tokenized_records():

@@ -20,7 +20,9 @@ from meshwright.spec.run import ResolvedRun, Run
 from meshwright.testing.equivalence import build_here, loader_for, one_step
 from meshwright.testing.layouts import EXPERT_PARALLEL, LAYOUTS
 from meshwright.testing.ranks import RankPool
+from meshwright.trainer.launch import Worker
 from meshwright.trainer.resolve import resolve_run
+from meshwright.trainer.setup import build_trainer
 from meshwright.trainer.step import to_device
 from test_equivalence import alone, assert_equal
 from tiny import LR, tiny_run
@@ -152,6 +154,16 @@ def test_patterns_and_rslora_decide_the_scale() -> None:
         spec = LoraSpec.model_validate({**finetune, "rslora": rslora})
         found = {adapter.module: adapter.scale for adapter in find_adapters(tiny_run(LayoutSpec()).model, spec)}
         assert {module: found[module] for module in scales} == scales
+
+
+def test_adapters_add_nothing_at_first() -> None:
+    def first_loss(finetune: dict[str, Any] | None) -> float:
+        trainer = build_trainer(tiny_run(LayoutSpec(), finetune=finetune), Worker(), torch.device("cpu"), None)
+        with loader_for(trainer) as loader:
+            return trainer.train_step.gradients(loader.microbatches(0))[0]
+
+    losses = {method: first_loss(METHODS[method]) for method in ("lora", "dora", "lora-ends", "ia3")}
+    assert losses == pytest.approx(dict.fromkeys(losses, first_loss(None)), rel=1e-12)
 
 
 def test_muon_leaves_adapters_to_adamw() -> None:

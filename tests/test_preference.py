@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from conversations import chat_tokenizer, lines
 from meshwright import load_recipe, train
 from meshwright.cli.main import main
+from meshwright.data.chat import TEMPLATES
 from meshwright.data.describe import describe_sample
 from meshwright.data.packing import NO_LABEL, build_samples
 from meshwright.data.prepare import Corpus, Stream, prepare_corpus
@@ -159,8 +160,9 @@ def folder(tmp_path, monkeypatch):
 
 def test_pairs_lie_side_by_side(folder, capsys):
     data = load_recipe("run.yaml").data
-    (stream,) = prepare_corpus(data, base_dir=folder).streams
-    tokenizer = chat_tokenizer()
+    corpus = prepare_corpus(data, base_dir=folder)
+    assert corpus.tokenizer.chat_template == (TEMPLATES / "plain.jinja").read_text(), "it goes on with the run"
+    (stream,), tokenizer = corpus.streams, chat_tokenizer()
     samples = build_samples(stream.train, data)
     pairs = 0
     for sample in map(samples.__getitem__, range(len(samples))):
