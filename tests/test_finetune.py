@@ -157,13 +157,15 @@ def test_patterns_and_rslora_decide_the_scale() -> None:
 
 
 def test_adapters_add_nothing_at_first() -> None:
+    """But for magnitudes, which are drawn weights' lengths in fp32, as these weights are."""
+
     def first_loss(finetune: dict[str, Any] | None) -> float:
         trainer = build_trainer(tiny_run(LayoutSpec(), finetune=finetune), Worker(), torch.device("cpu"), None)
         with loader_for(trainer) as loader:
             return trainer.train_step.gradients(loader.microbatches(0))[0]
 
     losses = {method: first_loss(METHODS[method]) for method in ("lora", "dora", "lora-ends", "ia3")}
-    assert losses == pytest.approx(dict.fromkeys(losses, first_loss(None)), rel=1e-12)
+    assert losses == pytest.approx(dict.fromkeys(losses, first_loss(None)), rel=2**-23)
 
 
 def test_muon_leaves_adapters_to_adamw() -> None:
