@@ -5,6 +5,7 @@ stands in `plan/moments.py`.
 """
 
 from dataclasses import dataclass
+from math import inf
 
 from meshwright.plan.held import end_parameters, expert_shards, held_parameters
 from meshwright.plan.job import Job
@@ -59,10 +60,15 @@ class MemoryUse:
         return {kind: getattr(self, kind) for kind in KINDS}
 
 
-def predict_memory(job: Job) -> MemoryUse:
-    """The rank that needs most, over all pipeline stages."""
-    stages = {0, 1, job.pp - 1} & set(range(job.pp))
-    return max((stage_memory(job, stage) for stage in stages), key=lambda use: use.total)
+def predict_memory(job: Job, *, enough: float = inf) -> MemoryUse:
+    """The rank that needs most, over all pipeline stages; or the first one found that needs more than `enough` bytes
+    even with an allocator under pressure."""
+    most = stage_memory(job, 0)
+    for stage in sorted({1, job.pp - 1} & set(range(1, job.pp))):
+        if most.least > enough:
+            break
+        most = max(most, stage_memory(job, stage), key=lambda use: use.total)
+    return most
 
 
 def stage_memory(job: Job, stage: int) -> MemoryUse:

@@ -7,6 +7,7 @@ the best found so far, neither they nor any that follow can win. So the result i
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import Any, Literal
 
 from meshwright.plan.interval import Interval, memory_sigma, time_sigma
@@ -220,7 +221,7 @@ def _frugal(job: Job, cluster: ClusterSpec, limits: Limits) -> tuple[Job, Memory
     tried, memory = job, None
     for policy in POLICIES:
         tried = replace(job, recompute=policy)
-        memory = predict_memory(tried)
+        memory = predict_memory(tried, enough=capacity if policy != POLICIES[-1] else inf)
         found = verdict(memory, capacity, limits.margin)
         if found == "fits":
             return tried, memory
