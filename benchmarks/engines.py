@@ -19,7 +19,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -41,7 +43,8 @@ def main() -> int:
     """Measure, print the table, and write it."""
     arguments = parse()
     engines = [name for name in arguments.engines if name != "nanogpt" or arguments.nanogpt]
-    about, cells = describe(arguments), {}
+    hidden = ("--nanogpt", str(arguments.nanogpt))
+    about, cells = describe(arguments, script="engines.py", hidden=hidden), {}
     for compiled in (False, True) if arguments.compile else (False,):
         for vocab in arguments.vocab:
             for precision in arguments.precision:
@@ -55,7 +58,8 @@ def main() -> int:
                     compile=compiled,
                 )
                 name = f"vocabulary {vocab}, {precision}" + (", compiled" if compiled else "")
-                cells[name] = summarise(measure(engines, workload, arguments.nanogpt), workload)
+                starts = [partial(start, engine, workload, arguments.nanogpt) for engine in engines]
+                cells[name] = summarise(measure(starts, workload.rounds), workload)
                 print(table(name, cells[name]), flush=True)
     if arguments.write:
         about["load"] += f" before, {load()} after"
@@ -71,14 +75,15 @@ def main() -> int:
 class Engine:
     """One engine's process, which computes only while this one waits for it."""
 
-    def __init__(self, name: str, workload: Workload, nanogpt: Path | None) -> None:
-        """Start it and make its warm-up steps."""
-        words = [sys.executable, "-m", f"engine.{ENGINES[name]}", *arguments_for(workload)]
-        if name == "nanogpt":
-            words += ["--nanogpt", str(nanogpt)]
+    def __init__(
+        self, name: str, module: str, words: list[str], *, threads: int, packages: tuple[str, ...] = ()
+    ) -> None:
+        """Start `engine.MODULE` and let it make its warm-up steps; `packages` are folders with more libraries."""
+        words = [sys.executable, "-m", f"engine.{module}", *words]
+        paths = (str(HERE), os.environ.get("PYTHONPATH", ""), *packages)
         environment = os.environ | {
-            "PYTHONPATH": str(HERE),
-            "OMP_NUM_THREADS": str(workload.threads),
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            "OMP_NUM_THREADS": str(threads),
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_VERBOSITY": "error",
         }
@@ -118,12 +123,18 @@ class Engine:
         return json.loads(line)
 
 
-def measure(names: list[str], workload: Workload, nanogpt: Path | None) -> list[Engine]:
+def start(name: str, workload: Workload, nanogpt: Path | None) -> Engine:
+    """The engine of a name, warmed up."""
+    more = ["--nanogpt", str(nanogpt)] if name == "nanogpt" else []
+    return Engine(name, ENGINES[name], [*arguments_for(workload), *more], threads=workload.threads)
+
+
+def measure(starts: list[Callable[[], Engine]], rounds: int) -> list[Engine]:
     """The engines after all their turns."""
     engines: list[Engine] = []
     try:
-        engines.extend(Engine(name, workload, nanogpt) for name in names)
-        for number in range(workload.rounds):
+        engines.extend(begin() for begin in starts)
+        for number in range(rounds):
             for engine in engines if number % 2 == 0 else reversed(engines):
                 engine.take_turn()
         for engine in engines:
@@ -171,18 +182,18 @@ def table(name: str, rows: dict[str, dict]) -> str:
     return "\n".join([*lines, "", *(f"- {engine}: {row['about']}" for engine, row in rows.items())])
 
 
-def describe(arguments: argparse.Namespace) -> dict[str, str]:
-    """Where and how the figures were measured."""
+def describe(arguments: argparse.Namespace, *, script: str, hidden: tuple[str, ...]) -> dict[str, str]:
+    """Where and how the figures were measured; words of the command line that are `hidden` are paths of one's own."""
     git = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     cpu = names[0].split(":")[1].strip() if names else "unknown CPU"
-    words = [word for word in sys.argv[1:] if word not in ("--nanogpt", str(arguments.nanogpt))]
-    nanogpt = ["--nanogpt NANOGPT"] if arguments.nanogpt else []
+    words = [word for word in sys.argv[1:] if word not in hidden]
+    folder = [f"{hidden[0]} FOLDER"] if hidden[0] in sys.argv else []
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit,
-        "command": " ".join(["python benchmarks/engines.py", *nanogpt, *words]),
+        "command": " ".join([f"python benchmarks/{script}", *folder, *words]),
         "machine": f"{cpu}, {os.cpu_count()} cores, {platform.system()}",
         "load": load(),
         "versions": ", ".join(f"{name} {version(name)}" for name in PACKAGES),

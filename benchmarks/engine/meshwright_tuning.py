@@ -1,0 +1,46 @@
+"""Engine `meshwright`: fine-tuning as a user starts it, journal and display included."""
+
+import tempfile
+
+from tuning import ALPHA, CLIP, LR, RANK, read_arguments
+
+import meshwright.trainer.run
+from meshwright.families import count_trained
+from meshwright.spec.run import Run
+from meshwright.trainer.resolve import resolve_run
+
+work, report = read_arguments()
+
+
+def tap(record: dict) -> None:
+    """Hears every line of the run's journal as it is written."""
+    if record["kind"] == "step":
+        report.step(record["loss"])
+
+
+meshwright.trainer.run.open_trackers = lambda run: [tap]
+with tempfile.TemporaryDirectory() as folder:
+    run = Run.model_validate(
+        {
+            "model": {"name": str(work.base), "weights": "pretrained"},
+            "data": work.data,
+            "finetune": {"method": work.method, "rank": RANK, "alpha": ALPHA},
+            "training": {
+                "steps": work.steps,
+                "global_batch": work.batch,
+                "micro_batch": work.batch,
+                "precision": work.precision,
+                "optimizer": {"lr": LR, "betas": (0.9, 0.999), "weight_decay": 0.0},
+                "lr_schedule": {"name": "constant", "warmup": 0},
+                "clip": CLIP,
+                "evaluation": {"batches": 0},
+            },
+            "device": "cpu",
+            "run_dir": folder,
+        }
+    )
+    meshwright.trainer.run.train(run)
+    trained, _ = count_trained(resolve_run(run, base_dir=work.base).model, run.finetune)
+report.end(
+    f"{trained} parameters trained in float32, the base in {work.precision} or four bits; {work.threads} threads"
+)
