@@ -39,6 +39,26 @@ def load(samples, step, *, world_size, micro_batch, seed=3, global_batch=12):
     return seen
 
 
+def test_padded_rows_end_behind_the_longest_of_their_microbatch():
+    """Rows of 40, 70 and no tokens; documents are cut alike, and what is left is the beginning of the whole."""
+    lengths, columns = (40, 70, 0), np.arange(128)
+    samples = [
+        Sample(columns, np.where(columns < n, columns + 1, NO_LABEL), (columns >= n).astype(int)) for n in lengths
+    ]
+
+    def read(micro_batch, shorten):
+        with Loader(samples, seed=0, global_batch=3, micro_batch=micro_batch, shorten=shorten) as loader:
+            return loader.microbatches(0)
+
+    (whole,) = read(3, False)
+    (cut,) = read(3, True)
+    assert cut.inputs.shape == (3, 96)
+    assert cut.documents is not None
+    for part, full in zip(cut[:3], whole[:3], strict=True):
+        np.testing.assert_array_equal(part, full[:, :96])
+    assert sorted(batch.inputs.shape[1] for batch in read(1, True)) == [32, 64, 96]
+
+
 @pytest.mark.parametrize(("world_size", "micro_batch"), [(1, 1), (1, 12), (2, 3), (3, 2), (4, 3), (6, 1), (12, 1)])
 def test_the_order_is_the_same_for_every_split(world_size, micro_batch):
     samples = numbered(50)

@@ -10,8 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.data.mixture import Mixture
-from meshwright.data.packing import Sample, Samples, blank_sample
+from meshwright.data.packing import NO_LABEL, Sample, Samples, blank_sample
 from meshwright.spec.run import ResolvedRun
+
+LENGTH_MULTIPLE = 32
+"""Shortened rows have a multiple of so many tokens, so that few shapes occur."""
 
 
 class Microbatch(NamedTuple):
@@ -52,8 +55,10 @@ class Loader:
         rank: int = 0,
         world_size: int = 1,
         places: np.ndarray | None = None,
+        shorten: bool = False,
     ):
-        """Batches in sequences; `places` in a sample whose tokens this rank holds (default all).
+        """Batches in sequences; `places` in a sample whose tokens this rank holds (default all). `shorten`: leave out
+        what is behind the last label of a microbatch, whose rows may then be shorter than others'.
 
         Raises ValueError when they do not divide, or `rank` is not below `world_size`.
         """
@@ -68,7 +73,7 @@ class Loader:
         self._seed = seed
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._per_rank = global_batch // world_size
-        self._rank, self._places = rank, places
+        self._rank, self._places, self._shorten = rank, places, shorten
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="meshwright-loader")
         self._ahead: tuple[int, Future[list[Microbatch]]] | None = None
 
@@ -85,6 +90,7 @@ class Loader:
             rank=rank,
             world_size=resolved.run.layout.data_parallel,
             places=places,
+            shorten=_may_shorten(resolved),
         )
 
     def microbatches(self, step: int) -> list[Microbatch]:
@@ -117,7 +123,25 @@ class Loader:
     def _read(self, step: int) -> list[Microbatch]:
         samples = [self._mixture.sample(position, self._seed) for position in self.positions(step)]
         starts = range(0, self._per_rank, self._micro_batch)
-        return [_stack(samples[i : i + self._micro_batch], self._places) for i in starts]
+        found = [_stack(samples[i : i + self._micro_batch], self._places) for i in starts]
+        return [_shortened(microbatch) for microbatch in found] if self._shorten else found
+
+
+def _may_shorten(resolved: ResolvedRun) -> bool:
+    """Whether rows are padded, and nothing asks for equal shapes or has losses of its own for tokens without label."""
+    layout, training = resolved.run.layout, resolved.run.training
+    whole = layout.data_parallel == layout.world_size and not training.compile and not resolved.model.num_experts
+    return resolved.run.data.packing == "padded" and whole
+
+
+def _shortened(microbatch: Microbatch) -> Microbatch:
+    """The same without the columns behind the last label: of a causal model they change neither loss nor gradient."""
+    labelled = np.flatnonzero((microbatch.labels != NO_LABEL).any(axis=0))
+    last = int(labelled[-1]) + 1 if len(labelled) else 1
+    length = min(-(-last // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, microbatch.labels.shape[1])
+    inputs, labels, *others, references = microbatch
+    cut = (None if array is None else array[:, :length] for array in others)
+    return Microbatch(inputs[:, :length], labels[:, :length], *cut, references)
 
 
 def evaluation_batches(

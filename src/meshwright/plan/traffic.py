@@ -51,7 +51,7 @@ def predict_traffic(resolved: ResolvedRun) -> Traffic:
     parts = (_weights(rank), _tensor(rank), _context(rank), _experts(rank), _stages(rank))
     total = sum(parts, Traffic())
     if layout.world_size > 1:
-        total["all-reduce", "world"] += 2 * 8  # the trained tokens, int64, and the loss, fp64
+        total["all-reduce", "world"] += 3 * 8  # the trained tokens and all, int64, and the loss, fp64
     return Traffic({key: count for key, count in total.items() if count})
 
 

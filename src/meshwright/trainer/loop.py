@@ -100,7 +100,7 @@ def _watchdog(trainer: Trainer) -> Watchdog:
 
 def count_and_measure(trainer: Trainer, clock: StepClock, result: StepResult) -> StepRecord:
     """Add a step to the trainer's counts; what there is to write and show about it."""
-    trainer.tokens += trainer.resolved.tokens_per_step
+    trainer.tokens += result.tokens
     trainer.skipped += result.skipped
     trainer.spikes += result.spike
     return StepRecord(
@@ -114,7 +114,7 @@ def count_and_measure(trainer: Trainer, clock: StepClock, result: StepResult) ->
         spikes=trainer.spikes,
         rewinds=trainer.rewinds,
         expert_load=result.expert_load,
-        **clock.rates(step=trainer.step, tokens=trainer.resolved.tokens_per_step, trained=result.trained),
+        **clock.rates(step=trainer.step, tokens=result.tokens, trained=result.trained),
     )
 
 

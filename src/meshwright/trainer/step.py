@@ -36,6 +36,8 @@ class StepResult:
     """2-norm of the whole gradient before clipping; 0 where an asynchronous pipeline's first step has none."""
     trained: int
     """Tokens of the global batch that carry loss, or pairs of answers."""
+    tokens: int
+    """Tokens of the global batch that went through the model."""
     skipped: bool
     """Whether the weights were left alone."""
     spike: bool = False
@@ -71,6 +73,8 @@ class TrainStep:
         self.balance = ExpertBalance(passes.model, device)
         self.scaler = LossScaler() if run.training.precision == "fp16" else None
         self.spikes = None if run.guards.spikes == "off" else SpikeGuard()
+        self.tokens = 0
+        """Tokens of the last global batch that went through the model."""
 
     def __call__(self, step: int, microbatches: Sequence[Microbatch]) -> StepResult:
         """Make optimizer step `step` (the first is 1) on this rank's microbatches; collective.
@@ -97,6 +101,7 @@ class TrainStep:
             loss=loss,
             gnorm=gnorm,
             trained=trained,
+            tokens=self.tokens,
             skipped=spike or not finite,
             spike=spike,
             rewind=policy == "rewind",
@@ -126,8 +131,10 @@ class TrainStep:
 
         Returns that loss and the number of tokens of the global batch that carry loss.
         """
-        here = sum(count_terms(microbatch, self.passes.model) for microbatch in microbatches)
-        trained = max(1, int(self._sum_over_ranks(torch.tensor(here, device=self.device))))
+        terms = sum(count_terms(microbatch, self.passes.model) for microbatch in microbatches)
+        tokens = sum(microbatch.inputs.size for microbatch in microbatches)
+        counts = self._sum_over_ranks(torch.tensor((terms, tokens), device=self.device)).tolist()
+        trained, self.tokens = max(1, counts[0]), counts[1]
         sequences = sum(len(microbatch.inputs) for microbatch in microbatches) * self.run.layout.data_parallel
         self.balance.begin(self._scale / sequences)
         arguments = [to_device(microbatch, self.device) for microbatch in microbatches]
