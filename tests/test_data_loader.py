@@ -52,11 +52,11 @@ def test_padded_rows_end_behind_the_longest_of_their_microbatch():
 
     (whole,) = read(3, False)
     (cut,) = read(3, True)
-    assert cut.inputs.shape == (3, 96)
+    assert cut.inputs.shape == (3, 72)
     assert cut.documents is not None
     for part, full in zip(cut[:3], whole[:3], strict=True):
-        np.testing.assert_array_equal(part, full[:, :96])
-    assert sorted(batch.inputs.shape[1] for batch in read(1, True)) == [32, 64, 96]
+        np.testing.assert_array_equal(part, full[:, :72])
+    assert sorted(batch.inputs.shape[1] for batch in read(1, True)) == [8, 40, 72]
 
 
 @pytest.mark.parametrize(("world_size", "micro_batch"), [(1, 1), (1, 12), (2, 3), (3, 2), (4, 3), (6, 1), (12, 1)])

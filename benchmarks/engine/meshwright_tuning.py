@@ -41,6 +41,5 @@ with tempfile.TemporaryDirectory() as folder:
     )
     meshwright.trainer.run.train(run)
     trained, _ = count_trained(resolve_run(run, base_dir=work.base).model, run.finetune)
-report.end(
-    f"{trained} parameters trained in float32, the base in {work.precision} or four bits; {work.threads} threads"
-)
+kept = f"{work.precision}, its matrices in four bits" if work.method == "qlora" else work.precision
+report.end(f"{trained} parameters trained in fp32, the base in {kept}; {work.threads} threads")

@@ -13,8 +13,8 @@ from meshwright.data.mixture import Mixture
 from meshwright.data.packing import NO_LABEL, Sample, Samples, blank_sample
 from meshwright.spec.run import ResolvedRun
 
-LENGTH_MULTIPLE = 32
-"""Shortened rows have a multiple of so many tokens, so that few shapes occur."""
+LENGTH_MULTIPLE = 8
+"""Shortened rows have a multiple of so many tokens, for kernels like aligned rows."""
 
 
 class Microbatch(NamedTuple):
