@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from conversations import CHATML, TALKS, chat_tokenizer
-from meshwright.data.chat import ChatTemplate, find_template
+from meshwright.data.chat import TEMPLATES, ChatTemplate, ask, find_template
 from meshwright.data.examples import RecordEncoder
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.spec.data import ChatSpec
@@ -95,6 +95,13 @@ def test_prompt_and_completion():
     (tokens,) = encode({"prompt": "2 plus 2 is", "completion": " 4."}).documents
     assert trained_text(tokens) == [" 4.<|im_end|>"]
     assert ids_of(tokens) == [*TOKENIZER.encode("2 plus 2 is"), *TOKENIZER.encode(" 4."), TOKENIZER.eos_id]
+
+
+def test_an_answer_ends_where_a_text_does_or_a_turn():
+    tokenizer = TOKENIZER.with_chat_template((TEMPLATES / "llama3.jinja").read_text())
+    _, ends = ask(tokenizer, ["Hello?"])
+    assert ends == {TOKENIZER.eos_id, TOKENIZER.token_id("<|eot_id|>")}
+    assert len(ends) == 2
 
 
 def test_what_a_tokenizer_puts_before_a_text_stands_before_the_prompt_alone(monkeypatch):

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from meshwright import Run, train
 from meshwright.checkpoint.dcp import held_tensors
 from meshwright.checkpoint.manifest import CheckpointError
+from meshwright.checkpoint.peft import WEIGHTS
 from meshwright.checkpoint.writer import CheckpointWriter
 from meshwright.cli.main import main
 from meshwright.cli.train import whats_next
@@ -131,6 +133,8 @@ def test_a_fine_tuned_run_is_used_as_any_other(runs: Path, tmp_path: Path, capsy
     with pytest.raises(ValueError, match="holds no adapters"):
         export_adapter(open_trained(runs / "base", device="cpu"), tmp_path / "no")
     assert main(["export", str(runs / "lora"), "--adapter", str(tmp_path / "adapter")]) == 0
+    written = load_file(tmp_path / "adapter" / WEIGHTS)
+    assert written["base_model.model.model.norm.weight"].equal(adapted.model.norm.weight), "as trained, unrounded"
     assert main(["export", str(runs / "lora"), "--hf", str(tmp_path / "merged"), "--merge"]) == 0
     merged = open_trained(tmp_path / "merged", device="cpu", dtype="fp32")
     tokens_BT = torch.randint(adapted.spec.vocab, (2, 16), generator=torch.Generator().manual_seed(0))
