@@ -86,6 +86,17 @@ def test_tensor_parallelism_pays_where_it_leaves_the_node() -> None:
     assert predict_step_time(across, H100).tensor > 3 * predict_step_time(inside, H100).tensor
 
 
+def test_what_the_host_cannot_issue_in_time_hides_messages() -> None:
+    """Of a small model: the device sends while it waits, so faster wires save nothing."""
+    small = replace(JOB, model=blueprint(resolve_model(PRESETS["gpt2"], base_dir=Path())), sequence=512, tp=4,
+                    dp_shard=16, zero=0)  # fmt: skip
+    fast = H100.model_copy(update={"link_gb_s": 2 * H100.link_gb_s})
+    bound, free = predict_step_time(small, H100), predict_step_time(small, fast)
+    assert free.tensor < bound.tensor
+    assert free.tensor + free.host == pytest.approx(bound.tensor + bound.host)
+    assert predict_step_time(replace(JOB, tp=4, dp_shard=16), H100).host == 0
+
+
 def test_more_microbatches_shrink_the_bubble() -> None:
     few = predict_step_time(replace(JOB, pp=8, dp_shard=8, zero=1, global_batch=64), H100)
     many = predict_step_time(replace(JOB, pp=8, dp_shard=8, zero=1, global_batch=512), H100)

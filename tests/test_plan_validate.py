@@ -10,7 +10,7 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.plan.published import read_published, read_row
 from meshwright.plan.published_words import number_of, recompute_of, zero_of
-from meshwright.plan.validate import judge, spearman
+from meshwright.plan.validate import judge, regret, spearman, sweep_correlation
 
 LLAMA = {
     "id": "a-1",
@@ -208,3 +208,15 @@ def test_rank_correlation() -> None:
     assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
     assert spearman([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(0.9487, abs=1e-4)
     assert spearman([1, 1, 1], [1, 2, 3]) is None
+
+
+def test_repeats_of_a_layout_are_one_layout(tmp_path: Path) -> None:
+    """Three times FSDP2 and once with recomputation: two layouts, no rank correlation, the median against the other."""
+    speeds = {"a-1": "2900", "a-2": "3000", "a-3": "1000"}
+    rows = [row(id=name, tokens_per_s_per_gpu=speed) for name, speed in speeds.items()]
+    rows.append(row(id="a-4", recompute="full", tokens_per_s_per_gpu="3190"))
+    judged = judge(read_published(write(tmp_path / "runs.csv", *rows))[0])
+    (sweep,) = regret(judged)
+    assert (sweep["layouts"], sweep["chosen"]) == (2, "a-1")
+    assert sweep["regret"] == pytest.approx(3190 / 2900 - 1)
+    assert sweep_correlation(judged, "step_time") is None
