@@ -159,7 +159,7 @@ def test_sharding_recomputation_and_smaller_microbatches_need_less() -> None:
 
 
 def test_the_planner_agrees_with_what_was_rehearsed() -> None:
-    """The table of docs/rehearsal.md: memory within 3 %, traffic to the byte, but for the gradient's norm."""
+    """The table of docs/rehearsal.md: memory within 3 %, traffic to the byte, but for counts, loss and norm."""
     rehearsal = SimpleNamespace(**runpy.run_path(str(DOCS / "make_rehearsal_md.py")))
     rows = json.loads((DOCS / "rehearsal.json").read_text())
     assert {tuple(row["cell"]) for row in rows} == set(rehearsal.cells())

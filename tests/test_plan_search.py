@@ -19,8 +19,9 @@ from meshwright.plan.explain import bandwidth, relief, why_not
 from meshwright.plan.hardware import device_cluster, resolve_cluster
 from meshwright.plan.job import Job
 from meshwright.plan.machine import Machine
+from meshwright.plan.page import CHARACTERS
 from meshwright.plan.search import Limits, divisors, evaluate, family_name, layouts, search
-from meshwright.spec.cluster import CollectiveCost, Measured
+from meshwright.spec.cluster import ClusterSpec, CollectiveCost, Measured
 from meshwright.spec.data import DataSpec
 from meshwright.spec.model import ModelFields
 from meshwright.spec.recipe import load_recipe
@@ -43,7 +44,7 @@ def recipe(tmp_path: Path) -> Path:
     return tmp_path / "run.yaml"
 
 
-def instance(seed: int) -> tuple[Job, object, Limits]:
+def instance(seed: int) -> tuple[Job, ClusterSpec, Limits]:
     """A small random model, batch, cluster and limit."""
     rng = random.Random(seed)
     heads = rng.choice([4, 6, 8])
@@ -246,6 +247,7 @@ def test_the_page_is_whole_and_loads_nothing(recipe: Path, capsys: pytest.Captur
     assert len(drawing.findall("svg")) >= 4
     assert not re.search(r"(src|href|url)\s*[=(]", text)
     assert len(drawing.findall(".//circle")) > 3
+    assert max(len(label.text or "") for label in drawing.findall(".//text")) <= CHARACTERS  # so none is cut off
     assert capsys.readouterr().out
 
 

@@ -2,20 +2,26 @@
 
 from collections.abc import Iterator, Sequence
 from html import escape
+from textwrap import wrap
 from typing import Any
 
 from meshwright.spec.schedule import build_schedule, nearest_microbatches
 from meshwright.spec.timeline import StageCosts, simulate
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999999", "#dddddd", "#ee8866")
-WIDTH, ROW, LABEL = 720, 20, 250
+WIDTH, LINE, BAR = 440, 14, 14
+"""Of a drawing, a line of text in it, and a bar; so narrow that text is readable on a phone."""
+CHARACTERS = 56
+"""Of a line of text, in the widest of usual fonts."""
+LEGEND = 4
+"""Names in a row of a legend."""
 MOST_RANKS, MOST_STAGES = 64, 16
 """What a rank map and a timeline show at most."""
 
 HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width,initial-scale=1"><title>Plan</title>
-<style>body{font:15px system-ui,sans-serif;margin:1em auto;max-width:46em;padding:0 .7em;color:#222}
-svg{width:100%;height:auto}text{font-size:11px;fill:#222}h2{font-size:1.1em;margin:1.6em 0 .3em}p{margin:.3em 0}</style>
+<style>body{font:15px system-ui,sans-serif;margin:1em auto;max-width:40em;padding:0 .7em;color:#222}
+svg{width:100%;height:auto}text{font-size:12px;fill:#222}h2{font-size:1.1em;margin:1.6em 0 .3em}p{margin:.3em 0}</style>
 </head><body>"""
 
 
@@ -46,36 +52,49 @@ def plan_page(facts: dict[str, Any]) -> str:
 
 
 def _bars(rows: Sequence[tuple[str, dict[str, float]]], limit: float | None) -> str:
-    """Stacked bars with a legend, and a line at `limit`."""
+    """Stacked bars, each below its label, with a legend, and a line at `limit`."""
     most = max([sum(parts.values()) for _, parts in rows] + ([limit] if limit else []))
-    scale, names = (WIDTH - LABEL - 50) / most, list(rows[0][1])
-    height = ROW * (len(rows) + 2)
-    return _svg(height, _bar_shapes(rows, names, scale, limit))
+    labels = [wrap(label, CHARACTERS) for label, _ in rows]
+    names = list(rows[0][1])
+    top = LINE * -(-len(names) // LEGEND)
+    height = top + sum(LINE * len(lines) + BAR + 10 for lines in labels) + 4
+    parts = [parts for _, parts in rows]
+    return _svg(height, _bar_shapes(labels, parts, names, (WIDTH - 45) / most, limit, (top, height)))
 
 
 def _bar_shapes(
-    rows: Sequence[tuple[str, dict[str, float]]], names: list[str], scale: float, limit: float | None
+    labels: Sequence[Sequence[str]],
+    rows: Sequence[dict[str, float]],
+    names: Sequence[str],
+    scale: float,
+    limit: float | None,
+    span: tuple[float, float],
 ) -> Iterator[str]:
+    top, bottom = span
     for place, name in enumerate(names):
-        x = place * WIDTH / len(names)
-        yield f'<rect x="{x:.0f}" y="4" width="9" height="9" fill="{COLOURS[place % len(COLOURS)]}"/>'
-        yield f'<text x="{x + 12:.0f}" y="13">{escape(name)}</text>'
-    for line, (label, parts) in enumerate(rows):
-        y, x = ROW * (line + 1.5), float(LABEL)
-        yield f'<text x="0" y="{y + 12:.0f}">{escape(label[:44])}</text>'
+        x, y = place % LEGEND * WIDTH / LEGEND, LINE * (place // LEGEND)
+        yield f'<rect x="{x:.0f}" y="{y + 3}" width="9" height="9" fill="{COLOURS[place % len(COLOURS)]}"/>'
+        yield f'<text x="{x + 12:.0f}" y="{y + 12}">{escape(name)}</text>'
+    y = top + 4
+    for lines, parts in zip(labels, rows, strict=True):
+        for line in lines:
+            y += LINE
+            yield f'<text x="0" y="{y}">{escape(line)}</text>'
+        x = 0.0
         for place, name in enumerate(names):
             wide = parts[name] * scale
             title = f"<title>{escape(name)} {parts[name]:.3g}</title>"
             yield (
-                f'<rect x="{x:.1f}" y="{y:.0f}" width="{wide:.1f}" height="14" '
+                f'<rect x="{x:.1f}" y="{y + 4}" width="{wide:.1f}" height="{BAR}" '
                 f'fill="{COLOURS[place % len(COLOURS)]}">{title}</rect>'
             )
             x += wide
-        yield f'<text x="{x + 4:.1f}" y="{y + 12:.0f}">{sum(parts.values()):.3g}</text>'
-    if limit is not None:
-        x = LABEL + limit * scale
-        bottom = ROW * (len(rows) + 2)
-        yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{ROW}" y2="{bottom}" stroke="#c00" stroke-width="2"/>'
+        yield f'<text x="{x + 4:.1f}" y="{y + 15}">{sum(parts.values()):.3g}</text>'
+        if limit is not None:
+            at = limit * scale
+            yield f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{y + 2}" y2="{y + BAR + 6}" stroke="#c00" stroke-width="2"/>'
+        y += BAR + 10
+    assert y <= bottom
 
 
 def _frontier(shown: Sequence[dict[str, Any]]) -> str:
@@ -125,14 +144,20 @@ def _rank_map(layout: dict[str, Any], cluster: dict[str, Any]) -> str:
     dp = layout.get("dp_replicate", 1) * layout.get("dp_shard", 1)
     devices = min(cluster["devices"], MOST_RANKS)
 
+    wide = min(40, WIDTH / per_node)
+
     def cells() -> Iterator[str]:
         for rank in range(devices):
-            x, y = 40 * (rank % per_node), 26 * (rank // per_node)
+            x, y = wide * (rank % per_node), 26 * (rank // per_node)
             stage, group = rank // (dp * inner), rank // inner % dp
             fill = COLOURS[stage % len(COLOURS)]
             title = f"<title>rank {rank}: stage {stage}, data {group}, tp x cp {rank % inner}</title>"
-            yield f'<rect x="{x}" y="{y}" width="37" height="23" fill="{fill}" opacity=".7">{title}</rect>'
-            yield f'<text x="{x + 12}" y="{y + 15}">{group}</text>'
+            yield (
+                f'<rect x="{x:.1f}" y="{y}" width="{0.93 * wide:.1f}" height="23" fill="{fill}" opacity=".7">'
+                f"{title}</rect>"
+            )
+            if wide >= 20:
+                yield f'<text x="{x + wide / 4:.1f}" y="{y + 15}">{group}</text>'
 
     more = f"<p>The first {devices} of {cluster['devices']} ranks.</p>" if devices < cluster["devices"] else ""
     return _svg(26 * -(-devices // per_node), cells()) + more
