@@ -46,7 +46,7 @@ RULE = {
     "vocab": "the family's by the model's name, else 51200 (Megatron's padded GPT-2)",
     "ffn_hidden": "what the published parameter count leaves, else four times hidden",
     "recompute": "none where it fits, else selective: recomputing everything would have been worth a word",
-    "heads": "one for 128 of hidden",
+    "heads": "about one for 128 of hidden: the nearest number that divides it and that tp divides",
     "layers": "from the architecture's name (`plan/data/architectures.csv`) or the parameter count, else hidden / 128",
     "hidden": "the same",
     "micro_batch": "1",

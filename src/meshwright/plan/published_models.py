@@ -189,7 +189,7 @@ def _given_sizes(read: Completion, known: Sizes, params: float | None, name: str
     _by_parameters(read, size, params)
     hidden = size["hidden"]
     if "heads" not in size:
-        size["heads"] = max(1, int(hidden) // 128)
+        size["heads"] = _likely_heads(int(hidden), read.count("tp") or 1)
         read.completed.append("heads")
     size["heads"] = min(size["heads"], hidden)
     size["kv_heads"] = min(read.count("kv_heads") or known.get("kv_heads") or size["heads"], size["heads"])
@@ -197,6 +197,13 @@ def _given_sizes(read: Completion, known: Sizes, params: float | None, name: str
         size["ffn"] = 4 * hidden
         read.completed.append("ffn_hidden")
     return size
+
+
+def _likely_heads(hidden: int, tp: int) -> int:
+    """About one for 128 of hidden: the nearest number that divides it and that tensor-parallel ranks can share out."""
+    wanted = max(1, hidden // 128)
+    possible = [heads for heads in range(1, min(hidden, 8 * wanted) + 1) if hidden % heads == 0 and heads % tp == 0]
+    return min(possible, key=lambda heads: abs(heads - wanted), default=wanted)
 
 
 def _by_parameters(read: Completion, size: Sizes, params: float | None) -> None:
