@@ -198,11 +198,11 @@ FAULTS: dict[str, Any] = {
     ("layout", "options"),
     [
         (LayoutSpec(), {"recompute": "full"}),
-        (LayoutSpec(dp_shard=3, zero=3), {"tied": True, "accumulation": 2}),
+        (LayoutSpec(dp_shard=3, zero=3), {"accumulation": 2, "finetune": {"method": "qlora", "rank": 4, "dora": True}}),
         (LayoutSpec(dp_replicate=2, cp=2, cp_method="ring"), {"family": "mistral", "recompute": "selective"}),
         (LayoutSpec(dp_shard=2, cp=2, zero=2), {"family": "gpt2", "precision": "fp32"}),
         (LayoutSpec(cp=2, zero=3), {"optimizer": {"name": "muon"}, "clip": 0.01}),
-        (LayoutSpec(dp_shard=2), {"precision": "bf16", "finetune": {"method": "qlora", "rank": 4, "dora": True}}),
+        (LayoutSpec(dp_shard=2), {"precision": "bf16"}),
         (LayoutSpec(pp=2, tp=2), {"tied": True, "recompute": "full"}),
         (LayoutSpec(pp=2, dp_shard=2, schedule="zbv"), {"num_layers": 4}),
         (LayoutSpec(cp=2, ep=2), {"family": "mixtral"}),

@@ -139,9 +139,8 @@ def _shortened(microbatch: Microbatch) -> Microbatch:
     labelled = np.flatnonzero((microbatch.labels != NO_LABEL).any(axis=0))
     last = int(labelled[-1]) + 1 if len(labelled) else 1
     length = min(-(-last // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, microbatch.labels.shape[1])
-    inputs, labels, *others, references = microbatch
-    cut = (None if array is None else array[:, :length] for array in others)
-    return Microbatch(inputs[:, :length], labels[:, :length], *cut, references)
+    tokens = {name: getattr(microbatch, name) for name in ("inputs", "labels", "documents", "positions", "owners")}
+    return microbatch._replace(**{name: array[:, :length] for name, array in tokens.items() if array is not None})
 
 
 def evaluation_batches(
