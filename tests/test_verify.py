@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from meshwright.cli.main import main
 from meshwright.families import resolve_model
-from meshwright.prove.reference import trace_reference, train_reference
+from meshwright.prove.compare import load_weights
+from meshwright.prove.reference import Reference, trace_reference, train_reference
 from meshwright.prove.shrink import shrink
 from meshwright.prove.verify import Proof, for_proof, prove_rank
 from meshwright.spec.checkpoint import CheckpointSpec
@@ -33,7 +34,9 @@ STEPS = 2
 
 def rank_proof(fault: str, resolved: ResolvedRun, folder: Path, trace: int) -> Proof:
     with FAULTS[fault]():
-        return prove_rank(build_here(resolved), folder, STEPS, trace)
+        trainer = build_here(resolved)
+        load_weights(trainer, Reference(folder), 0)  # adapters as the reference begins with
+        return prove_rank(trainer, folder, STEPS, trace)
 
 
 def prove(ranks: RankPool, folder: Path, resolved: ResolvedRun, fault: str = "none") -> Proof:
