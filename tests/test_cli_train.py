@@ -122,6 +122,29 @@ def test_resuming_continues_to_the_step_that_is_asked_for(folder, capsys):
     assert "next        meshwright generate runs/small" in text
 
 
+def test_other_data_are_continued_with_only_by_the_tokenizer_that_was_learnt(folder, capsys):
+    (folder / "recipes/other").mkdir()
+    for number in range(8):
+        (folder / f"recipes/other/{number}.txt").write_text(f"{number} birds rest on the roof tonight\n" * 20)
+    learnt = (folder / "runs/small/tokenizer/tokenizer.json").read_bytes()
+    words = ["train", "recipes/run.yaml", "--resume", "data.sources=other/*.txt", "training.steps=6"]
+    assert main(words) == 2
+    assert (
+        "data.tokenizer=auto gives tokens other numbers than runs/small learnt, which this run continues; "
+        "set data.tokenizer=../runs/small/tokenizer" in capsys.readouterr().err
+    )
+    words.append("data.tokenizer=../runs/small/tokenizer")
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert (folder / "runs/small/tokenizer/tokenizer.json").read_bytes() == learnt
+    assert "from here on other samples are seen than without the stop" in text
+    assert "data.sources [texts/*.txt] -> [other/*.txt]" in text
+    assert "position in the data" not in text
+    assert "to the last bit" not in text
+    assert main(words) == 0
+    assert "nothing to train: step 6 is not before training.steps=6" in capsys.readouterr().out
+
+
 def test_the_demo_trains_measures_writes_and_never_overwrites_an_earlier_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("def main():\n    return 1\n" * 60)

@@ -99,7 +99,8 @@ def _train(run: Run, base_dir: Path, worker: Worker | None, resume: str | None, 
     if worker is None and resume and resume != AUTO:
         check_continues(resolved, run_dir / "checkpoints", resume)
     if worker is None and (resolved.run.layout.world_size > 1 or find_nodes().count > 1):
-        corpus_of(resolved, progress=_show_progress)  # once, and mistakes are told before any process starts
+        # Once, and mistakes are told before any process starts.
+        _check_corpus(resolved, corpus_of(resolved, progress=_show_progress), resume)
         # The run directory's own files are written once the ranks have begun: a refused run leaves it untouched.
         with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
             write_run_files(resolved, Path(folder))
@@ -117,9 +118,7 @@ def train_rank(resolved: ResolvedRun, worker: Worker, stop: StopRequest, *, resu
         corpus_of(resolved, progress=_show_progress if first else None)
     join_all()
     corpus = corpus_of(resolved)
-    check_vocabulary(resolved.model, corpus.tokenizer.vocab_size)
-    check_tokenizer(resolved, corpus.tokenizer)
-    check_objective(run, {stream.name: stream.train.is_pairs for stream in corpus.streams})
+    _check_corpus(resolved, corpus, resume)
     trainer = build_trainer(resolved, worker, device, mesh)
     display = Display(
         steps=run.training.steps, memory_bytes=trainer.memory_bytes, device=trainer.device.type, enabled=first
@@ -128,6 +127,8 @@ def train_rank(resolved: ResolvedRun, worker: Worker, stop: StopRequest, *, resu
     display.say(begin(trainer, run_dir / "checkpoints", resume))
     corpus = with_references(trainer, corpus, run_dir)
     join_all()
+    if trainer.step >= run.training.steps:
+        display.say(f"nothing to train: step {trainer.step} is not before training.steps={run.training.steps}")
     stop.running()
     if not first:
         signal = train_loop(trainer, corpus, None, display, run_dir, stop)
@@ -194,6 +195,15 @@ def corpus_of(resolved: ResolvedRun, progress: Callable[[str, int, int], None] |
     run, base_dir = resolved.run, Path(resolved.base_dir)
     model_dir = pretrained_directory(run.model, base_dir=base_dir)
     return prepare_corpus(run.data, base_dir=base_dir, model_dir=model_dir, progress=progress)
+
+
+def _check_corpus(resolved: ResolvedRun, corpus: Corpus, resume: str | None) -> None:
+    """Raise `ValueError` where the tokens are not for this model, these weights or this objective."""
+    run_dir = Path(resolved.run.run_dir)
+    continued = run_dir if resume and list_checkpoints(run_dir / "checkpoints") else None
+    check_vocabulary(resolved.model, corpus.tokenizer.vocab_size)
+    check_tokenizer(resolved, corpus.tokenizer, continued=continued)
+    check_objective(resolved.run, {stream.name: stream.train.is_pairs for stream in corpus.streams})
 
 
 def write_run_files(resolved: ResolvedRun, run_dir: Path) -> None:

@@ -1,6 +1,7 @@
 """The one place that says, before any weight is read, whether what a recipe is to learn fits what it starts from."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -65,12 +66,13 @@ def check_vocabulary(model: ModelSpec, size: int) -> None:
         )
 
 
-def check_tokenizer(resolved: ResolvedRun, tokenizer: TextTokenizer | None) -> None:
-    """Raise `ValueError` where tokens have other numbers than in the run that `checkpoint.start_from` means.
+def check_tokenizer(resolved: ResolvedRun, tokenizer: TextTokenizer | None, *, continued: Path | None = None) -> None:
+    """Raise `ValueError` where tokens have other numbers than the weights have learnt, in the run `continued` or else
+    in the one that `checkpoint.start_from` means.
 
     None: the tokenizer is yet to be trained, which gives the same one on the same data only.
     """
-    run_dir = _starting_run(resolved)
+    run_dir = continued or _starting_run(resolved)
     if run_dir is None or not (run_dir / TOKENIZER).is_dir():
         return
     if tokenizer is None:
@@ -80,9 +82,10 @@ def check_tokenizer(resolved: ResolvedRun, tokenizer: TextTokenizer | None) -> N
     else:
         same = tokenizer.extends(load_tokenizer(run_dir / TOKENIZER))
     if not same:
+        verb = "continues" if continued else "starts from"
         raise ValueError(
             f"data.tokenizer={resolved.run.data.tokenizer} gives tokens other numbers than {run_dir} learnt, which "
-            f"this run starts from; set data.tokenizer={resolved.run.checkpoint.start_from}/{TOKENIZER}"
+            f"this run {verb}; set data.tokenizer={os.path.relpath(run_dir / TOKENIZER, resolved.base_dir)}"
         )
 
 

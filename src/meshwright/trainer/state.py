@@ -19,6 +19,7 @@ from meshwright.checkpoint.verify import newest_good_checkpoint, read_values, ve
 from meshwright.families import finetuned_table
 from meshwright.models import named_state
 from meshwright.optim.schedule import lr_factor
+from meshwright.spec.data import SourceSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.spec.training import LrScheduleSpec
@@ -35,7 +36,7 @@ COUNTERS = ("skipped", "spikes", "rewinds", "passed_over")
 BATCH_SPLIT = ("micro_batch", "device", "torch", "training.precision", "training.reduce_dtype", "training.compile")
 """What may change in which order numbers are added, besides the layout."""
 
-SILENT = ("run_dir", "trackers", "checkpoint.", "layout.", "guards.", *BATCH_SPLIT)
+SILENT = ("run_dir", "trackers", "checkpoint.", "layout.", "guards.", "data.cache_dir", *BATCH_SPLIT)
 """Settings that do not change what is trained, or are told of apart."""
 
 
@@ -165,27 +166,40 @@ def load_weights(trainer: Trainer, checkpoint: Path) -> None:
 
 def describe_restored(trainer: Trainer, saved: dict[str, Any]) -> str:
     """What is preserved exactly, what to float tolerance, and which settings have changed, for the banner."""
-    exact = "weights, optimizer state, loss scale, position in the data"
+    before, now = saved.get("settings", {}), _settings(trainer)
+    changed = [
+        f"{key} {_short(before[key])} -> {_short(value)}"
+        for key, value in now.items()
+        if key in before and before[key] != value and not key.startswith(SILENT)
+    ]
+    same_data = not any(line.startswith("data.") for line in changed)
+    exact = "weights, optimizer state, loss scale" + (", position in the data" if same_data else "")
     if _same_ranks(trainer, saved):
         exact += ", random state"
-    before, now = saved.get("settings", {}), _settings(trainer)
     layout = LayoutSpec.model_validate(saved["layout"])
     reasons = [f"{key} {before[key]} -> {now[key]}" for key in BATCH_SPLIT if key in before and before[key] != now[key]]
     if layout != trainer.resolved.run.layout:
         reasons.insert(0, f"{layout.strategy} -> {trainer.resolved.run.layout.strategy}")
     lines = [f"exact     {exact}"]
+    if not same_data:
+        lines.append("other     from here on other samples are seen than without the stop: the data have changed")
     if reasons:
         lines.append(f"tolerance from here on sums are taken in another order: {'; '.join(reasons)}")
-    else:
+    elif same_data:
         lines.append("exact     from here on every step, to the last bit where kernels are deterministic")
-    changed = [
-        f"{key} {before[key]} -> {value}"
-        for key, value in now.items()
-        if key in before and before[key] != value and not key.startswith(SILENT)
-    ]
     if changed:
         lines.append(f"changed   {'; '.join(changed)}{_lr_change(trainer, before)}")
     return "\n".join(lines)
+
+
+def _short(value: Any) -> Any:
+    """A setting as a recipe would say it: sources by what is said of them, or by their path alone."""
+    if isinstance(value, list):
+        return f"[{', '.join(str(_short(one)) for one in value)}]"
+    if isinstance(value, dict):
+        said = {key: one for key, one in value.items() if one != SourceSpec.model_fields[key].default}
+        return said["path"] if said.keys() == {"path"} else said
+    return value
 
 
 def _lr_change(trainer: Trainer, before: dict[str, Any]) -> str:
