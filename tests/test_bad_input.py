@@ -74,6 +74,7 @@ OVERRIDES = {
     "training.micro_batch=3": "training.micro_batch=3 does not divide the 2 sequences of a rank; the nearest",
     "data.sequence_length=64": "data.sequence_length=64 is longer than the model's 32 positions; use",
     "model.vocab=100": "the tokenizer has 260 tokens but the model only 100 rows; set model.vocab=260",
+    "model.vocab=258": "but the model only 258 rows; set model.vocab=260, or data.tokenizer_vocab=258",
 }
 
 
@@ -104,6 +105,10 @@ DATA = {
         "x.jsonl:2: no 'text' in this line (its keys are",
     ),
     "y.jsonl": (damaged("y.jsonl", b'{"text": "a"}\n{"text": '), "y.jsonl:2: not JSON: "),
+    "m.jsonl": (
+        damaged("m.jsonl", b'{"prompt": "a", "completion": "b"}'),
+        "m.jsonl holds records, and a tokenizer is trained on text alone: set data.tokenizer to that of",
+    ),
     "z.jsonl": (damaged("z.jsonl", b'{"text": 5}'), "z.jsonl:1: 'text' is not a string but int"),
 }
 

@@ -13,7 +13,14 @@ from meshwright.cli.common import add_recipe_arguments, read_recipe
 from meshwright.cli.output import add_json_argument, print_json
 from meshwright.data.describe import describe_sample
 from meshwright.data.packing import build_samples
-from meshwright.data.prepare import encoder_of_records, find_tokenizer, first_records, first_tokens, group_files
+from meshwright.data.prepare import (
+    encoder_of_records,
+    find_tokenizer,
+    first_records,
+    first_tokens,
+    group_files,
+    needs_tokenizer,
+)
 from meshwright.data.readers import read_documents, told_apart
 from meshwright.data.sources import SourceFile, find_files
 from meshwright.data.token_file import file_in_memory
@@ -186,12 +193,11 @@ def _sample(
     if not texts and not given and not records:
         raise ValueError("data.sources hold no text: every document is empty")
     if (given or records) and tokenizer is None:
-        what = "tokens: give the tokenizer that made them" if given else "records: give a tokenizer"
-        raise ValueError(f"{(given or records)[0].name} holds {what} as data.tokenizer")
+        raise needs_tokenizer((given or records)[0])
     size = tokenizer.vocab_size if tokenizer else recipe.data.tokenizer_vocab
     facts = {"vocab": size, "trained": tokenizer is None}
     if model is not None:
-        check_vocabulary(model, size)
+        check_vocabulary(recipe, model, size)
     groups = group_files(recipe.data, files)
     tokenizer = tokenizer or train_tokenizer(texts, recipe.data.tokenizer_vocab)
     parts = [first_tokens(file, tokenizer, SAMPLE_CHARACTERS) for file in given]

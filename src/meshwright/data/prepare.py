@@ -274,15 +274,23 @@ def _given_tokens(
     return whole.part(0, train), whole.part(train, whole.num_documents)
 
 
+def needs_tokenizer(file: SourceFile) -> ValueError:
+    """What to say where no tokenizer is given and none can be trained on `file`."""
+    if file.is_tokens:
+        return ValueError(f"{file.name} holds tokens: give the tokenizer that made them as data.tokenizer")
+    return ValueError(
+        f"{file.name} holds records, and a tokenizer is trained on text alone: set data.tokenizer to that of a Hugging "
+        "Face model or of a run (runs/base/tokenizer)"
+    )
+
+
 def _trained_tokenizer(
     data: DataSpec, cache: Path, groups: dict[str, list[SourceFile]], splits: dict[str, Split], progress: Progress
 ) -> TextTokenizer:
     """The tokenizer of a corpus that brings none; notes the splits that it had to find out."""
     for files in groups.values():
-        if files[0].is_tokens:
-            raise ValueError(f"{files[0].name} holds tokens: give the tokenizer that made them as data.tokenizer")
-        if files[0].is_records:
-            raise ValueError(f"{files[0].name} holds records of {files[0].format}: give a tokenizer as data.tokenizer")
+        if files[0].is_tokens or files[0].is_records:
+            raise needs_tokenizer(files[0])
 
     def build(directory: Path) -> None:
         num_characters = 0

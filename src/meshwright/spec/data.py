@@ -17,6 +17,10 @@ Format = Literal["auto", "text", "messages", "sharegpt", "alpaca", "prompt_compl
 """What a record of a source is."""
 
 
+SMALLEST_VOCAB = 257
+"""All bytes, and the end of a text."""
+
+
 class SourceSpec(Spec):
     """One source of documents. A string is short for `{path: string}`."""
 
@@ -68,7 +72,7 @@ class DataSpec(Spec):
     tokenizer: str = Field(default="auto", min_length=1)
     """A tokenizer.json, or a directory that holds one, relative to the recipe. auto: the tokenizer of the
     model's Hugging Face directory; for other models a byte-level BPE is trained on the training documents."""
-    tokenizer_vocab: int = Field(default=4096, ge=257)
+    tokenizer_vocab: int = Field(default=4096, ge=SMALLEST_VOCAB)
     """Vocabulary of a tokenizer that is trained: 256 bytes, the end-of-text token, and merges."""
     sequence_length: int = Field(default=1024, ge=1)
     """Tokens per sample."""

@@ -201,7 +201,7 @@ def _check_corpus(resolved: ResolvedRun, corpus: Corpus, resume: str | None) -> 
     """Raise `ValueError` where the tokens are not for this model, these weights or this objective."""
     run_dir = Path(resolved.run.run_dir)
     continued = run_dir if resume and list_checkpoints(run_dir / "checkpoints") else None
-    check_vocabulary(resolved.model, corpus.tokenizer.vocab_size)
+    check_vocabulary(resolved.run, resolved.model, corpus.tokenizer.vocab_size)
     check_tokenizer(resolved, corpus.tokenizer, continued=continued)
     check_objective(resolved.run, {stream.name: stream.train.is_pairs for stream in corpus.streams})
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from meshwright.checkpoint.manifest import MANIFEST, CheckpointError, list_checkpoints
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
 from meshwright.families import finetuned_table, parameter_table
+from meshwright.spec.data import SMALLEST_VOCAB
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.recipe import load_spec
 from meshwright.spec.run import ResolvedRun, Run
@@ -58,11 +59,15 @@ def check_start(resolved: ResolvedRun) -> None:
             )
 
 
-def check_vocabulary(model: ModelSpec, size: int) -> None:
+def check_vocabulary(run: Run, model: ModelSpec, size: int) -> None:
     """Raise `ValueError` where a tokenizer of `size` tokens knows some that the model has no row for."""
     if size > model.vocab:
+        trained = (
+            run.data.tokenizer == "auto" and run.model.weights != "pretrained" and size == run.data.tokenizer_vocab
+        )
+        smaller = f", or data.tokenizer_vocab={model.vocab}" if trained and model.vocab >= SMALLEST_VOCAB else ""
         raise ValueError(
-            f"the tokenizer has {size} tokens but the model only {model.vocab} rows; set model.vocab={size}"
+            f"the tokenizer has {size} tokens but the model only {model.vocab} rows; set model.vocab={size}{smaller}"
         )
 
 
