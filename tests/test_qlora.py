@@ -112,7 +112,7 @@ def test_data_parallel_layouts(ranks: RankPool, name: str) -> None:
     check(ranks, name, "nf4-double")
 
 
-@pytest.mark.parametrize("name", ["tp", "zero-3-tp", "cp-ring-tp", "pp-tp", "pp-zero-2-tp", "zero-3-cp"])
+@pytest.mark.parametrize("name", ["tp", "zero-3-tp", "cp-ring-tp", "pp-tp", "zero-3-cp"])
 def test_layouts_that_split_the_model(ranks: RankPool, name: str) -> None:
     check(ranks, name, "nf4", width=WIDE)
     check(ranks, name, "int8-dora")

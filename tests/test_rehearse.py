@@ -57,7 +57,7 @@ def rehearsed(run: ResolvedRun, rank: int) -> tuple[dict[str, int], Sent]:
 
 
 DENSE = "ddp zero-3-uneven cp-ring-tp cp-ulysses-tp pp-hybrid-3 pp-zero-bubble-tp"
-SPARSE = "zero-1-ep tp-without-ep zero-3-cp-tp-ep pp-zero-3-ep"
+SPARSE = "zero-1-ep zero-3-cp-tp-ep pp-zero-3-ep"
 """Every kind of parallelism, and mixes of them."""
 
 
@@ -71,7 +71,7 @@ LORA = {"method": "lora", "rank": 4}
 
 
 @pytest.mark.parametrize(
-    ("name", "finetune"), [*((name, None) for name in (DENSE + " " + SPARSE).split()), ("hybrid-3-tp", LORA)]
+    ("name", "finetune"), [*((name, None) for name in (DENSE + " " + SPARSE).split()), ("zero-3-tp", LORA)]
 )
 def test_a_rehearsed_rank_is_as_a_real_one(ranks: RankPool, name: str, finetune: dict[str, Any] | None) -> None:
     layout = (LAYOUTS | EXPERT_PARALLEL)[name]
