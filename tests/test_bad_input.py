@@ -73,6 +73,8 @@ OVERRIDES = {
     "layout.dp_replicate=3": "training.global_batch=2 sequences cannot be split over 3 data-parallel ranks;",
     "training.micro_batch=3": "training.micro_batch=3 does not divide the 2 sequences of a rank; the nearest",
     "data.sequence_length=64": "data.sequence_length=64 is longer than the model's 32 positions; use",
+    "run_dir=a.txt/x": "run_dir=a.txt/x: nothing can be written in a.txt (not a directory); choose another",
+    "run_dir=/proc/nope": "run_dir=/proc/nope: nothing can be written in /proc (no such file or directory); choose",
     "model.vocab=100": "the tokenizer has 260 tokens but the model only 100 rows; set model.vocab=260",
     "model.vocab=258": "but the model only 258 rows; set model.vocab=260, or data.tokenizer_vocab=258",
 }
@@ -83,6 +85,15 @@ def test_overrides(override, message, folder, capsys):
     assert main(["check", "run.yaml", override]) == 1
     (line,) = errors(capsys)
     assert message in line
+
+
+def test_train_refuses_a_run_dir_that_cannot_be_made_before_any_process_starts(folder, capsys):
+    before = sorted(folder.iterdir())
+    for words in (["run_dir=a.txt/x"], ["run_dir=/proc/nope", "layout.dp_shard=2"]):
+        assert main(["train", "run.yaml", *words]) == 2
+        (line,) = errors(capsys)
+        assert line.startswith("run_dir=")
+    assert sorted(folder.iterdir()) == before
 
 
 def damaged(name, content):

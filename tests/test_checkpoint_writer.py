@@ -262,11 +262,17 @@ def test_going_back_sets_the_later_checkpoints_aside(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(writer, step, tensors)
     tensors["a"].fill_(2)
-    outcome = save(writer, 2, tensors)  # as a run does that continued from step 1
+    writer.since = 1  # as a run does that continued from step 1
+    outcome = save(writer, 2, tensors)
     assert outcome.problem is None
-    assert names(tmp_path) == ["abandoned-step-00000003", "latest", "step-00000002"]
+    assert names(tmp_path) == ["abandoned-step-00000002", "abandoned-step-00000003", "latest", "step-00000002"]
     assert (tmp_path / "latest").read_text() == "step-00000002\n"
     assert saved(tmp_path / "step-00000002", tensors)["a"].item() == 2
+    save(writer, 3, tensors)
+    writer.since = 2
+    save(writer, 5, tensors)  # the next one is due beyond what was passed over
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000005"]
+    assert saved(tmp_path / "abandoned-step-00000003", tensors)["a"].item() == 2
 
 
 def kill_often(root: str) -> dict[str, int]:

@@ -257,6 +257,11 @@ def test_resuming_by_name_the_newest_good_one_or_from_the_start(tmp_path: Path) 
     assert trainer.step == 6
     assert "from here on every step, to the last bit" in said
     assert begin(build_here(tiny()), tmp_path / "nothing", "auto") == "starting from random weights"
+    for path in list_checkpoints(root):
+        (path / "trainer.json").write_text("{}")
+    for which, words in (("auto", r"no checkpoint is good \(.*step-00000003/trainer\.json: 2 bytes"), ("newest", "too")):
+        with pytest.raises(CheckpointError, match=f"{words}.*; move what is damaged away and start without --resume, or"):
+            begin(trainer, root, which)
 
 
 def test_what_has_changed_is_said(tmp_path: Path) -> None:

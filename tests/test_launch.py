@@ -100,10 +100,9 @@ def test_senseless_environments(environment: dict[str, str], message: str) -> No
 
 
 def test_ranks_that_do_not_fit_the_machines() -> None:
+    run = Run.model_validate(RECIPE | {"layout": {"dp_shard": 4}})
     with pytest.raises(ValueError, match="4 ranks cannot be split evenly over 3 machines"):
-        start_workers(
-            Run.model_validate(RECIPE | {"layout": {"dp_shard": 4}}), Nodes(count=3), [], StopRequest(raises=True)
-        )
+        start_workers(run, Nodes(count=3), [], StopRequest(raises=True), run_dir=None)
 
 
 def test_a_wrong_number_of_processes_is_told() -> None:
@@ -281,6 +280,7 @@ def test_a_signal_while_workers_start_leaves_nothing(here: Path) -> None:
         workers = wait_for(lambda: len(workers_of(process)) == 2 and workers_of(process))
         process.send_signal(signal.SIGTERM)
         _, errors = ends(process, STOPPED)
+    assert "stopped before the first checkpoint; start again without --resume" in errors
     assert "Traceback" not in errors
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
     assert not records(here / "early", "step")

@@ -199,6 +199,10 @@ def test_every_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
         else:
             path.unlink()
         with pytest.raises(CheckpointError, match=rf"{path.name}.*--resume step-00000003"):
+            verify_checkpoint(checkpoint, to_resume=True)
+        with pytest.raises(
+            CheckpointError, match=rf"{path.name}.*; {tmp_path}/step-00000003 is good, give that instead$"
+        ):
             verify_checkpoint(checkpoint)
         path.write_bytes(content)
     verify_checkpoint(checkpoint)

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,7 @@ assert again == ["--resume", "auto"]
     assert run(job(folder, script)) == 0
     assert time.monotonic() - began < 30  # the survivor was not waited for
     said = capfd.readouterr().err
-    assert "error: rank 1 was killed by SIGKILL" in said
+    assert "error: rank 1 was killed by SIGKILL\n" in said
     assert "starting again (1 of 3 without a new checkpoint); the newest checkpoint is step-00000005" in said
 
 
@@ -123,7 +124,7 @@ def test_a_signal_to_the_launcher_reaches_every_worker(folder: Path, capfd: pyte
     signal_when_ready(folder, signal.SIGUSR1)
     assert run(job(folder, LISTENING)) == STOPPED
     assert [(folder / f"heard.{rank}").read_text() for rank in (0, 1)] == [str(int(signal.SIGUSR1))] * 2
-    assert "stopped; continue with --resume" in capfd.readouterr().err
+    assert capfd.readouterr().err == "stopped before the first checkpoint; start again without --resume\n"
 
 
 def test_a_second_signal_ends_workers_that_do_not_listen(folder: Path) -> None:
@@ -137,6 +138,12 @@ def test_a_worker_that_a_signal_ends_before_it_can_listen_takes_the_others_along
     script = "if rank == '1': os.kill(os.getpid(), signal.SIGTERM)\n" + LISTENING
     assert run(job(folder, script)) == STOPPED
     assert (folder / "heard.0").read_text() == str(int(signal.SIGTERM))
+
+
+def test_whoever_keeps_nothing_is_not_told_to_resume(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    work = job(folder, "os.kill(os.getpid(), signal.SIGTERM)")
+    assert run(replace(work, run_dir=None)) == STOPPED
+    assert capfd.readouterr().err == ""
 
 
 def test_the_launchers_of_two_machines_decide_alike(folder: Path) -> None:

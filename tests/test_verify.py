@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from meshwright.cli.main import main
 from meshwright.families import resolve_model
+from meshwright.prove import verify as verify_module
 from meshwright.prove.compare import load_weights
 from meshwright.prove.reference import Reference, trace_reference, train_reference
 from meshwright.prove.shrink import shrink
@@ -26,6 +27,7 @@ from meshwright.spec.model import ModelFields
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import build_here
 from meshwright.testing.ranks import RankPool
+from meshwright.trainer.status import STOPPED
 from meshwright.trainer.step import TrainStep
 from tiny import tiny_run
 
@@ -304,7 +306,7 @@ def test_what_is_shrunk_starts_from_no_file() -> None:
     assert small.finetune.start_from is None
 
 
-def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tmp_path / "run.yaml"
     recipe.write_text(
         "model: llama-3-8b\nlayout: {dp_replicate: 1, cp: 2}\ntraining: {steps: 9, lr_schedule: {warmup: 0}}\n"
@@ -316,3 +318,6 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(recipe), "--steps", "0"]) == 2
     assert main(["verify", str(recipe), "layout.cp=3", "layout.cp_method=ulysses"]) == 2
     assert "32 heads do not divide" in capsys.readouterr().err
+    monkeypatch.setattr(verify_module, "start_workers", lambda *_, **__: STOPPED)
+    assert main(["verify", str(recipe), "--steps", "1"]) == STOPPED
+    assert capsys.readouterr().err == "stopped; run it again to know\n"

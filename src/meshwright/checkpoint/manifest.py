@@ -17,8 +17,8 @@ TRAINER = "trainer.json"
 """Everything of a checkpoint that is no tensor."""
 LATEST = "latest"
 PREFIX = "step-"
-STAGING, REPLACED = ".writing-", ".replaced-"
-"""Prefixes of folders that are not yet, or no longer, checkpoints."""
+STAGING = ".writing-"
+"""Prefix of folders that are not yet checkpoints."""
 ABANDONED = "abandoned-"
 """Prefix of checkpoints beyond the step that a run went back to: kept for people, never continued from."""
 
@@ -62,18 +62,21 @@ def describe_file(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": digest}
 
 
-def publish(staging: Path, root: Path, step: int, files: dict[str, dict[str, Any]]) -> Path:
+def publish(
+    staging: Path, root: Path, step: int, files: dict[str, dict[str, Any]], *, since: int | None = None
+) -> Path:
     """Give the complete checkpoint in `staging` its manifest and its name; returns the published folder.
 
-    A run that went back to an older checkpoint takes another way from there: what it had saved at later steps is
-    renamed, and what it had saved at this step is replaced.
+    A run that went back to an older checkpoint, that of step `since`, takes another way from there: what lies beyond it
+    is renamed. Of what was abandoned twice at one step, the last stays. None: what lies at `step` or beyond.
     """
     write_durably(staging / MANIFEST, json.dumps({"format": 1, "step": step, "files": files}, indent=1))
     sync_folder(staging)
     final = root / checkpoint_name(step)
+    kept = step - 1 if since is None else since
     for later in list_checkpoints(root):
-        if step_of(later) >= step:
-            aside = root / f"{REPLACED if later == final else ABANDONED}{later.name}"
+        if step_of(later) > kept:
+            aside = root / f"{ABANDONED}{later.name}"
             shutil.rmtree(aside, ignore_errors=True)
             later.rename(aside)
     staging.rename(final)

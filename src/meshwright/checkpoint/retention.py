@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 from meshwright.checkpoint.manifest import (
-    REPLACED,
     STAGING,
     TRAINER,
     list_checkpoints,
@@ -35,7 +34,7 @@ def prune(root: Path, spec: CheckpointSpec) -> None:
         if path not in kept:
             shutil.rmtree(path)
     for path in root.iterdir():
-        if path.name.startswith((STAGING, REPLACED)):
+        if path.name.startswith(STAGING):
             shutil.rmtree(path)
 
 

@@ -15,25 +15,28 @@ from meshwright.checkpoint.manifest import (
 from meshwright.checkpoint.metadata import METADATA
 from meshwright.checkpoint.ranks import from_first, gather_everywhere, rank, world_size
 
+START_ANEW = "move what is damaged away and start without --resume, or start in another run_dir"
 
-def verify_checkpoint(checkpoint: Path) -> dict[str, Any]:
+
+def verify_checkpoint(checkpoint: Path, *, to_resume: bool = False) -> dict[str, Any]:
     """Check every file against the manifest, the work divided over ranks; returns the value in `trainer.json`.
 
-    Raises the same `CheckpointError` on every rank, naming the file and the newest checkpoint that is good. Collective.
+    Raises the same `CheckpointError` on every rank, naming the file and the newest checkpoint that is good: what to
+    give instead, or to continue from where that is what the checkpoint is for (`to_resume`). Collective.
     """
     problems = [text for text in gather_everywhere(_problem(checkpoint, rank(), world_size())) if text]
     if problems:
-        raise CheckpointError(f"{problems[0]}; {from_first(_offer(checkpoint) if rank() == 0 else None)}")
+        raise CheckpointError(f"{problems[0]}; {from_first(_offer(checkpoint, to_resume) if rank() == 0 else None)}")
     return json.loads((checkpoint / TRAINER).read_text())
 
 
 def read_values(checkpoint: Path) -> dict[str, Any]:
     """The value in `trainer.json`, once that and the index are as they were saved; no tensor is read.
 
-    Raises `CheckpointError` as `verify_checkpoint`. Each rank by itself.
+    Raises `CheckpointError` as `verify_checkpoint`, for continuing. Each rank by itself.
     """
     if problem := _problem(checkpoint, 0, 1, only=(METADATA, TRAINER)):
-        raise CheckpointError(f"{problem}; {_offer(checkpoint)}")
+        raise CheckpointError(f"{problem}; {_offer(checkpoint, to_resume=True)}")
     return json.loads((checkpoint / TRAINER).read_text())
 
 
@@ -66,9 +69,15 @@ def _problem(checkpoint: Path, part: int, parts: int, *, only: tuple[str, ...] =
     return None
 
 
-def _offer(checkpoint: Path) -> str:
+def _offer(checkpoint: Path, to_resume: bool) -> str:
     others = [path for path in list_checkpoints(checkpoint.parent) if path != checkpoint]
     for other in reversed(others):
         if _problem(other, 0, 1) is None:
-            return f"{other.name} is good, continue from it with --resume {other.name}"
-    return "the others are damaged too" if others else "there is no other checkpoint beside it"
+            name = other.name
+            return (
+                f"{name} is good, continue from it with --resume {name}"
+                if to_resume
+                else f"{other} is good, give that instead"
+            )
+    alone = "the others are damaged too" if others else "there is no other checkpoint beside it"
+    return f"{alone}; {START_ANEW}" if to_resume else alone

@@ -64,6 +64,8 @@ class CheckpointWriter:
 
     def __init__(self, root: Path, spec: CheckpointSpec) -> None:
         self.root, self.spec = root, spec
+        self.since: int | None = None
+        """Step of the checkpoint that the next one follows; what lies between the two is abandoned."""
         self._plan: ShardPlan | None = None
         self._buffers: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
@@ -178,7 +180,8 @@ class CheckpointWriter:
                 write_index(self._staging, self._plan, [report.results for report in reports])
                 (self._staging / TRAINER).write_text(self._trainer)
                 files |= {name: describe_file(self._staging / name) for name in (METADATA, TRAINER)}
-                path = publish(self._staging, self.root, self._step, dict(sorted(files.items())))
+                path = publish(self._staging, self.root, self._step, dict(sorted(files.items())), since=self.since)
+                self.since = self._step
                 prune(self.root, self.spec)
             except Exception as error:
                 what = "old checkpoints could not be removed: " if path else ""

@@ -32,7 +32,7 @@ from meshwright.spec.recipe import RecipeError, line_of
 from meshwright.spec.run import Run
 from meshwright.trainer.display import model_size, short
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.start import check_objective, check_start, check_tokenizer, check_vocabulary
+from meshwright.trainer.start import check_objective, check_start, check_tokenizer, check_vocabulary, check_writable
 from meshwright.trainer.trackers import require_trackers
 
 READ_BYTES = 1 << 28
@@ -120,6 +120,7 @@ def _besides(rest: Run, wrong: Collection[str], arguments: argparse.Namespace) -
 def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
     """All facts about a recipe as plain data; what is wrong is added to `findings`, its facts left out."""
     facts: dict[str, Any] = {}
+    findings.attempt(lambda: check_writable(Path(recipe.run_dir)))
     vocab = recipe.data.tokenizer_vocab
     model, resolved = findings.attempt(lambda: resolve_model(recipe.model, base_dir=base_dir, vocab=vocab)), None
     if model is not None:

@@ -14,6 +14,7 @@ from meshwright.spec.recipe import dump_recipe
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.launch import Nodes, find_worker, start_workers
 from meshwright.trainer.signals import StopRequest
+from meshwright.trainer.status import STOPPED, TrainingStopped
 
 RESOLVED, PROOF = "resolved.yaml", "proof.pickle"
 
@@ -44,18 +45,21 @@ class Proof:
 def verify(resolved: ResolvedRun, *, steps: int) -> Proof:
     """Train `steps` steps on one process and under the layout, from the same weights on the same data, and compare.
 
-    Both on this machine's CPUs. Raises `LayoutFailed` where the layout's processes fail.
+    Both on this machine's CPUs. Raises `LayoutFailed` where the layout's processes fail, and `TrainingStopped`, a
+    `KeyboardInterrupt`, where a signal ended it.
     """
     if find_worker() is not None:
         raise ValueError("verify starts the layout's processes itself; run it without torchrun or srun")
     resolved = for_proof(resolved)
     with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as name:
         folder = Path(name)
-        reference = train_reference(resolved, folder, steps)
+        with StopRequest(raises=True):
+            reference = train_reference(resolved, folder, steps)
         proof = _under_layout(resolved, folder, steps, trace=0)
         if not proof.equal:
             step = proof.comparisons[-1].step
-            trace_reference(resolved, reference, step)
+            with StopRequest(raises=True):
+                trace_reference(resolved, reference, step)
             proof = _under_layout(resolved, folder, steps, trace=step)
     return proof
 
@@ -85,7 +89,9 @@ def _under_layout(resolved: ResolvedRun, folder: Path, steps: int, *, trace: int
     arguments = ["--resolved", str(folder / RESOLVED), "--folder", str(folder), "--steps", str(steps)]
     with StopRequest(raises=True) as stop:
         words = [*arguments, "--trace", str(trace)]
-        status = start_workers(resolved.run, Nodes(), words, stop, module="meshwright.prove.worker")
+        status = start_workers(resolved.run, Nodes(), words, stop, run_dir=None, module="meshwright.prove.worker")
+    if status == STOPPED:
+        raise TrainingStopped(status)
     if status:
         raise LayoutFailed
     return pickle.loads((folder / PROOF).read_bytes())

@@ -109,11 +109,19 @@ def find_nodes(environment: Mapping[str, str] = os.environ) -> Nodes:
 
 
 def start_workers(
-    run: Run, nodes: Nodes, arguments: list[str], stop: StopRequest, *, module: str = WORKER, restarts: int = 0
+    run: Run,
+    nodes: Nodes,
+    arguments: list[str],
+    stop: StopRequest,
+    *,
+    run_dir: Path | None,
+    module: str = WORKER,
+    restarts: int = 0,
 ) -> int:
     """Run `python -m MODULE ARGUMENTS` once per local rank until the run has ended, after crashes `restarts` times.
 
-    Returns the exit status (`status.py`); what there is to say about it has been printed.
+    `run_dir` is where their checkpoints are; None where they keep nothing to continue from. Returns the exit status
+    (`status.py`); what there is to say about it has been printed, but for a stop without a `run_dir`.
     """
     layout = run.layout
     if layout.world_size % nodes.count:
@@ -143,7 +151,7 @@ def start_workers(
         ]
 
     command = [sys.executable, "-u", "-m", module, *arguments]
-    job = Job(command, environments, Path(run.run_dir), restarts=restarts, store=store, nodes=nodes.count)
+    job = Job(command, environments, run_dir, restarts=restarts, store=store, nodes=nodes.count)
     return supervise(job, stop)
 
 

@@ -39,9 +39,11 @@ from meshwright.trainer.start import (
     check_start,
     check_tokenizer,
     check_vocabulary,
+    check_writable,
 )
 from meshwright.trainer.state import AUTO, NEWEST, begin, check_continues, choose_checkpoint
 from meshwright.trainer.status import STOPPED, RunError, TrainingFailed, TrainingStopped
+from meshwright.trainer.supervise import after_stop
 from meshwright.trainer.trackers import open_trackers, require_trackers
 
 
@@ -80,6 +82,10 @@ def train(run: Run, *, resume: bool | str = False, base_dir: Path | str = ".") -
         except RunError as error:
             print(f"error: {error}", file=sys.stderr)
             status = error.status
+        except TrainingStopped as stopped:
+            if stopped.status == STOPPED:
+                print(after_stop(Path(run.run_dir)), file=sys.stderr)
+            raise
     if status == STOPPED:
         raise TrainingStopped(status)
     if status:
@@ -91,6 +97,7 @@ def _train(run: Run, base_dir: Path, worker: Worker | None, resume: str | None, 
     """Train, here or in workers; returns the exit status."""
     run_dir = Path(run.run_dir)
     if worker is None or worker.rank == 0:
+        check_writable(run_dir)
         _check_run_dir(run_dir, resume)
     require_trackers(run)
     resolved = resolve_run(run, base_dir=base_dir)
@@ -105,7 +112,8 @@ def _train(run: Run, base_dir: Path, worker: Worker | None, resume: str | None, 
         with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
             write_run_files(resolved, Path(folder))
             arguments = ["--resolved", str(Path(folder) / RESOLVED), *(["--resume", resume] if resume else [])]
-            return start_workers(resolved.run, find_nodes(), arguments, stop, restarts=run.guards.restarts)
+            nodes, restarts = find_nodes(), run.guards.restarts
+            return start_workers(resolved.run, nodes, arguments, stop, run_dir=run_dir, restarts=restarts)
     return STOPPED if train_rank(resolved, worker or Worker(), stop, resume=resume) else 0
 
 

@@ -25,7 +25,7 @@ class Saver:
         """Step and result of the last evaluation."""
         self.failed = 0
         """Checkpoints that were due and do not exist."""
-        self._begun = trainer.step  # what a run continues from is saved already
+        self._begun = self.writer.since = trainer.step  # what a run continues from is saved already
 
     @property
     def busy(self) -> bool:
@@ -51,7 +51,7 @@ class Saver:
 
     def went_back(self, why: str) -> None:
         """Tell that the trainer is at an older step now, whose checkpoint is there."""
-        self._begun = self.trainer.step
+        self._begun = self.writer.since = self.trainer.step
         self.display.say(why)
         if self.journal:
             self.journal.write("rewind", step=self.trainer.step, why=why)

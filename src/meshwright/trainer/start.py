@@ -1,7 +1,8 @@
-"""The one place that says, before any weight is read, whether what a recipe is to learn fits what it starts from."""
+"""The one place that says, before any weight is read, whether a run can begin: what it starts from, where it writes."""
 
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,6 +34,21 @@ def checkpoint_at(path: Path, setting: str) -> Path:
     if not saved:
         raise CheckpointError(f"{setting}: {path} is neither a checkpoint nor a run that has one")
     return saved[-1]
+
+
+def check_writable(run_dir: Path) -> None:
+    """Raise `ValueError` where `run_dir` cannot be made, or nothing in it. Leaves nothing behind.
+
+    Permissions do not tell (root has all of them, on a read-only disk too), so a folder is made and removed again.
+    """
+    place = run_dir
+    try:
+        place = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
+        with tempfile.TemporaryDirectory(prefix=".meshwright-", dir=place):
+            pass
+    except OSError as error:
+        why = (error.strerror or "it cannot be used").lower()
+        raise ValueError(f"run_dir={run_dir}: nothing can be written in {place} ({why}); choose another") from error
 
 
 def check_start(resolved: ResolvedRun) -> None:

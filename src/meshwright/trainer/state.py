@@ -15,7 +15,7 @@ from meshwright.checkpoint.manifest import (
     read_manifest,
 )
 from meshwright.checkpoint.retention import HELD_OUT_LOSS
-from meshwright.checkpoint.verify import newest_good_checkpoint, read_values, verify_checkpoint
+from meshwright.checkpoint.verify import START_ANEW, newest_good_checkpoint, read_values, verify_checkpoint
 from meshwright.families import finetuned_table
 from meshwright.models import named_state
 from meshwright.optim.schedule import lr_factor
@@ -91,10 +91,13 @@ def begin(trainer: Trainer, root: Path, resume: str | None) -> str:
 def choose_checkpoint(root: Path, which: str) -> tuple[Path | None, list[str]]:
     """The checkpoint below `root` that `which` means, and what is to be said about others. Collective.
 
-    `which` is `NEWEST`, `AUTO` or a checkpoint's name. Raises `CheckpointError` where it is not there.
+    `which` is `NEWEST`, `AUTO` or a checkpoint's name. Raises `CheckpointError` where it is not there, and where there
+    are some for `AUTO` and all are damaged: a run is not begun anew over its own remains.
     """
     if which == AUTO:
         found, faults = newest_good_checkpoint(root)
+        if faults and found is None:
+            raise CheckpointError(f"{root}: no checkpoint is good ({'; '.join(faults)}); {START_ANEW}")
         return found, [f"warning: passed over {fault}" for fault in faults]
     if which == NEWEST:
         return latest_checkpoint(root), []
@@ -121,7 +124,7 @@ def restore(trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
 
     Raises `CheckpointError` where a file is damaged, or where the run's data would not continue where it stopped.
     """
-    saved = verify_checkpoint(checkpoint)
+    saved = verify_checkpoint(checkpoint, to_resume=True)
     check_base(checkpoint, saved, trainer.base)
     _check_fixed(checkpoint, saved, trainer.resolved)
     _check_trained(checkpoint, trainer.resolved)

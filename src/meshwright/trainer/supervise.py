@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from meshwright.checkpoint.manifest import list_checkpoints, step_of
+from meshwright.checkpoint.manifest import checkpoint_name, list_checkpoints, step_of
 from meshwright.trainer.metrics import read_journal
 from meshwright.trainer.signals import STOP_SIGNALS, StopRequest
 from meshwright.trainer.status import CRASH_LOOP, FINAL, STOPPED, TrainingStopped
@@ -35,7 +35,8 @@ class Job:
     command: list[str]
     environments: Callable[[int], list[dict[str, str]]]
     """From the number of the attempt to the environment of each local worker."""
-    run_dir: Path
+    run_dir: Path | None
+    """Where checkpoints and journal are; None for work that keeps nothing to continue from."""
     restarts: int
     """Allowed in a row without a new checkpoint."""
     store: dist.Store
@@ -67,7 +68,8 @@ def supervise(job: Job, stop: StopRequest) -> int:
         key = f"verdict-{attempt}"
         mine = json.dumps(asdict(_judge(job, attempt, failure, verdict)))
         verdict = Verdict(**json.loads(job.store.compare_set(key, "", mine)))
-        print(verdict.message, file=sys.stderr, flush=True)
+        if verdict.message:
+            print(verdict.message, file=sys.stderr, flush=True)
         if not verdict.again or stop.number:
             if job.nodes > 1:
                 time.sleep(LAST_WORDS_SECONDS)  # until the other launchers have read it
@@ -123,8 +125,9 @@ class _Worker:
         if self.last_words.exists():
             return "error: " + json.loads(self.last_words.read_text())["message"]
         code = self.process.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        return f"error: rank {self.rank} {how}; its messages stand above"
+        if code < 0:
+            return f"error: rank {self.rank} was killed by {signal.Signals(-code).name}"
+        return f"error: rank {self.rank} ended with status {code}; its messages stand above"
 
 
 def _wait(workers: list[_Worker], store: dist.Store, verdict: str, stop: StopRequest) -> _Worker | None:
@@ -167,16 +170,13 @@ def _judge(job: Job, attempt: int, failure: _Failure, before: Verdict) -> Verdic
     """Whether to start again after `failure`."""
     reached = _newest_step(job.run_dir)
     fruitless = 1 if reached > before.reached else before.fruitless + 1
-    trained = attempt > 0 or any(
-        record["kind"] == "step" and record["time"] >= failure.began
-        for record in read_journal(job.run_dir / "metrics.jsonl")
-    )
+    trained = attempt > 0 or (job.run_dir is not None and _stepped(job.run_dir, failure.began))
     again, status, message = False, failure.status, failure.message
     if status == STOPPED:
-        message = f"stopped; continue with --resume (newest checkpoint: {_newest_name(job.run_dir)})"
+        message = after_stop(job.run_dir) if job.run_dir else ""  # else whoever started it says so
     elif status not in FINAL and status - 128 not in STOP_SIGNALS and trained and job.restarts:
         again = fruitless <= job.restarts
-        newest = f"the newest checkpoint is {_newest_name(job.run_dir)}"
+        newest = f"the newest checkpoint is {checkpoint_name(reached) if reached else 'none'}"
         if again:
             message += f"\nstarting again ({fruitless} of {job.restarts} without a new checkpoint); {newest}"
         else:
@@ -185,11 +185,20 @@ def _judge(job: Job, attempt: int, failure: _Failure, before: Verdict) -> Verdic
     return Verdict(again, status, fruitless, reached, message)
 
 
-def _newest_step(run_dir: Path) -> int:
-    published = list_checkpoints(run_dir / "checkpoints")
+def after_stop(run_dir: Path) -> str:
+    """What to do after a stop."""
+    newest = _newest_step(run_dir)
+    if not newest:
+        return "stopped before the first checkpoint; start again without --resume"
+    return f"stopped; continue with --resume (newest checkpoint: {checkpoint_name(newest)})"
+
+
+def _stepped(run_dir: Path, since: float) -> bool:
+    journal = read_journal(run_dir / "metrics.jsonl")
+    return any(record["kind"] == "step" and record["time"] >= since for record in journal)
+
+
+def _newest_step(run_dir: Path | None) -> int:
+    """Step of the newest checkpoint; 0 where there is none."""
+    published = list_checkpoints(run_dir / "checkpoints") if run_dir else []
     return step_of(published[-1]) if published else 0
-
-
-def _newest_name(run_dir: Path) -> str:
-    published = list_checkpoints(run_dir / "checkpoints")
-    return published[-1].name if published else "none"
