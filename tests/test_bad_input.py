@@ -87,6 +87,15 @@ def test_overrides(override, message, folder, capsys):
     assert message in line
 
 
+def test_reasons_stand_on_lines_of_their_own(folder, capsys):
+    words = ["run.yaml", "layout={tp: 3, cp: 3}"]
+    assert main(["check", *words]) == 1
+    found = errors(capsys)
+    assert [line.partition("=")[0] for line in found] == ["layout.tp", "layout.cp"]
+    assert main(["train", *words]) == 2
+    assert errors(capsys) == found
+
+
 def test_train_refuses_a_run_dir_that_cannot_be_made_before_any_process_starts(folder, capsys):
     before = sorted(folder.iterdir())
     for words in (["run_dir=a.txt/x"], ["run_dir=/proc/nope", "layout.dp_shard=2"]):

@@ -176,6 +176,21 @@ def test_auto_takes_what_fits_and_says_why() -> None:
     assert context_method(LayoutSpec(cp=2, cp_method="ring"), model, 16) == ("ring", "given")
 
 
+def test_the_nearest_layout_is_found_for_all_axes_together() -> None:
+    """Each reason on its own; one axis' advice never leaves another's wrong."""
+    model = tiny_run(LayoutSpec()).model
+    (problem,) = find_misfits(LayoutSpec(tp=2, cp=3), model, 256)  # a third of 256 tokens is not for tp to complain of
+    assert problem.endswith("the nearest legal layout is cp=2, or use data.sequence_length=258")
+    tensor, context = find_misfits(LayoutSpec(tp=3, cp=3, cp_method="ring"), model, 16)
+    assert tensor.startswith("layout.tp=3: 4 query heads")
+    assert context.startswith("layout.cp=3 with cp_method=ring")
+    assert tensor.endswith("; the nearest legal layout is tp=2, cp=2")
+    assert context.endswith("; the nearest legal layout is tp=2, cp=2")
+    assert not find_misfits(LayoutSpec(tp=2, cp=2, cp_method="ring"), model, 16)
+    (problem,) = find_misfits(LayoutSpec(cp=3, cp_method="ring", zero=3), model, 17)
+    assert problem.endswith("the nearest legal layout is cp=1, zero=0, or use data.sequence_length=18")
+
+
 @pytest.mark.parametrize(
     ("layout", "length", "words"),
     [

@@ -59,9 +59,10 @@ class Findings(list[str]):
         try:
             return work()
         except (ValueError, OSError) as error:
-            problem = self._with_place(" ".join(str(error).split()))
-            if problem not in self:
-                self.append(problem)
+            for sentence in getattr(error, "problems", [str(error)]):
+                problem = self._with_place(" ".join(sentence.split()))
+                if problem not in self:
+                    self.append(problem)
             return None
 
     def _with_place(self, message: str) -> str:

@@ -1,6 +1,8 @@
 """The one place that says whether a layout fits a model and the sequences it is trained on, and how."""
 
 from collections.abc import Iterator
+from itertools import product
+from math import lcm
 
 from meshwright.spec.finetune import FinetuneSpec
 from meshwright.spec.layout import NEAREST, ContextMethod, LayoutSpec
@@ -13,12 +15,55 @@ def find_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> 
     with the setting and ends with the nearest legal layout."""
     if model.foreign is not None:
         return list(_foreign_misfits(layout))
+    reasons = _reasons(layout, model, sequence_length)
+    advice = _advice(layout, model, sequence_length) if reasons else ""
     return [
-        *(_tensor_misfits(layout, model, sequence_length) if layout.tp > 1 else ()),
-        *(_context_misfits(layout, model, sequence_length) if layout.cp > 1 else ()),
-        *(_expert_misfits(layout, model) if layout.ep > 1 else ()),
+        *(f"{reason}; {NEAREST} {advice}" for reason in reasons),
         *(_asynchronous_misfits(layout, model) if layout.asynchronous else ()),
     ]
+
+
+def _reasons(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> list[str]:
+    """Why these degrees of tp, cp and ep do not fit; empty where they do."""
+    why = _tensor_misfit(layout, model, sequence_length) if layout.tp > 1 else None
+    return [
+        *([f"layout.tp={layout.tp}: {why}"] if why else ()),
+        *(_context_misfits(layout, model, sequence_length) if layout.cp > 1 else ()),
+        *(_expert_misfits(layout, model) if layout.ep > 1 else ()),
+    ]
+
+
+def _advice(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> str:
+    """What would be legal instead: the nearest degrees, or these with another method or another length."""
+    ways, ring = [], layout.model_copy(update={"cp_method": "ring"})
+    if layout.cp_method == "ulysses" and not _reasons(ring, model, sequence_length):
+        ways.append(f"cp={layout.cp}, cp_method=ring")
+    ways.append(_nearest_degrees(layout, model, sequence_length))
+    unit = layout.cp * lcm(_chunks(layout, model, sequence_length), layout.tp)
+    length = max(1, round(sequence_length / unit)) * unit
+    if length != sequence_length and not _reasons(layout, model, length):
+        ways.append(f"use data.sequence_length={length}")
+    return ", or ".join(ways)
+
+
+def _nearest_degrees(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> str:
+    """Of all degrees of tp, cp and ep that fit together, what has to change for those that differ least."""
+
+    def distance(degrees: tuple[int, int, int]) -> tuple[int, ...]:
+        moves = [abs(degree - getattr(layout, axis)) for axis, degree in zip(("tp", "cp", "ep"), degrees, strict=True)]
+        return sum(moves), sum(map(bool, moves)), moves[0], degrees[0]
+
+    tps = [n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0] if layout.tp > 1 else [1]
+    eps = [n for n in range(1, layout.ep + 1) if n == 1 or (model.num_experts and model.num_experts % n == 0)]
+    for tp, cp, ep in sorted(product(tps, range(1, layout.cp + 1), eps), key=distance):
+        near = layout.model_copy(update={"tp": tp, "cp": cp, "ep": ep})
+        if layout.dp_shard * cp * tp % ep or _reasons(near, model, sequence_length):
+            continue
+        if layout.zero in (1, 2, 3) and near.shard == 1:
+            near = near.model_copy(update={"zero": 0})
+        axes = [axis for axis in ("tp", "cp", "ep", "zero") if getattr(near, axis) != getattr(layout, axis)]
+        return ", ".join(f"{axis}={getattr(near, axis)}" for axis in axes)
+    raise AssertionError("degrees of 1 fit everything")
 
 
 def _foreign_misfits(layout: LayoutSpec) -> Iterator[str]:
@@ -53,37 +98,29 @@ def batch_misfits(layout: LayoutSpec, global_batch: int) -> list[str]:
     ]
 
 
-def _tensor_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> Iterator[str]:
-    def reason(tp: int) -> str | None:
-        """Why `tp` ranks cannot share this model; None where they can."""
-        heads, kv_heads, tokens = model.num_heads, model.num_kv_heads, sequence_length // layout.cp
-        rows = -(-model.vocab // tp)
-        if heads % tp:
-            return f"{heads} query heads cannot be split evenly over {tp} ranks"
-        if kv_heads % tp and tp % kv_heads:
-            return f"{kv_heads} key and value heads can be neither split over {tp} ranks nor copied evenly to them"
-        if model.ffn % tp and not all(model.is_moe(layer) for layer in range(model.num_layers)):
-            return f"a feed-forward layer of width {model.ffn} cannot be split evenly over {tp} ranks"
-        if model.shared_experts * model.expert_ffn % tp:
-            shared = f"{model.shared_experts} shared experts of width {model.expert_ffn}"
-            return f"{shared} cannot be split evenly over {tp} ranks"
-        if tokens % tp:
-            return f"between blocks {tp} ranks share the sequence, and {tokens} tokens cannot be split evenly over them"
-        if rows * (tp - 1) >= model.vocab:
-            return f"a vocabulary of {model.vocab} leaves the last of {tp} ranks without a row"
-        if model.vocab % tp and model.hidden % layout.shard:
-            return (
-                f"a vocabulary of {model.vocab} cannot be split evenly over {tp} ranks, so ZeRO shards the embedding's "
-                f"columns, and {model.hidden} of them cannot be split evenly over {layout.shard} ranks"
-            )
-        return None
-
-    why = reason(layout.tp)
-    if why is not None:
-        nearest = min(
-            (tp for tp in range(1, model.num_heads + 1) if not reason(tp)), key=lambda tp: abs(tp - layout.tp)
+def _tensor_misfit(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> str | None:
+    """Why the tensor-parallel ranks cannot share this model; None where they can."""
+    tp, heads, kv_heads, tokens = layout.tp, model.num_heads, model.num_kv_heads, sequence_length // layout.cp
+    rows = -(-model.vocab // tp)
+    if heads % tp:
+        return f"{heads} query heads cannot be split evenly over {tp} ranks"
+    if kv_heads % tp and tp % kv_heads:
+        return f"{kv_heads} key and value heads can be neither split over {tp} ranks nor copied evenly to them"
+    if model.ffn % tp and not all(model.is_moe(layer) for layer in range(model.num_layers)):
+        return f"a feed-forward layer of width {model.ffn} cannot be split evenly over {tp} ranks"
+    if model.shared_experts * model.expert_ffn % tp:
+        shared = f"{model.shared_experts} shared experts of width {model.expert_ffn}"
+        return f"{shared} cannot be split evenly over {tp} ranks"
+    if tokens % tp and sequence_length % layout.cp == 0:  # else that is the reason
+        return f"between blocks {tp} ranks share the sequence, and {tokens} tokens cannot be split evenly over them"
+    if rows * (tp - 1) >= model.vocab:
+        return f"a vocabulary of {model.vocab} leaves the last of {tp} ranks without a row"
+    if model.vocab % tp and model.hidden % layout.shard:
+        return (
+            f"a vocabulary of {model.vocab} cannot be split evenly over {tp} ranks, so ZeRO shards the embedding's "
+            f"columns, and {model.hidden} of them cannot be split evenly over {layout.shard} ranks"
         )
-        yield f"layout.tp={layout.tp}: {why}; the nearest legal layout is tp={nearest}"
+    return None
 
 
 def tensor_notes(layout: LayoutSpec, model: ModelSpec) -> str:
@@ -113,40 +150,33 @@ def context_method(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -
     return "ring", f"{kv_heads} key and value heads do not divide over cp x tp = {ranks} ranks, as ulysses needs"
 
 
+def _chunks(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> int:
+    """Parts of a sequence that each context-parallel rank holds."""
+    method, _ = context_method(layout, model, sequence_length)
+    return 1 if layout.cp == 1 or method == "ulysses" else 2
+
+
 def _context_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> Iterator[str]:
     method, _ = context_method(layout, model, sequence_length)
-    cp, heads, by_heads = layout.cp, model.num_heads // layout.tp, method == "ulysses"
-    chunks = 1 if by_heads else 2  # of each rank
-    length = max(1, round(sequence_length / (chunks * cp))) * chunks * cp
-    fitting = max(n for n in range(1, cp) if n == 1 or not (sequence_length % (chunks * n) or (by_heads and heads % n)))
+    cp, tp, parts = layout.cp, layout.tp, layout.cp * _chunks(layout, model, sequence_length)
     where = f"layout.cp={cp} with cp_method={method}"
-    if by_heads and heads % cp:
-        yield (
-            f"{where}: {model.num_heads} heads do not divide over cp x tp = {cp * layout.tp} ranks; "
-            f"{NEAREST} cp={cp}, cp_method=ring, or cp={fitting}"
-        )
-    if sequence_length % (chunks * cp):
-        yield (
-            f"{where}: data.sequence_length={sequence_length} does not divide into {chunks * cp} equal "
-            f"{'parts' if by_heads else 'chunks, two for each rank'}; "
-            f"{NEAREST} cp={fitting}, or use data.sequence_length={length}"
-        )
+    if method == "ulysses" and model.num_heads % tp == 0 and model.num_heads // tp % cp:
+        yield f"{where}: {model.num_heads} heads do not divide over cp x tp = {cp * tp} ranks"
+    if sequence_length % parts:
+        equal = "parts" if parts == cp else "chunks, two for each rank"
+        yield f"{where}: data.sequence_length={sequence_length} does not divide into {parts} equal {equal}"
 
 
 def _expert_misfits(layout: LayoutSpec, model: ModelSpec) -> Iterator[str]:
-    sharers, shards = layout.dp_shard * layout.cp * layout.tp, layout.expert_shard
+    shards = layout.expert_shard
     if not model.num_experts:
-        yield f"layout.ep={layout.ep}: {model.family} has no experts to share; {NEAREST} ep=1"
+        yield f"layout.ep={layout.ep}: {model.family} has no experts to share"
     elif model.num_experts % layout.ep:
-        fitting = max(ep for ep in range(1, layout.ep) if not (sharers % ep or model.num_experts % ep))
-        yield (
-            f"layout.ep={layout.ep}: {model.num_experts} experts cannot be split evenly over {layout.ep} ranks; "
-            f"{NEAREST} ep={fitting}"
-        )
+        yield f"layout.ep={layout.ep}: {model.num_experts} experts cannot be split evenly over {layout.ep} ranks"
     elif model.expert_ffn % shards and model.hidden % shards:
         yield (
             f"layout.ep={layout.ep}: {shards} ranks share the state of the same experts, and divide neither "
-            f"their width, {model.expert_ffn}, nor model.hidden={model.hidden}; {NEAREST} ep=1"
+            f"their width, {model.expert_ffn}, nor model.hidden={model.hidden}"
         )
 
 

@@ -18,7 +18,7 @@ SpecT = TypeVar("SpecT", bound=Spec)
 
 
 class RecipeError(ValueError):
-    """Everything that is wrong with a recipe, one line each, every line beginning with its place."""
+    """Everything that is wrong with a recipe, one line each, every line beginning with its place or its setting."""
 
     def __init__(self, problems: Sequence[str], rest: Spec | None = None, wrong: Iterable[str] = ()):
         super().__init__("\n".join(problems))

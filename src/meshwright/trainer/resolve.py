@@ -12,6 +12,7 @@ from meshwright.plan.stages import balanced_stages, layer_costs
 from meshwright.spec.actions import ScheduleError
 from meshwright.spec.fit import batch_misfits, context_method, foreign_misfits, tensor_notes
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.recipe import RecipeError
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.trainer.batch import sequences_per_step
 from meshwright.trainer.planning import choice_reason, plan_recipe, planned_run
@@ -46,7 +47,7 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
     if model.foreign is not None:
         misfits = [*misfits, *foreign_misfits(run.training, run.finetune)]
     if misfits:
-        raise ValueError("; ".join(misfits))
+        raise RecipeError(misfits)
     sizes = _micro_batches(run, global_batch // ranks, base_dir)
     micro_batch, reason = _micro_batch(run, model, global_batch, sizes, machine)
     stage_layers = _stage_layers(run, model, global_batch // ranks // micro_batch, base_dir)
