@@ -206,7 +206,7 @@ class Job:
         head = 2.0 * self.model.embedding
         if len(costs) > 1:
             layers = [costs[kind] for kind in self.model.pattern]
-            return balanced_stages((*layers[:-1], layers[-1] + head), stages)
+            return _balanced((*layers[:-1], layers[-1] + head), stages)
         return _cut_before_head(self.model.num_layers, stages, head / costs[0])
 
 
@@ -224,6 +224,10 @@ def block_flops(model: Blueprint, kind: int, sequence: int) -> float:
     """Forward operations of one token in a block of a kind, as stages are balanced by."""
     active = (m.out * m.into * (model.top_k if m.experts else 1) for m in model.kinds[kind].matrices)
     return 2.0 * sum(active) + model.attention_flops(sequence, causal=False)
+
+
+_balanced = functools.lru_cache(maxsize=256)(balanced_stages)
+"""For a search, which asks the same for every candidate of as many stages."""
 
 
 def _is_v(schedule: str) -> bool:
