@@ -6,19 +6,11 @@ from pathlib import Path
 
 from workload import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, read_arguments
 
-import meshwright.trainer.run
-from meshwright.spec.run import Run
+from engine.journal import tell_steps
+from meshwright import Run, train
 
 workload, report, _ = read_arguments()
-
-
-def tap(record: dict) -> None:
-    """Hears every line of the run's journal as it is written."""
-    if record["kind"] == "step":
-        report.step(record["loss"])
-
-
-meshwright.trainer.run.open_trackers = lambda run: [tap]
+tell_steps(report)
 with tempfile.TemporaryDirectory() as folder:
     run = Run.model_validate(
         {
@@ -39,7 +31,7 @@ with tempfile.TemporaryDirectory() as folder:
             "run_dir": folder,
         }
     )
-    meshwright.trainer.run.train(run)
+    train(run)
     found = json.loads((Path(folder) / "env.json").read_text())
 report.end(
     f"torch {found['torch']}, {found['threads']} threads, {found['peak_flops'] / 1e9:.0f} GFLOP/s in a large product"

@@ -4,21 +4,13 @@ import tempfile
 
 from tuning import ALPHA, CLIP, LR, RANK, read_arguments
 
-import meshwright.trainer.run
+from engine.journal import tell_steps
+from meshwright import Run, train
 from meshwright.families import count_trained
-from meshwright.spec.run import Run
 from meshwright.trainer.resolve import resolve_run
 
 work, report = read_arguments()
-
-
-def tap(record: dict) -> None:
-    """Hears every line of the run's journal as it is written."""
-    if record["kind"] == "step":
-        report.step(record["loss"])
-
-
-meshwright.trainer.run.open_trackers = lambda run: [tap]
+tell_steps(report)
 with tempfile.TemporaryDirectory() as folder:
     run = Run.model_validate(
         {
@@ -39,7 +31,7 @@ with tempfile.TemporaryDirectory() as folder:
             "run_dir": folder,
         }
     )
-    meshwright.trainer.run.train(run)
+    train(run)
     trained, _ = count_trained(resolve_run(run, base_dir=work.base).model, run.finetune)
 kept = f"{work.precision}, its matrices in four bits" if work.method == "qlora" else work.precision
 report.end(f"{trained} parameters trained in fp32, the base in {kept}; {work.threads} threads")
