@@ -4,6 +4,7 @@ Shapes: B batch, T sequence, S keys (cached and new), N = B * T tokens, D hidden
 head_dim.
 """
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -17,10 +18,11 @@ from meshwright.models.norm import build_norm
 from meshwright.models.rope import RopeTables, apply_rope
 from meshwright.spec.model import ModelSpec
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # a build of torch without it
-    varlen_attn = None
+varlen_attn: Any = None
+"""The flash kernel for packed documents; None where no GPU or no such build of torch is."""
+if torch.cuda.is_available():  # elsewhere it serves nothing, and its import takes 1.5 s, for it loads torch's compiler
+    with contextlib.suppress(ImportError):
+        from torch.nn.attention.varlen import varlen_attn
 
 
 class LayerCache:
@@ -150,9 +152,7 @@ def _varlen(q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, do
         options["enable_gqa"] = True
     elif repeats > 1:
         k_NGK, v_NGK = k_NGK.repeat_interleave(repeats, 1), v_NGK.repeat_interleave(repeats, 1)
-    assert varlen_attn is not None
     y_NHK = varlen_attn(q_NHK, k_NGK, v_NGK, documents.offsets, documents.offsets, **options)
-    assert isinstance(y_NHK, torch.Tensor)
     return y_NHK.unflatten(0, (len(q_BHTK), -1)).transpose(1, 2)
 
 
