@@ -16,7 +16,7 @@ from meshwright.plan.blueprint import blueprint
 from meshwright.plan.engine import engine_job
 from meshwright.plan.memory import predict_memory
 from meshwright.spec.layout import LayoutSpec
-from meshwright.spec.training import LrScheduleSpec, OptimizerSpec
+from meshwright.spec.training import LrScheduleSpec, OptimizerSpec, TrainingSpec
 from meshwright.testing.equivalence import build_here
 from meshwright.testing.ranks import RankPool
 from tiny import STRATEGIES, tiny_run
@@ -84,11 +84,18 @@ def test_who_decays_and_who_goes_to_muon(family: str) -> None:
         (LrScheduleSpec(name="cosine", warmup=20, final=0.1), {20: 1, 60: 0.55, 100: 0.1}),
         (LrScheduleSpec(name="wsd", warmup=10, final=0, decay=40), {5: 0.5, 10: 1, 60: 1, 80: 0.5, 100: 0}),
         (LrScheduleSpec(name="wsd", warmup=10, final=0), {80: 1, 90: 0.5, 100: 0}),
+        (LrScheduleSpec(name="constant"), {5: 0.5, 10: 1}),
     ],
 )
 def test_schedules(schedule: LrScheduleSpec, expected: dict[int, float]) -> None:
     for step, factor in expected.items():
         assert lr_factor(schedule, step, 100) == pytest.approx(factor, abs=1e-12), step
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (9, 0), (10, 1), (999, 99), (1000, 100), (10**6, 100)])
+def test_warm_up_that_is_left_open_follows_the_length_of_the_run(steps: int, warmup: int) -> None:
+    assert LrScheduleSpec().warmup_steps(steps) == warmup
+    assert TrainingSpec(steps=steps).steps == steps, "no length is refused for it"
 
 
 def test_cosine_is_a_cosine() -> None:

@@ -234,8 +234,8 @@ BAD_VALUES = {
         "run.yaml:2: training: global_batch and global_batch_tokens say the same thing twice",
     ),
     "longer than the run": (
-        "seed_of_nothing: 1\ntraining: {steps: 10}",
-        "run.yaml:3: training: lr_schedule.warmup=100 (the default) is longer than steps=10",
+        "seed_of_nothing: 1\ntraining: {steps: 10, lr_schedule: {warmup: 11}}",
+        "run.yaml:3: training: lr_schedule.warmup=11 is longer than steps=10; left out, it is a tenth of them",
     ),
     "a degree that does not divide": (
         "layout: {ep: 2}",
@@ -319,7 +319,7 @@ BAD_OVERRIDES = {
     "training.optimizer.betas=[0.9,": "the bracket that begins here is never closed",
     "training.optimizer.betas.0=0.8": "training.optimizer.betas: the recipe has no list here; give all of it",
     "data.sources.2.path=x": "data.sources: the recipe's list has 2 items, counted from 0",
-    "training={steps: 50}": "lr_schedule.warmup=100 (the default) is longer than steps=50",
+    "training.lr_schedule.warmup=-1": "-1 is not allowed: must be at least 0 or 'auto'",
     "training=": "an empty value is not allowed: must be a section",
 }
 

@@ -1,10 +1,13 @@
 """The one place that says how a model is trained: batch, optimizer, schedule, precision, recomputation, policies."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from meshwright.spec.base import Spec
+
+MOST_WARMUP = 100
+"""Steps of warm-up that are enough for a run of any length, where the recipe leaves them open."""
 
 
 class OptimizerSpec(Spec):
@@ -33,12 +36,16 @@ class LrScheduleSpec(Spec):
 
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """cosine, linear, constant, or wsd (warmup-stable-decay, Hu et al., 2024)."""
-    warmup: int = Field(default=100, ge=0)
-    """Steps of linear warm-up from 0."""
+    warmup: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """Steps of linear warm-up from 0. auto: a tenth of all steps, but not more than 100."""
     final: float = Field(default=0.1, ge=0, le=1)
     """Factor reached at the last step (not for constant)."""
     decay: int = Field(default=0, ge=0)
     """wsd only: steps of the linear decay at the end; 0 means a fifth of all steps."""
+
+    def warmup_steps(self, steps: int) -> int:
+        """Steps of warm-up in a run of `steps`, `auto` resolved."""
+        return min(MOST_WARMUP, steps // 10) if self.warmup == "auto" else self.warmup
 
 
 class EvaluationSpec(Spec):
@@ -121,11 +128,9 @@ class TrainingSpec(Spec):
     def _consistent(self) -> "TrainingSpec":
         if self.global_batch is not None and self.global_batch_tokens is not None:
             raise ValueError("global_batch and global_batch_tokens say the same thing twice; give one of the two")
-        warmup = self.lr_schedule.warmup
+        warmup = self.lr_schedule.warmup_steps(self.steps)
         if warmup > self.steps:
-            origin = "" if "warmup" in self.lr_schedule.model_fields_set else " (the default)"
             raise ValueError(
-                f"lr_schedule.warmup={warmup}{origin} is longer than steps={self.steps}; a tenth of them is usual: "
-                f"training.lr_schedule.warmup={self.steps // 10}"
+                f"lr_schedule.warmup={warmup} is longer than steps={self.steps}; left out, it is a tenth of them"
             )
         return self

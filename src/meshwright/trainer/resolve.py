@@ -14,6 +14,7 @@ from meshwright.spec.fit import batch_misfits, context_method, foreign_misfits, 
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.recipe import RecipeError
 from meshwright.spec.run import ResolvedRun, Run
+from meshwright.spec.training import MOST_WARMUP
 from meshwright.trainer.batch import sequences_per_step
 from meshwright.trainer.planning import choice_reason, plan_recipe, planned_run
 
@@ -52,6 +53,9 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
     micro_batch, reason = _micro_batch(run, model, global_batch, sizes, machine)
     stage_layers = _stage_layers(run, model, global_batch // ranks // micro_batch, base_dir)
     reasons = {"training.micro_batch": reason}
+    if run.training.lr_schedule.warmup == "auto":
+        warmup = run.training.lr_schedule.warmup_steps(run.training.steps)
+        reasons["training.lr_schedule.warmup"] = f"{warmup}: a tenth of all steps, but not more than {MOST_WARMUP}"
     if stage_layers and run.layout.stage_layers == "auto":
         reasons["layout.stage_layers"] = "no other cut has a lighter heaviest stage, by operations, the head's included"
     if notes := tensor_notes(run.layout, model):
