@@ -113,9 +113,11 @@ DATA = {
     # data.sources: what lies in the folder, how the one line begins
     "nothing/*.txt": (None, "data source nothing/*.txt matches no file (looked in "),
     ".": (None, "data source . is a folder; say which files, as in ./**/*.txt"),
-    "[a.txt, a.txt]": (None, "data.sources would read one file twice: as a.txt and as a.txt"),
+    "[a.txt, a.txt]": (None, "data source a.txt is given twice; leave one out"),
+    "[b*.txt, b.txt]": (None, "one file would be read twice: as b.txt by data source b*.txt, and as b.txt by b.txt"),
+    "[a.txt, empty.txt]": (damaged("empty.txt", b""), "data source empty.txt holds nothing: no byte is in empty.txt"),
     "latin1.txt": (damaged("latin1.txt", b"caf\xe9"), "latin1.txt: not UTF-8 at byte 3"),
-    "empty.txt": (damaged("empty.txt", b""), "data.sources hold no text: every document is empty"),
+    "empty.jsonl": (damaged("empty.jsonl", b'{"text": ""}'), "empty.jsonl: no text, every document is empty"),
     "t.json": (damaged("t.json", b"{}"), "t.json: a .json file must hold a list of records"),
     "t.csv": (damaged("t.csv", b"a,b"), "t.csv: no column 'text' (its columns are a, b); set the source's text_key"),
     "t.bin": (damaged("t.bin", b"abcd"), "t.bin: no t.idx lies beside it; say which integers it holds, as in {path"),
@@ -248,8 +250,9 @@ def test_damaged_checkpoints(words, damage, message, run_dir, capsys):
 AFTER_TRAINING = {
     # command line: what the one line says
     "train run.yaml": "runs/small already holds a run (up to step-00000002); continue it with --resume",
-    "train run.yaml --resume training.seed=1": "was trained with training.seed=0, this run says 1",
-    "train run.yaml --resume data.packing=best_fit": "was trained with data.packing=concatenated, this run",
+    "train run.yaml --resume training.seed=1 data.packing=best_fit": "was trained with training.seed=0, not 1, "
+    "data.packing=concatenated, not best_fit; continue with training.seed=0 data.packing=concatenated, so",
+    "train run.yaml --resume latest": "'latest' is neither a checkpoint nor a setting: --resume takes auto, or a step",
     "train run.yaml --resume model.hidden=32": "but this run's is",
     "generate runs/nowhere --prompt x": "runs/nowhere: no such directory; give a run directory",
     "generate . --prompt x": ".: holds no resolved.yaml and no config.json; give a run directory",

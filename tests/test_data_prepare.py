@@ -359,9 +359,9 @@ def test_a_cache_that_cannot_be_written(folder):
 
 
 def test_an_empty_corpus(folder):
-    (folder / "empty.txt").write_text("")
-    with pytest.raises(ValueError, match="hold no text"):
-        prepare(folder, sources="empty.txt")
+    (folder / "empty.jsonl").write_text('{"text": ""}')
+    with pytest.raises(ValueError, match=r"empty\.jsonl: no text, every document is empty"):
+        prepare(folder, sources="empty.jsonl")
     assert names(folder / "cache") == []
 
 

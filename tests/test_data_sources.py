@@ -103,9 +103,15 @@ def test_bad_sources_are_named(tmp_path):
         (["none/*.txt"], "none/*.txt matches no file"),
         (["folder"], "folder is a folder; say which files, as in folder/**/*.txt"),
         (["a.zip"], "a.zip: .zip files cannot be read"),
-        (["folder/a.txt", "folder/*.txt"], "read one file twice: as folder/a.txt and as folder/a.txt"),
-        (["folder/a.txt", "link.txt"], "read one file twice: as folder/a.txt and as link.txt"),
-        (["stdlib", "stdlib"], "read one file twice: as stdlib/"),
+        (
+            ["folder/a.txt", "folder/*.txt"],
+            "as folder/a.txt by data source folder/a.txt, and as folder/a.txt by folder/*.txt;",
+        ),
+        (
+            ["folder/a.txt", "link.txt"],
+            "read twice: as folder/a.txt by data source folder/a.txt, and as link.txt by link.txt",
+        ),
+        (["stdlib", "stdlib"], "data source stdlib is given twice; leave one out (weight"),
     ]:
         with pytest.raises(ValueError, match=re.escape(message)):
             documents(tmp_path, *sources)

@@ -11,7 +11,7 @@ def corpus(texts):
 
 
 def sides(texts, share):
-    split, census = plan_split(corpus(texts), share)
+    split, census = plan_split(corpus(texts), share, where="here")
     assert census.suits(split)
     train, held_out = [], []
     for document in corpus(texts):
@@ -47,7 +47,7 @@ def test_a_small_share_of_few_documents_is_one(count):
 
 def test_nothing_held_out():
     assert sides(["only"], 0) == (["only"], [])
-    assert not plan_split(corpus(["only"]), 0)[0].holds_out
+    assert not plan_split(corpus(["only"]), 0, where="here")[0].holds_out
 
 
 def test_a_single_document_gives_its_last_lines():
@@ -65,14 +65,14 @@ def test_the_likely_split_is_the_planned_one_where_it_suits(count, share, suits)
         census.add(1, text_hash(f"document {i}"))
     assert census.suits(likely_split(share)) == suits
     if suits:
-        assert likely_split(share) == plan_split(corpus(f"document {i}" for i in range(count)), share)[0]
+        assert likely_split(share) == plan_split(corpus(f"document {i}" for i in range(count)), share, where="here")[0]
     assert not Census().suits(likely_split(0)), "nothing at all"
 
 
 @pytest.mark.parametrize(
     ("texts", "share", "message"),
     [
-        ([], 0.1, "hold no text"),
+        ([], 0.1, "here: no text"),
         (["same"] * 5, 0.1, "no document is left to train on: all 5"),
         (["a", "b"], 0.999999, "no document is left to train on: all 2"),
         (["x"], 0.1, "the only document has 1 characters, too few"),
@@ -80,4 +80,4 @@ def test_the_likely_split_is_the_planned_one_where_it_suits(count, share, suits)
 )
 def test_empty_sides(texts, share, message):
     with pytest.raises(ValueError, match=message):
-        plan_split(corpus(texts), share)
+        plan_split(corpus(texts), share, where="here")

@@ -234,8 +234,9 @@ def test_two_processes_train_as_one_stop_at_ctrl_c_and_continue(
         out, errors = ends(process, STOPPED)
     check_losses(run, losses)
     [stopped] = records(run, "stopped")
-    assert f"stopped by SIGINT after step {stopped['step']}; continue with --resume" in out
+    assert f"stopped by SIGINT after step {stopped['step']}\n" in out
     assert f"stopped; continue with --resume (newest checkpoint: step-{stopped['step']:08d})" in errors
+    assert (out + errors).count("continue with --resume") == 1
     assert records(run, "step")[-1]["step"] == newest(run) == stopped["step"]
     assert {"recipe.yaml", "resolved.yaml", "env.json", "tokenizer"} < {path.name for path in run.iterdir()}
 
@@ -293,10 +294,11 @@ def test_torchrun_passes_signals_on(here: Path, losses: list[float]) -> None:
     with started(*words, launcher=handling) as process:
         wait_for_step(run, 4)
         process.send_signal(signal.SIGUSR1)
-        out, _ = ends(process, 1)
+        out, errors = ends(process, 1)
     check_losses(run, losses)
     first = records(run, "stopped")[-1]["step"]
-    assert f"stopped by SIGUSR1 after step {first}; continue with --resume" in out
+    assert f"stopped by SIGUSR1 after step {first}\n" in out
+    assert errors.count(f"stopped; continue with --resume (newest checkpoint: step-{first:08d})") == 1
     assert newest(run) == first
     with started(*words, launcher=TORCHRUN_PROGRAM) as process:
         wait_for_step(run, first + 1, starts=2)

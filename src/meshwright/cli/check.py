@@ -22,7 +22,7 @@ from meshwright.data.prepare import (
     needs_tokenizer,
 )
 from meshwright.data.readers import read_documents, told_apart
-from meshwright.data.sources import SourceFile, find_files
+from meshwright.data.sources import SourceFile, find_files, names_of
 from meshwright.data.token_file import file_in_memory
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families import active_parameters, count_trained, parameter_table, pretrained_directory, resolve_model
@@ -193,7 +193,7 @@ def _sample(
     records = [file for file in files if file.is_records]
     texts = _beginning([file for file in files if not (file.is_tokens or file.is_records)])
     if not texts and not given and not records:
-        raise ValueError("data.sources hold no text: every document is empty")
+        raise ValueError(f"{names_of(files)}: no text, every document is empty")
     if (given or records) and tokenizer is None:
         raise needs_tokenizer((given or records)[0])
     size = tokenizer.vocab_size if tokenizer else recipe.data.tokenizer_vocab

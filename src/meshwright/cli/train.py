@@ -45,6 +45,11 @@ def checkpoint(word: str) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, then say how it ended and what to try next."""
+    if arguments.resume and (strange := [word for word in arguments.overrides if "=" not in word]):
+        raise ValueError(
+            f"'{strange[0]}' is neither a checkpoint nor a setting: --resume takes auto, or a step such as "
+            "step-00000400 or 400 (without one, the newest checkpoint); a setting is written training.steps=100"
+        )
     recipe = read_recipe(arguments)
     # Torch loads here, so that a mistake in the recipe is told at once.
     from meshwright.data.tokenizer import load_tokenizer

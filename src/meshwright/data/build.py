@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from meshwright.data.encoders import Encoders, num_cores
 from meshwright.data.examples import Encoder, RecordEncoder
 from meshwright.data.readers import Document, read_documents
-from meshwright.data.sources import SourceFile
+from meshwright.data.sources import SourceFile, names_of
 from meshwright.data.split import Census, Split, likely_split, plan_split, text_hash
 from meshwright.data.token_file import LENGTHS, Mark, TokenWriter
 from meshwright.data.tokenizer import TextTokenizer
@@ -120,7 +120,7 @@ def choose_split(files: Sequence[SourceFile], held_out: float, progress: Progres
     """The split of a small corpus, after reading it, or the likely one of a large corpus."""
     beginning = [document for _, document in zip(range(2), read_documents(files), strict=False)]
     if small or len(beginning) < 2:
-        return plan_split(counted("reading", files, progress), held_out)[0]
+        return plan_split(counted("reading", files, progress), held_out, where=names_of(files))[0]
     return likely_split(held_out)
 
 

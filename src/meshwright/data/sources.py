@@ -94,13 +94,23 @@ def find_files(sources: Sequence[SourceSpec], base_dir: Path) -> list[SourceFile
     Raises ValueError when a source matches nothing, or nothing that can be read, and when a file would be read twice.
     """
     files = [file for number, source in enumerate(sources) for file in _files_of(source, number, base_dir)]
-    names: dict[Path, str] = {}
+    known: dict[Path, SourceFile] = {}
     for file in files:
-        path = file.path.resolve()
-        if path in names:
-            raise ValueError(f"data.sources would read one file twice: as {names[path]} and as {file.name}")
-        names[path] = file.name
+        first = known.setdefault(file.path.resolve(), file)
+        if first is not file:
+            paths = [sources[one.source].path for one in (first, file)]
+            if first.source != file.source and paths[0] == paths[1]:
+                raise ValueError(f"data source {paths[0]} is given twice; leave one out (weight says how much is seen)")
+            raise ValueError(
+                f"one file would be read twice: as {first.name} by data source {paths[0]}, and as {file.name} by "
+                f"{paths[1]}; leave it out of one"
+            )
     return files
+
+
+def names_of(files: Sequence[SourceFile]) -> str:
+    """`a.txt`, or `a.txt and 3 more`, for messages about all of them."""
+    return files[0].name + (f" and {len(files) - 1} more" if len(files) > 1 else "")
 
 
 def require(library: str, why: str) -> ModuleType:
@@ -126,6 +136,8 @@ def _files_of(source: SourceSpec, number: int, base_dir: Path) -> list[SourceFil
     names = [pattern] if literal else glob.glob(pattern, root_dir=base_dir, recursive=True)
     names = sorted(name for name in names if (base_dir / name).is_file())
     files = [_source_file(name, source, number, base_dir) for name in _without_twins(names)]
+    if files and not any(file.path.stat().st_size for file in files):
+        raise ValueError(f"data source {source.path} holds nothing: no byte is in {names_of(files)}; leave it out")
     if not files:
         raise ValueError(f"data source {source.path} matches no file (looked in {base_dir.resolve()})")
     return files

@@ -76,19 +76,19 @@ def likely_split(held_out: float) -> Split:
     return Split(below=int(held_out * HASHES))
 
 
-def plan_split(documents: Iterable[Document], held_out: float) -> tuple[Split, Census]:
+def plan_split(documents: Iterable[Document], held_out: float, *, where: str) -> tuple[Split, Census]:
     """Read all documents once and choose a split that holds out the share `held_out` of them.
 
     A share above 0 holds out at least the document with the smallest hash. Of an only document it is the
-    last part, from the start of a line. Raises ValueError when there is no text, or one side of the split
-    would be empty.
+    last part, from the start of a line. Raises ValueError when there is no text, naming `where`, or one side of the
+    split would be empty.
     """
     census, text = Census(), ""
     for document in documents:
         text = document.text
         census.add(len(text), text_hash(text))
     if not census.num_documents:
-        raise ValueError("data.sources hold no text: every document is empty")
+        raise ValueError(f"{where}: no text, every document is empty")
     if held_out and census.num_documents == 1:
         return Split(below=0, single_cut=_cut(text, held_out)), census
     below = max(likely_split(held_out).below, census.smallest + 1) if held_out else 0

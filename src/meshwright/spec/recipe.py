@@ -45,7 +45,7 @@ def load_spec(path: str | Path, spec: type[SpecT], overrides: Sequence[str] = ()
 def line_of(path: str | Path, setting: str) -> str | None:
     """`run.yaml:12`, where the recipe at `path` gives `training.steps`; None where it does not."""
     document = _read_document(_read_text(path), source=str(path))
-    place = document.places.get(tuple(setting.split(".")))
+    place = document.places.get(tuple(int(part) if part.isdecimal() else part for part in setting.split(".")))
     return place.text if place else None
 
 

@@ -121,7 +121,7 @@ def start_workers(
     """Run `python -m MODULE ARGUMENTS` once per local rank until the run has ended, after crashes `restarts` times.
 
     `run_dir` is where their checkpoints are; None where they keep nothing to continue from. Returns the exit status
-    (`status.py`); what there is to say about it has been printed, but for a stop without a `run_dir`.
+    (`status.py`); what there is to say about it has been printed, but for a stop.
     """
     layout = run.layout
     if layout.world_size % nodes.count:

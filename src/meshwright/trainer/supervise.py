@@ -173,7 +173,7 @@ def _judge(job: Job, attempt: int, failure: _Failure, before: Verdict) -> Verdic
     trained = attempt > 0 or (job.run_dir is not None and _stepped(job.run_dir, failure.began))
     again, status, message = False, failure.status, failure.message
     if status == STOPPED:
-        message = after_stop(job.run_dir) if job.run_dir else ""  # else whoever started it says so
+        message = ""  # whoever started the job says what there is to continue from
     elif status not in FINAL and status - 128 not in STOP_SIGNALS and trained and job.restarts:
         again = fruitless <= job.restarts
         newest = f"the newest checkpoint is {checkpoint_name(reached) if reached else 'none'}"
