@@ -1,6 +1,7 @@
 """The verbs that load torch, end to end on a small run: train, resume, generate, eval, demo."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -143,6 +144,18 @@ def test_other_data_are_continued_with_only_by_the_tokenizer_that_was_learnt(fol
     assert "to the last bit" not in text
     assert main(words) == 0
     assert "nothing to train: step 6 is not before training.steps=6" in capsys.readouterr().out
+
+    # The same tokens from a path written otherwise are the same data; one more file below an unchanged glob is not.
+    words = [word.replace("other/*", "./other/*").replace("steps=6", "steps=7") for word in words]
+    assert main(words) == 0
+    assert "position in the data" in capsys.readouterr().out
+    for number in (8, 9, 10):
+        (folder / f"recipes/other/{number}.txt").write_text(f"{number} birds rest on the roof tonight\n" * 20)
+    assert main([word.replace("steps=7", "steps=8") for word in words]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"the data have changed \(text: \+\d documents, \+[\d,]+ tokens\): from here on other samples", text)
+    assert "position in the data" not in text
+    assert "to the last bit" not in text
 
 
 def test_the_demo_trains_measures_writes_and_never_overwrites_an_earlier_one(tmp_path, monkeypatch, capsys):

@@ -8,7 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from meshwright.data.token_file import Mark, TokenWriter, open_indexed, scan_tokens, write_index
+from meshwright.data import token_file
+from meshwright.data.token_file import Mark, TokenWriter, file_in_memory, open_indexed, scan_tokens, write_index
 
 DOCUMENTS = [[5, 6, 7], [], [9] * 20, [3, 2]]
 EOS = 1
@@ -90,6 +91,32 @@ def test_a_writer_continues_from_a_mark(tmp_path):
         writer.finish()
     for ending in (".bin", ".idx", ".json"):
         assert (tmp_path / f"x{ending}").read_bytes() == (tmp_path / f"whole{ending}").read_bytes()
+
+
+def test_a_fingerprint_tells_documents_apart_wherever_they_lie(tmp_path):
+    write(tmp_path / "x.bin", 100)
+    ended = [[*ids, EOS] for ids in DOCUMENTS]
+    first, *others = ended
+    whole = file_in_memory(ended)
+    assert whole.fingerprint == open_indexed(tmp_path / "x.bin").fingerprint == whole.part(0, 4).fingerprint
+    different = {
+        "added": [*ended, [4, EOS]],
+        "removed": others,
+        "moved": [*others, first],
+        "cut otherwise": [[*first, *others[0]], *others[1:]],
+        "changed": [[5, 6, 8, EOS], *others],
+        "only read": [[5, 6, ~7, EOS], *others],
+    }
+    prints = {whole.fingerprint, *(file_in_memory(ids, masked=True).fingerprint for ids in different.values())}
+    assert len(prints) == 1 + len(different)
+
+
+def test_a_fingerprint_of_a_large_file_reads_evenly_spaced_samples(monkeypatch):
+    monkeypatch.setattr(token_file, "SAMPLES", 10)
+    monkeypatch.setattr(token_file, "SAMPLE", 2)
+    ids = list(range(10, 110))
+    prints = {file_in_memory([[*ids[:place], 7, *ids[place + 1 :]]]).fingerprint for place in range(100)}
+    assert len(prints) == 21, "the 20 that it looks at, and all others alike"
 
 
 def test_scanning(monkeypatch):

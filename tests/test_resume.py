@@ -22,7 +22,7 @@ from meshwright.testing.equivalence import build_here, largest_difference, loade
 from meshwright.testing.layouts import EXPERT_PARALLEL, LAYOUTS
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer.setup import Trainer
-from meshwright.trainer.state import restore, state_tensors, state_values
+from meshwright.trainer.state import describe_restored, restore, state_tensors, state_values
 from tiny import STRATEGIES, tiny_run
 
 STEPS = 4
@@ -145,6 +145,13 @@ def test_every_data_parallel_layout_continues_every_other_from_every_step(
         stops = {name: [STOPS[(place + other) % len(STOPS)]] for other, name in enumerate(names) if name != saver}
     for loader, those in stops.items():
         check_resumed(ranks, tiny(loader), root, those, alone[1])
+
+
+def test_a_checkpoint_that_does_not_say_what_it_was_trained_on_claims_nothing_of_the_data() -> None:
+    trainer = build_here(tiny("single"))
+    old = {key: value for key, value in state_values(trainer).items() if key != "data"}
+    assert "unknown   whether the data are those of then" in describe_restored(trainer, old)
+    assert "unknown" not in describe_restored(trainer, state_values(trainer))
 
 
 ROUNDS = {

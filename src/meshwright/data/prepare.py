@@ -17,7 +17,7 @@ import numpy as np
 from meshwright.data.build import HELD_OUT, TRAIN, Progress, counted, remove_scaffolding, tokenize_files
 from meshwright.data.examples import RecordEncoder, TextEncoder, record_encoder
 from meshwright.data.readers import read_documents, told_apart
-from meshwright.data.sources import SourceFile, find_files
+from meshwright.data.sources import SourceFile, find_files, names_of
 from meshwright.data.split import Split, plan_split, text_hash
 from meshwright.data.token_file import (
     TokenFile,
@@ -87,6 +87,19 @@ class Corpus:
     def num_documents(self) -> int:
         """Documents to train on."""
         return sum(stream.train.num_documents for stream in self.streams)
+
+    def identity(self) -> list[dict[str, Any]]:
+        """Of each stream what decides, besides the recipe, which samples a run sees, as plain data; and its name."""
+        return [
+            {
+                "name": stream.name,
+                "weight": stream.weight,
+                "documents": stream.train.num_documents,
+                "tokens": len(stream.train.tokens),
+                "fingerprint": stream.train.fingerprint,
+            }
+            for stream in self.streams
+        ]
 
 
 def prepare_corpus(
@@ -295,7 +308,8 @@ def _trained_tokenizer(
     def build(directory: Path) -> None:
         num_characters = 0
         for name, files in groups.items():
-            splits[name], census = plan_split(counted("reading", files, progress), data.held_out)
+            documents = counted("reading", files, progress)
+            splits[name], census = plan_split(documents, data.held_out, where=names_of(files))
             num_characters += census.num_characters
         texts = (
             text

@@ -5,6 +5,7 @@ all that is needed of it: one number a pair, kept in the run directory, and no s
 layout. Adapters add nothing at the start, so with them it is the base model with its adapters switched off.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ REFERENCE = "reference.npz"
 def with_references(trainer: Trainer, corpus: Corpus, run_dir: Path) -> Corpus:
     """The corpus with what the reference makes of its pairs: found before the first step, then read. Collective.
 
-    Raises `ValueError` where a run that goes on does not find it.
+    Raises `ValueError` where a run that goes on does not find it, or has other pairs than it began with.
     """
     preference, path = trainer.resolved.run.training.preference, run_dir / REFERENCE
     if preference is None or preference.reference == "none":
@@ -35,12 +36,13 @@ def with_references(trainer: Trainer, corpus: Corpus, run_dir: Path) -> Corpus:
     files = {f"train.{number}": stream.train for number, stream in enumerate(corpus.streams)}
     files |= {f"held_out.{number}": stream.held_out for number, stream in enumerate(corpus.streams) if stream.held_out}
     if trainer.step:
-        tables = _read(path)
+        tables = _read(path, files)
     else:
         tables = {name: _margins(trainer, file) for name, file in files.items()}
         if trainer.worker.rank == 0:
             run_dir.mkdir(parents=True, exist_ok=True)
-            np.savez(path, **tables)  # pyright: ignore[reportArgumentType]
+            prints = {f"{name}.fingerprint": np.array(file.fingerprint) for name, file in files.items()}
+            np.savez(path, **tables, **prints)  # pyright: ignore[reportArgumentType]
     known = {name: replace(file, references=tables[name]) for name, file in files.items()}
     streams = (
         replace(stream, train=known[f"train.{number}"], held_out=known.get(f"held_out.{number}"))
@@ -49,11 +51,19 @@ def with_references(trainer: Trainer, corpus: Corpus, run_dir: Path) -> Corpus:
     return replace(corpus, streams=tuple(streams))
 
 
-def _read(path: Path) -> dict[str, np.ndarray]:
+def _read(path: Path, files: Mapping[str, TokenFile]) -> dict[str, np.ndarray]:
+    gone = "and the model that was the reference has learnt since"
     if not path.is_file():
-        raise ValueError(f"{path}: what the reference makes of the pairs is missing, and the model it was has changed")
+        raise ValueError(f"{path}: what the reference makes of the pairs is missing, {gone}")
     with np.load(path) as found:
-        return dict(found)
+        tables = dict(found)
+    for name, file in files.items():
+        if name not in tables or tables.get(f"{name}.fingerprint", file.fingerprint) != file.fingerprint:
+            raise ValueError(
+                f"{path}: data.sources hold other pairs than those that the reference has judged, {gone}; give the "
+                "pairs of then, or begin a new run with others (checkpoint.start_from takes the weights)"
+            )
+    return tables
 
 
 def _margins(trainer: Trainer, file: TokenFile) -> np.ndarray:

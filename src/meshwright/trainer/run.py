@@ -83,10 +83,12 @@ def train(run: Run, *, resume: bool | str = False, base_dir: Path | str = ".") -
             print(f"error: {error}", file=sys.stderr)
             status = error.status
         except TrainingStopped as stopped:
-            if stopped.status == STOPPED:
-                print(after_stop(Path(run.run_dir)), file=sys.stderr)
-            raise
+            if stopped.status != STOPPED:
+                raise
+            status = STOPPED
     if status == STOPPED:
+        if worker is None or worker.rank == 0:
+            print(after_stop(Path(run.run_dir)), file=sys.stderr)
         raise TrainingStopped(status)
     if status:
         raise TrainingFailed(status)
@@ -128,6 +130,7 @@ def train_rank(resolved: ResolvedRun, worker: Worker, stop: StopRequest, *, resu
     corpus = corpus_of(resolved)
     _check_corpus(resolved, corpus, resume)
     trainer = build_trainer(resolved, worker, device, mesh)
+    trainer.data = corpus.identity()
     display = Display(
         steps=run.training.steps, memory_bytes=trainer.memory_bytes, device=trainer.device.type, enabled=first
     )
@@ -149,7 +152,7 @@ def train_rank(resolved: ResolvedRun, worker: Worker, stop: StopRequest, *, resu
             signal = train_loop(trainer, corpus, journal, display, run_dir, stop)
             journal.write("stopped" if signal else "end", step=trainer.step)
     if signal:
-        display.say(f"stopped by {signal_name(signal)} after step {trainer.step}; continue with --resume")
+        display.say(f"stopped by {signal_name(signal)} after step {trainer.step}")
     leave_group()
     return bool(signal)
 
@@ -161,6 +164,8 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
     weights = sum(row.numel for row in parameter_table(model))
     held_out = short(corpus.num_held_out) if corpus.held_out else "none"
     samples, num_samples = training_samples(corpus, run.data), resolved.global_batch * run.training.steps
+    mixture = describe_mixture(corpus, samples, num_samples)
+    warmup = run.training.lr_schedule.warmup_steps(run.training.steps)
     peak, origin = trainer.peak
     lines = {
         "model": f"{run.model.name or model.family}: {model_size(weights, everything - weights, trained)}; "
@@ -171,7 +176,7 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
         **({"records": formats} if (formats := describe_formats(corpus)) else {}),
         "batch": f"{resolved.tokens_per_step} tokens a step = {run.layout.data_parallel} ranks x "
         f"{resolved.accumulation} microbatches x {resolved.micro_batch} sequences x {run.data.sequence_length}",
-        "length": f"{run.training.steps} steps, {describe_mixture(corpus, samples, num_samples)}",
+        "length": f"{run.training.steps} steps, {warmup} of them warm-up, {mixture}",
         **({"objective": _objective(run.training.preference)} if run.training.preference else {}),
         "strategy": f"{run.layout.strategy}, {run.training.precision}, recompute {run.training.recompute}"
         + (", compiled" if run.training.compile else ""),

@@ -3,7 +3,7 @@
 import functools
 import json
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,8 @@ class Trainer:
     """How often the run went back to its last checkpoint."""
     passed_over: int = 0
     """Global batches that rewinds left out of the data's order."""
+    data: list[dict[str, Any]] = field(default_factory=list)
+    """What is trained on (`Corpus.identity`); checkpoints keep it, so that who continues is told of changes."""
 
     @functools.cached_property
     def base(self) -> dict[str, str] | None:

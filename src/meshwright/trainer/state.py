@@ -62,6 +62,7 @@ def state_values(trainer: Trainer, *, held_out_loss: float | None = None) -> dic
         HELD_OUT_LOSS: held_out_loss,
         "layout": trainer.resolved.run.layout.model_dump(),
         "base": trainer.base,
+        "data": trainer.data,
         **_fixed(trainer.resolved),
         "settings": _settings(trainer),
     }
@@ -175,8 +176,10 @@ def describe_restored(trainer: Trainer, saved: dict[str, Any]) -> str:
         for key, value in now.items()
         if key in before and before[key] != value and not key.startswith(SILENT)
     ]
-    same_data = not any(line.startswith("data.") for line in changed)
-    exact = "weights, optimizer state, loss scale" + (", position in the data" if same_data else "")
+    other_data = _other_data(saved.get("data"), trainer.data)
+    if "data" not in saved and any(line.startswith("data.") for line in changed):
+        other_data = "see below"
+    exact = "weights, optimizer state, loss scale" + ("" if other_data else ", position in the data")
     if _same_ranks(trainer, saved):
         exact += ", random state"
     layout = LayoutSpec.model_validate(saved["layout"])
@@ -184,15 +187,42 @@ def describe_restored(trainer: Trainer, saved: dict[str, Any]) -> str:
     if layout != trainer.resolved.run.layout:
         reasons.insert(0, f"{layout.strategy} -> {trainer.resolved.run.layout.strategy}")
     lines = [f"exact     {exact}"]
-    if not same_data:
-        lines.append("other     from here on other samples are seen than without the stop: the data have changed")
+    if other_data:
+        lines.append(
+            f"other     the data have changed ({other_data}): from here on other samples are seen than without the "
+            "stop, at the same position of a new order over all of them"
+        )
+    elif "data" not in saved:
+        lines.append("unknown   whether the data are those of then: this checkpoint is from before they were noted")
     if reasons:
         lines.append(f"tolerance from here on sums are taken in another order: {'; '.join(reasons)}")
-    elif same_data:
+    elif not other_data:
         lines.append("exact     from here on every step, to the last bit where kernels are deterministic")
     if changed:
         lines.append(f"changed   {'; '.join(changed)}{_lr_change(trainer, before)}")
     return "\n".join(lines)
+
+
+def _other_data(before: list[dict[str, Any]] | None, now: list[dict[str, Any]]) -> str:
+    """How the data differ from those that a checkpoint was trained on; empty where they do not, or it does not say.
+
+    Names are for people: the same tokens from another path are the same data.
+    """
+    if before is None:
+        return ""
+    if len(before) != len(now):
+        return f"{len(before)} -> {len(now)} streams"
+    return "; ".join(filter(None, map(_other_stream, before, now)))
+
+
+def _other_stream(before: dict[str, Any], now: dict[str, Any]) -> str:
+    more = {unit: now[unit] - before[unit] for unit in ("documents", "tokens")}
+    counts = [f"{n:+,} {unit.removesuffix('s') if abs(n) == 1 else unit}" for unit, n in more.items() if n]
+    if not counts and now["fingerprint"] != before["fingerprint"]:
+        counts = ["others in as many documents and tokens"]
+    if now["weight"] != before["weight"]:
+        counts.append(f"weight {before['weight']} -> {now['weight']}")
+    return f"{now['name']}: {', '.join(counts)}" if counts else ""
 
 
 def _short(value: Any) -> Any:
@@ -230,12 +260,13 @@ def _check_trained(checkpoint: Path, resolved: ResolvedRun) -> None:
 
 
 def _check_fixed(checkpoint: Path, saved: dict[str, Any], resolved: ResolvedRun) -> None:
-    for field, value in _fixed(resolved).items():
-        if saved[field] != value:
-            raise CheckpointError(
-                f"{checkpoint}: was trained with {field}={saved[field]}, this run says {value}; "
-                f"continue with {saved[field]}, so that every sample is still seen once"
-            )
+    wrong = {field: value for field, value in _fixed(resolved).items() if saved[field] != value}
+    if wrong:
+        others = ", ".join(f"{field}={saved[field]}, not {value}" for field, value in wrong.items())
+        kept = " ".join(f"{field}={saved[field]}" for field in wrong)
+        raise CheckpointError(
+            f"{checkpoint}: was trained with {others}; continue with {kept}, so that every sample is still seen once"
+        )
 
 
 def _fixed(resolved: ResolvedRun) -> dict[str, Any]:
@@ -253,7 +284,13 @@ def _fixed(resolved: ResolvedRun) -> dict[str, Any]:
 def _settings(trainer: Trainer) -> dict[str, Any]:
     """The whole run, flat: `training.optimizer.lr` -> value."""
     resolved = trainer.resolved
-    decided = {"micro_batch": resolved.micro_batch, "device": trainer.device.type, "torch": torch.__version__}
+    training = resolved.run.training
+    decided = {
+        "training.lr_schedule.warmup": training.lr_schedule.warmup_steps(training.steps),
+        "micro_batch": resolved.micro_batch,
+        "device": trainer.device.type,
+        "torch": torch.__version__,
+    }
     return dict(_flat(resolved.run.model_dump(mode="json"), "")) | decided
 
 
