@@ -49,7 +49,7 @@ def _section(spec: type[Spec], title: str, path: str) -> Iterator[str]:
         found = list(_specs_in(field.annotation))
         if found:
             inner.append((f"{path}{name}", found))
-        yield f"| `{path}{name}` | {_default(field, next(iter(found), None))} | {_meaning(field)} |"
+        yield f"| `{path}{name}` | {_default(field)} | {_meaning(field)} |"
     yield ""
     for name, alternatives in inner:
         for found in alternatives:
@@ -62,13 +62,13 @@ def _choice(spec: type[Spec]) -> str:
     return f" with `{name}: {get_args(field.annotation)[0]}`"
 
 
-def _default(field: FieldInfo, section: type[Spec] | None) -> str:
+def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.default
     if isinstance(value, tuple):
         value = [item.model_dump() if isinstance(item, Spec) else item for item in value]
-    elif section is not None or value is None:
+    elif value is None or isinstance(value, Spec):
         return ""
     return f"`{write_yaml([value]).strip()[1:-1]}`"
 

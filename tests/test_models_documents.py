@@ -141,9 +141,9 @@ def test_the_full_mask_says_the_same(family, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # how dynamo looks at tensors
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("policies", [("selective", "selective"), ("full", "full"), ("selective", "none")])
 @pytest.mark.parametrize("varlen", [False, True])
-def test_compiled_and_recomputed_blocks(recompute, varlen, monkeypatch):
+def test_compiled_and_recomputed_blocks(policies, varlen, monkeypatch):
     """Compiled once, whatever the number of documents, and as fast a path as there is inside."""
     if varlen:
         monkeypatch.setattr(attention, "VARLEN", frozenset(["window_size", "enable_gqa"]))
@@ -151,7 +151,7 @@ def test_compiled_and_recomputed_blocks(recompute, varlen, monkeypatch):
         monkeypatch.setattr(attention, "serves_varlen", lambda q: True)
     model, (tokens, labels, documents) = build("llama"), packed()
     expected = outcome(model, (tokens, labels, documents))
-    apply_recompute(model.layers, recompute)
+    apply_recompute(model.layers, policies)
     compiled = CompileCounterWithBackend("aot_eager")
     for block in model.layers.values():
         block.forward = torch.compile(block.forward, backend=compiled, dynamic=False)

@@ -63,9 +63,11 @@ def test_every_sharding(ranks: RankPool, schedule: str, name: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv"])
 def test_four_ranks(ranks: RankPool, schedule: str) -> None:
-    """Ranks in the middle have neither embedding nor head; ten layers in stages of one to three."""
+    """Ranks in the middle have neither embedding nor head; ten layers in stages of one to three, of which the first
+    recompute."""
     layout = LayoutSpec(pp=4, schedule=schedule)
-    run = tiny_run(layout, accumulation=4, num_layers=10, tied=True)
+    some = {"full": [1, 2, 0, 1], "selective": 0} if schedule == "1f1b" else {"full": 1}
+    run = tiny_run(layout, accumulation=4, num_layers=10, tied=True, recompute=some)
     assert len(set(run.stage_layers)) > 1
     assert_equal(ranks.run(4, one_step, run)[0], alone(num_layers=10, tied=True))
 

@@ -160,6 +160,10 @@ BAD_VALUES = {
         "training: {clip: 0}",
         "run.yaml:2: training.clip: 0 is not allowed: must be greater than 0",
     ),
+    "layers below 0": (
+        "training: {recompute: {full: [1, -2]}}",
+        "run.yaml:2: training.recompute.full.1: -2 is not allowed: must be at least 0",
+    ),
     "too large": ("data: {held_out: 1}", "run.yaml:2: data.held_out: 1 is not allowed: must be less than 1"),
     "quoted number": (
         "training: {steps: '5'}",

@@ -1,6 +1,7 @@
 """A rehearsed rank holds and sends exactly what the same rank of a real run holds and sends."""
 
 import json
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,24 @@ def rehearse_all(run: ResolvedRun, whole: bool) -> dict[str, Any]:
         rehearse_module.enough_microbatches = lambda resolved: (resolved.accumulation,)
     report = rehearse_rank(run, 0, on_gpu=False)
     return {key: value for key, value in report.items() if key not in ("seconds", "peak_by_kind")}
+
+
+def test_memory_falls_with_every_layer_that_recomputes() -> None:
+    """On a stage with two microbatches in flight, so that the last layer's recomputation saves memory as well."""
+    falling = [{"selective": n} for n in range(5)] + [{"full": n, "selective": 4 - n} for n in range(1, 5)]
+    layout = LayoutSpec(pp=2)
+    runs = [tiny_run(layout, num_layers=8, recompute={"full": 0} | some, accumulation=2) for some in falling]
+    apart = RankPool()
+    try:
+        (peaks,) = apart.run(1, rehearsed_peaks, runs)
+    finally:
+        apart.close()
+    assert all(more > less for more, less in pairwise(peaks)), peaks
+
+
+def rehearsed_peaks(runs: list[ResolvedRun]) -> list[int]:
+    """Of the first rank."""
+    return [rehearse_rank(run, 0, on_gpu=False)["peak"] for run in runs]
 
 
 def test_findings() -> None:

@@ -50,6 +50,22 @@ def test_a_batch_in_tokens() -> None:
         ({"training": {"global_batch": 10}, "layout": {"dp_shard": 4}}, "the nearest number that can is 8"),
         ({"training": {"global_batch_tokens": 1000}, "data": {"sequence_length": 256}}, "nearest multiple is 1024"),
         ({"training": {"global_batch": 12, "micro_batch": 5}}, "the nearest number that does is 4"),
+        (
+            {"training": {"recompute": {"full": 33}}},
+            r"training.recompute.full=33: the model has 32 layers, so the most is 32$",
+        ),
+        (
+            {"training": {"recompute": {"full": 8, "selective": 1}}, "layout": {"pp": 4, "stage_layers": [9, 8, 8, 7]}},
+            r"training.recompute.selective=1: pipeline stage 1 has 8 layers, so the most is 0 besides full=8$",
+        ),
+        (
+            {"training": {"recompute": {"full": 1, "selective": []}}, "layout": {"pp": 2}},
+            r"selective=\[\] has 0 numbers, and the layout has 2 pipeline stages; give 2, or one number for all",
+        ),
+        (
+            {"training": {"recompute": {"full": [8, 8]}}},
+            r"full=\[8, 8\] has 2 numbers, and the layout has 1 pipeline stage; give 1, or one number for all",
+        ),
         ({"data": {"sequence_length": 9000}}, "use data.sequence_length=8192 or raise model.max_positions"),
     ],
 )

@@ -1,11 +1,13 @@
 """What a step does besides the gradient: non-finite policies, loss scaling, token counts, compile, determinism."""
 
 import math
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.data import loader
 from meshwright.data.loader import Microbatch
@@ -193,21 +195,38 @@ def test_compiled_blocks_compute_the_same(ranks: RankPool, strategy: str, recomp
     assert difference <= tolerance * max(g.abs().max().item() for g in expected.gradients.values()), name
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recomputation_really_recomputes(recompute: str) -> None:
-    """Count forward passes of the norms: once without, once more with recomputation."""
-    counts = {}
+class Attended(TorchDispatchMode):
+    """Counts how often attention is computed, not how often its kept result is taken."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("recompute", "norms", "attended"),
+    [
+        ("selective", [2, 2, 2], 3),
+        ("full", [2, 2, 2], 6),
+        ({"full": 1}, [2, 1, 1], 4),
+        ({"full": 1, "selective": [1]}, [2, 2, 1], 4),
+        ({"selective": 2}, [2, 2, 1], 3),
+    ],
+    ids=str,
+)
+def test_recomputation_really_recomputes(recompute: Any, norms: list[int], attended: int) -> None:
+    """How often every layer computes its norm, and all of them attention; gradients are the same bit for bit."""
+    gradients = []
     for mode in ("none", recompute):
-        trainer = build_here(tiny_run(LayoutSpec(), recompute=mode))
-        calls = 0
-
-        def count(*_: object) -> None:
-            nonlocal calls
-            calls += 1
-
-        for block in trainer.model.layers.values():
-            block.attention_norm.register_forward_hook(count)
-        with loader_for(trainer) as loader:
+        trainer = build_here(tiny_run(LayoutSpec(), recompute=mode, num_layers=3))
+        calls = Counter()
+        for layer, block in trainer.model.layers.items():
+            block.attention_norm.register_forward_hook(lambda *_, layer=layer, calls=calls: calls.update([layer]))
+        with loader_for(trainer) as loader, Attended() as attention:
             trainer.train_step.gradients(loader.microbatches(0))
-        counts[mode] = calls
-    assert counts == {"none": 2, recompute: 4}
+        gradients.append({name: whole(tensor.grad) for name, tensor in trainer.parameters.items()})
+    assert [calls[str(layer)] for layer in range(3)] == norms
+    assert attention.count == attended
+    assert largest_difference(*gradients)[0] == 0

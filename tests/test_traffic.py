@@ -42,7 +42,7 @@ def options_of(layout: LayoutSpec, families: tuple[str, ...], turn: int) -> dict
     """Families, recomputation, precision and ties alternate."""
     return {
         "family": families[turn % 3],
-        "recompute": ("none", "selective", "full")[turn // 3 % 3],
+        "recompute": ("none", "selective", "full", {"full": 1})[turn // 3 % 4],
         "precision": ("fp32", "fp64", "bf16")[turn % 3],
         "accumulation": 3 if GLOBAL_BATCH // layout.data_parallel % 3 == 0 else 2,
         "tied": turn % 2 == 1,

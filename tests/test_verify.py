@@ -25,6 +25,7 @@ from meshwright.spec.fit import find_misfits
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
 from meshwright.spec.run import ResolvedRun
+from meshwright.spec.training import TrainingSpec
 from meshwright.testing.equivalence import build_here
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer.status import STOPPED
@@ -208,7 +209,7 @@ FAULTS: dict[str, Any] = {
         (LayoutSpec(dp_shard=2, cp=2, zero=2), {"family": "gpt2", "precision": "fp32"}),
         (LayoutSpec(cp=2, zero=3), {"optimizer": {"name": "muon"}, "clip": 0.01}),
         (LayoutSpec(dp_shard=2), {"precision": "bf16"}),
-        (LayoutSpec(pp=2, tp=2), {"tied": True, "recompute": "full"}),
+        (LayoutSpec(pp=2, tp=2), {"tied": True, "recompute": {"full": [1, 0]}}),
         (LayoutSpec(pp=2, dp_shard=2, schedule="zbv"), {"num_layers": 4}),
         (LayoutSpec(cp=2, ep=2), {"family": "mixtral"}),
     ],
@@ -295,6 +296,17 @@ def test_what_is_shrunk_still_fits(fields: ModelFields, layout: dict[str, Any], 
     assert small.accumulation == (2 if degrees.pp == 1 else degrees.pp)
     assert small.model.num_layers == max(2, degrees.pp)
     assert small.global_batch == small.micro_batch * small.accumulation * small.run.layout.data_parallel
+
+
+@pytest.mark.parametrize(
+    ("recompute", "shrunk"),
+    [("full", "full"), ({"full": [3, 0]}, {"full": [1, 0]}), ({"full": [8, 0], "selective": 0}, {"full": [1, 0]})],
+)
+def test_what_is_shrunk_recomputes_as_before(recompute: Any, shrunk: Any) -> None:
+    run = tiny_run(LayoutSpec(pp=2), num_layers=16, recompute=recompute)
+    small = shrink(run.model_copy(update={"stage_layers": (8, 8)}))
+    assert small.run.training.recompute == TrainingSpec.model_validate({"recompute": shrunk}).recompute
+    assert len(small.recompute) == small.model.num_layers == 2
 
 
 def test_what_is_shrunk_starts_from_no_file() -> None:

@@ -49,7 +49,7 @@ def apply_parallelism(model: Decoder, resolved: ResolvedRun, meshes: Meshes | No
         apply_context_parallel(model, cp, method)
     if meshes is not None:
         apply_expert_parallel(model, meshes)
-    apply_recompute(model.layers, run.training.recompute)
+    apply_recompute(model.layers, resolved.recompute)
     if run.training.compile:
         apply_compile(model.layers)
     if meshes is None:

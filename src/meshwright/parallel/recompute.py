@@ -1,8 +1,7 @@
 """The one place for activation recomputation: which of a block's activations are kept and which computed again."""
 
 import functools
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from meshwright.models.adapters import LoraLinear
 from meshwright.models.attention import VARLEN_OPS
 from meshwright.models.cpu_kernels import MATMULS
+from meshwright.spec.recompute import Policy
 
 aten = torch.ops.aten
 
@@ -45,16 +45,17 @@ def _keep_dear_results(ctx: object, op: Callable, *args: object, **kwargs: objec
     return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def apply_recompute(blocks: nn.ModuleDict, mode: Literal["none", "selective", "full"]) -> None:
-    """Make every block recompute its activations in the backward pass; parameter names stay as they are."""
-    if mode == "none":
-        return
+def apply_recompute(blocks: nn.ModuleDict, policies: Sequence[Policy]) -> None:
+    """Make blocks recompute their activations in the backward pass, by the policies of all of the model's layers;
+    parameter names stay as they are."""
     random = any(isinstance(module, LoraLinear) and module.dropout for module in blocks.modules())
-    options: dict[str, object] = {"use_reentrant": False, "preserve_rng_state": random}
-    if mode == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_dear_results)
-    for block in blocks.values():
-        block.forward = functools.partial(checkpoint, block.forward, **options)
+    whole: dict[str, object] = {"use_reentrant": False, "preserve_rng_state": random}
+    contexts = functools.partial(create_selective_checkpoint_contexts, _keep_dear_results)
+    options = {"full": whole, "selective": whole | {"context_fn": contexts}}
+    for layer, block in blocks.items():
+        policy = policies[int(layer)]
+        if policy != "none":
+            block.forward = functools.partial(checkpoint, block.forward, **options[policy])
 
 
 def hide_sharding(blocks: nn.ModuleDict) -> None:

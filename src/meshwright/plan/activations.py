@@ -4,14 +4,22 @@ After Korthikanti et al. ("Reducing Activation Recomputation in Large Transforme
 that flash attention, gated feed-forward layers, experts and each recomputation policy are sums of the same items.
 """
 
+from collections.abc import Sequence
+
 from meshwright.plan.blueprint import Block
-from meshwright.plan.job import Job
+from meshwright.plan.job import Groups, Job, Kinds
 from meshwright.plan.pipeline import most_in_flight
+from meshwright.spec.recompute import Policy
 
 
-def pass_activations(job: Job, stage: int) -> float:
-    """What one microbatch keeps in all blocks of a rank."""
-    return sum(count * block_activations(job, job.model.kinds[kind]) for kind, count in job.stage_kinds[stage])
+def pass_activations(job: Job, stages: Sequence[Groups]) -> float:
+    """What one microbatch keeps in all blocks of a rank's stages."""
+    return sum(group_activations(job, policy, kinds) for groups in stages for policy, kinds in groups)
+
+
+def group_activations(job: Job, policy: Policy, kinds: Kinds) -> float:
+    """What one microbatch keeps in some blocks."""
+    return sum(count * block_activations(job, job.model.kinds[kind], policy) for kind, count in kinds)
 
 
 def saved_activations(job: Job, stage: int, one_pass: float, *, at_loss: bool = False) -> float:
@@ -45,9 +53,8 @@ def stream_bytes(job: Job) -> float:
     return stream_tokens(job) * job.model.hidden * job.width
 
 
-def block_activations(job: Job, block: Block, recompute: str | None = None) -> float:
+def block_activations(job: Job, block: Block, policy: Policy) -> float:
     """Bytes that one block keeps of one microbatch for its backward pass, by recomputation policy."""
-    policy = job.recompute if recompute is None else recompute
     everything = _saved_everything(job, block)
     if policy == "none":
         return everything
@@ -58,17 +65,25 @@ def block_activations(job: Job, block: Block, recompute: str | None = None) -> f
     return _saved_selectively(job, block)
 
 
-def passing_activations(job: Job, stage: int) -> float:
-    """Of one block's backward pass: what it computes again, and gradients of activations."""
-    blocks = [job.model.kinds[kind] for kind, _ in job.stage_kinds[stage]]
-    return max((recomputed(job, block) + backward_bytes(job, block) for block in blocks), default=0.0)
+def passing_activations(job: Job, stages: Sequence[Groups]) -> float:
+    """Of one block's backward pass: what it computes again, and gradients of activations; less what blocks behind it in
+    its stage, which recompute less, have freed by then."""
+    most = 0.0
+    for groups in stages:
+        freed = 0.0
+        for policy, kinds in reversed(groups):
+            blocks = [job.model.kinds[kind] for kind, _ in kinds]
+            passing = max(recomputed(job, block, policy) + backward_bytes(job, block) for block in blocks)
+            most = max(most, passing - freed)
+            freed += group_activations(job, policy, kinds)
+    return most
 
 
-def recomputed(job: Job, block: Block) -> float:
+def recomputed(job: Job, block: Block, policy: Policy) -> float:
     """What one block computes again before its backward pass, besides what it has kept."""
-    if job.recompute == "none":
+    if policy == "none":
         return 0.0
-    return block_activations(job, block, recompute="none") - block_activations(job, block)
+    return block_activations(job, block, "none") - block_activations(job, block, policy)
 
 
 def backward_bytes(job: Job, block: Block) -> float:

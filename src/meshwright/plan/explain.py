@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from meshwright.plan.job import Job
-from meshwright.plan.search import POLICIES, Candidate, Limits, divisors, evaluate, layouts, strategy_name
+from meshwright.plan.search import Candidate, Limits, divisors, evaluate, layouts, strategy_name
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.recompute import POLICIES, describe_recompute, layer_policies
 
 GB = 1e9
 CAUSES = {
@@ -35,7 +36,12 @@ def describe(job: Job) -> str:
         degrees.append(f"schedule={job.schedule_name}")
     if job.virtual_stages > 1:
         degrees.append(f"stages_per_rank={job.virtual_stages}")
-    return " ".join([*degrees, f"zero={job.zero}", f"micro_batch={job.micro_batch}", f"recompute={job.recompute}"])
+    return " ".join([*degrees, f"zero={job.zero}", f"micro_batch={job.micro_batch}", f"recompute={recomputes(job)}"])
+
+
+def recomputes(job: Job) -> str:
+    """What a job recomputes: a policy, or numbers of layers of all that there are."""
+    return describe_recompute(layer_policies(job.recompute, job.cut))
 
 
 def why_not(candidate: Candidate, chosen: Candidate | None) -> str:

@@ -4,16 +4,23 @@ import functools
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
 from meshwright.plan.blueprint import Blueprint
 from meshwright.plan.stages import balanced_stages
+from meshwright.spec.recompute import Policy, RecomputeSpec, stage_counts
 from meshwright.spec.schedule import SCHEDULES
 
 Attention = Literal["unfused", "flash", "flash-bias", "hopper"]
 """unfused holds all scores; flash is FlashAttention-2; flash-bias the same with an additive bias (ALiBi); hopper are
 the kernels written for Hopper and later (FlashAttention-3, cuDNN)."""
 
+
+Kinds = tuple[tuple[int, int], ...]
+"""(kind of block, number of them)."""
+Groups = tuple[tuple[Policy, Kinds], ...]
+"""A stage's layers by recomputation policy, first to last."""
 
 RANK = 16
 """Of adapters, where nobody says."""
@@ -110,9 +117,9 @@ class Job:
     zero: int = 0
     sequence_parallel: bool = True
     """Whether tensor-parallel ranks split the sequence between matrix products."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Policy | RecomputeSpec = "none"
     recompute_share: float = 1.0
-    """Share of the blocks that recompute."""
+    """Share of the blocks that recompute, all over the model, where `recompute` is a word."""
     precision: str = "bf16"
     offload: Literal["none", "optimizer", "cpu"] = "none"
     offload_activations: float = 0.0
@@ -185,16 +192,33 @@ class Job:
         return tuple(sum(count for _, count in kinds) for kinds in self.stage_kinds)
 
     @cached_property
-    def stage_kinds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For every pipeline rank (kind of block, number of them)."""
-        found: list[Counter[int]] = [Counter() for _ in range(self.pp)]
-        start = 0
-        for stage, count in enumerate(self.cut):
-            turn, rank = divmod(stage, self.pp)
-            rank = self.pp - 1 - rank if turn % 2 and _is_v(self.schedule) else rank
-            found[rank].update(self.model.pattern[start : start + count])
-            start += count
-        return tuple(tuple(sorted(kinds.items())) for kinds in found)
+    def stage_kinds(self) -> tuple[Kinds, ...]:
+        """The blocks of every pipeline rank."""
+        pattern = self.model.pattern
+        return tuple(_kinds(tuple(layer for span in spans for layer in pattern[slice(*span)])) for spans in self.spans)
+
+    @cached_property
+    def spans(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Of every pipeline rank, the first layer of each of its stages and the one behind its last."""
+        return _spans(self.cut, self.pp, _is_v(self.schedule))
+
+    @cached_property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """Of every pipeline rank, the numbers of its stages."""
+        return _places(len(self.cut), self.pp, _is_v(self.schedule))
+
+    @cached_property
+    def groups(self) -> tuple[tuple[Groups, ...], ...]:
+        """What every pipeline rank recomputes, in each of its stages."""
+        counts = stage_counts(self.recompute, self.cut)
+        return tuple(
+            tuple(self.grouped(span, *counts[stage]) for span, stage in zip(spans, stages, strict=True))
+            for spans, stages in zip(self.spans, self.stages, strict=True)
+        )
+
+    def grouped(self, span: tuple[int, int], full: int, selective: int) -> Groups:
+        """A stage's layers from one to another, of which the first so many recompute."""
+        return _groups(self.model.pattern[slice(*span)], full, selective)
 
     @cached_property
     def cut(self) -> tuple[int, ...]:
@@ -228,6 +252,34 @@ def block_flops(model: Blueprint, kind: int, sequence: int) -> float:
 
 _balanced = functools.lru_cache(maxsize=256)(balanced_stages)
 """For a search, which asks the same for every candidate of as many stages."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _kinds(pattern: tuple[int, ...]) -> Kinds:
+    return tuple(sorted(Counter(pattern).items()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _groups(pattern: tuple[int, ...], full: int, selective: int) -> Groups:
+    behind = full + selective
+    parts: tuple[tuple[Policy, tuple[int, ...]], ...] = (
+        ("full", pattern[:full]), ("selective", pattern[full:behind]), ("none", pattern[behind:])
+    )  # fmt: skip
+    return tuple((policy, _kinds(layers)) for policy, layers in parts if layers)
+
+
+@functools.lru_cache(maxsize=4096)
+def _places(stages: int, ranks: int, v: bool) -> tuple[tuple[int, ...], ...]:
+    turns = range(stages // ranks)
+    return tuple(
+        tuple(turn * ranks + (ranks - 1 - rank if v and turn % 2 else rank) for turn in turns) for rank in range(ranks)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _spans(cut: tuple[int, ...], ranks: int, v: bool) -> tuple[tuple[tuple[int, int], ...], ...]:
+    ends = tuple(accumulate(cut, initial=0))
+    return tuple(tuple((ends[stage], ends[stage + 1]) for stage in here) for here in _places(len(cut), ranks, v))
 
 
 def _is_v(schedule: str) -> bool:

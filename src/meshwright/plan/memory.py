@@ -4,11 +4,12 @@ State follows the ZeRO paper (Rajbhandari et al., 2020, section 3), tensor by te
 stands in `plan/moments.py`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
 from meshwright.plan.held import end_parameters, expert_shards, held_parameters
-from meshwright.plan.job import Job
+from meshwright.plan.job import Groups, Job
 from meshwright.plan.moments import peak_moment
 from meshwright.spec.schedule import is_asynchronous
 
@@ -64,15 +65,16 @@ def predict_memory(job: Job, *, enough: float = inf) -> MemoryUse:
     """The rank that needs most, over all pipeline stages; or the first one found that needs more than `enough` bytes
     even with an allocator under pressure."""
     most = stage_memory(job, 0)
-    for stage in sorted({1, job.pp - 1} & set(range(1, job.pp))):
+    alike = isinstance(job.recompute, str)  # then those in the middle need no more than the one before
+    for stage in sorted({1, job.pp - 1} & set(range(1, job.pp))) if alike else range(1, job.pp):
         if most.least > enough:
             break
         most = max(most, stage_memory(job, stage), key=lambda use: use.total)
     return most
 
 
-def stage_memory(job: Job, stage: int) -> MemoryUse:
-    """Peak bytes of a rank of pipeline stage `stage`."""
+def stage_memory(job: Job, stage: int, groups: Sequence[Groups] | None = None) -> MemoryUse:
+    """Peak bytes of a rank of pipeline stage `stage`; `groups` replaces what its stages recompute."""
     stack, shards = job.stack, job.shards
     held, experts = held_parameters(job, stage)
 
@@ -101,7 +103,7 @@ def stage_memory(job: Job, stage: int) -> MemoryUse:
         host, optimizer = optimizer, 0.0
     if job.offload == "cpu":
         host, gradients = host + gradients, 0.0
-    peak = peak_moment(job, stage, weights, gradients)
+    peak = peak_moment(job, stage, weights, gradients, job.groups[stage] if groups is None else groups)
     return MemoryUse(
         weights=peak.weights,
         gradients=peak.gradients,

@@ -6,7 +6,7 @@ of the backward pass, when embedding and head are reduced. Of other programs, wh
 block's backward pass with the logits still there. docs/rehearsal.md holds it to the program itself.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -19,7 +19,7 @@ from meshwright.plan.activations import (
     stream_bytes,
 )
 from meshwright.plan.held import block_parameters, end_parameters, first_weights
-from meshwright.plan.job import Job
+from meshwright.plan.job import Groups, Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +41,17 @@ class Moment:
         return self.weights + self.activations + self.logits + self.transit + self.gradients
 
 
-def peak_moment(job: Job, stage: int, weights: float, gradients: float) -> Moment:
-    """When a rank of a stage holds most; `weights` is what it computes with throughout, and `gradients` what it keeps
-    of them at the end of the backward pass."""
+def peak_moment(job: Job, stage: int, weights: float, gradients: float, groups: Sequence[Groups]) -> Moment:
+    """When a rank of a stage holds most; `weights` is what it computes with throughout, `gradients` what it keeps of
+    them at the end of the backward pass, and `groups` what its stages recompute."""
     if not job.stack.chunked_loss:
-        return _all_logits(job, stage, weights, gradients)
-    return max(_Engine(job, stage, weights, gradients).moments(), key=lambda moment: moment.total)
+        return _all_logits(job, stage, weights, gradients, groups)
+    return max(_Engine(job, stage, weights, gradients, groups).moments(), key=lambda moment: moment.total)
 
 
-def _all_logits(job: Job, stage: int, weights: float, gradients: float) -> Moment:
+def _all_logits(job: Job, stage: int, weights: float, gradients: float, groups: Sequence[Groups]) -> Moment:
     """They live while the last block's backward pass begins."""
-    saved = saved_activations(job, stage, pass_activations(job, stage)) + passing_activations(job, stage)
+    saved = saved_activations(job, stage, pass_activations(job, groups)) + passing_activations(job, groups)
     transit, layer = 0.0, max(block_parameters(job, block) for block in job.model.kinds)
     if job.frozen_bytes:
         transit = job.stack.weight_bytes * layer
@@ -77,7 +77,7 @@ def all_logits_bytes(job: Job) -> float:
 class _Engine:
     """The moments of one rank of this repository's engine."""
 
-    def __init__(self, job: Job, stage: int, weights: float, gradients: float) -> None:
+    def __init__(self, job: Job, stage: int, weights: float, gradients: float, groups: Sequence[Groups]) -> None:
         self.job, self.stage, self.weights, self.end_gradients = job, stage, weights, gradients
         stack, self.width = job.stack, job.width
         self.head = stage == job.head_rank
@@ -85,14 +85,15 @@ class _Engine:
         self.table = 0 if job.frozen else self.vocab * job.model.hidden
         """Parameters of the head whose gradient is here."""
         self.ends = end_parameters(job, stage)
-        kinds = [job.model.kinds[kind] for kind, _ in job.stage_kinds[stage]]
-        self.layer = max((block_parameters(job, block) for block in kinds), default=0.0)
-        self.first = max((first_weights(job, block) for block in kinds), default=0.0)
-        kept = [block_activations(job, block) for block in kinds]
-        self.block = max(kept, default=0.0)
-        self.one_pass = sum(count * block for (_, count), block in zip(job.stage_kinds[stage], kept, strict=True))
+        blocks = [job.model.kinds[kind] for kind, _ in job.stage_kinds[stage]]
+        self.layer = max((block_parameters(job, block) for block in blocks), default=0.0)
+        self.first = max((first_weights(job, block) for block in blocks), default=0.0)
+        last = [stage[-1] for stage in groups if stage]
+        behind = [(job.model.kinds[kind], policy) for policy, kinds in last for kind, _ in kinds]
+        self.block = max((block_activations(job, block, policy) for block, policy in behind), default=0.0)
+        self.one_pass = pass_activations(job, groups)
         self.saved = saved_activations(job, stage, self.one_pass) + self._messages()
-        self.passing = passing_activations(job, stage)
+        self.passing = passing_activations(job, groups)
         gathers = job.zero >= 3 and not self.job.alone
         self.gathered = stack.weight_bytes if gathers else 0.0
         self.unpacked = stack.weight_bytes * self.layer if job.frozen_bytes else 0.0

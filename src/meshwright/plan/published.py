@@ -25,6 +25,7 @@ from meshwright.plan.published_words import (
     zero_of,
 )
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.recompute import Recompute
 
 LEGACY = Stack(
     name="Megatron or DeepSpeed before flash attention",
@@ -219,7 +220,7 @@ def _fitting(read: Completion, job: Job, cluster: ClusterSpec) -> Job:
     stages = [job.zero]
     if not read.row.get("zero_stage_or_fsdp") and job.dp > 1:
         stages += [stage for stage in (1, 2, 3) if stage > job.zero]
-    policies: list[Literal["none", "selective", "full"]] = [job.recompute]
+    policies: list[Recompute] = [job.recompute]
     if "recompute" in read.completed:
         policies = ["none", "selective"]  # recomputing everything would have been worth a word
     for stage in stages:

@@ -5,9 +5,8 @@ Every function takes the text of one cell and never fails: what it cannot read i
 
 import re
 from math import isfinite
-from typing import Literal
 
-Policy = Literal["none", "selective", "full"]
+from meshwright.spec.recompute import Policy
 
 NUMBER = re.compile(r"((?:\d[\d,_']*\.?\d*|\.\d+)(?:e[+-]?\d+)?)(?: ?([kmbt])(?![a-z0-9]))?", re.IGNORECASE)
 FACTORS = {"": 1.0, "k": 1024.0, "m": 2.0**20, "b": 1.0, "t": 1000.0}

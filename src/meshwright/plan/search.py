@@ -16,10 +16,10 @@ from meshwright.plan.memory import MemoryUse, predict_memory
 from meshwright.plan.pipeline import schedule_waiting
 from meshwright.plan.step_time import Cache, StepModel, StepTime
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.recompute import POLICIES
 from meshwright.spec.schedule import schedule_kind
 
 Verdict = Literal["fits", "tight", "does not fit"]
-POLICIES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 VERDICTS: tuple[Verdict, ...] = ("fits", "tight", "does not fit")
 AXES = ("pp", "tp", "cp", "ep")
 """Axes that split the model or its sequences."""

@@ -1,15 +1,17 @@
 """The one place that puts a step's time together: computation, what communication does not hide, bubble, update."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.plan.blueprint import Block
 from meshwright.plan.comm import Group, Wires, axis_group
 from meshwright.plan.constants import FITTED, Constants
 from meshwright.plan.held import held_parameters
-from meshwright.plan.job import Job
+from meshwright.plan.job import Groups, Job
 from meshwright.plan.pipeline import Timeline, pipeline_seconds
 from meshwright.plan.roofline import Device, Pass
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.recompute import POLICIES, Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,8 @@ class Parts:
     compute: tuple[Pass, ...]
     waiting: tuple[float, ...]
     """Seconds of `compute` in which the device waits for the host."""
-    again: tuple[float, ...]
+    again: dict[Policy, tuple[float, ...]]
+    """Seconds of computing again, by recomputation policy."""
     tensor: tuple[Pass, ...]
     context: Pass
     expert: tuple[Pass, ...]
@@ -78,7 +81,7 @@ class StepModel:
         self.device = Device(cluster, job, constants)
         self.shard = axis_group(cluster, job.shards, job.tp if job.stack.group_shards else job.tp * job.cp)
         self.replicate = axis_group(cluster, job.dp_replicate, job.tp * job.cp * job.dp_shard)
-        key = (job.tp, job.cp, job.ep, job.micro_batch, job.recompute, job.recompute_share, job.precision)
+        key = (job.tp, job.cp, job.ep, job.micro_batch, job.recompute_share, job.precision)
         found = None if cache is None else cache.get(key)
         self.parts = found or self._parts()
         if cache is not None:
@@ -93,10 +96,13 @@ class StepModel:
         sent = tuple(one + other for one, other in zip(tensor, expert, strict=True))
         compute = tuple(device.block(block, beside) for block, beside in zip(kinds, sent, strict=True))
         waiting = tuple(device.waiting(block, beside) for block, beside in zip(kinds, sent, strict=True))
-        again = tuple(
-            self._recompute(block, time.forward + moved.forward)
-            for block, time, moved in zip(kinds, compute, tensor, strict=True)
-        )
+        again: dict[Policy, tuple[float, ...]] = {
+            policy: tuple(
+                self._recompute(policy, block, time.forward + moved.forward)
+                for block, time, moved in zip(kinds, compute, tensor, strict=True)
+            )
+            for policy in POLICIES
+        }
         return Parts(
             compute=compute,
             waiting=tuple(wait.forward + wait.backward for wait in waiting),
@@ -108,12 +114,14 @@ class StepModel:
         )
 
     def microbatch(self) -> float:
-        """Seconds of one microbatch through the whole model, both passes, as if on one stage and unsharded."""
-        parts = self.parts
+        """Seconds of one microbatch through the whole model, both passes, as if on one stage and unsharded; where only
+        some layers recompute, as if none did."""
+        parts, policy = self.parts, self.job.recompute
+        again = parts.again[policy if isinstance(policy, str) else "none"]
         one = parts.head.forward + parts.head.backward
         for kind, count in enumerate(self.job.model.kind_counts):
             passes = parts.compute[kind] + parts.tensor[kind] + parts.context + parts.expert[kind]
-            one += count * (passes.forward + passes.backward + parts.again[kind])
+            one += count * (passes.forward + passes.backward + again[kind])
         return one
 
     def predict(self) -> StepTime:
@@ -122,15 +130,15 @@ class StepModel:
         whole = tuple(
             (
                 time.forward + moved.forward + parts.context.forward + sent.forward,
-                time.backward + again + moved.backward + parts.context.backward + sent.backward,
+                time.backward + moved.backward + parts.context.backward + sent.backward,
             )
-            for time, again, moved, sent in zip(parts.compute, parts.again, parts.tensor, parts.expert, strict=True)
+            for time, moved, sent in zip(parts.compute, parts.tensor, parts.expert, strict=True)
         )
         sharded = self._gathered_per_microbatch()
         forward, backward, gathering = [], [], []
         for stage, kinds in enumerate(job.stage_kinds):
             f = sum(count * whole[kind][0] for kind, count in kinds)
-            b = sum(count * whole[kind][1] for kind, count in kinds)
+            b = sum(count * whole[kind][1] for kind, count in kinds) + self.repeated(job.groups[stage])
             if stage == job.head_rank:
                 f, b = f + parts.head.forward, b + parts.head.backward
             exposed = self._hide_gathering(sharded, job.stage_layers[stage], f, b)
@@ -147,7 +155,7 @@ class StepModel:
         """The busiest stage's parts, times the microbatches, and what a step pays once."""
         job, parts, count = self.job, self.parts, self.job.microbatches
         kinds = job.stage_kinds[stage]
-        repeated = sum(n * parts.again[k] for k, n in kinds)
+        repeated = self.repeated(job.groups[stage])
         arithmetic = repeated + sum(n * (parts.compute[k].forward + parts.compute[k].backward) for k, n in kinds)
         if stage == job.head_rank:
             arithmetic += parts.head.forward + parts.head.backward
@@ -172,14 +180,17 @@ class StepModel:
             wire_seconds=wire,
         )
 
-    def _recompute(self, block: Block, forward: float) -> float:
+    def repeated(self, stages: Sequence[Groups]) -> float:
+        """Seconds in which a rank computes again of one microbatch."""
+        again = self.parts.again
+        return sum(n * again[policy][kind] for groups in stages for policy, kinds in groups for kind, n in kinds)
+
+    def _recompute(self, policy: Policy, block: Block, forward: float) -> float:
         """Seconds of computing again in the backward pass, tensor-parallel collectives included."""
-        if self.job.recompute == "none":
+        if policy == "none":
             return 0.0
         share = self.job.recompute_share
-        if self.job.recompute == "full":
-            return share * forward
-        return share * self.device.cheap_part(block)
+        return share * (forward if policy == "full" else self.device.cheap_part(block))
 
     def _tensor(self, block: Block, group: Group) -> Pass:
         """Two all-reduces (or their halves, with sequence parallelism) a pass, one for each half of the block."""

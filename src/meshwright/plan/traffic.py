@@ -9,6 +9,7 @@ experts, of which a token uses some.
 """
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from math import prod
 from pathlib import Path
 
@@ -75,6 +76,9 @@ class _Rank:
             layers = [layer for stage in here for layer in range(cuts[stage], cuts[stage + 1])]
             self.stages, self.program = len(here), with_transfers(schedule)[0]
         self.layers = layers
+        self.again = [layer for layer in layers if resolved.recompute[layer] != "none"]
+        """Those that are computed again, some selectively only."""
+        self.whole_again = [layer for layer in layers if resolved.recompute[layer] == "full"]
         self.first, self.last = 0 in layers, self.model.num_layers - 1 in layers
         finetune = resolved.run.finetune
         table = finetuned_table(self.model, finetune) if finetune else parameter_table(self.model)
@@ -82,10 +86,9 @@ class _Rank:
         self.tokens = resolved.micro_batch * resolved.run.data.sequence_length // self.layout.cp
         """Of a microbatch; tensor-parallel ranks share them between blocks."""
 
-    @property
-    def moe_layers(self) -> int:
-        """Layers of experts."""
-        return sum(self.model.is_moe(layer) for layer in self.layers)
+    def moe(self, layers: Iterable[int]) -> int:
+        """How many of some layers are layers of experts."""
+        return sum(map(self.model.is_moe, layers))
 
     @property
     def tokens_between(self) -> int:
@@ -120,17 +123,18 @@ def _weights(rank: _Rank) -> Traffic:
 def _tensor(rank: _Rank) -> Traffic:
     """Before each half of a block the sequence is gathered, behind it scattered, and once for embedding and head; the
     backward pass turns each round. Experts are no such half, those that all tokens share are."""
-    layout, recompute, model = rank.layout, rank.training.recompute, rank.model
+    layout, model = rank.layout, rank.model
     if layout.tp == 1:
         return Traffic()
     stream = rank.tokens * model.hidden * rank.width
-    feed_forward = len(rank.layers) - (0 if model.shared_experts else rank.moe_layers)
-    halves = len(rank.layers) + feed_forward
+
+    def halves(layers: Sequence[int]) -> int:
+        return 2 * len(layers) - (0 if model.shared_experts else rank.moe(layers))
+
     # Recomputing a block stops before its last result, so its last scatter is not repeated; selective recomputation
     # keeps what scatters have added up.
-    gathers = 2 * halves + rank.first + rank.last + (halves if recompute != "none" else 0)
-    again = len(rank.layers) if recompute == "full" else 0
-    scatters = 2 * halves + rank.first + rank.last + again
+    gathers = 2 * halves(rank.layers) + rank.first + rank.last + halves(rank.again)
+    scatters = 2 * halves(rank.layers) + rank.first + rank.last + len(rank.whole_again)
     kept = (row for row in rank.rows if split_dim(row, model, layout.tp) is None and not is_experts(row))
     # As often as data parallelism reduces gradients: once, when they have been added up, or after every microbatch.
     summed = rank.reduced * (rank.rounds if layout.zero_stage >= 2 else 1)
@@ -152,23 +156,23 @@ def _context(rank: _Rank) -> Traffic:
     layout, model = rank.layout, rank.model
     if layout.cp == 1:
         return Traffic()
-    forward = 2 if rank.training.recompute != "none" else 1
     tokens = rank.tokens * layout.cp  # of all cp ranks
     heads, kv_heads = model.num_heads // layout.tp, max(1, model.num_kv_heads // layout.tp)
     pairs = tokens * 2 * kv_heads * model.head_dim  # numbers of all keys and values
-    times = rank.rounds * len(rank.layers)
+    backward = rank.rounds * len(rank.layers)
+    forward = backward + rank.rounds * len(rank.again)
     method, _ = context_method(layout, model, rank.resolved.run.data.sequence_length)
     traffic = Traffic({("all-reduce", "cp"): _balance(rank)})
     if method == "ulysses":
         copies = next(n for n in range(1, heads + 1) if heads // kv_heads % n == 0 and kv_heads * n % layout.cp == 0)
         exchanged = tokens // layout.cp * 2 * (heads + kv_heads * copies) * model.head_dim
-        traffic["all-to-all", "cp"] = times * (forward + 1) * exchanged * rank.width
+        traffic["all-to-all", "cp"] = (forward + backward) * exchanged * rank.width
     elif method == "all_gather":
-        traffic["all-gather", "cp"] = times * (forward + 1) * pairs * rank.width
-        traffic["reduce-scatter", "cp"] = times * pairs * rank.wide
+        traffic["all-gather", "cp"] = (forward + backward) * pairs * rank.width
+        traffic["reduce-scatter", "cp"] = backward * pairs * rank.wide
     else:
-        hops = (layout.cp - 1) * (forward + 1) * rank.width + layout.cp * rank.wide
-        traffic["send", "cp"] = traffic["receive", "cp"] = times * hops * pairs // layout.cp
+        hops = (layout.cp - 1) * (forward + backward) * rank.width + layout.cp * backward * rank.wide
+        traffic["send", "cp"] = traffic["receive", "cp"] = hops * pairs // layout.cp
     return traffic
 
 
@@ -176,19 +180,19 @@ def _balance(rank: _Rank) -> int:
     """The balance loss adds up each sequence's counts of tokens per expert over the ranks that share the sequence."""
     if not rank.model.balance_loss:
         return 0
-    forward = 2 if rank.training.recompute != "none" else 1
-    return rank.rounds * rank.moe_layers * forward * rank.resolved.micro_batch * rank.model.num_experts * 8
+    forward = rank.moe(rank.layers) + rank.moe(rank.again)
+    return rank.rounds * forward * rank.resolved.micro_batch * rank.model.num_experts * 8
 
 
 def _experts(rank: _Rank) -> Traffic:
     """Every token's row to each of its experts and back, and their gradients; before them, how many rows there are."""
-    layout, model, recompute = rank.layout, rank.model, rank.training.recompute
+    layout, model = rank.layout, rank.model
     if layout.ep == 1:
         return Traffic()
     rows = rank.tokens_between * model.experts_per_token * model.hidden * rank.width
-    exchanges = 6 if recompute == "full" else 4
-    counts = (2 if recompute != "none" else 1) * model.num_experts * 8
-    return Traffic({("all-to-all", "ep"): rank.rounds * rank.moe_layers * (exchanges * rows + counts)})
+    exchanges = 4 * rank.moe(rank.layers) + 2 * rank.moe(rank.whole_again)
+    counts = rank.moe(rank.layers) + rank.moe(rank.again)
+    return Traffic({("all-to-all", "ep"): rank.rounds * (exchanges * rows + counts * model.num_experts * 8)})
 
 
 def _stages(rank: _Rank) -> Traffic:

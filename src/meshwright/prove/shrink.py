@@ -13,6 +13,7 @@ from meshwright.spec.actions import ScheduleError
 from meshwright.spec.finetune import FullSpec
 from meshwright.spec.fit import find_misfits
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.recompute import Recompute, of_counts, stage_counts
 from meshwright.spec.run import ResolvedRun
 
 HEAD_DIM, HIDDEN, FFN, LENGTH, VOCAB, EXPERTS = 8, 32, 48, 32, 96, 4
@@ -43,6 +44,8 @@ def shrink(resolved: ResolvedRun) -> ResolvedRun:
     )
     if run.finetune is not None and not isinstance(run.finetune, FullSpec):
         run = run.model_copy(update={"finetune": run.finetune.model_copy(update={"start_from": None})})
+    recompute = _recompute(resolved, stages or (layers,))
+    run = run.model_copy(update={"training": run.training.model_copy(update={"recompute": recompute})})
     micro_batch, accumulation = min(resolved.micro_batch, 2), _accumulation(resolved)
     return resolved.model_copy(
         update={
@@ -59,6 +62,17 @@ def shrink(resolved: ResolvedRun) -> ResolvedRun:
 def _stage_layers(large: tuple[int, ...]) -> tuple[int, ...]:
     """One layer in the shortest stages, and a second or third one in those that have more."""
     return tuple(min(3, 1 + layers - min(large)) for layers in large)
+
+
+def _recompute(resolved: ResolvedRun, stages: tuple[int, ...]) -> Recompute:
+    """The first layers of a stage as before, one by one, in the place of as many as there were."""
+    counts = []
+    for (full, selective), large, small in zip(
+        stage_counts(resolved.run.training.recompute, resolved.stages), resolved.stages, stages, strict=True
+    ):
+        fewer = small if full == large else min(full, 1)
+        counts.append((fewer, small - fewer if full + selective == large else min(selective, 1, small - fewer)))
+    return of_counts(counts, stages)
 
 
 def _accumulation(resolved: ResolvedRun) -> int:

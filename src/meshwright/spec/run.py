@@ -11,6 +11,7 @@ from meshwright.spec.finetune import FinetuneSpec
 from meshwright.spec.guards import GuardSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields, ModelSpec
+from meshwright.spec.recompute import Policy, layer_policies
 from meshwright.spec.training import TrainingSpec
 
 
@@ -88,6 +89,16 @@ class ResolvedRun(Spec):
     """The recipe as given, where the planner chose its layout."""
     plan: dict[str, Any] | None = None
     """What the planner said then, as in `plan.json`."""
+
+    @property
+    def recompute(self) -> tuple[Policy, ...]:
+        """What every layer of the model recomputes."""
+        return layer_policies(self.run.training.recompute, self.stages)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Layers of each stage, also where there is one."""
+        return self.stage_layers or (self.model.num_layers,)
 
     @property
     def tokens_per_step(self) -> int:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from meshwright.spec.base import Spec
+from meshwright.spec.recompute import Policy, RecomputeSpec
 
 MOST_WARMUP = 100
 """Steps of warm-up that are enough for a run of any length, where the recipe leaves them open."""
@@ -99,9 +100,9 @@ class TrainingSpec(Spec):
     fp64 is for proofs."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which gradients accumulate and are reduced over ranks under bf16 and fp16."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Policy | RecomputeSpec = "none"
     """Activation recomputation per block: none, selective (keeps matrix products and attention, recomputes the rest)
-    or full (keeps only the block's input)."""
+    or full (keeps only the block's input); or how many layers do which, as {full: 12} or {full: 4, selective: 20}."""
     compile: bool = False
     """Compile every block with torch.compile."""
     optimizer: OptimizerSpec = OptimizerSpec()

@@ -6,7 +6,7 @@ from typing import Any
 from meshwright.families import resolve_model
 from meshwright.plan.blueprint import blueprint
 from meshwright.plan.engine import engine_job, engine_layout
-from meshwright.plan.explain import describe, short
+from meshwright.plan.explain import describe, recomputes, short
 from meshwright.plan.hardware import resolve_cluster
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.plan.report import Plan, make_plan, plan_facts
@@ -101,7 +101,7 @@ def _explain_memory(plan: Plan, chosen: Candidate) -> list[str]:
         + (f", split over {job.shards} ranks" if job.zero >= 2 else ""),
         "optimizer": f"{job.stack.state_bytes:g} bytes a parameter of master weights and moments"
         + (f", split over {job.shards} ranks" if job.zero >= 1 else ""),
-        "activations": f"recompute={job.recompute}, {job.micro_batch} x {job.sequence} tokens a microbatch",
+        "activations": f"recompute={recomputes(job)}, {job.micro_batch} x {job.sequence} tokens a microbatch",
         "logits": "a chunk of logits, and the head's gradient in fp32" if job.stack.chunked_loss else "all logits",
         "communication": "layers gathered and gradients on their way",
         "fragmentation": "what a caching allocator holds in reserve",

@@ -13,6 +13,7 @@ from meshwright.spec.actions import ScheduleError
 from meshwright.spec.fit import batch_misfits, context_method, foreign_misfits, tensor_notes
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.recipe import RecipeError
+from meshwright.spec.recompute import recompute_misfit
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.training import MOST_WARMUP
 from meshwright.trainer.batch import sequences_per_step
@@ -52,6 +53,8 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
     sizes = _micro_batches(run, global_batch // ranks, base_dir)
     micro_batch, reason = _micro_batch(run, model, global_batch, sizes, machine)
     stage_layers = _stage_layers(run, model, global_batch // ranks // micro_batch, base_dir)
+    if misfit := recompute_misfit(run.training.recompute, stage_layers or (model.num_layers,)):
+        raise ValueError(misfit)
     reasons = {"training.micro_batch": reason}
     if run.training.lr_schedule.warmup == "auto":
         warmup = run.training.lr_schedule.warmup_steps(run.training.steps)

@@ -14,6 +14,7 @@ from meshwright.families import count_trained, parameter_table, pretrained_direc
 from meshwright.plan.stages import describe_pipeline
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.recipe import dump_recipe
+from meshwright.spec.recompute import describe_recompute
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.training import PreferenceSpec
 from meshwright.trainer.display import Display, model_size, short
@@ -178,8 +179,8 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
         f"{resolved.accumulation} microbatches x {resolved.micro_batch} sequences x {run.data.sequence_length}",
         "length": f"{run.training.steps} steps, {warmup} of them warm-up, {mixture}",
         **({"objective": _objective(run.training.preference)} if run.training.preference else {}),
-        "strategy": f"{run.layout.strategy}, {run.training.precision}, recompute {run.training.recompute}"
-        + (", compiled" if run.training.compile else ""),
+        "strategy": f"{run.layout.strategy}, {run.training.precision}, "
+        f"recompute {describe_recompute(resolved.recompute)}" + (", compiled" if run.training.compile else ""),
         **({"pipeline": describe_pipeline(resolved)} if run.layout.pp > 1 else {}),
         "devices": f"{trainer.worker.world_size} x {trainer.machine.name}, "
         f"mfu against {peak / 1e12:.2f} TFLOP/s ({origin})",

@@ -1,0 +1,105 @@
+"""The one place that says which layers compute their activations again in the backward pass; no torch here."""
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from meshwright.spec.base import Spec
+
+Policy = Literal["none", "selective", "full"]
+POLICIES: tuple[Policy, ...] = ("none", "selective", "full")
+"""From the one that keeps most, and takes least time."""
+
+Counts = tuple[int, int]
+"""Layers of a pipeline stage that recompute everything, and selectively."""
+
+Number = Annotated[int, Field(ge=0)]
+
+
+class RecomputeSpec(Spec):
+    """Recomputation of some layers: the first ones of every pipeline stage, or of the model where it has no stages.
+    What they keep waits longest, and when they compute it again, that of the layers behind has gone. A number holds
+    for every stage; a list has one for each stage, first to last."""
+
+    full: Number | tuple[Number, ...] = 0
+    """Layers that keep their input only."""
+    selective: Number | tuple[Number, ...] = 0
+    """Layers behind those, that keep matrix products and attention. The ones behind them keep everything."""
+
+
+Recompute = Policy | RecomputeSpec
+
+
+def recompute_misfit(recompute: Recompute, stage_layers: Sequence[int]) -> str | None:
+    """Why a model of such pipeline stages cannot recompute so, beginning with the setting; None where it can."""
+    if not isinstance(recompute, RecomputeSpec):
+        return None
+    stages = len(stage_layers)
+    for name in ("full", "selective"):
+        given = getattr(recompute, name)
+        if isinstance(given, tuple) and len(given) != stages:
+            return (
+                f"training.recompute.{name}={list(given)} has {len(given)} numbers, and the layout has "
+                f"{stages} pipeline stage{'s' if stages > 1 else ''}; give {stages}, or one number for all"
+            )
+    for stage, (full, selective, layers) in enumerate(zip(*_given(recompute, stages), stage_layers, strict=True)):
+        if full + selective > layers:
+            name, number, most = ("full", full, layers) if full > layers else ("selective", selective, layers - full)
+            where = f"pipeline stage {stage}" if stages > 1 else "the model"
+            besides = f" besides full={full}" if name == "selective" and full else ""
+            return f"training.recompute.{name}={number}: {where} has {layers} layers, so the most is {most}{besides}"
+    return None
+
+
+def stage_counts(recompute: Recompute, stage_layers: Sequence[int]) -> tuple[Counts, ...]:
+    """What every pipeline stage recomputes, never more than it has."""
+    if recompute == "none":
+        return ((0, 0),) * len(stage_layers)
+    if not isinstance(recompute, RecomputeSpec):
+        return tuple((layers, 0) if recompute == "full" else (0, layers) for layers in stage_layers)
+    fulls, selectives = _given(recompute, len(stage_layers))
+    return tuple(
+        (min(full, layers), min(selective, layers - min(full, layers)))
+        for full, selective, layers in zip(fulls, selectives, stage_layers, strict=True)
+    )
+
+
+def layer_policies(recompute: Recompute, stage_layers: Sequence[int]) -> tuple[Policy, ...]:
+    """The policy of every layer of the model."""
+    found: list[Policy] = []
+    for (full, selective), layers in zip(stage_counts(recompute, stage_layers), stage_layers, strict=True):
+        for policy, count in (("full", full), ("selective", selective), ("none", layers - full - selective)):
+            found.extend([policy] * count)
+    return tuple(found)
+
+
+def of_counts(counts: Sequence[Counts], stage_layers: Sequence[int]) -> Recompute:
+    """What `stage_counts` turns into these counts, in the fewest words."""
+    for policy in POLICIES:
+        if tuple(counts) == stage_counts(policy, stage_layers):
+            return policy
+    fields = {}
+    for name, numbers in zip(("full", "selective"), zip(*counts, strict=True), strict=True):
+        if any(numbers):
+            fields[name] = numbers if len(set(numbers)) > 1 else numbers[0]
+    return RecomputeSpec(**fields)
+
+
+def describe_recompute(policies: Sequence[Policy]) -> str:
+    """What the layers of a model recompute, for people: a policy, or `full:12/32`, 12 of 32 layers."""
+    counts = {policy: policies.count(policy) for policy in reversed(POLICIES)}
+    if len(policies) in counts.values():
+        return policies[0]
+    return ",".join(f"{policy}:{count}" for policy, count in counts.items() if count and policy != "none") + (
+        f"/{len(policies)}"
+    )
+
+
+def _given(recompute: RecomputeSpec, stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(full, selective) of every stage as given; of a list of another length as many as there are stages."""
+
+    def each(given: int | tuple[int, ...]) -> tuple[int, ...]:
+        return (given,) * stages if isinstance(given, int) else (given + (0,) * stages)[:stages]
+
+    return each(recompute.full), each(recompute.selective)
