@@ -35,7 +35,9 @@ def stream(name: str, seed: int, weight: float | None = None) -> Stream:
     return Stream(name=name, train=file(60), held_out=file(10), weight=weight)
 
 
-def planned(*, packing: str = "concatenated", separate: bool = True, weights=(None,), sees=None) -> PlannedRun:
+def planned(
+    *, packing: str = "concatenated", separate: bool = True, weights=(None,), sees=None, padding="kept"
+) -> PlannedRun:
     """A sound run of two ranks; more than an epoch of every stream."""
     data = DataSpec(sequence_length=T, packing=packing, separate_documents=separate)
     corpus = Corpus(tokenizer=TOKENIZER, streams=tuple(stream(f"s{i}", i, weight) for i, weight in enumerate(weights)))
@@ -50,14 +52,15 @@ def planned(*, packing: str = "concatenated", separate: bool = True, weights=(No
         steps=STEPS,
         global_batch=GLOBAL_BATCH,
         world_size=RANKS,
-        batches=lambda rank: loader(mixture, rank),
+        batches=lambda rank: loader(mixture, rank, padding=padding),
         epochs=mixture.epochs(STEPS * GLOBAL_BATCH),
         sees=sees,
     )
 
 
-def loader(mixture, rank: int, *, seed: int = 7, world_size: int = RANKS) -> Loader:
-    return Loader(mixture, seed=seed, global_batch=GLOBAL_BATCH, micro_batch=2, rank=rank, world_size=world_size)
+def loader(mixture, rank: int, *, seed: int = 7, world_size: int = RANKS, padding="kept") -> Loader:
+    ranks = {"rank": rank, "world_size": world_size}
+    return Loader(mixture, seed=seed, global_batch=GLOBAL_BATCH, micro_batch=2, padding=padding, **ranks)
 
 
 class Changed:
@@ -87,6 +90,31 @@ def test_a_sound_run_passes(packing, separate, weights):
     report = audit(planned(packing=packing, separate=separate, weights=weights))
     assert report.ok, report.findings
     assert report.samples == STEPS * GLOBAL_BATCH
+
+
+@pytest.mark.parametrize("padding", ["kept", "cut", "left_out"])
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_sound_run_of_padded_rows_passes(padding, separate):
+    """Some end with labels, some with what is only read, some have no label at all."""
+    run = planned(packing="padded", separate=separate, padding=padding, sees=verb.attention_sees if separate else None)
+    trained = np.random.default_rng(5).integers(0, 2, len(run.corpus.streams[0].train.tokens), dtype=np.uint8)
+    trained[40:100] = 0
+    file = dataclasses.replace(run.corpus.streams[0].train, trained=trained)
+    corpus = dataclasses.replace(run.corpus, streams=(dataclasses.replace(run.corpus.streams[0], train=file),))
+    mixture = Mixture([build_samples(file, run.data)])
+    batches = lambda rank: loader(mixture, rank, padding=padding)  # noqa: E731
+    run = dataclasses.replace(run, corpus=corpus, mixture=mixture, batches=batches)
+    report = audit(run)
+    assert report.ok, report.findings
+    assert report.samples == STEPS * GLOBAL_BATCH
+    if padding == "left_out":
+        one = np.zeros
+        crossed = audit(changed(run, lambda step, batch: batch._replace(documents=one(batch.inputs.shape, int))))
+        assert crossed.counts["documents"]
+        longer = audit(changed(run, lambda step, batch: Microbatch(*(np.tile(array, 2) for array in batch[:3]))))
+        assert longer.counts["rows"]
+        shorter = audit(changed(run, lambda step, batch: Microbatch(*(array[:, 3:] for array in batch[:3]))))
+        assert shorter.counts["rows"]
 
 
 def overlap(run):

@@ -46,17 +46,25 @@ def test_padded_rows_end_behind_the_longest_of_their_microbatch():
         Sample(columns, np.where(columns < n, columns + 1, NO_LABEL), (columns >= n).astype(int)) for n in lengths
     ]
 
-    def read(micro_batch, shorten):
-        with Loader(samples, seed=0, global_batch=3, micro_batch=micro_batch, shorten=shorten) as loader:
+    def read(micro_batch, padding):
+        with Loader(samples, seed=0, global_batch=3, micro_batch=micro_batch, padding=padding) as loader:
             return loader.microbatches(0)
 
-    (whole,) = read(3, False)
-    (cut,) = read(3, True)
+    (whole,) = read(3, "kept")
+    (cut,) = read(3, "cut")
     assert cut.inputs.shape == (3, 72)
     assert cut.documents is not None
     for part, full in zip(cut[:3], whole[:3], strict=True):
         np.testing.assert_array_equal(part, full[:, :72])
-    assert sorted(batch.inputs.shape[1] for batch in read(1, True)) == [8, 40, 72]
+    assert sorted(batch.inputs.shape[1] for batch in read(1, "cut")) == [8, 40, 72]
+    (joined,) = read(3, "left_out")
+    assert joined.inputs.shape == (1, 112)  # 40 + 70 + 1 and a place of padding
+    assert joined.documents is not None
+    used = [max(1, int((row != NO_LABEL).sum())) for row in whole.labels]
+    for part, full, blank in zip(joined[:2], whole[:2], (0, NO_LABEL), strict=True):
+        together = np.concatenate([row[:length] for row, length in zip(full, used, strict=True)])
+        np.testing.assert_array_equal(part[0], [*together, blank])
+    np.testing.assert_array_equal(joined.documents[0], np.repeat([1, 2, 3, 4], [*used, 1]))
 
 
 @pytest.mark.parametrize(("world_size", "micro_batch"), [(1, 1), (1, 12), (2, 3), (3, 2), (4, 3), (6, 1), (12, 1)])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright import load_recipe, train
+from meshwright.cli.main import main
 from meshwright.models.generate import Sampling
 from meshwright.trainer.metrics import read_journal
 from meshwright.trainer.trained import answer_texts, export_trained, open_trained
@@ -67,11 +68,11 @@ def test_the_story(script, tmp_path, monkeypatch):
     assert (tmp_path / "full" / "tokenizer" / "chat_template.jinja").exists()
 
 
-def test_samples_need_the_whole_model(tmp_path, monkeypatch):
+def test_samples_need_room(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text("model: {family: llama, hidden: 32, num_layers: 1, num_heads: 2, ffn: 64}\n")
-    asked = ["training.samples={prompts: [a]}", "layout={dp_shard: 2}", "device=cpu"]
-    with pytest.raises(ValueError, match=r"training\.samples needs the whole model in one process, .* 2"):
-        train(load_recipe("run.yaml", asked))
-    with pytest.raises(ValueError, match=r"training\.samples\.max_tokens=1000000 leaves no room for a prompt"):
-        train(load_recipe("run.yaml", [asked[0].replace("[a]", "[a], max_tokens: 1000000"), "device=cpu"]))
+    (tmp_path / "run.yaml").write_text(
+        "model: {family: llama, hidden: 32, num_layers: 1, num_heads: 2, ffn: 64}\n"
+        "training: {samples: {prompts: [a], max_tokens: 1000000}}\n"
+    )
+    assert main(["check", "run.yaml", "device=cpu"]) == 1
+    assert "run.yaml:2: training.samples.max_tokens=1000000 leaves no room for a prompt" in capsys.readouterr().err

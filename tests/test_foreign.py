@@ -215,9 +215,9 @@ def logits_of(model: Any, tokens_BT: torch.Tensor) -> torch.Tensor:
 
 def test_from_a_directory_to_files_that_peft_and_transformers_read(directories: Path, tmp_path: Path) -> None:
     data = {"separate_documents": True}
-    fields = recipe(
-        tmp_path, directories / "phi", finetune={"method": "lora", "rank": 4, "train": ["lm_head"]}, data=data
-    )
+    finetune = {"method": "lora", "rank": 4, "train": ["lm_head"]}
+    training = {"samples": {"prompts": ["1 and"], "max_tokens": 6}}
+    fields = recipe(tmp_path, directories / "phi", finetune=finetune, data=data, training=training)
     (tmp_path / "run.yaml").write_text(json.dumps(fields))
     assert main(["check", str(tmp_path / "run.yaml")]) == 0
     train(Run.model_validate(fields))
@@ -235,8 +235,12 @@ def test_from_a_directory_to_files_that_peft_and_transformers_read(directories: 
         torch.testing.assert_close(logits_of(read, tokens_BT), expected, rtol=0, atol=1e-5)
     assert json.loads((tmp_path / "merged/config.json").read_text())["attention_dropout"] == 0.5
     assert evaluate_texts(tuned, num_samples=2).tokens
-    with pytest.raises(ValueError, match="let transformers generate"):
-        continue_texts(tuned, ["1 and"], sampling=Sampling(temperature=0))
+    (text,) = continue_texts(tuned, ["1 and"], max_tokens=6, sampling=Sampling(temperature=0))
+    ids = tuned.tokenizer.encode_prompt("1 and")
+    theirs = read.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=tuned.tokenizer.eos_id)
+    assert text == tuned.tokenizer.decode([i for i in theirs[0, len(ids) :].tolist() if i != tuned.tokenizer.eos_id])
+    told = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["text"] for line in told if line["kind"] == "sample" and line["step"] == 2] == [text]
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_neox"])
@@ -258,7 +262,6 @@ REFUSALS: dict[str, dict[str, Any]] = {
     "layout.pp=2: a model that transformers computes": {"layout": {"pp": 2}},
     "layout.offload=cpu: ": {"layout": {"dp_shard": 2, "offload": "cpu"}},
     "training.compile=true: ": {"training": {"compile": True}},
-    "training.samples: ": {"training": {"samples": {"prompts": ["1"]}}},
     "finetune.method=ia3: ": {"finetune": {"method": "ia3"}},
     r"finetune.last_layers: .*\[.model.layers.1.\]": {"finetune": {"method": "full", "last_layers": 1}},
     "finetune.targets: 'embed_tokens' matches no linear": {"finetune": {"method": "lora", "targets": ["embed_tokens"]}},

@@ -20,9 +20,10 @@ from meshwright.models.preference import PreferenceLoss
 from meshwright.prove.samples import RandomSamples
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
-from meshwright.testing.equivalence import build_here, one_step
+from meshwright.testing.equivalence import build_here, loader_for, one_step
 from meshwright.testing.layouts import LAYOUTS
 from meshwright.testing.ranks import RankPool
+from meshwright.trainer.evaluate import Evaluation, evaluate
 from meshwright.trainer.metrics import read_journal
 from meshwright.trainer.reference import with_references
 from test_equivalence import alone, assert_equal
@@ -31,9 +32,9 @@ from tiny import SEQUENCE_LENGTH, tiny_run
 PREFERENCE = {"beta": 0.7, "label_smoothing": 0.1}
 
 
-def by_formula(trainer, batch) -> torch.Tensor:
-    """Each answer through the model by itself, with whole logits."""
-    total = torch.zeros((), dtype=torch.float64)
+def rewards(trainer, batch) -> torch.Tensor:
+    """beta (r - r_ref) of every pair, each answer through the model by itself, with whole logits."""
+    found = []
     for inputs, labels, documents, references in zip(
         batch.inputs, batch.labels, batch.documents, batch.references, strict=True
     ):
@@ -44,10 +45,14 @@ def by_formula(trainer, batch) -> torch.Tensor:
             targets = torch.from_numpy(labels[here])
             logs.append(-F.cross_entropy(logits, targets, ignore_index=NO_LABEL, reduction="sum"))
         for pair, (chosen, rejected) in enumerate(zip(logs[::2], logs[1::2], strict=True)):
-            z = PREFERENCE["beta"] * (chosen - rejected - references[pair])
-            smoothing = PREFERENCE["label_smoothing"]
-            total = total - (1 - smoothing) * F.logsigmoid(z) - smoothing * F.logsigmoid(-z)
-    return total
+            found.append(PREFERENCE["beta"] * (chosen - rejected - references[pair]))
+    return torch.stack(found)
+
+
+def by_formula(trainer, batch) -> torch.Tensor:
+    """The loss of all pairs."""
+    z, smoothing = rewards(trainer, batch), PREFERENCE["label_smoothing"]
+    return (-(1 - smoothing) * F.logsigmoid(z) - smoothing * F.logsigmoid(-z)).sum()
 
 
 def test_the_loss_is_the_formulas():
@@ -83,6 +88,26 @@ def test_every_kind_of_layout(ranks: RankPool, name: str):
     run = tiny_run(LAYOUTS[name], preference=PREFERENCE)
     outcome = ranks.run(LAYOUTS[name].world_size, one_step, run)[0]
     assert_equal(outcome, alone(preference=PREFERENCE))
+
+
+def measured(run: ResolvedRun) -> Evaluation:
+    """On the pairs of two training steps. Collective."""
+    trainer = build_here(run)
+    with loader_for(trainer) as loader:
+        batches = loader.microbatches(0) + loader.microbatches(1)
+    return evaluate(trainer.train_step.passes, batches, trainer.device, repeats_loss=trainer.train_step.repeats_loss)
+
+
+@pytest.mark.parametrize("name", ["zero-3-uneven", "tp", "cp-ring-tp", "pp", "pp-cp-tp"])
+def test_held_out_pairs_are_measured_alike_on_every_kind_of_layout(ranks: RankPool, name: str):
+    run = tiny_run(LAYOUTS[name], preference=PREFERENCE)
+    alone = build_here(tiny_run(LayoutSpec(), preference=PREFERENCE))
+    with loader_for(alone) as loader, torch.no_grad():
+        z = torch.cat([rewards(alone, batch) for step in (0, 1) for batch in loader.microbatches(step)])
+    for found in ranks.run(LAYOUTS[name].world_size, measured, run):
+        assert found.tokens == len(z)
+        assert found.accuracy == (z > 0).double().mean().item() != 0.5
+        assert found.margin == pytest.approx(z.mean().item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["zero-3-tp", "pp"])
@@ -199,6 +224,7 @@ def test_a_run_learns_what_is_preferred_and_goes_on(folder, capsys):
     assert losses[-1] < 0.6
     (evaluation,) = (record for record in records if record["kind"] == "evaluation")
     assert 0.5 < evaluation["accuracy"] <= 1
+    assert evaluation["margin"] > 0
     assert evaluation["tokens"] == len(np.load(folder / "whole" / "reference.npz")["held_out.0"])
     for steps, resume in ((3, False), (6, True)):
         train(load_recipe("run.yaml", ["run_dir=parts", f"training.steps={steps}"]), base_dir=folder, resume=resume)

@@ -107,22 +107,26 @@ def test_loss_is_per_trained_token_whatever_the_split() -> None:
     assert largest_difference(gradients, expected_gradients)[0] < 1e-14
 
 
-def test_what_is_behind_the_last_label_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padded rows are cut behind the longest of their microbatch; each number of tokens is told as it is."""
+@pytest.mark.parametrize("family", ["gpt2", "mistral"])
+def test_what_is_behind_the_last_label_changes_no_gradient(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Padded rows are cut behind the longest of their microbatch, or all their padding is left out; each number of
+    tokens is told as it is."""
     monkeypatch.setattr(loader, "LENGTH_MULTIPLE", 4)
     numbers, columns = np.random.default_rng(0).integers(0, 50, (2, 4, SEQUENCE_LENGTH)), np.arange(SEQUENCE_LENGTH)
     behind = columns >= np.array([[5], [9], [3], [7]])
     whole_rows = Microbatch(numbers[0], np.where(behind, IGNORED, numbers[1]), behind.astype(np.int64))
     found = []
-    for microbatch in (whole_rows, loader._shortened(whole_rows)):
-        trainer = build_here(tiny_run(LayoutSpec()))
+    microbatches = whole_rows, loader._cut(whole_rows), loader._joined(whole_rows)
+    for microbatch in microbatches:
+        trainer = build_here(tiny_run(LayoutSpec(), family=family))
         loss, trained = trainer.train_step.gradients([microbatch])
         assert trained == 24
         found.append((loss, {name: whole(tensor.grad) for name, tensor in trainer.parameters.items()}))
         assert trainer.train_step.tokens == microbatch.inputs.size
-    assert microbatch.inputs.shape == (4, 12)
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-14)
-    assert largest_difference(found[0][1], found[1][1])[0] < 1e-14
+    assert [microbatch.inputs.shape for microbatch in microbatches] == [(4, 16), (4, 12), (1, 24)]
+    for loss, gradients in found[1:]:
+        assert loss == pytest.approx(found[0][0], rel=1e-14)
+        assert largest_difference(gradients, found[0][1])[0] < 1e-13
 
 
 def test_low_precision_gradients_add_up_in_full_precision() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from hashlib import blake2b
+from itertools import pairwise, product
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from meshwright.data.audit_records import trained_text_problems
 from meshwright.data.loader import Microbatch
 from meshwright.data.mixture import JoinedSamples, Mixture
-from meshwright.data.packing import NO_LABEL, Sample, Samples
+from meshwright.data.packing import NO_LABEL, Sample, Samples, blank_sample
 from meshwright.data.prepare import Corpus
 from meshwright.data.token_file import TokenFile
 from meshwright.spec.data import DataSpec
@@ -185,7 +186,7 @@ class _Reading:
         for step in range(run.steps):
             position = step * run.global_batch
             for rank, batches in enumerate(ranks):
-                for sample in _rows(batches.microbatches(step)):
+                for sample in self._rows(batches.microbatches(step), position):
                     where = f"step {step + 1}, rank {rank}, position {position}"
                     self._row(sample, position, rank, where)
                     position += 1
@@ -195,7 +196,26 @@ class _Reading:
             progress("auditing", step + 1, run.steps)
         self._check_counts()
 
+    def _rows(self, microbatches: Sequence[Microbatch], position: int) -> Iterator[Sample]:
+        """The rows of a rank's step, whose first has this position. Where padding is left out, rows lie behind one
+        another, and each must be as long as the sample that the order wants there."""
+        rows = self.run.global_batch // self.run.world_size // len(microbatches)
+        for batch in microbatches:
+            ends = [batch.inputs.shape[1]]
+            if self.run.data.packing == "padded" and len(batch.inputs) < rows:
+                wanted = (self.run.mixture.locate(place, self.run.seed) for place in range(position, position + rows))
+                ends = np.cumsum([_used(self._expected(*place).labels) for place in wanted]).tolist()
+                for check, problem in joint_problems(batch, ends):
+                    self.report.add(check, f"rows of positions {position} to {position + rows - 1}: {problem}")
+                if batch.inputs.shape[1] < ends[-1]:
+                    continue
+            for row, (start, stop) in product(range(len(batch.inputs)), pairwise([0, *ends])):
+                apart = None if batch.documents is None else batch.documents[row, start:stop]
+                yield Sample(batch.inputs[row, start:stop], batch.labels[row, start:stop], apart)
+            position += rows
+
     def _row(self, row: Sample, position: int, rank: int, where: str) -> None:
+        row = self._without_tail(row)
         wanted = stream, index = self.run.mixture.locate(position, self.run.seed)
         expected = self._expected(stream, index)
         if not np.array_equal(row.inputs, expected.inputs):
@@ -226,7 +246,19 @@ class _Reading:
 
     def _expected(self, stream: int, index: int) -> Sample:
         file, samples = self.run.corpus.streams[stream].train, self.run.mixture.streams[stream]
-        return expected_sample(file, samples, index, self.run.data)
+        return self._without_tail(expected_sample(file, samples, index, self.run.data))
+
+    def _without_tail(self, row: Sample) -> Sample:
+        """The same with blanks behind its last label, where rows are padded: a rank need not be given what is there."""
+        if self.run.data.packing != "padded":
+            return row
+        used, blank = _used(row.labels), blank_sample(self.run.data.sequence_length)
+        blank.inputs[:used], blank.labels[:used] = row.inputs[:used], row.labels[:used]
+        if row.documents is None:
+            return blank
+        documents = np.full_like(blank.inputs, row.documents[used - 1])
+        documents[:used] = row.documents[:used]
+        return blank._replace(documents=documents)
 
     def _name(self, stream: int, index: int) -> str:
         return f"sample {index} of {self.run.corpus.streams[stream].name}"
@@ -266,6 +298,15 @@ class _Reading:
                     f"{name}: {100 * share:.3f} % of the tokens in {count} samples; the recipe wants about "
                     f"{float(total * wanted[stream]):.1f} samples",
                 )
+
+
+def joint_problems(batch: Microbatch, ends: Sequence[int]) -> Iterator[tuple[str, str]]:
+    """(check, what is wrong) where rows that end at such places lie behind one another in one."""
+    borders = np.array(ends[:-1])
+    if (batch.labels[0, ends[-1] :] != NO_LABEL).any() or batch.labels.shape[1] < ends[-1]:
+        yield "rows", "there are more labels than the rows have, or fewer tokens"
+    elif batch.documents is None or not (np.diff(batch.documents[0])[borders - 1]).all():
+        yield "documents", "attention crosses from one row into the next"
 
 
 def label_problems(row: Sample, expected: Sample) -> Iterator[str]:
@@ -352,7 +393,6 @@ def _digest(tokens: np.ndarray) -> bytes:
     return blake2b(tokens.tobytes(), digest_size=16).digest()
 
 
-def _rows(microbatches: Sequence[Microbatch]) -> Iterator[Sample]:
-    for inputs, labels, documents, *_ in microbatches:
-        for row in range(len(inputs)):
-            yield Sample(inputs[row], labels[row], None if documents is None else documents[row])
+def _used(labels_T: np.ndarray) -> int:
+    """Positions up to the last label, one at least."""
+    return int(np.flatnonzero(labels_T != NO_LABEL)[-1]) + 1 if (labels_T != NO_LABEL).any() else 1

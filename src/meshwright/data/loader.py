@@ -5,7 +5,7 @@ Shapes: b samples of a microbatch, T tokens of a sample.
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,12 @@ from meshwright.data.packing import NO_LABEL, Sample, Samples, blank_sample
 from meshwright.spec.run import ResolvedRun
 
 LENGTH_MULTIPLE = 8
-"""Shortened rows have a multiple of so many tokens, for kernels like aligned rows."""
+"""Rows of another length than the samples' have a multiple of so many tokens, for kernels like aligned rows."""
+
+Padding = Literal["kept", "cut", "left_out"]
+"""What becomes of positions behind a row's last label, which in a causal model change neither loss nor gradient. cut:
+all rows of a microbatch end with the longest; left_out: they lie behind one another in one row, as documents that are
+kept apart."""
 
 
 class Microbatch(NamedTuple):
@@ -55,10 +60,9 @@ class Loader:
         rank: int = 0,
         world_size: int = 1,
         places: np.ndarray | None = None,
-        shorten: bool = False,
+        padding: Padding = "kept",
     ):
-        """Batches in sequences; `places` in a sample whose tokens this rank holds (default all). `shorten`: leave out
-        what is behind the last label of a microbatch, whose rows may then be shorter than others'.
+        """Batches in sequences; `places` in a sample whose tokens this rank holds (default all).
 
         Raises ValueError when they do not divide, or `rank` is not below `world_size`.
         """
@@ -73,7 +77,7 @@ class Loader:
         self._seed = seed
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._per_rank = global_batch // world_size
-        self._rank, self._places, self._shorten = rank, places, shorten
+        self._rank, self._places, self._padding = rank, places, padding
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="meshwright-loader")
         self._ahead: tuple[int, Future[list[Microbatch]]] | None = None
 
@@ -90,7 +94,7 @@ class Loader:
             rank=rank,
             world_size=resolved.run.layout.data_parallel,
             places=places,
-            shorten=_may_shorten(resolved),
+            padding=_padding_of(resolved),
         )
 
     def microbatches(self, step: int) -> list[Microbatch]:
@@ -124,23 +128,44 @@ class Loader:
         samples = [self._mixture.sample(position, self._seed) for position in self.positions(step)]
         starts = range(0, self._per_rank, self._micro_batch)
         found = [_stack(samples[i : i + self._micro_batch], self._places) for i in starts]
-        return [_shortened(microbatch) for microbatch in found] if self._shorten else found
+        if self._padding == "kept":
+            return found
+        return [
+            _cut(batch) if self._padding == "cut" or batch.references is not None else _joined(batch) for batch in found
+        ]
 
 
-def _may_shorten(resolved: ResolvedRun) -> bool:
-    """Whether rows are padded, and nothing asks for equal shapes or has losses of its own for tokens without label."""
-    layout, training = resolved.run.layout, resolved.run.training
-    whole = layout.data_parallel == layout.world_size and not training.compile and not resolved.model.num_experts
-    return resolved.run.data.packing == "padded" and whole
+def _padding_of(resolved: ResolvedRun) -> Padding:
+    """Kept, unless rows are padded, and nothing asks for equal shapes or has losses of its own for tokens without
+    label. Left out where attention to documents costs no more than to rows: in fp32 on a GPU it does, and some of
+    transformers' models have none."""
+    run, model = resolved.run, resolved.model
+    whole = run.layout.data_parallel == run.layout.world_size and not run.training.compile and not model.num_experts
+    if run.data.packing != "padded" or not whole:
+        return "kept"
+    return "left_out" if run.training.precision in ("bf16", "fp16") and model.foreign is None else "cut"
 
 
-def _shortened(microbatch: Microbatch) -> Microbatch:
-    """The same without the columns behind the last label: of a causal model they change neither loss nor gradient."""
+def _cut(microbatch: Microbatch) -> Microbatch:
+    """The same without the columns behind the last label."""
     labelled = np.flatnonzero((microbatch.labels != NO_LABEL).any(axis=0))
     last = int(labelled[-1]) + 1 if len(labelled) else 1
     length = min(-(-last // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, microbatch.labels.shape[1])
     tokens = {name: getattr(microbatch, name) for name in ("inputs", "labels", "documents", "positions", "owners")}
     return microbatch._replace(**{name: array[:, :length] for name, array in tokens.items() if array is not None})
+
+
+def _joined(microbatch: Microbatch) -> Microbatch:
+    """The rows behind one another, each up to its last label (one token at least), in one row of documents."""
+    labelled_bT, places_T = microbatch.labels != NO_LABEL, np.arange(microbatch.labels.shape[1])
+    used_bT = places_T < np.where(labelled_bT, places_T + 1, 1).max(axis=1, keepdims=True)
+    begins_bT = np.repeat(places_T[None] == 0, len(used_bT), axis=0)
+    if microbatch.documents is not None:
+        begins_bT[:, 1:] |= microbatch.documents[:, 1:] != microbatch.documents[:, :-1]
+    documents = begins_bT[used_bT].cumsum()
+    room = 0, -len(documents) % LENGTH_MULTIPLE
+    parts = (microbatch.inputs[used_bT], 0), (microbatch.labels[used_bT], NO_LABEL), (documents, documents[-1] + 1)
+    return Microbatch(*(np.pad(part, room, constant_values=blank)[None] for part, blank in parts))
 
 
 def evaluation_batches(

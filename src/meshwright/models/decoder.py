@@ -112,6 +112,7 @@ class Decoder(nn.Module):
         positions_BT: torch.Tensor | None = None,
         owners_BT: torch.Tensor | None = None,
         references_BP: torch.Tensor | None = None,
+        asked_BT: torch.Tensor | None = None,
         *,
         cache: Cache | None = None,
         layers: range | None = None,
@@ -128,13 +129,14 @@ class Decoder(nn.Module):
             positions_BT: int64 [B, T]; default 0 .. T-1 in every document, continued from the cache.
             owners_BT: int64 [B, T]: the document of each of these tokens, where answers are held against one another.
             references_BP: fp64 [B, P]: of each pair of answers the reference's margin (see `preference.py`).
+            asked_BT: bool [B, T]: the one place of each row whose logits are wanted; default all.
             cache: keys and values of earlier tokens; the new ones are added to it.
             layers: the layers to run; default all.
             x_BTD: the residual stream [B, T, D] that goes into `layers` where they do not begin with the first.
 
         Returns:
-            logits [B, T, V] in the model's dtype; with labels a scalar: the sum over labels of the
-            cross-entropy in nats, fp32 (fp64 in fp64), computed without ever holding all logits.
+            logits [B, T, V], or [B, V] of what is asked for, in the model's dtype; with labels a scalar: the sum over
+            labels of the cross-entropy in nats, fp32 (fp64 in fp64), computed without ever holding all logits.
             Where `layers` do not end with the last one, the residual stream [B, T, D] behind them.
 
         Raises:
@@ -146,7 +148,7 @@ class Decoder(nn.Module):
         if layers is not None and layers.stop < self.spec.num_layers:
             return x_BTD
         if labels_BT is None:
-            return self.logits(x_BTD)
+            return self.logits(x_BTD, asked_BT)
         if references_BP is None:
             return self.loss(x_BTD, labels_BT)
         assert self.preference is not None
@@ -176,21 +178,23 @@ class Decoder(nn.Module):
         else:
             padding_B = None if cache is None else cache.padding_B
             mask = attention_mask(stop - start, stop, window=window, padding_B=padding_B, device=device)
-            positions_BT = torch.arange(start, stop, device=device) if positions_BT is None else positions_BT
-        y_BTD = self._embed(tokens_BT, positions_BT, stop) if x_BTD is None else x_BTD
+            if positions_BT is None:
+                self._check_positions(stop)
+                positions_BT = torch.arange(start, stop, device=device)
+        y_BTD = self._embed(tokens_BT, positions_BT) if x_BTD is None else x_BTD
         rope = rope_tables(self.spec, positions_BT) if self.spec.positions == "rope" else None
         for key in map(str, layers):
             block = self.layers[key]
             y_BTD = block(y_BTD, rope, mask) if cache is None else block(y_BTD, rope, mask, cache.layers[key])
         return self.norm(y_BTD) if layers.stop == self.spec.num_layers else y_BTD
 
-    def _embed(self, tokens_BT: torch.Tensor, positions_BT: torch.Tensor, stop: int) -> torch.Tensor:
+    def _check_positions(self, number: int) -> None:
+        if self.spec.positions == "learned" and number > self.spec.max_positions:
+            raise ValueError(f"{number} positions; this model has embeddings for {self.spec.max_positions}")
+
+    def _embed(self, tokens_BT: torch.Tensor, positions_BT: torch.Tensor) -> torch.Tensor:
         x_BTD = self.tok_embeddings(tokens_BT)
-        if self.pos_embeddings is None:
-            return x_BTD
-        if stop > self.spec.max_positions:
-            raise ValueError(f"{stop} positions; this model has embeddings for {self.spec.max_positions}")
-        return x_BTD + self.pos_embeddings(positions_BT)
+        return x_BTD if self.pos_embeddings is None else x_BTD + self.pos_embeddings(positions_BT)
 
     def loss(self, x_BTD: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
         """The summed cross-entropy of features [B, T, D] with labels [B, T], a scalar in fp32 (fp64)."""
@@ -200,6 +204,10 @@ class Decoder(nn.Module):
         """Each label's cross-entropy [B, T], of features [B, T, D], in fp32 (fp64); 0 where the label is -100."""
         return linear_token_losses(x_BTD.flatten(0, 1), self.head_weight, labels_BT.flatten()).view(labels_BT.shape)
 
-    def logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """Logits [..., V] of features [..., D]."""
-        return F.linear(x_BTD, self.head_weight)
+    def logits(self, x_BTD: torch.Tensor, asked_BT: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [..., V] of features [..., D]; [B, V] of one place of each row, where these are asked for."""
+        return F.linear(x_BTD if asked_BT is None else self.pick(x_BTD, asked_BT), self.head_weight)
+
+    def pick(self, x_BTD: torch.Tensor, asked_BT: torch.Tensor) -> torch.Tensor:
+        """The features [B, D] of one place of each row; a strategy that splits rows replaces it."""
+        return x_BTD.where(asked_BT.unsqueeze(-1), 0).sum(1)

@@ -43,6 +43,7 @@ class ForeignDecoder(Decoder):
         positions_BT: torch.Tensor | None = None,
         owners_BT: torch.Tensor | None = None,
         references_BP: torch.Tensor | None = None,
+        asked_BT: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `Decoder.forward`, for a whole model that continues nothing.
 
@@ -56,7 +57,7 @@ class ForeignDecoder(Decoder):
         theirs: Any = super(Decoder, self)
         logits_BTV = theirs.forward(**arguments).logits
         if labels_BT is None:
-            return logits_BTV
+            return logits_BTV if asked_BT is None else self.pick(logits_BTV, asked_BT)
         wide_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
         losses_N = F.cross_entropy(wide_BTV.flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED, reduction="none")
         if references_BP is None:

@@ -1,11 +1,13 @@
-"""The one place that continues prompts token by token: batched, with a cache, sampled reproducibly.
+"""The one place that continues prompts token by token: batched, with a cache or without, sampled reproducibly.
 
-Shapes: B prompts, T their longest length, V vocabulary.
+Shapes: B prompts, T their longest length, or room for all that is asked for, V vocabulary.
 """
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from math import ceil
+from typing import Protocol
 
 import torch
 
@@ -50,22 +52,39 @@ def generate(
     Raises:
         ValueError: an empty prompt, or more positions than the model is meant for.
     """
-    _check(model, prompts, max_tokens)
-    ends = {eos_id} if isinstance(eos_id, int) else set(eos_id)
-    device = model.tok_embeddings.weight.device
-    longest = max(map(len, prompts))
-    padding_B = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
-    tokens_BT = torch.tensor(
-        [[prompt[0]] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device
-    )
-    cache = Cache(model, len(prompts), longest + max_tokens, padding_B if padding_B.any() else None)
-    positions_BT = (torch.arange(longest, device=device) - padding_B[:, None]).clamp(min=0)
+    check_room(prompts, max_tokens, model.spec.max_positions)
     streams = [random.Random(f"{sampling.seed}/{row}") for row in range(len(prompts))]
-    continued: list[list[int]] = [[] for _ in prompts]
-    unfinished = set(range(len(prompts)))
+    ends = {eos_id} if isinstance(eos_id, int) else set(eos_id)
+    begin = CachedRows if model.spec.foreign is None else _read_anew
+    rows = begin(model, prompts, max_tokens)
+    return continue_rows(rows, max_tokens, ends, lambda logits_BV: choose(logits_BV, sampling, streams))
+
+
+class Rows(Protocol):
+    """Prompts and what has been written behind them, as a model reads them."""
+
+    def logits(self) -> torch.Tensor:
+        """Of the token behind each row, [B, V]."""
+        ...
+
+    def append(self, next_B: torch.Tensor) -> None:
+        """Write a token behind each row."""
+        ...
+
+
+def continue_rows(
+    rows: Rows, max_tokens: int, ends: Collection[int], choose_next: Callable[[torch.Tensor], torch.Tensor]
+) -> list[list[int]]:
+    """Up to `max_tokens` new token ids for each row, ending before one of `ends`.
+
+    `choose_next`: logits [B, V] to the next tokens [B], int64.
+    """
+    continued: list[list[int]] = []
+    unfinished: set[int] = set()
     for _ in range(max_tokens):
-        features_BTD = model.features(tokens_BT, positions_BT=positions_BT, cache=cache)
-        next_B = choose(model.logits(features_BTD[:, -1]), sampling, streams)
+        next_B = choose_next(rows.logits())
+        if not continued:
+            continued, unfinished = [[] for _ in next_B], set(range(len(next_B)))
         for row, token in enumerate(next_B.tolist()):
             if row in unfinished and token in ends:
                 unfinished.remove(row)
@@ -73,8 +92,73 @@ def generate(
                 continued[row].append(token)
         if not unfinished:
             break
-        tokens_BT, positions_BT = next_B[:, None], positions_BT[:, -1:] + 1
+        rows.append(next_B)
     return continued
+
+
+class CachedRows:
+    """Rows of which a whole model on one device reads every token once, padded on the left."""
+
+    def __init__(self, model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+        device, longest = model.tok_embeddings.weight.device, max(map(len, prompts))
+        padding_B = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
+        self.model = model
+        self.tokens_BT = torch.tensor(
+            [[prompt[0]] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device
+        )
+        self.positions_BT = (torch.arange(longest, device=device) - padding_B[:, None]).clamp(min=0)
+        self.cache = Cache(model, len(prompts), longest + max_tokens, padding_B if padding_B.any() else None)
+
+    def logits(self) -> torch.Tensor:
+        """See `Rows`."""
+        features_BTD = self.model.features(self.tokens_BT, positions_BT=self.positions_BT, cache=self.cache)
+        return self.model.logits(features_BTD[:, -1])
+
+    def append(self, next_B: torch.Tensor) -> None:
+        """See `Rows`."""
+        self.tokens_BT, self.positions_BT = next_B[:, None], self.positions_BT[:, -1:] + 1
+
+
+class WholeRows:
+    """Rows that are read anew for every token, padded on the right to one length: serves every model that has a forward
+    pass, however it is split."""
+
+    def __init__(
+        self,
+        read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        *,
+        multiple: int,
+        device: torch.device,
+    ) -> None:
+        """`read`: tokens [B, T], int64, and the place asked for in each row [B, T], bool, to logits [B, V]. T is a
+        multiple of `multiple`."""
+        self.read = read
+        length = ceil((max(map(len, prompts)) + max_tokens) / multiple) * multiple
+        self.tokens_BT = torch.tensor([[*prompt, *[0] * (length - len(prompt))] for prompt in prompts], device=device)
+        self.last_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=device)
+
+    def logits(self) -> torch.Tensor:
+        """See `Rows`."""
+        places_T = torch.arange(self.tokens_BT.shape[1], device=self.tokens_BT.device)
+        return self.read(self.tokens_BT, places_T == self.last_B1)
+
+    def append(self, next_B: torch.Tensor) -> None:
+        """See `Rows`."""
+        self.last_B1 = self.last_B1 + 1
+        self.tokens_BT.scatter_(1, self.last_B1, next_B[:, None])
+
+
+def _read_anew(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> WholeRows:
+    """What transformers computes has no cache of ours."""
+    return WholeRows(
+        lambda tokens_BT, asked_BT: model(tokens_BT, asked_BT=asked_BT),
+        prompts,
+        max_tokens,
+        multiple=1,
+        device=model.like.device,
+    )
 
 
 def choose(logits_BV: torch.Tensor, sampling: Sampling, streams: Sequence[random.Random]) -> torch.Tensor:
@@ -95,12 +179,13 @@ def choose(logits_BV: torch.Tensor, sampling: Sampling, streams: Sequence[random
     return order_BV.gather(-1, index_B1.clamp(max=cumulative_BV.shape[1] - 1)).squeeze(-1)
 
 
-def _check(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+def check_room(prompts: Sequence[Sequence[int]], max_tokens: int, room: int) -> None:
+    """Raise `ValueError` where prompts and new tokens have no room in a model that is meant for `room` positions."""
     if max_tokens < 1:
         raise ValueError(f"max_tokens={max_tokens} is not allowed: must be at least 1")
     if not prompts or not all(prompts):
         raise ValueError("a prompt must hold at least one token")
-    longest, room = max(map(len, prompts)), model.spec.max_positions
+    longest = max(map(len, prompts))
     if longest >= room:
         raise ValueError(f"the prompt has {longest} tokens, but the model is meant for {room}; shorten it")
     if longest + max_tokens > room:

@@ -42,6 +42,8 @@ def apply_context_parallel(model: Decoder, mesh: DeviceMesh, method: ContextMeth
     if model.preference is not None:
         model.preference.complete = functools.partial(_sum_of_parts, group)
         model.preference.counts = mesh.get_local_rank() == 0
+    pick = model.pick
+    model.pick = lambda x_BTD, asked_BT: _sum_of_parts(group, pick(x_BTD, asked_BT))  # on one rank more than zeros
     for module in model.modules():
         attend: Any = getattr(module, "attend", None)
         if attend is not None:

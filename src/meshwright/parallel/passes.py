@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 Arguments = tuple[torch.Tensor | None, ...]
-"""A microbatch as the model takes it: tokens, labels and documents, int64 [B, T]."""
+"""A microbatch as the model takes it, in the order of `Decoder.forward`: tokens, labels, documents, ..."""
 
 GradientSync = Callable[[Iterable[nn.Module], bool], None]
 """(modules, whether their accumulation ends with it) -> None, before a backward pass through the modules."""
@@ -57,7 +57,10 @@ class Passes(Protocol):
         ...
 
     def losses(self, microbatches: Iterable[Arguments]) -> torch.Tensor:
-        """The sum of the microbatches' losses, a scalar in fp64, without gradients. Collective."""
+        """The sum of the microbatches' losses, a scalar in fp64, without gradients. Collective.
+
+        Of one microbatch without labels: the logits [B, V] that it asks for, in fp64; 0 on ranks without `has_loss`.
+        """
         ...
 
 

@@ -68,11 +68,11 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
         x_ND = sequence.gather(x_BTD).flatten(0, 1)
         return linear_token_losses(x_ND, model.head_weight, labels_BT.flatten(), share).view(labels_BT.shape)
 
-    def logits(x_BTD: torch.Tensor) -> torch.Tensor:
-        raise ValueError(
-            "a model split over tensor-parallel ranks has a loss, but no rank has its logits; "
-            "save a checkpoint, and generate from it in one process"
-        )
+    def logits(x_BTD: torch.Tensor, asked_BT: torch.Tensor | None = None) -> torch.Tensor:
+        assert asked_BT is not None, "no rank ever holds the logits of a whole row"
+        parts_BV = F.linear(model.pick(sequence.gather(x_BTD), asked_BT), model.head_weight)
+        parts_BV = F.pad(parts_BV, (0, share.rows - parts_BV.shape[1]))  # the last rank may have fewer
+        return sequence.gather(parts_BV.unsqueeze(-1)).squeeze(-1)[:, : share.vocab]
 
     model.loss, model.token_losses, model.logits = loss, token_losses, logits
 

@@ -80,11 +80,19 @@ def foreign_misfits(training: TrainingSpec, finetune: FinetuneSpec | None) -> li
     found = []
     if training.compile:
         found.append("training.compile=true: blocks of a model that transformers computes are not compiled; use false")
-    if training.samples is not None:
-        found.append("training.samples: a model that transformers computes writes nothing here; leave it out")
     if finetune is not None and finetune.method == "ia3":
         found.append("finetune.method=ia3: only of our own families is known what ends a layer; use lora")
     return found
+
+
+def sample_misfits(training: TrainingSpec, model: ModelSpec) -> list[str]:
+    """Why a model has no room for the texts that training asks of it; empty where it has."""
+    if training.samples is None or training.samples.max_tokens < model.max_positions:
+        return []
+    return [
+        f"training.samples.max_tokens={training.samples.max_tokens} leaves no room for a prompt; the model is meant "
+        f"for {model.max_positions} positions in all"
+    ]
 
 
 def batch_misfits(layout: LayoutSpec, global_batch: int) -> list[str]:

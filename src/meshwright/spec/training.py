@@ -119,7 +119,7 @@ class TrainingSpec(Spec):
     evaluation: EvaluationSpec = EvaluationSpec()
     """Held-out evaluation."""
     samples: SampleSpec | None = None
-    """Texts that the model continues now and then, printed and logged; in one process only."""
+    """Texts that the model continues now and then, printed and logged."""
     seed: int = Field(default=0, ge=0)
     """Seed of the weights and of the data's order."""
     deterministic: bool = False

@@ -25,6 +25,9 @@ class Evaluation:
     accuracy: float | None = None
     """Of pairs of answers the share of which the chosen one has become likelier, next to the rejected one, than the
     reference makes it."""
+    margin: float | None = None
+    """Of pairs of answers the mean of beta (r - r_ref), by how much more than the reference the chosen answer is
+    preferred, in nats: the reward's margin (see `models/preference.py`)."""
     sources: dict[str, "Evaluation"] = field(default_factory=dict)
     """The same for each source of data by itself, where there are several."""
 
@@ -40,8 +43,11 @@ def joined(parts: dict[str, Evaluation]) -> Evaluation:
         return next(iter(parts.values()))
     tokens = sum(part.tokens for part in parts.values())
     loss = sum(part.loss * part.tokens for part in parts.values()) / tokens
-    known = [part.accuracy * part.tokens for part in parts.values() if part.accuracy is not None]
-    return Evaluation(loss=loss, tokens=tokens, accuracy=sum(known) / tokens if known else None, sources=parts)
+    means = {}
+    for name in ("accuracy", "margin"):
+        known = [getattr(part, name) * part.tokens for part in parts.values() if part.accuracy is not None]
+        means[name] = sum(known) / tokens if known else None
+    return Evaluation(loss=loss, tokens=tokens, **means, sources=parts)
 
 
 @torch.no_grad()
@@ -52,7 +58,7 @@ def evaluate(
 
     `repeats_loss`: another rank brings the same microbatches as this one, and counts them.
     """
-    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    totals = torch.zeros(4, dtype=torch.float64, device=device)
     preference, references = preference_of(passes.model), []
     if preference is not None:
         preference.seen = []
@@ -66,9 +72,12 @@ def evaluate(
 
     totals[0] = passes.losses(arguments())
     if preference is not None:
-        pairs = zip(preference.seen or [], references, strict=False)
-        totals[2] = sum(int((margins.cpu() > known).sum()) for margins, known in pairs) if preference.counts else 0
-        preference.seen = None
+        seen, preference.seen = preference.seen or [], None
+        if preference.counts:
+            for margins, known in zip(seen, references, strict=False):  # stages without a loss have seen none
+                gained = margins.cpu() - known  # NaN where there is no such pair
+                totals[2] += int((gained > 0).sum())
+                totals[3] += preference.beta * gained.nansum()
     release_gathered(passes.model)
     if repeats_loss:
         totals.zero_()
@@ -76,5 +85,7 @@ def evaluate(
         dist.all_reduce(totals)
     if totals[1] == 0:
         raise ValueError("evaluation: no held-out token to measure on; raise data.held_out or set evaluation.batches=0")
-    loss, terms, right = totals[0] / totals[1], int(totals[1]), totals[2].item()
-    return Evaluation(loss=loss.item(), tokens=terms, accuracy=right / terms if references else None)
+    terms, (loss, accuracy, margin) = int(totals[1]), (totals[[0, 2, 3]] / totals[1]).tolist()
+    if not references:
+        return Evaluation(loss=loss, tokens=terms)
+    return Evaluation(loss=loss, tokens=terms, accuracy=accuracy, margin=margin)

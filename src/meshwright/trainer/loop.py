@@ -18,7 +18,7 @@ from meshwright.trainer.launch import watch_store
 from meshwright.trainer.metrics import Journal, StepClock, StepRecord
 from meshwright.trainer.replicas import check_replicas
 from meshwright.trainer.rewind import rewind
-from meshwright.trainer.samples import write_samples
+from meshwright.trainer.samples import samples_due, write_samples
 from meshwright.trainer.saver import Saver
 from meshwright.trainer.setup import Trainer
 from meshwright.trainer.signals import StopRequest
@@ -44,7 +44,7 @@ def train_loop(
     saver = Saver(trainer, run_dir / "checkpoints", journal, display)
     with build_loader(trainer, corpus) as loader, _watchdog(trainer) as watchdog:
         if trainer.step == 0:
-            write_samples(trainer, corpus, journal, display)
+            _write_due_samples(trainer, corpus, journal, display, watchdog)
         while True:
             signal, writing = largest(stop.number, saver.busy)
             if not writing:
@@ -79,13 +79,21 @@ def train_loop(
                 if found:
                     saver.held_out_loss = trainer.step, found.loss
                     report(found, trainer.step, journal, display)
-            write_samples(trainer, corpus, journal, display)
+            _write_due_samples(trainer, corpus, journal, display, watchdog)
             if not last and due(trainer.step, resolved.run.checkpoint.every):
                 watchdog.enter("saving", patient=True)
                 saver.save()
         watchdog.enter("saving", patient=True)
         saver.finish(patient=not signal)
     return signal
+
+
+def _write_due_samples(
+    trainer: Trainer, corpus: Corpus, journal: Journal | None, display: Display, watchdog: Watchdog
+) -> None:
+    if samples_due(trainer):
+        watchdog.enter("samples")
+        write_samples(trainer, corpus, journal, display)
 
 
 def _flops_per_token(resolved: ResolvedRun, corpus: Corpus) -> int:
@@ -179,7 +187,8 @@ def report(evaluation: Evaluation, step: int, journal: Journal | None, display: 
     if evaluation.accuracy is None:
         told = f"perplexity {evaluation.perplexity:.2f}  ({short(evaluation.tokens)} tokens)"
     else:
-        told = f"accuracy {100 * evaluation.accuracy:.1f} %  ({short(evaluation.tokens)} pairs)"
+        told = f"accuracy {100 * evaluation.accuracy:.1f} %  margin {evaluation.margin:.3f}"
+        told += f"  ({short(evaluation.tokens)} pairs)"
     sources = "".join(f"  {name} {part.loss:.3f}" for name, part in evaluation.sources.items())
     display.say(f"step {step}  held-out loss {evaluation.loss:.3f}{sources}  {told}")
     if journal:

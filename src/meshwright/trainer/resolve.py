@@ -10,7 +10,7 @@ from meshwright.plan.memory import predict_memory
 from meshwright.plan.search import Limits
 from meshwright.plan.stages import balanced_stages, layer_costs
 from meshwright.spec.actions import ScheduleError
-from meshwright.spec.fit import batch_misfits, context_method, foreign_misfits, tensor_notes
+from meshwright.spec.fit import batch_misfits, context_method, foreign_misfits, sample_misfits, tensor_notes
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.recipe import RecipeError
 from meshwright.spec.recompute import recompute_misfit
@@ -46,6 +46,7 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
         )
     global_batch, ranks = sequences_per_step(run), run.layout.data_parallel
     misfits = layout_check(run, model, machine.kind)(run.layout) or batch_misfits(run.layout, global_batch)
+    misfits = [*misfits, *sample_misfits(run.training, model)]
     if model.foreign is not None:
         misfits = [*misfits, *foreign_misfits(run.training, run.finetune)]
     if misfits:

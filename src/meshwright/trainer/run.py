@@ -23,7 +23,6 @@ from meshwright.trainer.loop import train_loop
 from meshwright.trainer.metrics import Journal, read_journal
 from meshwright.trainer.reference import with_references
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.samples import check_samples
 from meshwright.trainer.setup import (
     Trainer,
     build_trainer,
@@ -104,7 +103,6 @@ def _train(run: Run, base_dir: Path, worker: Worker | None, resume: str | None, 
         _check_run_dir(run_dir, resume)
     require_trackers(run)
     resolved = resolve_run(run, base_dir=base_dir)
-    check_samples(resolved)
     check_start(resolved)
     if worker is None and resume and resume != AUTO:
         check_continues(resolved, run_dir / "checkpoints", resume)

@@ -94,11 +94,15 @@ class Trainer:
     @property
     def places(self) -> np.ndarray | None:
         """The places in every sample whose tokens this rank holds; None for all."""
+        return self.places_of(self.resolved.run.data.sequence_length)
+
+    def places_of(self, length: int) -> np.ndarray | None:
+        """The same in rows of another length, a multiple of 2 cp."""
         layout = self.resolved.run.layout
         if self.meshes is None or layout.cp == 1:
             return None
-        length, rank = self.resolved.run.data.sequence_length, self.meshes.rank_along("cp")
-        method, _ = context_method(layout, self.resolved.model, length)
+        rank = self.meshes.rank_along("cp")
+        method, _ = context_method(layout, self.resolved.model, self.resolved.run.data.sequence_length)
         return sequence_places(method, degree=layout.cp, rank=rank, length=length)
 
 

@@ -188,11 +188,6 @@ def _continued(
     max_tokens: int | None,
     sampling: Sampling,
 ) -> list[str]:
-    if trained.spec.foreign is not None:
-        raise ValueError(
-            f"{trained.source}: transformers computes this model, and it writes nothing here; export it "
-            "(meshwright export RUN --hf DIR) and let transformers generate"
-        )
     if max_tokens is None:
         max_tokens = max(1, min(MAX_TOKENS, trained.spec.max_positions - max(map(len, ids))))
     continued = generate(trained.model, ids, max_tokens=max_tokens, eos_id=ends, sampling=sampling)
