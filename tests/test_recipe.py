@@ -8,10 +8,13 @@ import pytest
 import yaml
 
 import meshwright
-from meshwright.spec.document import Place, read_yaml, write_yaml
+from meshwright.spec.document import Place, dotted, read_yaml, write_yaml
 from meshwright.spec.model import ModelFields
+from meshwright.spec.problems import _all_paths
 from meshwright.spec.recipe import RecipeError, dump_recipe, load_recipe, parse_spec
 from meshwright.spec.run import Run
+from meshwright.spec.schedule import SCHEDULES
+from meshwright.spec.synonyms import SYNONYMS, plain
 
 PRESETS = sorted((Path(meshwright.__file__).parent / "recipes").glob("*.yaml"))
 
@@ -148,6 +151,19 @@ BAD_VALUES = {
         "training: {lr: 1}",
         "run.yaml:2: training.lr: unknown key; did you mean 'training.optimizer.lr'?",
     ),
+    "what others call it": (
+        "layout: {zero_stage: 3}",
+        "run.yaml:2: layout.zero_stage: unknown key; did you mean 'zero'?",
+    ),
+    "what others call it, elsewhere": (
+        "training: {learning-rate: 1}",
+        "run.yaml:2: training.learning-rate: unknown key; did you mean 'training.optimizer.lr'?",
+    ),
+    "what others call a value": (
+        "training: {precision: bfloat16}",
+        "run.yaml:2: training.precision: 'bfloat16' is not allowed: must be 'fp32', 'bf16', 'fp16' or 'fp64'; did you "
+        "mean 'bf16'?",
+    ),
     "unknown and nothing near": (
         "checkpoint: {interval: 1}",
         "run.yaml:2: checkpoint.interval: unknown key; there are every, asynchronous, keep_last, keep_every, keep_best",
@@ -259,6 +275,29 @@ BAD_VALUES = {
 def test_a_wrong_value_is_refused_with_its_line_and_what_would_work(text, message):
     found = [problem for problem in problems("model: gpt2\n" + text) if problem.startswith(message)]
     assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("layout: {pp: 2, schedule: GPipe}", "afab"),
+        ("layout: {pp: 2, schedule: Interleaved_1F1B}", "interleaved-1f1b"),
+        ("layout: {pp: 2, schedule: 1F1B}", "1f1b"),
+        ("layout: fsdp", "layout.dp_shard"),
+    ],
+)
+def test_what_others_call_it_is_understood(text, hint):
+    (problem,) = problems("model: gpt2\n" + text)
+    assert problem.endswith(f"; did you mean '{hint}'?")
+
+
+def test_every_synonym_means_a_setting_or_a_value():
+    paths = [f".{dotted(path)}" for path in _all_paths(Run)]
+    values = {plain(name) for name in SCHEDULES} | {"fp32", "fp16", "bf16", "fp64"}
+    for theirs, ours in SYNONYMS.items():
+        assert theirs == plain(theirs)
+        assert not any(path.endswith(f".{theirs}") for path in paths), f"{theirs} is a setting's own name"
+        assert ours in values or any(path.endswith(f".{ours}") for path in paths), ours
 
 
 def test_every_problem_is_reported_at_once_in_the_order_of_the_file():

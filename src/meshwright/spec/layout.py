@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import field_validator, model_validator
 
 from meshwright.spec.base import Spec
+from meshwright.spec.problems import did_you_mean
 from meshwright.spec.schedule import SCHEDULES, Schedule, build_schedule, is_asynchronous
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -119,7 +120,8 @@ class LayoutSpec(Spec):
             return
         if not self.schedule.endswith(".csv"):
             if self.schedule not in SCHEDULES:
-                yield f"schedule={self.schedule}: there are {', '.join(SCHEDULES)}, or a file's name in .csv"
+                hint = did_you_mean(self.schedule, SCHEDULES)
+                yield f"schedule={self.schedule}: there are {', '.join(SCHEDULES)}, or a file's name in .csv{hint}"
                 return
             kind = SCHEDULES[self.schedule]
             per_rank = kind.stages_per_rank if kind.fixed and per_rank is None else per_rank

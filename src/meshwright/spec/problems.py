@@ -10,6 +10,7 @@ from pydantic_core import ErrorDetails
 
 from meshwright.spec.base import Spec
 from meshwright.spec.document import KeyPath, dotted
+from meshwright.spec.synonyms import SYNONYMS, plain
 
 
 def explain(error: ValidationError, spec: type[Spec], value: Any) -> list[tuple[KeyPath, str]]:
@@ -34,11 +35,13 @@ def explain(error: ValidationError, spec: type[Spec], value: Any) -> list[tuple[
 
 
 def did_you_mean(word: str, known: Iterable[str], *, likeness: float = 0.6) -> str:
-    """`; did you mean 'x'?` for the nearest of the known words, or an empty string where none is near.
+    """`; did you mean 'x'?` for the known word that others call `word`, else for the nearest, else an empty string.
 
     `likeness` is difflib's ratio, from 0 (anything) to 1 (the same word).
     """
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)
+    spelled = {plain(one): one for one in known}
+    same = spelled.get(SYNONYMS.get(plain(word), plain(word)))
+    near = [same] if same else difflib.get_close_matches(word, spelled.values(), n=1, cutoff=likeness)
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
@@ -75,6 +78,8 @@ def _sentence(path: KeyPath, group: list[ErrorDetails], spec: type[Spec]) -> str
     if isinstance(value, str):
         choices = [choice for details in group for choice in _choices(details)]
         hint = hint or did_you_mean(value, choices, likeness=0.75)  # gpu is not cpu
+        if not hint and "model_type" in {details["type"] for details in group}:
+            hint = _elsewhere(value, spec)  # layout: fsdp
     return f"{_shown(value)} is not allowed: must be {requirement}{hint}"
 
 
@@ -150,13 +155,16 @@ def _unknown_key(path: KeyPath, spec: type[Spec]) -> str:
     *section, key = path
     sections = _sections_at(spec, tuple(section))
     known = [name for candidate in sections for name in candidate.model_fields]
-    near = did_you_mean(str(key), known)
-    if near:
-        return f"unknown key{near}"
-    elsewhere = [known_path for known_path in _all_paths(spec) if known_path[-1] == key]
-    if elsewhere:
-        return f"unknown key; did you mean '{dotted(elsewhere[0])}'?"
-    return f"unknown key; there are {', '.join(known)}"
+    ours = SYNONYMS.get(plain(str(key)))
+    near = did_you_mean(str(key), known) if ours is None or ours in known else ""
+    return "unknown key" + (near or _elsewhere(str(key), spec) or f"; there are {', '.join(known)}")
+
+
+def _elsewhere(word: str, spec: type[Spec]) -> str:
+    """`; did you mean 'a.b'?` for the setting, wherever it stands, that is called `word` here or by others."""
+    ours = SYNONYMS.get(plain(word), word)
+    found = [path for path in map(dotted, _all_paths(spec)) if f".{path}".endswith(f".{ours}")]
+    return f"; did you mean '{found[0]}'?" if found else ""
 
 
 def _sections_at(spec: type[Spec], path: KeyPath) -> list[type[Spec]]:
