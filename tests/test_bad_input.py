@@ -3,10 +3,12 @@ and what would work; never a stack trace.
 """
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from meshwright.cli.main import main
+from meshwright.data import sources
 
 RECIPE = """\
 model: {family: llama, hidden: 16, num_layers: 1, num_heads: 2, max_positions: 32}
@@ -19,7 +21,10 @@ run_dir: runs/small
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with a recipe and its text, to work in."""
+    """A folder with a recipe and its text, to work in, on a Python with a small standard library."""
+    (tmp_path / "python").mkdir()
+    (tmp_path / "python/os.py").write_text("import this\n" * 30)
+    monkeypatch.setattr(sources, "sysconfig", SimpleNamespace(get_path=lambda name: str(tmp_path / "python")))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(RECIPE)
     (tmp_path / "a.txt").write_text("one fish two fish\n" * 30)
@@ -135,11 +140,11 @@ DATA = {
 }
 
 
-@pytest.mark.parametrize(("sources", "prepare", "message"), [(k, *v) for k, v in DATA.items()], ids=DATA.keys())
-def test_data(sources, prepare, message, folder, capsys):
+@pytest.mark.parametrize(("given", "prepare", "message"), [(k, *v) for k, v in DATA.items()], ids=DATA.keys())
+def test_data(given, prepare, message, folder, capsys):
     if prepare:
         prepare(folder)
-    assert main(["check", "run.yaml", f"data.sources={sources}"]) == 1
+    assert main(["check", "run.yaml", f"data.sources={given}"]) == 1
     (line,) = errors(capsys)
     assert line.startswith(message)
 

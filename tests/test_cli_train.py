@@ -153,7 +153,9 @@ def test_other_data_are_continued_with_only_by_the_tokenizer_that_was_learnt(fol
         (folder / f"recipes/other/{number}.txt").write_text(f"{number} birds rest on the roof tonight\n" * 20)
     assert main([word.replace("steps=7", "steps=8") for word in words]) == 0
     text = capsys.readouterr().out
-    assert re.search(r"the data have changed \(text: \+\d documents, \+[\d,]+ tokens\): from here on other samples", text)
+    assert re.search(
+        r"the data have changed \(text: \+\d documents, \+[\d,]+ tokens\): from here on other samples", text
+    )
     assert "position in the data" not in text
     assert "to the last bit" not in text
 

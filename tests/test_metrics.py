@@ -2,13 +2,15 @@
 
 import io
 import json
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from meshwright.trainer.display import Display, duration, short
+from meshwright.trainer.display import Display, ProgressLine, duration, short
 from meshwright.trainer.metrics import WINDOW, Journal, StepClock, StepRecord, read_journal
 
 
@@ -21,13 +23,13 @@ class FakeClock:
 
 
 def clock_after(seconds: list[float], *, ranks: int = 4, peak: float | None = 1e9) -> StepClock:
-    time = FakeClock()
-    clock = StepClock(ranks=ranks, flops_per_token=1e3, peak_flops=peak, steps=100, clock=time)
+    fake = FakeClock()
+    clock = StepClock(ranks=ranks, flops_per_token=1e3, peak_flops=peak, steps=100, clock=fake)
     for length in seconds:
         clock.begin()
-        time.now += length
+        fake.now += length
         clock.end()
-        time.now += 7  # evaluation and saving between steps are nobody's step time
+        fake.now += 7  # evaluation and saving between steps are nobody's step time
     return clock
 
 
@@ -111,6 +113,17 @@ def test_a_terminal_line_renews_itself_and_messages_do_not_overwrite_it() -> Non
     display.say("saved")
     assert stream.getvalue().count("\r\x1b[K[==") == 2
     assert stream.getvalue().endswith("\nsaved\n")
+
+
+def test_progress_leaves_a_clean_line_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, stream = FakeClock(), Terminal()
+    monkeypatch.setattr(time, "monotonic", clock)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with ProgressLine() as progress:
+        progress("reading", 0, 4_000_000)
+        clock.now += 1
+        progress("reading", 1_000_000, 4_000_000)
+    assert stream.getvalue() == "\r\x1b[Kreading: 25 % of 4.0M, 1.0M/s, 3s left\r\x1b[K"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(4320, "1h12m"), (61, "1m01s"), (59.4, "59s"), (3599.9, "1h00m")])

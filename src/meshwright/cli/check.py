@@ -30,7 +30,7 @@ from meshwright.plan.stages import describe_pipeline
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.recipe import RecipeError, line_of
 from meshwright.spec.run import Run
-from meshwright.trainer.display import model_size, short
+from meshwright.trainer.display import ProgressLine, model_size, short
 from meshwright.trainer.resolve import resolve_run
 from meshwright.trainer.start import check_objective, check_start, check_tokenizer, check_vocabulary, check_writable
 from meshwright.trainer.trackers import require_trackers
@@ -38,8 +38,11 @@ from meshwright.trainer.trackers import require_trackers
 READ_BYTES = 1 << 28
 """Of a larger corpus only the beginning is read: a check takes seconds."""
 
-SAMPLE_CHARACTERS = 1 << 20
-"""Text that the shown sample is taken from, and that a tokenizer is trained on for it."""
+SAMPLE_CHARACTERS = 1 << 18
+"""Text that the shown sample is taken from and that a tokenizer is trained on for it; more where samples are longer."""
+
+CHARACTERS_PER_TOKEN = 8
+"""More than tokens stand for on average, in any language."""
 
 SAMPLE_RECORDS = 1000
 """Records that are looked at."""
@@ -186,12 +189,13 @@ def _sample(
     """The tokenizer, and the first sample of the corpus as it would be trained on.
 
     Reads the corpus up to READ_BYTES, so that text which is not text is found. Where the tokenizer would be
-    trained, one is trained here on SAMPLE_CHARACTERS alone; training's own will cut a little better.
+    trained, one is trained here on its beginning alone; training's own will cut a little better.
     """
     tokenizer = find_tokenizer(recipe.data, base_dir=base_dir, model_dir=model_dir)
     given = [file for file in files if file.is_tokens]
     records = [file for file in files if file.is_records]
-    texts = _beginning([file for file in files if not (file.is_tokens or file.is_records)])
+    characters = max(SAMPLE_CHARACTERS, CHARACTERS_PER_TOKEN * recipe.data.sequence_length)
+    texts = _beginning([file for file in files if not (file.is_tokens or file.is_records)], characters)
     if not texts and not given and not records:
         raise ValueError(f"{names_of(files)}: no text, every document is empty")
     if (given or records) and tokenizer is None:
@@ -202,7 +206,7 @@ def _sample(
         check_vocabulary(recipe, model, size)
     groups = group_files(recipe.data, files)
     tokenizer = tokenizer or train_tokenizer(texts, recipe.data.tokenizer_vocab)
-    parts = [first_tokens(file, tokenizer, SAMPLE_CHARACTERS) for file in given]
+    parts = [first_tokens(file, tokenizer, characters) for file in given]
     if records:
         encoder = encoder_of_records(recipe.data, tokenizer, base_dir)
         parts[:0] = [first_records(group, encoder, SAMPLE_RECORDS) for group in groups.values() if group[0].is_records]
@@ -213,16 +217,19 @@ def _sample(
     return {"tokenizer": facts, "sample": lines}
 
 
-def _beginning(files: list[SourceFile]) -> list[str]:
-    """The first documents, SAMPLE_CHARACTERS together; more of the corpus is read and only looked at."""
-    texts, characters, num_bytes = [], 0, 0
-    for document in read_documents(files):
-        num_bytes += document.num_bytes
-        if characters < SAMPLE_CHARACTERS:
-            texts.append(document.text[: SAMPLE_CHARACTERS - characters])
-            characters += len(texts[-1])
-        elif num_bytes >= READ_BYTES:
-            break
+def _beginning(files: list[SourceFile], characters: int) -> list[str]:
+    """The first documents, so many characters together; more of the corpus is read and only looked at."""
+    texts, num_bytes = [], 0
+    total = min(READ_BYTES, sum(file.path.stat().st_size for file in files))
+    with ProgressLine() as tell:
+        for document in read_documents(files):
+            num_bytes += document.num_bytes
+            tell("reading the data", min(num_bytes, total), total)
+            if characters > 0:
+                texts.append(document.text[:characters])
+                characters -= len(texts[-1])
+            elif num_bytes >= READ_BYTES:
+                break
     return texts
 
 

@@ -1,8 +1,6 @@
 """The verb `data`: tokenize a recipe's corpus, look at what is trained on, prove that it is right."""
 
 import argparse
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,12 +16,10 @@ from meshwright.data.mixture import held_out_samples, training_samples
 from meshwright.data.prepare import Corpus, prepare_corpus
 from meshwright.families import pretrained_directory
 from meshwright.spec.run import ResolvedRun, Run
-from meshwright.trainer.display import duration, short
+from meshwright.trainer.display import ProgressLine, short
 from meshwright.trainer.resolve import resolve_run
 
 ACTIONS = ("prepare", "show", "audit")
-TERMINAL_SECONDS, LOG_SECONDS = 0.2, 30.0
-"""How often the progress is renewed on a terminal, and told anew elsewhere."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,38 +44,15 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.action
     ]
     base_dir: Path = arguments.recipe.parent
-    corpus = prepare_corpus(
-        recipe.data,
-        base_dir=base_dir,
-        model_dir=pretrained_directory(recipe.model, base_dir=base_dir),
-        progress=ProgressLine(),
-        processes=arguments.processes,
-    )
+    with ProgressLine() as progress:
+        corpus = prepare_corpus(
+            recipe.data,
+            base_dir=base_dir,
+            model_dir=pretrained_directory(recipe.model, base_dir=base_dir),
+            progress=progress,
+            processes=arguments.processes,
+        )
     return action(arguments, recipe, corpus)
-
-
-class ProgressLine:
-    """Progress, speed and time left on standard error: one line renewed on a terminal, else a line now and then."""
-
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-        self._what, self._first, self._began = "", 0, 0.0
-        self._told = time.monotonic()
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        """Tell what is being done and how far it is, where it is time to."""
-        now = time.monotonic()
-        if what != self._what:
-            self._what, self._first, self._began = what, done, now
-        if self._terminal and done >= total:
-            sys.stderr.write("\r\x1b[K")
-        elif now - self._told >= (TERMINAL_SECONDS if self._terminal else LOG_SECONDS):
-            self._told = now
-            speed = (done - self._first) / max(now - self._began, 1e-9)
-            left = f", {duration((total - done) / speed)} left" if speed else ""
-            line = f"{what}: {100 * done // max(1, total)} % of {short(total)}, {short(speed)}/s{left}"
-            sys.stderr.write(f"\r\x1b[K{line}" if self._terminal else f"{line}\n")
-        sys.stderr.flush()
 
 
 def _prepare(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
@@ -141,7 +114,7 @@ def _audit(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
     resolved = resolve_run(recipe, base_dir=arguments.recipe.parent)
     with ExitStack() as stack:
         planned = plan(resolved, corpus, arguments.steps, stack)
-        report = audit(planned, ProgressLine())
+        report = audit(planned, stack.enter_context(ProgressLine()))
     if arguments.json:
         found = {name: {"count": report.counts[name], "examples": report.findings[name]} for name in CHECKS}
         facts = {"samples": report.samples, "tokens": report.tokens, "duplicates": report.duplicates}

@@ -1,9 +1,48 @@
 """The one place that turns a run's figures into the lines people read."""
 
 import sys
+import time
 from typing import TextIO
 
 from meshwright.trainer.metrics import StepRecord
+
+CLEAR = "\r\x1b[K"
+"""Moves a terminal to the beginning of its line, and empties it."""
+TERMINAL_SECONDS, LOG_SECONDS = 0.2, 30.0
+"""How often progress is renewed on a terminal, and told anew elsewhere."""
+
+
+class ProgressLine:
+    """Progress, speed and time left on standard error: one line renewed on a terminal, else a line now and then.
+
+    In `with`, the terminal's line is gone afterwards, also where an error is to be told on it.
+    """
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._what, self._first, self._began = "", 0, 0.0
+        self._told = time.monotonic()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Tell what is being done and how far it is, where it is time to."""
+        now = time.monotonic()
+        if what != self._what:
+            self._what, self._first, self._began = what, done, now
+        if now - self._told >= (TERMINAL_SECONDS if self._terminal else LOG_SECONDS):
+            self._told = now
+            speed = (done - self._first) / max(now - self._began, 1e-9)
+            left = f", {duration((total - done) / speed)} left" if speed else ""
+            line = f"{what}: {100 * done // max(1, total)} % of {short(total)}, {short(speed)}/s{left}"
+            sys.stderr.write(f"{CLEAR}{line}" if self._terminal else f"{line}\n")
+            sys.stderr.flush()
+
+    def __enter__(self) -> "ProgressLine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._terminal:
+            sys.stderr.write(CLEAR)
+            sys.stderr.flush()
 
 
 class Display:
@@ -31,7 +70,7 @@ class Display:
     def step(self, record: StepRecord) -> None:
         """Show a step: always on a terminal, about fifty times a run elsewhere."""
         if self.live:
-            self.stream.write("\r\x1b[K" + _bar(record.step, self.steps) + self.line(record))
+            self.stream.write(CLEAR + _bar(record.step, self.steps) + self.line(record))
             self.stream.flush()
             self._open_line = True
         elif record.step in (1, self.steps) or record.step % self._every == 0:

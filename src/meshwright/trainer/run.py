@@ -17,7 +17,7 @@ from meshwright.spec.recipe import dump_recipe
 from meshwright.spec.recompute import describe_recompute
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.training import PreferenceSpec
-from meshwright.trainer.display import Display, model_size, short
+from meshwright.trainer.display import Display, ProgressLine, model_size, short
 from meshwright.trainer.launch import Worker, find_nodes, find_worker, join_all, leave_group, start_workers
 from meshwright.trainer.loop import train_loop
 from meshwright.trainer.metrics import Journal, read_journal
@@ -108,7 +108,9 @@ def _train(run: Run, base_dir: Path, worker: Worker | None, resume: str | None, 
         check_continues(resolved, run_dir / "checkpoints", resume)
     if worker is None and (resolved.run.layout.world_size > 1 or find_nodes().count > 1):
         # Once, and mistakes are told before any process starts.
-        _check_corpus(resolved, corpus_of(resolved, progress=_show_progress), resume)
+        with ProgressLine() as progress:
+            corpus = corpus_of(resolved, progress)
+        _check_corpus(resolved, corpus, resume)
         # The run directory's own files are written once the ranks have begun: a refused run leaves it untouched.
         with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
             write_run_files(resolved, Path(folder))
@@ -124,7 +126,8 @@ def train_rank(resolved: ResolvedRun, worker: Worker, stop: StopRequest, *, resu
     run_dir = Path(run.run_dir)
     device, mesh = find_place(run, worker)
     if worker.local_rank == 0:
-        corpus_of(resolved, progress=_show_progress if first else None)
+        with ProgressLine() as progress:
+            corpus_of(resolved, progress if first else None)
     join_all()
     corpus = corpus_of(resolved)
     _check_corpus(resolved, corpus, resume)
@@ -257,12 +260,3 @@ def _check_run_dir(run_dir: Path, resume: str | None) -> None:
         raise CheckpointError(f"{run_dir}: no checkpoint to continue from; start without --resume")
     if resume and resume not in (NEWEST, AUTO):
         choose_checkpoint(run_dir / "checkpoints", resume)
-
-
-def _show_progress(what: str, done: int, total: int) -> None:
-    """One line renewed on a terminal; nothing elsewhere, the banner tells the outcome."""
-    if sys.stdout.isatty():
-        sys.stdout.write(f"\r\x1b[K{what}: {100 * done // max(1, total)} % of {short(total)}B")
-        if done >= total:
-            sys.stdout.write("\r\x1b[K")
-        sys.stdout.flush()
