@@ -67,6 +67,15 @@ assert again == ["--resume", "auto"]
     assert "starting again (1 of 3 without a new checkpoint); the newest checkpoint is step-00000005" in said
 
 
+def test_of_workers_that_end_between_two_looks_the_killed_one_is_named(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise_module, "POLL_SECONDS", 1.0)
+    script = "time.sleep(0.2)\nif rank == '1': os.kill(os.getpid(), signal.SIGKILL)\nsys.exit(1)"
+    assert run(job(folder, script)) == 128 + signal.SIGKILL
+    assert "error: rank 1 was killed by SIGKILL\n" in capfd.readouterr().err
+
+
 def test_a_crash_loop_stops(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(job(folder, "step(); sys.exit(7)")) == CRASH_LOOP
     said = capfd.readouterr().err

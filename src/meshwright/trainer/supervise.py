@@ -100,10 +100,7 @@ def _run_attempt(job: Job, attempt: int, stop: StopRequest) -> _Failure | None:
         except TrainingStopped:
             _kill(workers)
             raise
-        if failed is None and not any(worker.process.returncode for worker in workers):
-            return None
-        first = failed or next(worker for worker in workers if worker.process.returncode)
-        return _Failure(began, first.status, first.message)
+        return failed and _Failure(began, failed.status, failed.message)
 
 
 @dataclass
@@ -137,10 +134,7 @@ def _wait(workers: list[_Worker], store: dist.Store, verdict: str, stop: StopReq
         if stop.number and not forwarded:
             forwarded = True
             _send(workers, stop.number)
-        ended = [worker for worker in workers if worker.process.returncode]
-        if ended and failed is None:
-            # Of several that end together, one that stopped or was killed began it; the others only lost it.
-            failed = min(ended, key=lambda worker: (worker.status != STOPPED, worker.process.returncode))
+        if failed is None and (failed := _first_failure(workers)):
             deadline = time.monotonic() + LAST_WORDS_SECONDS
         if failed is None and store.check([verdict]):
             deadline = 0.0  # workers elsewhere have failed
@@ -151,7 +145,13 @@ def _wait(workers: list[_Worker], store: dist.Store, verdict: str, stop: StopReq
             else:
                 _kill(workers)
         time.sleep(POLL_SECONDS)
-    return failed
+    return failed or _first_failure(workers)  # all may have ended between two looks
+
+
+def _first_failure(workers: list[_Worker]) -> _Worker | None:
+    """The worker that began it: of several that have ended, one that stopped or was killed; the others only lost it."""
+    ended = [worker for worker in workers if worker.process.returncode]
+    return min(ended, key=lambda worker: (worker.status != STOPPED, worker.process.returncode), default=None)
 
 
 def _send(workers: list[_Worker], number: int) -> None:
