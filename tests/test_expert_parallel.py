@@ -55,8 +55,21 @@ def test_every_rank_keeps_exactly_what_the_table_says(ranks: RankPool, name: str
 
 def compiled(run: ResolvedRun) -> Outcome | None:
     """A first step with compiled blocks; without code generation, which would take the time. Collective."""
-    with mock.patch("torch.compile", functools.partial(torch.compile, backend="eager")):
-        return one_step(run)
+    traced = []
+
+    def note_tracing(experts: Experts, x_MD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        traced.append(torch.compiler.is_compiling())
+        return run_experts(experts, x_MD, counts_E)
+
+    run_experts = Experts.forward
+    with (
+        mock.patch("torch.compile", functools.partial(torch.compile, backend="eager")),
+        mock.patch.object(Experts, "forward", note_tracing),
+    ):
+        outcome = one_step(run)
+    assert traced
+    assert not any(traced)
+    return outcome
 
 
 def test_compiled(ranks: RankPool) -> None:

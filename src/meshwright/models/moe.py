@@ -189,9 +189,7 @@ class MoE(nn.Module):
         shared = spec.shared_experts * spec.expert_ffn
         self.shared = FeedForward(spec, shared) if shared else None
 
-    # Not compiled: the loads decide the shapes.
-    @torch.compiler.disable
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """[B, T, D] to [B, T, D]."""
         weights_BTK, experts_BTK, counts_BE = self.router(x_BTD)
         order_M = experts_BTK.flatten().argsort(stable=True)

@@ -3,8 +3,17 @@
 import torch
 from torch import nn
 
+from meshwright.models.moe import MoE
+
 
 def apply_compile(blocks: nn.ModuleDict) -> None:
-    """Compile each block's forward; what data parallelism hooks around the block stays outside the compiled region."""
+    """Compile each block's forward; what data parallelism hooks around the block stays outside the compiled region.
+
+    Experts are left out: their loads decide the shapes.
+    """
     for block in blocks.values():
+        for module in block.modules():
+            if isinstance(module, MoE):
+                # Not where the class is defined: a decorator there would load the compiler, a second, in every process.
+                module.forward = torch.compiler.disable(module.forward)
         block.forward = torch.compile(block.forward, dynamic=False)
