@@ -269,7 +269,7 @@ def _first_claims() -> Iterator[str]:
     yield _line(
         "FlashAttention-2: 220 TFLOP/s on an A100 of 312",
         f"{rate:.0f} TFLOP/s fit published training runs best, forward and backward, masked scores not counted",
-        "a kernel's best case; in training runs it is about two thirds of that",
+        "a kernel's best case; in training runs it is three fifths of that",
     )
     wide = [evaluate(replace(job, global_batch=8 * n, dp_shard=8 * n), cluster(f"{8 * n}xh100")) for n in (1, 16, 128)]
     yield _line(

@@ -8,7 +8,7 @@ from statistics import mean
 
 import pytest
 
-from meshwright.plan.comm import Group, Wires, axis_group
+from meshwright.plan.comm import Group, Wires, axis_group, visited
 from meshwright.plan.constants import FITTED
 from meshwright.plan.hardware import device_cluster, find_device, hardware_table, local_cluster, resolve_cluster
 from meshwright.plan.machine import Machine
@@ -98,8 +98,19 @@ def test_a_ring_of_several_nodes_is_as_fast_as_the_slower_of_link_and_network() 
     assert wires.all_reduce(inside, payload) < wires.all_reduce(across, payload) < wires.all_reduce(lonely, payload)
     assert wires.all_reduce(inside, payload) == pytest.approx(2 * wires.all_gather(inside, payload), rel=0.01)
     assert wires.all_gather(Group(1, 1), payload) == 0
-    # Sent once for all experts of a node, a token crosses the network less often than once for each of them.
-    assert wires.all_to_all(across, payload, far=payload / 8) < wires.all_to_all(across, payload)
+
+
+def test_a_relay_sends_a_token_once_to_each_place() -> None:
+    wires = Wires.of(device_cluster("h100", 64), FITTED)
+    inside, across = Group(8, 8), Group(64, 8)
+    assert visited(1, 5) == 1
+    assert visited(8, 1) == pytest.approx(1 / 8)
+    # By counting: of the 4**3 ways to draw 3 of 4 places, 37 have a given one.
+    assert visited(4, 3) == pytest.approx(37 / 64)
+    for group in (inside, across):
+        assert wires.all_to_all(group, 8, 1e8, relay=True) < wires.all_to_all(group, 8, 1e8, relay=False)
+    one = wires.all_to_all(across, 1, 1e9, relay=False) * wires.scattered
+    assert one == pytest.approx(1e9 * 56 / 64 / wires.network, rel=0.01)
 
 
 def test_collectives_agree_with_measurements() -> None:

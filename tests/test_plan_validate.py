@@ -9,8 +9,11 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.plan.published import read_published, read_row
+from meshwright.plan.published_software import EAGER, FSDP, LEGACY, MEGATRON
 from meshwright.plan.published_words import number_of, recompute_of, zero_of
-from meshwright.plan.validate import judge, regret, spearman, sweep_correlation
+from meshwright.plan.validate import judge, regret, report, spearman, sweep_correlation
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 LLAMA = {
     "id": "a-1",
@@ -40,7 +43,25 @@ LLAMA = {
 
 NAMES = "H800 MI300X MI250 TPUv3 TPU-v5p A100-40GB L40S B200 GB200-NVL72 H20 Ascend-910B XPU9 8xA100-48GB K80 RTX4090"
 DEVICES = NAMES.split()
-ODD = ["", "0", "-1", "nan", "inf", "?", "1e30", "0.5", "1,024", "4k", "8x8", "y", "OOM", "128 (DP=16)", "2e-7"]
+ODD = [
+    "not stated",
+    "selective+offload",
+    "",
+    "0",
+    "-1",
+    "nan",
+    "inf",
+    "?",
+    "1e30",
+    "0.5",
+    "1,024",
+    "4k",
+    "8x8",
+    "y",
+    "OOM",
+    "128 (DP=16)",
+    "2e-7",
+]
 
 COLUMNS = [
     *LLAMA, "n_experts", "top_k", "interconnect", "vpp", "cp", "ep", "dp", "sequence_parallel", "compile", "offload",
@@ -188,11 +209,76 @@ def test_models_are_known_by_their_names(name: str, billions: float, experts: in
     assert max(block.num_experts for block in model.kinds) == experts
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"name": FSDP.name, "fused": False, "attention": "flash"}),
+        ({"notes": "Transformer Engine"}, {"name": FSDP.name, "fused": True, "attention": "hopper"}),
+        ({"notes": "ALiBi+flash attn"}, {"attention": "flash-bias"}),
+        ({"zero_stage_or_fsdp": "DeepSpeed ZeRO-3"}, {"name": EAGER.name, "reduce_bytes": 2}),
+        ({"zero_stage_or_fsdp": "", "notes": "LoRA; Hugging Face"}, {"name": EAGER.name, "fused": False}),
+        ({"zero_stage_or_fsdp": "ZeRO-3", "tp": "8"}, {"name": MEGATRON.name, "overlap_tensor": False}),
+        ({"zero_stage_or_fsdp": "", "tp": "8", "precision": "fp8"}, {"gradient_bytes": 2, "overlap_tensor": True}),
+        ({"zero_stage_or_fsdp": "", "tp": "8", "notes": "NeMo 25.04"}, {"gradient_bytes": 4, "overlap_tensor": True}),
+        ({"precision": "fp16"}, {"name": LEGACY.name, "attention": "unfused", "fused": True}),
+        ({"precision": "fp16", "notes": "with FlashAttention"}, {"name": LEGACY.name, "attention": "flash"}),
+        ({"precision": "fp16", "notes": "without flash attention"}, {"attention": "unfused"}),
+        ({"year": "2019"}, {"name": LEGACY.name, "fused": False, "gradient_bytes": 6}),
+    ],
+)
+def test_programs_are_known_by_their_words(changes: dict[str, str], expected: dict[str, object]) -> None:
+    stack = read_row(row(**changes)).job.stack
+    assert {name: getattr(stack, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name", "memory_gb", "counted"),
+    [
+        ("V100-16GB-SXM2", "V100", 17, False),
+        ("A100 SXM4 40 GB", "A100-SXM-40GB", 42, True),
+        ("8xA100-48GB", "A100-SXM-80GB", 85, True),
+        ("H100-96GB", "H100-96GB-HBM2e", 102, False),
+        ("NVIDIA H100 80GB HBM3", "H100-SXM-80GB", 85, False),
+        ("GB200 NVL72", "GB200", 197, False),
+        ("Trillium", "H100-SXM-80GB", 85, True),
+    ],
+)
+def test_devices_are_known_by_their_words(gpu: str, name: str, memory_gb: int, counted: bool) -> None:
+    run = read_row(row(gpu=gpu))
+    assert run.cluster.device.startswith(name)
+    assert run.cluster.memory_gb == pytest.approx(memory_gb, abs=1)
+    assert ("gpu" in run.completed) is counted
+
+
+def test_a_pipeline_that_does_not_fit_recomputes_more_and_is_not_sharded_further() -> None:
+    huge = {"tp": "1", "pp": "8", "zero_stage_or_fsdp": "", "recompute": "", "micro_batch": "8", "seq_len": "16384"}
+    run = read_row(row(**huge))
+    assert (run.job.zero, run.job.recompute, run.job.recompute_share) == (1, "full", 1.0)
+
+
+def test_what_is_published_is_predicted() -> None:
+    """Floors of docs/plan-validation.md: the fitted table, and sources that no constant was fitted to."""
+    runs, refused = read_published(BENCHMARKS / "published_runs.csv")
+    summary = report(judge(runs), refused)["summary"]
+    assert summary["refused"] == 0
+    assert summary["step_time"]["median_ape"] < 0.072
+    assert summary["step_time"]["mape"] < 0.125
+    assert summary["step_time"]["spearman"] > 0.75
+    assert 0.75 < summary["step_time"]["coverage"] < 0.9
+    assert summary["memory"]["median_ape"] < 0.045
+    fresh, refused = read_published(BENCHMARKS / "published_runs_fresh.csv")
+    summary = report(judge(fresh), refused)["summary"]
+    assert not refused
+    assert {run.id for run in fresh} == set(json.loads((BENCHMARKS / "results/plan-fresh-first.json").read_text()))
+    assert summary["step_time"]["median_ape"] < 0.19
+
+
 def test_words_of_tables() -> None:
     numbers = {"4k": 4096, "1,024": 1024, "7B": 7, "38GB": 38, "~0.5": 0.5, "nan": None, "-3": None, "0": None}
     assert {text: number_of(text) for text in numbers} == numbers
     stages = {"ZeRO-3": 3, "fsdp": 3, "stage 2": 2, "1": 1, "DDP": 0, "FULL_SHARD": 3, "distributed optimizer": 1}
     assert {text: zero_of(text) for text in stages} == stages
+    assert [recompute_of(text) for text in ("", "?", "unknown", "not stated")] == [None] * 4
     policies = {"yes": "full", "none": "none", "False": "none", "selective-op": "full", "core-attn": "selective"}
     assert {text: (recompute_of(text) or ("",))[0] for text in policies} == policies
 

@@ -31,6 +31,11 @@ def axis_group(cluster: ClusterSpec, degree: int, stride: int) -> Group:
     return Group(degree, local)
 
 
+def visited(places: int, draws: float) -> float:
+    """Chance that one of `places` is among `draws` of them drawn evenly."""
+    return 1 - (1 - 1 / places) ** draws
+
+
 @dataclass(frozen=True)
 class Wires:
     """A cluster's links at the rates that collectives reach."""
@@ -45,6 +50,8 @@ class Wires:
     """Latency that each doubling of the domains adds."""
     scattered: float
     """Rate of an all-to-all, relative to a ring's."""
+    relayed: float
+    """The same with a relay."""
 
     @classmethod
     def of(cls, cluster: ClusterSpec, constants: Constants) -> "Wires":
@@ -56,6 +63,7 @@ class Wires:
             link_s=(link.latency_us if link else constants.link_us) * 1e-6,
             network_s=(network.latency_us if network else constants.network_us) * 1e-6,
             scattered=constants.all_to_all,
+            relayed=constants.relay,
         )
 
     def _seconds(self, group: Group, wire_bytes: float, rounds: float) -> float:
@@ -75,22 +83,24 @@ class Wires:
         """Seconds until every rank holds the sum of `payload` bytes."""
         return self._seconds(group, 2 * payload * (group.ranks - 1) / max(1, group.ranks), 2.0)
 
-    def all_to_all(self, group: Group, payload: float, far: float | None = None) -> float:
-        """Seconds until every rank has sent its share of `payload` bytes to every other.
+    def all_to_all(self, group: Group, copies: float, payload: float, *, relay: bool) -> float:
+        """Seconds until every rank has sent `copies` of each of its tokens, `payload` bytes in all if sent once, to
+        ranks drawn evenly.
 
-        What stays in the domain takes the fast link; all else, or the `far` bytes where a relay sends what is for
-        several ranks of a domain once, leaves through the rank's own network channel.
+        What stays in the domain takes the fast link; all else leaves through the rank's own network channel. A relay
+        sends a token to a rank, or to another domain, once, whatever number of its copies is wanted there.
         """
         if group.ranks <= 1 or payload <= 0:
             return 0.0
-        near = payload * (group.local - 1) / group.ranks / self.link
-        if far is None:
-            far = payload * (group.ranks - group.local) / group.ranks
-        else:
-            near += far / self.link
-        far /= self.network
+        near = payload * copies * (group.local - 1) / group.ranks
+        far = payload * copies * (group.ranks - group.local) / group.ranks
+        scattered = self.scattered
+        if relay:
+            domains, scattered = group.domains, self.relayed
+            near = payload * (group.ranks - domains) * visited(group.ranks, copies)
+            far = payload * (domains - 1) * visited(domains, copies)
         latency = self.link_s + (self.network_s * log2(group.domains) if group.domains > 1 else 0.0)
-        return latency + max(near, far) / self.scattered
+        return latency + max(near / self.link, far / self.network) / scattered
 
     def send(self, payload: float, *, far: bool) -> float:
         """Seconds for one message to the neighbouring stage."""

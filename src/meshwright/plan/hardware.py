@@ -19,15 +19,15 @@ SIBLINGS = {
 }
 """Export and successor variants take the figures that the table lacks from the device they are made of."""
 
-NETWORK_GB_S = {"V100": 12.5, "A100": 25.0, "A800": 25.0, "MI250X": 25.0, "TPU": 50.0}
+NETWORK_GB_S = {"P100": 12.5, "V100": 12.5, "A100": 25.0, "A800": 25.0, "MI250X": 25.0, "TPU": 50.0}
 """Network per device where nobody says: 4 x 100 Gb/s a node of Voltas, 8 x 200 Gb/s of Amperes."""
 
 MODERN_NETWORK_GB_S = 50.0
 """8 x 400 Gb/s a node: Hopper and later."""
 
-WORKSTATION = {"A10", "A10G", "A40", "A6000", "L4", "L40S", "T4", "RTX 3090", "RTX 4090", "RTX 5090"}
+WORKSTATION = {"A10", "A10G", "A30", "A40", "A6000", "L4", "L20", "L40", "L40S", "T4"}
 WORKSTATION_NETWORK_GB_S = 3.1
-"""25 Gb/s a node for cards without NVLink."""
+"""25 Gb/s a node for these cards, and for all that are called RTX."""
 
 USABLE_GB = 2**30 / 1e9 * 0.985
 """Gigabytes that a card sold with one can give out: they are 2**30 bytes, less what its error correction keeps."""
@@ -73,7 +73,7 @@ def hardware_table(kind: str = "accelerator") -> tuple[dict[str, str], ...]:
 def find_device(name: str, memory_gb: int | None = None, form: str | None = None) -> dict[str, str]:
     """The row of an accelerator such as `h100`, `A100-80GB-SXM` or `NVIDIA H200`.
 
-    Of several that fit, the one with measured rates, then the one with most memory, SXM rather than PCIe.
+    Of several that fit, the one with just that memory, SXM rather than PCIe, with measured rates, then the largest.
     Raises `ValueError` with the known names.
     """
     wanted, memory_gb, form = _words(name, memory_gb, form)
@@ -81,7 +81,7 @@ def find_device(name: str, memory_gb: int | None = None, form: str | None = None
     if not fitting:
         known = ", ".join(dict.fromkeys(row["name"].split("-")[0] for row in hardware_table()))
         raise ValueError(f"unknown device {name!r}{f' with {memory_gb} GB' if memory_gb else ''}; known are {known}")
-    return max(fitting, key=_preference)
+    return max(fitting, key=lambda row: _preference(row, memory_gb, form))
 
 
 def is_known(name: str) -> bool:
@@ -120,7 +120,7 @@ def device_cluster(
 
     rack = "NVL72" in row["scale_up_link"]
     per_node = min(per_node or (4 if rack else 8), devices)
-    workstation = short in WORKSTATION
+    workstation = short in WORKSTATION or short.startswith("RTX")
     network = gpu_gb_s or (node_gb_s / per_node if node_gb_s else None)
     if network is None:
         network = WORKSTATION_NETWORK_GB_S / per_node if workstation else _network(short)
@@ -141,7 +141,7 @@ def device_cluster(
         devices=devices,
         per_node=per_node,
         domain=min(72 if rack else SLICE if "ICI" in row["scale_up_link"] else per_node, devices),
-        memory_gb=float(memory_gb or figure("mem_gb", 80.0)) * USABLE_GB,
+        memory_gb=float(memory_gb or _words(device, None, None)[1] or figure("mem_gb", 80.0)) * USABLE_GB,
         memory_gb_s=figure("mem_bw_gb_s", 1000.0),
         tflops=tflops,
         achievable_tflops={precision: rate for precision, rate in best.items() if rate},
@@ -229,6 +229,8 @@ def _fits(row: dict[str, str], wanted: str, memory_gb: int | None, form: str | N
     )
 
 
-def _preference(row: dict[str, str]) -> tuple[bool, bool, bool, float]:
-    stated = "(" not in row["name"]
-    return stated, "PCIe" not in row["name"], bool(row["bf16_achievable_tflops"]), float(row["mem_gb"] or 0)
+def _preference(row: dict[str, str], memory_gb: int | None, form: str | None) -> tuple[bool, bool, bool, bool, float]:
+    """Of the memory that is asked for, not named in brackets, of the usual form, measured, large."""
+    size, usual = float(row["mem_gb"] or 0), "PCIe" not in row["name"] and "NVL" not in row["name"]
+    exact = memory_gb is not None and abs(size - memory_gb) < 1
+    return exact, "(" not in row["name"], usual or form is not None, bool(row["bf16_achievable_tflops"]), size

@@ -3,6 +3,7 @@
 The widths were fitted to the residuals of published runs, each source's by the constants of all others.
 """
 
+import re
 from dataclasses import dataclass
 from math import exp, sqrt
 
@@ -35,22 +36,46 @@ class Interval:
         return Interval(self.value * factor, self.low * factor, self.high * factor)
 
 
+GENERATIONS = {
+    "A100": 0.0,
+    "A800": 0.0,
+    "H100": 0.0,
+    "H800": 0.0,
+    "H200": 0.0,
+    "GH200": 0.0,
+    "V100": 0.3,
+} | dict.fromkeys(("B200", "B300", "GB200", "GB300"), 0.1)
+"""Spread of a generation of devices beyond that of those with many published runs: of V100s they vary by 40 % from one
+allocation to the next, of Blackwells the table has one model's."""
+RARE, UNMEASURED = 0.2, 0.35
+"""That of others, and what it is more where nobody has measured what they reach of their datasheet."""
+
+
 def time_sigma(time: StepTime, job: Job, cluster: ClusterSpec, completed: int = 0) -> float:
-    """Spread of the step time: wider where communication, waiting, experts or an unmeasured device decide."""
+    """Spread of the step time: wider where communication, waiting, experts, the host's memory, adapters, four bits, or
+    a program or device that few have measured decide."""
     total = time.total
     parts = [
-        0.102,
+        0.06 if cluster.measured.matmul_tflops else 0.105,
         0.36 * time.exposed / total,
         0.36 * time.bubble / total,
         0.54 * (time.host + time.update) / total,
+        0.6 * time.update / total if job.offload != "none" else 0.0,
         0.18 if job.model.top_k else 0.0,
+        0.15 if job.frozen else 0.0,
+        0.25 if job.precision == "fp4" else 0.0,
         0.024 * completed,
+        job.stack.spread,
+        _device_spread(cluster),
     ]
-    if not cluster.measured.matmul_tflops and not cluster.achievable_tflops:
-        parts.append(0.45)  # nobody has measured what this device reaches
-    if cluster.measured.matmul_tflops:
-        parts[0] = 0.06
     return sqrt(sum(part * part for part in parts))
+
+
+def _device_spread(cluster: ClusterSpec) -> float:
+    if cluster.measured.matmul_tflops:
+        return 0.0
+    spread = GENERATIONS.get(re.split(r"[- ]", cluster.device)[0], RARE)
+    return spread if cluster.achievable_tflops else sqrt(spread**2 + UNMEASURED**2)
 
 
 def memory_sigma(use: MemoryUse, job: Job, completed: int = 0) -> float:

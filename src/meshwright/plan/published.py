@@ -14,6 +14,7 @@ from meshwright.plan.hardware import device_cluster, is_known, nearest_device
 from meshwright.plan.job import QUANTIZED, Job, Stack
 from meshwright.plan.memory import predict_memory
 from meshwright.plan.published_models import Completion, Row, published_model
+from meshwright.plan.published_software import FSDP, LEGACY, MEGATRON, software
 from meshwright.plan.published_words import (
     link_rate,
     node_rate,
@@ -25,32 +26,6 @@ from meshwright.plan.published_words import (
     zero_of,
 )
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.recompute import Recompute
-
-LEGACY = Stack(
-    name="Megatron or DeepSpeed before flash attention",
-    attention="unfused",
-    fused=True,
-    gradient_bytes=2.0,
-    reduce_bytes=2.0,
-    state_bytes=16.0,
-    dropout=True,
-    bucket_bytes=1e9,
-    overlap_gradients=False,
-    group_shards=False,
-    python=2.0,
-)
-MEGATRON = Stack(
-    name="Megatron Core with Transformer Engine",
-    attention="hopper",
-    fused=True,
-    overlap_tensor=True,
-    expert_relay=True,
-    saves_products=False,
-    python=3.0,
-)
-FSDP = Stack(name="PyTorch FSDP", attention="flash", reduce_bytes=2.0, logit_bytes=6.0, casts_when_gathering=True)
-
 
 ADAPTERS = 0.01
 """Parameters of adapters of the usual ranks, relative to the model's."""
@@ -96,7 +71,7 @@ def read_row(row: Row) -> PublishedRun:
     notes, memory = read.text("notes"), read.text("memory_gb_per_gpu")
     model = published_model(read)
     precision = precision_of(read.text("precision")) or read.rule("precision", "bf16")
-    stack = _stack(read, precision)
+    stack = software(read, precision)
     job = _layout(read, model, precision, stack)
     cluster = _cluster(read, job.world)
     job = _fitting(read, job, cluster)
@@ -118,33 +93,12 @@ def read_row(row: Row) -> PublishedRun:
     )
 
 
-def _stack(read: Completion, precision: str) -> Stack:
-    """Software follows from precision, year and sharding: fp16 and years before 2023 had no flash attention."""
-    sharding, year = read.text("zero_stage_or_fsdp").lower(), (read.count("year") or 2024)
-    if precision == "fp16" or year < 2023:
-        if precision == "bf16":  # DeepSpeed's BF16_Optimizer accumulates in fp32, beside bf16 gradients
-            return replace(LEGACY, gradient_bytes=6.0, state_bytes=12.0)
-        return LEGACY
-    if "sdp" in sharding and "megatron" not in sharding:  # FSDP, FSDP2, HSDP
-        bias = "alibi" in read.text("notes").lower()
-        quantized = precision in ("fp8", "fp4")
-        mixed = "amp" in read.text("precision")  # a policy of its own for reductions: fp32
-        return replace(
-            FSDP,
-            attention="flash-bias" if bias else "flash",
-            fused=bool(says_yes(read.text("compile"))) or quantized,
-            reduce_bytes=4.0 if mixed else 2.0,
-        )
-    # Recipes tuned for fp8 also keep and reduce gradients in bf16.
-    return replace(MEGATRON, gradient_bytes=2.0, reduce_bytes=2.0) if precision in ("fp8", "fp4") else MEGATRON
-
-
 def _layout(read: Completion, model: Blueprint, precision: str, stack: Stack) -> Job:
     tp, pp, cp, dp = _degrees(read, model)
     sharding = read.text("zero_stage_or_fsdp")
     # A modern Megatron's distributed optimizer is ZeRO-1 also where nobody says so.
     stated = zero_of(sharding)
-    zero = (1 if stack.attention == "hopper" else 0) if stated is None or "ddp" in sharding.lower() else stated
+    zero = (1 if stack.name == MEGATRON.name else 0) if stated is None or "ddp" in sharding.lower() else stated
     shard = dp if zero else 1
     group = re.search(r"shard group=(\d+)", sharding)
     if group or "HSDP" in sharding:
@@ -171,7 +125,7 @@ def _layout(read: Completion, model: Blueprint, precision: str, stack: Stack) ->
         ep=min(ep, experts) if experts else 1,
         virtual_stages=min(read.degree("vpp"), max(1, model.num_layers // pp)) if pp > 1 else 1,
         zero=zero if dp > 1 else min(zero, 1),
-        sequence_parallel=stack is not LEGACY and stack.attention != "unfused" if parallel is None else parallel,
+        sequence_parallel=stack.name != LEGACY.name if parallel is None else parallel,
         recompute=recompute,
         recompute_share=share,
         precision=precision,
@@ -211,27 +165,30 @@ def _degrees(read: Completion, model: Blueprint) -> tuple[int, int, int, int]:
 def _fitting(read: Completion, job: Job, cluster: ClusterSpec) -> Job:
     """Where sharding or recomputation is not stated, the least of it with which the run fits, else all: it did run.
 
-    FSDP's "selective" alone means some of the blocks: as few quarters of them as fit.
+    Pipelines are not sharded further. FSDP's "selective" alone means some of the blocks: as few quarters as fit.
     """
-    if job.recompute == "selective" and job.stack.name == FSDP.name:
-        tries = [replace(job, recompute="full", recompute_share=quarter / 4) for quarter in (1, 2, 3, 4)]
-        fitting = (tried for tried in tries if predict_memory(tried).total <= cluster.memory_gb * 1e9)
-        return next(fitting, tries[-1])
+    quarters = [replace(job, recompute="full", recompute_share=quarter / 4) for quarter in (1, 2, 3, 4)]
     stages = [job.zero]
-    if not read.row.get("zero_stage_or_fsdp") and job.dp > 1:
+    if not read.row.get("zero_stage_or_fsdp") and job.dp > 1 and job.pp == 1:
         stages += [stage for stage in (1, 2, 3) if stage > job.zero]
-    policies: list[Recompute] = [job.recompute]
-    if "recompute" in read.completed:
-        policies = ["none", "selective"]  # recomputing everything would have been worth a word
+    policies = [job]
+    if job.recompute == "selective" and job.stack.name == FSDP.name:
+        policies = quarters
+    elif "recompute" in read.completed:
+        policies = [job, replace(job, recompute="selective"), *quarters]
+    tried = job
     for stage in stages:
         for policy in policies:
             shard = job.dp_shard if stage == job.zero else job.dp
-            tried = replace(job, zero=stage, dp_shard=shard, dp_replicate=job.dp // shard, recompute=policy)
-            if predict_memory(tried).total <= cluster.memory_gb * 1e9 or (stage, policy) == (stages[-1], policies[-1]):
-                if stage != job.zero:
-                    read.completed.append("zero_stage_or_fsdp")
-                return tried
-    raise AssertionError("the last one is returned whether it fits or not")
+            tried = replace(policy, zero=stage, dp_shard=shard, dp_replicate=job.dp // shard)
+            if predict_memory(tried).total <= cluster.memory_gb * 1e9:
+                break
+        else:
+            continue
+        break
+    if tried.zero != job.zero:
+        read.completed.append("zero_stage_or_fsdp")
+    return tried
 
 
 def _alpha(text: str) -> float:
@@ -250,6 +207,9 @@ def _cluster(read: Completion, world: int) -> ClusterSpec:
     if not is_known(gpu):
         gpu = nearest_device(gpu) or usual_device(read.count("year") or 2024)
         read.completed.append("gpu")
+    size = re.search(r"(?<!\d)\d{2,3}(?= ?g(?:i?b)?(?![a-z]))", read.text("gpu").lower())
+    if size and is_known(f"{gpu} {size[0]}gb"):  # of a device's sizes the one that its words name
+        gpu = f"{gpu} {size[0]}gb"
     cluster = device_cluster(gpu, world, per_node=per_node, node_gb_s=node)
     return cluster.model_copy(update={"link_gb_s": link}) if link else cluster
 

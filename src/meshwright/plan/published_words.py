@@ -84,7 +84,7 @@ def zero_of(text: str) -> int | None:
 def recompute_of(text: str) -> tuple[Policy, float] | None:
     """(policy, share of the blocks); None where the cell is silent."""
     words = text.strip().lower()
-    if not words:
+    if not words or re.match(r"\?|unknown|unclear|n/?a$|nan$|not |unstated|tbd|default", words):
         return None
     if words in NO or words.startswith("no"):
         return "none", 1.0

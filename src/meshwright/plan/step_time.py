@@ -223,12 +223,9 @@ class StepModel:
         job = self.job
         if not block.num_experts or job.ep == 1:
             return Pass(0.0, 0.0)
-        token_bytes = job.tokens / job.tp * job.model.hidden * self.device.width
-        far = None
-        if job.stack.expert_relay:
-            domains = group.domains
-            far = token_bytes * (domains - 1) * (1 - (1 - 1 / domains) ** job.model.top_k)
-        trip = self.wires.all_to_all(group, token_bytes * min(job.model.top_k, job.ep), far)
+        payload = job.tokens / job.tp * job.model.hidden * self.device.width
+        copies = job.model.top_k if job.stack.expert_relay else min(job.model.top_k, job.ep)
+        trip = self.wires.all_to_all(group, copies, payload, relay=job.stack.expert_relay)
         return Pass(2 * trip * self.constants.imbalance, 2 * trip * self.constants.imbalance)
 
     def _gathered_per_microbatch(self) -> tuple[float, float] | None:
