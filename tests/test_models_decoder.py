@@ -1,6 +1,8 @@
 """The module is the table, and computes what it says."""
 
+import functools
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.families import PRESETS, parameter_table, resolve_model, state_table
 from meshwright.models import Cache, build_model, initialize, named_tensors
+from meshwright.parallel.compile import apply_compile
 from meshwright.spec.model import ModelFields
 
 FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"]
@@ -183,8 +186,9 @@ def test_a_block_compiles_without_graph_breaks(family):
     spec, tokens = windowed(family), random_tokens(2, 12)
     plain, compiled = built(spec), built(spec)
     torch._dynamo.reset()
-    for block in compiled.layers.values():
-        block.compile(fullgraph=spec.num_experts == 0, backend="aot_eager")
+    options = {"fullgraph": spec.num_experts == 0, "backend": "aot_eager"}
+    with mock.patch("torch.compile", functools.partial(torch.compile, **options)):
+        apply_compile(compiled.layers)
     for model in (plain, compiled):
         model(tokens, tokens).backward()
     for (name, parameter), expected in zip(compiled.named_parameters(), plain.parameters(), strict=True):

@@ -70,9 +70,9 @@ class Decoder(nn.Module):
         """The loss of pairs of answers, where the run learns from such."""
         self.table = parameter_table(spec)
         """What the parameters are; fine-tuning replaces it."""
-        self.tok_embeddings = nn.Embedding(spec.vocab, spec.hidden)
+        self.tok_embeddings = _embedding(spec.vocab, spec.hidden)
         learned = spec.positions == "learned"
-        self.pos_embeddings = nn.Embedding(spec.max_positions, spec.hidden) if learned else None
+        self.pos_embeddings = _embedding(spec.max_positions, spec.hidden) if learned else None
         self.layers = nn.ModuleDict({str(i): Block(spec, i) for i in range(spec.num_layers)})
         self.norm = build_norm(spec, spec.hidden)
         self.output = None if spec.tied_embeddings else nn.Linear(spec.hidden, spec.vocab, bias=False)
@@ -211,3 +211,8 @@ class Decoder(nn.Module):
     def pick(self, x_BTD: torch.Tensor, asked_BT: torch.Tensor) -> torch.Tensor:
         """The features [B, D] of one place of each row; a strategy that splits rows replaces it."""
         return x_BTD.where(asked_BT.unsqueeze(-1), 0).sum(1)
+
+
+def _embedding(rows: int, width: int) -> nn.Embedding:
+    """One whose numbers somebody else draws: torch's own drawing on the meta device loads its compiler, for seconds."""
+    return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
