@@ -27,6 +27,7 @@ GIB = 2**30 / 1e9
         ("16xh200@400Gb/s/gpu", 16, "H200-SXM-141GB", 141, 50.0),
         ("1024xgb200", 1024, "GB200", 186, 50.0),
         ("4xrtx 4090", 4, "RTX 4090", 24, 3.1 / 4),
+        ("1xrtx5060ti-8g", 1, "RTX 5060 Ti", 8, 3.1),
     ],
 )
 def test_a_short_name_is_a_cluster(name: str, devices: int, row: str, memory: float, network: float) -> None:
@@ -48,7 +49,12 @@ def test_devices_are_found_as_people_write_them(written: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("8xh1000", "unknown device 'h1000'; known are V100"), ("8 gpus!", "8xh100 or 64xa100-80g@400Gb/s")],
+    [
+        ("8xh1000", "unknown device 'h1000'; known are V100"),
+        ("8 gpus!", "8xh100 or 64xa100-80g@400Gb/s"),
+        ("0xh100", "8xh100 or 64xa100-80g@400Gb/s"),
+        ("rtx4060ti-12g", "no rtx4060ti with 12 GB is known, but with 8 or 16 GB"),
+    ],
 )
 def test_unknown_clusters_are_refused_with_what_there_is(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):

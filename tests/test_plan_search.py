@@ -194,6 +194,11 @@ def test_a_layout_that_does_not_fit_gets_its_relief(recipe: Path, capsys: pytest
     assert "relief     the recipe's layout does not fit with its margin; cheapest: zero=" in text
 
 
+def test_a_layout_that_fits_only_by_offloading_says_so(recipe: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", str(recipe), "training.global_batch=8", "--cluster", "1xh100", "--top", "1"]) == 0
+    assert re.search(r"^\* .* offload=cpu ", capsys.readouterr().out, re.MULTILINE)
+
+
 def test_nothing_fits_is_a_finding(recipe: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["plan", str(recipe), "--cluster", "1xt4"]) == 1
     assert "nothing that this version's engine runs fits" in capsys.readouterr().out

@@ -36,6 +36,8 @@ def describe(job: Job) -> str:
         degrees.append(f"schedule={job.schedule_name}")
     if job.virtual_stages > 1:
         degrees.append(f"stages_per_rank={job.virtual_stages}")
+    if job.offload != "none":
+        degrees.append(f"offload={job.offload}")
     return " ".join([*degrees, f"zero={job.zero}", f"micro_batch={job.micro_batch}", f"recompute={recomputes(job)}"])
 
 

@@ -29,6 +29,9 @@ WORKSTATION = {"A10", "A10G", "A30", "A40", "A6000", "L4", "L20", "L40", "L40S",
 WORKSTATION_NETWORK_GB_S = 3.1
 """25 Gb/s a node for these cards, and for all that are called RTX."""
 
+VARIANTS = {"V100": (16,), "RTX 3060": (8,), "RTX 3080": (12,), "RTX 4060 Ti": (8,), "RTX 5060 Ti": (8,)}
+"""Gigabytes that a card is sold with besides those of its row."""
+
 USABLE_GB = 2**30 / 1e9 * 0.985
 """Gigabytes that a card sold with one can give out: they are 2**30 bytes, less what its error correction keeps."""
 
@@ -79,8 +82,12 @@ def find_device(name: str, memory_gb: int | None = None, form: str | None = None
     wanted, memory_gb, form = _words(name, memory_gb, form)
     fitting = [row for row in hardware_table() if _fits(row, wanted, memory_gb, form)]
     if not fitting:
+        sizes = [size for row in hardware_table() if _fits(row, wanted, None, form) for size in _sizes(row)]
+        if sizes:
+            known = " or ".join(f"{size:g}" for size in sorted(set(sizes)))
+            raise ValueError(f"no {name} with {memory_gb} GB is known, but with {known} GB")
         known = ", ".join(dict.fromkeys(row["name"].split("-")[0] for row in hardware_table()))
-        raise ValueError(f"unknown device {name!r}{f' with {memory_gb} GB' if memory_gb else ''}; known are {known}")
+        raise ValueError(f"unknown device {name!r}; known are {known}")
     return max(fitting, key=lambda row: _preference(row, memory_gb, form))
 
 
@@ -219,14 +226,21 @@ def _words(name: str, memory_gb: int | None, form: str | None) -> tuple[str, int
 
 
 def _fits(row: dict[str, str], wanted: str, memory_gb: int | None, form: str | None) -> bool:
-    kind, memory, row_form = _words(row["name"].split(" (")[0], None, None)
-    memory = memory or (float(row["mem_gb"]) if row["mem_gb"] else None)
-    variant = row["name"].startswith("V100") and memory_gb == 16  # the table has one row for both sizes
+    kind, _, row_form = _words(row["name"].split(" (")[0], None, None)
+    sizes = _sizes(row)
     return (
         kind == wanted
-        and (memory_gb is None or memory is None or abs(memory - memory_gb) <= 3 or variant)
+        and (memory_gb is None or not sizes or any(abs(size - memory_gb) <= 3 for size in sizes))
         and (form is None or row_form in (form, None))
     )
+
+
+def _sizes(row: dict[str, str]) -> list[float]:
+    """Gigabytes of memory that a device is sold with; none where the table does not know."""
+    bare = row["name"].split(" (")[0]
+    _, named, _ = _words(bare, None, None)
+    known = named or float(row["mem_gb"] or 0)
+    return [known, *VARIANTS.get(bare.split("-")[0], ())] if known else []
 
 
 def _preference(row: dict[str, str], memory_gb: int | None, form: str | None) -> tuple[bool, bool, bool, bool, float]:

@@ -99,7 +99,7 @@ def parse_cluster_name(text: str) -> ClusterName:
     Raises `ValueError` with the grammar where the text does not follow it.
     """
     found = NAME.fullmatch(text.strip())
-    if found is None:
+    if found is None or int(found["devices"] or 1) == 0:
         raise ValueError(
             f"cluster {text!r} is no name such as 8xh100 or 64xa100-80g@400Gb/s "
             "(a node's network in Gb/s or GB/s, or a GPU's with /gpu), no file, and not 'local'"
