@@ -22,7 +22,11 @@ from engines import Engine, describe, load, measure
 from tuning import Tuning, arguments_for, prepare
 
 ENGINES = {"meshwright": "meshwright_tuning", "peft": "peft_trainer", "trl": "trl_trainer"}
-CELLS = [(method, packed) for method in ("lora", "qlora") for packed in (True, False)]
+CELLS = {
+    f"{method}{'-packed' if packed else ''}": (method, packed)
+    for method in ("lora", "qlora")
+    for packed in (True, False)
+}
 
 
 def main() -> int:
@@ -32,7 +36,7 @@ def main() -> int:
     facts, cells = about(arguments), {}
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder))
-        for method, packed in CELLS:
+        for method, packed in map(CELLS.__getitem__, arguments.cells):
             work = Tuning(
                 folder=folder,
                 method=method,
@@ -112,6 +116,7 @@ def parse() -> argparse.Namespace:
     option = parser.add_argument
     option("--trl", type=Path, help="folder where trl is installed; without it that engine is left out")
     option("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES), help="which to run, ours first")
+    option("--cells", nargs="+", default=list(CELLS), choices=list(CELLS), help="what to measure")
     option("--precision", default="bf16", choices=["fp32", "bf16"], help="dtype of computation")
     option("--rounds", type=int, default=4, help="turns of each engine")
     option("--turn", type=int, default=3, help="steps of a turn")

@@ -34,7 +34,7 @@ class Bare(Attention):
     def __init__(self, window: int | None) -> None:
         torch.nn.Module.__init__(self)
         self.spec = tiny_run(LayoutSpec()).model.model_copy(update={"sliding_window": window})
-        self.preference = None
+        self.preference, self.pick = None, None
 
 
 def draw(*shape: int, seed: int) -> torch.Tensor:
@@ -177,8 +177,11 @@ def test_auto_takes_what_fits_and_says_why() -> None:
 
 
 def test_the_nearest_layout_is_found_for_all_axes_together() -> None:
-    """Each reason on its own; one axis' advice never leaves another's wrong."""
-    model = tiny_run(LayoutSpec()).model
+    """Each reason on its own; one axis' advice never leaves another's wrong, nor the model without positions."""
+    short = tiny_run(LayoutSpec()).model
+    (problem,) = find_misfits(LayoutSpec(tp=2, cp=3), short, 16)
+    assert problem.endswith("the nearest legal layout is cp=2")
+    model = short.model_copy(update={"max_positions": 512})
     (problem,) = find_misfits(LayoutSpec(tp=2, cp=3), model, 256)  # a third of 256 tokens is not for tp to complain of
     assert problem.endswith("the nearest legal layout is cp=2, or use data.sequence_length=258")
     tensor, context = find_misfits(LayoutSpec(tp=3, cp=3, cp_method="ring"), model, 16)
@@ -201,7 +204,7 @@ def test_the_nearest_layout_is_found_for_all_axes_together() -> None:
     ],
 )
 def test_what_does_not_divide_is_refused(layout: LayoutSpec, length: int, words: tuple[str, ...]) -> None:
-    model = tiny_run(LayoutSpec()).model
+    model = tiny_run(LayoutSpec()).model.model_copy(update={"max_positions": 32})
     (problem,) = find_misfits(layout, model, length)
     assert all(word in problem for word in words), problem
     assert not find_misfits(LayoutSpec(cp=2), model, 16)

@@ -49,11 +49,19 @@ CONFIGS: dict[str, Callable[..., transformers.PreTrainedConfig]] = {
     "phi": transformers.PhiConfig,  # biases, the head's too; rotates half of a head; drops out where it is told to
     "gemma2": transformers.Gemma2Config,  # tied; caps logits; slides in every second layer; has constants
     "gpt_neox": transformers.GPTNeoXConfig,  # queries, keys and values in one matrix; another name for the head
+    "qwen2_moe": transformers.Qwen2MoeConfig,  # experts that transformers stacks as it reads, and one for all tokens
     "opt": transformers.OPTConfig,  # learned positions, which no document begins anew
 }
 MORE: dict[str, dict[str, Any]] = {
     "phi": {"attention_dropout": 0.5, "resid_pdrop": 0.5},
     "gemma2": {"head_dim": 8, "num_key_value_heads": 2, "sliding_window": 4},
+    "qwen2_moe": {
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 16,
+    },
     "opt": {"ffn_dim": 40, "word_embed_proj_dim": 32},
 }
 METHODS: dict[str, dict[str, Any] | None] = {
@@ -85,7 +93,8 @@ def foreign_run(directory: Path, layout: LayoutSpec, **options: Any) -> Resolved
 
 
 def theirs(directory: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(directory).double().eval()  # constants are those of fp32
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, experts_implementation="eager")
+    return model.double().eval()  # constants are those of fp32
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -148,14 +157,15 @@ CASES = [
     ),
     *zip(["gpt_neox"] * 3, ["qlora", "full", "lora"], ["hybrid-1", "hybrid-2", "hybrid-3"], strict=True),
     *zip(["gemma2"] * 2, ["full", "lora"], ["zero-3", "zero-3"], strict=True),
+    *zip(["qwen2_moe"] * 3, ["full", "qlora", "lora"], ["zero-3-uneven", "hybrid-2", "zero-1"], strict=True),
 ]
 _ALONE: dict[str, Any] = {}
 
 
 @pytest.mark.parametrize(("name", "method", "strategy"), CASES)
 def test_every_layout(ranks: RankPool, directories: Path, name: str, method: str, strategy: str) -> None:
-    """Equal to one process, with documents kept apart or blocks recomputed in turn. Gemma's norms and softmax compute
-    in fp32 whatever the model's dtype."""
+    """Equal to one process, with documents kept apart or blocks recomputed in turn. Gemma's norms and softmax and
+    Qwen2-MoE's router compute in fp32 whatever the model's dtype."""
     turn = CASES.index((name, method, strategy))
     recompute, documents = ("none", "selective", "full")[turn % 3], turn % 2 == 0
     layout, finetune = LAYOUTS[strategy], METHODS[method]
@@ -164,7 +174,9 @@ def test_every_layout(ranks: RankPool, directories: Path, name: str, method: str
     key = f"{name} {method} {documents}"
     if key not in _ALONE:
         _ALONE[key] = one_step(foreign_run(directories / name, LayoutSpec(), finetune=finetune), documents)
-    assert_equal(outcome, _ALONE[key], dtype=torch.float32 if name == "gemma2" else torch.float64, slope=5 * 0.1)
+    assert_equal(
+        outcome, _ALONE[key], dtype=torch.float64 if name in ("phi", "gpt_neox") else torch.float32, slope=5 * 0.1
+    )
 
 
 def test_pairs_of_answers(ranks: RankPool, directories: Path) -> None:
@@ -243,9 +255,10 @@ def test_from_a_directory_to_files_that_peft_and_transformers_read(directories: 
     assert [line["text"] for line in told if line["kind"] == "sample" and line["step"] == 2] == [text]
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_neox"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_neox", "qwen2_moe"])
 def test_full_training_and_export_in_bf16(directories: Path, tmp_path: Path, name: str) -> None:
-    """Of tied weights one is kept; of a name that transformers changes as it reads, the file's."""
+    """Of tied weights one is kept; of a name that transformers changes as it reads, the file's; of experts that it
+    stacks, each one's tensors."""
     train(Run.model_validate(recipe(tmp_path, directories / name, training={"precision": "bf16"})))
     assert main(["export", str(tmp_path / "run"), "--hf", str(tmp_path / "out")]) == 0
     kept = {key for key, _ in safetensors_keys(tmp_path / "out")}
@@ -265,6 +278,9 @@ REFUSALS: dict[str, dict[str, Any]] = {
     "finetune.method=ia3: ": {"finetune": {"method": "ia3"}},
     r"finetune.last_layers: .*\[.model.layers.1.\]": {"finetune": {"method": "full", "last_layers": 1}},
     "finetune.targets: 'embed_tokens' matches no linear": {"finetune": {"method": "lora", "targets": ["embed_tokens"]}},
+    "'wq' matches no module of the model; there are fc1, fc2, dense, k_proj, q_proj, v_proj$": {
+        "finetune": {"method": "lora", "targets": ["wq"]}
+    },
     "did you mean 'q_proj'": {"finetune": {"method": "lora", "targets": ["qproj"]}},
     "remove model.hidden": {"model": {"hidden": 8, "weights": "pretrained"}},
     "set model.weights=pretrained": {"model": {}},

@@ -330,6 +330,9 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     assert main(["verify", str(recipe), "--steps", "0"]) == 2
     assert main(["verify", str(recipe), "layout.cp=3", "layout.cp_method=ulysses"]) == 2
     assert "32 heads do not divide" in capsys.readouterr().err
+    monkeypatch.setattr(verify_module, "start_workers", lambda *_, **__: 1)
+    assert main(["verify", str(recipe), "--steps", "1"]) == 70
+    assert "the layout's processes failed, so there is nothing to compare" in capsys.readouterr().err
     monkeypatch.setattr(verify_module, "start_workers", lambda *_, **__: STOPPED)
     assert main(["verify", str(recipe), "--steps", "1"]) == STOPPED
     assert capsys.readouterr().err == "stopped; run it again to know\n"

@@ -59,8 +59,12 @@ class HfWeights:
         """
         place, tensors = self._places[name], self._tensors[name]
         if place.experts is not None:
-            experts = [self._slice(*tensor)[:] for tensor in tensors[start:stop]]
-            return torch.stack(experts) if experts else self._slice(*tensors[0])[:0].new_empty(0, *place.shape)
+            parts = len(place.parts)
+            wanted = [self._slice(*tensor)[:] for tensor in tensors[start * parts : stop * parts]]
+            if not wanted:
+                rows, columns = place.shape
+                return self._slice(*tensors[0])[:0].new_empty(0, parts * rows, columns)
+            return torch.stack(wanted).unflatten(0, (-1, parts)).flatten(1, 2)
         lazy = self._slice(*tensors[0])
         rows = slice(place.offset + start, place.offset + stop)
         return lazy[:, rows].t() if place.transposed else lazy[rows]
@@ -171,7 +175,8 @@ def _as_stored(parameters: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec) 
             raise ValueError(f"export: {name} of shape {list(tensor.shape)} is not expected, or came twice")
         place = places[name]
         if place.experts is not None:
-            yield from zip(place.keys, tensor.detach().unbind(), strict=True)
+            pieces = tensor.detach().unflatten(1, (len(place.parts), -1)).flatten(0, 1)
+            yield from zip(place.keys, pieces.unbind(), strict=True)
             continue
         parts = waiting.setdefault(place.key, {})
         parts[place.offset] = tensor.detach()

@@ -50,7 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
         print_json({"model": str(trained.source), "directory": str(arguments.hf), **figures})
     else:
         print(f"{trained.source} written to {arguments.hf} in {dtype}; logits differ by at most {difference:.1e}")
-        if trained.spec.foreign is None:
-            prompt = example_prompt(has_template=trained.tokenizer.chat_template is not None)
-            print(f"next        meshwright generate {arguments.hf} {prompt}")
+        prompt = example_prompt(has_template=trained.tokenizer.chat_template is not None)
+        print(f"next        meshwright generate {arguments.hf} {prompt}")
     return 0

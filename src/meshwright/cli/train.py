@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     from meshwright.data.tokenizer import load_tokenizer
     from meshwright.trainer.launch import find_worker
     from meshwright.trainer.run import train
-    from meshwright.trainer.start import RESOLVED, TOKENIZER, read_resolved
+    from meshwright.trainer.start import TOKENIZER
     from meshwright.trainer.status import TrainingFailed
 
     try:
@@ -73,20 +73,15 @@ def run(arguments: argparse.Namespace) -> int:
     print(
         f"\ntrained to step {result.step}: loss {result.loss:.3f}{held_out}\n"
         f"checkpoint  {result.checkpoint}\n"
-        + whats_next(
-            recipe,
-            has_template=load_tokenizer(result.run_dir / TOKENIZER).chat_template is not None,
-            writes=read_resolved(result.run_dir / RESOLVED).model.foreign is None,
-        )
+        + whats_next(recipe, has_template=load_tokenizer(result.run_dir / TOKENIZER).chat_template is not None)
     )
     return 0
 
 
-def whats_next(run: Run, *, has_template: bool, writes: bool = True) -> str:
-    """What can be done with a trained run, a line each; `has_template`: its tokenizer keeps a chat template, `writes`:
-    its model writes here (not one that transformers computes)."""
+def whats_next(run: Run, *, has_template: bool) -> str:
+    """What can be done with a trained run, a line each; `has_template`: its tokenizer keeps a chat template."""
     place = run.run_dir
-    lines = [f"meshwright generate {place} {example_prompt(has_template=has_template)}"] if writes else []
+    lines = [f"meshwright generate {place} {example_prompt(has_template=has_template)}"]
     if run.data.held_out and run.training.preference is None:
         lines.append(f"meshwright eval {place}")
     if run.finetune is None or isinstance(run.finetune, FullSpec):

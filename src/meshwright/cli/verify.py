@@ -9,7 +9,7 @@ from meshwright.cli.output import add_json_argument, print_json, progress_on_std
 from meshwright.prove.shrink import shrink
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.status import TrainingStopped
+from meshwright.trainer.status import CRASH_LOOP, TrainingStopped
 
 DIFFERENT = 1
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_argument(parser)
     parser.epilog = (
         "It runs on this machine's CPUs, one process a rank, on random tokens.\n"
-        "exit status: 0 equal, 1 different, 2 misuse, 75 stopped by a signal\n\n"
+        "exit status: 0 equal, 1 different, 2 misuse, 70 the layout's processes failed, 75 stopped by a signal\n\n"
         "examples:\n"
         "  meshwright verify run.yaml\n"
         "  meshwright verify run.yaml layout.cp=2 training.recompute=full --steps 3\n"
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             proof = verify(resolved, steps=arguments.steps)
     except LayoutFailed:
         print("error: the layout's processes failed, so there is nothing to compare", file=sys.stderr)
-        return DIFFERENT
+        return CRASH_LOOP
     except TrainingStopped:
         print("stopped; run it again to know", file=sys.stderr)
         raise

@@ -85,8 +85,9 @@ class RecordEncoder:
         if self.chat.overlong == "error" and note:
             return Encoded(
                 (),
-                error=f"its {num_tokens} tokens are more than data.sequence_length={self.max_labels}; raise that (of "
-                "eval, --sequence-length), or set data.chat.overlong to truncate or drop",
+                error=f"its {num_tokens} tokens are more than data.sequence_length={self.max_labels}; raise that as "
+                "far as the model has positions (of eval, --sequence-length), or mend the record; a recipe may say "
+                "data.chat.overlong=truncate or drop",
             )
         if note != "overlong" and not all((ids[1:] >= 0).any() for ids in documents):
             note = "unlabelled"

@@ -29,6 +29,7 @@ from meshwright.data.token_file import (
     write_index,
 )
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+from meshwright.families.hub import cached_snapshot
 from meshwright.spec.data import DataSpec
 
 TOKENIZER, SCANNED = "tokenizer", "scanned"
@@ -179,7 +180,8 @@ def first_records(files: Sequence[SourceFile], encoder: RecordEncoder, num: int)
 def find_tokenizer(data: DataSpec, *, base_dir: Path, model_dir: Path | None = None) -> TextTokenizer | None:
     """The tokenizer that a recipe names; None when `auto` means that one is trained on the corpus."""
     if data.tokenizer != "auto":
-        return load_tokenizer(base_dir / os.path.expanduser(data.tokenizer))
+        path = base_dir / os.path.expanduser(data.tokenizer)
+        return load_tokenizer(path if path.exists() else cached_snapshot(data.tokenizer, "tokenizer.json") or path)
     return load_tokenizer(model_dir) if model_dir else None
 
 

@@ -8,7 +8,7 @@ sharded, drawn, saved and predicted by the table is right for them without a lin
 - IA3: a linear layer gets `factors` [out] or, where it ends a layer (wo, w2), [in].
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import sqrt
@@ -173,12 +173,11 @@ def _is_inner(row: Parameter) -> bool:
 def _targets(model: ModelSpec, patterns: Iterable[str], weights: dict[str, Parameter]) -> list[str]:
     """The modules of the patterns that can have an adapter; of each pattern at least one."""
     found: set[str] = set()
-    _matching(model, patterns, "finetune.targets")  # all that match nothing are told at once
+    able = {name for name, weight in weights.items() if _is_inner(weight) or name in (EMBEDDING, HEAD)}
+    _matching(model, patterns, "finetune.targets", able)  # all that match nothing are told at once
     for pattern in patterns:
         matching = _matching(model, (pattern,), "finetune.targets")
-        fitting = {
-            name for name in matching if name in weights and (_is_inner(weights[name]) or name in (EMBEDDING, HEAD))
-        }
+        fitting = able.intersection(matching)
         if not fitting:
             raise ValueError(
                 f"finetune.targets: {pattern!r} matches no linear layer, only {matching[0]}, which gets no adapter; "
@@ -243,8 +242,11 @@ def _by_pattern(
     return found
 
 
-def _matching(model: ModelSpec, patterns: Iterable[str], setting: str) -> list[str]:
-    """The modules that a pattern matches, by our name or Hugging Face's, in their order."""
+def _matching(
+    model: ModelSpec, patterns: Iterable[str], setting: str, able: Collection[str] | None = None
+) -> list[str]:
+    """The modules that a pattern matches, by our name or Hugging Face's, in their order. Where one matches nothing,
+    modules that are `able` (default all) are offered."""
     places = hf_tensors(model)
     names = {module_of(row): (module_of(row), _hf_module(places[row.name].key)) for row in parameter_table(model)}
     found: set[str] = set()
@@ -252,8 +254,9 @@ def _matching(model: ModelSpec, patterns: Iterable[str], setting: str) -> list[s
     for pattern in patterns:
         matching = {module for module, known in names.items() if any(_matches(name, pattern) for name in known)}
         if not matching:
-            known = {end for both in names.values() for name in both for end in (name, name.rpartition(".")[2])}
-            ends = dict.fromkeys(module.rpartition(".")[2] for module in names)
+            offered = [module for module in names if able is None or module in able]
+            known = {end for module in offered for name in names[module] for end in (name, name.rpartition(".")[2])}
+            ends = dict.fromkeys(module.rpartition(".")[2] for module in offered)
             hint = did_you_mean(pattern, known) or f"; there are {', '.join(ends)}"
             problems.append(f"{pattern!r} matches no module of the model{hint}")
         found |= matching

@@ -23,8 +23,16 @@ SPELLINGS = {
     "ffn": ("intermediate_size", "n_inner", "ffn_dim"),
     "max_positions": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
     "sliding_window": ("sliding_window",),
+    "experts_per_token": ("num_experts_per_tok", "moe_k"),
 }
 """Field of `ModelSpec` -> keys of config.json that say it, by architecture."""
+
+STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Parameter of transformers' module -> what it holds of each expert, as the files name it (`stacks` of
+`ForeignModel`)."""
+
+ROUTERS = (".gate.weight", ".router.weight")
+"""Ends of the names of matrices that choose experts, where they have a row for each."""
 
 ENDLESS = 2**20
 """Positions of a model whose config.json has no limit."""
@@ -59,7 +67,10 @@ def read_foreign(directory: Path, config: Mapping[str, Any], *, where: str) -> M
         if tensor.dtype in FLOATS and tensor.shape and not name.endswith(NO_WEIGHTS[: 3 if tied else 2])
     }
     blocks = _blocks(tensors, sizes["num_layers"], where)
-    foreign = ForeignModel(config=json.dumps(config), blocks=blocks, tensors=tuple(sorted(tensors.items())))
+    tensors, stacks = _stacked(tensors)
+    foreign = ForeignModel(
+        config=json.dumps(config), blocks=blocks, tensors=tuple(sorted(tensors.items())), stacks=tuple(stacks.items())
+    )
     heads = [name for name, shape in tensors.items() if shape == (sizes["vocab"], sizes["hidden"])]
     known = {
         "num_kv_heads": sizes["num_heads"],
@@ -74,12 +85,50 @@ def read_foreign(directory: Path, config: Mapping[str, Any], *, where: str) -> M
 
 
 def foreign_table(foreign: ForeignModel, vocab: int) -> tuple[Parameter, ...]:
-    """Every parameter, in the order of names; the weights of linear layers have the dims (out, in), embedding and head
-    (vocab, embed). Nothing of it can be drawn."""
+    """Every parameter, in the order of names; the weights of linear layers have the dims (out, in), those of a layer's
+    experts (experts, out, in), routers (experts, in), embedding and head (vocab, embed). Nothing of it can be drawn.
+    """
+    stacks = {name for name, _ in foreign.stacks}
+    experts = {name.rpartition(".experts.")[0]: shape[0] for name, shape in foreign.tensors if name in stacks}
+
+    def dims(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+        if name in stacks:
+            return ("experts", "out", "in")
+        if len(shape) == 2 and name.endswith(ROUTERS) and experts.get(name.rsplit(".", 2)[0]) == shape[0]:
+            return ("experts", "in")
+        return _dims(name, shape, foreign.blocks, vocab)
+
     return tuple(
-        Parameter(name=name, dims=_dims(name, shape, foreign.blocks, vocab), shape=shape, init="zeros")
-        for name, shape in foreign.tensors
+        Parameter(name=name, dims=dims(name, shape), shape=shape, init="zeros") for name, shape in foreign.tensors
     )
+
+
+def _stacked(
+    tensors: Mapping[str, tuple[int, ...]],
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, ...]]]:
+    """The parameters of transformers' module, which has those of all experts of a layer in two, and the parts of these.
+
+    Experts whose parts are named otherwise stay as they are: transformers renames more than them, so the module's other
+    parameters would not be those of the files either.
+    """
+    parts: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
+    for name, shape in tensors.items():
+        if found := re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight", name):
+            parts.setdefault((found[1], found[3]), {})[int(found[2])] = shape
+    rest, stacks = dict(tensors), {}
+    for experts in {experts for experts, _ in parts}:
+        for stack, names in STACKS.items():
+            shapes = [parts.get((experts, name), {}) for name in names]
+            numbers = range(len(shapes[0]))
+            if not numbers or any(of != dict.fromkeys(numbers, shapes[0].get(0)) for of in shapes):
+                continue
+            for number in numbers:
+                for name in names:
+                    del rest[f"{experts}.{number}.{name}.weight"]
+            rows, columns = shapes[0][0]
+            rest[f"{experts}.{stack}"] = (len(numbers), len(names) * rows, columns)
+            stacks[f"{experts}.{stack}"] = names
+    return rest, dict(sorted(stacks.items()))
 
 
 def _dims(name: str, shape: tuple[int, ...], blocks: str, vocab: int) -> tuple[str, ...]:

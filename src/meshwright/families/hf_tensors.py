@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from meshwright.families.family import Family
 from meshwright.families.registry import FAMILIES
 from meshwright.families.table import parameter_table, state_table
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import ModelSpec, Parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,11 +15,13 @@ class HfTensor:
     on; or, where it holds all experts of a layer, in one tensor for each."""
 
     key: str
-    """Name of the stored tensor, `{e}` for the expert."""
+    """Name of the stored tensor, `{e}` for the expert and `{part}` for each of several parts."""
     shape: tuple[int, ...]
     """Shape of the stored tensor, as stored."""
     experts: int | None = None
     """Number of stored tensors that our parameter stacks along a dim of its own, its first; None: it does not."""
+    parts: tuple[str, ...] = ("",)
+    """Stored tensors whose rows follow one another in each expert's matrix."""
     transposed: bool = False
     """The tensor is stored (in, out); ours are (out, in)."""
     offset: int = 0
@@ -27,15 +29,18 @@ class HfTensor:
 
     @property
     def keys(self) -> list[str]:
-        """Names of all stored tensors."""
-        return [self.key] if self.experts is None else [self.key.format(e=e) for e in range(self.experts)]
+        """Names of all stored tensors, expert by expert."""
+        if self.experts is None:
+            return [self.key]
+        return [self.key.format(e=e, part=part) for e in range(self.experts) for part in self.parts]
 
 
 def hf_tensors(spec: ModelSpec) -> dict[str, HfTensor]:
     """Our tensor's name -> where it lies, for every row of the parameter table, in its order, and of the state's."""
     table = parameter_table(spec) + state_table(spec)
     if spec.foreign is not None:  # its names are Hugging Face's
-        return {row.name: HfTensor(key=row.name, shape=row.shape) for row in table}
+        stacks = dict(spec.foreign.stacks)
+        return {row.name: _of_foreign(row, stacks.get(row.name)) for row in table}
     family = FAMILIES[spec.family]
     keys = {parameter.name: _hf_key(family, parameter.name) for parameter in table}
     offsets: dict[str, int] = {}
@@ -62,6 +67,14 @@ def hf_tensors(spec: ModelSpec) -> dict[str, HfTensor]:
             offset=offsets[parameter.name],
         )
     return places
+
+
+def _of_foreign(row: Parameter, parts: tuple[str, ...] | None) -> HfTensor:
+    if parts is None:
+        return HfTensor(key=row.name, shape=row.shape)
+    experts, rows, columns = row.shape
+    key = f"{row.name.rpartition('.')[0]}.{{e}}.{{part}}.weight"
+    return HfTensor(key=key, shape=(rows // len(parts), columns), experts=experts, parts=parts)
 
 
 def _hf_key(family: Family, name: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from meshwright.families import foreign
 from meshwright.families.family import Family
 from meshwright.families.hf_config import model_from_hf_config
+from meshwright.families.hub import cached_snapshot
 from meshwright.families.registry import FAMILIES, PRESETS
 from meshwright.families.table import parameter_table
 from meshwright.spec.model import ModelFields, ModelSpec
@@ -32,24 +33,33 @@ def resolve_model(fields: ModelFields, *, base_dir: Path, vocab: int | None = No
     if fields.weights == "pretrained":
         raise ValueError(
             f"model.weights is pretrained, but model.name {fields.name!r} is no Hugging Face directory; "
-            "give the path of a downloaded one, or use weights: random"
+            "give the path of a downloaded one, or the hub's id of one in the local cache, or use weights: random"
         )
     return _from_family(fields, vocab)
 
 
 def pretrained_directory(fields: ModelFields, *, base_dir: Path) -> Path | None:
-    """The Hugging Face directory that `model.name` is the path of, or None where it is a preset or not given.
+    """The Hugging Face directory that `model.name` is the path of, or the snapshot in the local cache of the model that
+    it is the hub's id of; None where it is a preset or not given.
 
-    A preset's name wins over a directory of the same name; `./gpt2` is always the directory.
+    A preset's name wins over a directory of the same name, and that over the hub's; `./gpt2` is always the directory.
 
     Raises:
-        ValueError: the name is neither.
+        ValueError: the name is none of them, or the cache does not hold it.
     """
     if fields.name is None or fields.name in PRESETS:
         return None
     directory = base_dir / Path(fields.name).expanduser()
     if directory.is_dir():
         return directory
+    try:
+        snapshot = cached_snapshot(
+            fields.name, "config.json", *(["*.safetensors"] if fields.weights == "pretrained" else [])
+        )
+    except ValueError as error:
+        raise ValueError(f"model.name {error}") from error
+    if snapshot is not None:
+        return snapshot
     raise ValueError(
         f"model.name {fields.name!r} is neither a published model nor a directory; "
         + _did_you_mean(fields.name, PRESETS)

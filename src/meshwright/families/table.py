@@ -52,7 +52,7 @@ def active_parameters(spec: ModelSpec) -> int:
 def active_numel(spec: ModelSpec, row: Parameter) -> int:
     """Elements of one parameter that one token meets."""
     of_all_experts = len(row.dims) == 3 and row.dims[0] == "experts"
-    return row.numel // spec.num_experts * spec.experts_per_token if of_all_experts else row.numel
+    return row.numel // row.shape[0] * spec.experts_per_token if of_all_experts else row.numel
 
 
 def state_table(spec: ModelSpec) -> tuple[Parameter, ...]:

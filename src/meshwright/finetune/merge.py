@@ -3,8 +3,7 @@
 import torch
 
 from meshwright.models import Decoder, build_model, named_tensors
-from meshwright.models.adapters import LoraEmbedding, LoraLinear, ScaledLinear
-from meshwright.models.quantized import QuantizedLinear
+from meshwright.models.adapters import Mergeable
 
 
 @torch.no_grad()
@@ -17,7 +16,7 @@ def merged_model(model: Decoder) -> Decoder:
         if name in targets:
             targets[name].copy_(tensor)
     for path, module in model.named_modules():
-        if isinstance(module, LoraLinear | LoraEmbedding | ScaledLinear | QuantizedLinear):
+        if isinstance(module, Mergeable):
             for name, tensor in module.merged().items():
                 targets[f"{path}.{name}"].copy_(tensor)
     return merged.eval()

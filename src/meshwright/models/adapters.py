@@ -8,13 +8,22 @@ Shapes: B batch, T sequence, D in, N out, R rank, V vocabulary.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from meshwright.models.cpu_kernels import linear
+
+
+@runtime_checkable
+class Mergeable(Protocol):
+    """A layer that computes with more than its weight."""
+
+    def merged(self) -> dict[str, torch.Tensor]:
+        """The parameters of a plain layer that computes the same."""
+        ...
 
 
 class LoraLinear(nn.Linear):
@@ -74,12 +83,8 @@ class LoraEmbedding(nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Tokens [B, T] to [B, T, D]."""
-        return self.look_up(input)
-
-    def look_up(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Tokens [B, T] to [B, T, D]; a strategy that splits the rows calls it with the places of its own."""
-        added_BTD = linear(F.embedding(tokens_BT, self.lora_a), self.lora_b * self.scale)
-        return F.embedding(tokens_BT, self.weight) + added_BTD
+        added_BTD = linear(F.embedding(input, self.lora_a), self.lora_b * self.scale)
+        return F.embedding(input, self.weight) + added_BTD
 
     def merged(self) -> dict[str, torch.Tensor]:
         """The parameters of an embedding without adapter that computes the same."""

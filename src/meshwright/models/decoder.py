@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.families import parameter_table
-from meshwright.models.adapters import LoraLinear
+from meshwright.models.adapters import Mergeable
 from meshwright.models.attention import Attention, LayerCache, Mask
 from meshwright.models.feed_forward import FeedForward
 from meshwright.models.latent_attention import LatentAttention
@@ -102,7 +102,7 @@ class Decoder(nn.Module):
     def head_weight(self) -> torch.Tensor:
         """The output head's weight [V, D]; the embedding's where they are tied."""
         head = self.tok_embeddings if self.output is None else self.output
-        return head.merged()["weight"] if isinstance(head, LoraLinear) else head.weight
+        return head.merged()["weight"] if isinstance(head, Mergeable) else head.weight
 
     def forward(
         self,

@@ -100,6 +100,9 @@ class ForeignDecoder(Decoder):
                 module._buffers[name] = value.to(moved.device)
         for (module, name), (first, first_name) in ties:
             module._parameters[name] = first._parameters[first_name]
+        theirs: Any = self
+        if self.like.dtype == torch.float64 and theirs._can_set_experts_implementation():
+            theirs.set_experts_implementation("eager")  # torch's product of all experts at once has no fp64
         return self
 
 

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from meshwright.families.split import TP_SPLITS, is_experts, split_dim, split_range
 from meshwright.models import Decoder
-from meshwright.models.adapters import LoraEmbedding, LoraLinear
 from meshwright.models.loss import linear_cross_entropy, linear_token_losses
 from meshwright.spec.model import ModelSpec, Parameter
 
@@ -51,8 +50,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
             _split_embedding(module, own["weight"], sequence)
         elif _is_row_wise(own):
             module.register_forward_hook(sequence.scatter_output)
-            if isinstance(module, LoraLinear):
-                module.complete = sequence.sum_over_ranks
+            module.__dict__["complete"] = sequence.sum_over_ranks  # should an adapter ask for whole inputs
     column_wise = (name for name, row in rows.items() if len(row.dims) == 2 and row.dims[0] in TP_SPLITS)
     parents = {name.rsplit(".", 2)[0] for name in column_wise if name.startswith("layers.")}
     for path, module in model.named_modules():
@@ -139,10 +137,7 @@ def _split_embedding(embedding: nn.Embedding, row: Parameter, sequence: "_Sequen
     vocab = row.shape[0]
     first, stop = split_range(vocab, sequence.size, sequence.rank)
 
-    def look_up(places_BT: torch.Tensor) -> torch.Tensor:
-        if isinstance(embedding, LoraEmbedding):
-            return embedding.look_up(places_BT)
-        return F.embedding(places_BT, embedding.weight)
+    look_up = embedding.forward
 
     def forward(input: torch.Tensor) -> torch.Tensor:
         tokens_BT = input

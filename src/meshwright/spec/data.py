@@ -70,8 +70,9 @@ class DataSpec(Spec):
     sources: tuple[SourceSpec, ...] = Field(default=(SourceSpec(path=STDLIB),), min_length=1)
     """Where documents come from: a list of sources, or one source alone (`sources: stdlib`)."""
     tokenizer: str = Field(default="auto", min_length=1)
-    """A tokenizer.json, or a directory that holds one, relative to the recipe. auto: the tokenizer of the
-    model's Hugging Face directory; for other models a byte-level BPE is trained on the training documents."""
+    """A tokenizer.json, or a directory that holds one, relative to the recipe, or the hub's id of a model in the local
+    cache. auto: the tokenizer of the model's Hugging Face directory; for other models a byte-level BPE is trained on
+    the training documents."""
     tokenizer_vocab: int = Field(default=4096, ge=SMALLEST_VOCAB)
     """Vocabulary of a tokenizer that is trained: 256 bytes, the end-of-text token, and merges."""
     sequence_length: int = Field(default=1024, ge=1)

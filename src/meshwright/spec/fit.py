@@ -41,7 +41,7 @@ def _advice(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> str:
     ways.append(_nearest_degrees(layout, model, sequence_length))
     unit = layout.cp * lcm(_chunks(layout, model, sequence_length), layout.tp)
     length = max(1, round(sequence_length / unit)) * unit
-    if length != sequence_length and not _reasons(layout, model, length):
+    if length != sequence_length and length <= model.max_positions and not _reasons(layout, model, length):
         ways.append(f"use data.sequence_length={length}")
     return ", or ".join(ways)
 

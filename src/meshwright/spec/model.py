@@ -39,8 +39,8 @@ class ModelFields(Spec):
     name with some sizes changed. What is not given comes from the name or the family."""
 
     name: str | None = None
-    """A published name (`llama-3.2-1b`) or the path of a Hugging Face directory. `model: NAME` is short for
-    this."""
+    """A published name (`llama-3.2-1b`), the path of a Hugging Face directory, or the hub's id of a model in the local
+    cache (`meta-llama/Llama-3.2-1B`, once `hf download` has fetched it). `model: NAME` is short for this."""
     weights: Literal["random", "pretrained"] = "random"
     """Where training starts: freshly drawn weights, or the Hugging Face directory's."""
     family: str | None = None
@@ -114,7 +114,10 @@ class ForeignModel(Spec):
     blocks: str
     """Name of the list of its blocks, as in `gpt_neox.layers`."""
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
-    """Name and shape of every parameter, as stored and as in transformers' module."""
+    """Name and shape of every parameter, as in transformers' module and, but for those of `stacks`, as stored."""
+    stacks: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Parameters `X.experts.NAME` that hold tensors `X.experts.N.PART.weight` of all experts, and which parts: their
+    rows follow one another in each expert's matrix."""
 
 
 class ModelSpec(Spec):

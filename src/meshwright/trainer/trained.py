@@ -1,5 +1,6 @@
 """The one place that opens a trained model, a run's or a Hugging Face directory's, and puts it to use."""
 
+import contextlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from meshwright.data.readers import told_apart
 from meshwright.data.sources import find_files
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
 from meshwright.families import parameter_table, read_hf_directory, state_table
+from meshwright.families.hub import cached_snapshot, hub_id
 from meshwright.finetune import apply_finetune, merged_model
 from meshwright.models import Decoder, build_model, named_state, named_tensors
 from meshwright.models.generate import Sampling, generate
@@ -58,7 +60,8 @@ class TrainedModel:
 
 
 def open_trained(path: Path, *, device: str = "auto", dtype: str | None = None) -> TrainedModel:
-    """Open the newest checkpoint of the run directory `path`, one checkpoint, or a Hugging Face directory.
+    """Open the newest checkpoint of the run directory `path`, one checkpoint, or a Hugging Face directory, also by its
+    id on the hub where the local cache has it.
 
     `dtype` is fp32, bf16, fp16 or fp64; by default a run's precision, and for a Hugging Face directory fp32
     on a CPU and bf16 on a GPU.
@@ -66,6 +69,9 @@ def open_trained(path: Path, *, device: str = "auto", dtype: str | None = None) 
     Raises `ValueError` where `path` is none of them, `CheckpointError` where a file is missing or damaged.
     """
     place = choose_device(find_machine(device), 0)
+    if not path.exists():
+        with contextlib.suppress(ValueError):  # then it is told below
+            path = cached_snapshot(str(path), "config.json", "*.safetensors") or path
     if (path / RESOLVED).is_file():
         saved = list_checkpoints(path / "checkpoints")
         if not saved:
@@ -76,7 +82,10 @@ def open_trained(path: Path, *, device: str = "auto", dtype: str | None = None) 
     if (path / "config.json").is_file():
         return _from_hf_directory(path, place, dtype)
     what = f"holds no {RESOLVED} and no config.json" if path.is_dir() else "no such directory"
-    raise ValueError(f"{path}: {what}; give a run directory, one of its checkpoints, or a Hugging Face directory")
+    raise ValueError(
+        f"{path}: {what}; give a run directory, one of its checkpoints, a Hugging Face directory, or the hub's id of a "
+        "model in the local cache (hf download ID)"
+    )
 
 
 def continue_texts(
@@ -175,7 +184,7 @@ def export_adapter(trained: TrainedModel, directory: Path) -> int:
     base = None if trained.run is None else base_of(trained.run)
     if trained.run is None or finetune is None or isinstance(finetune, FullSpec) or base is None:
         raise ValueError(f"{trained.source} holds no adapters; write the whole model with --hf DIR")
-    name = base["path"] if trained.run.run.model.weights == "pretrained" else None
+    name = hub_id(Path(base["path"])) or base["path"] if trained.run.run.model.weights == "pretrained" else None
     kept = {name: tensor for name, tensor in trained.model.named_parameters() if tensor.requires_grad}
     write_adapter(directory, kept, trained.spec, finetune, base=name, fingerprint=base["fingerprint"])
     return sum(tensor.numel() for tensor in kept.values())

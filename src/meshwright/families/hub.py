@@ -1,0 +1,39 @@
+"""The one place that finds what was downloaded from the Hugging Face hub in its cache on this machine; it never
+connects."""
+
+import re
+from pathlib import Path
+
+HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+"""As in meta-llama/Llama-3.2-1B."""
+
+
+def cached_snapshot(name: str, *needs: str) -> Path | None:
+    """The directory of the hub's model `name` in the local cache, whose place HF_HOME and HF_HUB_CACHE decide.
+
+    `needs` are patterns, each of which has to match a file there. None where `name` is not written as an id.
+
+    Raises:
+        ValueError: it is not there, or not all of it; with the command that downloads it.
+    """
+    if not HUB_ID.fullmatch(name):
+        return None
+    # Heavy to import, so only where something may be found there.
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json") or try_to_load_from_cache(name, "tokenizer.json")
+    directory = Path(found).parent if isinstance(found, str) else None
+    missing = [pattern for pattern in needs if directory is None or not any(directory.glob(pattern))]
+    if directory is None or missing:
+        lacks = f"without {' and '.join(missing)}" if directory else "not"
+        raise ValueError(
+            f"{name!r} is no directory, and as a model of the Hugging Face hub it is {lacks} in the cache "
+            f"{constants.HF_HUB_CACHE}; download it: hf download {name}"
+        )
+    return directory
+
+
+def hub_id(directory: Path) -> str | None:
+    """What a directory in the cache is called on the hub; None for any other directory."""
+    found = re.fullmatch(r"models--(.+?)--(.+)", directory.parent.parent.name)
+    return f"{found[1]}/{found[2]}" if found and directory.parent.name == "snapshots" else None
