@@ -14,7 +14,15 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 
 from beside_peft import STEPS, train_beside
-from meshwright.checkpoint.peft import CONFIG, WEIGHTS, AdapterError, read_adapter, stored_places, write_adapter
+from meshwright.checkpoint.peft import (
+    CONFIG,
+    WEIGHTS,
+    AdapterError,
+    read_adapter,
+    stored_places,
+    unread_by_vllm,
+    write_adapter,
+)
 from meshwright.families import read_hf_directory
 from meshwright.finetune import merged_model
 from meshwright.models import Decoder
@@ -160,6 +168,43 @@ def check_files_go_both_ways(trainer: Trainer, theirs: Any, base: Path, folder: 
     for name, parameter in trainer.parameters.items():
         parameter.copy_(read[name])
     assert (model(tokens_BT) - theirs.eval()(tokens_BT).logits).abs().max() < 1e-12
+
+
+def add_as_vllm_does(model: Any, adapter: Path) -> None:
+    """By the rules of its loader: modules by tensors' names, one scale for all from `r`, `lora_alpha`, `use_rslora`."""
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert config["bias"] == "none"
+    scale = config["lora_alpha"] / (config["r"] ** 0.5 if config["use_rslora"] else config["r"])
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for name in [name for name in tensors if name.endswith(".lora_A.weight")]:
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        lora_b = tensors.pop(name.replace("lora_A", "lora_B"))
+        model.get_parameter(f"{module}.weight").add_((lora_b @ tensors.pop(name)).double(), alpha=scale)
+    assert not tensors, "a name that its loader does not know"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rslora", [False, True])
+def test_vllm_reads_it(bases: dict[str, Path], tmp_path: Path, rslora: bool) -> None:
+    finetune = {"method": "lora", "rank": 3, "alpha": 12.0, "rslora": rslora}
+    trainer, tokens_BT = build_here(run_on(bases["llama"], finetune)), torch.randint(50, (2, SEQUENCE_LENGTH))
+    assert unread_by_vllm(write(trainer, tmp_path / "adapter")) == []
+    model = LlamaForCausalLM.from_pretrained(bases["llama"], dtype=torch.float64).eval()
+    add_as_vllm_does(model, tmp_path / "adapter")
+    assert (model(tokens_BT).logits - trainer.model.eval()(tokens_BT)).abs().max() < 1e-9
+
+
+def test_what_vllm_does_not_read_is_said(bases: dict[str, Path], tmp_path: Path) -> None:
+    written = {
+        method: write(build_here(run_on(bases["llama"], METHODS[method])), tmp_path / method) for method in METHODS
+    }
+    assert {method: unread_by_vllm(directory) for method, directory in written.items()} == {
+        "lora": ["ranks or alphas of their own"],
+        "rslora": ["ranks or alphas of their own"],
+        "dora": ["DoRA"],
+        "ends": ["modules that train in full", "an adapter of the embedding"],
+        "ia3": ["IA3"],
+    }
 
 
 @pytest.fixture(scope="module")

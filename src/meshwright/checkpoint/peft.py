@@ -178,6 +178,19 @@ def adapter_config(model: ModelSpec, finetune: AdapterSpec, base: str | None) ->
     }
 
 
+def unread_by_vllm(directory: Path) -> list[str]:
+    """What of a written adapter vLLM does not read: it takes LoRA of linear layers, with one scale for all of them."""
+    config = json.loads((directory / CONFIG).read_text())
+    reasons = {
+        "IA3": config["peft_type"] == "IA3",
+        "DoRA": config.get("use_dora"),
+        "modules that train in full": config.get("modules_to_save"),
+        "ranks or alphas of their own": config.get("rank_pattern") or config.get("alpha_pattern"),
+        "an adapter of the embedding": "embed_tokens" in config["target_modules"],
+    }
+    return [reason for reason, applies in reasons.items() if applies]
+
+
 def stored_places(model: ModelSpec, finetune: AdapterSpec) -> dict[str, Stored]:
     """Our parameter's name -> where it lies in an adapter's file, for everything that trains."""
     found: dict[str, Stored] = {}

@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Export and say how closely the logits agree."""
     # Torch loads here, so that --help and misuse never wait for it.
+    from meshwright.checkpoint.peft import unread_by_vllm
     from meshwright.trainer.trained import export_adapter, export_trained, open_trained
 
     if arguments.adapter and (arguments.merge or arguments.dtype):
@@ -43,6 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
             print_json({"model": str(trained.source), "adapter": str(arguments.adapter), "parameters": parameters})
         else:
             print(f"{trained.source} written to {arguments.adapter}: {parameters} parameters, in fp32")
+            if reasons := unread_by_vllm(arguments.adapter):
+                print(f"not for vLLM: it does not read {' and '.join(reasons)}; for it, export --hf DIR --merge")
         return 0
     difference, dtype = export_trained(trained, arguments.hf, dtype=arguments.dtype, merge=arguments.merge)
     if arguments.json:

@@ -5,7 +5,7 @@ Shapes: B batch, T sequence, V vocabulary.
 
 import inspect
 import json
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -100,8 +100,8 @@ class ForeignDecoder(Decoder):
                 module._buffers[name] = value.to(moved.device)
         for (module, name), (first, first_name) in ties:
             module._parameters[name] = first._parameters[first_name]
-        theirs: Any = self
-        if self.like.dtype == torch.float64 and theirs._can_set_experts_implementation():
+        theirs, foreign = cast(Any, self), self.spec.foreign
+        if foreign is not None and foreign.stacks and self.like.dtype == torch.float64:
             theirs.set_experts_implementation("eager")  # torch's product of all experts at once has no fp64
         return self
 

@@ -67,7 +67,10 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
         return linear_token_losses(x_ND, model.head_weight, labels_BT.flatten(), share).view(labels_BT.shape)
 
     def logits(x_BTD: torch.Tensor, asked_BT: torch.Tensor | None = None) -> torch.Tensor:
-        assert asked_BT is not None, "no rank ever holds the logits of a whole row"
+        if asked_BT is None:
+            raise ValueError(
+                "of a model split over tensor-parallel ranks no rank has its logits, but one place's of a row"
+            )
         parts_BV = F.linear(model.pick(sequence.gather(x_BTD), asked_BT), model.head_weight)
         parts_BV = F.pad(parts_BV, (0, share.rows - parts_BV.shape[1]))  # the last rank may have fewer
         return sequence.gather(parts_BV.unsqueeze(-1)).squeeze(-1)[:, : share.vocab]
