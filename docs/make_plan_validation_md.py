@@ -49,7 +49,7 @@ RULE = {
     "interconnect": "8 x 200 Gb/s a node of Amperes, 8 x 400 of Hoppers and later, 4 x 100 of Voltas",
     "vocab": "the family's by the model's name, else 51200 (Megatron's padded GPT-2)",
     "ffn_hidden": "what the published parameter count leaves, else four times hidden",
-    "recompute": "none where it fits, else selective, else as few quarters of the blocks in full as fit",
+    "recompute": "none where it fits, else selective: recomputing everything would have been worth a word",
     "heads": "about one for 128 of hidden: the nearest number that divides it and that tp divides",
     "layers": "from the architecture's name (`plan/data/architectures.csv`) or the parameter count, else hidden / 128",
     "hidden": "the same",
@@ -70,7 +70,8 @@ FRESH_WORDS = """\
 logs, each with its source), predicted before anything was changed after they had been collected: *first*
 (`benchmarks/results/plan-fresh-first.json`). No constant was ever fitted to them. What they showed to be missing was
 then added: programs told apart by a row's words, Megatron without overlapped tensor parallelism, pipelines that are
-not sharded further, experts' tokens sent once a rank; *now* is therefore no longer a blind test.
+not sharded further, experts' tokens sent once a rank, what adapters read and write; *now* is therefore no longer a
+blind test.
 """
 
 SOFTWARE = """\

@@ -98,6 +98,7 @@ def test_a_complete_row_is_read_as_it_is() -> None:
         ("NVLink 4; InfiniBand 8x50 GB/s", 50.0),
         ("RoCE 400 Gb/s per GPU; 3072-GPU pods", 50.0),
         ("800 Gbps inter-node, 150 GB/s intra-node", 12.5),
+        ("800 Gbps inter-node, PCIe at 16 GB/s intra-node", 12.5),
         ("", 25.0),
     ],
 )
@@ -105,7 +106,7 @@ def test_networks_are_read_in_every_spelling(text: str, per_gpu: float) -> None:
     run = read_row(row(interconnect=text))
     assert run.cluster.network_gb_s == pytest.approx(per_gpu)
     assert ("interconnect" in run.completed) == (not text)
-    assert run.cluster.link_gb_s == (150 if "intra" in text else 300)
+    assert run.cluster.link_gb_s == (16 if "PCIe" in text else 300)  # 150 is NVLink's, counted in another way
 
 
 def test_gaps_are_filled_by_rule_and_counted() -> None:
@@ -250,10 +251,11 @@ def test_devices_are_known_by_their_words(gpu: str, name: str, memory_gb: int, c
     assert ("gpu" in run.completed) is counted
 
 
-def test_a_pipeline_that_does_not_fit_recomputes_more_and_is_not_sharded_further() -> None:
+def test_a_pipeline_that_does_not_fit_is_not_sharded_further() -> None:
     huge = {"tp": "1", "pp": "8", "zero_stage_or_fsdp": "", "recompute": "", "micro_batch": "8", "seq_len": "16384"}
     run = read_row(row(**huge))
-    assert (run.job.zero, run.job.recompute, run.job.recompute_share) == (1, "full", 1.0)
+    assert (run.job.zero, run.job.recompute) == (1, "selective")
+    assert read_row(row(**huge | {"pp": "1"})).job.zero == 3
 
 
 def test_what_is_published_is_predicted() -> None:
@@ -261,16 +263,16 @@ def test_what_is_published_is_predicted() -> None:
     runs, refused = read_published(BENCHMARKS / "published_runs.csv")
     summary = report(judge(runs), refused)["summary"]
     assert summary["refused"] == 0
-    assert summary["step_time"]["median_ape"] < 0.072
-    assert summary["step_time"]["mape"] < 0.125
+    assert summary["step_time"]["median_ape"] < 0.07
+    assert summary["step_time"]["mape"] < 0.12
     assert summary["step_time"]["spearman"] > 0.75
-    assert 0.75 < summary["step_time"]["coverage"] < 0.9
+    assert 0.75 < summary["step_time"]["coverage"] < 0.92
     assert summary["memory"]["median_ape"] < 0.045
     fresh, refused = read_published(BENCHMARKS / "published_runs_fresh.csv")
     summary = report(judge(fresh), refused)["summary"]
     assert not refused
     assert {run.id for run in fresh} == set(json.loads((BENCHMARKS / "results/plan-fresh-first.json").read_text()))
-    assert summary["step_time"]["median_ape"] < 0.19
+    assert summary["step_time"]["median_ape"] < 0.155
 
 
 def test_words_of_tables() -> None:

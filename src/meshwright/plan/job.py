@@ -81,6 +81,8 @@ class Stack:
     """Buffers of the communicator of all ranks, and of each axis of more than one."""
     python: float = 1.0
     """Host time per operator, relative to an eager PyTorch program."""
+    adapts_all: bool = True
+    """Whether adapters stand beside all matrices, not only attention's."""
     spread: float = 0.0
     """Standard deviation of a step time's logarithm beyond that of programs with many published runs."""
 

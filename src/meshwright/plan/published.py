@@ -30,6 +30,10 @@ from meshwright.spec.cluster import ClusterSpec
 ADAPTERS = 0.01
 """Parameters of adapters of the usual ranks, relative to the model's."""
 
+OTHER_LINK = 0.4
+"""A stated rate inside the node is another link than the device's own, if it is less than this part of its rate; else
+it is the same, counted in another way."""
+
 
 @dataclass(frozen=True)
 class PublishedRun:
@@ -175,7 +179,7 @@ def _fitting(read: Completion, job: Job, cluster: ClusterSpec) -> Job:
     if job.recompute == "selective" and job.stack.name == FSDP.name:
         policies = quarters
     elif "recompute" in read.completed:
-        policies = [job, replace(job, recompute="selective"), *quarters]
+        policies = [job, replace(job, recompute="selective")]  # recomputing everything would have been worth a word
     tried = job
     for stage in stages:
         for policy in policies:
@@ -211,7 +215,9 @@ def _cluster(read: Completion, world: int) -> ClusterSpec:
     if size and is_known(f"{gpu} {size[0]}gb"):  # of a device's sizes the one that its words name
         gpu = f"{gpu} {size[0]}gb"
     cluster = device_cluster(gpu, world, per_node=per_node, node_gb_s=node)
-    return cluster.model_copy(update={"link_gb_s": link}) if link else cluster
+    if link and link < OTHER_LINK * cluster.link_gb_s:
+        cluster = cluster.model_copy(update={"link_gb_s": link})
+    return cluster
 
 
 def usual_device(year: int) -> str:

@@ -26,11 +26,16 @@ MEGATRON = Stack(
     fused=True,
     expert_relay=True,
     saves_products=False,
+    adapts_all=False,
     python=3.5,
 )
 FSDP = Stack(name="PyTorch FSDP", attention="flash", reduce_bytes=2.0, logit_bytes=6.0, casts_when_gathering=True)
 EAGER = Stack(
-    name="PyTorch, its modules as they are, alone or under DeepSpeed", attention="flash", reduce_bytes=2.0, spread=0.2
+    name="PyTorch, its modules as they are, alone or under DeepSpeed",
+    attention="flash",
+    reduce_bytes=2.0,
+    python=2.0,
+    spread=0.2,
 )
 
 FUSED_YEAR = 2020

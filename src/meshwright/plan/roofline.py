@@ -19,6 +19,9 @@ HOPPER = ("H100", "H200", "H800", "H20", "GH200", "B200", "B300", "GB200", "GB30
 UNMEASURED = 0.75
 """What the best shape reaches of a datasheet's rate, where nobody has measured it: 0.73 to 0.87 of those that were."""
 
+ADAPTER_OPERATORS = 6
+"""Of an adapter's forward pass: dropout, a cast, two products, scaling and adding."""
+
 KEPT_WIDE = 0.15
 """Part of the matrix products that recipes in fp4 leave in bf16 (NVIDIA, "Pretraining LLMs with NVFP4", 2025)."""
 
@@ -87,6 +90,8 @@ class Device:
         """Seconds in which the host issues a block's forward pass; the backward pass takes it twice as long."""
         job, constants = self.job, self.constants
         operators = constants.block_operators * (2.0 if block.num_experts else 1.0)
+        if job.frozen:
+            operators += ADAPTER_OPERATORS * sum(self._adapted(matrix) for matrix in block.matrices)
         if job.tp > 1:  # both halves' sums over ranks, or, where ranks share the sequence, gathers and scatters
             operators += (4 if job.sequence_parallel else 2) * constants.collective_operators
         return self.host * operators
@@ -118,7 +123,19 @@ class Device:
         out, into = matrix.out, matrix.into
         if matrix.split:  # which of the two is split changes nothing but the traffic, and that little
             out, into = (out / self.job.tp, into) if out >= into else (out, into / self.job.tp)
-        return self._product(tokens, out, into, self.linear_rate, quantized=self.quantized)
+        product = self._product(tokens, out, into, self.linear_rate, quantized=self.quantized)
+        return product + self._adapter(tokens, out, into) if self._adapted(matrix) else product
+
+    def _adapted(self, matrix: Matrix) -> bool:
+        """Whether a low-rank adapter stands beside a matrix."""
+        everywhere = self.job.stack.adapts_all and not matrix.experts
+        return self.job.frozen and (everywhere or matrix.name.startswith("attention"))
+
+    def _adapter(self, rows: float, out: float, into: float) -> Pass:
+        """A low-rank adapter beside a matrix has little arithmetic, but reads what the matrix reads, and its result is
+        written and added; likewise its gradients."""
+        each = rows * self.width * self.fusion / self.bandwidth
+        return Pass(each * (into + 4 * out), each * (4 * into + 2 * out))
 
     def _experts(self, matrix: Matrix, tokens: float) -> Pass:
         """Grouped products over this rank's experts, the busiest rank's load."""
