@@ -305,7 +305,8 @@ def _finetune_claims() -> Iterator[str]:
     yield _line(
         "relative speed: DDP on 4 GPUs 3.8x, FSDP2 3.2x, LoRA 1.2x, QLoRA 0.9x",
         "1.2B, A100: " + ", ".join(f"{name} {speed:.2f}x" for name, speed in speeds.items()),
-        "reproduced for DDP and LoRA (a frozen matrix saves a third of its arithmetic, and its adapter costs half of that); inside a node FSDP2 loses "
+        "reproduced for DDP and LoRA (a frozen matrix saves a third of its arithmetic, and its adapter costs "
+        "half of that); inside a node FSDP2 loses "
         "nothing, and unpacking four bits costs less traffic than QLoRA's kernels take",
     )
     sizes = []
