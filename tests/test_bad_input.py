@@ -274,6 +274,24 @@ AFTER_TRAINING = {
 }
 
 
+WORDS = {
+    # command line: what the one line says
+    "train run.yaml --steps 5": "unknown option '--steps'; a setting of the recipe is changed by training.steps=VALUE",
+    "train run.yaml --learning-rate=1": "a setting of the recipe is changed by training.optimizer.lr=VALUE",
+    "check run.yml": "run.yml: no such file or directory; did you mean 'run.yaml'?",
+    "train run.yaml layout={tp:2}": "layout.tp:2: unknown key; in 'tp: 2' a space follows the colon",
+    "data show run.yaml --samples -1": "argument --samples: '-1' is not allowed: must be a whole number, at least 1",
+    "data audit run.yaml --steps 0": "argument --steps: '0' is not allowed: must be a whole number, at least 1",
+}
+
+
+@pytest.mark.parametrize(("words", "message"), WORDS.items(), ids=WORDS.keys())
+def test_words(words, message, folder, capsys):
+    assert main(words.split()) == 2
+    (line,) = errors(capsys)
+    assert message in line
+
+
 @pytest.mark.parametrize(("words", "message"), AFTER_TRAINING.items(), ids=AFTER_TRAINING.keys())
 def test_after_training(words, message, run_dir, capsys):
     assert main(words.split()) == 2

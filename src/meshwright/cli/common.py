@@ -1,8 +1,10 @@
 """The one place that says how a recipe is named on the command line, and where the preset recipes lie."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 
+from meshwright.spec.problems import did_you_mean, setting_called
 from meshwright.spec.recipe import load_recipe
 from meshwright.spec.run import Run
 
@@ -17,6 +19,7 @@ def presets() -> dict[str, Path]:
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     """The operands `RECIPE [a.b=c ...]`."""
+    parser.set_defaults(setting_called=partial(setting_called, spec=Run))  # for who writes one as an option
     parser.add_argument("recipe", metavar="RECIPE", type=Path, help="recipe file (YAML)")
     parser.add_argument(
         "overrides",
@@ -25,6 +28,13 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="change one setting of the recipe, as in training.steps=100 or 'layout={dp_shard: 2}'",
     )
+
+
+def positive(text: str) -> int:
+    """A whole number above 0, for an option; raises what argparse reports with the option's name."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"'{text}' is not allowed: must be a whole number, at least 1")
+    return int(text)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,4 +63,7 @@ def read_recipe(arguments: argparse.Namespace) -> Run:
     path: Path = arguments.recipe
     if not path.exists() and str(path) in presets():
         raise ValueError(f"'{path}' is a preset, not a file; write it down first: meshwright init {path} > {path}.yaml")
+    if not path.exists():
+        there = [one.name for one in path.parent.glob("*.y*ml")]
+        raise ValueError(f"{path}: no such file or directory{did_you_mean(path.name, there, likeness=0.75)}")
     return load_recipe(path, arguments.overrides)

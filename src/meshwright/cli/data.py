@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.cli.common import add_recipe_arguments, read_recipe
+from meshwright.cli.common import add_recipe_arguments, positive, read_recipe
 from meshwright.cli.output import add_json_argument, print_json
 from meshwright.data.audit import CHECKS, PlannedRun, Report, audit
 from meshwright.data.describe import describe_formats, describe_mixture, describe_sample, length_histogram
@@ -26,9 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Operands and options of `data`."""
     parser.add_argument("action", choices=ACTIONS, help="tokenize the corpus; show samples; prove the planned run")
     add_recipe_arguments(parser)
-    parser.add_argument("--processes", type=int, help="prepare: encode in so many processes (default: one a core)")
-    parser.add_argument("--samples", type=int, default=2, help="show: so many of the run's first samples (default 2)")
-    parser.add_argument("--steps", type=int, help="audit: only the first so many steps (default: the whole run)")
+    parser.add_argument("--processes", type=positive, help="prepare: encode in so many processes (default: one a core)")
+    parser.add_argument("--samples", type=positive, default=2, help="show: so many of the first samples (default 2)")
+    parser.add_argument("--steps", type=positive, help="audit: only the first so many steps (default: the whole run)")
     add_json_argument(parser)
     parser.epilog = (
         "exit status: 0 done and nothing is wrong, 1 audit found something, 2 misuse\n\n"

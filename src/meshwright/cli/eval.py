@@ -2,7 +2,7 @@
 
 import argparse
 
-from meshwright.cli.common import add_model_arguments
+from meshwright.cli.common import add_model_arguments, positive
 from meshwright.cli.output import add_json_argument, print_json
 
 
@@ -19,10 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sequence-length",
         metavar="T",
-        type=int,
+        type=positive,
         help="tokens the model sees at once (default: the run's, or 1024)",
     )
-    parser.add_argument("--samples", metavar="N", type=int, help="measure N evenly spaced samples only (default: all)")
+    parser.add_argument("--samples", metavar="N", type=positive, help="only N evenly spaced samples (default: all)")
     add_json_argument(parser)
     parser.epilog = (
         "examples:\n  meshwright eval runs/demo\n  meshwright eval runs/demo --source 'texts/**/*.txt' --samples 100"

@@ -75,6 +75,9 @@ class Parser(argparse.ArgumentParser):
         for word in unknown:
             if not word.startswith("-"):
                 self.error(f"unexpected '{word}'")
+            name = word.lstrip("-").split("=")[0]
+            if "setting_called" in arguments and (setting := arguments.setting_called(name)):
+                raise UsageError(f"unknown option '{word}'; a setting of the recipe is changed by {setting}=VALUE")
             hint = _did_you_mean(word.split("=")[0], self._option_string_actions) or f"; see '{self.prog} --help'"
             raise UsageError(f"unknown option '{word}'{hint}")
         return arguments

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from meshwright.cli.common import add_recipe_arguments, read_recipe
+from meshwright.cli.common import add_recipe_arguments, positive, read_recipe
 from meshwright.cli.output import add_json_argument, print_json
 from meshwright.plan.hardware import resolve_cluster
 from meshwright.plan.machine import Machine
@@ -20,7 +20,7 @@ ORDER = ("weights", "gathered weights", "gradients", "optimizer", "activations")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `rehearse`."""
     add_recipe_arguments(parser)
-    parser.add_argument("--world", type=int, metavar="N", help="grow the data-parallel axis to N ranks in all")
+    parser.add_argument("--world", type=positive, metavar="N", help="grow the data-parallel axis to N ranks in all")
     parser.add_argument("--cluster", metavar="NAME", help="such as 1024xh100: what fits, and what crosses nodes")
     parser.add_argument(
         "--ranks", type=_ranks, metavar="R,R", help="ranks to rehearse (default: the first of each pipeline stage)"

@@ -45,6 +45,12 @@ def did_you_mean(word: str, known: Iterable[str], *, likeness: float = 0.6) -> s
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
+def setting_called(word: str, spec: type[Spec]) -> str | None:
+    """The setting, wherever it stands, that is called `word` here or by others: `a.b`; None where none is."""
+    ours = SYNONYMS.get(plain(word), plain(word))
+    return next((path for path in map(dotted, _all_paths(spec)) if f".{path}".endswith(f".{ours}")), None)
+
+
 def _path_in(value: Any, details: ErrorDetails) -> tuple[KeyPath, bool]:
     """The error's path without pydantic's names of alternatives, and whether it ended in one of them."""
     path: KeyPath = ()
@@ -156,15 +162,15 @@ def _unknown_key(path: KeyPath, spec: type[Spec]) -> str:
     sections = _sections_at(spec, tuple(section))
     known = [name for candidate in sections for name in candidate.model_fields]
     ours = SYNONYMS.get(plain(str(key)))
-    near = did_you_mean(str(key), known) if ours is None or ours in known else ""
+    near = did_you_mean(str(key), known) if ":" not in str(key) and (ours is None or ours in known) else ""
+    if not near and ":" in str(key):
+        return f"unknown key; in '{str(key).replace(':', ': ', 1)}' a space follows the colon"
     return "unknown key" + (near or _elsewhere(str(key), spec) or f"; there are {', '.join(known)}")
 
 
 def _elsewhere(word: str, spec: type[Spec]) -> str:
-    """`; did you mean 'a.b'?` for the setting, wherever it stands, that is called `word` here or by others."""
-    ours = SYNONYMS.get(plain(word), word)
-    found = [path for path in map(dotted, _all_paths(spec)) if f".{path}".endswith(f".{ours}")]
-    return f"; did you mean '{found[0]}'?" if found else ""
+    found = setting_called(word, spec)
+    return f"; did you mean '{found}'?" if found else ""
 
 
 def _sections_at(spec: type[Spec], path: KeyPath) -> list[type[Spec]]:

@@ -61,7 +61,8 @@ def _read(path: Path, files: Mapping[str, TokenFile]) -> dict[str, np.ndarray]:
         if name not in tables or tables.get(f"{name}.fingerprint", file.fingerprint) != file.fingerprint:
             raise ValueError(
                 f"{path}: data.sources hold other pairs than those that the reference has judged, {gone}; give the "
-                "pairs of then, or begin a new run with others (checkpoint.start_from takes the weights)"
+                "pairs of then, or begin a new run with others (from these weights: checkpoint.start_from; from these "
+                "adapters: finetune.start_from)"
             )
     return tables
 
