@@ -61,7 +61,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 FEW_BYTES = 64
 """Of the sums that every step makes of counts of tokens, of the loss and for the gradient's norm, at most."""
-POLICIES = ("none", "selective", "full")
+POLICIES: dict[str, Any] = {
+    "none": "none",
+    "selective": "selective",
+    "full": "full",
+    "full:2/4": {"full": 2},
+    "full:1,selective:2/4": {"full": 1, "selective": 2},
+    "selective:4/6": {"selective": 4},
+    "full:3/4": {"full": [2, 1]},
+    "full:4/6": {"full": 1},
+    "full:1,selective:1/3": {"full": 1, "selective": 1},
+}
+"""Recomputation by how it is shown: layers of all there are."""
+WORDS = tuple(POLICIES)[:3]
 FIRST = 13
 """Layouts that the first three models are all rehearsed in."""
 MORE = {
@@ -80,6 +92,16 @@ MORE = {
     "MoE": (("ZeRO-3", 0), ("EP", 0), ("EP", 2), ("EP + TP", 1)),
     "8B, LoRA": (("DDP", 0), ("ZeRO-3", 2), ("TP", 0)),
 }
+SOME_LAYERS = (
+    ("8B, long", "ZeRO-3", "full:2/4"),
+    ("8B, long", "TP + ZeRO-3", "full:1,selective:2/4"),
+    ("8B, long", "PP", "full:3/4"),
+    ("8B", "CP + TP", "full:2/4"),
+    ("GPT-2", "ZeRO-1", "selective:4/6"),
+    ("GPT-2", "PP interleaved", "full:4/6"),
+    ("MoE", "EP", "full:1,selective:1/3"),
+)
+"""Cells in which layers recompute differently."""
 
 
 def cells() -> Iterator[tuple[str, str, str]]:
@@ -87,10 +109,11 @@ def cells() -> Iterator[tuple[str, str, str]]:
     for turn, model in enumerate(list(MODELS)[:3]):
         for place, layout in enumerate(list(LAYOUTS)[:FIRST]):
             if model != "GPT-2" or layout != "TP over key heads":
-                yield model, layout, POLICIES[(turn + place) % 3]
+                yield model, layout, WORDS[(turn + place) % 3]
     for model, places in MORE.items():
         for layout, policy in places:
-            yield model, layout, POLICIES[policy]
+            yield model, layout, WORDS[policy]
+    yield from SOME_LAYERS
 
 
 def resolved_cell(model: str, layout: str, policy: str) -> ResolvedRun:
@@ -102,7 +125,7 @@ def resolved_cell(model: str, layout: str, policy: str) -> ResolvedRun:
     run = {
         "model": size["model"],
         "layout": degrees,
-        "training": {"precision": "bf16", "recompute": policy} | batches,
+        "training": {"precision": "bf16", "recompute": POLICIES[policy]} | batches,
         "data": {"sequence_length": size["sequence"]},
         "finetune": size.get("finetune"),
     }

@@ -5,7 +5,9 @@ import random
 import re
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,20 +15,25 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.families import PRESETS, resolve_model
+from meshwright.plan import search as search_module
 from meshwright.plan.blueprint import Block, Blueprint, Matrix, blueprint
 from meshwright.plan.engine import engine_layout, layout_check, runs_today
 from meshwright.plan.explain import bandwidth, relief, why_not
 from meshwright.plan.hardware import device_cluster, resolve_cluster
 from meshwright.plan.job import Job
 from meshwright.plan.machine import Machine
+from meshwright.plan.memory import stage_memory
 from meshwright.plan.page import CHARACTERS
-from meshwright.plan.search import Limits, divisors, evaluate, family_name, layouts, search
+from meshwright.plan.recompute import Enough
+from meshwright.plan.search import Limits, divisors, evaluate, family_name, frugal, layouts, search
+from meshwright.plan.step_time import StepModel
 from meshwright.spec.cluster import ClusterSpec, CollectiveCost, Measured
 from meshwright.spec.data import DataSpec
 from meshwright.spec.model import ModelFields
-from meshwright.spec.recipe import load_recipe
+from meshwright.spec.recipe import dump_recipe, load_recipe
+from meshwright.spec.recompute import Recompute, RecomputeSpec, of_counts, plain_recompute, stage_counts
 from meshwright.spec.run import Run
-from meshwright.trainer.planning import plan_recipe, planned_run
+from meshwright.trainer.planning import explain_field, plan_recipe, planned_run
 from meshwright.trainer.resolve import resolve_run
 
 RECIPE = """\
@@ -45,19 +52,23 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def instance(seed: int) -> tuple[Job, ClusterSpec, Limits]:
-    """A small random model, batch, cluster and limit."""
+    """A small random model, batch, cluster and limit; the first layers of a model of experts have none."""
     rng = random.Random(seed)
     heads = rng.choice([4, 6, 8])
     hidden, experts = 128 * heads, rng.choice([0, 0, 4])
-    matrices = [
-        Matrix("attention.wq", hidden, hidden, split=True),
-        Matrix("attention.wo", hidden, hidden, split=True),
-        Matrix("feed_forward.w1", 4 * hidden, hidden, split=True, experts=experts),
-        Matrix("feed_forward.w2", hidden, 4 * hidden, split=True, experts=experts),
-    ]
+    attention = [Matrix(f"attention.{name}", hidden, hidden, split=True) for name in ("wq", "wo")]
+    kinds = tuple(
+        Block((
+            *attention,
+            Matrix("feed_forward.w1", 4 * hidden, hidden, split=True, experts=number),
+            Matrix("feed_forward.w2", hidden, 4 * hidden, split=True, experts=number),
+        ), 4 * hidden)
+        for number in dict.fromkeys((0, experts))
+    )  # fmt: skip
+    layers = rng.choice([3, 4, 6])
     model = Blueprint(
         hidden=hidden, num_heads=heads, num_kv_heads=heads, head_dim=128, vocab=rng.choice([1000, 32000]), gated=False,
-        tied=bool(seed % 2), kinds=(Block(tuple(matrices), 4 * hidden),), pattern=(0,) * rng.choice([4, 6, 12]),
+        tied=bool(seed % 2), kinds=kinds, pattern=(0,) * (layers // 3) + (len(kinds) - 1,) * (layers - layers // 3),
         top_k=2 if experts else 0,
     )  # fmt: skip
     job = Job(
@@ -65,23 +76,55 @@ def instance(seed: int) -> tuple[Job, ClusterSpec, Limits]:
         recompute=rng.choice(["none", "full"]),
     )  # fmt: skip
     cluster = device_cluster(rng.choice(["a100", "h100", "v100"]), rng.choice([1, 2, 4, 6]))
-    share = rng.choice([0.02, 0.1, 1.0])  # so that for some everything fits, for some nothing
+    share = rng.choice([0.02, 0.05, 0.1, 1.0])  # so that for some everything fits, for some nothing
     limits = Limits(recompute=rng.random() < 0.7, offload=rng.random() < 0.3)
     return job, cluster.model_copy(update={"memory_gb": cluster.memory_gb * share}), limits
 
 
-def test_the_pruned_search_is_brute_force() -> None:
-    """200 random instances: the same ranking and the same best of every strategy."""
-    skipped = 0
+def every_recomputation(model: StepModel, enough: Enough, *_: object) -> Recompute:
+    """What `least_recompute` finds, by trying all numbers of layers of every rank."""
+    job, counts = model.job, [(0, 0)] * len(model.job.cut)
+    for rank, stages in enumerate(job.stages):
+        layers = range(max(job.cut[stage] for stage in stages) + 1)
+        tried = ((full, selective) for full in layers for selective in layers if full + selective < len(layers))
+        fitting = (some for some in tried if enough(stage_memory(job, rank, job.grouped(rank, *some))))
+        best = min(fitting, key=lambda some, rank=rank: (model.repeated(job.grouped(rank, *some)), some))
+        for stage in stages:
+            counts[stage] = min(best[0], job.cut[stage]), min(best[1], job.cut[stage] - min(best[0], job.cut[stage]))
+    return of_counts(counts, job.cut)
+
+
+def test_the_pruned_search_is_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 random instances: the same ranking, recomputation included, and the same best of every strategy."""
+    skipped, found = 0, Counter()
     for seed in range(200):
         job, cluster, limits = instance(seed)
         fast = search(job, cluster, top=3, limits=limits)
-        slow = search(job, cluster, top=3, limits=limits, prune=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(search_module, "least_recompute", every_recomputation)
+            slow = search(job, cluster, top=3, limits=limits, prune=False)
         assert [candidate.job for candidate in fast.ranked] == [candidate.job for candidate in slow.ranked], seed
         assert fast.strategies == slow.strategies, seed
         assert fast.legal == slow.legal == slow.looked_at
         skipped += slow.looked_at - fast.looked_at
+        found.update(type(candidate.job.recompute).__name__ for candidate in fast.ranked)
     assert skipped > 200
+    assert found["RecomputeSpec"] > 20
+
+
+def test_ranks_may_be_looked_at_alone() -> None:
+    """No mix of what the ranks of a pipeline recompute is faster than each with its own least."""
+    model = blueprint(resolve_model(PRESETS["llama-3-8b"], base_dir=Path()))
+    job = Job(model=replace(model, pattern=(0,) * 10), sequence=8192, global_batch=64, micro_batch=4, pp=2)
+    cluster = device_cluster("h100", 2)
+    found, times = frugal(job, cluster), []
+    assert found.recompute == RecomputeSpec(full=(2, 0), selective=(3, 0))
+    for counts in product(*([(f, s) for f in range(n + 1) for s in range(n + 1 - f)] for n in job.cut)):
+        tried = evaluate(replace(job, recompute=of_counts(counts, job.cut)), cluster)
+        if tried.verdict == "fits":
+            times.append(tried.time.total)
+    assert len(times) > 10
+    assert evaluate(found, cluster).time.total == min(times)
 
 
 def test_every_layout_is_legal_and_different() -> None:
@@ -162,11 +205,11 @@ def test_a_plan_for_people(recipe: Path, capsys: pytest.CaptureFixture) -> None:
     assert text.startswith("8 x H100-SXM-80GB")
     assert "* " in text
     assert "does not fit needs 153 GB, 84.6 available; largest term optimizer 96.4 GB" in text
-    for field in ("memory", "cost", "search"):
-        assert main(["plan", str(recipe), "--explain", field]) == 0
-        assert len(capsys.readouterr().out.splitlines()) > 2
-    assert main(["plan", str(recipe), "--explain", "luck"]) == 2
-    assert "there are memory, time, mfu, cost, search" in capsys.readouterr().err
+    plan, _ = plan_recipe(load_recipe(recipe), base_dir=recipe.parent)
+    for field in ("memory", "time", "mfu", "cost", "search"):
+        assert len(explain_field(plan, field).splitlines()) > 2
+    with pytest.raises(ValueError, match="there are memory, time, mfu, cost, search"):
+        explain_field(plan, "luck")
 
 
 def test_a_plan_for_machines_and_a_recipe_that_trains(recipe: Path, capsys: pytest.CaptureFixture) -> None:
@@ -184,6 +227,21 @@ def test_a_plan_for_machines_and_a_recipe_that_trains(recipe: Path, capsys: pyte
     assert run.training.micro_batch == chosen["micro_batch"]
     resolved = resolve_run(run, base_dir=recipe.parent)
     assert resolved.accumulation == chosen["accumulation"]
+
+
+def test_some_layers_recompute_where_that_suffices(recipe: Path) -> None:
+    """The stages that hold most; and the recipe written trains with it."""
+    run = load_recipe(recipe, ["model=llama-3-70b", "cluster=64xh100"])
+    plan, facts = plan_recipe(run, base_dir=recipe.parent, limits=Limits(micro_batch=False))
+    assert "recompute=selective:" in facts["chosen"]["text"]
+    (recipe.parent / "plan.yaml").write_text(dump_recipe(planned_run(run, plan)))
+    chosen = load_recipe(recipe.parent / "plan.yaml")
+    assert facts["chosen"]["recompute"] == plain_recompute(chosen.training.recompute)
+    machine = Machine("cuda", "H100", 8, round(plan.cluster.memory_gb * 1e9))
+    resolved = resolve_run(chosen, base_dir=recipe.parent, machine=machine)
+    counts = stage_counts(chosen.training.recompute, resolved.stages)
+    assert counts[0] > counts[1] == (0, 0)
+    assert len(resolved.recompute) == 80
 
 
 def test_a_layout_that_does_not_fit_gets_its_relief(recipe: Path, capsys: pytest.CaptureFixture) -> None:

@@ -5,6 +5,7 @@ that flash attention, gated feed-forward layers, experts and each recomputation 
 """
 
 from collections.abc import Sequence
+from math import inf
 
 from meshwright.plan.blueprint import Block
 from meshwright.plan.job import Groups, Job, Kinds
@@ -14,12 +15,12 @@ from meshwright.spec.recompute import Policy
 
 def pass_activations(job: Job, stages: Sequence[Groups]) -> float:
     """What one microbatch keeps in all blocks of a rank's stages."""
-    return sum(group_activations(job, policy, kinds) for groups in stages for policy, kinds in groups)
+    return sum([group_activations(job, policy, kinds) for groups in stages for policy, kinds in groups])
 
 
 def group_activations(job: Job, policy: Policy, kinds: Kinds) -> float:
     """What one microbatch keeps in some blocks."""
-    return sum(count * block_activations(job, job.model.kinds[kind], policy) for kind, count in kinds)
+    return sum([count * block_activations(job, job.model.kinds[kind], policy) for kind, count in kinds])
 
 
 def saved_activations(job: Job, stage: int, one_pass: float, *, at_loss: bool = False) -> float:
@@ -55,28 +56,33 @@ def stream_bytes(job: Job) -> float:
 
 def block_activations(job: Job, block: Block, policy: Policy) -> float:
     """Bytes that one block keeps of one microbatch for its backward pass, by recomputation policy."""
-    everything = _saved_everything(job, block)
     if policy == "none":
-        return everything
+        return _saved_everything(job, block)
     if policy == "full":
-        return job.recompute_share * stream_bytes(job) + (1 - job.recompute_share) * everything
+        share = job.recompute_share
+        return share * stream_bytes(job) + (0.0 if share == 1 else (1 - share) * _saved_everything(job, block))
     if job.stack.attention == "unfused":  # selective as Korthikanti et al. mean it: all but the scores
-        return everything - _score_bytes(job)
+        return _saved_everything(job, block) - _score_bytes(job)
     return _saved_selectively(job, block)
 
 
-def passing_activations(job: Job, stages: Sequence[Groups]) -> float:
-    """Of one block's backward pass: what it computes again, and gradients of activations; less what blocks behind it in
-    its stage, which recompute less, have freed by then."""
-    most = 0.0
+def passing_activations(job: Job, stages: Sequence[Groups]) -> tuple[float, float]:
+    """Of the last block's backward pass, and of any before it: what it computes again, and gradients of activations;
+    less what blocks behind it in its stage have freed by then."""
+    last, before = 0.0, -inf
     for groups in stages:
         freed = 0.0
         for policy, kinds in reversed(groups):
             blocks = [job.model.kinds[kind] for kind, _ in kinds]
-            passing = max(recomputed(job, block, policy) + backward_bytes(job, block) for block in blocks)
-            most = max(most, passing - freed)
-            freed += group_activations(job, policy, kinds)
-    return most
+            passing = max([recomputed(job, block, policy) + backward_bytes(job, block) for block in blocks])
+            if not freed:
+                last = max(last, passing)
+            if freed or len(groups) == 1 or sum([count for _, count in kinds]) > 1:
+                gone = freed or max([block_activations(job, block, policy) for block in blocks])
+                before = max(before, passing - gone)
+            if len(groups) > 1:
+                freed += group_activations(job, policy, kinds)
+    return last, before
 
 
 def recomputed(job: Job, block: Block, policy: Policy) -> float:
@@ -169,11 +175,12 @@ def _score_bytes(job: Job) -> float:
 
 def _inner_widths(job: Job, block: Block) -> list[tuple[int, float, bool]]:
     """(width, visits per token, whether routed) of every feed-forward layer of a block, shared experts included."""
-    found = []
-    for matrix in block.matrices:
-        if matrix.out == job.model.hidden and not matrix.name.startswith("attention"):
-            found.append((matrix.into, job.model.top_k if matrix.experts else 1, bool(matrix.experts)))
-    return found
+    model = job.model
+    return [
+        (matrix.into, model.top_k if matrix.experts else 1, bool(matrix.experts))
+        for matrix in block.feed_forward
+        if matrix.out == model.hidden
+    ]
 
 
 def _inner_steps(job: Job) -> int:

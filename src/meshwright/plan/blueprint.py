@@ -69,6 +69,11 @@ class Block:
         """Experts of the layer; 0 where it has none."""
         return max((matrix.experts for matrix in self.matrices), default=0)
 
+    @cached_property
+    def feed_forward(self) -> tuple[Matrix, ...]:
+        """The matrices that are not attention's."""
+        return tuple(matrix for matrix in self.matrices if not matrix.name.startswith("attention"))
+
     @property
     def numel(self) -> int:
         """All parameters of the block."""

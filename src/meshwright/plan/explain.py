@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from meshwright.plan.job import Job
-from meshwright.plan.search import Candidate, Limits, divisors, evaluate, layouts, strategy_name
+from meshwright.plan.search import Candidate, Limits, divisors, evaluate, frugal, layouts, strategy_name
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.recompute import POLICIES, describe_recompute, layer_policies
+from meshwright.spec.recompute import describe_recompute, layer_policies
 
 GB = 1e9
 CAUSES = {
@@ -116,7 +116,7 @@ def no_layout(base: Job, cluster: ClusterSpec, limits: Limits) -> str:
 def relief(job: Job, cluster: ClusterSpec, margin: float) -> str | None:
     """The change that costs least time and makes a layout fit; None where none of the usual ones does."""
     before = evaluate(job, cluster, margin)
-    tried = [(words, evaluate(changed, where, margin)) for words, changed, where in _reliefs(job, cluster)]
+    tried = [(words, evaluate(changed, where, margin)) for words, changed, where in _reliefs(job, cluster, margin)]
     fitting = [(found.time.total, words, found) for words, found in tried if found.verdict == "fits"]
     if not fitting:
         return None
@@ -125,19 +125,20 @@ def relief(job: Job, cluster: ClusterSpec, margin: float) -> str | None:
     return f"{words}: {short(found.memory.total / GB)} GB, step time {change:+.0%}"
 
 
-def _reliefs(job: Job, cluster: ClusterSpec) -> list[tuple[str, Job, ClusterSpec]]:
+def _reliefs(job: Job, cluster: ClusterSpec, margin: float) -> list[tuple[str, Job, ClusterSpec]]:
     """The usual remedies, each alone."""
     found: list[tuple[str, Job, ClusterSpec]] = []
-    for policy in POLICIES[POLICIES.index(job.recompute) + 1 :]:
-        found.append((f"recompute={policy}", replace(job, recompute=policy), cluster))
+    if job.recompute != "full":
+        again = frugal(job, cluster, margin)
+        found.append((f"recompute={recomputes(again)}", again, cluster))
     if job.micro_batch > 1:
         found.append((f"micro_batch={job.micro_batch // 2}", replace(job, micro_batch=job.micro_batch // 2), cluster))
     if job.dp > 1:
         for zero in range(max(1, job.zero + 1), 4):
             sharded = replace(job, zero=zero, dp_shard=job.dp, dp_replicate=1)
             found.append((f"zero={zero}, dp_shard={job.dp}", sharded, cluster))
-            if job.recompute != "full":
-                found.append((f"zero={zero} and recompute=full", replace(sharded, recompute="full"), cluster))
+            again = frugal(sharded, cluster, margin)
+            found.append((f"zero={zero} and recompute={recomputes(again)}", again, cluster))
     if job.offload == "none":
         offloaded = replace(
             job, offload="cpu", zero=max(job.zero, 3 if job.dp > 1 else 0), dp_shard=job.dp, dp_replicate=1

@@ -9,7 +9,7 @@ from typing import Literal
 
 from meshwright.plan.blueprint import Blueprint
 from meshwright.plan.stages import balanced_stages
-from meshwright.spec.recompute import Policy, RecomputeSpec, stage_counts
+from meshwright.spec.recompute import Counts, Policy, RecomputeSpec, stage_counts
 from meshwright.spec.schedule import SCHEDULES
 
 Attention = Literal["unfused", "flash", "flash-bias", "hopper"]
@@ -198,8 +198,7 @@ class Job:
     @cached_property
     def stage_kinds(self) -> tuple[Kinds, ...]:
         """The blocks of every pipeline rank."""
-        pattern = self.model.pattern
-        return tuple(_kinds(tuple(layer for span in spans for layer in pattern[slice(*span)])) for spans in self.spans)
+        return _stage_kinds(self.model.pattern, self.spans)
 
     @cached_property
     def spans(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -212,17 +211,21 @@ class Job:
         return _places(len(self.cut), self.pp, _is_v(self.schedule))
 
     @cached_property
-    def groups(self) -> tuple[tuple[Groups, ...], ...]:
-        """What every pipeline rank recomputes, in each of its stages."""
-        counts = stage_counts(self.recompute, self.cut)
+    def counts(self) -> tuple[Counts, ...]:
+        """What every stage recomputes."""
+        return stage_counts(self.recompute, self.cut)
+
+    def groups(self, rank: int) -> tuple[Groups, ...]:
+        """What a pipeline rank recomputes, in each of its stages."""
+        counts = (self.counts[stage] for stage in self.stages[rank])
         return tuple(
-            tuple(self.grouped(span, *counts[stage]) for span, stage in zip(spans, stages, strict=True))
-            for spans, stages in zip(self.spans, self.stages, strict=True)
+            _groups(self.model.pattern[slice(*span)], *c) for span, c in zip(self.spans[rank], counts, strict=True)
         )
 
-    def grouped(self, span: tuple[int, int], full: int, selective: int) -> Groups:
-        """A stage's layers from one to another, of which the first so many recompute."""
-        return _groups(self.model.pattern[slice(*span)], full, selective)
+    def grouped(self, rank: int, full: int, selective: int) -> tuple[Groups, ...]:
+        """The same if of each of its stages the first so many layers recompute everything, and those behind them so
+        many selectively."""
+        return tuple(_groups(self.model.pattern[slice(*span)], full, selective) for span in self.spans[rank])
 
     @cached_property
     def cut(self) -> tuple[int, ...]:
@@ -261,6 +264,11 @@ _balanced = functools.lru_cache(maxsize=256)(balanced_stages)
 @functools.lru_cache(maxsize=4096)
 def _kinds(pattern: tuple[int, ...]) -> Kinds:
     return tuple(sorted(Counter(pattern).items()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _stage_kinds(pattern: tuple[int, ...], ranks: tuple[tuple[tuple[int, int], ...], ...]) -> tuple[Kinds, ...]:
+    return tuple(_kinds(tuple(layer for span in spans for layer in pattern[slice(*span)])) for spans in ranks)
 
 
 @functools.lru_cache(maxsize=4096)

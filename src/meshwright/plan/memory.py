@@ -65,12 +65,19 @@ def predict_memory(job: Job, *, enough: float = inf) -> MemoryUse:
     """The rank that needs most, over all pipeline stages; or the first one found that needs more than `enough` bytes
     even with an allocator under pressure."""
     most = stage_memory(job, 0)
-    alike = isinstance(job.recompute, str)  # then those in the middle need no more than the one before
-    for stage in sorted({1, job.pp - 1} & set(range(1, job.pp))) if alike else range(1, job.pp):
+    for stage in _telling_ranks(job):
         if most.least > enough:
             break
         most = max(most, stage_memory(job, stage), key=lambda use: use.total)
     return most
+
+
+def _telling_ranks(job: Job) -> Sequence[int]:
+    """Behind the first rank, those that may need most. Of ranks with equal blocks the first one does, or the last."""
+    if not isinstance(job.recompute, str):
+        return range(1, job.pp)
+    alike = {job.stage_kinds.index(kinds) for kinds in set(job.stage_kinds)} if len(job.model.kinds) > 1 else set()
+    return sorted(({1, job.pp - 1} | alike) & set(range(1, job.pp)))
 
 
 def stage_memory(job: Job, stage: int, groups: Sequence[Groups] | None = None) -> MemoryUse:
@@ -103,7 +110,7 @@ def stage_memory(job: Job, stage: int, groups: Sequence[Groups] | None = None) -
         host, optimizer = optimizer, 0.0
     if job.offload == "cpu":
         host, gradients = host + gradients, 0.0
-    peak = peak_moment(job, stage, weights, gradients, job.groups[stage] if groups is None else groups)
+    peak = peak_moment(job, stage, weights, gradients, job.groups(stage) if groups is None else groups)
     return MemoryUse(
         weights=peak.weights,
         gradients=peak.gradients,

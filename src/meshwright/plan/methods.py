@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from meshwright.plan.engine import layout_check, runs_today
+from meshwright.plan.explain import recomputes
 from meshwright.plan.job import QUANTIZED, RANK, Job, adapter_parameters
 from meshwright.plan.search import Candidate, Limits, search
 from meshwright.spec.cluster import ClusterSpec
@@ -63,7 +64,7 @@ def method_facts(
             "memory": best.memory.total,
             "tokens_per_second_per_device": best.tokens_per_second,
             "micro_batch": best.job.micro_batch,
-            "recompute": best.job.recompute,
+            "recompute": recomputes(best.job),
             "verdict": best.verdict,
         }
         for name, best in compare_methods(base, run, model, cluster, limits).items()

@@ -7,7 +7,7 @@ block's backward pass with the logits still there. docs/rehearsal.md holds it to
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
 from meshwright.plan.activations import (
@@ -51,7 +51,7 @@ def peak_moment(job: Job, stage: int, weights: float, gradients: float, groups: 
 
 def _all_logits(job: Job, stage: int, weights: float, gradients: float, groups: Sequence[Groups]) -> Moment:
     """They live while the last block's backward pass begins."""
-    saved = saved_activations(job, stage, pass_activations(job, groups)) + passing_activations(job, groups)
+    saved = saved_activations(job, stage, pass_activations(job, groups)) + max(passing_activations(job, groups))
     transit, layer = 0.0, max(block_parameters(job, block) for block in job.model.kinds)
     if job.frozen_bytes:
         transit = job.stack.weight_bytes * layer
@@ -93,7 +93,7 @@ class _Engine:
         self.block = max((block_activations(job, block, policy) for block, policy in behind), default=0.0)
         self.one_pass = pass_activations(job, groups)
         self.saved = saved_activations(job, stage, self.one_pass) + self._messages()
-        self.passing = passing_activations(job, groups)
+        self.passing, self.passing_before = passing_activations(job, groups)
         gathers = job.zero >= 3 and not self.job.alone
         self.gathered = stack.weight_bytes if gathers else 0.0
         self.unpacked = stack.weight_bytes * self.layer if job.frozen_bytes else 0.0
@@ -149,13 +149,12 @@ class _Engine:
         if not (self.job.alone or self.job.frozen):
             transit += self.width * self.first
         saved = self.saved - (stream_bytes(self.job) if self.head else 0.0)  # what the last norm read has gone
-        yield self._moment(saved + self.passing, transit)
+        yield self._moment(saved + max(self.passing, self.passing_before), transit)
         if self.job.zero < 2 or self.job.alone or self.job.frozen:
             return
-        left = saved - self.block
         # A block's weights go before its gradients are copied to be reduced; that copy stays until the next one's.
-        yield self._moment(left, transit + (self.fresh + self.reduced - self.gathered) * self.layer)
-        yield self._moment(left + self.passing, transit + self.reduced * self.layer)
+        yield self._moment(saved - self.block, transit + (self.fresh + self.reduced - self.gathered) * self.layer)
+        yield self._moment(saved + self.passing_before, transit + self.reduced * self.layer)
 
     def _end(self) -> Iterator[Moment]:
         """Embedding and head are reduced: under ZeRO-2 and 3 after every microbatch, else after the last, when weights
@@ -164,19 +163,19 @@ class _Engine:
         left = self.saved * (flying - 1 / self.job.virtual_stages) / flying
         ends = 0.0 if self.job.frozen else self.ends
         if self.job.alone:
-            yield self._ended(left, self.width * min(ends, self.table))
+            yield self._ended(left, self.width * min(ends, self.table), self.weights)
             return
         yield self._moment(left, self.gathered * ends + self.width * ends)
         if self.job.zero >= 2:
-            moment = self._ended(left, (self.fresh + self.reduced) * ends)
-            yield replace(moment, weights=0.0) if self.job.zero == 2 and self.job.microbatches == 1 else moment
+            gone = self.job.zero == 2 and self.job.microbatches == 1
+            yield self._ended(left, (self.fresh + self.reduced) * ends, 0.0 if gone else self.weights)
             return
         # What was added up is copied to be reduced; one rank alone copies it twice.
         transit = self.reduced * ends * (2 if self.job.shards == 1 else 1)
-        yield replace(self._ended(0.0, transit), weights=0.0)
+        yield self._ended(0.0, transit, 0.0)
 
-    def _ended(self, activations: float, transit: float) -> Moment:
-        return replace(self._moment(activations, transit), gradients=self.end_gradients)
+    def _ended(self, activations: float, transit: float, weights: float) -> Moment:
+        return Moment(weights=weights, activations=activations, transit=transit, gradients=self.end_gradients)
 
     def _moment(self, activations: float, transit: float, logits: float = 0.0) -> Moment:
         return Moment(

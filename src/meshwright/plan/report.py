@@ -12,6 +12,7 @@ from meshwright.plan.methods import method_facts
 from meshwright.plan.search import Candidate, Found, Limits, evaluate, search
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.recompute import plain_recompute
 from meshwright.spec.run import Run
 
 MOST_FOR_METHODS = 64
@@ -152,7 +153,7 @@ def candidate_facts(plan: Plan, candidate: Candidate) -> dict[str, Any]:
         "layout": layout.model_dump(mode="json", exclude_defaults=True) if layout else None,
         "micro_batch": candidate.job.micro_batch,
         "accumulation": candidate.job.microbatches,
-        "recompute": candidate.job.recompute,
+        "recompute": plain_recompute(candidate.job.recompute),
         "memory": {kind: round(size) for kind, size in candidate.memory.kinds().items()},
         "memory_total": _range(candidate.memory_bytes),
         "memory_available": candidate.capacity,

@@ -14,9 +14,9 @@ from meshwright.plan.interval import Interval, memory_sigma, time_sigma
 from meshwright.plan.job import Job
 from meshwright.plan.memory import MemoryUse, predict_memory
 from meshwright.plan.pipeline import schedule_waiting
+from meshwright.plan.recompute import least_recompute
 from meshwright.plan.step_time import Cache, StepModel, StepTime
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.recompute import POLICIES
 from meshwright.spec.schedule import schedule_kind
 
 Verdict = Literal["fits", "tight", "does not fit"]
@@ -162,13 +162,13 @@ def search(
     """
     limits = limits or Limits()
     cache: Cache = {}
+    base = replace(base, recompute="none") if limits.recompute else base
     microbatch: dict[tuple[int, int, int, int], float] = {}
     bounded = []
     for number, choice in enumerate(layouts(base, cluster, limits)):
         key = (choice["tp"], choice["cp"], choice["ep"], choice["micro_batch"])
         if key not in microbatch:
-            probe = replace(base, **choice, recompute=POLICIES[0] if limits.recompute else base.recompute)
-            microbatch[key] = StepModel(probe, cluster, cache=cache).microbatch()
+            microbatch[key] = StepModel(replace(base, **choice), cluster, cache=cache).microbatch()
         bounded.append((_least(microbatch[key], base, choice), number, choice))
     bounded.sort(key=lambda entry: entry[:2])
     ranked: list[Candidate] = []
@@ -182,8 +182,19 @@ def search(
         job = replace(base, **choice)
         if legal is not None and not legal(job):
             continue
-        job, memory = _frugal(job, cluster, limits)
         looked_at += 1
+        if limits.recompute:
+
+            def beaten(job: Job, name: str = name) -> bool:
+                least = StepModel(job, cluster, cache=cache).predict().total
+                return prune and _beaten(least, name, ranked, best, top)
+
+            found = _frugal(job, cluster, limits, cache, beaten, wanted=name not in best)
+            if found is None:
+                continue
+            job, memory = found
+        else:
+            memory = predict_memory(job)
         if verdict(memory, cluster.memory_gb * 1e9, limits.margin) == "does not fit":
             if name not in smallest or memory.total < smallest[name][0]:
                 smallest[name] = (memory.total, job)
@@ -213,25 +224,41 @@ def _least(microbatch: float, base: Job, choice: dict[str, Any]) -> float:
     return microbatch / pp * (microbatches + (pp - 1) * min(share, microbatches))
 
 
-def _frugal(job: Job, cluster: ClusterSpec, limits: Limits) -> tuple[Job, MemoryUse]:
-    """The layout with the least recomputation that fits, else the least that is tight, else all of it."""
-    if not limits.recompute:
-        return job, predict_memory(job)
-    capacity, tight = cluster.memory_gb * 1e9, None
-    tried, memory = job, None
-    for policy in POLICIES:
-        tried = replace(job, recompute=policy)
-        memory = predict_memory(tried, enough=capacity if policy != POLICIES[-1] else inf)
-        found = verdict(memory, capacity, limits.margin)
-        if found == "fits":
-            return tried, memory
-        if found == "tight" and tight is None:
-            tight = tried, memory
-        if memory.states > capacity:  # which no recomputation mends
-            tried = replace(job, recompute=POLICIES[-1])
-            return tried, predict_memory(tried)
-    assert memory is not None
-    return tight or (tried, memory)
+def frugal(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Job:
+    """The same layout with the least recomputation that fits, else the least that is tight, else all of it."""
+    found = _frugal(replace(job, recompute="none"), cluster, Limits(margin=margin), {}, lambda _: False, wanted=True)
+    assert found is not None
+    return found[0]
+
+
+def _frugal(
+    plain: Job, cluster: ClusterSpec, limits: Limits, cache: Cache, beaten: Callable[[Job], bool], *, wanted: bool
+) -> tuple[Job, MemoryUse] | None:
+    """The layout with the least recomputation that fits, else the least that is tight, else all of it; None where it
+    is beaten even without, or where it does not fit and is not `wanted` then."""
+    capacity = cluster.memory_gb * 1e9
+    memory = predict_memory(plain, enough=capacity)
+    if verdict(memory, capacity, limits.margin) == "fits":
+        return plain, memory
+    if memory.states > capacity and not wanted:  # which no recomputation mends
+        return None
+    everything = replace(plain, recompute="full")
+    memory = predict_memory(everything, enough=inf if wanted else capacity)
+    best = verdict(memory, capacity, limits.margin)
+    if best == "does not fit":
+        return everything, memory
+    if beaten(plain):
+        return None
+    worst = VERDICTS.index(best)
+    found = least_recompute(
+        StepModel(plain, cluster, cache=cache),
+        lambda use: VERDICTS.index(verdict(use, capacity, limits.margin)) <= worst,
+        lambda part: beaten(replace(plain, recompute=part)),
+    )
+    if found is None:
+        return None
+    job = replace(plain, recompute=found)
+    return job, predict_memory(job)
 
 
 def _rank(candidate: Candidate) -> tuple[int, float, float]:

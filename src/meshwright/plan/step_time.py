@@ -138,7 +138,7 @@ class StepModel:
         forward, backward, gathering = [], [], []
         for stage, kinds in enumerate(job.stage_kinds):
             f = sum(count * whole[kind][0] for kind, count in kinds)
-            b = sum(count * whole[kind][1] for kind, count in kinds) + self.repeated(job.groups[stage])
+            b = sum(count * whole[kind][1] for kind, count in kinds) + self.repeated(job.groups(stage))
             if stage == job.head_rank:
                 f, b = f + parts.head.forward, b + parts.head.backward
             exposed = self._hide_gathering(sharded, job.stage_layers[stage], f, b)
@@ -155,7 +155,7 @@ class StepModel:
         """The busiest stage's parts, times the microbatches, and what a step pays once."""
         job, parts, count = self.job, self.parts, self.job.microbatches
         kinds = job.stage_kinds[stage]
-        repeated = self.repeated(job.groups[stage])
+        repeated = self.repeated(job.groups(stage))
         arithmetic = repeated + sum(n * (parts.compute[k].forward + parts.compute[k].backward) for k, n in kinds)
         if stage == job.head_rank:
             arithmetic += parts.head.forward + parts.head.backward

@@ -1,7 +1,7 @@
 """The one place that says which layers compute their activations again in the backward pass; no torch here."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -94,6 +94,11 @@ def describe_recompute(policies: Sequence[Policy]) -> str:
     return ",".join(f"{policy}:{count}" for policy, count in counts.items() if count and policy != "none") + (
         f"/{len(policies)}"
     )
+
+
+def plain_recompute(recompute: Recompute) -> str | dict[str, Any]:
+    """As a recipe has it."""
+    return recompute if isinstance(recompute, str) else recompute.model_dump(mode="json", exclude_defaults=True)
 
 
 def _given(recompute: RecomputeSpec, stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
