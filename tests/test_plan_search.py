@@ -272,6 +272,8 @@ def test_layout_auto_is_resolved_before_the_run_with_its_reason(recipe: Path) ->
     assert resolved.asked.layout.choose
     assert resolved.plan is not None
     assert resolved.plan["chosen"]["micro_batch"] == resolved.micro_batch
+    some = resolve_run(load_recipe(recipe, ["training.recompute={full: 2}"]), base_dir=recipe.parent)
+    assert some.run.training.recompute == RecomputeSpec(full=2)
     kept = load_recipe(recipe, ["training.recompute=full", "training.micro_batch=2"])
     resolved = resolve_run(kept, base_dir=recipe.parent)
     assert (resolved.run.training.recompute, resolved.micro_batch) == ("full", 2)

@@ -18,8 +18,10 @@ from meshwright.plan.activations import (
     saved_activations,
     stream_bytes,
 )
+from meshwright.plan.blueprint import Block
 from meshwright.plan.held import block_parameters, end_parameters, first_weights
 from meshwright.plan.job import Groups, Job
+from meshwright.spec.recompute import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,9 @@ class _Engine:
         self.layer = max((block_parameters(job, block) for block in blocks), default=0.0)
         self.first = max((first_weights(job, block) for block in blocks), default=0.0)
         last = [stage[-1] for stage in groups if stage]
-        behind = [(job.model.kinds[kind], policy) for policy, kinds in last for kind, _ in kinds]
+        behind: list[tuple[Block, Policy]] = [
+            (job.model.kinds[kind], policy) for policy, kinds in last for kind, _ in kinds
+        ]
         self.block = max((block_activations(job, block, policy) for block, policy in behind), default=0.0)
         self.one_pass = pass_activations(job, groups)
         self.saved = saved_activations(job, stage, self.one_pass) + self._messages()

@@ -17,6 +17,7 @@ from meshwright.plan.pipeline import schedule_waiting
 from meshwright.plan.recompute import least_recompute
 from meshwright.plan.step_time import Cache, StepModel, StepTime
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.recompute import recompute_misfit
 from meshwright.spec.schedule import schedule_kind
 
 Verdict = Literal["fits", "tight", "does not fit"]
@@ -163,24 +164,17 @@ def search(
     limits = limits or Limits()
     cache: Cache = {}
     base = replace(base, recompute="none") if limits.recompute else base
-    microbatch: dict[tuple[int, int, int, int], float] = {}
-    bounded = []
-    for number, choice in enumerate(layouts(base, cluster, limits)):
-        key = (choice["tp"], choice["cp"], choice["ep"], choice["micro_batch"])
-        if key not in microbatch:
-            microbatch[key] = StepModel(replace(base, **choice), cluster, cache=cache).microbatch()
-        bounded.append((_least(microbatch[key], base, choice), number, choice))
-    bounded.sort(key=lambda entry: entry[:2])
+    bounded = _bounded(base, cluster, limits, cache)
     ranked: list[Candidate] = []
     best: dict[str, Candidate] = {}
     smallest: dict[str, tuple[float, Job]] = {}
     looked_at = 0
-    for least, _, choice in bounded:
+    for least, choice in bounded:
         name = family_name(choice)
         if prune and _beaten(least, name, ranked, best, top):
             continue
         job = replace(base, **choice)
-        if legal is not None and not legal(job):
+        if recompute_misfit(job.recompute, job.cut) or (legal is not None and not legal(job)):
             continue
         looked_at += 1
         if limits.recompute:
@@ -208,6 +202,18 @@ def search(
     for name, (_, job) in smallest.items():
         best.setdefault(name, evaluate(job, cluster, limits.margin, cache))
     return Found(tuple(ranked), best, looked_at, len(bounded))
+
+
+def _bounded(base: Job, cluster: ClusterSpec, limits: Limits, cache: Cache) -> list[tuple[float, dict[str, Any]]]:
+    """Every legal layout behind the seconds that it cannot undercut, the least first."""
+    microbatch: dict[tuple[int, int, int, int], float] = {}
+    found = []
+    for choice in layouts(base, cluster, limits):
+        key = (choice["tp"], choice["cp"], choice["ep"], choice["micro_batch"])
+        if key not in microbatch:
+            microbatch[key] = StepModel(replace(base, **choice), cluster, cache=cache).microbatch()
+        found.append((_least(microbatch[key], base, choice), choice))
+    return sorted(found, key=lambda entry: entry[0])
 
 
 def _least(microbatch: float, base: Job, choice: dict[str, Any]) -> float:

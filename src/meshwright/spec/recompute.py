@@ -1,6 +1,7 @@
 """The one place that says which layers compute their activations again in the backward pass; no torch here."""
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -69,8 +70,9 @@ def layer_policies(recompute: Recompute, stage_layers: Sequence[int]) -> tuple[P
     """The policy of every layer of the model."""
     found: list[Policy] = []
     for (full, selective), layers in zip(stage_counts(recompute, stage_layers), stage_layers, strict=True):
-        for policy, count in (("full", full), ("selective", selective), ("none", layers - full - selective)):
-            found.extend([policy] * count)
+        numbers: dict[Policy, int] = {"full": full, "selective": selective, "none": layers - full - selective}
+        for policy, count in numbers.items():
+            found.extend(repeat(policy, count))
     return tuple(found)
 
 
