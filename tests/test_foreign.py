@@ -247,6 +247,9 @@ def test_from_a_directory_to_files_that_peft_and_transformers_read(directories: 
         torch.testing.assert_close(logits_of(read, tokens_BT), expected, rtol=0, atol=1e-5)
     assert json.loads((tmp_path / "merged/config.json").read_text())["attention_dropout"] == 0.5
     assert evaluate_texts(tuned, num_samples=2).tokens
+    asked_BT = torch.arange(16) == torch.tensor([[3], [7]])
+    with torch.no_grad():
+        assert torch.equal(tuned.model(tokens_BT, asked_BT=asked_BT), expected[[0, 1], [3, 7]])
     (text,) = continue_texts(tuned, ["1 and"], max_tokens=6, sampling=Sampling(temperature=0))
     ids = tuned.tokenizer.encode_prompt("1 and")
     theirs = read.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=tuned.tokenizer.eos_id)
