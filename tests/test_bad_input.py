@@ -123,6 +123,7 @@ DATA = {
     "[a.txt, empty.txt]": (damaged("empty.txt", b""), "data source empty.txt holds nothing: no byte is in empty.txt"),
     "latin1.txt": (damaged("latin1.txt", b"caf\xe9"), "latin1.txt: not UTF-8 at byte 3"),
     "empty.jsonl": (damaged("empty.jsonl", b'{"text": ""}'), "empty.jsonl: no text, every document is empty"),
+    "short.txt": (damaged("short.txt", b"red"), "the corpus has 2 tokens and one sample takes 9; add text or lower"),
     "t.json": (damaged("t.json", b"{}"), "t.json: a .json file must hold a list of records"),
     "t.csv": (damaged("t.csv", b"a,b"), "t.csv: no column 'text' (its columns are a, b); set the source's text_key"),
     "t.bin": (damaged("t.bin", b"abcd"), "t.bin: no t.idx lies beside it; say which integers it holds, as in {path"),

@@ -212,6 +212,8 @@ def _sample(
         parts[:0] = [first_records(group, encoder, SAMPLE_RECORDS) for group in groups.values() if group[0].is_records]
     elif texts:
         parts.insert(0, file_in_memory([[*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(texts)]))
+        if sum(map(len, texts)) < characters:  # this is all there is, and training adds no padding to it
+            build_samples(parts[0], recipe.data)
     samples = [build_samples(part, recipe.data, keep_tail=True) for part in parts]
     _, *lines = describe_sample(samples[0], 0, tokenizer)
     return {"tokenizer": facts, "sample": lines}
@@ -256,7 +258,7 @@ def _report(facts: dict[str, Any]) -> Iterator[str]:
         )
         yield from (f"           {setting}: {reason}" for setting, reason in batch["reasons"].items())
     if data := facts.get("data"):
-        yield f"data       {data['files']} files, {short(data['bytes'])}B"
+        yield f"data       {data['files']} file{'s' if data['files'] > 1 else ''}, {short(data['bytes'])}B"
         yield from (f"           {name}: {format}" for name, format in data.get("formats", {}).items())
     if tokenizer := facts.get("tokenizer"):
         origin = "to be trained on this text" if tokenizer["trained"] else "found"
