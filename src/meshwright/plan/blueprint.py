@@ -140,16 +140,6 @@ class Blueprint:
                 total += matrix.out * matrix.into * (self.top_k if matrix.experts else 1)
         return total
 
-    @cached_property
-    def head_layers(self) -> float:
-        """Arithmetic of the head, in layers."""
-        return self.embedding * self.num_layers / max(1, self.active_parameters - self.embedding)
-
-    @cached_property
-    def largest_layer(self) -> int:
-        """Parameters of the largest group that is gathered at once: a block, or embedding and head."""
-        return max([block.numel for block in self.kinds] + [self.embedding * (1 if self.tied else 2)])
-
     def attention_flops(self, sequence: int, *, causal: bool) -> float:
         """Forward operations of scores and values of one token in one layer."""
         span = min(sequence, self.window or sequence)

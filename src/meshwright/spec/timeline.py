@@ -65,18 +65,18 @@ class Timeline:
         """The share of all ranks' time that is spent waiting."""
         return sum(self.bubbles) / len(self.ranks)
 
-    def picture(self, *, unit: float = 1.0) -> str:
-        """Two lines per rank, a column per `unit` of time: the microbatch (0-9, a-z) above what is done with it.
+    def picture(self) -> str:
+        """Two lines per rank, a column per unit of time: the microbatch (0-9, a-z) above what is done with it.
 
         F, B, I and W are the rank's first stage's, small letters its later stages'; dots are the bubble.
         """
         lines = []
         for rank, spans in enumerate(self.ranks):
-            width = round(self.duration / unit)
+            width = round(self.duration)
             above, below = [" "] * width, ["."] * width
             first = self.schedule.stages_of(rank)[0]
             for action, start, end in ((span.action, span.start, span.end) for span in spans):
-                for column in range(round(start / unit), round(end / unit)):
+                for column in range(round(start), round(end)):
                     above[column] = DIGITS[action.microbatch % len(DIGITS)]
                     below[column] = action.kind if action.stage == first else action.kind.lower()
             lines += [f"rank {rank:<3}{''.join(above)}".rstrip(), f"        {''.join(below)}"]

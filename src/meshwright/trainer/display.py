@@ -8,6 +8,8 @@ from meshwright.trainer.metrics import StepRecord
 
 CLEAR = "\r\x1b[K"
 """Moves a terminal to the beginning of its line, and empties it."""
+BAR = 20
+"""Width of a run's progress, in characters."""
 TERMINAL_SECONDS, LOG_SECONDS = 0.2, 30.0
 """How often progress is renewed on a terminal, and told anew elsewhere."""
 
@@ -122,6 +124,5 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
-def _bar(step: int, steps: int, width: int = 20) -> str:
-    full = round(width * step / max(1, steps))
-    return "[" + "=" * full + " " * (width - full) + "] "
+def _bar(step: int, steps: int) -> str:
+    return f"[{'=' * round(BAR * step / steps):<{BAR}}] "
