@@ -29,8 +29,10 @@ nothing was fitted to.
 
 *median* and *mean* are absolute errors relative to what was measured; *skill* is 1 - mean error / mean error of the
 rule of thumb "one model FLOPs utilisation for all" (the median of the other sources); *rank* is Spearman's correlation
-among layouts of one job; *inside* is the share of measurements within the {nominal:.0%} interval; *one factor* is the
-median error after one factor per source, fitted on the source's other rows.
+among layouts of one job (a source's rows of one model, sequence, batch and number of devices, in at least three
+layouts; repetitions of a layout count once, by their median; averaged with the number of layouts as weight); *inside*
+is the share of measurements within the {nominal:.0%} interval; *one factor* is the median error after one factor per
+source, fitted on the source's other rows.
 """
 
 RULES = """\
@@ -122,7 +124,8 @@ def _lines(summary: dict[str, Any], judged: Sequence[Judged], refused: dict[str,
     yield (
         f"Of {memory['oom_rows']} rows that ran out of memory {memory['oom_recall']:.0%} were predicted to; of "
         f"{memory['oom_predicted']} that were predicted to, {memory['oom_precision']:.0%} did. Most of the others ran "
-        "close to the limit, at a batch that their authors had pushed there."
+        f"close to the limit, at a batch that their authors had pushed there; {_old_zero3(judged)} are ZeRO-3 on V100s "
+        "at up to 64 sequences a microbatch: what DeepSpeed kept in host memory is in no column."
     )
     yield from _left_out()
     yield from _fresh()
@@ -155,6 +158,14 @@ def _lines(summary: dict[str, Any], judged: Sequence[Judged], refused: dict[str,
     yield SOFTWARE
     if refused:
         yield f"Not predictable: {', '.join(refused)}."
+
+
+def _old_zero3(judged: Sequence[Judged]) -> int:
+    """Rows of the V100 cluster under ZeRO-3 that ran and are predicted not to fit."""
+    return sum(
+        row.run.job.zero == 3 and not row.fits and not row.run.out_of_memory and row.run.id.startswith("v1-")
+        for row in judged
+    )
 
 
 def _left_out() -> Iterator[str]:

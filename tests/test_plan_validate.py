@@ -146,7 +146,7 @@ def test_every_row_is_predicted_or_refused_with_its_reason(tmp_path: Path, capsy
     table = write(
         tmp_path / "runs.csv",
         row(),
-        row(id="a-2", recompute="full", tokens_per_s_per_gpu="2700"),
+        row(id="a-2", recompute="full", tokens_per_s_per_gpu="2700", gpu="XPU9", interconnect="8x200 Gbps"),
         row(id="a-3", recompute="none", tokens_per_s_per_gpu="", memory_gb_per_gpu="OOM"),
         row(id="a-4", **dict.fromkeys(("model_name", "params_b", "layers", "hidden"), "")),
         row(id="b-1", source="b row 7", gpu="H100-80GB-SXM", tokens_per_s_per_gpu="5800"),
@@ -167,8 +167,11 @@ def test_every_row_is_predicted_or_refused_with_its_reason(tmp_path: Path, capsy
     assert first["low"] < first["predicted"] < first["high"]
     assert first["measured"] == pytest.approx(64 * 8192 / (2973 * 64))
     assert len(found["rows"]) == 5
+    assert summary["unknown_devices"] == {"XPU9 as H100-SXM-80GB": 1}
     assert main(["plan", "validate", str(table)]) == 0
-    assert "5 rows" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "5 rows" in printed
+    assert "XPU9 as H100-SXM-80GB (1)" in printed
 
 
 def test_no_row_is_so_odd_that_it_ends_the_program() -> None:

@@ -227,6 +227,9 @@ def _validation(summary: dict[str, Any], judged: list[Judged]) -> Iterator[str]:
         f"out of memory: {memory['oom_rows']} rows ran out, {memory['oom_predicted']} were predicted to; "
         f"precision {_percent(memory['oom_precision'])}, recall {_percent(memory['oom_recall'])}"
     )
+    if summary["unknown_devices"]:
+        named = (f"{name} ({rows})" for name, rows in summary["unknown_devices"].items())
+        yield f"devices that nobody knows, each with its rows: {', '.join(named)}"
     regrets = [sweep["regret"] for sweep in regret(judged)]
     if regrets:
         mean = sum(regrets) / len(regrets)

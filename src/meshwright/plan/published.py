@@ -52,6 +52,8 @@ class PublishedRun:
     out_of_memory: bool
     completed: tuple[str, ...] = ()
     """Names of the inputs that a rule supplied."""
+    unknown_device: str = ""
+    """What the row calls its device, where the table has none of that name."""
 
 
 def read_published(path: Path) -> tuple[list[PublishedRun], dict[str, str]]:
@@ -94,6 +96,7 @@ def read_row(row: Row) -> PublishedRun:
         memory_kind=kind,
         out_of_memory=ran_out(memory),
         completed=tuple(dict.fromkeys(read.completed)),
+        unknown_device=read.text("gpu") if "gpu" in read.completed else "",
     )
 
 

@@ -38,6 +38,10 @@ EAGER = Stack(
     spread=0.2,
 )
 
+UNSEEN = 0.12
+"""Spread of a program that no fitted run used so (Megatron Core in bf16, older ones in bf16 or with flash attention):
+about as much as sources left out of the fit are off as a whole."""
+
 FUSED_YEAR = 2020
 """From when on Megatron writes chains of element-wise operators as one kernel."""
 
@@ -80,6 +84,7 @@ def software(read: Completion, precision: str) -> Stack:
         return replace(MEGATRON, gradient_bytes=2.0, reduce_bytes=2.0, overlap_tensor=True)
     return replace(
         MEGATRON,
+        spread=UNSEEN,
         overlap_tensor=bool(RECIPES.search(words)),
         reduce_bytes=2.0 if re.search(r"zero", sharding) and "megatron" not in words else 4.0,
     )
@@ -87,10 +92,13 @@ def software(read: Completion, precision: str) -> Stack:
 
 def _classic(words: str, year: int, precision: str) -> Stack:
     """Megatron and DeepSpeed as they were; DeepSpeed's bf16 optimizer accumulates in fp32, beside bf16 gradients."""
+    flash = bool(FLASH.search(words)) and not _no_flash(words)
+    usual = precision == "fp16" and not flash and year >= FUSED_YEAR
     stack = replace(
         LEGACY,
         fused=year >= FUSED_YEAR,
-        attention="flash" if FLASH.search(words) and not _no_flash(words) else "unfused",
+        attention="flash" if flash else "unfused",
+        spread=0.0 if usual else UNSEEN,
     )
     return stack if precision != "bf16" else replace(stack, gradient_bytes=6.0, state_bytes=12.0)
 

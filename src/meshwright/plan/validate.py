@@ -80,6 +80,9 @@ def report(judged: Sequence[Judged], refused: dict[str, str]) -> dict[str, Any]:
             for name, rows in by_source.items()
         },
         "completed_inputs": _count(name for row in judged for name in row.run.completed),
+        "unknown_devices": _count(
+            f"{row.run.unknown_device} as {row.run.cluster.device}" for row in judged if row.run.unknown_device
+        ),
     }
     rows = [_row(row) for row in judged]
     rows += [{"id": id, "refused": reason} for id, reason in refused.items()]
