@@ -1,6 +1,7 @@
 """Clusters by name, file and machine; devices found as people write them; collectives as measured."""
 
 import csv
+from dataclasses import replace
 from importlib import resources
 from math import exp, log
 from pathlib import Path
@@ -12,7 +13,7 @@ from meshwright.plan.comm import Group, Wires, axis_group, visited
 from meshwright.plan.constants import FITTED
 from meshwright.plan.hardware import device_cluster, find_device, hardware_table, local_cluster, resolve_cluster
 from meshwright.plan.machine import Machine
-from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.cluster import HOST_GB, ClusterSpec
 from meshwright.spec.recipe import dump_recipe
 
 GIB = 2**30 / 1e9
@@ -74,7 +75,9 @@ def test_local_is_this_machine() -> None:
     h200 = Machine(kind="cuda", name="NVIDIA H200", devices=2, memory_bytes=150 * 10**9)
     cluster = resolve_cluster("local", base_dir=Path(), machine=h200)
     assert (cluster.name, cluster.device, cluster.devices) == ("local", "H200-SXM-141GB", 2)
-    assert cluster.memory_gb == 150
+    assert (cluster.memory_gb, cluster.host_memory_gb) == (150, HOST_GB)
+    told = resolve_cluster("local", base_dir=Path(), machine=replace(h200, host_memory_bytes=64 * 10**9))
+    assert told.host_memory_gb == 64
     cpu = local_cluster(Machine(kind="cpu", name="cpu", devices=4, memory_bytes=8 * 10**9), ranks=2)
     assert (cpu.devices, cpu.memory_gb) == (2, 4.0)
 

@@ -233,7 +233,7 @@ def test_some_layers_recompute_where_that_suffices(recipe: Path) -> None:
     """The stages that hold most; and the recipe written trains with it."""
     run = load_recipe(recipe, ["model=llama-3-70b", "cluster=64xh100"])
     plan, facts = plan_recipe(run, base_dir=recipe.parent, limits=Limits(micro_batch=False))
-    assert "recompute=selective:" in facts["chosen"]["text"]
+    assert re.search(r"recompute=\w+:\d+", facts["chosen"]["text"])
     (recipe.parent / "plan.yaml").write_text(dump_recipe(planned_run(run, plan)))
     chosen = load_recipe(recipe.parent / "plan.yaml")
     assert facts["chosen"]["recompute"] == plain_recompute(chosen.training.recompute)
@@ -254,7 +254,16 @@ def test_a_layout_that_does_not_fit_gets_its_relief(recipe: Path, capsys: pytest
 
 def test_a_layout_that_fits_only_by_offloading_says_so(recipe: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["plan", str(recipe), "training.global_batch=8", "--cluster", "1xh100", "--top", "1"]) == 0
-    assert re.search(r"^\* .* offload=cpu ", capsys.readouterr().out, re.MULTILINE)
+    shown = capsys.readouterr().out
+    assert re.search(r"^\* .* offload=cpu ", shown, re.MULTILINE)
+    assert re.search(r"^memory .* GB; 128\.\d GB a device of the node's own$", shown, re.MULTILINE)
+
+
+def test_a_host_too_small_to_offload_to_is_the_reason(recipe: Path, capsys: pytest.CaptureFixture) -> None:
+    """A machine with a GeForce card has not the memory that a server has."""
+    assert main(["plan", str(recipe), "training.global_batch=8", "data.sequence_length=512", "--cluster", "rtx5090"])
+    shown = capsys.readouterr().out
+    assert re.search(r"one device \+ CPU offload +does not fit needs 128 GB of a node's own memory, 57.6 avail", shown)
 
 
 def test_nothing_fits_is_a_finding(recipe: Path, capsys: pytest.CaptureFixture) -> None:

@@ -177,7 +177,9 @@ def _chosen(facts: dict[str, Any], chosen: dict[str, Any]) -> Iterator[str]:
     shown = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts.items() if seconds >= 0.005 * total)
     yield f"time       {shown}"
     sizes = chosen["memory"].items()
-    yield "memory     " + ", ".join(f"{kind} {size / GB:.1f}" for kind, size in sizes if size >= 0.05 * GB) + " GB"
+    host = f"; {chosen['host_memory'] / GB:.1f} GB a device of the node's own" if chosen["host_memory"] else ""
+    kinds = ", ".join(f"{kind} {size / GB:.1f}" for kind, size in sizes if size >= 0.05 * GB)
+    yield f"memory     {kinds} GB{host}"
     run, cost = chosen["run_seconds"], chosen["run_cost"]
     price = f", {cost['value']:,.0f} ({cost['low']:,.0f}-{cost['high']:,.0f}) in your currency" if cost else ""
     yield f"run        {facts['steps']} steps: {_duration(run['value'])}{price}"

@@ -49,6 +49,9 @@ def recomputes(job: Job) -> str:
 def why_not(candidate: Candidate, chosen: Candidate | None) -> str:
     """Why a strategy's best layout is not the one chosen: the memory it lacks, or what it loses the time to."""
     memory = candidate.memory
+    if candidate.verdict == "does not fit" and memory.total <= candidate.capacity:
+        available = (1 - candidate.margin) * candidate.cluster.host_memory_gb
+        return f"needs {short(candidate.host_bytes / GB)} GB of a node's own memory, {short(available)} available"
     if candidate.verdict == "does not fit":
         kinds = {kind: size for kind, size in memory.kinds().items() if kind != "context"}
         kind = max(kinds, key=lambda name: kinds[name])

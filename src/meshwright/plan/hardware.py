@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 
 from meshwright.plan.machine import Machine, find_machine
-from meshwright.spec.cluster import ClusterSpec, Measured, parse_cluster_name
+from meshwright.spec.cluster import HOST_GB, ClusterSpec, Measured, parse_cluster_name
 from meshwright.spec.recipe import load_spec
 
 SIBLINGS = {
@@ -28,6 +28,8 @@ MODERN_NETWORK_GB_S = 50.0
 WORKSTATION = {"A10", "A10G", "A30", "A40", "A6000", "L4", "L20", "L40", "L40S", "T4"}
 WORKSTATION_NETWORK_GB_S = 3.1
 """25 Gb/s a node for these cards, and for all that are called RTX."""
+DESKTOP_HOST_GB = 64.0
+"""Host memory of a machine with GeForce cards where nobody says."""
 
 VARIANTS = {"V100": (16,), "RTX 3060": (8,), "RTX 3080": (12,), "RTX 4060 Ti": (8,), "RTX 5060 Ti": (8,)}
 """Gigabytes that a card is sold with besides those of its row."""
@@ -154,6 +156,7 @@ def device_cluster(
         achievable_tflops={precision: rate for precision, rate in best.items() if rate},
         link_gb_s=link,
         network_gb_s=network,
+        host_memory_gb=DESKTOP_HOST_GB if short.startswith("RTX") else HOST_GB,
         price_per_hour=next((price for name, price in PRICES.items() if row["name"].startswith(name)), None),
         source=row["source"],
     )
@@ -188,7 +191,10 @@ def local_cluster(machine: Machine, ranks: int | None = None) -> ClusterSpec:
     """This machine: its GPUs by their table row, or `ranks` processes (default: one a core) on its CPU cores."""
     if machine.kind == "cuda":
         spec = device_cluster(machine.name, machine.devices, per_node=machine.devices)
-        return spec.model_copy(update={"name": "local", "memory_gb": machine.memory_bytes / 1e9})
+        found = {"name": "local", "memory_gb": machine.memory_bytes / 1e9}
+        if machine.host_memory_bytes:
+            found["host_memory_gb"] = machine.host_memory_bytes / 1e9
+        return spec.model_copy(update=found)
     ranks = ranks or machine.devices
     cores = max(1, machine.devices // ranks)
     return ClusterSpec(

@@ -19,6 +19,8 @@ class Machine:
     """Number of GPUs, or of CPU cores."""
     memory_bytes: int
     """Memory of one GPU, or of the whole machine."""
+    host_memory_bytes: int = 0
+    """Memory beside GPUs; 0 where that is not known."""
 
     def memory_per_rank(self, local_ranks: int) -> int:
         """Bytes that each of `local_ranks` processes on this machine can count on."""
@@ -31,7 +33,8 @@ def find_machine(device: str = "auto") -> Machine:
     gpus = [] if device == "cpu" else _gpus()
     if gpus:
         name, memory_bytes = gpus[0]
-        return Machine(kind="cuda", name=name, devices=len(gpus), memory_bytes=memory_bytes)
+        host = _host_memory_bytes()
+        return Machine(kind="cuda", name=name, devices=len(gpus), memory_bytes=memory_bytes, host_memory_bytes=host)
     if device == "cuda":
         raise ValueError(
             "device: cuda, but this machine shows no NVIDIA GPU (nvidia-smi -L lists none); use device=cpu"

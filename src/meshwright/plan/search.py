@@ -68,7 +68,12 @@ class Candidate:
     @property
     def verdict(self) -> Verdict:
         """fits with the margin left free; tight where an allocator under pressure may still make it."""
-        return verdict(self.memory, self.capacity, self.margin)
+        return verdict(self.memory, self.cluster, self.margin)
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes that offloading takes of a node's own memory."""
+        return self.memory.host * self.cluster.per_node
 
     @property
     def seconds(self) -> Interval:
@@ -97,8 +102,11 @@ class Candidate:
         return strategy_name(self.job)
 
 
-def verdict(memory: MemoryUse, capacity: float, margin: float) -> Verdict:
-    """Whether a rank's need fits a device of so many bytes, of which a share is to stay free."""
+def verdict(memory: MemoryUse, cluster: ClusterSpec, margin: float) -> Verdict:
+    """Whether a rank's need fits a device, of which a share is to stay free, and that of a node's ranks their host."""
+    capacity = cluster.memory_gb * 1e9
+    if memory.host * cluster.per_node > (1 - margin) * cluster.host_memory_gb * 1e9:
+        return "does not fit"
     if memory.total <= (1 - margin) * capacity:
         return "fits"
     return "tight" if memory.least <= capacity else "does not fit"
@@ -189,7 +197,7 @@ def search(
             job, memory = found
         else:
             memory = predict_memory(job)
-        if verdict(memory, cluster.memory_gb * 1e9, limits.margin) == "does not fit":
+        if verdict(memory, cluster, limits.margin) == "does not fit":
             if name not in smallest or memory.total < smallest[name][0]:
                 smallest[name] = (memory.total, job)
             continue
@@ -244,13 +252,13 @@ def _frugal(
     is beaten even without, or where it does not fit and is not `wanted` then."""
     capacity = cluster.memory_gb * 1e9
     memory = predict_memory(plain, enough=capacity)
-    if verdict(memory, capacity, limits.margin) == "fits":
+    if verdict(memory, cluster, limits.margin) == "fits":
         return plain, memory
     if memory.states > capacity and not wanted:  # which no recomputation mends
         return None
     everything = replace(plain, recompute="full")
     memory = predict_memory(everything, enough=inf if wanted else capacity)
-    best = verdict(memory, capacity, limits.margin)
+    best = verdict(memory, cluster, limits.margin)
     if best == "does not fit":
         return everything, memory
     if beaten(plain):
@@ -258,7 +266,7 @@ def _frugal(
     worst = VERDICTS.index(best)
     found = least_recompute(
         StepModel(plain, cluster, cache=cache),
-        lambda use: VERDICTS.index(verdict(use, capacity, limits.margin)) <= worst,
+        lambda use: VERDICTS.index(verdict(use, cluster, limits.margin)) <= worst,
         lambda part: beaten(replace(plain, recompute=part)),
     )
     if found is None:

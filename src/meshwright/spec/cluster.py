@@ -7,6 +7,9 @@ from pydantic import Field
 
 from meshwright.spec.base import Spec
 
+HOST_GB = 1024.0
+"""Host memory of a node of servers where nobody says, 10**9 bytes."""
+
 Precision = Literal["fp64", "fp32", "fp16", "bf16", "fp8", "fp4"]
 
 
@@ -63,7 +66,7 @@ class ClusterSpec(Spec):
     """Fast link, one way and per device, 10**9 bytes per second."""
     network_gb_s: float = Field(gt=0)
     """Network between nodes, one way and per device, 10**9 bytes per second."""
-    host_memory_gb: float = Field(default=1024.0, gt=0)
+    host_memory_gb: float = Field(default=HOST_GB, gt=0)
     """Host memory of a node, 10**9 bytes, for offloading."""
     price_per_hour: float | None = Field(default=None, ge=0)
     """Price of one device for an hour, in the currency you think in."""
