@@ -164,6 +164,31 @@ BAD_VALUES = {
         "run.yaml:2: training.precision: 'bfloat16' is not allowed: must be 'fp32', 'bf16', 'fp16' or 'fp64'; did you "
         "mean 'bf16'?",
     ),
+    "a choice for the whole section": (
+        "training: {lr_schedule: Cosine}",
+        "run.yaml:2: training.lr_schedule: 'Cosine' is not allowed: must be a section (lines of 'key: value'); did you "
+        "mean training.lr_schedule.name=cosine?",
+    ),
+    "no method": (
+        "finetune: {rank: 8}",
+        "run.yaml:2: finetune: method is required, but not given; there are full, lora, qlora, ia3",
+    ),
+    "an unknown method": (
+        "finetune: {method: qlorra}",
+        "run.yaml:2: finetune: method: 'qlorra' is not allowed; there are full, lora, qlora, ia3; did you mean 'ql",
+    ),
+    "a word for null": (
+        "training: {clip: off}",
+        "run.yaml:2: training.clip: 'off' is not allowed: must be a number; write null",
+    ),
+    "a list of one": (
+        "trackers: wandb",
+        "run.yaml:2: trackers: 'wandb' is not allowed: must be a list, such as [a, b]; write [wandb]",
+    ),
+    "an impossible beta": (
+        "training: {optimizer: {betas: [0.9, 1.5]}}",
+        "run.yaml:2: training.optimizer.betas.1: 1.5 is not allowed: must be less than 1",
+    ),
     "unknown and nothing near": (
         "checkpoint: {interval: 1}",
         "run.yaml:2: checkpoint.interval: unknown key; there are every, asynchronous, keep_last, keep_every, keep_best",
@@ -255,7 +280,7 @@ BAD_VALUES = {
     ),
     "longer than the run": (
         "seed_of_nothing: 1\ntraining: {steps: 10, lr_schedule: {warmup: 11}}",
-        "run.yaml:3: training: lr_schedule.warmup=11 is longer than steps=10; left out, it is a tenth of them",
+        "run.yaml:3: training: lr_schedule.warmup=11 is longer than steps=10; with warmup=auto it is",
     ),
     "a degree that does not divide": (
         "layout: {ep: 2}",
@@ -284,6 +309,7 @@ def test_a_wrong_value_is_refused_with_its_line_and_what_would_work(text, messag
         ("layout: {pp: 2, schedule: Interleaved_1F1B}", "interleaved-1f1b"),
         ("layout: {pp: 2, schedule: 1F1B}", "1f1b"),
         ("layout: fsdp", "layout.dp_shard"),
+        ("training: {precision: bf16-mixed}", "bf16"),
     ],
 )
 def test_what_others_call_it_is_understood(text, hint):

@@ -3,6 +3,7 @@
 import difflib
 import json
 from collections.abc import Container, Iterable, Iterator
+from types import NoneType
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -11,6 +12,9 @@ from pydantic_core import ErrorDetails
 from meshwright.spec.base import Spec
 from meshwright.spec.document import KeyPath, dotted
 from meshwright.spec.synonyms import SYNONYMS, plain
+
+LIKENESS = 0.75
+"""Of words of a setting to be taken for one another: gpu is not cpu."""
 
 
 def explain(error: ValidationError, spec: type[Spec], value: Any) -> list[tuple[KeyPath, str]]:
@@ -39,10 +43,14 @@ def did_you_mean(word: str, known: Iterable[str], *, likeness: float = 0.6) -> s
 
     `likeness` is difflib's ratio, from 0 (anything) to 1 (the same word).
     """
+    near = _nearest(word, known, likeness)
+    return f"; did you mean '{near}'?" if near else ""
+
+
+def _nearest(word: str, known: Iterable[str], likeness: float) -> str | None:
     spelled = {plain(one): one for one in known}
     same = spelled.get(SYNONYMS.get(plain(word), plain(word)))
-    near = [same] if same else difflib.get_close_matches(word, spelled.values(), n=1, cutoff=likeness)
-    return f"; did you mean '{near[0]}'?" if near else ""
+    return same or next(iter(difflib.get_close_matches(word, spelled.values(), n=1, cutoff=likeness)), None)
 
 
 def setting_called(word: str, spec: type[Spec]) -> str | None:
@@ -79,14 +87,46 @@ def _sentence(path: KeyPath, group: list[ErrorDetails], spec: type[Spec]) -> str
         return "required, but not given" if path[-1] == first["loc"][-1] else f"{_shown(value)} has too few values"
     if kind == "value_error":
         return str(first.get("ctx", {})["error"])
+    if kind.startswith("union_tag"):
+        return _wrong_kind(path, first, spec)
     requirement = " or ".join(_requirement(details) for details in group)
-    hint = _hint(value, [details["type"] for details in group])
-    if isinstance(value, str):
+    kinds = [details["type"] for details in group]
+    hint = _hint(value, kinds)
+    if isinstance(value, str) and not hint:
         choices = [choice for details in group for choice in _choices(details)]
-        hint = hint or did_you_mean(value, choices, likeness=0.75)  # gpu is not cpu
-        if not hint and "model_type" in {details["type"] for details in group}:
-            hint = _elsewhere(value, spec)  # layout: fsdp
+        hint = did_you_mean(value, choices, likeness=LIKENESS)
+        if "model_type" in kinds or "model_attributes_type" in kinds:
+            hint = _as_section(value, path, spec) or _elsewhere(value, spec)
+        elif value.lower() in ("none", "off", "no", "never") and _may_be_null(path, spec):
+            hint = "; write null"
     return f"{_shown(value)} is not allowed: must be {requirement}{hint}"
+
+
+def _wrong_kind(path: KeyPath, details: ErrorDetails, spec: type[Spec]) -> str:
+    """Of a section that is one of several kinds: the word that says which is missing, or is none of them."""
+    limits = details.get("ctx", {})
+    field, said = str(limits["discriminator"]).strip("'"), limits.get("tag")
+    kinds = [kind for section in _sections_at(spec, path) for kind in get_args(section.model_fields[field].annotation)]
+    known = ", ".join(dict.fromkeys(kinds))
+    if said is None:
+        return f"{field} is required, but not given; there are {known}"
+    return f"{field}: '{said}' is not allowed; there are {known}{did_you_mean(said, kinds, likeness=LIKENESS)}"
+
+
+def _as_section(word: str, path: KeyPath, spec: type[Spec]) -> str:
+    """The setting of the section at `path` that `word` is a choice of, where it stands for the whole section."""
+    for section in _sections_at(spec, path):
+        for name, field in section.model_fields.items():
+            choice = _nearest(word, [one for one in get_args(field.annotation) if isinstance(one, str)], LIKENESS)
+            if choice:
+                return f"; did you mean {dotted((*path, name))}={choice}?"
+    return ""
+
+
+def _may_be_null(path: KeyPath, spec: type[Spec]) -> bool:
+    *section, name = path
+    sections = _sections_at(spec, tuple(section))
+    return any(NoneType in get_args(one.model_fields[name].annotation) for one in sections if name in one.model_fields)
 
 
 def _requirement(details: ErrorDetails) -> str:
@@ -131,6 +171,8 @@ def _hint(value: Any, kinds: list[str]) -> str:
         return f"; write {int(value)}"
     if isinstance(value, str) and {"int_type", "float_type"} & set(kinds) and _is_number(value):
         return "; take the quotes away"
+    if isinstance(value, str) and kinds == ["tuple_type"]:
+        return f"; write [{value}]"
     if isinstance(value, (int, float)) and kinds == ["string_type"]:
         return "; put it in quotes"
     return ""

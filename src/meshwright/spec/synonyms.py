@@ -54,6 +54,8 @@ SYNONYMS = {
     "float16": "fp16",
     "half": "fp16",
     "bfloat16": "bf16",
+    "bf16_mixed": "bf16",
+    "fp16_mixed": "fp16",
     "float64": "fp64",
     "double": "fp64",
     # model

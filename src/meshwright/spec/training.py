@@ -20,7 +20,7 @@ class OptimizerSpec(Spec):
     al., 2024): hidden matrices by orthogonalised momentum, everything else, experts too, by AdamW."""
     lr: float = Field(default=3e-4, gt=0)
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     eps: float = Field(default=1e-8, gt=0)
     """AdamW's epsilon."""
@@ -132,6 +132,6 @@ class TrainingSpec(Spec):
         warmup = self.lr_schedule.warmup_steps(self.steps)
         if warmup > self.steps:
             raise ValueError(
-                f"lr_schedule.warmup={warmup} is longer than steps={self.steps}; left out, it is a tenth of them"
+                f"lr_schedule.warmup={warmup} is longer than steps={self.steps}; with warmup=auto it is a tenth of them"
             )
         return self
