@@ -31,7 +31,7 @@ from meshwright.spec.cluster import ClusterSpec, CollectiveCost, Measured
 from meshwright.spec.data import DataSpec
 from meshwright.spec.model import ModelFields
 from meshwright.spec.recipe import dump_recipe, load_recipe
-from meshwright.spec.recompute import Recompute, RecomputeSpec, of_counts, plain_recompute, stage_counts
+from meshwright.spec.recompute import Recompute, RecomputeSpec, of_counts, plain_recompute
 from meshwright.spec.run import Run
 from meshwright.trainer.planning import explain_field, plan_recipe, planned_run
 from meshwright.trainer.resolve import resolve_run
@@ -230,7 +230,7 @@ def test_a_plan_for_machines_and_a_recipe_that_trains(recipe: Path, capsys: pyte
 
 
 def test_some_layers_recompute_where_that_suffices(recipe: Path) -> None:
-    """The stages that hold most; and the recipe written trains with it."""
+    """And the recipe written trains with it."""
     run = load_recipe(recipe, ["model=llama-3-70b", "cluster=64xh100"])
     plan, facts = plan_recipe(run, base_dir=recipe.parent, limits=Limits(micro_batch=False))
     assert re.search(r"recompute=\w+:\d+", facts["chosen"]["text"])
@@ -239,9 +239,8 @@ def test_some_layers_recompute_where_that_suffices(recipe: Path) -> None:
     assert facts["chosen"]["recompute"] == plain_recompute(chosen.training.recompute)
     machine = Machine("cuda", "H100", 8, round(plan.cluster.memory_gb * 1e9))
     resolved = resolve_run(chosen, base_dir=recipe.parent, machine=machine)
-    counts = stage_counts(chosen.training.recompute, resolved.stages)
-    assert counts[0] > counts[1] == (0, 0)
     assert len(resolved.recompute) == 80
+    assert len(set(resolved.recompute)) > 1
 
 
 def test_a_layout_that_does_not_fit_gets_its_relief(recipe: Path, capsys: pytest.CaptureFixture) -> None:
