@@ -134,6 +134,16 @@ def test_flops_are_turned_into_time_by_the_sources_own_convention() -> None:
     assert hardware.seconds == pytest.approx(8192 * 8 * model.job.model.num_parameters / 150e12)
 
 
+def test_units_are_read_with_their_numbers() -> None:
+    assert read_row(row(step_time_s="950 ms")).seconds == pytest.approx(0.95)
+    assert read_row(row(step_time_s="1.2 s")).seconds == pytest.approx(1.2)
+    for batch in ("512K tokens", "524288", "64"):
+        assert read_row(row(global_batch=batch)).job.global_batch == 64
+    assert read_row(row(memory_gb_per_gpu="40960 MiB")).memory_gb == pytest.approx(42.95, abs=0.01)
+    assert read_row(row(memory_gb_per_gpu="40 GiB")).memory_gb == pytest.approx(42.95, abs=0.01)
+    assert read_row(row(memory_gb_per_gpu="61000 MB")).memory_gb == pytest.approx(61)
+
+
 def test_memory_is_compared_by_what_was_counted() -> None:
     assert read_row(row(memory_gb_per_gpu="40", notes="Mem = nvidia-smi max, GB")).memory_kind == "device"
     allocated = read_row(row(memory_gb_per_gpu="40", notes="max_memory_allocated, here GiB"))

@@ -16,6 +16,7 @@ from meshwright.plan.memory import predict_memory
 from meshwright.plan.published_models import Completion, Row, published_model
 from meshwright.plan.published_software import FSDP, LEGACY, MEGATRON, software
 from meshwright.plan.published_words import (
+    gigabytes,
     link_rate,
     node_rate,
     number_of,
@@ -29,6 +30,9 @@ from meshwright.spec.cluster import ClusterSpec
 
 ADAPTERS = 0.01
 """Parameters of adapters of the usual ranks, relative to the model's."""
+
+MANY_SEQUENCES = 2**19
+"""A batch of as many is one of tokens."""
 
 OTHER_LINK = 0.4
 """A stated rate inside the node is another link than the device's own, if it is less than this part of its rate; else
@@ -81,11 +85,11 @@ def read_row(row: Row) -> PublishedRun:
     job = _layout(read, model, precision, stack)
     cluster = _cluster(read, job.world)
     job = _fitting(read, job, cluster)
-    gib = 2**30 / 1e9 if "GiB" in notes + memory else 1.0
+    gib = 2**30 / 1e9 if "GiB" in notes + memory or "MiB" in memory else 1.0
     kind = "states" if "ANALYTIC" in notes else "allocated" if "llocated" in notes else "device"
     if kind == "states":  # the ZeRO paper's 16 bytes per parameter, no gradient in fp32
         job = replace(job, stack=replace(stack, state_bytes=12.0))
-    measured = None if ran_out(memory) else number_of(memory)
+    measured = None if ran_out(memory) else gigabytes(memory)
     return PublishedRun(
         id=row["id"],
         source=row["source"] or "",
@@ -122,7 +126,7 @@ def _layout(read: Completion, model: Blueprint, precision: str, stack: Stack) ->
     return Job(
         model=model,
         sequence=sequence,
-        global_batch=read.given("global_batch", micro * dp),
+        global_batch=_sequences(read, sequence) or read.rule("global_batch", micro * dp),
         micro_batch=micro,
         pp=pp,
         dp_replicate=dp // shard,
@@ -144,6 +148,14 @@ def _layout(read: Completion, model: Blueprint, precision: str, stack: Stack) ->
     )
 
 
+def _sequences(read: Completion, sequence: int) -> int | None:
+    """Sequences of a batch; one that counts tokens, by its words or its size, is divided by those of a sequence."""
+    count = read.count("global_batch")
+    if count is None or not ("tok" in read.text("global_batch").lower() or count >= MANY_SEQUENCES):
+        return count
+    return max(1, round(count / sequence))
+
+
 def _offloads(read: Completion) -> bool:
     """Whether the optimizer's state lies on the host: by its own column, else by the words about the run."""
     column = read.text("offload").lower()
@@ -162,7 +174,7 @@ def _degrees(read: Completion, model: Blueprint) -> tuple[int, int, int, int]:
         axis for axis, was, now in zip(("tp", "pp", "cp"), wanted, (tp, pp, cp), strict=True) if was != now
     ]
     dp = max(1, gpus // (tp * pp * cp))
-    batch = read.count("global_batch") or 0
+    batch = _sequences(read, read.count("seq_len") or 2048) or 0
     if batch and dp > batch and dp % batch == 0:  # more data-parallel ranks than sequences share them
         read.completed.append("cp")
         cp, dp = cp * dp // batch, batch
@@ -236,7 +248,7 @@ def _seconds(read: Completion, job: Job, cluster: ClusterSpec) -> float | None:
     gpus = read.count("gpus") or job.world
     tokens = job.global_batch * job.sequence
     if stated:
-        return stated
+        return stated / 1e3 if re.search(r"\d ?ms\b", read.text("step_time_s")) else stated
     if rate:
         return tokens / (rate * gpus)
     notes, flops = read.text("notes"), read.number("tflops_per_gpu")

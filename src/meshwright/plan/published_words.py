@@ -41,6 +41,14 @@ def number_of(text: str) -> float | None:
     return value if isfinite(value) and value > 0 else None
 
 
+def gigabytes(text: str) -> float | None:
+    """A device's memory in GB, or GiB: no device has thousands of them, so those are MB, or MiB."""
+    value = number_of(text)
+    if value is None or value < 2000:
+        return value
+    return value / (1024 if re.search(r"mib", text, re.IGNORECASE) else 1000)
+
+
 def says_yes(text: str) -> bool | None:
     """Whether a cell says yes; None where it says neither yes nor no, or nothing."""
     word = text.strip().lower()
