@@ -15,7 +15,6 @@ PROMPTS = [[5, 6, 7, 8, 9], [3], [11, 4, 11]]
 NEW = 7
 CASES = {
     "ddp": "gpt2",
-    "zero-2": "qwen3",
     "zero-3-uneven": "llama",
     "hybrid-3": "mixtral",
     "offload": "llama",
@@ -29,7 +28,6 @@ CASES = {
     "pp-zero-3": "deepseek_v3",
     "zero-3-ep": "qwen3_moe",
     "tp-ep": "mixtral",
-    "cp-ep": "mixtral",
 }
 """Layouts, each with a family that it has to serve."""
 PIPEDREAM = LayoutSpec(pp=2, schedule="pipedream-2bw")
