@@ -166,3 +166,22 @@ def test_evaluation_of_a_part_is_evenly_spaced():
     assert seen(num_samples=3) == [0, 3, 6]
     assert seen(num_samples=99) == list(range(10))
     assert seen(num_samples=0) == []
+
+
+@pytest.mark.parametrize("padding", ["cut", "left_out"])
+def test_evaluation_without_padding_asks_for_the_same_labels(padding):
+    columns = np.arange(64)
+    samples = [Sample(columns, np.where(columns < n, columns + 100 * n, NO_LABEL)) for n in (9, 50, 1, 30, 17)]
+    samples = type("Rows", (list,), {"sequence_length": 64})(samples)
+
+    def read(padding):
+        return [
+            b for r in (0, 1) for b in evaluation_batches(samples, micro_batch=2, rank=r, world_size=2, padding=padding)
+        ]
+
+    whole, less = read("kept"), read(padding)
+    for before, after in zip(whole, less, strict=True):
+        assert after.inputs.size < before.inputs.size
+        kept = after.labels != NO_LABEL
+        np.testing.assert_array_equal(after.labels[kept], before.labels[before.labels != NO_LABEL])
+        np.testing.assert_array_equal(after.inputs[kept], before.inputs[before.labels != NO_LABEL])

@@ -94,7 +94,7 @@ class Loader:
             rank=rank,
             world_size=resolved.run.layout.data_parallel,
             places=places,
-            padding=_padding_of(resolved),
+            padding=padding_of(resolved),
         )
 
     def microbatches(self, step: int) -> list[Microbatch]:
@@ -128,14 +128,10 @@ class Loader:
         samples = [self._mixture.sample(position, self._seed) for position in self.positions(step)]
         starts = range(0, self._per_rank, self._micro_batch)
         found = [_stack(samples[i : i + self._micro_batch], self._places) for i in starts]
-        if self._padding == "kept":
-            return found
-        return [
-            _cut(batch) if self._padding == "cut" or batch.references is not None else _joined(batch) for batch in found
-        ]
+        return [_repadded(batch, self._padding) for batch in found]
 
 
-def _padding_of(resolved: ResolvedRun) -> Padding:
+def padding_of(resolved: ResolvedRun) -> Padding:
     """Kept, unless rows are padded, and nothing asks for equal shapes or has losses of its own for tokens without
     label. Left out where attention to documents costs no more than to rows: in fp32 on a GPU it does, and some of
     transformers' models have none."""
@@ -144,6 +140,12 @@ def _padding_of(resolved: ResolvedRun) -> Padding:
     if run.data.packing != "padded" or not whole:
         return "kept"
     return "left_out" if run.training.precision in ("bf16", "fp16") and model.foreign is None else "cut"
+
+
+def _repadded(batch: Microbatch, padding: Padding) -> Microbatch:
+    if padding == "kept":
+        return batch
+    return _cut(batch) if padding == "cut" or batch.references is not None else _joined(batch)
 
 
 def _cut(microbatch: Microbatch) -> Microbatch:
@@ -176,8 +178,10 @@ def evaluation_batches(
     world_size: int = 1,
     num_samples: int | None = None,
     places: np.ndarray | None = None,
+    padding: Padding = "kept",
 ) -> Iterator[Microbatch]:
-    """Every sample once over all ranks, in order; or `num_samples` of them, evenly spaced. `places` as in `Loader`.
+    """Every sample once over all ranks, in order; or `num_samples` of them, evenly spaced. `places` and `padding` as in
+    `Loader`.
 
     Every rank gets the same number of microbatches, so that all make the same collective calls: what is
     missing at the end are blank samples, without labels. Sums over labels and ranks are the same for every
@@ -186,13 +190,11 @@ def evaluation_batches(
     count = len(samples) if num_samples is None else min(len(samples), num_samples)
     for start in range(0, count, micro_batch * world_size):
         first = start + rank * micro_batch
-        yield _stack(
-            [
-                samples[i * len(samples) // count] if i < count else blank_sample(samples.sequence_length)
-                for i in range(first, first + micro_batch)
-            ],
-            places,
-        )
+        rows = [
+            samples[i * len(samples) // count] if i < count else blank_sample(samples.sequence_length)
+            for i in range(first, first + micro_batch)
+        ]
+        yield _repadded(_stack(rows, places), padding)
 
 
 def _stack(samples: Sequence[Sample], places: np.ndarray | None) -> Microbatch:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from meshwright.data.loader import Loader, Microbatch, evaluation_batches
+from meshwright.data.loader import Loader, Microbatch, evaluation_batches, padding_of
 from meshwright.data.mixture import held_out_samples, mean_context, training_samples
 from meshwright.data.packing import Samples
 from meshwright.data.prepare import Corpus
@@ -165,6 +165,7 @@ def _evaluate(trainer: Trainer, samples: Samples, num_samples: int, stop: StopRe
         world_size=trainer.resolved.run.layout.data_parallel,
         places=trainer.places,
         num_samples=num_samples,
+        padding=padding_of(trainer.resolved),
     )
     signal = 0
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from meshwright.data.loader import evaluation_batches
+from meshwright.data.loader import evaluation_batches, padding_of
 from meshwright.data.packing import PairSamples, build_samples
 from meshwright.data.prepare import Corpus
 from meshwright.data.token_file import TokenFile
@@ -75,7 +75,12 @@ def _margins(trainer: Trainer, file: TokenFile) -> np.ndarray:
     assert preference is not None
     micro_batch, ranks = resolved.micro_batch, resolved.run.layout.data_parallel
     batches = evaluation_batches(
-        samples, micro_batch=micro_batch, rank=trainer.data_rank, world_size=ranks, places=trainer.places
+        samples,
+        micro_batch=micro_batch,
+        rank=trainer.data_rank,
+        world_size=ranks,
+        places=trainer.places,
+        padding=padding_of(resolved),
     )
     preference.seen = []
     passes.losses(to_device(batch, trainer.device) for batch in batches)

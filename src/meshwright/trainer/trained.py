@@ -139,6 +139,7 @@ def evaluate_texts(
         samples,
         micro_batch=micro_batch,
         num_samples=num_samples,
+        padding="cut",
     )
     return evaluate(WholeModel(trained.model), batches, trained.device)
 
