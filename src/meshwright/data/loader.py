@@ -77,7 +77,8 @@ class Loader:
         self._seed = seed
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._per_rank = global_batch // world_size
-        self._rank, self._places, self._padding = rank, places, padding
+        self._rank, self._places = rank, places
+        self._padding: Padding = padding
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="meshwright-loader")
         self._ahead: tuple[int, Future[list[Microbatch]]] | None = None
 
