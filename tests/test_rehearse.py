@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.cli.main import main
+from meshwright.cli.rehearse import size_text
 from meshwright.models.moe import Router
 from meshwright.parallel.traffic import Traffic
 from meshwright.rehearse import rank as rehearse_module
@@ -166,5 +167,8 @@ def test_the_verb(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["layout"]["dp_replicate"] == 8
     assert [report["rank"] for report in found["ranks"]] == [0]
+    assert [size_text(size) for size in (24, 3000, 54 * 2**20, GIB // 2, 13 * GIB)] == [
+        "24 B", "2.9 KiB", "54.0 MiB", "0.500 GiB", "13.0 GiB"
+    ]  # fmt: skip
     assert main([*words[:-1], "--ranks", "16"]) == 2
     assert "none of the ranks 0 to 15" in capsys.readouterr().err

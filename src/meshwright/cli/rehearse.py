@@ -12,7 +12,7 @@ from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.display import short
 from meshwright.trainer.resolve import resolve_run
 
-GIB = 2**30
+UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 ORDER = ("weights", "gathered weights", "gradients", "optimizer", "activations")
 """Kinds of memory in the order in which they are printed."""
 
@@ -82,23 +82,27 @@ def _lines(resolved: ResolvedRun, reports: list[dict[str, Any]]) -> list[str]:
             "",
             f"rank {report['rank']} ({place}), rehearsed in {report['seconds']:.0f} s",
             f"  holds      {short(report['parameters'])} parameters; "
-            f"between steps {_gib(sum(report['at_rest'].values()))}: {_parts(report['at_rest'])}",
-            f"  peak       {_gib(report['peak'])} in the {report['peak_phase']}: {_parts(report['peak_by_kind'])}",
+            f"between steps {size_text(sum(report['at_rest'].values()))}: {_parts(report['at_rest'])}",
+            f"  peak       {size_text(report['peak'])} in the {report['peak_phase']}: {_parts(report['peak_by_kind'])}",
             f"  computes   {report['flops'] / 1e12:.2f} TFLOP a step",
-            f"  checkpoint {report['checkpoint']['pieces']} pieces, {_gib(report['checkpoint']['bytes'])}, "
+            f"  checkpoint {report['checkpoint']['pieces']} pieces, {size_text(report['checkpoint']['bytes'])}, "
             "copies that other ranks hold too included",
         ]
         lines += [
             f"  {'sends' if index == 0 else '':10} {entry['kind']:14} over {entry['axis']:16} "
-            f"{entry['calls']:6} x, {_gib(entry['bytes'])}"
+            f"{entry['calls']:6} x, {size_text(entry['bytes'])}"
             for index, entry in enumerate(report["traffic"])
         ]
     return lines
 
 
 def _parts(by_kind: dict[str, int]) -> str:
-    return ", ".join(f"{kind} {_gib(by_kind[kind])}" for kind in ORDER if by_kind.get(kind))
+    return ", ".join(f"{kind} {size_text(by_kind[kind])}" for kind in ORDER if by_kind.get(kind))
 
 
-def _gib(size: int) -> str:
-    return f"{size / GIB:.3f} GiB" if size < 10 * GIB else f"{size / GIB:.1f} GiB"
+def size_text(size: int) -> str:
+    """`12.6 GiB`, `0.432 GiB`, `51.2 MiB`, `3.4 KiB`, `24 B`: in the unit in which digits show."""
+    if size < 100:
+        return f"{size} B"
+    unit, number = next((unit, size / one) for unit, one in UNITS.items() if size >= one / 10)
+    return f"{number:.3f} {unit}" if unit == "GiB" and number < 10 else f"{number:.1f} {unit}"
