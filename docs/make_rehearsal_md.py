@@ -187,8 +187,7 @@ add, of the pipeline stage that is furthest off; and what the first rank sends i
 {cells} cells, {ranks} ranks: memory is {worst:.1%} off at worst, {median:.2%} in the median; what is not predicted are
 tokens, masks, tables of angles and some messages under way. {exact} of {predicted} sums of traffic agree to the byte,
 but for what is not compared, the bytes behind +: a few sums of 4 to 24 bytes, of token counts, the loss and the
-gradient's norm, and 8 bytes for every expert's load. No traffic is predicted where ZeRO meets several stages of a rank,
-nor for fine-tuning under tensor parallelism.
+gradient's norm, and 8 bytes for every expert's load.
 
 | model | strategy | layout | recompute | rehearsed, MB | planned, MB | off | sent, MB | planned |
 |---|---|---|---|---|---|---|---|---|

@@ -57,9 +57,26 @@ def test_what_is_counted_is_what_was_predicted(ranks: RankPool, name: str) -> No
     assert counted == predicted, options
 
 
-@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zbv"])
-def test_ranks_with_several_stages(ranks: RankPool, schedule: str) -> None:
-    run = tiny_run(LayoutSpec(pp=2, dp_replicate=2, schedule=schedule), accumulation=6, num_layers=5, tied=True)
+@pytest.mark.parametrize(
+    ("schedule", "sharding", "tied"),
+    [
+        ("interleaved-1f1b", {"dp_replicate": 2}, True),
+        ("interleaved-1f1b", {"dp_shard": 2, "zero": 1}, False),
+        ("interleaved-1f1b", {"dp_shard": 2, "zero": 2}, True),
+        ("interleaved-1f1b", {"dp_shard": 2}, False),
+        ("zbv", {"dp_replicate": 2}, True),
+        ("zbv", {"dp_shard": 2, "zero": 1}, True),
+        ("zbv", {"dp_shard": 2, "zero": 2}, False),
+        ("zbv", {"dp_shard": 2}, True),
+        ("dualpipev", {"dp_shard": 2, "zero": 2}, False),
+        ("looped-bfs", {"dp_shard": 2}, False),
+        ("interleaved-zero-bubble", {"dp_shard": 2}, True),
+    ],
+)
+def test_ranks_with_several_stages(ranks: RankPool, schedule: str, sharding: dict[str, int], tied: bool) -> None:
+    """Embedding and head are gathered for the stages that need them alone."""
+    layout = LayoutSpec.model_validate({"pp": 2, "schedule": schedule} | sharding)
+    run = tiny_run(layout, accumulation=6, num_layers=5, tied=tied, recompute={"full": 1})
     counted, predicted = ranks.run(4, counted_and_predicted, run)[0]
     assert counted == predicted
 
@@ -82,9 +99,33 @@ def test_experts(ranks: RankPool, name: str) -> None:
     assert counted == predicted, options
 
 
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ({"tp": 2}, {"recompute": {"full": 1}, "finetune": {"method": "lora", "rank": 4}}),
+        (
+            {"tp": 4},
+            {"recompute": "selective", "finetune": {"method": "lora", "rank": 4, "targets": ["w2"], "dora": True}},
+        ),
+        ({"tp": 2, "dp_shard": 2}, {"recompute": "full", "finetune": {"method": "ia3"}}),
+        (
+            {"tp": 2, "dp_shard": 2, "zero": 1},
+            {"finetune": {"method": "lora", "rank": 4, "targets": ["layers.1.*.w1"]}},
+        ),
+        ({"tp": 2, "pp": 2}, {"recompute": "full", "finetune": {"method": "lora", "rank": 4, "targets": ["wo"]}}),
+    ],
+    ids=str,
+)
+def test_adapters_under_tensor_parallelism(ranks: RankPool, layout: dict[str, int], options: dict[str, Any]) -> None:
+    """What is in front of the first adapter has no backward pass."""
+    degrees = LayoutSpec.model_validate(layout)
+    counted, predicted = ranks.run(degrees.world_size, counted_and_predicted, tiny_run(degrees, **options))[0]
+    assert counted == predicted
+
+
 def test_runs_that_the_formulas_do_not_cover() -> None:
     with pytest.raises(ValueError, match="pipedream-2bw, whose steps overlap"):
         predict_traffic(tiny_run(LayoutSpec(pp=2, schedule="pipedream-2bw")))
-    with pytest.raises(ValueError, match="ZeRO with 2 stages per pipeline rank"):
-        predict_traffic(tiny_run(LayoutSpec(pp=2, dp_shard=2, schedule="zbv"), accumulation=6, num_layers=4))
+    with pytest.raises(ValueError, match="ZeRO-3 under schedule dualpipev"):
+        predict_traffic(tiny_run(LayoutSpec(pp=2, dp_shard=2, schedule="dualpipev"), accumulation=6, num_layers=4))
     assert not predict_traffic(tiny_run(LayoutSpec()))

@@ -8,6 +8,7 @@ from meshwright.parallel.context import apply_context_parallel
 from meshwright.parallel.data import (
     apply_data_parallel,
     hold_gradients,
+    pass_inside,
     reduce_gradients,
     release_gathered,
     set_gradient_sync,
@@ -73,5 +74,6 @@ def apply_parallelism(model: Decoder, resolved: ResolvedRun, meshes: Meshes | No
         hold=functools.partial(hold_gradients, run.layout),
         reduce=functools.partial(reduce_gradients, model, run.layout),
         release=functools.partial(release_gathered, model),
+        inside=functools.partial(pass_inside, model),
         weights=weights,
     )

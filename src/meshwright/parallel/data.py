@@ -17,7 +17,7 @@ dtype; ZeRO-2 and ZeRO-3 reduce gradients at every microbatch, DDP and ZeRO-1 at
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -165,6 +165,13 @@ def _offload_policy(layout: LayoutSpec, device_type: str) -> OffloadPolicy:
     if layout.offload == "none":
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=device_type == "cuda")
+
+
+def pass_inside(model: nn.Module) -> Callable[..., torch.Tensor]:
+    """The model's forward pass for blocks alone: embeddings, last norm and head are not gathered around it."""
+    assert isinstance(model, FSDPModule)
+    model._get_fsdp_state()._lazy_init()  # the first pass that FSDP2 sees must be through the outermost module, else
+    return model.forward
 
 
 def release_gathered(model: nn.Module) -> None:

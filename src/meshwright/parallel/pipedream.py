@@ -73,6 +73,7 @@ class Pipedream(Pipeline):
             hold=nothing,
             reduce=nothing,
             release=nothing,
+            inside=lambda: model,
             weights=None,
         )
         self.replicas, self.dtypes = replicas, dtypes

@@ -79,6 +79,7 @@ class Pipeline:
         hold: Callable[[Iterable[nn.Module]], None],
         reduce: GradientSync,
         release: Callable[[], None],
+        inside: Callable[[], Callable[..., torch.Tensor]],
         weights: WeightGradients | None,
     ) -> None:
         """This rank's part of a pipeline.
@@ -93,12 +94,14 @@ class Pipeline:
             reduce: called when those have been added.
             release: called after the last backward pass: later passes through one stage gather what all stages of the
                 rank share.
+            inside: gives what computes a stage that has neither embedding nor head, on ranks where another one has.
             weights: what puts them off, where the schedule splits backward passes.
         """
         self.model, self.stage_plan, self.stages = model, stages, group
         self.rank = dist.get_rank(group)
         self.dtype, self.sequence_split = dtype, sequence_split
         self.sync, self.hold, self.reduce, self.release, self.weights = sync, hold, reduce, release, weights
+        self.inside = inside
         self.here = stages.schedule.stages_of(self.rank)
         self.has_loss = stages.last in self.here
 
@@ -133,6 +136,7 @@ class Pipeline:
     def backward(self, microbatches: Sequence[Arguments], scale: float) -> torch.Tensor:
         """See `Passes`; needs as many microbatches as the schedule has."""
         assert len(microbatches) == self.stage_plan.schedule.num_microbatches
+        self.sync(self.model.modules(), False)  # a backward pass of one stage is not the last one of another's modules
         total = Pass(self, scale).run(self.training_program, enumerate(microbatches))
         self.release()
         self.sum_copies()
@@ -262,7 +266,9 @@ class Pass:
         if x_BTD is not None and self.scale is not None:
             x_BTD.requires_grad_()
         pipeline, arguments = self.pipeline, self.microbatches[m]
-        y = pipeline.model(*arguments, layers=pipeline.stage_plan.layers[stage], x_BTD=x_BTD)
+        apart = pipeline.ends and stage not in pipeline.ends
+        compute = pipeline.inside() if apart else pipeline.model
+        y = compute(*arguments, layers=pipeline.stage_plan.layers[stage], x_BTD=x_BTD)
         if stage < pipeline.stage_plan.last:
             self.results[True, stage, m] = y.detach()
         else:

@@ -8,6 +8,7 @@ Letters: M microbatches of a rank, of b sequences of T tokens; L layers of width
 experts, of which a token uses some.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import prod
@@ -24,6 +25,9 @@ WIDTH = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 STORED = {"int8": 1, "uint8": 1, "int32": 4}
 """Bytes of a number that is not the model's: of matrices in few bits."""
 
+ALTERNATING = ("dualpipev", ".csv")
+"""Schedules in which passes of a rank's stages may alternate: FSDP2 gathers blocks ahead then, and frees them unused."""
+
 Traffic = Counter[tuple[str, str]]
 """Bytes by (kind, axis): `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all`, `send` and `receive` over `shard`,
 `replicate`, `cp`, `tp`, `pp`, `ep`, `expert shard`, `expert replicate` or `world`."""
@@ -37,18 +41,20 @@ def predict_traffic(resolved: ResolvedRun) -> Traffic:
     and as many return as went; what a rank sends of the others' is the mean over ranks, which routing moves between
     them.
 
-    Raises `ValueError` where the formulas do not cover the run: steps that overlap (`pipedream-2bw`), fine-tuning under
-    tensor parallelism, and ZeRO under several stages of a rank, between which embedding and head are gathered again as
-    often as the order has it.
+    Raises `ValueError` where the formulas do not cover the run: steps that overlap (`pipedream-2bw`), ZeRO-3 under
+    `dualpipev` and schedules of one's own, and under tensor parallelism fine-tuning of embeddings, norms, head or
+    experts.
     """
     layout = resolved.run.layout
     if layout.asynchronous:
         raise ValueError(f"traffic is not predicted for schedule {layout.schedule}, whose steps overlap")
-    if resolved.run.finetune is not None and layout.tp > 1:
-        raise ValueError("traffic is not predicted for fine-tuning under tensor parallelism, where adapters add sums")
     rank = _Rank(resolved)
-    if rank.stages > 1 and layout.shard > 1:
-        raise ValueError(f"traffic is not predicted for ZeRO with {rank.stages} stages per pipeline rank")
+    if layout.zero_stage == 3 and layout.schedule.endswith(ALTERNATING):
+        raise ValueError(f"traffic is not predicted for ZeRO-3 under schedule {layout.schedule}")
+    if rank.frozen and layout.tp > 1 and not rank.tunes_blocks_alone:
+        raise ValueError(
+            "traffic is not predicted for fine-tuning of more than blocks' matrices under tensor parallelism"
+        )
     parts = (_weights(rank), _tensor(rank), _context(rank), _experts(rank), _stages(rank))
     total = sum(parts, Traffic())
     if layout.world_size > 1:
@@ -67,20 +73,22 @@ class _Rank:
         low = self.training.precision in ("bf16", "fp16")
         self.reduced = WIDTH[self.training.reduce_dtype if low else self.training.precision]
         self.stored = 4 if low else self.width
-        self.stages, self.program = 1, ()
+        self.ends, self.program = 1, ()
         layers = range(self.model.num_layers)
         if self.layout.pp > 1:
             schedule = self.layout.pipeline_schedule(microbatches=self.rounds, base_dir=Path(resolved.base_dir))
             here = schedule.stages_of(0)
             cuts = [sum(resolved.stage_layers[:stage]) for stage in range(schedule.num_stages + 1)]
             layers = [layer for stage in here for layer in range(cuts[stage], cuts[stage + 1])]
-            self.stages, self.program = len(here), with_transfers(schedule)[0]
+            self.ends, self.program = len({0, schedule.num_stages - 1} & set(here)), with_transfers(schedule)[0]
         self.layers = layers
+        self.first_stage = layers[: resolved.stages[0]]
         self.again = [layer for layer in layers if resolved.recompute[layer] != "none"]
         """Those that are computed again, some selectively only."""
         self.whole_again = [layer for layer in layers if resolved.recompute[layer] == "full"]
         self.first, self.last = 0 in layers, self.model.num_layers - 1 in layers
         finetune = resolved.run.finetune
+        self.frozen = finetune is not None and finetune.method != "full"
         table = finetuned_table(self.model, finetune) if finetune else parameter_table(self.model)
         self.rows = tuple(rows_of_layers(table, self.model, layers))
         self.tokens = resolved.micro_batch * resolved.run.data.sequence_length // self.layout.cp
@@ -91,9 +99,24 @@ class _Rank:
         return sum(map(self.model.is_moe, layers))
 
     @property
+    def tunes_blocks_alone(self) -> bool:
+        """Whether all that trains sits beside matrices of blocks, of which none are experts'."""
+        trained = (row.name for row in self.rows if row.trained)
+        return not self.model.num_experts and all(
+            re.match(r"layers\.\d+\.(attention|feed_forward)\.", n) for n in trained
+        )
+
+    @property
     def tokens_between(self) -> int:
         """Of a microbatch, between blocks."""
         return self.tokens // self.layout.tp
+
+    def visits(self, row: Parameter) -> tuple[int, int]:
+        """How many of this rank's stages gather a parameter, and in how many it gets a gradient: embeddings, norm and
+        head are gathered together, for the first stage and for the last."""
+        if row.name.startswith("layers."):
+            return 1, 1
+        return self.ends, self.ends if self.model.tied_embeddings and row.name == "tok_embeddings.weight" else 1
 
     def stored_by_all(self, row: Parameter) -> int:
         """Numbers of a parameter on the ranks that share it by ZeRO, padded to equal parts."""
@@ -111,8 +134,9 @@ def _weights(rank: _Rank) -> Traffic:
             prefix, shards, replicas = "expert ", layout.expert_shard, layout.expert_replicate
         numbers = rank.stored_by_all(row)
         if shards > 1:
-            gathers = 2 * rank.rounds if layout.zero_stage == 3 else 1
-            scatters = rank.rounds if layout.zero_stage > 1 else 1
+            gathering, giving = rank.visits(row)
+            gathers = 2 * rank.rounds * gathering if layout.zero_stage == 3 else 1
+            scatters = rank.rounds * giving if layout.zero_stage > 1 else 1
             traffic["all-gather", f"{prefix}shard"] += numbers * STORED.get(row.storage, rank.width) * gathers
             traffic["reduce-scatter", f"{prefix}shard"] += numbers * rank.reduced * scatters * row.trained
         if replicas > 1 and row.trained:
@@ -131,11 +155,18 @@ def _tensor(rank: _Rank) -> Traffic:
     def halves(layers: Sequence[int]) -> int:
         return 2 * len(layers) - (0 if model.shared_experts else rank.moe(layers))
 
+    silent, alive = _silent_halves(rank)
+    again, whole_again = ([n for n in layers if n not in silent[1::2]] for layers in (rank.again, rank.whole_again))
     # Recomputing a block stops before its last result, so its last scatter is not repeated; selective recomputation
     # keeps what scatters have added up.
-    gathers = 2 * halves(rank.layers) + rank.first + rank.last + halves(rank.again)
-    scatters = 2 * halves(rank.layers) + rank.first + rank.last + len(rank.whole_again)
-    kept = (row for row in rank.rows if split_dim(row, model, layout.tp) is None and not is_experts(row))
+    gathers = 2 * halves(rank.layers) + rank.first + rank.last + halves(again)
+    scatters = 2 * halves(rank.layers) + rank.first + rank.last + len(whole_again)
+    if rank.frozen:  # nor has the embedding a gradient, nor what comes into the first half that trains
+        gathers -= 1 + len(silent)
+        scatters -= alive + len(silent)
+    kept = (
+        row for row in rank.rows if row.trained and split_dim(row, model, layout.tp) is None and not is_experts(row)
+    )
     # As often as data parallelism reduces gradients: once, when they have been added up, or after every microbatch.
     summed = rank.reduced * (rank.rounds if layout.zero_stage >= 2 else 1)
     return Traffic(
@@ -146,9 +177,32 @@ def _tensor(rank: _Rank) -> Traffic:
             # parameters that all ranks keep.
             ("all-reduce", "tp"): rank.rounds * rank.last * rank.tokens * 3 * rank.wide
             + sum(row.numel for row in kept) * summed
-            + _balance(rank),
+            + _balance(rank)
+            + _row_norms(rank, again),
         }
     )
+
+
+def _silent_halves(rank: _Rank) -> tuple[list[int], bool]:
+    """Where adapters train: the halves of the first stage, each by its layer, in front of the first one that has any,
+    which have no backward pass; and whether one has."""
+    silent: list[int] = []
+    for layer in rank.first_stage if rank.frozen else ():
+        for half in ("attention", "feed_forward"):
+            if any(row.trained and row.name.startswith(f"layers.{layer}.{half}.") for row in rank.rows):
+                return silent, True
+            silent.append(layer)
+    return silent, False
+
+
+def _row_norms(rank: _Rank, again: Sequence[int]) -> int:
+    """DoRA's norms of rows of matrices whose columns are split, in fp32, added up in every forward pass."""
+    bytes_of = {int(row.name.split(".")[1]): 0 for row in rank.rows if row.name.startswith("layers.")}
+    for row in rank.rows:
+        module, _, name = row.name.rpartition(".")
+        if name == "magnitude" and split_dim(row, rank.model, rank.layout.tp) is None:
+            bytes_of[int(module.split(".")[1])] += row.numel * rank.wide
+    return rank.rounds * (sum(bytes_of.values()) + sum(bytes_of[layer] for layer in again))
 
 
 def _context(rank: _Rank) -> Traffic:
