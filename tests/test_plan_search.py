@@ -17,7 +17,7 @@ from meshwright.cli.main import main
 from meshwright.families import PRESETS, resolve_model
 from meshwright.plan import search as search_module
 from meshwright.plan.blueprint import Block, Blueprint, Matrix, blueprint
-from meshwright.plan.engine import engine_layout, layout_check, runs_today
+from meshwright.plan.engine import engine_job, engine_layout, layout_check, runs_today
 from meshwright.plan.explain import bandwidth, relief, why_not
 from meshwright.plan.hardware import device_cluster, resolve_cluster
 from meshwright.plan.job import Job
@@ -29,6 +29,7 @@ from meshwright.plan.search import Limits, divisors, evaluate, family_name, frug
 from meshwright.plan.step_time import StepModel
 from meshwright.spec.cluster import ClusterSpec, CollectiveCost, Measured
 from meshwright.spec.data import DataSpec
+from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
 from meshwright.spec.recipe import dump_recipe, load_recipe
 from meshwright.spec.recompute import Recompute, RecomputeSpec, of_counts, plain_recompute
@@ -345,6 +346,32 @@ def test_what_plan_chooses_check_accepts(recipe: Path, words: str) -> None:
     if words == "finetune={method: qlora}":
         assert "set double_quantization=false" in facts["strategies"]["TP"]["missing"]
         assert chosen.layout.tp == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "finetune={method: qlora}",
+        "finetune={method: qlora, base: int8}",
+        "finetune={method: lora, rank: 3, dora: true}",
+        "finetune={method: ia3}",
+    ],
+)
+def test_whatever_the_search_calls_runnable_is_not_refused(recipe: Path, words: str) -> None:
+    """Every layout of four devices, fine-tuned; some are refused, and the search knows which."""
+    short = ["training.global_batch=4", "training.micro_batch=1", "data.sequence_length=1024", "model=gpt2", words]
+    run, machine = load_recipe(recipe, short), Machine("cuda", "H100", 8, 80 * 2**30)
+    spec = resolve_model(run.model, base_dir=recipe.parent)
+    check = layout_check(run, spec)
+    base = engine_job(run, blueprint(spec), global_batch=4, micro_batch=1, layout=LayoutSpec(dp_replicate=2))
+    everything = [replace(base, **c) for c in layouts(base, device_cluster("h100", 4), Limits(micro_batch=False))]
+    runnable = [job for job in everything if runs_today(job, check)]
+    for job in runnable:
+        layout = engine_layout(job, check)
+        resolved = resolve_run(run.model_copy(update={"layout": layout}), base_dir=recipe.parent, machine=machine)
+        assert resolved.accumulation == job.microbatches
+    assert len(runnable) > 10
+    assert (len(runnable) < len(everything)) == (words == "finetune={method: qlora}")
 
 
 def test_a_batch_too_small_for_the_devices_is_the_reason(recipe: Path, capsys: pytest.CaptureFixture) -> None:

@@ -26,7 +26,7 @@ STORED = {"int8": 1, "uint8": 1, "int32": 4}
 """Bytes of a number that is not the model's: of matrices in few bits."""
 
 ALTERNATING = ("dualpipev", ".csv")
-"""Schedules in which passes of a rank's stages may alternate: FSDP2 gathers blocks ahead then, and frees them unused."""
+"""Schedules in which passes of a rank's stages may alternate: FSDP2 gathers blocks ahead then that are not used."""
 
 Traffic = Counter[tuple[str, str]]
 """Bytes by (kind, axis): `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all`, `send` and `receive` over `shard`,
