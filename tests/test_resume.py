@@ -244,7 +244,7 @@ def test_metadata_cannot_run_code(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seed": 1}, "training.seed=0, this run says 1"),
+        ({"seed": 1}, "training.seed=0, not 1"),
         ({"family": "qwen3"}, "holds no model.layers.0.attention.q_norm.weight"),
         ({"optimizer": {"name": "muon"}}, "momentum_buffer"),
     ],
