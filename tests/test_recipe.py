@@ -309,12 +309,13 @@ def test_a_wrong_value_is_refused_with_its_line_and_what_would_work(text, messag
         ("layout: {pp: 2, schedule: Interleaved_1F1B}", "interleaved-1f1b"),
         ("layout: {pp: 2, schedule: 1F1B}", "1f1b"),
         ("layout: fsdp", "layout.dp_shard"),
+        ("finetune: lora", "finetune.method=lora"),
         ("training: {precision: bf16-mixed}", "bf16"),
     ],
 )
 def test_what_others_call_it_is_understood(text, hint):
     (problem,) = problems("model: gpt2\n" + text)
-    assert problem.endswith(f"; did you mean '{hint}'?")
+    assert problem.replace("'", "").endswith(f"; did you mean {hint}?")
 
 
 def test_every_synonym_means_a_setting_or_a_value():

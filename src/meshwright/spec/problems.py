@@ -17,6 +17,10 @@ LIKENESS = 0.75
 """Of words of a setting to be taken for one another: gpu is not cpu."""
 
 
+SECTION = frozenset(["model_type", "model_attributes_type", "dict_type"])
+"""What pydantic calls the lack of a section."""
+
+
 def explain(error: ValidationError, spec: type[Spec], value: Any) -> list[tuple[KeyPath, str]]:
     """Every problem of `error`, raised when `value` (plain data) was validated as `spec`: (path, sentence).
 
@@ -95,7 +99,7 @@ def _sentence(path: KeyPath, group: list[ErrorDetails], spec: type[Spec]) -> str
     if isinstance(value, str) and not hint:
         choices = [choice for details in group for choice in _choices(details)]
         hint = did_you_mean(value, choices, likeness=LIKENESS)
-        if "model_type" in kinds or "model_attributes_type" in kinds:
+        if not SECTION.isdisjoint(kinds):
             hint = _as_section(value, path, spec) or _elsewhere(value, spec)
         elif value.lower() in ("none", "off", "no", "never") and _may_be_null(path, spec):
             hint = "; write null"
@@ -157,7 +161,7 @@ def _requirement(details: ErrorDetails) -> str:
             return f"a list of at least {limits['min_length']}"
         case "too_long":
             return f"a list of at most {limits['max_length']}"
-        case "model_type" | "model_attributes_type" | "dict_type":
+        case kind if kind in SECTION:
             return "a section (lines of 'key: value')"
         case "string_too_short":
             return "text that is not empty"
