@@ -132,7 +132,8 @@ def train_rank(resolved: ResolvedRun, worker: Worker, stop: StopRequest, *, resu
     corpus = corpus_of(resolved)
     _check_corpus(resolved, corpus, resume)
     trainer = build_trainer(resolved, worker, device, mesh)
-    trainer.data = corpus.identity()
+    if first:  # who writes it down, and tells
+        trainer.data = corpus.identity()
     display = Display(
         steps=run.training.steps, memory_bytes=trainer.memory_bytes, device=trainer.device.type, enabled=first
     )

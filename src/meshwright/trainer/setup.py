@@ -64,7 +64,7 @@ class Trainer:
     passed_over: int = 0
     """Global batches that rewinds left out of the data's order."""
     data: list[dict[str, Any]] = field(default_factory=list)
-    """What is trained on (`Corpus.identity`); checkpoints keep it, so that who continues is told of changes."""
+    """On the first rank what is trained on (`Corpus.identity`), which checkpoints keep for continuations to compare."""
 
     @functools.cached_property
     def base(self) -> dict[str, str] | None:
