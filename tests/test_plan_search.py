@@ -27,6 +27,7 @@ from meshwright.plan.page import CHARACTERS
 from meshwright.plan.recompute import Enough
 from meshwright.plan.search import Limits, divisors, evaluate, family_name, frugal, layouts, search
 from meshwright.plan.step_time import StepModel
+from meshwright.plan.what_if import in_fp8
 from meshwright.spec.cluster import ClusterSpec, CollectiveCost, Measured
 from meshwright.spec.data import DataSpec
 from meshwright.spec.layout import LayoutSpec
@@ -311,6 +312,18 @@ def test_a_calibrated_machine_replaces_the_datasheet() -> None:
     flops = 16 / 2 * 1024 * model.model_flops(1024)
     assert evaluate(job, slow).time.compute > flops / 0.1e12
     assert evaluate(job, slow).time.data > 10 * evaluate(job, guess).time.data
+
+
+def test_what_this_version_cannot_run_is_said_beside(recipe: Path, capsys: pytest.CaptureFixture) -> None:
+    run = load_recipe(recipe)
+    plan, facts = plan_recipe(run, base_dir=recipe.parent, limits=Limits(micro_batch=False))
+    assert 0.1 < facts["fp8"]["saved"] < 0.5
+    assert facts["fp8"]["step_time"] == pytest.approx((1 - facts["fp8"]["saved"]) * plan.chosen.time.total)
+    assert in_fp8(evaluate(plan.chosen.job, device_cluster("a100", 8))) is None
+    words = ["model=llama-3-70b", "cluster=2xh100", "training.global_batch=8"]
+    assert main(["plan", str(recipe), *words, "data.sequence_length=2048"]) == 1
+    text = capsys.readouterr().out
+    assert "nvme       not run by this version: with offloading to NVMe it fits 2 devices (" in text
 
 
 def test_the_page_is_whole_and_loads_nothing(recipe: Path, capsys: pytest.CaptureFixture) -> None:

@@ -137,6 +137,12 @@ def _table(facts: dict[str, Any]) -> Iterator[str]:
         yield f"no layout  of those that fit runs; the fastest is refused: {facts['problem']}"
     else:
         yield "nothing that this version's engine runs fits; see the strategies below"
+        if nvme := facts.get("nvme"):
+            yield (
+                f"nvme       not run by this version: with offloading to NVMe it fits {nvme['devices']} devices "
+                f"({nvme['strategy'].replace('CPU', 'NVMe')}), {nvme['disk'] / GB:.0f} GB a device on disk, "
+                f"about {nvme['step_time']:.3g} s a step"
+            )
     if facts.get("relief"):
         yield f"relief     the recipe's layout does not fit with its margin; cheapest: {facts['relief']}"
     yield ""
@@ -186,6 +192,8 @@ def _chosen(facts: dict[str, Any], chosen: dict[str, Any]) -> Iterator[str]:
     yield f"binding    {facts['binding']}"
     if facts["compile"] and facts["compile"] > 0.01:
         yield f"compile    training.compile=true would save {facts['compile']:.0%} of the step"
+    if fp8 := facts["fp8"]:
+        yield f"fp8        not run by this version: {fp8['step_time']:.3g} s a step, {fp8['saved']:.0%} less"
     if facts["bandwidth"]:
         yield f"network    {facts['bandwidth']}"
 

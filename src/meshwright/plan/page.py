@@ -36,7 +36,7 @@ def plan_page(facts: dict[str, Any]) -> str:
     parts = [
         f"<h1>{escape(cluster['name'])}</h1><p>Chosen: <b>{escape(chosen['strategy'])}</b>, {escape(chosen['text'])}. "
         f"{chosen['step_time']['value']:.3g} s a step, {chosen['mfu']:.0%} MFU; "
-        f"binding: {escape(facts['binding'])}.</p>",
+        f"binding: {escape(facts['binding'])}.{_in_fp8(facts['fp8'])}</p>",
         "<h2>Memory of a device, GB; the line is what there is</h2>",
         _bars(memory, chosen["memory_available"] / 1e9),
         "<h2>Seconds of a step by cause</h2>",
@@ -49,6 +49,12 @@ def plan_page(facts: dict[str, Any]) -> str:
         _rank_map(chosen["layout"], cluster),
     ]
     return HEAD + "\n".join(parts) + "</body></html>\n"
+
+
+def _in_fp8(fp8: dict[str, float] | None) -> str:
+    if fp8 is None:
+        return ""
+    return f" In fp8, which this version does not run: {fp8['step_time']:.3g} s a step, {fp8['saved']:.0%} less."
 
 
 def _bars(rows: Sequence[tuple[str, dict[str, float]]], limit: float | None) -> str:

@@ -10,6 +10,7 @@ from meshwright.plan.interval import NOMINAL, Interval
 from meshwright.plan.job import Job
 from meshwright.plan.methods import method_facts
 from meshwright.plan.search import Candidate, Found, Limits, evaluate, search
+from meshwright.plan.what_if import in_fp8, on_nvme
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.recompute import plain_recompute
@@ -126,6 +127,10 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         facts["binding"] = binding(plan.chosen)
         facts["bandwidth"] = bandwidth(plan.chosen)
         facts["compile"] = compiled_gain(plan.chosen)
+        facts["fp8"] = in_fp8(plan.chosen)
+    elif plan.found.legal and not plan.found.ranked:
+        legal = partial(runs_today, check=plan.check)
+        facts["nvme"] = on_nvme(plan.base, plan.cluster, plan.limits, legal)
     if plan.given and plan.given.verdict != "fits":
         facts["relief"] = relief(plan.given.job, plan.given.cluster, plan.margin)
     return facts
