@@ -55,6 +55,11 @@ def test_evaluation_of_the_saved_run_repeats_what_training_measured(trained, fol
     # The same tokens in the same samples; only the size of a batch, and so the order of fp32 sums, may differ.
     assert saved["loss"] == pytest.approx(at_the_end, rel=1e-6)
     assert saved["source"] == "held-out text of the run"
+    # So it does by the run's own tokenizer where the data have grown: trained anew, it would be another.
+    (folder / "recipes/texts/new.txt").write_text("zebras jump quickly over wavy boxes\n" * 20)
+    assert main(["eval", "runs/small", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == saved
+    (folder / "recipes/texts/new.txt").unlink()
 
 
 def test_a_model_that_was_split_over_ranks_is_the_same_model(trained, folder, capsys):

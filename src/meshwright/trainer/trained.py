@@ -212,10 +212,12 @@ def _held_out(trained: TrainedModel, length: int) -> JoinedSamples:
             "the run learnt from pairs of answers, whose held-out loss stands in its metrics.jsonl; "
             "say which text to measure with --source"
         )
-    corpus = corpus_of(trained.run)
+    # By its own tokenizer: on data that have changed since, `auto` would train another.
+    data = trained.run.run.data.model_copy(update={"tokenizer": str(trained.tokenizer_dir.resolve())})
+    corpus = corpus_of(trained.run.model_copy(update={"run": trained.run.run.model_copy(update={"data": data})}))
     if not corpus.held_out:
         raise ValueError("the run held nothing out (data.held_out is 0); say which text with --source")
-    return held_out_samples(corpus, trained.run.run.data.model_copy(update={"sequence_length": length}))
+    return held_out_samples(corpus, data.model_copy(update={"sequence_length": length}))
 
 
 def _samples_of(trained: TrainedModel, sources: Sequence[str], length: int) -> JoinedSamples:
