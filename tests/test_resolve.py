@@ -4,10 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from meshwright.plan.machine import Machine
 from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.recompute import RecomputeSpec
 from meshwright.spec.run import Run
 from meshwright.trainer.resolve import resolve_run
 
@@ -36,6 +38,18 @@ def test_a_model_far_too_large_still_gets_the_smallest_microbatch_and_says_so() 
     resolved = resolve_run(run("llama-3.1-405b"), base_dir=Path(), machine=H100)
     assert resolved.micro_batch == 1
     assert resolved.reasons["training.micro_batch"].startswith("the smallest there is; 1 at a time would need about")
+
+
+def test_where_no_microbatch_fits_the_least_recomputation_that_would_is_named() -> None:
+    small = Machine(kind="cuda", name="NVIDIA A100-SXM4-40GB", devices=8, memory_bytes=40 * 2**30)
+    sections: dict[str, Any] = {"data": {"sequence_length": 8192}, "layout": {"dp_shard": 8}}
+    resolved = resolve_run(run(**sections, training={"global_batch": 16}), base_dir=Path(), machine=small)
+    _, _, advice = resolved.reasons["training.micro_batch"].rpartition("what would fit is training.recompute=")
+    mended = run(**sections, training={"global_batch": 16, "recompute": yaml.safe_load(advice)})
+    assert isinstance(mended.training.recompute, RecomputeSpec)
+    assert (
+        not resolve_run(mended, base_dir=Path(), machine=small).reasons["training.micro_batch"].startswith("the small")
+    )
 
 
 def test_a_batch_in_tokens() -> None:

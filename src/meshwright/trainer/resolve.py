@@ -1,19 +1,24 @@
 """The one place where every `auto` of a recipe becomes a value, with the reason; no torch here."""
 
+import json
 from pathlib import Path
 
 from meshwright.families import resolve_model
 from meshwright.plan.blueprint import blueprint
 from meshwright.plan.engine import engine_job, layout_check
+from meshwright.plan.hardware import device_cluster
+from meshwright.plan.job import Job
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.plan.memory import predict_memory
+from meshwright.plan.recompute import least_recompute
 from meshwright.plan.search import Limits
 from meshwright.plan.stages import balanced_stages, layer_costs
+from meshwright.plan.step_time import StepModel
 from meshwright.spec.actions import ScheduleError
 from meshwright.spec.fit import batch_misfits, context_method, foreign_misfits, sample_misfits, tensor_notes
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.recipe import RecipeError
-from meshwright.spec.recompute import recompute_misfit
+from meshwright.spec.recompute import plain_recompute, recompute_misfit
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.training import MOST_WARMUP
 from meshwright.trainer.batch import sequences_per_step
@@ -152,6 +157,17 @@ def _stage_layers(run: Run, model: ModelSpec, microbatches: int, base_dir: Path)
     return layout.stage_layers
 
 
+def _recompute_advice(job: Job, limit: float) -> str:
+    """The least recomputation with which a job would take no more than `limit` bytes, if there is any."""
+    model = StepModel(job, device_cluster("a100", job.world))  # only which policy saves more for its time is asked
+    least = least_recompute(model, lambda use: use.total <= limit, lambda part: False)
+    if least is None or least == "none":
+        return ""
+    words = plain_recompute(least)
+    given = words if isinstance(words, str) else json.dumps(words).replace('"', "")
+    return f"; what would fit is training.recompute={given}"
+
+
 def _micro_batch(run: Run, model: ModelSpec, global_batch: int, sizes: list[int], machine: Machine) -> tuple[int, str]:
     """Sequences per forward pass and why."""
     if run.training.micro_batch != "auto":
@@ -166,7 +182,7 @@ def _micro_batch(run: Run, model: ModelSpec, global_batch: int, sizes: list[int]
             needs = (
                 f"{size} at a time would need about {predicted / 2**30:.1f} GiB of the {limit / 2**30:.1f} to be used"
             )
-            return (best, needs) if best else (size, f"the smallest there is; {needs}")
+            return (best, needs) if best else (size, f"the smallest there is; {needs}{_recompute_advice(job, limit)}")
         best = size
         if size * length >= ENOUGH_TOKENS[machine.kind]:
             return best, f"{size * length} tokens at a time keep this machine's {machine.kind} busy"
