@@ -129,6 +129,16 @@ def test_ranks_may_be_looked_at_alone() -> None:
     assert evaluate(found, cluster).time.total == min(times)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_what_layouts_share_is_the_same_for_each(precision: str) -> None:
+    """In the search and alone a layout takes as long; weights that are quantized once a step included."""
+    for seed in range(6):
+        job, _, _ = instance(seed)
+        job = replace(job, precision=precision, global_batch=16)
+        for found in search(job, device_cluster("h100", 4), top=100, prune=False).ranked:
+            assert found.time.total == pytest.approx(evaluate(found.job, found.cluster).time.total, rel=1e-12)
+
+
 def test_every_layout_is_legal_and_different() -> None:
     base = Job(model=blueprint(resolve_model(PRESETS["qwen3-30b-a3b"], base_dir=Path())), sequence=4096,
                global_batch=64, micro_batch=1)  # fmt: skip

@@ -214,10 +214,12 @@ def search(
 
 def _bounded(base: Job, cluster: ClusterSpec, limits: Limits, cache: Cache) -> list[tuple[float, dict[str, Any]]]:
     """Every legal layout behind the seconds that it cannot undercut, the least first."""
-    microbatch: dict[tuple[int, int, int, int], float] = {}
-    found = []
+    microbatch: dict[tuple[int, ...], float] = {}
+    quantized, found = base.precision in ("fp8", "fp4"), []
     for choice in layouts(base, cluster, limits):
         key = (choice["tp"], choice["cp"], choice["ep"], choice["micro_batch"])
+        if quantized:  # once for all microbatches
+            key = (*key, choice["dp_replicate"] * choice["dp_shard"])
         if key not in microbatch:
             microbatch[key] = StepModel(replace(base, **choice), cluster, cache=cache).microbatch()
         found.append((_least(microbatch[key], base, choice), choice))

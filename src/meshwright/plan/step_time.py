@@ -81,7 +81,8 @@ class StepModel:
         self.device = Device(cluster, job, constants)
         self.shard = axis_group(cluster, job.shards, job.tp if job.stack.group_shards else job.tp * job.cp)
         self.replicate = axis_group(cluster, job.dp_replicate, job.tp * job.cp * job.dp_shard)
-        key = (job.tp, job.cp, job.ep, job.micro_batch, job.recompute_share, job.precision)
+        casts = job.microbatches if self.device.quantized else 1  # share one quantization of the weights
+        key = (job.tp, job.cp, job.ep, job.micro_batch, casts, job.recompute_share, job.precision)
         found = None if cache is None else cache.get(key)
         self.parts = found or self._parts()
         if cache is not None:
