@@ -16,7 +16,7 @@ def cached_snapshot(name: str, *needs: str) -> Path | None:
     Raises:
         ValueError: it is not there, or not all of it; with the command that downloads it.
     """
-    if not HUB_ID.fullmatch(name):
+    if not HUB_ID.fullmatch(name) or name.endswith(".json"):  # which is a file
         return None
     # Heavy to import, so only where something may be found there.
     from huggingface_hub import constants, try_to_load_from_cache
