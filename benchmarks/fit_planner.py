@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.plan.constants import Constants
-from meshwright.plan.published import PublishedRun, read_published
+from meshwright.plan.published import PublishedRun
+from meshwright.plan.published_table import read_table
 from meshwright.plan.step_time import predict_step_time
 from meshwright.plan.validate import judge
 
@@ -145,7 +146,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=4, help="Gauss-Newton steps (default 4)")
     arguments = parser.parse_args()
-    runs = [run for run in read_published(TABLE)[0] if run.seconds]
+    runs = [run for run in read_table(TABLE).runs if run.seconds]
     if arguments.left_out:
         found = json.loads(RESULTS.read_text(encoding="utf-8"))
         for family in FAMILIES if arguments.left_out == "all" else (arguments.left_out,):

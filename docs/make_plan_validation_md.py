@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.plan.constants import FITTED
-from meshwright.plan.published import read_published
+from meshwright.plan.published_table import read_table
 from meshwright.plan.validate import Judged, judge, regret, report, source_name, worst
 
 PAGE = Path(__file__).with_name("plan-validation.md")
@@ -103,7 +103,8 @@ WHY = {
 
 def page() -> str:
     """The whole page."""
-    runs, refused = read_published(TABLE)
+    table = read_table(TABLE)
+    runs, refused = table.runs, table.refused
     judged = judge(runs)
     summary = report(judged, refused)["summary"]
     return "\n".join(_lines(summary, judged, refused)) + "\n"
@@ -185,7 +186,8 @@ def _left_out() -> Iterator[str]:
 
 def _fresh() -> Iterator[str]:
     """Errors on sources that were collected later, as first predicted and as predicted now."""
-    runs, refused = read_published(FRESH)
+    table = read_table(FRESH)
+    runs, refused = table.runs, table.refused
     judged, first = judge(runs), json.loads(FIRST.read_text(encoding="utf-8"))
     yield "\n## Fresh sources\n"
     yield FRESH_WORDS.format(rows=len(runs) + len(refused))

@@ -3,13 +3,17 @@
 import csv
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.plan.published import read_published, read_row
+from meshwright.plan.published import read_row
+from meshwright.plan.published_doubts import COLUMNS as COLUMNS_READ
+from meshwright.plan.published_doubts import cell_doubts
 from meshwright.plan.published_software import EAGER, FSDP, LEGACY, MEGATRON
+from meshwright.plan.published_table import read_table
 from meshwright.plan.published_words import number_of, recompute_of, zero_of
 from meshwright.plan.validate import judge, regret, report, spearman, sweep_correlation
 
@@ -161,7 +165,8 @@ def test_every_row_is_predicted_or_refused_with_its_reason(tmp_path: Path, capsy
         row(id="a-4", **dict.fromkeys(("model_name", "params_b", "layers", "hidden"), "")),
         row(id="b-1", source="b row 7", gpu="H100-80GB-SXM", tokens_per_s_per_gpu="5800"),
     )
-    runs, refused = read_published(table)
+    read = read_table(table)
+    runs, refused = read.runs, read.refused
     assert [run.id for run in runs] == ["a-1", "a-2", "a-3", "b-1"]
     assert "no architecture's name" in refused["a-4"]
     assert main(["plan", "validate", str(table), "--json"]) == 0
@@ -194,10 +199,12 @@ def test_no_row_is_so_odd_that_it_ends_the_program() -> None:
         for column in rng.sample(COLUMNS[2:], rng.choice([0, 0, 0, 3])):
             del odd[column]
         try:
-            (judged,) = judge([read_row(odd)])
+            run = read_row(odd)
+            (judged,) = judge([run])
         except ValueError:  # neither a size nor a name that says one
             continue
         predicted += 1
+        assert all(made for _, _, made in cell_doubts(odd, run))
         for value in (judged.seconds, judged.memory_gb):
             assert 0 < value.low < value.value < value.high < float("inf")
     assert predicted > 450
@@ -273,7 +280,8 @@ def test_a_pipeline_that_does_not_fit_is_not_sharded_further() -> None:
 
 def test_what_is_published_is_predicted() -> None:
     """Floors of docs/plan-validation.md: the fitted table, and sources that no constant was fitted to."""
-    runs, refused = read_published(BENCHMARKS / "published_runs.csv")
+    table = read_table(BENCHMARKS / "published_runs.csv")
+    runs, refused = table.runs, table.refused
     summary = report(judge(runs), refused)["summary"]
     assert summary["refused"] == 0
     assert summary["step_time"]["median_ape"] < 0.07
@@ -281,7 +289,8 @@ def test_what_is_published_is_predicted() -> None:
     assert summary["step_time"]["spearman"] > 0.75
     assert 0.75 < summary["step_time"]["coverage"] < 0.92
     assert summary["memory"]["median_ape"] < 0.045
-    fresh, refused = read_published(BENCHMARKS / "published_runs_fresh.csv")
+    table = read_table(BENCHMARKS / "published_runs_fresh.csv")
+    fresh, refused = table.runs, table.refused
     summary = report(judge(fresh), refused)["summary"]
     assert not refused
     assert {run.id for run in fresh} == set(json.loads((BENCHMARKS / "results/plan-fresh-first.json").read_text()))
@@ -289,7 +298,18 @@ def test_what_is_published_is_predicted() -> None:
 
 
 def test_words_of_tables() -> None:
-    numbers = {"4k": 4096, "1,024": 1024, "7B": 7, "38GB": 38, "~0.5": 0.5, "nan": None, "-3": None, "0": None}
+    numbers = {
+        "4k": 4096,
+        "1,024": 1024,
+        "7B": 7,
+        "38GB": 38,
+        "~0.5": 0.5,
+        "nan": None,
+        "-3": None,
+        "0": None,
+        "1039,5": 1039.5,
+        "0,125": 0.125,
+    }
     assert {text: number_of(text) for text in numbers} == numbers
     stages = {"ZeRO-3": 3, "fsdp": 3, "stage 2": 2, "1": 1, "DDP": 0, "FULL_SHARD": 3, "distributed optimizer": 1}
     assert {text: zero_of(text) for text in stages} == stages
@@ -304,6 +324,105 @@ def test_a_table_of_something_else_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert "it is no table of published runs" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["", "a;b\n1;2\n", "id,source,gpu,gpus\n"])
+def test_a_file_without_rows_or_columns_is_an_error(text: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "none.csv").write_text(text)
+    assert main(["plan", "validate", str(tmp_path / "none.csv")]) == 2
+    assert re.search("it is no table of published runs|has a header and no row", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "made"),
+    [
+        ("gpus", "eight", "no number above zero; 1 taken"),
+        ("gpus_per_node", "0", "no number above zero; 8 taken"),
+        ("tokens_per_s_per_gpu", "-5", "no number above zero; not compared"),
+        ("tokens_per_s_per_gpu", "1039,5", "read as 1039.5: a decimal comma"),
+        ("tokens_per_s_per_gpu", "2973000", "of what the device can compute; compared as it stands"),
+        ("step_time_s", "1", "of what the device can compute"),
+        ("tp", "7", "it does not divide 32 heads"),
+        ("dp", "3", "64 data-parallel ranks make 64 devices; 64 taken"),
+        ("pp", "128", "devices or layers do not suffice for so many stages; 32 taken"),
+        ("vpp", "1e30", "more or less than any run has"),
+        ("micro_batch", "1 (DP=16)", "read as 1; the rest is passed over"),
+        ("layers", "32.7", "no whole number; 32 taken"),
+        ("params_b", "80", "the sizes make"),
+        ("precision", "fp7", "no precision that is known; bf16 taken"),
+        ("recompute", "some", "no policy that is known; full taken"),
+        ("zero_stage_or_fsdp", "ZeRO-5", "no ZeRO stage, FSDP or DDP; ZeRO-"),
+        ("offload", "perhaps", "none taken"),
+        ("compile", "perhaps", "neither yes nor no; not compiled"),
+        ("interconnect", "400", "no rate in it that is understood; 25 GB/s a device taken"),
+        ("gpu", "XPU9", "no device of that name is known; H100-SXM-80GB taken"),
+    ],
+)
+def test_a_cell_that_is_not_understood_is_named(column: str, value: str, made: str, tmp_path: Path) -> None:
+    table = read_table(write(tmp_path / "runs.csv", row(), row(**{"id": "odd", column: value})))
+    assert len(table.runs) == 2
+    assert all((doubt.line, doubt.id) == (3, "odd") for doubt in table.doubts)
+    assert [
+        doubt.made for doubt in table.doubts if (doubt.column, doubt.value) == (column, value) and made in doubt.made
+    ]
+
+
+def test_lines_that_do_not_follow_their_header_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Semicolons, a column that nobody reads, cells too many and too few, an id twice, rows without a size."""
+    path = tmp_path / "runs.csv"
+    lines = [
+        "id;Source;gpu;gpus;params_b;layer;tp",
+        "a;s;H100;8;7;32;1",
+        "a;s;H100;8;7;32;1;9",
+        "b;s;H100;8;7",
+        ";s;h100;8;;;",
+    ]
+    path.write_text("\n".join([*lines, ";s;h100;8;;;"]))
+    table = read_table(path)
+    assert (len(table.runs), list(table.refused)) == (3, ["line 5", "line 6"])
+    assert [(doubt.line, doubt.made.partition(";")[0].partition(":")[0]) for doubt in table.doubts] == [
+        (1, "a column that is not read"),
+        (3, "an earlier row has the same"),
+        (3, "1 cells more than the header"),
+        (4, "2 cells fewer than the header"),
+        (5, "not predictable"),
+        (6, "not predictable"),
+    ]
+    assert main(["plan", "validate", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert f"{path}:1: layer: a column that is not read; is layers meant?" in shown
+    assert (
+        f"{path}:5: not predictable: no size, no parameter count, and no architecture's name (and in 1 more row"
+        in shown
+    )
+    assert main(["plan", "validate", str(path), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["cells_not_understood"]) == 6
+
+
+def test_many_odd_cells_are_grouped(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    rows = [row(id=f"r{n}", gpus="eight", notes="") for n in range(3)]
+    odd = [row(id=f"o{n}", recompute=f"some{n}") for n in range(12)]
+    assert main(["plan", "validate", str(write(tmp_path / "runs.csv", *rows, *odd))]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-12].startswith("cells not understood, or contradicted by others (15)")
+    assert shown[-11].endswith(":2: gpus=eight: no number above zero; 1 taken (and in 2 more rows)")
+    assert shown[-1] == "  ... and 3 kinds more; --json has all"
+
+
+def test_the_documented_table_is_read_as_documented(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    page = (BENCHMARKS.parent / "docs" / "plan.md").read_text()
+    text, _, said = page.partition("$ cat runs.csv\n")[2].partition("$ meshwright plan validate runs.csv\n...\n")
+    (tmp_path / "runs.csv").write_text(text)
+    assert main(["plan", "validate", str(tmp_path / "runs.csv")]) == 0
+    assert said.partition("\n```")[0] in capsys.readouterr().out.replace(f"{tmp_path}/", "")
+    section = page.partition("## A table of runs")[2]
+    assert not [column for column in COLUMNS_READ if f"`{column}`" not in section and column != "quality"]
+
+
+def test_what_is_published_is_understood() -> None:
+    """The shipped tables: few cells that others contradict, none that is not understood."""
+    doubts = read_table(BENCHMARKS / "published_runs_fresh.csv").doubts
+    assert [(doubt.id, doubt.column) for doubt in doubts] == [("tg-011", "vpp")]
+
+
 def test_rank_correlation() -> None:
     assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
     assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
@@ -316,7 +435,7 @@ def test_repeats_of_a_layout_are_one_layout(tmp_path: Path) -> None:
     speeds = {"a-1": "2900", "a-2": "3000", "a-3": "1000"}
     rows = [row(id=name, tokens_per_s_per_gpu=speed) for name, speed in speeds.items()]
     rows.append(row(id="a-4", recompute="full", tokens_per_s_per_gpu="3190"))
-    judged = judge(read_published(write(tmp_path / "runs.csv", *rows))[0])
+    judged = judge(read_table(write(tmp_path / "runs.csv", *rows)).runs)
     (sweep,) = regret(judged)
     assert (sweep["layouts"], sweep["chosen"]) == (2, "a-1")
     assert sweep["regret"] == pytest.approx(3190 / 2900 - 1)

@@ -2,18 +2,22 @@
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from meshwright.cli.output import add_json_argument, print_json
 from meshwright.plan.page import plan_page
-from meshwright.plan.published import read_published
+from meshwright.plan.published_doubts import Doubt
+from meshwright.plan.published_table import read_table
 from meshwright.plan.search import MARGIN, Limits
 from meshwright.plan.validate import Judged, judge, regret, report, worst
 from meshwright.spec.recipe import dump_recipe, load_recipe
 from meshwright.trainer.planning import explain_field, plan_recipe, planned_run
 
 GB = 1e9
+MOST_DOUBTS = 10
+"""Kinds of odd cells that are listed for people."""
 EPILOG = """\
 forms:
   meshwright plan RECIPE [a.b=c ...]    rank the layouts of a recipe on a cluster
@@ -208,14 +212,37 @@ def _duration(seconds: float) -> str:
 def _validate(arguments: argparse.Namespace) -> int:
     if len(arguments.words) != 1:
         raise ValueError("plan validate needs one table of published runs: meshwright plan validate FILE.csv")
-    runs, refused = read_published(Path(arguments.words[0]))
-    judged = judge(runs)
-    found = report(judged, refused)
+    path = Path(arguments.words[0])
+    table = read_table(path)
+    judged = judge(table.runs)
+    found = report(judged, table.refused)
     if arguments.json:
-        print_json(found)
+        print_json(found | {"cells_not_understood": [asdict(doubt) for doubt in table.doubts]})
     else:
         print("\n".join(_validation(found["summary"], judged)))
+        print("\n".join(_doubts(path, table.doubts)))
     return 0
+
+
+def _doubts(path: Path, doubts: list[Doubt]) -> Iterator[str]:
+    """Cells that were not understood, equal ones in one line with the first of them."""
+    if not doubts:
+        return
+    groups: dict[tuple[str, str, str], list[Doubt]] = {}
+    for doubt in doubts:
+        groups.setdefault((doubt.column, doubt.value, doubt.made), []).append(doubt)
+    yield ""
+    yield f"cells not understood, or contradicted by others ({len(doubts)}); every row was kept"
+    for (column, value, made), alike in list(groups.items())[:MOST_DOUBTS]:
+        cell = (
+            f"{column}={' '.join(value.split())[:40]}: "
+            if column and alike[0].line > 1
+            else f"{column}: " * bool(column)
+        )
+        more = f" (and in {len(alike) - 1} more rows)" if len(alike) > 1 else ""
+        yield f"  {path}:{alike[0].line}: {cell}{made}{more}"
+    if len(groups) > MOST_DOUBTS:
+        yield f"  ... and {len(groups) - MOST_DOUBTS} kinds more; --json has all"
 
 
 def _validation(summary: dict[str, Any], judged: list[Judged]) -> Iterator[str]:

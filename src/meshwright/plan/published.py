@@ -1,12 +1,10 @@
-"""The one place that reads a table of published training runs: each row as a job, a cluster and what was measured.
+"""The one place that reads a row of a table of published training runs: as a job, a cluster and what was measured.
 
 Rows lack inputs. `Completion` says by which rule each gap was filled; the rules are those of docs/plan-validation.md.
 """
 
-import csv
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from meshwright.plan.blueprint import Blueprint
@@ -58,21 +56,6 @@ class PublishedRun:
     """Names of the inputs that a rule supplied."""
     unknown_device: str = ""
     """What the row calls its device, where the table has none of that name."""
-
-
-def read_published(path: Path) -> tuple[list[PublishedRun], dict[str, str]]:
-    """All rows that can be predicted, and id -> reason of those that cannot."""
-    runs, refused = [], {}
-    with path.open(encoding="utf-8-sig", newline="", errors="replace") as file:
-        rows = list(csv.DictReader(file))
-    if rows and not {"id", "source", "gpus", "gpu"} <= set(rows[0]):
-        raise ValueError(f"{path} has no columns id, source, gpu and gpus: it is no table of published runs")
-    for row in rows:
-        try:
-            runs.append(read_row(row))
-        except ValueError as error:
-            refused[row["id"]] = str(error)
-    return runs, refused
 
 
 def read_row(row: Row) -> PublishedRun:

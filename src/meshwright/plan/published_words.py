@@ -9,6 +9,10 @@ from math import isfinite
 from meshwright.spec.recompute import Policy
 
 NUMBER = re.compile(r"((?:\d[\d,_']*\.?\d*|\.\d+)(?:e[+-]?\d+)?)(?: ?([kmbt])(?![a-z0-9]))?", re.IGNORECASE)
+DECIMAL_COMMA = re.compile(r"(?:0|\d+(?!,\d{3}$)),\d+$")
+"""A number whose one comma is not that of thousands: `1039,5`, `0,125`."""
+SILENT = re.compile(r"\?|unknown|unclear|n/?a$|nan$|not |unstated|tbd|default|-+$|null$")
+"""How a cell begins that says nothing."""
 FACTORS = {"": 1.0, "k": 1024.0, "m": 2.0**20, "b": 1.0, "t": 1000.0}
 """`4k` tokens are 4096; a parameter count of `7B` is 7 in the table's own unit, and `1T` 1000."""
 
@@ -37,8 +41,15 @@ def number_of(text: str) -> float | None:
     found = NUMBER.search(text)
     if not found or text.startswith("-"):
         return None
-    value = float(re.sub(r"[,_']", "", found[1])) * FACTORS[(found[2] or "").lower()]
+    digits = found[1].replace(",", ".") if DECIMAL_COMMA.match(found[1]) else found[1]
+    value = float(re.sub(r"[,_']", "", digits)) * FACTORS[(found[2] or "").lower()]
     return value if isfinite(value) and value > 0 else None
+
+
+def says_nothing(text: str) -> bool:
+    """Whether a cell is empty or says in words that nobody knows."""
+    words = text.strip().lower()
+    return not words or words == "none" or bool(SILENT.match(words))
 
 
 def gigabytes(text: str) -> float | None:
@@ -92,7 +103,7 @@ def zero_of(text: str) -> int | None:
 def recompute_of(text: str) -> tuple[Policy, float] | None:
     """(policy, share of the blocks); None where the cell is silent."""
     words = text.strip().lower()
-    if not words or re.match(r"\?|unknown|unclear|n/?a$|nan$|not |unstated|tbd|default", words):
+    if not words or (words != "-" and SILENT.match(words)):
         return None
     if words in NO or words.startswith("no"):
         return "none", 1.0
