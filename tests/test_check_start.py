@@ -29,6 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text(TEXT)
     (folder / "other.txt").write_text(TEXT.replace("add", "subtract"))
     (folder / "run.yaml").write_text(BASE)
+    (folder / "scales").mkdir()
+    (folder / "scales" / "adapter_config.json").write_text('{"peft_type": "IA3"}')
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         train(load_recipe("run.yaml"))
@@ -39,6 +41,8 @@ REFUSED = {
     "another width": ([OWN_TOKENIZER, "model.hidden=24"], "has shape (280, 16), but this run's is (280, 24)"),
     "another tokenizer": (["data.sources=other.txt"], "set data.tokenizer=runs/first/tokenizer"),
     "no such base": (["checkpoint.start_from=runs/nowhere"], "is neither a checkpoint nor a run that has one"),
+    "no such adapter": (["finetune.start_from=nowhere"], "nowhere is no adapter of peft's"),
+    "another adapter": (["finetune.start_from=scales"], "scales is an adapter of the kind IA3"),
 }
 
 

@@ -188,8 +188,9 @@ def test_misuse_is_one_line_and_status_2(words, message, folder, capsys):
     assert output.err == f"error: {message}\n"
 
 
-def test_debug_shows_the_trace_and_still_the_line(folder, capsys):
-    assert main(["check", "nowhere.yaml", "--debug"]) == 2
+@pytest.mark.parametrize("words", [["check", "nowhere.yaml", "--debug"], ["--debug", "check", "nowhere.yaml"]])
+def test_debug_shows_the_trace_and_still_the_line(words, folder, capsys):
+    assert main(words) == 2
     error = capsys.readouterr().err
     assert error.startswith("Traceback")
     assert error.endswith("error: nowhere.yaml: no such file or directory\n")

@@ -212,6 +212,7 @@ FAULTS: dict[str, Any] = {
         (LayoutSpec(pp=2, tp=2), {"tied": True, "recompute": {"full": [1, 0]}}),
         (LayoutSpec(pp=2, dp_shard=2, schedule="zbv"), {"num_layers": 4}),
         (LayoutSpec(cp=2, ep=2), {"family": "mixtral"}),
+        (LayoutSpec(pp=2), {"finetune": {"method": "ia3"}}),  # which trains no matrix
     ],
 )
 def test_right_layouts_are_proved_equal(ranks: RankPool, tmp_path: Path, layout: LayoutSpec, options: Any) -> None:

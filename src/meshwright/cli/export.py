@@ -4,6 +4,7 @@ peft's."""
 import argparse
 from pathlib import Path
 
+from meshwright.checkpoint.peft_config import unread_by_vllm
 from meshwright.cli.common import example_prompt
 from meshwright.cli.output import add_json_argument, print_json
 
@@ -32,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Export and say how closely the logits agree."""
     # Torch loads here, so that --help and misuse never wait for it.
-    from meshwright.checkpoint.peft import unread_by_vllm
     from meshwright.trainer.trained import export_adapter, export_trained, open_trained
 
     if arguments.adapter and (arguments.merge or arguments.dtype):

@@ -123,6 +123,8 @@ def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(_help())
         return 0
+    if words[0] == "--debug" and len(words) > 1:
+        words = words[1:]
     if words[0] == "--version":
         print(f"meshwright {meshwright.__version__}")
         return 0

@@ -21,7 +21,7 @@ PHASES = ("forward", "backward")
 class Reference:
     """A folder with what one process computed.
 
-    step-S/step.json         loss, gradient norm, largest gradient, smallest norm of a matrix's gradient
+    step-S/step.json         loss, gradient norm, largest gradient, smallest norm of a matrix's gradient (0 without one)
     step-S/gradients/NAME    of every parameter, and step-S/weights/NAME after the step; step-0/weights before the first
     trace/PHASE/NAME         activations and their gradients [G, T, ...] of all samples of one step
     trace/index.json         for each phase {NAME: largest value}, in the order in which they were computed
@@ -88,7 +88,7 @@ def train_reference(resolved: ResolvedRun, folder: Path, steps: int) -> Referenc
             trainer.train_step.update(step, gnorm)
             trainer.optimizers.zero_grad()
             _save_weights(reference, trainer, step)
-            facts = {"loss": loss, "gnorm": gnorm, "largest": largest, "smallest_norm": min(norms)}
+            facts = {"loss": loss, "gnorm": gnorm, "largest": largest, "smallest_norm": min(norms, default=0.0)}
             (folder / f"step-{step}" / "step.json").write_text(json.dumps(facts))
     return reference
 

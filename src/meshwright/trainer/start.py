@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshwright.checkpoint.manifest import MANIFEST, CheckpointError, list_checkpoints
+from meshwright.checkpoint.peft_config import CONFIG, AdapterError, check_adapter_config
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
 from meshwright.families import finetuned_table, parameter_table
 from meshwright.spec.data import SMALLEST_VOCAB
+from meshwright.spec.finetune import FullSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.recipe import load_spec
 from meshwright.spec.run import ResolvedRun, Run
@@ -52,10 +54,12 @@ def check_writable(run_dir: Path) -> None:
 
 
 def check_start(resolved: ResolvedRun) -> None:
-    """Raise `CheckpointError` where `checkpoint.start_from` names nothing, or a run that has not this model's weights.
+    """Raise `CheckpointError` where `checkpoint.start_from` names nothing, or a run that has not this model's weights,
+    `AdapterError` where `finetune.start_from` names no adapter, or one of another kind.
 
-    A checkpoint outside its run directory is known only when it is read.
+    A checkpoint outside its run directory is known only when it is read, as are an adapter's tensors.
     """
+    _check_given_adapter(resolved)
     run_dir = _starting_run(resolved)
     if run_dir is None:
         return
@@ -73,6 +77,20 @@ def check_start(resolved: ResolvedRun) -> None:
                 f"{SETTING}: in {run_dir} {row.name} has shape {saved[row.name]}, but this run's is {row.shape}; "
                 f"its model has {', '.join(settings)}"
             )
+
+
+def _check_given_adapter(resolved: ResolvedRun) -> None:
+    finetune, setting = resolved.run.finetune, "finetune.start_from"
+    if finetune is None or isinstance(finetune, FullSpec) or finetune.start_from is None:
+        return
+    path = Path(resolved.base_dir) / finetune.start_from
+    if path.is_dir() and not (path / CONFIG).is_file():
+        checkpoint_at(path, setting)
+        return
+    try:
+        check_adapter_config(path, resolved.model, finetune)
+    except AdapterError as error:
+        raise AdapterError(f"{setting}: {error}") from error
 
 
 def check_vocabulary(run: Run, model: ModelSpec, size: int) -> None:

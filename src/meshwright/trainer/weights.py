@@ -10,7 +10,8 @@ import torch
 from meshwright.checkpoint.dcp import load_tensors
 from meshwright.checkpoint.hf import HfWeights
 from meshwright.checkpoint.manifest import MANIFEST, CheckpointError
-from meshwright.checkpoint.peft import CONFIG, AdapterSpec, read_adapter
+from meshwright.checkpoint.peft import read_adapter
+from meshwright.checkpoint.peft_config import CONFIG, AdapterSpec
 from meshwright.checkpoint.verify import verify_checkpoint
 from meshwright.families import finetuned_table, parameter_table, pretrained_directory
 from meshwright.models.init import draw_rows
