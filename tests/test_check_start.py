@@ -113,3 +113,12 @@ def test_the_sample_shown_holds_whole_pairs(pairs: Path, capsys: pytest.CaptureF
     text = capsys.readouterr().out
     assert text.count(", chosen: ") == text.count(", rejected: ") > 0
     assert text.index("- pair 1, chosen: ") < text.index("- pair 1, rejected: ")
+
+
+@pytest.mark.parametrize(("behind", "told"), [("", True), ("{{ eos_token }}", False)])
+def test_a_template_that_ends_no_turn_is_told(
+    pairs: Path, behind: str, told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (pairs / "mine.jinja").write_text("{% for m in messages %}{{ m.content }}" + behind + "{% endfor %}")
+    assert main(["check", "run.yaml", "training.preference={}", "data.chat={template: mine.jinja}"]) == 0
+    assert ("mine.jinja puts no special token behind" in capsys.readouterr().out) == told

@@ -201,7 +201,7 @@ def _sample(
     if (given or records) and tokenizer is None:
         raise needs_tokenizer((given or records)[0])
     size = tokenizer.vocab_size if tokenizer else recipe.data.tokenizer_vocab
-    facts = {"vocab": size, "trained": tokenizer is None}
+    facts, notes = {"vocab": size, "trained": tokenizer is None}, {}
     if model is not None:
         check_vocabulary(recipe, model, size)
     groups = group_files(recipe.data, files)
@@ -209,6 +209,11 @@ def _sample(
     parts = [first_tokens(file, tokenizer, characters) for file in given]
     if records:
         encoder = encoder_of_records(recipe.data, tokenizer, base_dir)
+        if encoder.template is not None and not encoder.template.may_end_turns():
+            notes["note"] = (
+                f"chat template {encoder.template.name} puts no special token behind what the assistant says, so that "
+                "nothing teaches the model to stop; write {{ eos_token }} there"
+            )
         parts[:0] = [first_records(group, encoder, SAMPLE_RECORDS) for group in groups.values() if group[0].is_records]
     elif texts:
         parts.insert(0, file_in_memory([[*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(texts)]))
@@ -216,7 +221,7 @@ def _sample(
             build_samples(parts[0], recipe.data)
     samples = [build_samples(part, recipe.data, keep_tail=True) for part in parts]
     _, *lines = describe_sample(samples[0], 0, tokenizer)
-    return {"tokenizer": facts, "sample": lines}
+    return {"tokenizer": facts, "sample": lines, **notes}
 
 
 def _beginning(files: list[SourceFile], characters: int) -> list[str]:
@@ -263,6 +268,8 @@ def _report(facts: dict[str, Any]) -> Iterator[str]:
     if tokenizer := facts.get("tokenizer"):
         origin = "to be trained on this text" if tokenizer["trained"] else "found"
         yield f"tokenizer  {tokenizer['vocab']} tokens, {origin}"
+    if note := facts.get("note"):
+        yield f"note       {note}"
     if sample := facts.get("sample"):
         yield "sample     the first; behind | what is in the loss, behind . what is only read"
         yield from (f"  {line}" for line in sample)

@@ -100,12 +100,22 @@ class ChatTemplate:
         return text, [self._turn(messages, tools, text, place) for place in (wanted[-1:] if last else wanted)]
 
     def ends_of_turn(self) -> list[int]:
-        """Ids of the special tokens that end what the assistant writes; nothing where the template has none."""
+        """Ids of the special tokens that end what the assistant writes; nothing where the template has none.
+
+        Raises ValueError where the template refuses a conversation of one question.
+        """
         content = "x"
         text, (span,) = self.turns([{"role": "user", "content": "?"}, {"role": "assistant", "content": content}])
         behind = text[text.index(content, span.start) + len(content) : span.end].strip()
         found = (self._token_id(token) for token in self._specials if behind.startswith(token))
         return [number for number in found if number is not None][:1]
+
+    def may_end_turns(self) -> bool:
+        """Whether a token ends what the assistant writes, as far as a template that refuses a lone question tells."""
+        try:
+            return bool(self.ends_of_turn())
+        except ValueError:
+            return True
 
     def _turn(self, messages: Sequence[Message], tools: Any, text: str, place: int) -> Span:
         before = self.render(messages[:place], tools=tools, answer=True)

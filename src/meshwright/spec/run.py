@@ -25,7 +25,7 @@ class Run(Spec):
     training: TrainingSpec = TrainingSpec()
     """Batch, optimizer, schedule, precision and policies."""
     finetune: FinetuneSpec | None = None
-    """What of the model trains, where it is not pretrained but fine-tuned: method full, lora or ia3."""
+    """What of the model trains, where it is not pretrained but fine-tuned: method full, lora, qlora or ia3."""
     layout: LayoutSpec = LayoutSpec()
     """How many processes and what each keeps."""
     cluster: str = "local"
