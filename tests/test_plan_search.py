@@ -18,7 +18,7 @@ from meshwright.families import PRESETS, resolve_model
 from meshwright.plan import search as search_module
 from meshwright.plan.blueprint import Block, Blueprint, Matrix, blueprint
 from meshwright.plan.engine import engine_job, engine_layout, layout_check, runs_today
-from meshwright.plan.explain import bandwidth, relief, why_not
+from meshwright.plan.explain import bandwidth, binding, relief, why_not
 from meshwright.plan.hardware import device_cluster, resolve_cluster
 from meshwright.plan.job import Job
 from meshwright.plan.machine import Machine
@@ -35,7 +35,7 @@ from meshwright.spec.model import ModelFields
 from meshwright.spec.recipe import dump_recipe, load_recipe
 from meshwright.spec.recompute import Recompute, RecomputeSpec, of_counts, plain_recompute
 from meshwright.spec.run import Run
-from meshwright.trainer.planning import explain_field, plan_recipe, planned_run
+from meshwright.trainer.planning import choice_reason, explain_field, plan_recipe, planned_run
 from meshwright.trainer.resolve import resolve_run
 
 RECIPE = """\
@@ -217,6 +217,9 @@ def test_a_plan_for_people(recipe: Path, capsys: pytest.CaptureFixture) -> None:
     assert text.startswith("8 x H100-SXM-80GB")
     assert "* " in text
     assert "does not fit needs 153 GB, 84.6 available; largest term optimizer 96.4 GB" in text
+    assert re.search(r"^  TP +fits +4% slower.* 76\.\d GB  dp_shard=4 tp=2 zero=3$", text, re.MULTILINE)
+    assert re.search(r"^  lora +fits .* tok/s/dev  dp_shard=8 zero=2 micro_batch=1 ", text, re.MULTILINE)
+    assert max(map(len, text.split("strategies, each")[1].splitlines())) <= 140
     plan, _ = plan_recipe(load_recipe(recipe), base_dir=recipe.parent)
     for field in ("memory", "time", "mfu", "cost", "search"):
         assert len(explain_field(plan, field).splitlines()) > 2
@@ -233,6 +236,7 @@ def test_a_plan_for_machines_and_a_recipe_that_trains(recipe: Path, capsys: pyte
     assert chosen["step_time"]["low"] < chosen["step_time"]["value"] < chosen["step_time"]["high"]
     assert sum(chosen["memory"].values()) == pytest.approx(chosen["memory_total"]["value"], rel=1e-6)
     assert len(facts["candidates"]) == 3
+    assert (facts["methods"]["lora"]["strategy"], facts["methods"]["lora"]["reason"]) == ("ZeRO-2", None)
     run = load_recipe(written)
     assert not run.layout.choose
     assert run.layout.world_size == 8
@@ -275,6 +279,63 @@ def test_a_host_too_small_to_offload_to_is_the_reason(recipe: Path, capsys: pyte
     assert main(["plan", str(recipe), "training.global_batch=8", "data.sequence_length=512", "--cluster", "rtx5090"])
     shown = capsys.readouterr().out
     assert re.search(r"one device \+ CPU offload +does not fit needs 128 GB of a node's own memory, 57.6 avail", shown)
+    assert re.search(
+        r"^  full   does not fit: needs 128 GB of a node's own memory, 57.6 available, with", shown, re.MULTILINE
+    )
+
+
+def test_what_takes_most_binds() -> None:
+    """Computation where it does, the optimizer where offloading makes it; then the next."""
+    model = blueprint(resolve_model(PRESETS["llama-3-8b"], base_dir=Path()))
+    job = Job(model=model, sequence=8192, global_batch=128, micro_batch=1, dp_shard=4, tp=2, zero=3, recompute="full")
+    cluster = device_cluster("h100", 8)
+    found = evaluate(job, cluster)
+    said = re.fullmatch(
+        r"computation, (\d+)% of the step \(recomputation (\d+)%\); then exposed tensor-parallel communication, "
+        r"(\d+)%; memory is \d+% full",
+        binding(found),
+    )
+    assert said
+    parts = found.time.compute, found.time.recompute, found.time.tensor
+    assert [int(share) for share in said.groups()] == [round(100 * part / found.time.total) for part in parts]
+    alone = Job(model=model, sequence=512, global_batch=1, micro_batch=1, offload="cpu")
+    assert binding(evaluate(alone, device_cluster("h100", 1))).startswith(
+        "the optimizer and its state's way to the host"
+    )
+
+
+def test_a_recipe_for_one_device_has_its_own_row_and_what_it_costs(recipe: Path, capsys: pytest.CaptureFixture) -> None:
+    (recipe.parent / "ours.yaml").write_text(
+        "{name: ours, device: card, devices: 1, per_node: 1, domain: 1, memory_gb: 25, memory_gb_s: 900, "
+        "tflops: {bf16: 70}, link_gb_s: 25, network_gb_s: 3, price_per_hour: 0.3, currency: euros}"
+    )
+    words = [
+        "plan",
+        str(recipe),
+        "--cluster",
+        "ours.yaml",
+        "model=gpt2",
+        "data.sequence_length=512",
+        "training.steps=3",
+    ]
+    own = ["training.micro_batch=2", "training.recompute=full"]
+    for layout, row in (("layout={dp_replicate: 1}", True), ("layout={}", True), ("layout=auto", False)):
+        assert main([*words, *own, layout]) == 0
+        shown = capsys.readouterr().out
+        assert bool(re.search(r"^> .*zero=0 micro_batch=2 recompute=full$", shown, re.MULTILINE)) is row
+    assert shown.startswith("ours: 1 x card, 25.0 GB each")
+    assert re.search(r"^run +3 steps: .*, 0\.00\d+ \(0\.00\d+-0\.00\d+\) euros$", shown, re.MULTILINE)
+
+
+def test_a_tight_choice_is_called_tight(recipe: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["model=gpt2", "data.sequence_length=512", "cluster=rtx3090"]
+    assert main(["plan", str(recipe), "--margin", "0.9", "--top", "1", *words]) == 0
+    shown = capsys.readouterr().out
+    assert "tight      nothing that runs fits with 90% of the memory left free (--margin); the chosen layout" in shown
+    assert re.search(r"^\* .* tight +", shown, re.MULTILINE)
+    plan, _ = plan_recipe(load_recipe(recipe, words), base_dir=recipe.parent, top=1, limits=Limits(margin=0.9))
+    assert plan.chosen
+    assert "is tight, for none fits with the margin" in choice_reason(plan, plan.chosen)
 
 
 def test_nothing_fits_is_a_finding(recipe: Path, capsys: pytest.CaptureFixture) -> None:

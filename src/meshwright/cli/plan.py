@@ -16,6 +16,8 @@ from meshwright.spec.recipe import dump_recipe, load_recipe
 from meshwright.trainer.planning import explain_field, plan_recipe, planned_run
 
 GB = 1e9
+DEGREES = ("pp=", "dp_", "cp=", "tp=", "ep=", "zero=")
+"""Words of a layout that say which ranks share what."""
 MOST_DOUBTS = 10
 """Kinds of odd cells that are listed for people."""
 EPILOG = """\
@@ -24,7 +26,7 @@ forms:
   meshwright plan calibrate FILE.yaml   measure this machine in about a minute and write a cluster file
   meshwright plan validate FILE.csv     predict every row of a table of published runs, and say how far off
 
-exit status: 0 there is a layout that fits, 1 there is none, 2 misuse
+exit status: 0 there is a layout that fits, or at least a tight one (the plan says so), 1 there is none, 2 misuse
 
 examples:
   meshwright plan run.yaml --cluster 8xh100
@@ -113,8 +115,10 @@ def _table(facts: dict[str, Any]) -> Iterator[str]:
     """The plan for people."""
     cluster, chosen = facts["cluster"], facts["chosen"]
     searched = facts["searched"]
+    count = f"{cluster['devices']} x "
+    name = cluster["name"] if cluster["name"].startswith(count) else f"{cluster['name']}: {count}{cluster['device']}"
     yield (
-        f"{cluster['name']}, {cluster['memory_gb']:.1f} GB each; {searched['legal']} layouts, "
+        f"{name}, {cluster['memory_gb']:.1f} GB each; {searched['legal']} layouts, "
         f"{searched['predicted']} looked at; ranges hold {facts['interval']:.0%}"
     )
     yield ""
@@ -132,6 +136,12 @@ def _table(facts: dict[str, Any]) -> Iterator[str]:
     yield f"* chosen   - faster or not, this version's engine cannot run it yet{own}"
     if facts["given"] and facts["given"]["missing"]:
         yield f"refused    the recipe's own layout: {facts['given']['missing']}"
+    if chosen and chosen["verdict"] == "tight":
+        yield (
+            f"tight      nothing that runs fits with {facts['margin']:.0%} of the memory left free (--margin); the "
+            f"chosen layout needs {chosen['memory_total']['value'] / GB:.1f} of "
+            f"{chosen['memory_available'] / GB:.1f} GB and may run out of memory"
+        )
     if chosen:
         yield from _chosen(facts, chosen)
     elif not searched["legal"]:
@@ -151,12 +161,13 @@ def _table(facts: dict[str, Any]) -> Iterator[str]:
         yield f"relief     the recipe's layout does not fit with its margin; cheapest: {facts['relief']}"
     yield ""
     yield "strategies, each at its best:"
-    width = max(map(len, facts["strategies"]), default=0)
-    for name, candidate in facts["strategies"].items():
-        yield f"  {name:<{width}}  {candidate['verdict']:<13}{candidate['reason']}"
+    yield from _strategies(facts["strategies"])
     if facts.get("methods"):
         yield ""
-        yield "methods, each in its fastest layout that fits (adapters of rank 16 beside every matrix; qlora: 4 bits):"
+        yield (
+            "methods, each in its fastest layout that fits, else the one that needs least "
+            "(adapters of rank 16 beside every matrix; qlora: 4 bits):"
+        )
         yield from (_method(name, best) for name, best in facts["methods"].items())
 
 
@@ -171,14 +182,25 @@ def _candidate(mark: str, facts: dict[str, Any]) -> str:
     )
 
 
-def _method(name: str, best: dict[str, Any] | None) -> str:
-    if best is None:
-        return f"  {name:<6} does not fit"
+def _method(name: str, best: dict[str, Any]) -> str:
+    if best["reason"]:
+        return f"  {name:<6} does not fit: {best['reason']}, with {best['text']}"
     return (
         f"  {name:<6} {best['verdict']:<6}{best['memory'] / GB:>7.1f} GB "
-        f"{best['tokens_per_second_per_device']:>8.0f} tok/s/dev  micro_batch={best['micro_batch']} "
-        f"recompute={best['recompute']}"
+        f"{best['tokens_per_second_per_device']:>8.0f} tok/s/dev  {best['text']}"
     )
+
+
+def _strategies(strategies: dict[str, Any]) -> Iterator[str]:
+    """Each strategy with its verdict and reason; what it needs and the degrees behind its name."""
+    names = max(map(len, strategies), default=0)
+    reasons = max((len(candidate["reason"]) for candidate in strategies.values()), default=0)
+    for name, candidate in strategies.items():
+        degrees = " ".join(word for word in candidate["text"].split() if word.startswith(DEGREES))
+        yield (
+            f"  {name:<{names}}  {candidate['verdict']:<13}{candidate['reason']:<{reasons}}  "
+            f"{candidate['memory_total']['value'] / GB:>6.1f} GB  {degrees}"
+        )
 
 
 def _chosen(facts: dict[str, Any], chosen: dict[str, Any]) -> Iterator[str]:
@@ -191,7 +213,7 @@ def _chosen(facts: dict[str, Any], chosen: dict[str, Any]) -> Iterator[str]:
     kinds = ", ".join(f"{kind} {size / GB:.1f}" for kind, size in sizes if size >= 0.05 * GB)
     yield f"memory     {kinds} GB{host}"
     run, cost = chosen["run_seconds"], chosen["run_cost"]
-    price = f", {cost['value']:,.0f} ({cost['low']:,.0f}-{cost['high']:,.0f}) in your currency" if cost else ""
+    price = f", {_money(cost)} {facts['cluster'].get('currency', 'in your currency')}" if cost else ""
     yield f"run        {facts['steps']} steps: {_duration(run['value'])}{price}"
     yield f"binding    {facts['binding']}"
     if facts["compile"] and facts["compile"] > 0.01:
@@ -200,6 +222,14 @@ def _chosen(facts: dict[str, Any], chosen: dict[str, Any]) -> Iterator[str]:
         yield f"fp8        not run by this version: {fp8['step_time']:.3g} s a step, {fp8['saved']:.0%} less"
     if facts["bandwidth"]:
         yield f"network    {facts['bandwidth']}"
+
+
+def _money(cost: dict[str, float]) -> str:
+    """What a run costs, as many digits as say something."""
+    value, low, high = (
+        f"{cost[key]:,.0f}" if cost["value"] >= 100 else f"{cost[key]:.3g}" for key in ("value", "low", "high")
+    )
+    return f"{value} ({low}-{high})"
 
 
 def _duration(seconds: float) -> str:

@@ -18,6 +18,8 @@ CAUSES = {
     "update": "the optimizer and what a step costs once",
     "recompute": "recomputation",
 }
+WORTH_A_WORD = 0.01
+"""Part of a step below which a cause is not named."""
 
 
 def short(number: float) -> str:
@@ -83,14 +85,20 @@ def _largest_loss(candidate: Candidate, chosen: Candidate) -> str:
 
 
 def binding(candidate: Candidate) -> str:
-    """What keeps the layout from being faster."""
+    """What takes most of the step, what takes most of the rest, and how full the memory is."""
     time, share = candidate.time, candidate.memory.total / candidate.capacity
-    causes = {cause: getattr(time, cause) / time.total for cause in CAUSES if cause != "update"}
-    cause = max(causes, key=lambda name: causes[name])
-    memory = f"memory is {share:.0%} full"
-    if causes[cause] < 0.03:
-        return f"computation; {memory}"
-    return f"{CAUSES[cause]}, {causes[cause]:.0%} of the step; {memory}"
+    names = {"compute": "computation"} | {cause: name for cause, name in CAUSES.items() if cause != "recompute"}
+    if candidate.job.offload != "none":
+        names["update"] = "the optimizer and its state's way to the host and back (offloading)"
+    parts = {cause: getattr(time, cause) / time.total for cause in names}
+    first, second, *_ = sorted(parts, key=lambda cause: -parts[cause])
+    words = f"{names[first]}, {parts[first]:.0%} of the step"
+    again = time.recompute / time.total
+    if first == "compute" and again >= WORTH_A_WORD:
+        words += f" (recomputation {again:.0%})"
+    if parts[second] >= WORTH_A_WORD:
+        words += f"; then {names[second]}, {parts[second]:.0%}"
+    return f"{words}; memory is {share:.0%} full"
 
 
 def no_layout(base: Job, cluster: ClusterSpec, limits: Limits) -> str:

@@ -3,6 +3,7 @@
 import csv
 import functools
 import re
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 
@@ -88,8 +89,10 @@ def find_device(name: str, memory_gb: int | None = None, form: str | None = None
         if sizes:
             known = " or ".join(f"{size:g}" for size in sorted(set(sizes)))
             raise ValueError(f"no {name} with {memory_gb} GB is known, but with {known} GB")
-        known = ", ".join(dict.fromkeys(row["name"].split("-")[0] for row in hardware_table()))
-        raise ValueError(f"unknown device {name!r}; known are {known}")
+        known = sorted({row["name"].split("-")[0] for row in hardware_table()}, key=str.lower)
+        near = get_close_matches(name.lower(), [kind.lower() for kind in known], 1)
+        hint = f"is {near[0]} meant? " if near else ""
+        raise ValueError(f"unknown device {name!r}; {hint}known are {', '.join(known)}")
     return max(fitting, key=lambda row: _preference(row, memory_gb, form))
 
 
@@ -158,6 +161,7 @@ def device_cluster(
         network_gb_s=network,
         host_memory_gb=DESKTOP_HOST_GB if short.startswith("RTX") else HOST_GB,
         price_per_hour=next((price for name, price in PRICES.items() if row["name"].startswith(name)), None),
+        currency="US dollars at list price",
         source=row["source"],
     )
 

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from meshwright.plan.engine import layout_check, runs_today
-from meshwright.plan.explain import recomputes
+from meshwright.plan.explain import describe, recomputes, why_not
 from meshwright.plan.job import QUANTIZED, RANK, Job, adapter_parameters
 from meshwright.plan.search import Candidate, Limits, search
 from meshwright.spec.cluster import ClusterSpec
@@ -40,8 +40,8 @@ def by_method(job: Job, method: Method, rank: int = RANK) -> Job:
 
 def compare_methods(
     base: Job, run: Run, model: ModelSpec, cluster: ClusterSpec, limits: Limits
-) -> dict[str, Candidate | None]:
-    """The fastest layout that fits and that the engine runs by each method; None where memory lacks for all of them.
+) -> dict[str, Candidate]:
+    """The fastest layout that fits and that the engine runs by each method, else the one that needs least memory.
     A method is left out where the engine runs none, for then nobody looked at its memory."""
     found = {}
     for method in METHODS:
@@ -49,18 +49,20 @@ def compare_methods(
         legal = partial(runs_today, check=check)
         result = search(by_method(base, method), cluster, top=1, limits=limits, legal=legal)
         if result.looked_at:
-            found[method.name] = result.ranked[0] if result.ranked else None
+            smallest = min(result.strategies.values(), key=lambda candidate: candidate.memory.total)
+            found[method.name] = result.ranked[0] if result.ranked else smallest
     return found
 
 
 def method_facts(
     base: Job, run: Run, model: ModelSpec, cluster: ClusterSpec, limits: Limits
-) -> dict[str, dict[str, Any] | None]:
-    """The comparison as plain data: bytes, and tokens a second and device."""
+) -> dict[str, dict[str, Any]]:
+    """The comparison as plain data: bytes, tokens a second and device, the layout, and what lacks where none fits."""
     return {
-        name: None
-        if best is None
-        else {
+        name: {
+            "strategy": best.strategy,
+            "text": describe(best.job),
+            "reason": why_not(best, None) if best.verdict == "does not fit" else None,
             "memory": best.memory.total,
             "tokens_per_second_per_device": best.tokens_per_second,
             "micro_batch": best.job.micro_batch,

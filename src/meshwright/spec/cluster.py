@@ -69,7 +69,9 @@ class ClusterSpec(Spec):
     host_memory_gb: float = Field(default=HOST_GB, gt=0)
     """Host memory of a node, 10**9 bytes, for offloading."""
     price_per_hour: float | None = Field(default=None, ge=0)
-    """Price of one device for an hour, in the currency you think in."""
+    """Price of one device for an hour."""
+    currency: str = "in your currency"
+    """What the price is in, as it is printed behind one; list prices of named devices are in US dollars."""
     measured: Measured = Measured()
     """Filled in by `meshwright plan calibrate`."""
     source: str = ""
@@ -102,6 +104,9 @@ def parse_cluster_name(text: str) -> ClusterName:
     Raises `ValueError` with the grammar where the text does not follow it.
     """
     found = NAME.fullmatch(text.strip())
+    if found is None and (rate := re.fullmatch(r"(.*@\d+(?:\.\d+)?)(/gpu)?", text.strip())):
+        example = f"{rate[1]}Gb/s{rate[2] or ''}"
+        raise ValueError(f"cluster {text!r}: the rate needs a unit, Gb/s (bits) or GB/s (bytes), as in {example}")
     if found is None or int(found["devices"] or 1) == 0:
         raise ValueError(
             f"cluster {text!r} is no name such as 8xh100 or 64xa100-80g@400Gb/s "

@@ -43,10 +43,17 @@ def plan_recipe(
     several = LayoutSpec(dp_replicate=2) if where.devices > 1 else LayoutSpec()
     base = engine_job(run, model, global_batch=batch, micro_batch=size, device=device, layout=several)
     given = None
-    if not run.layout.choose and run.layout.world_size > 1:
+    if not run.layout.choose and (run.layout.world_size > 1 or _chose_for_one(run, where)):
         given = engine_job(run, model, global_batch=batch, micro_batch=size, device=device)
     plan = make_plan(base, run, spec, where, given=given, top=top, limits=limits)
     return plan, plan_facts(plan)
+
+
+def _chose_for_one(run: Run, where: ClusterSpec) -> bool:
+    """Whether a recipe for one device says what a plan would choose."""
+    training = run.training
+    said = training.micro_batch != "auto" or "recompute" in training.model_fields_set
+    return "layout" in run.model_fields_set or (where.devices == 1 and said)
 
 
 def planned_run(run: Run, plan: Plan) -> Run:
@@ -69,7 +76,8 @@ def choice_reason(plan: Plan, chosen: Candidate) -> str:
     others = [candidate for candidate in plan.found.strategies.values() if candidate.strategy != chosen.strategy]
     lost = sum(candidate.verdict == "does not fit" for candidate in others)
     return (
-        f"{chosen.strategy} ({describe(chosen.job)}): the fastest of {plan.found.legal} layouts that fits "
+        f"{chosen.strategy} ({describe(chosen.job)}): the fastest of {plan.found.legal} layouts that "
+        f"{'fits' if chosen.verdict == 'fits' else 'is tight, for none fits with the margin, on'} "
         f"{plan.cluster.name}, {short(chosen.memory.total / GB)} of {short(chosen.capacity / GB)} GB, "
         f"{short(chosen.time.total)} s a step predicted; {lost} of {len(others)} other strategies do not fit"
     )
