@@ -86,6 +86,13 @@ def test_evaluation_on_other_text(folder, capsys):
     assert "on other.txt\nloss " in text
     assert text.endswith(" 24 tokens\n")
     assert whole["tokens"] > 24
+    (folder / "third.txt").write_text("a third\n" * 9)
+    assert main(["eval", "runs/small", "--source", "other.txt", "--source", "third.txt", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["sources"]["other.txt"] == {figure: whole[figure] for figure in ("loss", "perplexity", "tokens")}
+    parts = found["sources"].values()
+    assert found["tokens"] == sum(part["tokens"] for part in parts)
+    assert found["loss"] * found["tokens"] == pytest.approx(sum(part["loss"] * part["tokens"] for part in parts))
 
 
 def test_generation_repeats_with_its_seed_and_not_with_another(folder, capsys):

@@ -1,6 +1,7 @@
 """The verb `eval`: loss and perplexity of a trained model on any text."""
 
 import argparse
+from typing import Any
 
 from meshwright.cli.common import add_model_arguments, positive
 from meshwright.cli.output import add_json_argument, print_json
@@ -43,9 +44,21 @@ def run(arguments: argparse.Namespace) -> int:
     )
     what = ", ".join(arguments.source or ["held-out text of the run"])
     if arguments.json:
-        figures = {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens}
+        figures = _figures(result)
+        if result.sources:
+            figures["sources"] = {name: _figures(part) for name, part in result.sources.items()}
         print_json({"model": str(trained.source), "source": what, **figures})
     else:
         print(f"{trained.source} on {what}")
-        print(f"loss {result.loss:.4f} nats/token  perplexity {result.perplexity:.2f}  {result.tokens} tokens")
+        print(_line(result))
+        for name, part in result.sources.items():
+            print(f"  {name}: {_line(part)}")
     return 0
+
+
+def _figures(found: Any) -> dict[str, Any]:
+    return {"loss": found.loss, "perplexity": found.perplexity, "tokens": found.tokens}
+
+
+def _line(found: Any) -> str:
+    return f"loss {found.loss:.4f} nats/token  perplexity {found.perplexity:.2f}  {found.tokens} tokens"

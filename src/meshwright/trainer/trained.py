@@ -15,7 +15,8 @@ from meshwright.checkpoint.peft import write_adapter
 from meshwright.checkpoint.verify import verify_checkpoint
 from meshwright.data.chat import ask
 from meshwright.data.loader import evaluation_batches
-from meshwright.data.mixture import JoinedSamples, all_samples, held_out_samples
+from meshwright.data.mixture import all_samples, held_out_samples
+from meshwright.data.packing import Samples
 from meshwright.data.prepare import prepare_corpus
 from meshwright.data.readers import told_apart
 from meshwright.data.sources import find_files
@@ -34,7 +35,7 @@ from meshwright.spec.finetune import FullSpec
 from meshwright.spec.model import ModelSpec, Parameter
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.device import choose_device
-from meshwright.trainer.evaluate import Evaluation, evaluate
+from meshwright.trainer.evaluate import Evaluation, evaluate, joined
 from meshwright.trainer.resolve import ENOUGH_TOKENS
 from meshwright.trainer.run import corpus_of
 from meshwright.trainer.start import RESOLVED, TOKENIZER, read_resolved
@@ -123,9 +124,11 @@ def evaluate_texts(
     sequence_length: int | None = None,
     num_samples: int | None = None,
 ) -> Evaluation:
-    """Loss on the text of `sources` (files, globs or `stdlib`, relative to the working directory).
+    """Loss on the text of `sources` (files, globs or `stdlib`, relative to the working directory); of several also each
+    one's.
 
-    Without sources, on what the run held out. All text counts, or `num_samples` evenly spaced samples of it.
+    Without sources, on what the run held out. All text counts, or `num_samples` evenly spaced samples of it, of each
+    source its share.
 
     Raises `ValueError` where there is no text, or the model was not meant for `sequence_length` positions.
     """
@@ -133,15 +136,14 @@ def evaluate_texts(
     length = sequence_length or (recipe.data.sequence_length if recipe else min(1024, trained.spec.max_positions))
     if length > trained.spec.max_positions:
         raise ValueError(f"sequence length {length}: the model is meant for at most {trained.spec.max_positions}")
-    samples = _held_out(trained, length) if sources is None else _samples_of(trained, sources, length)
-    micro_batch = max(1, ENOUGH_TOKENS[trained.device.type] // length)
-    batches = evaluation_batches(
-        samples,
-        micro_batch=micro_batch,
-        num_samples=num_samples,
-        padding="cut",
-    )
-    return evaluate(WholeModel(trained.model), batches, trained.device)
+    named = _held_out(trained, length) if sources is None else _samples_of(trained, sources, length)
+    micro_batch, everything = max(1, ENOUGH_TOKENS[trained.device.type] // length), sum(map(len, named.values()))
+    parts = {}
+    for name, samples in named.items():
+        share = None if num_samples is None else -(-num_samples * len(samples) // everything)
+        batches = evaluation_batches(samples, micro_batch=micro_batch, num_samples=share, padding="cut")
+        parts[name] = evaluate(WholeModel(trained.model), batches, trained.device)
+    return joined(parts)
 
 
 def export_trained(
@@ -204,7 +206,7 @@ def _continued(
     return [trained.tokenizer.decode(tokens) for tokens in continued]
 
 
-def _held_out(trained: TrainedModel, length: int) -> JoinedSamples:
+def _held_out(trained: TrainedModel, length: int) -> dict[str, Samples]:
     if trained.run is None:
         raise ValueError(f"{trained.source} is no run, so it has no held-out text; say which text with --source")
     if trained.run.run.training.preference is not None:
@@ -217,14 +219,15 @@ def _held_out(trained: TrainedModel, length: int) -> JoinedSamples:
     corpus = corpus_of(trained.run.model_copy(update={"run": trained.run.run.model_copy(update={"data": data})}))
     if not corpus.held_out:
         raise ValueError("the run held nothing out (data.held_out is 0); say which text with --source")
-    return held_out_samples(corpus, data.model_copy(update={"sequence_length": length}))
+    joint = held_out_samples(corpus, data.model_copy(update={"sequence_length": length}))
+    return dict(zip((stream.name for stream in corpus.streams if stream.held_out), joint.streams, strict=True))
 
 
-def _samples_of(trained: TrainedModel, sources: Sequence[str], length: int) -> JoinedSamples:
-    """All text of the sources, packed as the run's own was."""
+def _samples_of(trained: TrainedModel, sources: Sequence[str], length: int) -> dict[str, Samples]:
+    """All text of the sources, of several each by itself, packed as the run's own was."""
     own = trained.run.run.data if trained.run else DataSpec()
     data = DataSpec(
-        sources=tuple(SourceSpec(path=source) for source in sources),
+        sources=tuple(SourceSpec(path=source, name=source if len(sources) > 1 else None) for source in sources),
         tokenizer=str(trained.tokenizer_dir.resolve()),
         sequence_length=length,
         packing=own.packing,
@@ -244,7 +247,7 @@ def _samples_of(trained: TrainedModel, sources: Sequence[str], length: int) -> J
             f"--source {', '.join(sources)}: holds preferences, whose loss needs the model as its training began; a "
             "run that learns from them measures those that it holds out (data.held_out), as its metrics.jsonl tells"
         )
-    return all_samples(corpus, data)
+    return dict(zip((stream.name for stream in corpus.streams), all_samples(corpus, data).streams, strict=True))
 
 
 def _from_checkpoint(run_dir: Path, checkpoint: Path, device: torch.device, dtype: str | None) -> TrainedModel:
