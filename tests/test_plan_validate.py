@@ -344,6 +344,7 @@ def test_a_file_without_rows_or_columns_is_an_error(text: str, tmp_path: Path, c
         ("dp", "3", "64 data-parallel ranks make 64 devices; 64 taken"),
         ("pp", "128", "devices or layers do not suffice for so many stages; 32 taken"),
         ("vpp", "1e30", "more or less than any run has"),
+        ("global_batch", "524288", "so many sequences are tokens; 64 sequences taken"),
         ("micro_batch", "1 (DP=16)", "read as 1; the rest is passed over"),
         ("layers", "32.7", "no whole number; 32 taken"),
         ("params_b", "80", "the sizes make"),
@@ -381,8 +382,8 @@ def test_lines_that_do_not_follow_their_header_are_named(tmp_path: Path, capsys:
     assert [(doubt.line, doubt.made.partition(";")[0].partition(":")[0]) for doubt in table.doubts] == [
         (1, "a column that is not read"),
         (3, "an earlier row has the same"),
-        (3, "1 cells more than the header"),
-        (4, "2 cells fewer than the header"),
+        (3, "cells beyond the header's"),
+        (4, "cells missing at the end"),
         (5, "not predictable"),
         (6, "not predictable"),
     ]
@@ -393,6 +394,7 @@ def test_lines_that_do_not_follow_their_header_are_named(tmp_path: Path, capsys:
         f"{path}:5: not predictable: no size, no parameter count, and no architecture's name (and in 1 more row"
         in shown
     )
+    path.write_bytes(path.read_text().encode("utf-16"))
     assert main(["plan", "validate", str(path), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["cells_not_understood"]) == 6
 

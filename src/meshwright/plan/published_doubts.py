@@ -185,7 +185,8 @@ def _contradictions(row: Row, run: PublishedRun, used: dict[str, int]) -> Iterat
         elif column == "dp":
             yield column, f"{degrees}, and {taken} data-parallel ranks make {job.world} devices; {taken} taken"
         elif column == "global_batch":
-            yield column, f"read as tokens; {taken} sequences"
+            if "tok" not in row[column].lower():
+                yield column, f"so many sequences are tokens; {taken} sequences taken"
         elif column != "gpus_per_node" or taken != job.world:
             yield column, f"{WHY_CUT.get(column, 'other cells contradict it')}; {taken} taken"
     if job.model.num_heads % job.tp:

@@ -1,5 +1,6 @@
 """The one place that reads a table of published runs as a file: header, lines, and what is wrong with them."""
 
+import codecs
 import csv
 import io
 from collections.abc import Iterator
@@ -30,7 +31,9 @@ class Table:
 def read_table(path: Path) -> Table:
     """A file of comma-, semicolon- or tab-separated values. Raises `ValueError` where it has no rows or lacks a needed
     column; no cell stops it."""
-    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    raw = path.read_bytes()
+    wide = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # as spreadsheets save "Unicode text"
+    text = raw.decode("utf-16" if wide else "utf-8-sig", errors="replace")
     delimiter = max(DELIMITERS, key=text.partition("\n")[0].count)
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
     try:
@@ -67,10 +70,10 @@ def _add(table: Table, line: int, cells: dict, seen: set[str]) -> None:
         doubt("id", id, "an earlier row has the same; both are predicted")
     if None in cells:
         doubt(
-            "", "", f"{len(cells[None])} cells more than the header: a separator inside a cell shifts those behind it"
+            "", "", f"cells beyond the header's: {len(cells[None])}; a separator inside a cell shifts those behind it"
         )
     elif None in row.values():
-        doubt("", "", f"{sum(value is None for value in row.values())} cells fewer than the header; taken as empty")
+        doubt("", "", f"cells missing at the end: {sum(value is None for value in row.values())}; taken as empty")
     for column, value in row.items():
         if "\n" in (value or ""):
             doubt(column, value, "holds line breaks: is a quotation mark not closed? What follows may be rows")
