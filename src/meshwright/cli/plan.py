@@ -43,7 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", help="8xh100, 64xa100-80g@400Gb/s, a file, or local (default: the recipe's)")
     parser.add_argument("--top", type=int, default=8, metavar="N", help="candidates to show (default 8)")
     parser.add_argument(
-        "--margin", type=float, default=MARGIN, help=f"part of a device's memory to leave free (default {MARGIN})"
+        "--margin",
+        type=float,
+        default=MARGIN,
+        help=f"part of a device's memory to leave free; what fits only without is called tight (default {MARGIN})",
     )
     parser.add_argument(
         "--explain", metavar="FIELD", help="where a figure comes from: memory, time, mfu, cost or search"
