@@ -18,7 +18,7 @@ from meshwright.families import PRESETS, resolve_model
 from meshwright.plan import search as search_module
 from meshwright.plan.blueprint import Block, Blueprint, Matrix, blueprint
 from meshwright.plan.engine import engine_job, engine_layout, layout_check, runs_today
-from meshwright.plan.explain import bandwidth, binding, relief, why_not
+from meshwright.plan.explain import bandwidth, binding, relief, simpler, why_not
 from meshwright.plan.hardware import device_cluster, resolve_cluster
 from meshwright.plan.job import Job
 from meshwright.plan.machine import Machine
@@ -188,6 +188,22 @@ def test_the_cheapest_relief_is_one_that_fits() -> None:
     assert words is not None
     assert words.startswith(("recompute=selective", "micro_batch=1"))
     assert relief(replace(job, model=replace(model, pattern=(0,) * 2000)), cluster, 0.1) is None
+
+
+def test_a_simpler_layout_that_is_about_as_fast_is_named() -> None:
+    """Fewer axes, and no more than a few per cent slower."""
+    model = blueprint(resolve_model(ModelFields(name="llama-3-8b"), base_dir=Path()))
+    job, cluster = (
+        Job(model=model, sequence=4096, global_batch=64, micro_batch=1, recompute="full"),
+        device_cluster("h100", 8),
+    )
+    plain = evaluate(replace(job, dp_shard=8, zero=3), cluster)
+    staged = evaluate(replace(job, pp=2, dp_shard=4, zero=2, schedule="interleaved-1f1b", virtual_stages=2), cluster)
+    slow = evaluate(replace(job, tp=8), cluster)
+    assert plain.time.total < 1.03 * staged.time.total < slow.time.total
+    assert simpler(staged, [staged, slow, plain]) == plain
+    assert simpler(staged, [staged, slow]) is None
+    assert simpler(plain, [staged, plain]) is None
 
 
 def test_a_slow_network_is_told_how_slow() -> None:

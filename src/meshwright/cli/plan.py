@@ -219,6 +219,9 @@ def _chosen(facts: dict[str, Any], chosen: dict[str, Any]) -> Iterator[str]:
     price = f", {_money(cost)} {facts['cluster'].get('currency', 'in your currency')}" if cost else ""
     yield f"run        {facts['steps']} steps: {_duration(run['value'])}{price}"
     yield f"binding    {facts['binding']}"
+    if found := facts["simpler"]:
+        slower = found["step_time"]["value"] / chosen["step_time"]["value"] - 1
+        yield f"simpler    {slower:.1%} slower, less than predictions are off: {found['text']}"
     if facts["compile"] and facts["compile"] > 0.01:
         yield f"compile    training.compile=true would save {facts['compile']:.0%} of the step"
     if fp8 := facts["fp8"]:

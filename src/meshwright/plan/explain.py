@@ -1,5 +1,6 @@
 """The one place that puts a plan's reasons into sentences: what binds, why not the others, what would help."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from meshwright.plan.job import Job
@@ -99,6 +100,27 @@ def binding(candidate: Candidate) -> str:
     if parts[second] >= WORTH_A_WORD:
         words += f"; then {names[second]}, {parts[second]:.0%}"
     return f"{words}; memory is {share:.0%} full"
+
+
+ALIKE = 0.03
+"""Parts of a step in which two layouts may differ and nobody can say which is faster: less than predictions are off."""
+
+
+def simpler(chosen: Candidate, others: Iterable[Candidate]) -> Candidate | None:
+    """The layout with fewest things in it that is about as fast as the chosen one; None where that has no more."""
+
+    def weight(candidate: Candidate) -> tuple[int, float]:
+        job = candidate.job
+        axes = sum(degree > 1 for degree in (job.pp, job.tp, job.cp, job.ep, job.virtual_stages, job.dp_replicate))
+        return axes + (job.pp > 1 and job.schedule_name != "1f1b") + (job.offload != "none"), candidate.time.total
+
+    alike = [
+        other
+        for other in others
+        if other.verdict == chosen.verdict and other.time.total <= (1 + ALIKE) * chosen.time.total
+    ]
+    least = min(alike, key=weight, default=chosen)
+    return least if weight(least)[0] < weight(chosen)[0] else None
 
 
 def no_layout(base: Job, cluster: ClusterSpec, limits: Limits) -> str:

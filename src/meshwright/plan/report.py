@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from meshwright.plan.engine import LayoutCheck, engine_layout, layout_check, runs_today
-from meshwright.plan.explain import bandwidth, binding, describe, no_layout, relief, why_not
+from meshwright.plan.explain import bandwidth, binding, describe, no_layout, relief, simpler, why_not
 from meshwright.plan.interval import NOMINAL, Interval
 from meshwright.plan.job import Job
 from meshwright.plan.methods import method_facts
@@ -124,6 +124,9 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
     if plan.cluster.devices <= MOST_FOR_METHODS:
         facts["methods"] = method_facts(plan.base, plan.run, plan.spec, plan.cluster, plan.limits)
     if plan.chosen:
+        runs = (other for other in (*plan.found.ranked, *plan.found.strategies.values()) if not plan.refusal(other))
+        alike = simpler(plan.chosen, runs)
+        facts["simpler"] = candidate_facts(plan, alike) if alike else None
         facts["binding"] = binding(plan.chosen)
         facts["bandwidth"] = bandwidth(plan.chosen)
         facts["compile"] = compiled_gain(plan.chosen)
