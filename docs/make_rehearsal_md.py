@@ -35,6 +35,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3": {"model": {"name": "qwen3-0.6b"}, "sequence": 4096, "microbatches": 8},
     "MoE": {"model": {"name": "qwen3-30b-a3b", "num_layers": 3}, "sequence": 4096},
     "8B, LoRA": {"model": {"name": "llama-3-8b", "num_layers": 4}, "finetune": {"method": "lora", "rank": 16}},
+    "1B, LoRA": {"model": {"name": "llama-3.2-1b"}, "finetune": {"method": "lora", "rank": 32}},
+    "1B, LoRA, dropout": {"model": {"name": "llama-3.2-1b"}, "finetune": {"method": "lora", "dropout": 0.1}},
+    "8B, QLoRA": {"model": {"name": "llama-3-8b"}, "sequence": 1024, "finetune": {"method": "qlora", "rank": 16}},
+    "8B, QLoRA, long": {"model": {"name": "llama-3-8b"}, "sequence": 8192, "finetune": {"method": "qlora"}},
 }
 """Published widths with fewer layers, which repeat themselves, and what differs from `LENGTH`."""
 
@@ -71,6 +75,8 @@ POLICIES: dict[str, Any] = {
     "full:3/4": {"full": [2, 1]},
     "full:4/6": {"full": 1},
     "full:1,selective:1/3": {"full": 1, "selective": 1},
+    "selective:2/4": {"selective": 2},
+    "full:30,selective:2/32": {"full": 30, "selective": 2},
 }
 """Recomputation by how it is shown: layers of all there are."""
 WORDS = tuple(POLICIES)[:3]
@@ -91,6 +97,10 @@ MORE = {
     "Qwen3": (("one device", 1), ("ZeRO-2", 0), ("TP", 2), ("PP of 4", 0), ("PP zero bubble", 0)),
     "MoE": (("ZeRO-3", 0), ("EP", 0), ("EP", 2), ("EP + TP", 1)),
     "8B, LoRA": (("DDP", 0), ("ZeRO-3", 2), ("TP", 0)),
+    "1B, LoRA": (("one device", 0), ("one device", 1), ("ZeRO-2", 1), ("ZeRO-3", 0)),
+    "1B, LoRA, dropout": (("one device", 0), ("one device", 1)),
+    "8B, QLoRA": (("one device", 1), ("DDP", 2), ("ZeRO-3", 0)),
+    "8B, QLoRA, long": (("one device", 2),),
 }
 SOME_LAYERS = (
     ("8B, long", "ZeRO-3", "full:2/4"),
@@ -100,6 +110,8 @@ SOME_LAYERS = (
     ("GPT-2", "ZeRO-1", "selective:4/6"),
     ("GPT-2", "PP interleaved", "full:4/6"),
     ("MoE", "EP", "full:1,selective:1/3"),
+    ("8B, LoRA", "one device", "selective:2/4"),
+    ("8B, QLoRA", "one device", "full:30,selective:2/32"),
 )
 """Cells in which layers recompute differently."""
 

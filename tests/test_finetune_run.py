@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.checkpoint import CheckpointPolicy
 
 from meshwright import Run, train
 from meshwright.checkpoint.dcp import held_tensors
@@ -16,6 +17,7 @@ from meshwright.cli.main import main
 from meshwright.cli.train import whats_next
 from meshwright.models import named_tensors
 from meshwright.models.generate import Sampling
+from meshwright.parallel.recompute import _keep_dear_results
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.spec.training import PreferenceSpec
@@ -197,6 +199,21 @@ def test_continues_bit_for_bit(ranks: RankPool, tmp_path: Path, strategy: str, p
     world = run.run.layout.world_size
     whole_run = ranks.run(world, trajectory, run, tmp_path, 4, False)[0]
     assert ranks.run(world, trajectory, run, tmp_path, 4, True)[0] == whole_run[2:]
+
+
+def test_selective_recomputation_does_not_keep_what_adapters_widen() -> None:
+    """W x and A x [T, R] are kept; B A x, and DoRA's W + B A, are computed again."""
+    kept = [_keep_dear_results(frozenset({4}), None, torch.ops.aten.mm.default, *pair) for pair in product_pairs()]
+    assert kept == [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]
+    weight, b, a = torch.empty(16, 8), torch.empty(16, 4), torch.empty(4, 8)
+    norms = _keep_dear_results(frozenset({4}), None, torch.ops.aten.addmm.default, weight, b, a)
+    assert norms == CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def product_pairs() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What W x, A x and B A x multiply, 3 tokens of width 8."""
+    x, inner = torch.empty(3, 8), torch.empty(3, 4)
+    return [(x, torch.empty(8, 16)), (x, torch.empty(8, 4)), (inner, torch.empty(4, 16))]
 
 
 def test_recomputation_draws_the_same_dropout() -> None:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,20 +18,20 @@ from meshwright.spec.recompute import Policy
 
 aten = torch.ops.aten
 
+PRODUCTS: dict[Any, int] = {**dict.fromkeys((aten.mm.default, aten.bmm.default, *MATMULS), 0), aten.addmm.default: 1}
+"""Matrix products, and which of their arguments comes first in the product."""
+
 # What selective recomputation keeps: the results that are dear to compute for their size (Korthikanti et al., "Reducing
 # Activation Recomputation in Large Transformer Models", 2022, keeps all but attention; with flash attention that
 # turns round: attention and matrix products are kept, the cheap element-wise chain between them is not). What ranks
-# have added up for each other, or sent to experts, is dear too.
+# have added up for each other, or sent to experts, is dear too. What adapters of few ranks widen is not.
 KEPT = frozenset(
     op
     for op in (
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
+        *PRODUCTS,
         aten._grouped_mm.default,
         torch.ops._c10d_functional.all_to_all_single.default,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
-        *MATMULS,
         *VARLEN_OPS,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
@@ -41,16 +42,22 @@ KEPT = frozenset(
 )
 
 
-def _keep_dear_results(ctx: object, op: Callable, *args: object, **kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+def _keep_dear_results(
+    ranks: frozenset[int], ctx: object, op: Callable, *args: Any, **kwargs: object
+) -> CheckpointPolicy:
+    """Adapters' `ranks` are the inner widths of products that cost no more than the sums around them."""
+    cheap = op in PRODUCTS and args[PRODUCTS[op]].shape[-1] in ranks
+    return CheckpointPolicy.MUST_SAVE if op in KEPT and not cheap else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def apply_recompute(blocks: nn.ModuleDict, policies: Sequence[Policy]) -> None:
     """Make blocks recompute their activations in the backward pass, by the policies of all of the model's layers;
     parameter names stay as they are."""
-    random = any(isinstance(module, LoraLinear) and module.dropout for module in blocks.modules())
+    adapted = [module for module in blocks.modules() if isinstance(module, LoraLinear)]
+    random = any(module.dropout for module in adapted)
+    keep = functools.partial(_keep_dear_results, frozenset(module.lora_a.shape[0] for module in adapted))
     whole: dict[str, object] = {"use_reentrant": False, "preserve_rng_state": random}
-    contexts = functools.partial(create_selective_checkpoint_contexts, _keep_dear_results)
+    contexts = functools.partial(create_selective_checkpoint_contexts, keep)
     options = {"full": whole, "selective": whole | {"context_fn": contexts}}
     for layer, block in blocks.items():
         policy = policies[int(layer)]

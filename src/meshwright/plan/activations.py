@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from math import inf
 
 from meshwright.plan.blueprint import Block
-from meshwright.plan.job import Groups, Job, Kinds
+from meshwright.plan.job import Groups, Job, Kinds, adapted
 from meshwright.plan.pipeline import most_in_flight
 from meshwright.spec.recompute import Policy
 
@@ -57,13 +57,14 @@ def stream_bytes(job: Job) -> float:
 def block_activations(job: Job, block: Block, policy: Policy) -> float:
     """Bytes that one block keeps of one microbatch for its backward pass, by recomputation policy."""
     if policy == "none":
-        return _saved_everything(job, block)
+        return _saved_everything(job, block) + _beside(job, block, policy)
     if policy == "full":
         share = job.recompute_share
-        return share * stream_bytes(job) + (0.0 if share == 1 else (1 - share) * _saved_everything(job, block))
+        kept = share * stream_bytes(job) + (0.0 if share == 1 else (1 - share) * _saved_everything(job, block))
+        return kept + _beside(job, block, policy)
     if job.stack.attention == "unfused":  # selective as Korthikanti et al. mean it: all but the scores
         return _saved_everything(job, block) - _score_bytes(job)
-    return _saved_selectively(job, block)
+    return _saved_selectively(job, block) + _beside(job, block, policy)
 
 
 def passing_activations(job: Job, stages: Sequence[Groups]) -> tuple[float, float]:
@@ -95,11 +96,16 @@ def recomputed(job: Job, block: Block, policy: Policy) -> float:
 def backward_bytes(job: Job, block: Block) -> float:
     """Gradients of activations while the feed-forward layer's backward pass runs: that of the stream, and of what the
     layer computes inside more than what it frees meanwhile."""
-    widest = max((inner * per_token for inner, per_token, _ in _inner_widths(job, block)), default=0)
-    inner = job.tokens / job.tp * widest * job.width
+    inner = inner_bytes(job, block)
     if not job.stack.chunked_loss:  # other programs' fused operators free what they read only when they have ended
         return 2 * inner + 2 * stream_bytes(job)
     return stream_bytes(job) + (max(2 * inner, inner + _whole(job)) if job.model.gated else inner + _whole(job))
+
+
+def inner_bytes(job: Job, block: Block) -> float:
+    """A tensor as wide as the widest feed-forward layer of a block."""
+    widest = max((inner * per_token for inner, per_token, _ in _inner_widths(job, block)), default=0)
+    return job.tokens / job.tp * widest * job.width
 
 
 def _saved_everything(job: Job, block: Block) -> float:
@@ -132,6 +138,22 @@ def _saved_selectively(job: Job, block: Block) -> float:
     saved += tokens * (_queries_and_keys(job) + width * kv_heads(job) * model.head_dim + _attended(job))
     for inner, per_token, routed in _inner_widths(job, block):
         saved += tokens * width * per_token * (inner * (2 if model.gated else 1) + (2 * model.hidden if routed else 0))
+    return saved
+
+
+def _beside(job: Job, block: Block, policy: Policy) -> float:
+    """Of adapters what one process alone casts of A, until the forward pass ends at least; A x, where products are
+    kept; and B times its scale and what dropout leaves of x, with its mask, where everything is."""
+    if not job.adapter_rank:
+        return 0.0
+    matrices, rank = adapted(block, job.adapter_rank), job.adapter_rank
+    inputs, outputs = (sum(getattr(matrix, side) for matrix in matrices) for side in ("into", "out"))
+    saved = job.width * rank * inputs / job.tp if job.alone else 0.0
+    if policy != "full":
+        saved += job.width * rank * job.tokens * len(matrices)
+    if policy == "none":
+        saved += job.width * rank * outputs / job.tp
+        saved += job.tokens * inputs * (job.width + 1) if job.adapter_dropout else 0.0
     return saved
 
 

@@ -12,6 +12,7 @@ from meshwright.families.adapters import adapter_misfit
 from meshwright.families.quantized import split_misfit
 from meshwright.plan.blueprint import Blueprint
 from meshwright.plan.job import MESHWRIGHT, QUANTIZED, Job, Stack, adapter_parameters
+from meshwright.spec.finetune import FinetuneSpec
 from meshwright.spec.fit import batch_misfits, find_misfits
 from meshwright.spec.layout import AXES, LayoutSpec
 from meshwright.spec.model import ModelSpec
@@ -41,7 +42,6 @@ def engine_job(
     """The recipe as a job; `layout` replaces the recipe's."""
     layout = layout or run.layout
     training = run.training
-    adapters, frozen_bytes = _method(run, model)
     return Job(
         model=model,
         sequence=run.data.sequence_length,
@@ -59,22 +59,25 @@ def engine_job(
         offload="cpu" if layout.offload == "cpu" else "none",
         schedule=layout.schedule,
         virtual_stages=_stages_per_rank(layout),
-        adapters=adapters,
-        frozen_bytes=frozen_bytes,
         stack=engine_stack(training, alone=layout.world_size == 1 and layout.offload == "none", device=device),
+        **method_fields(run.finetune, model),
     )
 
 
-def _method(run: Run, model: Blueprint) -> tuple[float | None, float | None]:
-    """(parameters of adapters, bytes of a frozen weight) by the recipe's fine-tuning; None where all of it trains as it
-    is. Adapters that sit beside some matrices only are counted beside all."""
-    finetune = run.finetune
+def method_fields(finetune: FinetuneSpec | None, model: Blueprint) -> dict[str, Any]:
+    """What a way of fine-tuning makes of a job's adapters and frozen weights. Adapters that sit beside some matrices
+    only are counted beside all."""
     if finetune is None or finetune.method == "full":
-        return None, None
+        return {"adapters": None, "adapter_rank": 0, "adapter_dropout": False, "frozen_bytes": None}
     if finetune.method == "ia3":
-        return float(sum(block.numel // model.hidden for block in model.blocks)), None
-    bytes_each = {"plain": None, "nf4": QUANTIZED, "int8": 1.0}
-    return float(adapter_parameters(model, finetune.rank)), bytes_each[finetune.base]
+        factors = float(sum(block.numel // model.hidden for block in model.blocks))
+        return {"adapters": factors, "adapter_rank": 0, "adapter_dropout": False, "frozen_bytes": None}
+    return {
+        "adapters": float(adapter_parameters(model, finetune.rank)),
+        "adapter_rank": finetune.rank,
+        "adapter_dropout": finetune.dropout > 0,
+        "frozen_bytes": {"plain": None, "nf4": QUANTIZED, "int8": 1.0}[finetune.base],
+    }
 
 
 def _stages_per_rank(layout: LayoutSpec) -> int:

@@ -2,12 +2,13 @@
 
 import functools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Literal
 
-from meshwright.plan.blueprint import Blueprint
+from meshwright.plan.blueprint import Block, Blueprint, Matrix
 from meshwright.plan.stages import balanced_stages
 from meshwright.spec.recompute import Counts, Policy, RecomputeSpec, stage_counts
 from meshwright.spec.schedule import SCHEDULES
@@ -130,6 +131,10 @@ class Job:
     """Share of the activations that is kept in host memory."""
     adapters: float | None = None
     """Parameters of low-rank adapters, which alone are trained; None: all of the model is."""
+    adapter_rank: int = 0
+    """Inner width of adapters beside every matrix; 0 where they are none, or factors."""
+    adapter_dropout: bool = False
+    """Whether what adapters read is dropped out."""
     frozen_bytes: float | None = None
     """Bytes of a weight that is not trained, where it is stored in fewer than those that are computed with."""
     stack: Stack = MESHWRIGHT
@@ -243,12 +248,12 @@ class Job:
 
 def adapter_parameters(model: Blueprint, rank: int = RANK) -> int:
     """Parameters of adapters beside every matrix of attention and dense feed-forward layers (Hu et al., 2021)."""
-    return sum(
-        rank * (matrix.out + matrix.into)
-        for block in model.blocks
-        for matrix in block.matrices
-        if not matrix.experts and min(matrix.out, matrix.into) > rank
-    )
+    return sum(rank * (matrix.out + matrix.into) for block in model.blocks for matrix in adapted(block, rank))
+
+
+def adapted(block: Block, rank: int) -> Sequence[Matrix]:
+    """A block's matrices that have an adapter of a rank beside them."""
+    return [m for m in block.matrices if not m.experts and min(m.out, m.into) > rank]
 
 
 def block_flops(model: Blueprint, kind: int, sequence: int) -> float:

@@ -97,6 +97,7 @@ def stage_memory(job: Job, stage: int, groups: Sequence[Groups] | None = None) -
         weights = sharded(3, stack.weight_bytes) - saved * packed / (shards if job.zero >= 3 else 1)
         if stack.casts_when_gathering and not job.alone and job.zero < 3:  # what is gathered stays beside what is kept
             weights += sharded(1, stack.weight_bytes) - saved * packed / (shards if job.zero >= 1 else 1)
+            weights += stack.weight_bytes * (held + experts) * trainable  # the copy of adapters that computes
     else:
         weights = 0.0 if job.zero >= 3 and stack.casts_when_gathering else sharded(3, stack.weight_bytes)
     optimizer = sharded(1, stack.state_bytes) * trainable

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from meshwright.plan.engine import layout_check, runs_today
+from meshwright.plan.engine import layout_check, method_fields, runs_today
 from meshwright.plan.explain import describe, recomputes, why_not
-from meshwright.plan.job import QUANTIZED, RANK, Job, adapter_parameters
+from meshwright.plan.job import Job
 from meshwright.plan.search import Candidate, Limits, search
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.finetune import LoraSpec
@@ -29,13 +29,9 @@ METHODS = (
 )
 
 
-def by_method(job: Job, method: Method, rank: int = RANK) -> Job:
+def by_method(job: Job, method: Method) -> Job:
     """The same job trained by another method."""
-    return replace(
-        job,
-        adapters=float(adapter_parameters(job.model, rank)) if method.finetune else None,
-        frozen_bytes=QUANTIZED if method.finetune and method.finetune.base == "nf4" else None,
-    )
+    return replace(job, **method_fields(method.finetune, job.model))
 
 
 def compare_methods(

@@ -12,6 +12,7 @@ from math import ceil
 
 from meshwright.plan.activations import (
     block_activations,
+    inner_bytes,
     microbatches_in_flight,
     pass_activations,
     passing_activations,
@@ -76,6 +77,13 @@ def all_logits_bytes(job: Job) -> float:
     return 2 * stream_bytes(job) + job.tokens * job.model.vocab / job.tp * job.stack.logit_bytes
 
 
+def _decoded(job: Job, block: Block) -> float:
+    """What the largest of a block's matrices that are kept in few bits takes, decoded, in its backward pass beyond the
+    one tensor that the feed-forward layer's backward pass holds only later."""
+    largest = max((m.numel / (job.tp if m.split else 1) for m in block.matrices if not m.experts), default=0.0)
+    return max(0.0, job.stack.weight_bytes * largest - inner_bytes(job, block)) if job.frozen_bytes else 0.0
+
+
 class _Engine:
     """The moments of one rank of this repository's engine."""
 
@@ -100,7 +108,8 @@ class _Engine:
         self.passing, self.passing_before = passing_activations(job, groups)
         gathers = job.zero >= 3 and not self.job.alone
         self.gathered = stack.weight_bytes if gathers else 0.0
-        self.unpacked = stack.weight_bytes * self.layer if job.frozen_bytes else 0.0
+        self.gathered_layer = (job.frozen_bytes or stack.weight_bytes) * self.layer if gathers else 0.0
+        self.decoded = max((_decoded(job, block) for block in blocks), default=0.0)
         self.reduced = 0.0 if self.job.alone or job.frozen else stack.reduce_bytes
         # Tensor-parallel ranks' gradients are widened before they are added up (`parallel/data.py`).
         self.fresh = self.reduced if job.tp > 1 else float(self.width)
@@ -110,7 +119,7 @@ class _Engine:
     def moments(self) -> Iterator[Moment]:
         """Those at which there may be most."""
         # In the first block's forward pass what embedding and head were gathered from is still there, and the block's.
-        yield self._moment(0.0, 2 * self.gathered * (self.ends + self.layer))
+        yield self._moment(0.0, 2 * (self.gathered * self.ends + self.gathered_layer))
         if self.head:
             yield from self._loss()
         yield from self._blocks()
@@ -124,7 +133,7 @@ class _Engine:
         """All is saved. Gathered are embedding and head; the last block's weights, as they came, are still there."""
         job, hidden = self.job, self.job.model.hidden
         saved = saved_activations(job, self.stage, self.one_pass, at_loss=True) + self._messages()
-        transit = self.gathered * (self.ends + self.layer)
+        transit = self.gathered * self.ends + self.gathered_layer
         if 0 < job.zero < 3 and job.shards > 1 and job.microbatches == 1:  # later ones find all weights gathered
             transit = job.stack.weight_bytes * self.layer
         tokens, stride = ceil(job.tokens), ceil(self.vocab / 64) * 64
@@ -147,7 +156,7 @@ class _Engine:
 
     def _blocks(self) -> Iterator[Moment]:
         """Backward passes of the last block and the one before. The head's gradient waits for the embedding's."""
-        transit = self.unpacked + self.gathered * (self.ends + 2 * self.layer)
+        transit = self.decoded + self.gathered * self.ends + 2 * self.gathered_layer
         if self.head and not self.job.alone:
             transit += self.width * self.table
         if not (self.job.alone or self.job.frozen):
