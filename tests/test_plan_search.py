@@ -19,6 +19,7 @@ from meshwright.plan import search as search_module
 from meshwright.plan.blueprint import Block, Blueprint, Matrix, blueprint
 from meshwright.plan.engine import engine_job, engine_layout, layout_check, runs_today
 from meshwright.plan.explain import bandwidth, binding, relief, simpler, why_not
+from meshwright.plan.flops import flops_per_token
 from meshwright.plan.hardware import device_cluster, resolve_cluster
 from meshwright.plan.job import Job
 from meshwright.plan.machine import Machine
@@ -241,6 +242,37 @@ def test_a_plan_for_people(recipe: Path, capsys: pytest.CaptureFixture) -> None:
         assert len(explain_field(plan, field).splitlines()) > 2
     with pytest.raises(ValueError, match="there are memory, time, mfu, cost, search"):
         explain_field(plan, "luck")
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora", "ia3"])
+def test_what_fine_tuning_counts_and_explains(recipe: Path, method: str) -> None:
+    """One count of operations for plans and training; notes that say what is kept of frozen weights."""
+    tuned = f"finetune={{method: {method}}}"
+    run = load_recipe(recipe, ["model=llama-3-8b", "data.sequence_length=1024", tuned])
+    plan, facts = plan_recipe(run, base_dir=recipe.parent, cluster="1xrtx3090")
+    assert plan.chosen
+    assert plan.chosen.job.flops_per_token == flops_per_token(plan.spec, 1024, run.finetune)
+    rate = plan.chosen.tokens_per_second * plan.chosen.job.flops_per_token / 1e12
+    assert facts["chosen"]["mfu"] == pytest.approx(rate / plan.cluster.tflops["bf16"])
+    assert "4 a parameter that multiplies it and is frozen" in explain_field(plan, "mfu")
+    memory = explain_field(plan, "memory")
+    assert ("0.516 bytes a parameter of blocks" in memory) == (method == "qlora")
+    assert "12 bytes a parameter of adapters" in memory
+    assert "on their way" not in memory
+
+
+def test_what_does_not_fit_is_explained(recipe: Path) -> None:
+    words = ["model=llama-3-70b", "training.global_batch=8", "layout=auto"]
+    plan, _ = plan_recipe(load_recipe(recipe, words), base_dir=recipe.parent, cluster="1xrtx3090")
+    least = min(candidate.memory.total for candidate in plan.found.strategies.values())
+    text = explain_field(plan, "memory")
+    assert text.startswith("nothing fits; least memory is needed by ")
+    assert f"{least / 1e9:.2f} GB" in text
+    assert re.search(r"needs \d+ GB.* available", explain_field(plan, "search"))
+    words[-1] = "training.micro_batch=1"
+    words.append("layout={dp_shard: 2}")
+    plan, _ = plan_recipe(load_recipe(recipe, words), base_dir=recipe.parent, cluster="1xrtx3090")
+    assert explain_field(plan, "memory").startswith("nothing fits; the recipe's own layout is ZeRO-")
 
 
 def test_a_plan_for_machines_and_a_recipe_that_trains(recipe: Path, capsys: pytest.CaptureFixture) -> None:

@@ -52,4 +52,10 @@ def flops_per_token(spec: ModelSpec, sequence_length: int, finetune: FinetuneSpe
     trained = {row.name for row in table if row.trained}
     frozen = sum(active_numel(spec, row) for row in _matrices(spec) if row.name not in trained)
     adapters = sum(row.numel for row in table if row.adapter and len(row.shape) == 2)
+    return int(finetuning_flops(whole, frozen, adapters))
+
+
+def finetuning_flops(whole: float, frozen: float, adapters: float) -> float:
+    """Of a token, where training all takes `whole` and so many parameters of matrices that multiply it are frozen, and
+    so many of adapters' matrices added."""
     return whole - 2 * frozen + 6 * adapters

@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Literal
 
 from meshwright.plan.blueprint import Block, Blueprint, Matrix
+from meshwright.plan.flops import finetuning_flops
 from meshwright.plan.stages import balanced_stages
 from meshwright.spec.recompute import Counts, Policy, RecomputeSpec, stage_counts
 from meshwright.spec.schedule import SCHEDULES
@@ -184,6 +185,14 @@ class Job:
     def frozen(self) -> bool:
         """Whether the model's own weights stay as they are."""
         return self.adapters is not None
+
+    @property
+    def flops_per_token(self) -> float:
+        """Operations of training, as `plan/flops.py` counts them."""
+        whole = self.model.model_flops(self.sequence)
+        if self.adapters is None:
+            return whole
+        return finetuning_flops(whole, self.model.active_parameters, self.adapters if self.adapter_rank else 0.0)
 
     @property
     def schedule_name(self) -> str:

@@ -94,7 +94,7 @@ class Candidate:
     def mfu(self) -> float:
         """Model FLOPs utilisation, of the datasheet's rate in the job's precision."""
         peak = self.cluster.tflops.get(self.job.precision) or self.cluster.tflops["bf16"]
-        return self.tokens_per_second * self.job.model.model_flops(self.job.sequence) / (peak * 1e12)
+        return self.tokens_per_second * self.job.flops_per_token / (peak * 1e12)
 
     @cached_property
     def strategy(self) -> str:

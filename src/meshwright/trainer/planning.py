@@ -6,8 +6,9 @@ from typing import Any
 from meshwright.families import resolve_model
 from meshwright.plan.blueprint import blueprint
 from meshwright.plan.engine import engine_job, engine_layout
-from meshwright.plan.explain import describe, recomputes, short
+from meshwright.plan.explain import describe, recomputes, short, why_not
 from meshwright.plan.hardware import resolve_cluster
+from meshwright.plan.job import Job
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.plan.report import Plan, make_plan, plan_facts
 from meshwright.plan.search import Candidate, Limits
@@ -84,10 +85,16 @@ def choice_reason(plan: Plan, chosen: Candidate) -> str:
 
 
 def explain_field(plan: Plan, field: str) -> str:
-    """Where one figure of the chosen layout comes from. Raises `ValueError` with the fields that there are."""
-    chosen = plan.chosen or (plan.found.ranked[0] if plan.found.ranked else None)
-    if chosen is None:
-        raise ValueError("nothing fits, so there is nothing to explain; see the strategies of the plan itself")
+    """Where one figure of the chosen layout comes from; where nothing fits, of the recipe's own, or of the one that
+    needs least memory. Raises `ValueError` with the fields that there are, or where there is no layout."""
+    shown, about = plan.chosen or (plan.found.ranked[0] if plan.found.ranked else None), ""
+    if shown is None and plan.given:
+        shown, about = plan.given, "nothing fits; the recipe's own layout is "
+    elif shown is None and plan.found.strategies:
+        shown = min(plan.found.strategies.values(), key=lambda candidate: candidate.memory.total)
+        about = "nothing fits; least memory is needed by "
+    if shown is None:
+        raise ValueError(f"there is no layout to explain: {plan.problem}")
     explained = {
         "memory": _explain_memory,
         "time": _explain_time,
@@ -97,21 +104,26 @@ def explain_field(plan: Plan, field: str) -> str:
     }
     if field not in explained:
         raise ValueError(f"--explain {field}: there are {', '.join(explained)}")
-    return "\n".join([f"{chosen.strategy}: {describe(chosen.job)}", *explained[field](plan, chosen)])
+    return "\n".join([f"{about}{shown.strategy}: {describe(shown.job)}", *explained[field](plan, shown)])
 
 
 def _explain_memory(plan: Plan, chosen: Candidate) -> list[str]:
     job, use = chosen.job, chosen.memory
+    trained = (
+        f"a parameter of adapters ({job.adapters / 1e6:.3g} million)" if job.adapters is not None else "a parameter"
+    )
+    offloaded = "" if job.offload == "none" else ", in the node's own memory"
     notes = {
-        "weights": f"{job.stack.weight_bytes:g} bytes a parameter of the copy that computes"
-        + (", gathered a layer at a time (see communication)" if job.zero == 3 else ""),
-        "gradients": f"{job.stack.gradient_bytes:g} bytes a parameter"
+        "weights": _kept_weights(job)
+        + (", gathered a layer at a time (see communication)" if job.zero == 3 and job.shards > 1 else ""),
+        "gradients": f"{job.stack.gradient_bytes:g} bytes {trained}"
         + (f", split over {job.shards} ranks" if job.zero >= 2 else ""),
-        "optimizer": f"{job.stack.state_bytes:g} bytes a parameter of master weights and moments"
-        + (f", split over {job.shards} ranks" if job.zero >= 1 else ""),
+        "optimizer": f"{job.stack.state_bytes:g} bytes {trained}: master weights and moments"
+        + (f", split over {job.shards} ranks" if job.zero >= 1 else "")
+        + offloaded,
         "activations": f"recompute={recomputes(job)}, {job.micro_batch} x {job.sequence} tokens a microbatch",
-        "logits": "a chunk of logits, and the head's gradient in fp32" if job.stack.chunked_loss else "all logits",
-        "communication": "layers gathered and gradients on their way",
+        "logits": "a chunk of logits, and the loss's gradient" + ("" if job.frozen else ", and the head's in fp32"),
+        "communication": _in_transit(job),
         "fragmentation": "what a caching allocator holds in reserve",
         "context": "driver, libraries and communicators",
     }
@@ -122,6 +134,24 @@ def _explain_memory(plan: Plan, chosen: Candidate) -> list[str]:
     )
     lines.append(f"  {'available':<14}{chosen.capacity / GB:>8.2f} GB  of which {plan.margin:.0%} are to stay free")
     return lines
+
+
+def _kept_weights(job: Job) -> str:
+    """How the weights that compute are kept."""
+    each = f"{job.stack.weight_bytes:g} bytes a parameter"
+    if not job.frozen:
+        return f"{each} of the copy that computes"
+    if job.frozen_bytes:
+        return f"{job.frozen_bytes:.3g} bytes a parameter of blocks, scales included, and {each} of embedding and head"
+    return f"{each}, frozen"
+
+
+def _in_transit(job: Job) -> str:
+    """What comes and goes while blocks run."""
+    parts = ["a matrix decoded from few bits"] if job.frozen_bytes else []
+    if not job.alone:
+        parts += ["layers gathered and gradients on their way"]
+    return "; ".join(parts) or "nothing: one process, nothing gathered"
 
 
 def _explain_time(plan: Plan, chosen: Candidate) -> list[str]:
@@ -146,10 +176,15 @@ def _explain_time(plan: Plan, chosen: Candidate) -> list[str]:
 def _explain_mfu(plan: Plan, chosen: Candidate) -> list[str]:
     job, cluster = chosen.job, plan.cluster
     peak = cluster.tflops.get(job.precision) or cluster.tflops["bf16"]
-    flops = job.model.model_flops(job.sequence)
+    flops = job.flops_per_token
+    each = (
+        "4 a parameter that multiplies it and is frozen, 6 of adapters"
+        if job.frozen
+        else "6 a parameter that multiplies it"
+    )
     reached = flops * chosen.tokens_per_second / 1e12
     return [
-        f"  {flops / 1e9:.3g} GFLOP a token: 6 a parameter that multiplies it, and attention in full",
+        f"  {flops / 1e9:.3g} GFLOP a token: {each}, and attention in full",
         f"  {chosen.tokens_per_second:.0f} tokens a second and device: {reached:.1f} TFLOP/s",
         f"  {peak:g} TFLOP/s by the datasheet in {job.precision}: {chosen.mfu:.1%}",
     ]
@@ -172,5 +207,5 @@ def _explain_search(plan: Plan, chosen: Candidate) -> list[str]:
     return [
         f"  {found.legal} legal layouts of {plan.cluster.devices} devices; memory and time were predicted for "
         f"{found.looked_at}, the others cannot win",
-        f"  {choice_reason(plan, chosen)}",
+        f"  {why_not(chosen, None) if chosen.verdict == 'does not fit' else choice_reason(plan, chosen)}",
     ]
