@@ -70,7 +70,7 @@ class _Group:
 
     def __init__(self, world_size: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "meshwright.trainer.setup"])
+        context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "meshwright.trainer.setup"])
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes = []
