@@ -14,6 +14,6 @@ def apply_compile(blocks: nn.ModuleDict) -> None:
     for block in blocks.values():
         for module in block.modules():
             if isinstance(module, MoE):
-                # Not where the class is defined: a decorator there would load the compiler, a second, in every process.
+                # Not where the class is defined: a decorator there would load the compiler where nothing is compiled.
                 module.__dict__["forward"] = torch.compiler.disable(module.forward)
         block.forward = torch.compile(block.forward, dynamic=False)
