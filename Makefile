@@ -1,9 +1,13 @@
 # The two commands a newcomer needs are `make demo` and `make test`; `make help` lists the rest.
 PYTHON ?= python3
-VENV   := .venv
+# The release of PyTorch that is installed: plain `pip install -e .` takes the newest, which may be a GPU build of 5 GB.
+# Another one gets an environment of its own: make test TORCH=2.15.0
+PINNED := 2.13.0
+TORCH  ?= $(PINNED)
+VENV   := $(if $(filter $(PINNED),$(TORCH)),.venv,.venv-torch-$(TORCH))
 BIN    := $(VENV)/bin
 
-.PHONY: help install demo test check clean
+.PHONY: help install demo test test-fast mutants attack check docs clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -12,12 +16,12 @@ help:            ## list the targets
 $(VENV)/.core: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing meshwright into $(VENV) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) -e .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core
 	@echo "installing what the tests and checks need ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,check]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) -e '.[test,check]'
 	@touch $@
 
 install: $(VENV)/.core ## make .venv and install meshwright into it
@@ -25,8 +29,18 @@ install: $(VENV)/.core ## make .venv and install meshwright into it
 demo: $(VENV)/.core ## train a small model on the standard library's text over 2 processes
 	@$(BIN)/meshwright demo
 
-test: $(VENV)/.dev ## run every test (CPU only, several processes)
-	@$(BIN)/python -m pytest
+test: $(VENV)/.dev ## run every test (CPU only, several processes); TORCH=2.15.0 on that release of PyTorch
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-fast: $(VENV)/.dev ## run what finds most mistakes, in minutes: of tests over several ranks one case each
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --fast
+
+attack: $(VENV)/.dev ## damage, kill and starve runs at random; fails where anything is silent, hangs or shows a trace
+	@PYTHONPATH=tests $(BIN)/python -m attack
+
+mutants: $(VENV)/.dev ## try verify on planted faults and random layouts (an hour; goes on where it was stopped), and write docs/mutants.md
+	@cd tests && PYTHONPATH=../src:. ../$(BIN)/python -m mutants.run $(MUTANTS)
+	@$(BIN)/python docs/make_mutants_md.py
 
 check: $(VENV)/.dev ## formatting, lint, types and the floors' import rules
 	@$(BIN)/ruff format --check .
@@ -34,5 +48,13 @@ check: $(VENV)/.dev ## formatting, lint, types and the floors' import rules
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports --no-cache
 
+$(VENV)/.docs: $(VENV)/.core
+	@echo "installing what the site needs ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs ## build the documentation's site into site/; a broken link fails
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:           ## remove the environment and caches (runs/ stays)
-	rm -rf $(VENV) .pytest_cache .ruff_cache build dist src/*.egg-info
+	rm -rf .venv .venv-torch-* .pytest_cache .ruff_cache build dist site src/*.egg-info

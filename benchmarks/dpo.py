@@ -104,8 +104,8 @@ def pairs_of(recipe: Run) -> Iterator[dict[str, list[int]]]:
     with Loader(training_samples(corpus, recipe.data), seed=0, global_batch=BATCH, micro_batch=BATCH) as loader:
         for step in range(STEPS):
             (batch,) = loader.microbatches(step)
-            assert batch.documents is not None
-            for inputs, labels, documents in zip(batch.inputs, batch.labels, batch.documents, strict=True):
+            assert batch.document_ids is not None
+            for inputs, labels, documents in zip(batch.tokens, batch.labels, batch.document_ids, strict=True):
                 found = []
                 for document in (0, 1):
                     here = documents == document

@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.plan.constants import Constants
-from meshwright.plan.published import PublishedRun
-from meshwright.plan.published_table import read_table
 from meshwright.plan.step_time import predict_step_time
-from meshwright.plan.validate import judge
+from meshwright.validate.judge import judge
+from meshwright.validate.rows import PublishedRun
+from meshwright.validate.table import read_table
 
 HERE = Path(__file__).resolve().parent
 TABLE = HERE / "published_runs.csv"

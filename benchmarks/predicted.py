@@ -28,23 +28,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from meshwright.launch.launcher import Worker, threads_per_rank
 from meshwright.parallel import Meshes, build_meshes
 from meshwright.plan.blueprint import blueprint
+from meshwright.plan.candidate import Candidate, evaluate
 from meshwright.plan.engine import engine_job
 from meshwright.plan.hardware import local_cluster
 from meshwright.plan.machine import Machine, find_machine
-from meshwright.plan.search import Candidate, evaluate
-from meshwright.plan.validate import spearman
 from meshwright.rehearse.ledger import Ledger
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.testing.equivalence import loader_for
 from meshwright.trainer.calibrate import calibrate
 from meshwright.trainer.device import keep_freed_memory
-from meshwright.trainer.launch import Worker, threads_per_rank
 from meshwright.trainer.resolve import resolve_run
 from meshwright.trainer.setup import build_trainer
 from meshwright.trainer.state import state_tensors
+from meshwright.validate.judge import spearman
 
 RESULTS = Path(__file__).resolve().parent / "results"
 WARM, TIMED = 1, 3

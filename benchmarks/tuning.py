@@ -14,7 +14,7 @@ import torch
 from workload import Report, Workload
 
 from meshwright.checkpoint.hf import export_hf
-from meshwright.data.loader import Loader, Microbatch
+from meshwright.data.loader import HostBatch, Loader
 from meshwright.data.mixture import training_samples
 from meshwright.data.prepare import prepare_corpus
 from meshwright.families import parameter_table, resolve_model
@@ -68,7 +68,7 @@ class Tuning:
             "held_out": 0,
         }
 
-    def batches(self) -> Iterator[Microbatch]:
+    def batches(self) -> Iterator[HostBatch]:
         """The rows of every step, the same for all engines."""
         data = DataSpec.model_validate(self.data)
         corpus = prepare_corpus(data, base_dir=Path(), model_dir=self.base)

@@ -88,7 +88,7 @@ class Workload:
         with Loader(samples, seed=0, global_batch=self.batch, micro_batch=self.batch) as loader:
             for step in range(self.steps):
                 microbatch = loader.microbatches(step)[0]
-                yield torch.from_numpy(microbatch.inputs), torch.from_numpy(microbatch.labels)
+                yield torch.from_numpy(microbatch.tokens), torch.from_numpy(microbatch.labels)
 
 
 class Report:

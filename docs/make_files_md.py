@@ -8,19 +8,27 @@ PAGE = Path(__file__).with_name("files.md")
 SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
 
 ROOMS = {
-    "cli": "Floor 6: the verbs people type",
-    "prove": "Floor 5: a layout against one process",
-    "rehearse": "Floor 5: the whole job on fake ranks",
-    "trainer": "Floor 4: a run from its recipe to its last checkpoint",
+    "cli": "Floor 7: the verbs people type",
+    "prove": "Floor 6: a layout against one process",
+    "rehearse": "Floor 6: the whole job on fake ranks",
+    "serve": "Floor 6: a trained model in use",
+    "trainer": "Floor 5: a run from its recipe to its last checkpoint",
+    "launch": "Floor 4: processes found, started, watched and restarted",
+    "state": "Floor 4: where master weights, gradients and optimizer state live",
+    "validate": "Floor 4: the planner against published runs; no torch",
+    "callbacks": "Floor 4: the hooks of a run, and the callbacks that ship",
     "parallel": "Floor 3: a single-device model becomes a sharded one",
     "optim": "Floor 3: optimizers, schedules, clipping, loss scaling",
     "finetune": "Floor 3: a model becomes one that is fine-tuned",
     "checkpoint": "Floor 3: what a run leaves on disk, and Hugging Face's files",
     "data": "Floor 3: from text to the batches of a rank, without torch",
+    "objectives": "Between: what training minimises; no rank",
     "models": "Floor 2: the model on one device; no mesh, no rank",
     "plan": "Floor 2: what can be known without running; no torch",
+    "comm": "Floor 1: what ranks send one another",
     "families": "Floor 1: architectures and published sizes as data; no torch",
     "spec": "Floor 0: what a run is; no torch",
+    ".": "Floor 0: beside the rooms",
     "testing": "Beside: what tests need",
 }
 

@@ -6,14 +6,16 @@ from pathlib import Path
 
 from meshwright.families import PRESETS, resolve_model
 from meshwright.plan.blueprint import Block, Blueprint, Matrix, blueprint
+from meshwright.plan.candidate import Candidate, evaluate
 from meshwright.plan.constants import FITTED
 from meshwright.plan.hardware import resolve_cluster
 from meshwright.plan.job import MESHWRIGHT, QUANTIZED, Job, Stack, adapter_parameters
 from meshwright.plan.memory import predict_memory
 from meshwright.plan.methods import METHODS, by_method
-from meshwright.plan.published_models import Completion, published_model
-from meshwright.plan.search import Candidate, evaluate, search
+from meshwright.plan.search import search
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.precision import Precision
+from meshwright.validate.models import Completion, published_model
 
 PAGE = Path(__file__).with_name("guides.md")
 GB = 1e9
@@ -94,7 +96,7 @@ def _state_claims() -> Iterator[str]:
         f"{use.total / GB:.0f} GB with full recomputation, {use.optimizer / GB:.0f} of them optimizer state",
         "refuted: the optimizer alone does not fit; ZeRO-1 on is possible",
     )
-    small = Job(model=model("gpt2"), sequence=1024, global_batch=16, micro_batch=8, precision="fp32",
+    small = Job(model=model("gpt2"), sequence=1024, global_batch=16, micro_batch=8, precision=Precision.of("fp32"),
                 stack=replace(MESHWRIGHT, weight_bytes=0, state_bytes=12))  # fmt: skip
     use = predict_memory(small)
     yield _line(
@@ -133,7 +135,7 @@ def _state_claims() -> Iterator[str]:
 def _speed_claims() -> Iterator[str]:
     eight, h100 = model("llama-3-8b"), cluster("8xh100")
     base = Job(model=eight, sequence=8192, global_batch=128, micro_batch=1, dp_shard=8, zero=3)
-    bf16, fp8 = evaluate(base, h100), evaluate(replace(base, precision="fp8"), h100)
+    bf16, fp8 = evaluate(base, h100), evaluate(replace(base, precision=Precision.of("fp8")), h100)
     yield _line(
         "8B on 8 x H100: bf16 has 60 % of fp8's speed",
         f"{fp8.time.total / bf16.time.total:.0%} (the same layout)",
@@ -250,7 +252,7 @@ def _first_claims() -> Iterator[str]:
     plain = evaluate(job, h100)
     variants = {
         "without flash attention": replace(job, stack=replace(MESHWRIGHT, attention="unfused")),
-        "in fp32": replace(job, precision="fp32", stack=replace(MESHWRIGHT, weight_bytes=4.0)),
+        "in fp32": replace(job, precision=Precision.of("fp32"), stack=replace(MESHWRIGHT, weight_bytes=4.0)),
         "compiled": replace(job, stack=replace(MESHWRIGHT, fused=True)),
         "with full recomputation": replace(job, recompute="full"),
     }
@@ -341,8 +343,8 @@ def _finetune_claims() -> Iterator[str]:
 def _offload_claims() -> Iterator[str]:
     v100 = cluster("1xv100-32g")
     ten = gpt(4096, 32, 50)
-    job = Job(model=ten, sequence=1024, global_batch=32, micro_batch=4, recompute="full", precision="fp16",
-              offload="cpu")  # fmt: skip
+    job = Job(model=ten, sequence=1024, global_batch=32, micro_batch=4, recompute="full",
+              precision=Precision.of("fp16"), offload="cpu", zero=2)  # fmt: skip
     found, none = evaluate(job, v100), evaluate(replace(job, offload="none"), v100)
     done = 8 * ten.num_parameters * found.tokens_per_second / 1e12
     yield _line(
@@ -374,7 +376,8 @@ def _tree() -> Iterator[str]:
         job = Job(model=blue, sequence=sequence, global_batch=4 * devices, micro_batch=1)
         found = search(job, cluster(f"{devices}xh100"))
         ranked = sorted(found.strategies.items(), key=lambda entry: (entry[1].verdict != "fits", entry[1].time.total))
-        best, second = ranked[0][1], ranked[1]
+        best = found.chosen or ranked[0][1]
+        second = next(entry for entry in ranked if entry[1].strategy != best.strategy)
         yield (
             f"| {blue.num_parameters / 1e9:.1f}B | {devices} x H100 | {_strategy(best)} | {best.time.total:.2f} s | "
             f"{best.mfu:.0%} | {second[0]}, {second[1].time.total / best.time.total - 1:+.0%} | {rule} |"

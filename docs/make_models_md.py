@@ -15,8 +15,9 @@ Every published size that a recipe can name, as in `model: llama-3.2-1b`. Parame
 model is built from; a tied head counts once.
 
 `model: NAME` draws fresh weights of that size. To continue from published weights, download the Hugging Face directory
-and write `model: {name: path/to/directory, weights: pretrained}`. A published name keeps its published vocabulary, also
-where the tokenizer is trained on the spot and smaller: `model: {name: gpt2, vocab: 4096}` shrinks the embedding to it.
+and write `model: path/to/directory`; `model: {name: path/to/directory, weights: random}` draws fresh ones instead. A
+published name keeps its published vocabulary, also where the tokenizer is trained on the spot and
+smaller: `model: {name: gpt2, vocab: 4096}` shrinks the embedding to it.
 
 Any other size is given by fields, or as a change to a name:
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from meshwright.models.batch import to_device
 from meshwright.testing.equivalence import loader_for
 from meshwright.trainer.setup import Trainer
-from meshwright.trainer.step import to_device
 
 STEPS = 20
 
@@ -36,11 +36,10 @@ def train_beside(
     with loader_for(trainer) as loader:
         for step in range(STEPS):
             (batch,) = loader.microbatches(step % 2)
-            tokens_BT, labels_BT, *_ = to_device(batch, torch.device("cpu"))
-            assert tokens_BT is not None
-            assert labels_BT is not None
+            here = to_device(batch, torch.device("cpu"))
+            assert here.labels is not None
             optimizer.zero_grad()
-            expected = F.cross_entropy(theirs(tokens_BT).logits.flatten(0, 1), labels_BT.flatten())
+            expected = F.cross_entropy(theirs(here.tokens).logits.flatten(0, 1), here.labels.flatten())
             expected.backward()
             loss, _ = trainer.train_step.gradients([batch])
             losses.append(loss)

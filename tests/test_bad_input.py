@@ -2,13 +2,18 @@
 and what would work; never a stack trace.
 """
 
+import argparse
+import json
+import os
 import shutil
 from types import SimpleNamespace
 
 import pytest
 
+from meshwright.cli.common import with_place
 from meshwright.cli.main import main
 from meshwright.data import sources
+from meshwright.storage.lock import Lock
 
 RECIPE = """\
 model: {family: llama, hidden: 16, num_layers: 1, num_heads: 2, max_positions: 32}
@@ -53,9 +58,9 @@ RECIPES = {
     "model: gpt2\ntraining: {compile: on}": "run.yaml:2: training.compile: 'on' is not allowed: must be true",
     "model: gpt2\nlayout: {pp: 4, schedule: 2f2b}": "run.yaml:2: layout: schedule=2f2b: there are afab, 1f1b,",
     "model: gpt2\ntraining: {global_batch: 7}\nlayout: {dp_shard: 2}": "run.yaml:2: training.global_batch=7 ",
-    "model: gpt3": "model.name 'gpt3' is neither a published model nor a directory; did you mean 'gpt2'?",
+    "model: gpt3": "run.yaml:1: model.name 'gpt3' is neither a published model nor a directory; did you mean 'gpt2'?",
     "model: {family: lama}": "run.yaml:1: model.family 'lama' is unknown; did you mean 'llama'?",
-    "model: {family: llama}": "a llama model without a published name needs model.hidden, model.num_layers",
+    "model: {family: llama}": "run.yaml:1: model: a llama model without a published name needs model.hidden",
     "model: {name: gpt2, weights: pretrained}": "run.yaml:1: model.weights is pretrained, but model.name",
 }
 
@@ -81,6 +86,10 @@ OVERRIDES = {
     "run_dir=a.txt/x": "run_dir=a.txt/x: nothing can be written in a.txt (not a directory); choose another",
     "run_dir=/proc/nope": "run_dir=/proc/nope: nothing can be written in /proc (no such file or directory); choose",
     "model.vocab=100": "the tokenizer has 260 tokens but the model only 100 rows; set model.vocab=260",
+    "model.hidden=64000000000000": "64000000000000 is not allowed: must be at most 1e+07",
+    "model.num_layers=1000000000": "1000000000 is not allowed: must be at most 10000",
+    "training.steps=100000000000000000000000": "is not allowed: must be at most 1e+12",
+    "data.sources=[{path: a.txt, weight: 1.0e+308}, {path: b.txt, weight: 1}]": "is not allowed: must be at most 1e+09",
     "model.vocab=258": "but the model only 258 rows; set model.vocab=260, or data.tokenizer_vocab=258",
 }
 
@@ -108,6 +117,18 @@ def test_train_refuses_a_run_dir_that_cannot_be_made_before_any_process_starts(f
         (line,) = errors(capsys)
         assert line.startswith("run_dir=")
     assert sorted(folder.iterdir()) == before
+
+
+def test_a_run_dir_in_which_another_run_is_at_work_is_left_alone(folder, capsys):
+    with Lock(folder / "runs/small/.lock"):
+        before = sorted(folder.rglob("*"))
+        for words in ([], ["--resume", "auto"], ["--wait-for-lock", "0.1"]):
+            assert main(["train", "run.yaml", *words]) == 2
+            *_, line = capsys.readouterr().err.splitlines()
+            assert line.startswith(f"error: runs/small is in use by process {os.getpid()} on ")
+            assert line.endswith("; wait for its end with --wait-for-lock, or choose another run_dir")
+        assert sorted(folder.rglob("*")) == before
+    assert not (folder / "runs").exists()
 
 
 def damaged(name, content):
@@ -165,6 +186,29 @@ def test_tokenizers(tokenizer, prepare, message, folder, capsys):
     assert main(["check", "run.yaml", f"data.tokenizer={tokenizer}"]) == 1
     (line,) = errors(capsys)
     assert message in line
+
+
+CONFIG = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+CONFIG |= {"intermediate_size": 32, "vocab_size": 260, "max_position_embeddings": 32, "rms_norm_eps": 1e-5}
+
+CONFIGS = {
+    # config.json of the model's directory: how the one line begins
+    json.dumps(CONFIG | {"model_type": ["a"]}): "hf/config.json: model_type is ['a'], not a name",
+    json.dumps(CONFIG | {"model_type": {}}): "hf/config.json: model_type is {}, not a name",
+    json.dumps(CONFIG | {"vocab_size": -1}): "hf/config.json: vocab_size is -1: Input should be greater than or",
+    json.dumps(CONFIG | {"hidden_size": 64 * 10**12}): "hf/config.json: hidden_size is 64000000000000: Input should be",
+    json.dumps(CONFIG | {"num_hidden_layers": 10**9}): "hf/config.json: num_hidden_layers is 1000000000: Input should",
+    json.dumps(CONFIG | {"rms_norm_eps": float("nan")}): "hf/config.json: rms_norm_eps is nan: Input should be",
+    "[" * 100_000: "hf/config.json: its JSON is nested too deep",
+}
+
+
+@pytest.mark.parametrize(("config", "message"), CONFIGS.items(), ids=lambda text: text[:40])
+def test_configs(config, message, folder, capsys):
+    (folder / "hf").mkdir()
+    (folder / "hf/config.json").write_text(config)
+    assert main(["check", "run.yaml", "model={name: hf}"]) == 1
+    assert errors(capsys)[0].removeprefix("command line: ").startswith(message)
 
 
 @pytest.fixture(scope="module")
@@ -298,3 +342,14 @@ def test_after_training(words, message, run_dir, capsys):
     assert main(words.split()) == 2
     (line,) = errors(capsys)
     assert message in line
+
+
+def test_what_only_looks_like_a_setting_gets_no_line(folder, capsys):
+    """A recipe may be called data.yaml, and a message may begin with a file's name."""
+    (folder / "data.yaml").write_text("model: gpt2\ndata: {sources: a.txt}\ntraining: {steps: zero}\n")
+    assert main(["train", "data.yaml"]) == 2
+    assert errors(capsys) == ["data.yaml:3: training.steps: 'zero' is not allowed: must be a whole number"]
+    arguments = argparse.Namespace(recipe=folder / "data.yaml", overrides=[])
+    for message in ("model.safetensors: damaged", "data.yaml:3: training.steps: no", "texts: no such file"):
+        assert with_place(message, arguments) == message
+    assert with_place("model.vocab=3: no", arguments) == f"{folder / 'data.yaml'}:1: model.vocab=3: no"

@@ -7,7 +7,10 @@ import pytest
 
 from conversations import chat_tokenizer, lines
 from meshwright import train
+from meshwright.cli import check
 from meshwright.cli.main import main
+from meshwright.plan.machine import Machine
+from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import load_recipe
 
 TEXT = "\n".join(f"def add_{n}(x):\n    return x + {n}\n" for n in range(60))
@@ -75,6 +78,53 @@ def test_every_wrong_target_is_told_once(
     assert main(["check", "run.yaml", *TUNED, "finetune.targets=[q_prj, wq, wz]"]) == 1
     (problem,) = capsys.readouterr().err.splitlines()
     assert problem.count("q_prj") == problem.count("'wz' matches no module") == 1
+
+
+@pytest.mark.slow
+def test_adapters_train_beside_random_weights_only_where_the_recipe_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    words = ["finetune={method: lora, rank: 2}", "run_dir=runs/alone"]
+    assert main(["check", "run.yaml", *words]) == 1
+    (problem,) = capsys.readouterr().err.splitlines()
+    assert "finetune.method=lora: the weights that stay as they are would be random" in problem
+    with pytest.raises(UserError, match=r"where random weights are meant, model\.weights=random"):
+        train(load_recipe("run.yaml", words))
+    assert main(["check", "run.yaml", *words, "model.weights=random"]) == 0
+    assert main(["rehearse", "run.yaml", *words]) == 0
+    assert main(["check", "run.yaml", "finetune={method: full}", "run_dir=runs/alone"]) == 0
+
+
+TOO_MUCH = {
+    "memory": (["model=llama-3-8b"], r"predicted to need 1\d\d of the 16.0 GiB of each of 1 x cpu .*; .* or model="),
+    "time": (
+        ["model=gpt2", "training.global_batch=400000"],
+        r"predicted to take [\d,]+ s a step on 1 x cpu .*; .*what would",
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), TOO_MUCH.values(), ids=TOO_MUCH.keys())
+def test_what_no_machine_does_is_warned_of(
+    folder: Path,
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """More memory than there is, or hours a step: a warning that says what would do; with --strict an error."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(check, "find_machine", lambda _: Machine("cpu", "cpu", 2, 16 * 2**30))
+    command = ["check", "run.yaml", "run_dir=runs/large", "training.precision=bf16", *words]
+    assert main(command) == 0
+    told = capsys.readouterr()
+    (warning,) = (line for line in told.err.splitlines() if line.startswith("warning: "))
+    assert re.search(message, warning)
+    assert "no mistake was found, but see the warning" in told.out
+    assert "nothing is wrong" not in told.out
+    assert main([*command, "--strict"]) == 1
+    assert main(["check", "run.yaml", "run_dir=runs/small", "--strict"]) == 0
 
 
 @pytest.fixture

@@ -149,7 +149,7 @@ def failing_on(root: Path, bad_rank: int) -> tuple[str | None, list[str], str | 
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_one_rank_s_full_disk_fails_the_save_and_nothing_else(ranks: RankPool, tmp_path: Path, bad_rank: int) -> None:
     for answer in ranks.run(2, failing_on, tmp_path / str(bad_rank), bad_rank):
-        problem = f"rank {bad_rank}: No space left on device"
+        problem = f"rank {bad_rank}: No space left on device ({tmp_path / str(bad_rank)})"
         assert answer == (problem, ["latest", "step-00000001"], None)
     assert names(tmp_path / str(bad_rank)) == ["latest", "step-00000001", "step-00000003"]
 
@@ -176,7 +176,7 @@ def really_full(root: str) -> list[str | None]:
 def test_the_system_itself_refuses_to_write(ranks: RankPool, tmp_path: Path) -> None:
     [(first, second, third)] = ranks.run(1, really_full, str(tmp_path))
     assert first is None
-    assert second is not None
+    assert second == f"rank 0: File too large ({tmp_path})"  # torch says "unexpected pos 64 vs 0"
     assert third is None
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001", "step-00000003"]
 
@@ -279,6 +279,7 @@ def kill_often(root: str) -> dict[str, int]:
     return dict(storm(Path(root), kills=14, ranks=(1, 2)))
 
 
+@pytest.mark.slow
 def test_kill_minus_nine_at_random_moments(ranks: RankPool, tmp_path: Path) -> None:
     """Fourteen here; `python -m meshwright.testing.kills` does a hundred."""
     [hit] = ranks.run(1, kill_often, str(tmp_path))

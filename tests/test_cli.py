@@ -152,7 +152,7 @@ def test_a_check_of_a_recipe_that_cannot_be_read_is_a_finding_with_every_line(fo
     assert main(["check", "run.yaml"]) == 1
     errors = capsys.readouterr().err.splitlines()
     assert [error.split(": ")[1] for error in errors[:3]] == ["run.yaml:3", "run.yaml:4", "run.yaml:6"]
-    assert [error.split(" ")[1:4] for error in errors[3:]] == [["data", "source", "nowhere"]]
+    assert [error.split(" ")[1:5] for error in errors[3:]] == [["run.yaml:7:", "data", "source", "nowhere"]]
 
 
 def test_what_is_wrong_only_deep_in_the_corpus_is_found(folder, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -39,6 +40,7 @@ def folder(trained, monkeypatch):
     return trained[0]
 
 
+@pytest.mark.slow
 def test_training_for_machines_prints_json_alone_and_progress_beside_it(trained):
     folder, found = trained
     result = json.loads(found.stdout)
@@ -62,6 +64,7 @@ def test_evaluation_of_the_saved_run_repeats_what_training_measured(trained, fol
     (folder / "recipes/texts/new.txt").unlink()
 
 
+@pytest.mark.slow
 def test_a_model_that_was_split_over_ranks_is_the_same_model(trained, folder, capsys):
     """Trained by two tensor-parallel ranks; evaluated and exported by one process, its losses those of one."""
     options = ["layout.tp=2", "run_dir=runs/split", "--json"]
@@ -104,6 +107,7 @@ def test_generation_repeats_with_its_seed_and_not_with_another(folder, capsys):
     assert texts[0].startswith("fish")
 
 
+@pytest.mark.slow
 def test_generation_takes_several_prompts_and_standard_input(folder):
     words = [sys.executable, "-m", "meshwright", "generate", "runs/small", "--prompt", "-", "--prompt", ""]
     found = subprocess.run([*words, "--json"], cwd=folder, input="two\nlines\n", capture_output=True, text=True)
@@ -127,6 +131,25 @@ def test_an_exported_model_writes_what_the_run_writes(folder, tmp_path, capsys):
     assert capsys.readouterr().err.endswith("is no run, so it has no held-out text; say which text with --source\n")
 
 
+def test_a_checkpoint_alone_generates_evaluates_exports_and_continues(folder, tmp_path, capsys):
+    alone = tmp_path / "run/checkpoints/step-00000003"
+    shutil.copytree(folder / "runs/small/checkpoints/step-00000003", alone)
+    words = ["--prompt", "fish", "--max-tokens", "5", "--temperature", "0"]
+    texts = []
+    for model in ("runs/small", str(alone), str(tmp_path / "run")):
+        assert main(["generate", model, *words]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] == texts[2]
+    assert main(["eval", str(alone), "--json"]) == 0
+    assert main(["export", str(alone), "--hf", str(tmp_path / "hf")]) == 0
+    again = [f"run_dir={tmp_path / 'run'}", f"data.sources={folder}/recipes/texts/?.txt", "training.steps=4"]
+    assert main(["train", str(alone / "recipe.yaml"), *again, "--resume"]) == 0
+    assert (tmp_path / "run/checkpoints/step-00000004").is_dir()
+    (alone / "tokenizer.json").write_text("{}")
+    assert main(["generate", str(alone), *words]) == 2
+    assert "tokenizer.json: 2 bytes, but" in capsys.readouterr().err
+
+
 def test_resuming_continues_to_the_step_that_is_asked_for(folder, capsys):
     assert main(["train", "recipes/run.yaml", "--resume", "training.steps=5"]) == 0
     text = capsys.readouterr().out
@@ -135,6 +158,7 @@ def test_resuming_continues_to_the_step_that_is_asked_for(folder, capsys):
     assert "next        meshwright generate runs/small" in text
 
 
+@pytest.mark.slow
 def test_other_data_are_continued_with_only_by_the_tokenizer_that_was_learnt(folder, capsys):
     (folder / "recipes/other").mkdir()
     for number in range(8):
@@ -172,6 +196,7 @@ def test_other_data_are_continued_with_only_by_the_tokenizer_that_was_learnt(fol
     assert "to the last bit" not in text
 
 
+@pytest.mark.slow
 def test_the_demo_trains_measures_writes_and_never_overwrites_an_earlier_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("def main():\n    return 1\n" * 60)

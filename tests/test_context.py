@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.models.attention import Attention
+from meshwright.models.head import HeadSplit
 from meshwright.models.masks import Documents
 from meshwright.models.partial_attention import add_part_, attend_part, attend_part_backward
 from meshwright.parallel.context import apply_context_parallel, sequence_places
@@ -34,7 +35,7 @@ class Bare(Attention):
     def __init__(self, window: int | None) -> None:
         torch.nn.Module.__init__(self)
         self.spec = tiny_run(LayoutSpec()).model.model_copy(update={"sliding_window": window})
-        self.preference, self.pick = None, None
+        self.head_split = HeadSplit()
 
 
 def draw(*shape: int, seed: int) -> torch.Tensor:
@@ -65,7 +66,7 @@ def worst_attention_error(method: str, kv_heads: int, window: int | None, packed
     )
     leaves = [x[:, :, mine].requires_grad_() for x in inputs]
     mask = None if documents is None else Documents(documents, window=window)
-    ours = module.attend(*leaves, mask)
+    ours = module.core(*leaves, mask)
     gradients = torch.autograd.grad(ours, leaves, dy[:, :, mine])
     pairs = zip((ours, *gradients), (y, dq, dk, dv), strict=True)
     return max((a - b[:, :, mine]).abs().max().item() for a, b in pairs)
@@ -132,6 +133,7 @@ def test_layouts_against_one_process(ranks: RankPool, method: str, name: str) ->
         assert_equal(outcome, alone(family=family, tied=tied))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "mistral"])
 @pytest.mark.parametrize("method", METHODS)
 def test_packed_documents(ranks: RankPool, method: str, family: str) -> None:

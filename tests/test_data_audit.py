@@ -10,7 +10,7 @@ import pytest
 from meshwright.cli import data as verb
 from meshwright.cli.main import main
 from meshwright.data.audit import CHECKS, PlannedRun, audit
-from meshwright.data.loader import Loader, Microbatch
+from meshwright.data.loader import HostBatch, Loader
 from meshwright.data.mixture import JoinedSamples, Mixture
 from meshwright.data.packing import NO_LABEL, build_samples
 from meshwright.data.prepare import Corpus, Stream
@@ -66,15 +66,15 @@ def loader(mixture, rank: int, *, seed: int = 7, world_size: int = RANKS, paddin
 class Changed:
     """Batches of a sound loader, changed on their way."""
 
-    def __init__(self, sound: Loader, change: Callable[[int, Microbatch], Microbatch]):
+    def __init__(self, sound: Loader, change: Callable[[int, HostBatch], HostBatch]):
         self.sound, self.change = sound, change
 
     def microbatches(self, step):
         return [self.change(step, copy_of(batch)) for batch in self.sound.microbatches(step)]
 
 
-def copy_of(batch: Microbatch) -> Microbatch:
-    return Microbatch(*(None if array is None else array.copy() for array in batch))
+def copy_of(batch: HostBatch) -> HostBatch:
+    return batch.map(np.copy)
 
 
 def changed(run: PlannedRun, change, *, rank: int = 1) -> PlannedRun:
@@ -109,11 +109,13 @@ def test_a_sound_run_of_padded_rows_passes(padding, separate):
     assert report.samples == STEPS * GLOBAL_BATCH
     if padding == "left_out":
         one = np.zeros
-        crossed = audit(changed(run, lambda step, batch: batch._replace(documents=one(batch.inputs.shape, int))))
+        crossed = audit(
+            changed(run, lambda step, batch: dataclasses.replace(batch, document_ids=one(batch.tokens.shape, int)))
+        )
         assert crossed.counts["documents"]
-        longer = audit(changed(run, lambda step, batch: Microbatch(*(np.tile(array, 2) for array in batch[:3]))))
+        longer = audit(changed(run, lambda step, batch: batch.map(lambda array: np.tile(array, 2))))
         assert longer.counts["rows"]
-        shorter = audit(changed(run, lambda step, batch: Microbatch(*(array[:, 3:] for array in batch[:3]))))
+        shorter = audit(changed(run, lambda step, batch: batch.map(lambda array: array[:, 3:])))
         assert shorter.counts["rows"]
 
 
@@ -138,7 +140,7 @@ def wrong_ratio(run):
 
 def no_shift(run):
     def unshift(step, batch):
-        return batch._replace(labels=np.where(batch.labels == NO_LABEL, NO_LABEL, batch.inputs))
+        return dataclasses.replace(batch, labels=np.where(batch.labels == NO_LABEL, NO_LABEL, batch.tokens))
 
     return changed(run, unshift)
 
@@ -147,7 +149,7 @@ def double_shift(run):
     def shift(step, batch):
         labels = np.roll(batch.labels, -1, axis=1)
         labels[:, -1] = NO_LABEL
-        return batch._replace(labels=labels)
+        return dataclasses.replace(batch, labels=labels)
 
     return changed(run, shift)
 
@@ -170,7 +172,7 @@ def repeated_sample(run):
     """One row of a microbatch is a copy of another."""
 
     def repeat(step, batch):
-        for array in (batch.inputs, batch.labels, batch.documents):
+        for array in (batch.tokens, batch.labels, batch.document_ids):
             array[1] = array[0]
         return batch
 
@@ -178,28 +180,33 @@ def repeated_sample(run):
 
 
 def cross_document_attention(run):
-    return changed(run, lambda step, batch: batch._replace(documents=None))
+    return changed(run, lambda step, batch: dataclasses.replace(batch, document_ids=None))
 
 
 def merged_documents(run):
-    return changed(run, lambda step, batch: batch._replace(documents=batch.documents // 2))
+    return changed(run, lambda step, batch: dataclasses.replace(batch, document_ids=batch.document_ids // 2))
 
 
 def torn_documents(run):
-    return changed(run, lambda step, batch: batch._replace(documents=batch.documents + (np.arange(T) >= T // 2) * 100))
+    return changed(
+        run,
+        lambda step, batch: dataclasses.replace(
+            batch, document_ids=batch.document_ids + (np.arange(T) >= T // 2) * 100
+        ),
+    )
 
 
 def inverted_loss_mask(run):
     def invert(step, batch):
-        return batch._replace(labels=np.where(batch.labels == NO_LABEL, batch.inputs, NO_LABEL))
+        return dataclasses.replace(batch, labels=np.where(batch.labels == NO_LABEL, batch.tokens, NO_LABEL))
 
     return changed(run, invert)
 
 
 def label_across_border(run):
     def fill(step, batch):
-        following = np.append(batch.inputs[:, 1:], batch.inputs[:, :1], axis=1)
-        return batch._replace(labels=np.where(batch.labels == NO_LABEL, following, batch.labels))
+        following = np.append(batch.tokens[:, 1:], batch.tokens[:, :1], axis=1)
+        return dataclasses.replace(batch, labels=np.where(batch.labels == NO_LABEL, following, batch.labels))
 
     return changed(run, fill)
 
@@ -224,7 +231,7 @@ def another_seed(run):
 
 
 def foreign_tokens(run):
-    return changed(run, lambda step, batch: batch._replace(inputs=batch.inputs + (step == 3)))
+    return changed(run, lambda step, batch: dataclasses.replace(batch, tokens=batch.tokens + (step == 3)))
 
 
 def missing_microbatch(run):

@@ -213,3 +213,40 @@ def test_tokens_that_are_none(tokens):
     np.array([5, 6, 7], np.uint16).tofile(folder / "one.bin")
     with pytest.raises(ValueError, match="has only one document"):
         corpus_of(folder, sources={"path": "one.bin", "tokens": "uint16"}, held_out=0.1)
+
+
+def read(folder, name, **source):
+    return list(read_documents(find_files(DataSpec(sources=[{"path": name, **source}]).sources, folder)))
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+def test_lines_and_files_have_a_longest_length(ending, tmp_path, monkeypatch):
+    pack = {"": bytes, ".gz": gzip.compress, ".zst": zst}[ending]
+    (tmp_path / f"a.jsonl{ending}").write_bytes(pack(b'{"text": "short"}\n{"text": "' + b"x" * 2000 + b'"}\n'))
+    (tmp_path / f"b.txt{ending}").write_bytes(pack(b"x" * 2000))
+    assert len(read(tmp_path, f"a.jsonl{ending}")) == 2
+    monkeypatch.setattr("meshwright.data.readers.LONGEST", 1000)
+    with pytest.raises(ValueError, match=rf"^a\.jsonl{ending}:2: a line of more than 1000 bytes; cut it"):
+        read(tmp_path, f"a.jsonl{ending}")
+    with pytest.raises(ValueError, match=rf"^b\.txt{ending}: more than 1000 bytes in one piece; cut it"):
+        read(tmp_path, f"b.txt{ending}")
+
+
+@pytest.mark.slow
+def test_an_archive_that_unpacks_without_end_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 2_000_000))
+    monkeypatch.setattr("meshwright.data.readers.LONGEST", 1 << 16)
+    with pytest.raises(ValueError, match=r"^a\.jsonl\.gz:\d+: unpacks to more than 250 times its size"):
+        read(tmp_path, "a.jsonl.gz")
+
+
+def test_json_that_is_nested_too_deep_is_told(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    with pytest.raises(ValueError, match=r"^a\.jsonl:1: its JSON is nested too deep"):
+        read(tmp_path, "a.jsonl")
+
+
+def test_a_column_given_twice_is_told(tmp_path):
+    (tmp_path / "a.csv").write_text("text,n,text\na,1,b\n")
+    with pytest.raises(ValueError, match=r"^a\.csv: two columns are called 'text'; rename or remove one"):
+        read(tmp_path, "a.csv")

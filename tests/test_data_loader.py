@@ -30,12 +30,12 @@ def load(samples, step, *, world_size, micro_batch, seed=3, global_batch=12):
         ) as loader:
             batches = loader.microbatches(step)
         assert len(batches) == global_batch // world_size // micro_batch
-        for inputs_bT, labels_bT, documents, *_ in batches:
-            assert documents is None
-            assert inputs_bT.shape == labels_bT.shape == (micro_batch, T)
-            assert inputs_bT.dtype == labels_bT.dtype == np.int64
-            np.testing.assert_array_equal(labels_bT, inputs_bT + 1)
-            seen += [int(first) // T for first in inputs_bT[:, 0]]
+        for batch in batches:
+            assert batch.document_ids is None
+            assert batch.tokens.shape == batch.labels.shape == (micro_batch, T)
+            assert batch.tokens.dtype == batch.labels.dtype == np.int64
+            np.testing.assert_array_equal(batch.labels, batch.tokens + 1)
+            seen += [int(first) // T for first in batch.tokens[:, 0]]
     return seen
 
 
@@ -52,19 +52,19 @@ def test_padded_rows_end_behind_the_longest_of_their_microbatch():
 
     (whole,) = read(3, "kept")
     (cut,) = read(3, "cut")
-    assert cut.inputs.shape == (3, 72)
-    assert cut.documents is not None
-    for part, full in zip(cut[:3], whole[:3], strict=True):
+    assert cut.tokens.shape == (3, 72)
+    assert cut.document_ids is not None
+    for part, full in ((cut.tokens, whole.tokens), (cut.labels, whole.labels), (cut.document_ids, whole.document_ids)):
         np.testing.assert_array_equal(part, full[:, :72])
-    assert sorted(batch.inputs.shape[1] for batch in read(1, "cut")) == [8, 40, 72]
+    assert sorted(batch.tokens.shape[1] for batch in read(1, "cut")) == [8, 40, 72]
     (joined,) = read(3, "left_out")
-    assert joined.inputs.shape == (1, 112)  # 40 + 70 + 1 and a place of padding
-    assert joined.documents is not None
+    assert joined.tokens.shape == (1, 112)  # 40 + 70 + 1 and a place of padding
+    assert joined.document_ids is not None
     used = [max(1, int((row != NO_LABEL).sum())) for row in whole.labels]
-    for part, full, blank in zip(joined[:2], whole[:2], (0, NO_LABEL), strict=True):
+    for part, full, blank in ((joined.tokens, whole.tokens, 0), (joined.labels, whole.labels, NO_LABEL)):
         together = np.concatenate([row[:length] for row, length in zip(full, used, strict=True)])
         np.testing.assert_array_equal(part[0], [*together, blank])
-    np.testing.assert_array_equal(joined.documents[0], np.repeat([1, 2, 3, 4], [*used, 1]))
+    np.testing.assert_array_equal(joined.document_ids[0], np.repeat([1, 2, 3, 4], [*used, 1]))
 
 
 @pytest.mark.parametrize(("world_size", "micro_batch"), [(1, 1), (1, 12), (2, 3), (3, 2), (4, 3), (6, 1), (12, 1)])
@@ -90,7 +90,7 @@ def test_steps_in_any_order():
         in_order = [loader.microbatches(step) for step in range(6)]
         for step in (5, 0, 3, 3, 4, 1):
             for ours, first in zip(loader.microbatches(step), in_order[step], strict=True):
-                np.testing.assert_array_equal(ours[:2], first[:2])
+                np.testing.assert_array_equal((ours.tokens, ours.labels), (first.tokens, first.labels))
 
 
 class Watched:
@@ -147,7 +147,7 @@ def test_evaluation_sees_every_token_once(world_size, num_tokens):
         list(evaluation_batches(samples, micro_batch=2, rank=rank, world_size=world_size)) for rank in range(world_size)
     ]
     assert len({len(batches) for batches in ranks}) == 1, "every rank runs the same number of microbatches"
-    assert all(inputs.shape == labels.shape == (2, T) for batches in ranks for inputs, labels, *_ in batches)
+    assert all(batch.tokens.shape == batch.labels.shape == (2, T) for batches in ranks for batch in batches)
     in_order = [batch for batches in zip(*ranks, strict=True) for batch in batches]
     labels = np.concatenate([batch.labels for batch in in_order]).ravel()
     np.testing.assert_array_equal(labels[labels != NO_LABEL], tokens[1:])
@@ -158,7 +158,7 @@ def test_evaluation_of_a_part_is_evenly_spaced():
 
     def seen(**limits):
         batches = evaluation_batches(samples, micro_batch=2, **limits)
-        rows = [row for inputs, labels, *_ in batches for row in zip(inputs, labels, strict=True)]
+        rows = [row for batch in batches for row in zip(batch.tokens, batch.labels, strict=True)]
         return [int(inputs_T[0]) // T for inputs_T, labels_T in rows if labels_T[0] != NO_LABEL]
 
     assert seen() == list(range(10))
@@ -181,7 +181,7 @@ def test_evaluation_without_padding_asks_for_the_same_labels(padding):
 
     whole, less = read("kept"), read(padding)
     for before, after in zip(whole, less, strict=True):
-        assert after.inputs.size < before.inputs.size
+        assert after.tokens.size < before.tokens.size
         kept = after.labels != NO_LABEL
         np.testing.assert_array_equal(after.labels[kept], before.labels[before.labels != NO_LABEL])
-        np.testing.assert_array_equal(after.inputs[kept], before.inputs[before.labels != NO_LABEL])
+        np.testing.assert_array_equal(after.tokens[kept], before.tokens[before.labels != NO_LABEL])

@@ -87,7 +87,7 @@ def test_the_loader_mixes_the_same_for_every_world_size(world_size):
     seen = []
     for rank in range(world_size):
         with Loader(mixture, seed=6, global_batch=8, micro_batch=2, rank=rank, world_size=world_size) as loader:
-            seen += itertools.chain.from_iterable(batch.inputs[:, 0] for batch in loader.microbatches(1))
+            seen += itertools.chain.from_iterable(batch.tokens[:, 0] for batch in loader.microbatches(1))
     assert seen == wanted
 
 
@@ -131,5 +131,5 @@ def test_joined_streams_follow_one_another():
 def test_every_source_has_a_weight_or_none():
     with pytest.raises(ValueError, match=r"source b\.txt has no weight but others have"):
         DataSpec.model_validate({"sources": [{"path": "a.txt", "weight": 1}, "b.txt"]})
-    with pytest.raises(ValueError, match="greater than 0"):
+    with pytest.raises(ValueError, match="greater than or equal to 0"):
         DataSpec.model_validate({"sources": [{"path": "a.txt", "weight": 0}]})

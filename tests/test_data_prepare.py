@@ -118,7 +118,7 @@ def test_the_second_time_it_is_found(folder):
     np.testing.assert_array_equal(train_of(second).tokens, train_of(first).tokens)
     assert {folder_of(first).name} < set(names(folder / "cache")), "the tokens and their tokenizer"
     assert len(names(folder / "cache")) == 2, "nothing is left over"
-    stem = ("bin", "idx", "json")
+    stem = ("bin", "bin.crc", "idx", "idx.crc", "json")
     assert names(folder_of(first)) == [f"{side}.{ending}" for side in ("held_out", "train") for ending in stem]
     prepare(folder, sequence_length=7)
     assert len(names(folder / "cache")) == 2, "how tokens are cut into samples changes no token"
@@ -212,8 +212,9 @@ def test_mistakes_leave_nothing(folder):
     assert names(folder / "cache") == []
 
 
-SCAFFOLDING = (".lengths", ".jsonl")
-"""Endings of files that may be left where the kill came after the corpus had its name."""
+SCAFFOLDING = (".lengths", ".jsonl", ".lock-1")
+"""Endings of files that may be left where the kill came after the corpus had its name; who needs a dead owner's lock
+takes it over."""
 
 KILLED = """
 import os, signal, sys
@@ -257,6 +258,7 @@ for last in range(1, 1000, 3):
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_continues(folder):
     """SIGKILL before every third operation that brings something to disk: the files are those of an undisturbed run,
     and what was committed is not done again."""
@@ -267,7 +269,7 @@ def test_killed_at_any_moment_it_continues(folder):
     caches = sorted(folder.glob("killed-*"), key=lambda path: int(path.name.split("-")[1]))
     assert len(caches) > 15
     expected = files_of(caches[-1])
-    assert len(expected) == 6
+    assert len(expected) == 10
     for cache in caches:
         found = {path: content for path, content in files_of(cache).items() if path.suffix not in SCAFFOLDING}
         assert found == expected, cache.name

@@ -21,8 +21,8 @@ from meshwright.data.prepare import prepare_corpus
 from meshwright.data.readers import read_documents, told_apart
 from meshwright.data.records import record_text
 from meshwright.data.sources import find_files
+from meshwright.serve.trained import _samples_of
 from meshwright.spec.data import ChatSpec, DataSpec
-from meshwright.trainer.trained import _samples_of
 
 TOKENIZER = chat_tokenizer()
 PAIRS = [(talk[1]["content"], talk[2]["content"]) for talk in TALKS]
@@ -88,7 +88,8 @@ def test_a_prompt_is_only_read_and_tools_are_kept():
     prompt = [turn("user", "a"), turn("assistant", "b"), turn("user", "c")]
     fields = {"prompt": prompt, "completion": [turn("assistant", "d")], "tools": [{"name": "clock"}]}
     record = json.loads(record_text(fields, "prompt_completion", "here"))
-    assert record == {"messages": [*prompt, turn("assistant", "d")], "given": 3, "tools": [{"name": "clock"}]}
+    clock = {"type": "function", "function": {"name": "clock"}}
+    assert record == {"messages": [*prompt, turn("assistant", "d")], "given": 3, "tools": [clock]}
     sides = ([*prompt, turn("assistant", "d")], [*prompt, turn("assistant", "e")])
     record = json.loads(record_text(dict(zip(("chosen", "rejected"), sides, strict=True)), "preference", "here"))
     assert record["chosen"] == {"messages": sides[0], "given": 3}
@@ -282,3 +283,114 @@ def test_the_verbs_show_and_prove_it(tmp_path, capsys):
     assert "ok    answers    of conversations" in capsys.readouterr().out
     assert main(["check", str(path), "data.packing=concatenated"]) == 1
     assert "data.packing=concatenated would cut conversations anywhere; set" in capsys.readouterr().err
+
+
+CALL = {"type": "function", "function": {"name": "clock", "arguments": {"zone": "é", "n": 2}}}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
+AS_TEXT = json.dumps(CALL["function"]["arguments"])
+CALLS = {
+    "OpenAI's, arguments as text": (
+        "messages",
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "clock", "arguments": AS_TEXT}}]},
+        turn("tool", "9"),
+    ),
+    "OpenAI's older": (
+        "messages",
+        {"role": "assistant", "content": None, "function_call": {"name": "clock", "arguments": AS_TEXT}},
+        turn("function", "9"),
+    ),
+    "sharegpt's": (
+        "conversations",
+        {"from": "function_call", "value": json.dumps(CALL["function"])},
+        {"from": "observation", "value": "9"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("tools", [[CLOCK], json.dumps([CLOCK]), json.dumps([CLOCK["function"]])])
+def test_calls_of_tools_mean_the_same_in_every_form(name, tools):
+    column, call, answer = CALLS[name]
+    talk = [{"from": "human", "value": "?"}, call, answer, {"from": "gpt", "value": "nine"}]
+    format = {"messages": "messages", "conversations": "sharegpt"}[column]
+    for key in ("tools", "functions"):
+        record = json.loads(record_text({column: talk, key: tools}, format, "here"))
+        wanted = [turn("user", "?"), turn("assistant", "") | {"tool_calls": [CALL]}, turn("tool", "9")]
+        assert record == {"messages": [*wanted, turn("assistant", "nine")], "given": 0, "tools": [CLOCK]}
+
+
+def test_a_preference_keeps_its_tools_on_both_sides():
+    sides = {"prompt": "?", "chosen": [turn("assistant", "a")], "rejected": [turn("assistant", "b")], "tools": [CLOCK]}
+    record = json.loads(record_text(sides, "preference", "here"))
+    assert record["chosen"]["tools"] == record["rejected"]["tools"] == [CLOCK]
+
+
+ODD_CALLS = {
+    "call": ({"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}, "a call of a tool has no name"),
+    "arguments": ({"from": "function_call", "value": "not JSON"}, "a call: not JSON"),
+    "list": ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}, "of 'f' are no object but list"),
+}
+
+
+@pytest.mark.parametrize("name", ODD_CALLS)
+def test_odd_calls_are_told(name):
+    message, reason = ODD_CALLS[name]
+    with pytest.raises(ValueError, match=rf"^here: message 1: .*{reason}"):
+        record_text({"messages": [message]}, "messages", "here")
+
+
+REFUSED = {
+    "label": (COMPLETIONS[0] | {"label": True}, "prompt_completion", "a.jsonl:1: column 'label': whether an answer"),
+    "images": (MESSAGES[0] | {"images": ["x.png"]}, "messages", "a.jsonl:1: column 'images': models of images"),
+    "weight": (MESSAGES[0] | {"weight": 0.5}, "messages", "a.jsonl:1: 'weight' is 0.5, where 0 (only read) and 1"),
+    "history": (MESSAGES[0] | {"history": [["a", "b"]]}, "messages", "a.jsonl:1: column 'history' belongs to"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_columns_that_mean_something_are_not_ignored(name, tmp_path):
+    record, format, message = REFUSED[name]
+    (tmp_path / "a.jsonl").write_text(lines(record))
+    source = {"path": "a.jsonl", "format": format}
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the message is compared below)
+        prepare_corpus(recipe(tmp_path, [source], held_out=0), base_dir=tmp_path)
+    assert str(caught.value).startswith(message)
+    (stream,) = prepare_corpus(
+        recipe(tmp_path, [source | {"columns": {name: None}}], held_out=0), base_dir=tmp_path
+    ).streams
+    assert stream.train.num_documents == 1
+
+
+def test_columns_may_have_other_names_and_weights_leave_records_out(tmp_path):
+    rows = [
+        {"question": asked, "answer": answer, "weight": str(number % 2), "history": [["Before?", "Before."]]}
+        for number, (asked, answer) in enumerate(PAIRS[:6])
+    ]
+    (tmp_path / "a.jsonl").write_text(lines(*rows))
+    source = {"path": "a.jsonl", "columns": {"instruction": "question", "output": "answer"}}
+    (stream,) = prepare_corpus(recipe(tmp_path, [source], held_out=0), base_dir=tmp_path).streams
+    assert (stream.formats, stream.train.num_documents, stream.train.counts) == (("alpaca",), 3, {"unweighted": 3})
+    assert TOKENIZER.decode(stream.train.tokens[stream.train.trained == 1]).startswith("Before.<|im_end|>It is 2")
+
+
+def test_a_message_of_weight_nothing_is_only_read():
+    talk = [dict(message) for message in TALKS[3]]
+    talk[2]["train"] = False
+    record = json.loads(record_text({"messages": talk}, "messages", "here"))
+    assert [message.get("weight") for message in record["messages"]] == [None, None, 0, None, None]
+    assert "train" not in record["messages"][2]
+
+
+def test_the_audit_reads_calls_of_tools(tmp_path):
+    talk = [
+        turn("user", "?"),
+        turn("assistant", "") | {"tool_calls": [CALL]},
+        turn("tool", "9"),
+        turn("assistant", "nine"),
+    ]
+    (tmp_path / "a.jsonl").write_text(lines({"messages": talk, "tools": [CLOCK]}, *MESSAGES[:3]))
+    data = recipe(tmp_path, "a.jsonl", held_out=0, sequence_length=1024, chat={"template": "chatml"})
+    (stream,) = prepare_corpus(data, base_dir=tmp_path).streams
+    assert list(trained_text_problems(stream, TOKENIZER, data)) == []
+    broken = replace(stream, train=replace(stream.train, trained=questions(np.asarray(stream.train.trained))))
+    assert len(list(trained_text_problems(broken, TOKENIZER, data))) == 4

@@ -118,6 +118,7 @@ def test_python_compiles(block: str) -> None:
     compile(block, "snippet", "exec")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [*(ROOT / "docs").glob("make_*_md.py")], ids=lambda path: path.name)
 def test_generated_pages_are_current(script: Path) -> None:
     made = runpy.run_path(str(script))

@@ -105,6 +105,7 @@ def test_every_layout_that_splits_the_model(ranks: RankPool, name: str) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [*PARALLEL, "tp-wide", "zero-3-tp-uneven", "zero-3-tp-wide"])
 def test_muon(ranks: RankPool, strategy: str) -> None:
     """Orthogonalisation divides by a matrix's norm and then enlarges differences by at most 3.4445^5 = 485."""
@@ -139,6 +140,7 @@ def test_low_precision_rounds_as_one_process_does(ranks: RankPool, strategy: str
     assert all(tensor.dtype == torch.float32 for tensor in outcome.weights.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_of_a_split_model_rounds_no_worse_than_one_process(ranks: RankPool, precision: str) -> None:
     """Each rank's part of a row-wise product is rounded before the parts are added, so the numbers differ from one

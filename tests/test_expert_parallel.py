@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.families import parameter_table
 from meshwright.families.split import kept_shape
 from meshwright.models.moe import Experts, Router
-from meshwright.parallel.expert import _exchange, _keep_own_experts
+from meshwright.parallel.expert import Exchange, _keep_own_experts
 from meshwright.spec.fit import find_misfits
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
@@ -31,6 +31,7 @@ FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3")
 RECOMPUTES = ("none", "selective", "full")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERT_PARALLEL)
 def test_every_layout(ranks: RankPool, name: str) -> None:
     """Families, recomputation, accumulation and tied embeddings take turns."""
@@ -72,12 +73,14 @@ def compiled(run: ResolvedRun) -> Outcome | None:
     return outcome
 
 
+@pytest.mark.slow
 def test_compiled(ranks: RankPool) -> None:
     """Attention is compiled; experts, whose shapes the router decides, are not."""
     run = tiny_run(LayoutSpec(dp_shard=2, ep=2), family="mixtral", compile=True)
     assert_equal(ranks.run(2, compiled, run)[0], alone(family="mixtral"))
 
 
+@pytest.mark.slow
 def test_muon_leaves_experts_to_adamw(ranks: RankPool) -> None:
     """As one process does; see `test_equivalence.test_muon` for the slope."""
     options: dict[str, Any] = {
@@ -106,6 +109,7 @@ def expert_load(run: ResolvedRun) -> tuple[float | None, float]:
     return told, max(((n.max() / n.double().mean()).item() for n in counts.values()), default=0.0)
 
 
+@pytest.mark.slow
 def test_expert_load_is_that_of_the_global_batch(ranks: RankPool) -> None:
     """In a layer that only the second stage has, too: the first layer of this model is dense."""
     told, counted = expert_load(tiny_run(LayoutSpec(), family="deepseek_v3"))
@@ -173,7 +177,7 @@ def _exchange_error(counts_RE: torch.Tensor, dtype: torch.dtype, mesh: Any, rank
     weights = [torch.randn_like(y) for y in expected]
     torch.autograd.backward(expected, weights)
     x = rows[rank].detach().clone().requires_grad_()
-    y = _exchange(own, mesh.get_group(), x, counts_RE[rank])
+    y = Exchange(mesh.get_group())(own, x, counts_RE[rank])
     y.backward(weights[rank])
     pairs = [(y, expected[rank]), (x.grad, rows[rank].grad)]
     for linear, theirs in zip(own.children(), every.children(), strict=True):
@@ -195,6 +199,7 @@ def saved_run(layout: LayoutSpec) -> ResolvedRun:
     return tiny_run(layout, **options)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_of_no_layout(ranks: RankPool, tmp_path: Path) -> None:
     """Saved with shared experts, continued with other sharing and by one process; and back."""
     layouts = EXPERT_PARALLEL | {"alone": LayoutSpec()}

@@ -4,8 +4,16 @@ import json
 
 import pytest
 
-from meshwright.families import FAMILIES, model_to_hf_config, parameter_table, pretrained_directory, resolve_model
+from meshwright.families import (
+    FAMILIES,
+    model_to_hf_config,
+    parameter_table,
+    pretrained_directory,
+    resolve_model,
+    starting_weights,
+)
 from meshwright.families.family import gated_ffn
+from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields, RopeScaling
 
 TINY = {"hidden": 64, "num_layers": 2, "num_heads": 4}
@@ -61,6 +69,21 @@ def test_a_directory(resolve, directory, tmp_path):
     assert resolve(name="small", weights="pretrained", max_positions=512).max_positions == 512
     assert pretrained_directory(ModelFields(name="small"), base_dir=tmp_path) == tmp_path / "small"
     assert pretrained_directory(ModelFields(name="gpt2"), base_dir=tmp_path) is None
+
+
+def test_weights_are_pretrained_where_there_are_any(resolve, directory, tmp_path):
+    fields = ModelFields(name="small")
+    assert starting_weights(fields, base_dir=tmp_path) == "random"
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        (tmp_path / "small" / name).touch()
+        assert starting_weights(fields, base_dir=tmp_path) == "pretrained"
+        (tmp_path / "small" / name).unlink()
+    (tmp_path / "small" / "model-00001-of-00002.safetensors").touch()
+    assert starting_weights(ModelFields(name="small", weights="random"), base_dir=tmp_path) == "random"
+    assert starting_weights(ModelFields(name="gpt2"), base_dir=tmp_path) == "random"
+    assert resolve(name="small", weights="random", num_layers=3).num_layers == 3
+    with pytest.raises(UserError, match=r"pretrained by default, .*: remove model.num_layers or use weights: random"):
+        resolve(name="small", num_layers=3)
 
 
 def test_a_preset_wins_over_a_directory_of_its_name(resolve, directory, tmp_path):

@@ -8,8 +8,12 @@ import torch
 
 from meshwright.families import count_trained, find_adapters, finetuned_table
 from meshwright.finetune import apply_finetune
+from meshwright.launch.launcher import Worker
 from meshwright.models import Decoder, build_model
-from meshwright.models.adapters import LoraLinear
+from meshwright.models.adapters import Lora
+from meshwright.models.batch import to_device
+from meshwright.models.dropout import Draws, Dropout
+from meshwright.models.linear import Linear
 from meshwright.parallel.traffic import Traffic
 from meshwright.plan.flops import flops_per_token
 from meshwright.spec.finetune import LoraSpec
@@ -20,15 +24,13 @@ from meshwright.spec.run import ResolvedRun, Run
 from meshwright.testing.equivalence import build_here, loader_for, one_step
 from meshwright.testing.layouts import EXPERT_PARALLEL, LAYOUTS
 from meshwright.testing.ranks import RankPool
-from meshwright.trainer.launch import Worker
 from meshwright.trainer.resolve import resolve_run
 from meshwright.trainer.setup import build_trainer
-from meshwright.trainer.step import to_device
 from test_equivalence import alone, assert_equal
 from tiny import LR, tiny_run
 
 METHODS: dict[str, dict[str, Any]] = {
-    "lora": {"method": "lora", "rank": 3, "alpha": 6.0, "ranks": {"o_proj": 5}},
+    "lora": {"method": "lora", "rank": 3, "alpha": 6.0, "ranks": {"o_proj": 5}, "dropout": 0.3},
     "dora": {"method": "lora", "rank": 4, "dora": True, "rslora": True, "b_lr_ratio": 4.0},
     "lora-ends": {"method": "lora", "rank": 4, "targets": ["o_proj", "tok_embeddings", "output"]},
     "lora-and-head": {
@@ -80,6 +82,11 @@ def test_every_layout(ranks: RankPool, name: str) -> None:
         check(ranks, layout, method)
 
 
+def test_dropout_is_recomputed_after_other_microbatches(ranks: RankPool) -> None:
+    check(ranks, LAYOUTS["pp"], "lora", recompute="full", accumulation=3)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(EXPERT_PARALLEL)[::3])
 def test_every_layout_of_experts(ranks: RankPool, name: str) -> None:
     layout, turn = EXPERT_PARALLEL[name], list(EXPERT_PARALLEL).index(name)
@@ -107,6 +114,7 @@ def reduced_bytes(run: ResolvedRun) -> int:
     return sum(count.bytes for (kind, _), count in traffic.counts.items() if kind == "reduce-scatter")
 
 
+@pytest.mark.slow
 def test_gradients_of_frozen_parameters_are_not_sent(ranks: RankPool) -> None:
     """Frozen and trained parameters share FSDP2's groups. What is sent is the trained ones' rows, padded so that each
     rank has equally many: a row of every matrix at most."""
@@ -176,32 +184,47 @@ def test_muon_leaves_adapters_to_adamw() -> None:
 def test_a_begins_uniform_and_dropout_is_its_alone_and_of_training_alone() -> None:
     trainer = build_here(tiny_run(LayoutSpec(), finetune={"method": "lora", "rank": 4, "dropout": 0.5}))
     layer = trainer.model.get_submodule("layers.0.attention.wq")
-    assert isinstance(layer, LoraLinear)
-    assert 0.9 < layer.lora_a.abs().max() * 24**0.5 <= 1
+    assert isinstance(layer, Linear)
+    adapter, lora_a, lora_b = layer.find(Lora), layer.get_parameter("lora_a"), layer.get_parameter("lora_b")
+    assert adapter
+    assert 0.9 < lora_a.abs().max() * 24**0.5 <= 1
     counts = [
         sum(tensor.numel() for tensor in tensors)
         for tensors in (trainer.parameters.values(), trainer.model.parameters())
     ]
     assert count_trained(trainer.resolved.model, trainer.resolved.run.finetune) == tuple(counts)
-    x_ND = torch.randn(3, 24, dtype=torch.float64)
-    torch.manual_seed(1)
-    found_ND = layer(x_ND)
-    torch.manual_seed(1)
-    dropped_ND = torch.nn.functional.dropout(x_ND, 0.5)
-    expected_ND = x_ND @ layer.weight.T + layer.scale * dropped_ND @ layer.lora_a.T @ layer.lora_b.T
-    assert (found_ND - expected_ND).abs().max() < 1e-12
+    with loader_for(trainer) as loader:
+        batch = to_device(loader.microbatches(0)[0], torch.device("cpu"))
+    trainer.model.tell_draws(batch)
+    x_BTD = torch.randn(*batch.tokens.shape, 24, dtype=torch.float64)
+    found_BTD = layer(x_BTD)
+    assert adapter.dropout
+    dropped_BTD = adapter.dropout(x_BTD)
+    assert 0.45 < (dropped_BTD == 0).double().mean() < 0.55
+    assert ((dropped_BTD == 0) | (dropped_BTD == 2 * x_BTD)).all()
+    expected_BTD = x_BTD @ layer.weight.T + adapter.scale * dropped_BTD @ lora_a.T @ lora_b.T
+    assert (found_BTD - expected_BTD).abs().max() < 1e-12
     with loader_for(trainer) as loader:
         batches = [to_device(batch, torch.device("cpu")) for batch in loader.microbatches(0)]
-    losses = [trainer.train_step.passes.losses(batches) for _ in range(2)]
+    losses = [trainer.train_step.passes.evaluate(batches).loss for _ in range(2)]
     assert losses[0] == losses[1]
     assert layer.training
 
 
-def seed_here(run: ResolvedRun) -> int:
-    build_here(run)
-    return torch.initial_seed()
+def test_dropout_draws_by_seed_layer_token_and_feature() -> None:
+    """Half of 3 x 10^5 draws, give or take five standard deviations; none like those of another layer, seed or step."""
+    numbers_N = torch.arange(3000)
+    dropouts = [Dropout(0.5, Draws(), seed, name) for seed, name in ((0, "wq"), (0, "wk"), (1, "wq"))]
+    drawn = [*(dropout.dropped(numbers_N, 100) for dropout in dropouts), dropouts[0].dropped(numbers_N + 3000, 100)]
+    for first, draws_ND in enumerate(drawn):
+        assert abs(draws_ND.double().mean() - 0.5) < 5 * 0.5 / 300_000**0.5
+        assert (draws_ND.double().mean(0) - 0.5).abs().max() < 5 * 0.5 / 3000**0.5
+        for other_ND in drawn[:first]:
+            assert abs((draws_ND == other_ND).double().mean() - 0.5) < 5 * 0.5 / 300_000**0.5
 
 
-def test_dropout_differs_between_ranks_but_for_those_that_see_the_same_tokens(ranks: RankPool) -> None:
-    seeds = ranks.run(4, seed_here, tiny_run(LayoutSpec(dp_shard=2, tp=2), finetune=METHODS["lora"]))
-    assert [seeds.index(seed) for seed in seeds] == [0, 0, 2, 2]
+def test_a_part_of_the_features_draws_as_it_does_in_the_whole() -> None:
+    whole, part = (Dropout(0.3, Draws(), 0, "wo") for _ in range(2))
+    part.part = 1
+    numbers_N = torch.tensor([5, 2**40, 7])
+    assert torch.equal(part.dropped(numbers_N, 12), whole.dropped(numbers_N, 24)[:, 12:])

@@ -14,11 +14,13 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 
 from beside_peft import STEPS, train_beside
+from losses import logits_of
 from meshwright.checkpoint.peft import WEIGHTS, read_adapter, stored_places, write_adapter
 from meshwright.checkpoint.peft_config import CONFIG, AdapterError, unread_by_vllm
 from meshwright.families import read_hf_directory
 from meshwright.finetune import merged_model
 from meshwright.models import Decoder
+from meshwright.spec.batch import Batch
 from meshwright.spec.data import DataSpec
 from meshwright.spec.finetune import FullSpec
 from meshwright.spec.run import ResolvedRun, Run
@@ -120,6 +122,7 @@ def trained_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("method", METHODS)
 def test_twenty_steps_are_pefts(bases: dict[str, Path], tmp_path: Path, family: str, method: str) -> None:
@@ -146,8 +149,9 @@ def check_files_go_both_ways(trainer: Trainer, theirs: Any, base: Path, folder: 
     model, finetune = trainer.model.eval(), trainer.resolved.run.finetune
     assert isinstance(model, Decoder)
     tokens_BT = torch.randint(50, (2, SEQUENCE_LENGTH))
-    expected = model(tokens_BT)
-    assert (merged_model(model)(tokens_BT) - expected).abs().max() < 1e-12
+    batch = Batch(tokens_BT)
+    expected = model.logits(batch)
+    assert (merged_model(model).logits(batch) - expected).abs().max() < 1e-12
     loaded = peft_model(base, write(trainer, folder / "ours"))
     assert (loaded.eval()(tokens_BT).logits - expected).abs().max() < 1e-9
     theirs.save_pretrained(folder / "theirs")
@@ -160,7 +164,7 @@ def check_files_go_both_ways(trainer: Trainer, theirs: Any, base: Path, folder: 
     )
     for name, parameter in trainer.parameters.items():
         parameter.copy_(read[name])
-    assert (model(tokens_BT) - theirs.eval()(tokens_BT).logits).abs().max() < 1e-12
+    assert (model.logits(batch) - theirs.eval()(tokens_BT).logits).abs().max() < 1e-12
 
 
 def add_as_vllm_does(model: Any, adapter: Path) -> None:
@@ -184,7 +188,7 @@ def test_vllm_reads_it(bases: dict[str, Path], tmp_path: Path, rslora: bool) -> 
     assert unread_by_vllm(write(trainer, tmp_path / "adapter")) == []
     model = LlamaForCausalLM.from_pretrained(bases["llama"], dtype=torch.float64).eval()
     add_as_vllm_does(model, tmp_path / "adapter")
-    assert (model(tokens_BT).logits - trainer.model.eval()(tokens_BT)).abs().max() < 1e-9
+    assert (model(tokens_BT).logits - logits_of(trainer.model.eval(), tokens_BT)).abs().max() < 1e-9
 
 
 def test_what_vllm_does_not_read_is_said(bases: dict[str, Path], tmp_path: Path) -> None:
@@ -252,6 +256,10 @@ def test_what_does_not_fit_is_refused_in_a_sentence(bases: dict[str, Path], adap
     assert "neither a checkpoint nor a run" in refusal(llama, tmp_path, lora)
     foreign = changed(adapter, tmp_path / "d", config={"target_modules": ["c_attn"]})
     assert "so it is of another base" in refusal(llama, foreign, lora)
+    wrong = {"target_modules": [5, "(", ["q_proj", 5]], "rank_pattern": [5, {"q": "x"}, {"(": 1}], "r": ["8"]}
+    for number, (key, value) in enumerate((key, value) for key, values in wrong.items() for value in values):
+        strange = changed(adapter, tmp_path / f"x{number}", config={key: value})
+        assert "adapter_config.json is no configuration of an adapter: " in refusal(llama, strange, lora)
     special = changed(adapter, tmp_path / "e", config={"alora_invocation_tokens": [1]})
     assert "alora_invocation_tokens is set" in refusal(llama, special, lora)
 

@@ -9,8 +9,10 @@ import pytest
 from meshwright import load_recipe, train
 from meshwright.cli.main import main
 from meshwright.models.generate import Sampling
+from meshwright.serve.trained import answer_texts, export_trained, open_trained
 from meshwright.trainer.metrics import read_journal
-from meshwright.trainer.trained import answer_texts, export_trained, open_trained
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "finetuning_story.py"
 

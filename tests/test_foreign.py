@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import transformers
 from peft import PeftModel
 
+from losses import logits_of
 from meshwright import Run, train
 from meshwright.checkpoint.hf import HfWeights
 from meshwright.cli.main import main
@@ -19,9 +20,13 @@ from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families import finetuned_table, read_hf_directory, resolve_model
 from meshwright.families.tensor_headers import read_header
 from meshwright.finetune import apply_finetune
-from meshwright.models import build_model, named_tensors
+from meshwright.models import Decoder, build_model, named_tensors
 from meshwright.models.foreign import ForeignDecoder
 from meshwright.models.generate import Sampling
+from meshwright.objectives import NextToken
+from meshwright.parallel import WholeModel
+from meshwright.serve.trained import continue_texts, evaluate_texts, open_trained
+from meshwright.spec.batch import Batch
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
 from meshwright.spec.run import ResolvedRun
@@ -29,7 +34,6 @@ from meshwright.testing.equivalence import build_here, loader_for, one_step
 from meshwright.testing.layouts import LAYOUTS
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.trained import continue_texts, evaluate_texts, open_trained
 from test_equivalence import assert_equal
 from test_finetune_run import trajectory
 from tiny import tiny_run
@@ -106,7 +110,7 @@ def test_loss_and_gradients_are_those_of_transformers(directories: Path, name: s
     loss, trained = trainer.train_step.gradients(microbatches)
     labels_BT = torch.from_numpy(batch.labels)
     expected = theirs(directories / name)
-    logits_BTV = expected(torch.from_numpy(batch.inputs)).logits
+    logits_BTV = expected(torch.from_numpy(batch.tokens)).logits
     mean = F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten(), reduction="sum") / trained
     mean.backward()
     assert loss == pytest.approx(mean.item(), rel=1e-13)
@@ -135,7 +139,7 @@ def test_documents_stand_alone(directories: Path, name: str) -> None:
     expected = theirs(directories / name)
     tokens_BT = torch.randint(300, (2, 16), generator=torch.Generator().manual_seed(1))
     documents_BT = torch.tensor([[0] * 3 + [1] * 7 + [2] * 6, [0] * 16])
-    logits_BTV = model(tokens_BT, None, documents_BT)
+    logits_BTV = logits_of(model, tokens_BT, document_ids=documents_BT)
     for row, start, stop in ((0, 0, 3), (0, 3, 10), (0, 10, 16), (1, 0, 16)):
         alone_TV = expected(tokens_BT[row : row + 1, start:stop]).logits[0]
         torch.testing.assert_close(logits_BTV[row, start:stop], alone_TV, rtol=0, atol=1e-5)
@@ -162,6 +166,7 @@ CASES = [
 _ALONE: dict[str, Any] = {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "method", "strategy"), CASES)
 def test_every_layout(ranks: RankPool, directories: Path, name: str, method: str, strategy: str) -> None:
     """Equal to one process, with documents kept apart or blocks recomputed in turn. Gemma's norms and softmax and
@@ -179,6 +184,7 @@ def test_every_layout(ranks: RankPool, directories: Path, name: str, method: str
     )
 
 
+@pytest.mark.slow
 def test_pairs_of_answers(ranks: RankPool, directories: Path) -> None:
     layout, options = LAYOUTS["zero-3"], {"preference": {"reference": "none"}, "finetune": METHODS["lora"]}
     outcome = ranks.run(layout.world_size, one_step, foreign_run(directories / "phi", layout, **options))[0]
@@ -187,6 +193,7 @@ def test_pairs_of_answers(ranks: RankPool, directories: Path) -> None:
     assert_equal(outcome, alone, slope=5 * 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16"])
 def test_continues_bit_for_bit(ranks: RankPool, directories: Path, tmp_path: Path, precision: str) -> None:
     options = {"finetune": {"method": "lora", "rank": 4, "dropout": 0.25}, "recompute": "full", "steps": 4}
@@ -219,12 +226,13 @@ def recipe(folder: Path, directory: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-def logits_of(model: Any, tokens_BT: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        found = model(tokens_BT)
-    return found if isinstance(found, torch.Tensor) else found.logits
+@torch.no_grad()
+def logits_of_either(model: Any, tokens_BT: torch.Tensor) -> torch.Tensor:
+    """A model's of ours or of transformers'."""
+    return logits_of(model, tokens_BT) if isinstance(model, Decoder) else model(tokens_BT).logits
 
 
+@pytest.mark.slow
 def test_from_a_directory_to_files_that_peft_and_transformers_read(directories: Path, tmp_path: Path) -> None:
     data = {"separate_documents": True}
     finetune = {"method": "lora", "rank": 4, "train": ["lm_head"]}
@@ -235,21 +243,23 @@ def test_from_a_directory_to_files_that_peft_and_transformers_read(directories: 
     train(Run.model_validate(fields))
     tuned = open_trained(tmp_path / "run", device="cpu")
     tokens_BT = torch.randint(300, (2, 16), generator=torch.Generator().manual_seed(2))
-    expected = logits_of(tuned.model, tokens_BT)
+    expected = logits_of_either(tuned.model, tokens_BT)
     assert main(["export", str(tmp_path / "run"), "--adapter", str(tmp_path / "adapter")]) == 0
     assert main(["export", str(tmp_path / "run"), "--hf", str(tmp_path / "merged"), "--merge"]) == 0
     base = transformers.AutoModelForCausalLM.from_pretrained(directories / "phi").eval()
-    assert (logits_of(base, tokens_BT) - expected).abs().max() > 1e-3
+    assert (logits_of_either(base, tokens_BT) - expected).abs().max() > 1e-3
     for read in (
         PeftModel.from_pretrained(base, tmp_path / "adapter"),
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval(),
     ):
-        torch.testing.assert_close(logits_of(read, tokens_BT), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(logits_of_either(read, tokens_BT), expected, rtol=0, atol=1e-5)
     assert json.loads((tmp_path / "merged/config.json").read_text())["attention_dropout"] == 0.5
     assert evaluate_texts(tuned, num_samples=2).tokens
     asked_BT = torch.arange(16) == torch.tensor([[3], [7]])
     with torch.no_grad():
-        assert torch.equal(tuned.model(tokens_BT, asked_BT=asked_BT), expected[[0, 1], [3, 7]])
+        assert torch.equal(
+            WholeModel(tuned.model, NextToken()).next_logits(Batch(tokens_BT), asked_BT), expected[[0, 1], [3, 7]]
+        )
     (text,) = continue_texts(tuned, ["1 and"], max_tokens=6, sampling=Sampling(temperature=0))
     ids = tuned.tokenizer.encode_prompt("1 and")
     theirs = read.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=tuned.tokenizer.eos_id)
@@ -258,6 +268,7 @@ def test_from_a_directory_to_files_that_peft_and_transformers_read(directories: 
     assert [line["text"] for line in told if line["kind"] == "sample" and line["step"] == 2] == [text]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "gpt_neox", "qwen2_moe"])
 def test_full_training_and_export_in_bf16(directories: Path, tmp_path: Path, name: str) -> None:
     """Of tied weights one is kept; of a name that transformers changes as it reads, the file's; of experts that it
@@ -286,7 +297,7 @@ REFUSALS: dict[str, dict[str, Any]] = {
     },
     "did you mean 'q_proj'": {"finetune": {"method": "lora", "targets": ["qproj"]}},
     "remove model.hidden": {"model": {"hidden": 8, "weights": "pretrained"}},
-    "set model.weights=pretrained": {"model": {}},
+    "set model.weights=pretrained": {"model": {"weights": "random"}},
 }
 
 
@@ -330,5 +341,5 @@ def test_our_own_families_may_be_left_to_transformers(tmp_path: Path) -> None:
         model, weights = build_model(spec, device="cpu", dtype=torch.float64), HfWeights(tmp_path, spec)
         for row in model.table:
             named_tensors(model)[row.name].data.copy_(weights.read_rows(row.name, 0, row.shape[0]))
-        found.append(logits_of(model, tokens_BT))
+        found.append(logits_of_either(model, tokens_BT))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-6)

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from losses import logits_of
 from meshwright.families import parameter_table, resolve_model
 from meshwright.models import build_model, initialize
 from meshwright.models.generate import Sampling, choose, generate
@@ -34,7 +35,7 @@ def model(request, tmp_path_factory):
 def continued_without_cache(model, prompt, max_tokens):
     tokens = list(prompt)
     for _ in range(max_tokens):
-        following = model(torch.tensor([tokens]))[0, -1].argmax().item()
+        following = logits_of(model, torch.tensor([tokens]))[0, -1].argmax().item()
         if following == EOS:
             break
         tokens.append(following)

@@ -14,8 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint import writer as writer_module
 from meshwright.checkpoint.manifest import CheckpointError, list_checkpoints
+from meshwright.launch.signals import StopRequest
+from meshwright.launch.status import ReplicasDifferError, UnsavedError
 from meshwright.optim.spikes import ENOUGH, WINDOW, SpikeGuard
 from meshwright.spec.checkpoint import CheckpointSpec
+from meshwright.spec.errors import UserError
 from meshwright.spec.guards import GuardSpec
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.testing.equivalence import build_here, loader_for, whole
@@ -23,12 +26,12 @@ from meshwright.testing.ranks import RankPool
 from meshwright.trainer import saver as saver_module
 from meshwright.trainer.display import Display
 from meshwright.trainer.loop import train_loop
-from meshwright.trainer.metrics import Journal, read_journal
-from meshwright.trainer.replicas import check_replicas, checksum
+from meshwright.trainer.metrics import Journal, read_journal, stepped_since
+from meshwright.trainer.replicas import ReplicaGuard, check_replicas, checksum
+from meshwright.trainer.run import read_result
+from meshwright.trainer.session import Session
 from meshwright.trainer.setup import Trainer
-from meshwright.trainer.signals import StopRequest
 from meshwright.trainer.state import begin, restore
-from meshwright.trainer.status import ReplicasDifferError, UnsavedError
 from meshwright.trainer.step import NonFiniteError
 from tiny import STRATEGIES, tiny_corpus, tiny_run
 
@@ -54,7 +57,10 @@ def train(trainer: Trainer, root: Path) -> str:
     display = Display(steps=STEPS, memory_bytes=1, device="cpu", enabled=first, stream=said)
     root.mkdir(exist_ok=True, parents=True)
     with Journal(root / "metrics.jsonl") if first else nullcontext() as journal:
-        train_loop(trainer, tiny_corpus(), journal, display, root, StopRequest(raises=True))
+        stop = StopRequest(raises=True)
+        train_loop(
+            Session(trainer, tiny_corpus(), root, stop, journal=journal, display=display, callbacks=[ReplicaGuard()])
+        )
     return said.getvalue()
 
 
@@ -88,6 +94,7 @@ def rewound(run: ResolvedRun, root: Path) -> tuple[list[int], int, bool]:
     return steps, trainer.rewinds, same and trainer.passed_over == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "zero-3"])
 def test_a_rewind_goes_back_and_passes_over(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     run = tiny(strategy, non_finite="rewind")
@@ -97,6 +104,7 @@ def test_a_rewind_goes_back_and_passes_over(ranks: RankPool, tmp_path: Path, str
         assert same
 
 
+@pytest.mark.slow
 def test_rewinds_are_bounded(tmp_path: Path) -> None:
     run = tiny(non_finite="rewind", guards={"max_rewinds": 2})
     with pytest.raises(NonFiniteError, match=r"after 2 rewinds \(guards.max_rewinds\)"):
@@ -199,7 +207,9 @@ def test_a_full_or_slow_disk_never_stops_training(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(writer_module, "write_shards", full_at_first)
     trainer = build_here(tiny())
     said = train(trainer, tmp_path)
-    assert "warning: step 3 is not saved: rank 0: No space left on device; training goes on" in said
+    assert (
+        f"warning: step 3 is not saved: rank 0: No space left on device ({tmp_path / 'checkpoints'}); training" in said
+    )
     assert trainer.step == STEPS
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")][-1] == "step-00000008"
     missed = [record for record in read_journal(tmp_path / "metrics.jsonl") if record["kind"] == "checkpoint_missed"]
@@ -215,6 +225,7 @@ def test_a_checkpoint_is_left_out_while_the_one_before_is_being_written(
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000003", "step-00000008"]
 
 
+@pytest.mark.slow
 def test_the_last_save_tries_again_and_then_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = 0
     really = writer_module.write_shards
@@ -283,3 +294,37 @@ def test_a_warm_start_takes_the_weights_alone(tmp_path: Path) -> None:
     assert "starting from the weights of" in begin(trainer, tmp_path / "new", None)
     assert trainer.step == 0
     assert all(torch.equal(tensor, first.parameters[name]) for name, tensor in trainer.parameters.items())
+
+
+def test_steps_that_are_left_out_are_bounded() -> None:
+    """A model that is lost is not trained to the last step with a status of 0."""
+    run = tiny_run(STRATEGIES["single"], precision="fp32", non_finite="skip", steps=50)
+    guards = run.run.guards.model_copy(update={"max_skipped": 3})
+    trainer = build_here(run.model_copy(update={"run": run.run.model_copy(update={"guards": guards})}))
+    next(iter(trainer.parameters.values())).detach().fill_(float("nan"))
+    with loader_for(trainer) as loader:
+        for step in (1, 2, 3):
+            assert trainer.train_step(step, loader.microbatches(step)).skipped
+        with pytest.raises(NonFiniteError, match=r"the last 4 steps were left out .* guards\.max_skipped=3; lower"):
+            trainer.train_step(4, loader.microbatches(4))
+
+
+def test_a_damaged_line_of_the_journal_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    good = '{"kind": "step", "step": 1, "time": 5.0}'
+    path.write_bytes(
+        b"\n".join([good.encode(), b'{"kind": "st', b"\xff\xfe", b"[" * 100_000, b"7", good.encode(), b""])
+    )
+    assert read_journal(path) == [{"kind": "step", "step": 1, "time": 5.0}] * 2
+    assert stepped_since(path, 4.0)
+    assert not stepped_since(path, 6.0)
+
+
+def test_a_run_directory_that_was_removed_or_damaged_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="run: was removed while the run was going on"):
+        read_result(tmp_path / "run")
+    (tmp_path / "run/checkpoints/step-00000005").mkdir(parents=True)
+    with pytest.raises(
+        UserError, match=r"metrics\.jsonl tells of no step: it was removed or damaged; step-00000005 is"
+    ):
+        read_result(tmp_path / "run")

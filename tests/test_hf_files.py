@@ -104,6 +104,41 @@ def test_what_is_no_safetensors_file(llama, content, message):
     assert message in refused(llama)
 
 
+def rewritten_header(file, change):
+    """The same bytes behind a header with something changed."""
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+def test_tensors_that_do_not_cover_the_file(llama):
+    file = llama / WEIGHTS
+    good = file.read_bytes()
+    file.write_bytes(good + bytes(7))
+    assert "is damaged: 7 bytes behind its last tensor belong to none" in refused(llama)
+    for move, message in ((-4, "overlaps the one before it"), (4, "is cut short")):
+        file.write_bytes(good)
+
+        def moved(header, move=move):
+            entries = [entry for name, entry in header.items() if name != "__metadata__"]
+            last = max(entries, key=lambda entry: entry["data_offsets"])
+            last["data_offsets"] = [place + move for place in last["data_offsets"]]
+
+        rewritten_header(file, moved)
+        assert message in refused(llama)
+    for strange in ([1], ["a", "b"], None):
+        file.write_bytes(good)
+        rewritten_header(file, lambda header, strange=strange: header["lm_head.weight"].update(data_offsets=strange))
+        assert "its header is malformed" in refused(llama)
+    file.write_bytes(good)
+    rewritten_header(file, lambda header: header.update(__metadata__={"a": 1}))  # which only safetensors looks at
+    with pytest.raises(ValueError, match=rf"{WEIGHTS} is no safetensors file: "):
+        HfWeights(llama, spec_of("llama")).read_rows("tok_embeddings.weight", 0, 1)
+
+
 def test_a_file_cut_short(llama):
     content = (llama / WEIGHTS).read_bytes()
     (llama / WEIGHTS).write_bytes(content[:-1])

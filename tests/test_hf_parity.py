@@ -15,6 +15,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
+from losses import logits_of, summed_loss
 from meshwright.checkpoint.hf import HfWeights, export_hf
 from meshwright.families import (
     hf_tensors,
@@ -198,7 +199,7 @@ def test_our_export_computes_the_same_in_transformers_fp64(name, tmp_path, exact
     theirs = loaded_fp64(tmp_path / "hf")
     batch = tokens(spec)
     with torch.no_grad():
-        found, expected = model(batch), theirs(batch).logits
+        found, expected = logits_of(model, batch), theirs(batch).logits
     # Both compute in fp64 from the same fp32 angles: what is left is the order of sums.
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12 * expected.abs().max().item())
 
@@ -222,7 +223,7 @@ def test_their_model_computes_the_same_here_fp32(name, tmp_path):
             tensor.copy_(weights.read_rows(key, 0, tensor.shape[0]))
         batch = tokens(spec)
         expected = theirs(batch).logits
-        torch.testing.assert_close(model(batch), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+        torch.testing.assert_close(logits_of(model, batch), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -231,7 +232,7 @@ def test_gradients_equal_transformers(name, tmp_path, exact):
     model = exported(spec, tmp_path / "hf", prove=False).double()
     theirs = loaded_fp64(tmp_path / "hf")
     batch, labels = tokens(spec), tokens(spec).roll(-1, 1)
-    model(batch, labels).backward()
+    summed_loss(model, batch, labels).backward()
     logits = theirs(batch).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
     expected = separate({name: p.grad for name, p in theirs.named_parameters()})

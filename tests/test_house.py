@@ -15,9 +15,19 @@ LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 """`file:function` -> why it may be longer."""
 
-READS_ENVIRONMENT = {"trainer/launch.py", "trainer/worker.py"}
-TORCH_FREE = ("cli", "data", "families", "plan", "spec")
+READS_ENVIRONMENT = {"launch/launcher.py", "trainer/worker.py"}
+TORCH_FREE = ("cli", "data", "families", "plan", "spec", "storage", "validate")
 """Rooms that `--help`, `init`, `check` and `doctor` are made of: importing them never loads torch."""
+TENSOR_COLLECTIVES = (
+    *("all_gather", "all_reduce", "all_to_all", "reduce", "gather", "scatter", "broadcast", "batch_isend_irecv"),
+    *("send", "recv", "isend", "irecv", "P2POp", "ReduceOp"),
+)
+"""How the names of `torch.distributed`'s functions begin that take tensors."""
+PRIVATE_BUT_NOT_TORCHS = {
+    *("_replace", "_exit", "_current_frames", "_forkserver", "_forkserver_alive_fd", "_option_string_actions"),
+    *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
+}
+"""Python's own; and what a `nn.Module` keeps, which every subclass has for its own."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -75,8 +85,77 @@ def public(node: ast.AST) -> Iterator[Function | ast.ClassDef]:
 
 def test_models_never_learn_that_ranks_exist() -> None:
     """import-linter refuses to forbid a part of an external package, such as torch.distributed."""
-    assert not importers(rooms("models"), "torch.distributed")
-    assert not {file for file in users("torch.distributed") if file.startswith("models/")}
+    rankless = rooms("models", "objectives")
+    assert not importers(rankless, "torch.distributed")
+    assert not users("torch.distributed").intersection(rankless)
+
+
+def test_tensors_are_sent_from_one_file() -> None:
+    """FSDP2 and DTensor send some by themselves; objects, stores and barriers are not tensors."""
+    found = {
+        f"{file}:{node.lineno} {ast.unparse(node)}"
+        for file, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node.value) in ("dist", "torch.distributed", "torch.ops", "funcol")
+        and node.attr.startswith(TENSOR_COLLECTIVES)
+        and "object" not in node.attr
+    }
+    assert found
+    assert {place for place in found if not place.startswith("comm/collectives.py")} == set()
+
+
+def test_private_torch_is_used_in_one_file() -> None:
+    """Names that begin with `_`: imported from torch, read off it, or such as nobody here has defined."""
+    ours = {name for tree in MODULES.values() for name in _given_names(tree)} | PRIVATE_BUT_NOT_TORCHS
+    found = {(file, place) for file, tree in MODULES.items() for place in _private(tree, ours)}
+    assert any(file == "torch_internals.py" for file, _ in found)
+    assert not {f"{file}:{place}" for file, place in found if file != "torch_internals.py"}
+
+
+def _private(tree: ast.Module, ours: set[str]) -> Iterator[str]:
+    from_torch = {"torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                if f"{module}{alias.name}.".startswith("torch."):
+                    from_torch.add((alias.asname or alias.name).split(".")[0])
+                    if "._" in f"{module}{alias.name}":
+                        yield f"{node.lineno} imports {module}{alias.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            root = ast.unparse(node).split(".")[0]
+            if root in from_torch or node.attr not in ours:
+                yield f"{node.lineno} uses {ast.unparse(node)}"
+
+
+def _given_names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, Function | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
+def test_nobody_replaces_a_method_of_the_model_its_head_its_objective_or_its_passes() -> None:
+    """What a strategy changes of them stands in a slot (`HeadSplit`)."""
+    files = ["models/decoder.py", "models/head.py", "models/foreign.py", "parallel/passes.py", *rooms("objectives")]
+    methods = {function.name for file in files for function in functions(file)}
+    assert {"forward", "token_losses", "sums", "evaluate"} <= methods
+    replaced = [
+        f"{file}:{node.lineno} sets {ast.unparse(target)}"
+        for file, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for listed in node.targets
+        for target in (listed.elts if isinstance(listed, ast.Tuple) else [listed])
+        if isinstance(target, ast.Attribute) and target.attr in methods
+        if ast.unparse(target.value) != "self"
+    ]
+    assert not replaced
 
 
 def test_nothing_depends_on_the_test_tools() -> None:
@@ -110,6 +189,95 @@ def test_the_lower_rooms_and_the_verbs_never_load_torch() -> None:
 def test_only_the_launcher_reads_the_environment() -> None:
     assert users("os.environ") | users("os.getenv") == READS_ENVIRONMENT
     assert not importers(MODULES, "os.environ") + importers(MODULES, "os.getenv")
+
+
+OVERRIDES = {
+    "models/foreign.py module.__class__": "transformers' class stands behind ours, right after it is built",
+    **dict.fromkeys(
+        (
+            "parallel/pipedream.py setattr(module, name, weight)",
+            "parallel/pipedream.py setattr(module, name, parameter)",
+        ),
+        "parameters, of two versions in turn",
+    ),
+    "rehearse/fake.py F.rms_norm": "torch's, while a rehearsal runs",
+    "testing/faults.py os.fsync": "a fault that a test plants",
+    "torch_internals.py group.post_backward": "FSDP2 has no public way",
+    **dict.fromkeys(
+        ("torch_internals.py setattr(owner, name, function)", "torch_internals.py setattr(owner, name, original)"),
+        "functions of torch and of experts, while a rehearsal runs",
+    ),
+    "trainer/state.py setattr(trainer, counter, saved.get(counter, 0))": "numbers",
+}
+"""`file what` -> why something built elsewhere may be replaced there."""
+
+MAKES_FUNCTIONS = {"functools.partial", "partial", "property", "torch.compile", "torch.compiler.disable"}
+
+
+def overrides(tree: ast.AST) -> Iterator[str]:
+    """What is assigned to a function, method, class or `__dict__` entry of something built elsewhere.
+
+    Whoever changes what a module does fills a slot (`models/slots.py`), so that the next one sees it.
+    """
+    imported = {
+        alias.asname or alias.name.split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    names = {node.name for node in ast.walk(tree) if isinstance(node, Function)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "object.__setattr__"):
+            yield ast.unparse(node)
+        for target, value in assignments(node):
+            if not isinstance(target, ast.Attribute | ast.Subscript):
+                continue
+            owner = ast.unparse(target.value)
+            entry = isinstance(target, ast.Subscript) and (owner.endswith("__dict__") or owner.startswith("vars("))
+            if owner.split(".")[0] in ("self", "cls", "ctx") and not entry:
+                continue
+            function = (
+                isinstance(value, ast.Lambda)
+                or (isinstance(value, ast.Name) and value.id in names)
+                or (isinstance(value, ast.Call) and ast.unparse(value.func) in MAKES_FUNCTIONS)
+            )
+            named = isinstance(target, ast.Attribute) and (
+                target.attr in ("forward", "__class__") or owner.split(".")[0] in imported or owner.startswith("type(")
+            )
+            if entry or named or (function and isinstance(target, ast.Attribute)):
+                yield ast.unparse(target)
+
+
+def assignments(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """(target, value) of an assignment, a tuple's one by one."""
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                yield from zip(target.elts, node.value.elts, strict=False)
+            else:
+                yield target, node.value
+
+
+def test_nothing_built_elsewhere_is_overridden() -> None:
+    """`tests/test_slots.py` looks at what is built."""
+    found = {f"{file} {what}" for file, tree in MODULES.items() for what in overrides(tree)}
+    assert found == set(OVERRIDES)
+
+
+def test_overrides_are_found() -> None:
+    code = """
+block.forward = f
+module.__class__ = New
+module.__dict__["attend"] = attend
+model.pick = lambda x: x
+model.loss, model.count = loss, 3
+layer.run = functools.partial(f, 1)
+vars(module)["x"] = 1
+F.rms_norm = norm
+def loss(): pass
+import torch.nn.functional as F
+"""
+    assert len(set(overrides(ast.parse(code)))) == 8
 
 
 def test_every_module_says_what_it_is_for() -> None:

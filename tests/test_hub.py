@@ -14,6 +14,7 @@ from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families import parameter_table, resolve_model
 from meshwright.models import build_model, initialize
 from meshwright.spec.model import ModelFields
+from meshwright.trainer.start import read_resolved
 
 RECIPE = """\
 model: {name: org/tiny-1.0, weights: pretrained}
@@ -44,9 +45,14 @@ def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return repository / "snapshots" / "abc123"
 
 
-def test_an_id_is_base_tokenizer_and_model_of_a_verb(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "run.yaml"]) == 0
-    train(load_recipe("run.yaml", ["run_dir=run"]))
+@pytest.mark.parametrize("words", [[], ["model=org/tiny-1.0"]], ids=["weights given", "weights by default"])
+def test_an_id_is_base_tokenizer_and_model_of_a_verb(
+    snapshot: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "run.yaml", *words]) == 0
+    train(load_recipe("run.yaml", ["run_dir=run", *words]))
+    assert "starting from org/tiny-1.0\n" in capsys.readouterr().out
+    assert read_resolved(Path("run/resolved.yaml")).run.model.weights == "pretrained"
     assert main(["generate", "org/tiny-1.0", "--prompt", "1", "--max-tokens", "2", "--device", "cpu"]) == 0
     assert main(["export", "run", "--adapter", "adapter"]) == 0
     config = json.loads(Path("adapter/adapter_config.json").read_text())
@@ -64,6 +70,11 @@ def test_what_is_not_there_is_told_with_the_command_that_gets_it(snapshot: Path,
         file.unlink()
     assert main(["check", "run.yaml"]) == 1
     assert "it is without *.safetensors in the cache" in capsys.readouterr().err
+    assert main(["check", "run.yaml", "model=org/tiny-1.0"]) == 1
+    assert "model.name 'org/tiny-1.0' names no weights" in capsys.readouterr().err
+    (snapshot / "pytorch_model.bin").touch()
+    assert main(["check", "run.yaml", f"model={snapshot}"]) == 1
+    assert "has its weights in .bin files only" in capsys.readouterr().err
     shutil.rmtree(snapshot)
     assert main(["check", "run.yaml", "model=llama-3.2-1b"]) == 1
     assert "'org/tiny-1.0' is no directory" in capsys.readouterr().err, "the tokenizer's too"

@@ -16,14 +16,19 @@ import torch
 
 from meshwright.checkpoint.manifest import latest_checkpoint, step_of
 from meshwright.cli.main import main
+from meshwright.launch.launcher import LAUNCHER, Nodes, Worker, find_nodes, find_worker, join_group, start_workers
+from meshwright.launch.signals import StopRequest
+from meshwright.launch.status import MISUSE, STOPPED
 from meshwright.spec.run import Run
-from meshwright.trainer.launch import LAUNCHER, Nodes, Worker, find_nodes, find_worker, join_group, start_workers
 from meshwright.trainer.metrics import read_journal
-from meshwright.trainer.signals import StopRequest
-from meshwright.trainer.status import MISUSE, STOPPED
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
-SLURM = {"SLURM_JOB_ID": "1234", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "gpu[003-010,012],login1"}
+SLURM = {
+    "SLURM_JOB_ID": "1234",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NNODES": "2",
+    "SLURM_JOB_NODELIST": "gpu[003-010,012],login1",
+}
 
 
 def test_nobody_started_us() -> None:
@@ -74,6 +79,26 @@ def test_an_interactive_slurm_shell_is_an_ordinary_machine() -> None:
     environment = SLURM | {"SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_PROCID": "0"}
     assert find_worker(environment) is None
     assert find_nodes(environment) == Nodes()
+
+
+def test_a_batch_script_without_srun_on_one_machine_is_an_ordinary_machine() -> None:
+    environment = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "1", "SLURM_PROCID": "0"}
+    assert find_worker(environment) is None
+    assert find_nodes(environment) == Nodes()
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"SLURM_NNODES": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "write srun before meshwright"),
+        ({"SLURM_NNODES": "2"}, "this Slurm job has 2 machines, but was not started on each of them"),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, "mpirun started 4 copies of this"),
+        ({"PMI_SIZE": "4", "PMI_RANK": "1"}, "mpirun started 4 copies of this"),
+    ],
+)
+def test_copies_that_would_not_find_one_another_are_refused(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        find_worker(environment)
 
 
 def test_kubeflow() -> None:
@@ -222,6 +247,7 @@ def newest(run: Path) -> int:
     return step_of(latest_checkpoint(run / "checkpoints"))
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_stop_at_ctrl_c_and_continue(
     here: Path, losses: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,6 +276,7 @@ def test_two_processes_train_as_one_stop_at_ctrl_c_and_continue(
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_started_again_and_none_outlives_the_launcher(here: Path) -> None:
     """kill -9 of one worker: all start again from the newest checkpoint. Of the launcher: all end. Nothing is lost."""
     run = here / "killed"
@@ -276,6 +303,7 @@ def test_a_killed_worker_is_started_again_and_none_outlives_the_launcher(here: P
     assert main(["train", "run.yaml", "run_dir=killed", "--resume", last]) == 0  # one process goes on with it
 
 
+@pytest.mark.slow
 def test_a_signal_while_workers_start_leaves_nothing(here: Path) -> None:
     with started("run_dir=early", "layout.dp_shard=2") as process:
         workers = wait_for(lambda: len(workers_of(process)) == 2 and workers_of(process))
@@ -287,6 +315,7 @@ def test_a_signal_while_workers_start_leaves_nothing(here: Path) -> None:
     assert not records(here / "early", "step")
 
 
+@pytest.mark.slow
 def test_torchrun_passes_signals_on(here: Path, losses: list[float]) -> None:
     """SIGUSR1 to torchrun itself, which is told to hand it to its workers; then SIGTERM to one of them."""
     run, words = here / "torchrun", ("run_dir=torchrun", "layout.dp_replicate=2", "--resume", "auto")

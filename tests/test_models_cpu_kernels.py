@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.models import cpu_kernels
-from meshwright.models.cpu_kernels import Linear, causal_attention, gelu_tanh, matmul, serves_training
+from meshwright.models.cpu_kernels import causal_attention, gelu_tanh, matmul, serves_training
+from meshwright.models.linear import Linear
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -79,6 +80,7 @@ def test_other_dtypes_are_torchs(calls: list[torch.dtype], dtype: torch.dtype) -
     assert not calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("length", [5, 64, 300, 700])
 def test_attention(monkeypatch: pytest.MonkeyPatch, groups: int, length: int) -> None:
@@ -134,6 +136,7 @@ def test_own_kernels_serve_training_in_bf16_only() -> None:
         assert not serves_training(q.bfloat16().requires_grad_())
 
 
+@pytest.mark.slow
 def test_freed_memory_is_kept() -> None:
     """Without it every one of the ten tensors of 64 MiB is mapped anew: 16384 pages each."""
     code = """if True:

@@ -9,9 +9,11 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from losses import logits_of, summed_loss
 from meshwright.families import PRESETS, parameter_table, resolve_model, state_table
 from meshwright.models import Cache, build_model, initialize, named_tensors
 from meshwright.parallel.compile import apply_compile
+from meshwright.spec.batch import Batch
 from meshwright.spec.model import ModelFields
 
 FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"]
@@ -56,8 +58,10 @@ def test_loss_is_the_cross_entropy_of_the_logits(family):
     tokens = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(1))
     labels = tokens.roll(-1, 1)
     labels[:, -1] = -100
-    expected = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
-    torch.testing.assert_close(model(tokens, labels), expected, rtol=1e-12, atol=0)
+    expected = torch.nn.functional.cross_entropy(
+        logits_of(model, tokens).flatten(0, 1), labels.flatten(), reduction="sum"
+    )
+    torch.testing.assert_close(summed_loss(model, tokens, labels), expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -76,8 +80,8 @@ def test_a_model_in_parts_is_the_model(family, tied):
         for name, tensor in named_tensors(model).items():
             tensor.data.copy_(weights[name])
             names.append(name)
-        x = model(tokens, tokens, documents, layers=part, x_BTD=x)
-    assert torch.equal(x, whole(tokens, tokens, documents))
+        x = summed_loss(model, tokens, tokens, documents, layers=part, x_BTD=x)
+    assert torch.equal(x, summed_loss(whole, tokens, tokens, documents))
     assert sorted(names) == sorted([*weights, *(["tok_embeddings.weight"] if tied else [])])
     outer = build_model(spec)
     outer.keep_layers([parts[0], parts[2]])  # a rank may hold several parts
@@ -95,14 +99,19 @@ def random_tokens(*shape: int) -> torch.Tensor:
     return torch.randint(97, shape, generator=torch.Generator().manual_seed(1))
 
 
+def continued(model, cache: Cache, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    """The logits of tokens behind those that the cache has seen."""
+    return model(Batch(tokens, position_ids=positions), lambda x, head, _: head.logits(x), cache=cache)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("pieces", [[12], [1] * 12, [5, 1, 1, 5], [3, 9]])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cached_equals_uncached(family, pieces):
     model, tokens = built(windowed(family)), random_tokens(2, 12)
     cache = Cache(model, 2, 12)
-    logits = torch.cat([model(part, cache=cache) for part in tokens.split(pieces, dim=1)], dim=1)
-    torch.testing.assert_close(logits, model(tokens), rtol=1e-12, atol=1e-12)
+    logits = torch.cat([continued(model, cache, part) for part in tokens.split(pieces, dim=1)], dim=1)
+    torch.testing.assert_close(logits, logits_of(model, tokens), rtol=1e-12, atol=1e-12)
     assert cache.length == 12
 
 
@@ -116,10 +125,10 @@ def test_left_padding_changes_nothing(family):
     cache = Cache(model, 3, 16, padding)
     positions = (torch.arange(16) - padding[:, None]).clamp(min=0)
     pieces = [(0, 12), (12, 13), (13, 14), (14, 16)]
-    logits = torch.cat([model(tokens[:, a:b], positions_BT=positions[:, a:b], cache=cache) for a, b in pieces], dim=1)
+    logits = torch.cat([continued(model, cache, tokens[:, a:b], positions[:, a:b]) for a, b in pieces], dim=1)
     assert logits.isfinite().all()
     for row, pad in enumerate(padding.tolist()):
-        alone = model(tokens[row : row + 1, pad:])
+        alone = logits_of(model, tokens[row : row + 1, pad:])
         torch.testing.assert_close(logits[row : row + 1, pad:], alone, rtol=1e-12, atol=1e-12)
 
 
@@ -132,7 +141,7 @@ def test_no_token_sees_what_it_must_not(family):
     changed = tokens.clone()
     changed[0, 10] = (changed[0, 10] + 1) % 97
     # More than rounding, for an expert's products may be summed in another order beside other tokens.
-    moved = (model(tokens) - model(changed)).abs().amax(-1)[0] > 1e-12
+    moved = (logits_of(model, tokens) - logits_of(model, changed)).abs().amax(-1)[0] > 1e-12
     assert not moved[:10].any()
     assert moved[10]
     reach = (spec.sliding_window - 1) * spec.num_layers if spec.sliding_window else 24
@@ -145,9 +154,9 @@ def test_no_token_sees_what_it_must_not(family):
 def test_low_precision_stays_near_fp64(family, dtype):
     spec, tokens = windowed(family), random_tokens(2, 12)
     exact, model = built(spec), built(spec, dtype)
-    loss, reference = model(tokens, tokens), exact(tokens, tokens)
+    loss, reference = summed_loss(model, tokens, tokens), summed_loss(exact, tokens, tokens)
     assert loss.dtype == torch.float32
-    assert model(tokens).dtype == dtype
+    assert logits_of(model, tokens).dtype == dtype
     loss.backward()
     reference.backward()
     # A dozen roundings of the residual stream lie on every path; their errors add up at worst.
@@ -168,17 +177,17 @@ def test_recomputing_blocks_changes_no_bit(family):
         model = built(spec)
         for block in model.layers.values():
             wrap(block)
-        model(tokens, tokens).backward()
+        summed_loss(model, tokens, tokens).backward()
         return [parameter.grad for parameter in model.parameters()]
 
     def recomputed(block):
-        forward = block.forward
-        block.forward = lambda *arguments: checkpoint(forward, *arguments, use_reentrant=False)
+        block.wrap(lambda compute: functools.partial(checkpoint, compute, use_reentrant=False))
 
     for plain, again in zip(gradients(lambda block: None), gradients(recomputed), strict=True):
         assert torch.equal(plain, again)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler asks for it, and hides it elsewhere
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_block_compiles_without_graph_breaks(family):
@@ -190,7 +199,7 @@ def test_a_block_compiles_without_graph_breaks(family):
     with mock.patch("torch.compile", functools.partial(torch.compile, **options)):
         apply_compile(compiled.layers)
     for model in (plain, compiled):
-        model(tokens, tokens).backward()
+        summed_loss(model, tokens, tokens).backward()
     for (name, parameter), expected in zip(compiled.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-11, atol=1e-11, msg=name)
 
@@ -198,7 +207,7 @@ def test_a_block_compiles_without_graph_breaks(family):
 def test_learned_positions_end():
     model = built(tiny("gpt2", max_positions=8))
     with pytest.raises(ValueError, match="9 positions; this model has embeddings for 8"):
-        model(random_tokens(1, 9))
+        logits_of(model, random_tokens(1, 9))
 
 
 def test_meta_models_need_only_their_parameters():
@@ -208,7 +217,7 @@ def test_meta_models_need_only_their_parameters():
     model = model.to_empty(device="cpu")
     initialize(model, parameter_table(spec), 0)
     tokens = random_tokens(1, 6)
-    assert torch.equal(model(tokens), built(spec, torch.float32)(tokens))
+    assert torch.equal(logits_of(model, tokens), logits_of(built(spec, torch.float32), tokens))
 
 
 def dtypes_met_by_rope() -> set[torch.dtype]:
@@ -219,9 +228,10 @@ def dtypes_met_by_rope() -> set[torch.dtype]:
         fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     tokens = random_tokens(1, 8)
-    model(tokens, tokens).backward()
+    summed_loss(model, tokens, tokens).backward()
     return seen
 
 
+@pytest.mark.slow
 def test_angles_stay_fp32_under_mixed_precision(ranks):
     assert ranks.run(2, dtypes_met_by_rope) == [{torch.float32}] * 2

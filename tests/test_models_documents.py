@@ -1,5 +1,6 @@
 """Packed documents: a row of several is worth as much as each alone, by every path that attention has for it."""
 
+import functools
 import itertools
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from losses import logits_of, summed_loss
 from meshwright.families import parameter_table, resolve_model
 from meshwright.models import attention, build_model
 from meshwright.models.init import draw_rows
@@ -49,7 +51,7 @@ def packed():
 def outcome(model, *batches):
     """Summed loss over the batches, and every parameter's gradient."""
     model.zero_grad()
-    loss = torch.stack([model(*batch) for batch in batches]).sum()
+    loss = torch.stack([summed_loss(model, *batch) for batch in batches]).sum()
     loss.backward()
     return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
@@ -79,8 +81,8 @@ def test_packed_documents_are_as_if_alone(family):
 def test_logits_are_as_if_alone():
     model, (tokens, labels, documents) = build("llama"), packed()
     with torch.no_grad():
-        ours = model(tokens, None, documents)
-        others = torch.cat([model(part).flatten(0, 1) for part, _ in alone(tokens, labels)])
+        ours = logits_of(model, tokens, document_ids=documents)
+        others = torch.cat([logits_of(model, part).flatten(0, 1) for part, _ in alone(tokens, labels)])
     assert (ours.flatten(0, 1) - others).abs().max() < 1e-12
 
 
@@ -136,10 +138,11 @@ def test_the_full_mask_says_the_same(family, monkeypatch):
     model, batch = build(family), packed()
     expected = outcome(model, batch)
     masked = lambda self, q, k, v, mask: attention.scaled_dot_product(q, k, v, mask.mask())  # noqa: E731
-    monkeypatch.setattr(attention.Attention, "attend", masked)
+    monkeypatch.setattr(attention.Core, "__call__", masked)
     assert_equal(outcome(model, batch), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # how dynamo looks at tensors
 @pytest.mark.parametrize("policies", [("selective", "selective"), ("full", "full"), ("selective", "none")])
 @pytest.mark.parametrize("varlen", [False, True])
@@ -154,7 +157,7 @@ def test_compiled_and_recomputed_blocks(policies, varlen, monkeypatch):
     apply_recompute(model.layers, policies)
     compiled = CompileCounterWithBackend("aot_eager")
     for block in model.layers.values():
-        block.forward = torch.compile(block.forward, backend=compiled, dynamic=False)
+        block.wrap(functools.partial(torch.compile, backend=compiled, dynamic=False))
     assert_equal(outcome(model, (tokens, labels, documents)), expected)
     first = compiled.frame_count
     outcome(model, (tokens, labels, documents // 2))

@@ -1,5 +1,6 @@
 """Experts compute what their formula says, however unevenly they are loaded; loads are counted, and balanced."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from losses import logits_of, summed_loss
 from meshwright.families import parameter_table, resolve_model
 from meshwright.models import build_model, initialize
 from meshwright.models.moe import MoE, Router, grouped_matmul
@@ -98,7 +100,7 @@ def test_the_balance_loss_of_a_sequence_is_mixtrals(monkeypatch):
         layer.router.register_forward_pre_hook(
             lambda module, inputs: logits.append(inputs[0].flatten(0, 1) @ module.weight.T)
         )
-    model(TOKENS[:1])
+    logits_of(model, TOKENS[:1])
     for loss, of_layer in zip(losses, logits, strict=True):
         # Theirs counts in fp32.
         torch.testing.assert_close(loss.float(), load_balancing_loss_func((of_layer,), 6, 2).float())
@@ -107,11 +109,11 @@ def test_the_balance_loss_of_a_sequence_is_mixtrals(monkeypatch):
 def test_the_balance_loss_joins_the_gradient_with_its_weight(monkeypatch):
     """As if it had been added to the loss: coefficient x weight x the sum over layers and sequences."""
     model = built()
-    model(TOKENS, TOKENS).backward()
+    summed_loss(model, TOKENS, TOKENS).backward()
     alone = [parameter.grad.clone() for parameter in model.parameters()]
     losses = recorded(model, monkeypatch)
     model.zero_grad()
-    loss = model(TOKENS, TOKENS)
+    loss = summed_loss(model, TOKENS, TOKENS)
     weigh(model, 0.0)  # or each loss would be joined by those below it
     balance = torch.autograd.grad(sum(losses), list(model.parameters()), allow_unused=True, retain_graph=True)
     weigh(model, 0.125)
@@ -127,7 +129,7 @@ def test_no_loss_joins_where_none_is_asked_for():
         model, plain = built(**fields), built(**fields)
         weigh(model, weight)
         for each in (model, plain):
-            each(TOKENS, TOKENS).backward()
+            summed_loss(each, TOKENS, TOKENS).backward()
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(ours.grad, theirs.grad)
 
@@ -137,12 +139,11 @@ def test_loads_are_counted_once(recomputed):
     """Once for every microbatch that has a backward pass, also where blocks are computed again for it."""
     model = built()
     for block in model.layers.values() if recomputed else ():
-        forward = block.forward
-        block.forward = lambda *arguments, forward=forward: checkpoint(forward, *arguments, use_reentrant=False)
+        block.wrap(lambda compute: functools.partial(checkpoint, compute, use_reentrant=False))
     for _ in range(3):
-        model(TOKENS, TOKENS).backward()
+        summed_loss(model, TOKENS, TOKENS).backward()
     with torch.no_grad():
-        model(TOKENS, TOKENS)
+        summed_loss(model, TOKENS, TOKENS)
     for layer in layers(model):
         load = layer.router.take_load()
         assert load.dtype == torch.int64
@@ -177,6 +178,7 @@ def test_groups_limit_the_choice():
     assert set.union(*used) == {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 def test_biases_move_loads_towards_the_mean():
     """A bias decides who is chosen and weighs nothing; step by step it makes loads that begin uneven even."""
     options = {"router_groups": 1, "router_top_groups": 1, "balance_rate": 0.01, "balance_loss": 0.0}
@@ -184,7 +186,7 @@ def test_biases_move_loads_towards_the_mean():
     tokens = torch.randint(40, (8, 32), generator=torch.Generator().manual_seed(1))
     spreads = []
     for _ in range(60):
-        model(tokens, tokens).backward()
+        summed_loss(model, tokens, tokens).backward()
         loads = [layer.router.take_load() for layer in layers(model)]
         spreads.append(max((load.max() / load.double().mean()).item() for load in loads))
         for layer, load in zip(layers(model), loads, strict=True):

@@ -82,6 +82,7 @@ def three_steps(run: ResolvedRun) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "width"), [("zero-3-uneven", WIDE), ("hybrid-3", WIDE), ("zero-3-tp", 512)])
 def test_every_layout_keeps_the_same_bits(ranks: RankPool, name: str, width: int) -> None:
     options: dict[str, Any] = {"optimizer": OPTIMIZER, "width": width, "num_layers": 1}
@@ -105,6 +106,7 @@ def test_blocks_that_tensor_parallelism_would_cut_stay_in_fp32(ranks: RankPool) 
     assert kinds["layers.0.attention.wo.weight"] == torch.float32
 
 
+@pytest.mark.slow
 def test_a_run_continues_bit_for_bit_from_every_step(ranks: RankPool, tmp_path: Path) -> None:
     run = tiny("zero-3", optimizer=OPTIMIZER, width=WIDE, num_layers=1)
     assert not any(on_ranks(ranks, differences, run, tmp_path))

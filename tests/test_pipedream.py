@@ -11,7 +11,7 @@ import torch
 
 from meshwright.checkpoint.manifest import checkpoint_name
 from meshwright.cli.main import main
-from meshwright.data.loader import Microbatch
+from meshwright.data.loader import HostBatch
 from meshwright.parallel.pipedream import Pipedream
 from meshwright.parallel.pipeline import Pass
 from meshwright.plan.blueprint import blueprint
@@ -26,9 +26,11 @@ from meshwright.spec.run import ResolvedRun, Run
 from meshwright.testing.curves import loss_curve
 from meshwright.testing.equivalence import build_here, largest_difference, loader_for, whole_of_all
 from meshwright.testing.ranks import RankPool
+from meshwright.trainer.display import Display
 from meshwright.trainer.evaluate import evaluate
 from meshwright.trainer.resolve import resolve_run
 from meshwright.trainer.saver import Saver
+from meshwright.trainer.session import Session
 from meshwright.trainer.setup import Trainer
 from meshwright.trainer.state import restore
 from tiny import tiny_run
@@ -76,17 +78,18 @@ def trained(run: ResolvedRun) -> Trajectory:
         results = [trainer.train_step(step, loader.microbatches(step - 1)) for step in range(1, STEPS + 1)]
         between = evaluated(trainer, loader.microbatches(0))
     trainer.train_step.finish(STEPS)
-    seen = [*((result.loss, result.gnorm) for result in results), between]
+    seen = [*((result.loss, result.gnorm or 0.0) for result in results), between]
     return seen, whole_of_all(trainer, trainer.parameters)
 
 
-def evaluated(trainer: Trainer, microbatches: Sequence[Microbatch]) -> tuple[float, float]:
+def evaluated(trainer: Trainer, microbatches: Sequence[HostBatch]) -> tuple[float, float]:
     """An evaluation while a batch is under way, which must have the optimizer's weights and leave the batch alone."""
     step = trainer.train_step
     loss = evaluate(step.passes, microbatches, trainer.device, repeats_loss=step.repeats_loss).loss
     return loss, 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("degrees", "options"),
     [
@@ -109,6 +112,7 @@ def test_gradients_are_a_step_late_and_nothing_else(ranks: RankPool, degrees: An
     assert largest_difference(weights, expected_weights)[0] < 1e-10
 
 
+@pytest.mark.slow
 def test_low_precision(ranks: RankPool) -> None:
     """Gradients are added up in fp32: with a sequence a microbatch, as one process adds up the same numbers."""
     options: dict[str, Any] = {"accumulation": 12, "precision": "bf16", "steps": STEPS}
@@ -152,7 +156,7 @@ def weights_of_passes(run: ResolvedRun) -> tuple[list[float], list[float], list[
 
 
 def test_every_backward_pass_has_the_weights_of_its_forward_pass(ranks: RankPool) -> None:
-    """Microbatches come back in the order in which they went. Rank r makes 3 - r backward passes a step with weights
+    """HostBatches come back in the order in which they went. Rank r makes 3 - r backward passes a step with weights
     that are not the newest; two versions are all that it holds."""
     answers = ranks.run(4, weights_of_passes, tiny_run(layout_of(pp=4), accumulation=6, num_layers=4, steps=3))
     for rank, (forward, backward, stale, held, one) in enumerate(answers):
@@ -164,6 +168,7 @@ def test_every_backward_pass_has_the_weights_of_its_forward_pass(ranks: RankPool
         assert held == 2 * one
 
 
+@pytest.mark.slow
 def test_it_trains_to_the_same_region(ranks: RankPool) -> None:
     """A step behind, and no worse."""
     options: dict[str, Any] = {"precision": "fp32", "optimizer": {"lr": 1e-2, "eps": 1e-2}, "steps": 60}
@@ -181,27 +186,34 @@ def test_it_trains_to_the_same_region(ranks: RankPool) -> None:
     assert abs(sum(ours[-10:]) / 10 - last) < 0.1 * (first - last)
 
 
+def saver_of(trainer: Trainer, run_dir: Path) -> Saver:
+    """What saves the trainer's steps, of a run that shows and records nothing."""
+    display = Display(steps=STEPS, memory_bytes=1, device="cpu", enabled=False)
+    return Saver(Session(trainer, mock.MagicMock(), run_dir, mock.MagicMock(), journal=None, display=display))
+
+
 def saved(run: ResolvedRun, root: Path, *, resume: bool = False) -> Trajectory:
     """As `trained`, of a run that saves its third step, or continues from there. Collective."""
     trainer, results = build_here(run), []
     if resume:
-        restore(trainer, root / checkpoint_name(3))
+        restore(trainer, root / "checkpoints" / checkpoint_name(3))
     with loader_for(trainer) as loader:
         while trainer.step < STEPS:
             trainer.step += 1
             results.append(trainer.train_step(trainer.step, loader.microbatches(trainer.step - 1)))
             if trainer.step == 3:
-                saver = Saver(trainer, root, None, mock.MagicMock())
+                saver = saver_of(trainer, root)
                 saver.save()
                 saver.wait()
     trainer.train_step.finish(STEPS)
-    return [(result.loss, result.gnorm) for result in results], whole_of_all(trainer, trainer.parameters)
+    return [(result.loss, result.gnorm or 0.0) for result in results], whole_of_all(trainer, trainer.parameters)
 
 
 def continued(run: ResolvedRun, root: Path) -> Trajectory:
     return saved(run, root, resume=True)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_plain_and_continue_anywhere(ranks: RankPool, tmp_path: Path) -> None:
     """The pipeline is emptied before each, so what continues is what would have gone on."""
     options: dict[str, Any] = {"tied": True, "steps": STEPS}
@@ -223,7 +235,7 @@ def is_emptied(run: ResolvedRun, root: Path) -> bool:
     passes = trainer.train_step.passes
     assert isinstance(passes, Pipedream)
     assert passes.under_way is not None
-    Saver(trainer, root, None, mock.MagicMock()).save()
+    saver_of(trainer, root).save()
     return passes.under_way is None and all(parameter.grad is None for parameter in trainer.parameters.values())
 
 

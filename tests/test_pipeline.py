@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.data.loader import Microbatch
+from meshwright.models.linear import Linear
 from meshwright.parallel.weight_gradients import WeightGradients, add_weight_gradients
 from meshwright.plan.machine import Machine
 from meshwright.plan.stages import describe_pipeline
+from meshwright.spec.batch import Batch
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.recipe import load_spec
 from meshwright.spec.run import ResolvedRun, Run
@@ -72,6 +73,7 @@ def test_four_ranks(ranks: RankPool, schedule: str) -> None:
     assert_equal(ranks.run(4, one_step, run)[0], alone(num_layers=10, tied=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "qwen2"])
 def test_families(ranks: RankPool, family: str) -> None:
     """Learned positions only enter the first stage; experts' balance loss joins on every stage; biases wait as well."""
@@ -94,7 +96,7 @@ def evaluated(run: ResolvedRun) -> tuple[float, int, float]:
     with loader_for(trainer) as loader:
         trainer.train_step(1, loader.microbatches(0))
         batches = [*loader.microbatches(1), *loader.microbatches(2), loader.microbatches(3)[0]]
-        short = [Microbatch(batch.inputs[:, :10], batch.labels[:, :10]) for batch in loader.microbatches(1)]
+        short = [Batch(batch.tokens[:, :10], batch.labels[:, :10]) for batch in loader.microbatches(1)]
         step = trainer.train_step
         found = [
             evaluate(step.passes, some, trainer.device, repeats_loss=step.repeats_loss) for some in (batches, short)
@@ -102,6 +104,7 @@ def evaluated(run: ResolvedRun) -> tuple[float, int, float]:
         return found[0].loss, found[0].tokens + found[1].tokens, trainer.train_step(2, loader.microbatches(1)).loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv"])
 def test_evaluation_between_steps(ranks: RankPool, schedule: str) -> None:
     """More microbatches than a step has, and sequences of another length; the next step is what it would have been."""
@@ -152,6 +155,7 @@ def losses_alone(**options: Any) -> list[tuple[float, float, bool]]:
     return losses_of(tiny_run(LayoutSpec(), num_layers=5, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("sharding", [{"dp_replicate": 2}, {"dp_shard": 2}], ids=["ddp", "zero-3"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
@@ -186,7 +190,7 @@ def test_clipping_and_muon(ranks: RankPool) -> None:
 def test_weight_gradients_that_are_put_off_are_the_same() -> None:
     """Of a layer with a bias, twice; nothing is there before they are added, and all is afterwards."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3, bias=False)).double()
+    model = torch.nn.Sequential(Linear(5, 7), torch.nn.Tanh(), Linear(7, 3, bias=False)).double()
     x = torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
     expected = torch.autograd.grad(model(x).square().sum() * 2, [x, *model.parameters()])
     weights, products = WeightGradients(model), []

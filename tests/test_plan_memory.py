@@ -15,6 +15,7 @@ from meshwright.plan.blueprint import Block, Blueprint, Matrix, blueprint
 from meshwright.plan.job import MESHWRIGHT, Job, Stack
 from meshwright.plan.memory import predict_memory, stage_memory
 from meshwright.plan.stages import balanced_stages, layer_costs
+from meshwright.spec.precision import Precision
 from meshwright.spec.recompute import Policy
 from meshwright.spec.schedule import SCHEDULES, build_schedule, nearest_microbatches
 from meshwright.spec.timeline import in_flight
@@ -90,7 +91,7 @@ def test_korthikantis_formulae(tp: int, sequence_parallel: bool, recompute: Poli
     model = gpt()
     run = job(
         model, sequence=2048, micro_batch=4, tp=tp, sequence_parallel=sequence_parallel, recompute=recompute,
-        precision="fp16",
+        precision=Precision.of("fp16"),
     )  # fmt: skip
     sbh = 2048 * 4 * 6144
     extra = 4 * 2048 * 4 * 64 / tp  # fp32 sums of the softmax, which the paper leaves out

@@ -12,6 +12,7 @@ from meshwright.plan.interval import NOMINAL, Interval, time_sigma
 from meshwright.plan.job import Job, Stack
 from meshwright.plan.pipeline import PROBE_RANKS, pipeline_seconds
 from meshwright.plan.step_time import predict_step_time
+from meshwright.spec.precision import Precision
 from meshwright.spec.schedule import SCHEDULES, build_schedule, nearest_microbatches
 from meshwright.spec.timeline import StageCosts, simulate
 
@@ -77,7 +78,7 @@ def test_what_must_cost_more_costs_more() -> None:
     assert seconds(JOB, slow) > 1.5 * seconds(JOB)
     # Sharding inside the node alone is the cure for a slow network.
     assert seconds(replace(JOB, dp_shard=8, dp_replicate=8), slow) < 0.8 * seconds(JOB, slow)
-    assert seconds(replace(JOB, precision="fp32")) > 5 * seconds(JOB)
+    assert seconds(replace(JOB, precision=Precision.of("fp32"))) > 5 * seconds(JOB)
 
 
 def test_tensor_parallelism_pays_where_it_leaves_the_node() -> None:

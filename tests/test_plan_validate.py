@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.plan.published import read_row
-from meshwright.plan.published_doubts import COLUMNS as COLUMNS_READ
-from meshwright.plan.published_doubts import cell_doubts
-from meshwright.plan.published_software import EAGER, FSDP, LEGACY, MEGATRON
-from meshwright.plan.published_table import read_table
-from meshwright.plan.published_words import number_of, recompute_of, zero_of
-from meshwright.plan.validate import judge, regret, report, spearman, sweep_correlation
+from meshwright.validate.doubts import COLUMNS as COLUMNS_READ
+from meshwright.validate.doubts import cell_doubts
+from meshwright.validate.judge import judge, regret, report, spearman, sweep_correlation
+from meshwright.validate.rows import read_row
+from meshwright.validate.software import EAGER, FSDP, LEGACY, MEGATRON
+from meshwright.validate.table import read_table
+from meshwright.validate.words import number_of, recompute_of, zero_of
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -278,6 +278,7 @@ def test_a_pipeline_that_does_not_fit_is_not_sharded_further() -> None:
     assert read_row(row(**huge | {"pp": "1"})).job.zero == 3
 
 
+@pytest.mark.slow
 def test_what_is_published_is_predicted() -> None:
     """Floors of docs/plan-validation.md: the fitted table, and sources that no constant was fitted to."""
     table = read_table(BENCHMARKS / "published_runs.csv")

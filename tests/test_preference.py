@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,15 +10,18 @@ import torch
 import torch.nn.functional as F
 
 from conversations import chat_tokenizer, lines
+from losses import logits_of
 from meshwright import load_recipe, train
 from meshwright.cli.main import main
 from meshwright.data.chat import TEMPLATES
 from meshwright.data.describe import describe_sample
+from meshwright.data.loader import Loader
 from meshwright.data.packing import NO_LABEL, build_samples
 from meshwright.data.prepare import Corpus, Stream, prepare_corpus
 from meshwright.data.token_file import file_in_memory
-from meshwright.models.preference import PreferenceLoss
+from meshwright.models.batch import to_device
 from meshwright.prove.samples import RandomSamples
+from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import build_here, loader_for, one_step
@@ -25,7 +29,7 @@ from meshwright.testing.layouts import LAYOUTS
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer.evaluate import Evaluation, evaluate
 from meshwright.trainer.metrics import read_journal
-from meshwright.trainer.reference import with_references
+from meshwright.trainer.reference import _read, with_references
 from test_equivalence import alone, assert_equal
 from tiny import SEQUENCE_LENGTH, tiny_run
 
@@ -35,13 +39,14 @@ PREFERENCE = {"beta": 0.7, "label_smoothing": 0.1}
 def rewards(trainer, batch) -> torch.Tensor:
     """beta (r - r_ref) of every pair, each answer through the model by itself, with whole logits."""
     found = []
+    margins = batch.pairs.reference_margins
     for inputs, labels, documents, references in zip(
-        batch.inputs, batch.labels, batch.documents, batch.references, strict=True
+        batch.tokens, batch.labels, batch.document_ids, margins, strict=True
     ):
         logs = []
         for document in range(2 * int((~np.isnan(references)).sum())):
             here = documents == document
-            logits = trainer.model(torch.from_numpy(inputs[here])[None])[0]
+            logits = logits_of(trainer.model, torch.from_numpy(inputs[here])[None])[0]
             targets = torch.from_numpy(labels[here])
             logs.append(-F.cross_entropy(logits, targets, ignore_index=NO_LABEL, reduction="sum"))
         for pair, (chosen, rejected) in enumerate(zip(logs[::2], logs[1::2], strict=True)):
@@ -57,12 +62,10 @@ def by_formula(trainer, batch) -> torch.Tensor:
 
 def test_the_loss_is_the_formulas():
     trainer = build_here(tiny_run(LayoutSpec(), preference=PREFERENCE))
-    samples = RandomSamples(vocab=50, sequence_length=SEQUENCE_LENGTH, pairs=True)
-    ranked = [samples[i] for i in range(5)]
-    batch = type("Batch", (), {name: np.stack([getattr(s, name) for s in ranked]) for name in ranked[0]._fields})
-    arguments = [torch.from_numpy(array) for array in (batch.inputs, batch.labels, batch.documents)]
-    references = torch.from_numpy(batch.references)
-    ours = trainer.model(*arguments, None, arguments[2], references)
+    samples = RandomSamples(vocab=50, sequence_length=SEQUENCE_LENGTH, count=5, pairs=True)
+    with Loader(samples, seed=0, global_batch=5, micro_batch=5) as loader:
+        (batch,) = loader.microbatches(0)
+    ours = trainer.model(to_device(batch, trainer.device), trainer.train_step.passes.loss)
     wanted = by_formula(trainer, batch)
     assert ours.item() == pytest.approx(wanted.item(), rel=1e-12)
     parameters = list(trainer.model.parameters())
@@ -106,10 +109,11 @@ def test_held_out_pairs_are_measured_alike_on_every_kind_of_layout(ranks: RankPo
         z = torch.cat([rewards(alone, batch) for step in (0, 1) for batch in loader.microbatches(step)])
     for found in ranks.run(LAYOUTS[name].world_size, measured, run):
         assert found.tokens == len(z)
-        assert found.accuracy == (z > 0).double().mean().item() != 0.5
-        assert found.margin == pytest.approx(z.mean().item(), rel=1e-12)
+        assert found.metrics["accuracy"] == (z > 0).double().mean().item() != 0.5
+        assert found.metrics["margin"] == pytest.approx(z.mean().item(), rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero-3-tp", "pp"])
 def test_with_adapters(ranks: RankPool, name: str):
     options = {"preference": PREFERENCE, "finetune": {"method": "lora", "rank": 3}}
@@ -129,6 +133,15 @@ def references_of(run: ResolvedRun, folder: Path) -> np.ndarray:
     return np.concatenate([found.train.references, found.held_out.references])  # type: ignore[list-item]
 
 
+def test_a_damaged_table_of_references_is_named(tmp_path: Path) -> None:
+    np.savez(tmp_path / "reference.npz", a=np.arange(99.0))
+    whole = (tmp_path / "reference.npz").read_bytes()
+    for content in (whole[:-40], whole[:300], b"", b"PK", whole[:60] + b"~" * 40 + whole[100:]):
+        (tmp_path / "reference.npz").write_bytes(content)
+        with pytest.raises(UserError, match=r"reference.npz is damaged \(.*\), and the model that was"):
+            _read(tmp_path / "reference.npz", {})
+
+
 @pytest.mark.parametrize("name", ["zero-3-uneven", "pp-cp-tp"])
 def test_the_reference_is_the_same_on_every_layout(ranks: RankPool, tmp_path: Path, name: str):
     run = tiny_run(LAYOUTS[name], preference=PREFERENCE)
@@ -139,14 +152,24 @@ def test_the_reference_is_the_same_on_every_layout(ranks: RankPool, tmp_path: Pa
 
 
 def test_a_pair_counts_once_however_many_share_its_tokens():
-    preference = PreferenceLoss(beta=1.0, label_smoothing=0.0)
-    losses, owners = torch.rand(1, 6, dtype=torch.float64, requires_grad=True), torch.tensor([[0, 0, 1, 2, 2, 2]])
-    references = torch.tensor([[0.5, torch.nan]], dtype=torch.float64)
-    counted = preference(losses, owners, references)
-    preference.counts = False
-    elsewhere = preference(losses, owners, references)
-    assert counted > elsewhere == 0
-    assert torch.equal(*(torch.autograd.grad(loss, losses)[0] for loss in (counted, elsewhere)))
+    """A rank that does not count it has the same gradient, and sums of zero."""
+    trainer = build_here(tiny_run(LayoutSpec(), preference=PREFERENCE))
+    passes = trainer.train_step.passes
+    with loader_for(trainer) as loader:
+        batch = loader.microbatches(0)[0]
+    found = []
+    for counts in (True, False):
+        trainer.model.head_split.sequence = mock.Mock(counts=counts, sum=lambda parts: parts)
+        loss = trainer.model(to_device(batch, trainer.device), passes.loss)
+        gradients = torch.autograd.grad(loss, list(trainer.model.parameters()))
+        found.append((loss, passes.count(batch), passes.evaluate([to_device(batch, trainer.device)]), gradients))
+    (loss, terms, sums, gradients), (other_loss, other_terms, other_sums, other_gradients) = found
+    assert loss > other_loss == 0
+    assert terms > other_terms == 0
+    assert sums.loss == loss
+    assert sums.metrics.keys() == {"accuracy", "margin"}
+    assert all(x == 0 for x in (other_sums.loss, *other_sums.metrics.values()))
+    assert all(torch.equal(*pair) for pair in zip(gradients, other_gradients, strict=True))
 
 
 RECIPE = """\
@@ -215,6 +238,7 @@ def test_pairs_lie_side_by_side(folder, capsys):
     assert "FAULT" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_learns_what_is_preferred_and_goes_on(folder, capsys):
     run = load_recipe("run.yaml", ["run_dir=whole"])
     train(run, base_dir=folder)

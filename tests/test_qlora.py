@@ -7,14 +7,18 @@ from typing import Any
 import pytest
 import torch
 
+from losses import logits_of
 from meshwright import train
 from meshwright.cli.main import main
 from meshwright.families import finetuned_table, parameter_table, resolve_model
 from meshwright.families.adapters import module_of
+from meshwright.models.adapters import Lora
 from meshwright.models.blockwise import as_bits, encode_int8, encode_nf4, encode_scales
 from meshwright.models.generate import Sampling
 from meshwright.models.init import draw_rows
-from meshwright.models.quantized import QuantizedLinear
+from meshwright.models.linear import Linear
+from meshwright.models.quantized import Quantized
+from meshwright.serve.trained import continue_texts, open_trained
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
@@ -23,7 +27,6 @@ from meshwright.testing.equivalence import build_here, one_step, whole
 from meshwright.testing.layouts import DATA_PARALLEL, LAYOUTS
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.trained import continue_texts, open_trained
 from test_equivalence import alone, assert_equal
 from test_finetune import fine_tuned
 from test_finetune_run import TEXT, recipe
@@ -61,7 +64,8 @@ def test_module_and_table_say_the_same(family: str, method: str) -> None:
         (name, tuple(parameter.shape), parameter.requires_grad, storage_of(parameter))
         for name, parameter in model.named_parameters()
     ]
-    quantized = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    quantized = {name for name, linear in linears.items() if linear.find(Quantized)}
     trained = {module_of(row) for row in table if row.trained and not row.adapter}
     adapters = {module_of(row) for row in table if row.adapter}
     assert adapters - {"output"} <= quantized
@@ -78,6 +82,7 @@ def kept_here(run: ResolvedRun) -> dict[str, torch.Tensor]:
     return {name: whole(tensor) for name, tensor in model.named_parameters() if not tensor.is_floating_point()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [24, WIDE])
 @pytest.mark.parametrize("method", METHODS)
 def test_shards_are_parts_of_the_whole_quantization(ranks: RankPool, method: str, width: int) -> None:
@@ -107,11 +112,13 @@ def check(ranks: RankPool, name: str, method: str, **options: Any) -> None:
     assert_equal(outcome, alone(finetune=METHODS[method], **options), slope=5 * 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in DATA_PARALLEL if name != "single"])
 def test_data_parallel_layouts(ranks: RankPool, name: str) -> None:
     check(ranks, name, "nf4-double")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tp", "zero-3-tp", "cp-ring-tp", "pp-tp", "zero-3-cp"])
 def test_layouts_that_split_the_model(ranks: RankPool, name: str) -> None:
     check(ranks, name, "nf4", width=WIDE)
@@ -143,10 +150,11 @@ def test_the_base_is_not_touched_by_training() -> None:
 def test_a_layer_with_a_bias_computes_with_it() -> None:
     trainer = build_here(tiny_run(LayoutSpec(), family="gpt2", finetune=METHODS["nf4"]))
     layer = trainer.model.get_submodule("layers.0.attention.wq")  # has no adapter
-    assert isinstance(layer, QuantizedLinear)
+    assert isinstance(layer, Linear)
+    assert layer.find(Quantized)
     layer.bias.normal_()
     x_ND = torch.randn(3, 24, dtype=torch.float64)
-    expected_ND = torch.nn.functional.linear(x_ND, layer.weight.double(), layer.bias)
+    expected_ND = torch.nn.functional.linear(x_ND, layer.merged()["weight"].double(), layer.bias)
     assert (layer(x_ND) - expected_ND).abs().max() < 1e-12
 
 
@@ -165,7 +173,8 @@ def test_nothing_decoded_waits_for_the_backward_pass() -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(x).sum().backward()
     assert {tensor.data_ptr() for tensor in saved} == {tensor.data_ptr() for tensor in layer.parameters()}
-    dense = layer.weight.double().sum(0).expand(5, -1)
+    assert isinstance(layer, Linear)
+    dense = layer.merged()["weight"].double().sum(0).expand(5, -1)
     assert torch.allclose(x.grad, dense, rtol=1e-6)  # type: ignore[arg-type]
 
 
@@ -194,6 +203,7 @@ def test_the_page_says_how_many_bytes_are_kept(name: str) -> None:
     assert line.split("|")[3:5] == [f" {kept / (3 * 512 * 512):.4f} ", f" {gib:.2f} "]
 
 
+@pytest.mark.slow
 def test_a_run_is_used_and_merged(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     train(recipe(tmp_path, "base"))
@@ -205,8 +215,10 @@ def test_a_run_is_used_and_merged(tmp_path: Path) -> None:
     merged = open_trained(tmp_path / "merged", device="cpu", dtype="fp32").model
     tokens_BT = torch.randint(adapted.spec.vocab, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        assert (merged(tokens_BT) - adapted.model(tokens_BT)).abs().max() < 1e-4
+        assert (logits_of(merged, tokens_BT) - logits_of(adapted.model, tokens_BT)).abs().max() < 1e-4
     layer, plain = adapted.model.get_submodule("layers.0.attention.wq"), merged.get_submodule("layers.0.attention.wq")
-    assert isinstance(layer, QuantizedLinear)
-    decoded = plain.weight - layer.scale * layer.lora_b @ layer.lora_a  # type: ignore[operator]
-    assert torch.allclose(decoded, layer.weight, atol=1e-6)
+    assert isinstance(layer, Linear)
+    adapter, kept = layer.find(Lora), layer.view.read(layer)
+    assert adapter
+    decoded = plain.weight - adapter.scale * layer.lora_b @ layer.lora_a  # type: ignore[operator]
+    assert torch.allclose(decoded, layer.product.merged(kept)["weight"], atol=1e-6)

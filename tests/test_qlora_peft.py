@@ -11,7 +11,8 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from beside_peft import train_beside
 from meshwright.families import hf_tensors, parameter_table, read_hf_directory
 from meshwright.families.adapters import module_of
-from meshwright.models.quantized import QuantizedLinear
+from meshwright.models.linear import Linear
+from meshwright.models.quantized import Quantized
 from meshwright.spec.data import DataSpec
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.testing.equivalence import build_here
@@ -78,6 +79,7 @@ def their_model(base: Path, *, double: bool, monkeypatch: pytest.MonkeyPatch) ->
     return adapted.train()  # in evaluation, bitsandbytes computes in bf16 on a CPU
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("double", [True, False])
 def test_twenty_steps_are_those_of_peft_and_bitsandbytes(
     base: Path, monkeypatch: pytest.MonkeyPatch, double: bool
@@ -89,12 +91,13 @@ def test_twenty_steps_are_those_of_peft_and_bitsandbytes(
         for row in parameter_table(trainer.resolved.model)
         for place in [hf_tensors(trainer.resolved.model)[row.name]]
     }
-    quantized = {name for name, module in trainer.model.named_modules() if isinstance(module, QuantizedLinear)}
+    linears = {name: module for name, module in trainer.model.named_modules() if isinstance(module, Linear)}
+    quantized = {name: linear for name, linear in linears.items() if linear.find(Quantized)}
     assert len(quantized) == 14
     adapters: dict[str, torch.nn.Parameter] = {}
-    for name in quantized:
-        ours, their = trainer.model.get_submodule(name), modules[name]
-        check_bits(ours, their.base_layer.weight, double=double)  # type: ignore[arg-type]
+    for name, ours in quantized.items():
+        their = modules[name]
+        check_bits(ours, their.base_layer.weight, double=double)
         adapters[f"{name}.lora_a"] = their.lora_A["default"].weight
         adapters[f"{name}.lora_b"] = their.lora_B["default"].weight
     assert adapters.keys() == trainer.parameters.keys()
@@ -104,14 +107,13 @@ def test_twenty_steps_are_those_of_peft_and_bitsandbytes(
     train_beside(trainer, theirs, adapters, loss_room=1e-5, gradient_room=1e-4)
 
 
-def check_bits(ours: QuantizedLinear, their: Any, *, double: bool) -> None:
+def check_bits(layer: Linear, their: Any, *, double: bool) -> None:
     """What we keep of a matrix is what bitsandbytes keeps, and comes back as the same numbers."""
-    state = their.quant_state
-    assert torch.equal(ours.codes.flatten(), their.data.flatten())
+    state, ours = their.quant_state, layer.view.read(layer)
+    assert torch.equal(ours["codes"].flatten(), their.data.flatten())
     if double:
-        assert ours.groups is not None
-        assert torch.equal(ours.scales.flatten(), state.absmax)
-        assert torch.equal(ours.groups.view(torch.float32), torch.cat([state.state2.absmax, state.offset[None]]))
+        assert torch.equal(ours["scales"].flatten(), state.absmax)
+        assert torch.equal(ours["groups"].view(torch.float32), torch.cat([state.state2.absmax, state.offset[None]]))
     else:
-        assert torch.equal(ours.scales.flatten().view(torch.float32), state.absmax)
-    assert torch.equal(ours.weight, functional.dequantize_4bit(their.data, state))
+        assert torch.equal(ours["scales"].flatten().view(torch.float32), state.absmax)
+    assert torch.equal(layer.product.merged(ours)["weight"], functional.dequantize_4bit(their.data, state))

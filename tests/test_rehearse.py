@@ -72,6 +72,7 @@ def evenly(router: Router, scores_BTE: torch.Tensor) -> torch.Tensor:
 LORA = {"method": "lora", "rank": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "finetune"), [*((name, None) for name in (DENSE + " " + SPARSE).split()), ("zero-3-tp", LORA)]
 )
@@ -93,6 +94,7 @@ ONCE, TWICE = (Observed(n, n + 5, {("all-reduce", "tp"): (n, 10 * n)}) for n in 
 """What a rank does in steps of which the second does as much again."""
 
 
+@pytest.mark.slow
 def test_of_many_microbatches_few_tell() -> None:
     """Peak, operations and traffic of a step are those of the whole step, rehearsed."""
     run = tiny_run(LAYOUTS["pp-cp"], accumulation=12)
@@ -123,6 +125,7 @@ def rehearse_all(run: ResolvedRun, whole: bool) -> dict[str, Any]:
     return {key: value for key, value in report.items() if key not in ("seconds", "peak_by_kind")}
 
 
+@pytest.mark.slow
 def test_memory_falls_with_every_layer_that_recomputes() -> None:
     """On a stage with two microbatches in flight, so that the last layer's recomputation saves memory as well."""
     falling = [{"selective": n} for n in range(5)] + [{"full": n, "selective": 4 - n} for n in range(1, 5)]
@@ -158,6 +161,7 @@ def test_worlds() -> None:
     assert typical_ranks(LayoutSpec(pp=8, tp=2)) == [0, 2, 12, 14]
 
 
+@pytest.mark.slow
 def test_the_verb(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A rank of 16 in a process of its own, through the command line; memory that does not suffice is a finding."""
     recipe = tmp_path / "run.yaml"

@@ -8,6 +8,7 @@ import yaml
 from pydantic import ValidationError
 
 from meshwright.plan.machine import Machine
+from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.recompute import RecomputeSpec
 from meshwright.spec.run import Run
@@ -100,3 +101,11 @@ def test_refused_with_what_would_work(sections: dict[str, Any], message: str) ->
 def test_illegal_layouts_name_the_nearest_legal_one(degrees: dict[str, int], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         LayoutSpec.model_validate(degrees)
+
+
+@pytest.mark.parametrize("recompute", ["full", {"full": 1}])
+def test_full_recomputation_of_compiled_split_blocks_is_refused(recompute: Any) -> None:
+    training = {"compile": True, "recompute": recompute}
+    with pytest.raises(UserError, match="use recompute=selective, or compile=false"):
+        resolve_run(run(training=training, layout={"tp": 2}), base_dir=Path(), machine=H100)
+    resolve_run(run(training=training | {"recompute": "selective"}, layout={"tp": 2}), base_dir=Path(), machine=H100)

@@ -54,7 +54,7 @@ def modular(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[
 def modular_run(folder: Path, name: str = "run", **sections: Any) -> Run:
     return Run.model_validate(
         {
-            "model": {"family": "llama", **SIZES},
+            "model": {"family": "llama", "weights": "random", **SIZES},
             "data": {"sources": ["text.py"], "sequence_length": 32, "tokenizer_vocab": 300,
                      "cache_dir": str(folder / "cache")},
             "training": {"steps": STEPS, "global_batch": 8, "micro_batch": 4, "precision": "fp64",
@@ -81,6 +81,7 @@ def module() -> ModuleType:
     return loaded
 
 
+@pytest.mark.slow
 def test_the_same_losses_in_one_process(
     modular: tuple[Path, Path, list[float]], module: ModuleType, tmp_path: Path
 ) -> None:
@@ -93,6 +94,7 @@ def test_the_same_losses_in_one_process(
     assert losses[0] - losses[-1] > 0.1  # something was learned, so the steps themselves were compared
 
 
+@pytest.mark.slow
 def test_the_same_losses_on_two_processes(modular: tuple[Path, Path, list[float]]) -> None:
     folder, tokens, expected = modular
     words = ("--tokens", str(tokens), "--vocab", "300", "--dtype", "float64", "--steps", str(STEPS))
@@ -100,6 +102,7 @@ def test_the_same_losses_on_two_processes(modular: tuple[Path, Path, list[float]
     assert losses == [pytest.approx(loss, abs=0.51e-4) for loss in (expected[0], expected[-1])]  # as printed
 
 
+@pytest.mark.slow
 def test_qlora_has_the_same_losses(
     modular: tuple[Path, Path, list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +120,7 @@ def test_qlora_has_the_same_losses(
     assert losses[0] != pytest.approx(plain[0], rel=1e-6)  # by a base that was rounded
 
 
+@pytest.mark.slow
 def test_it_continues_bit_for_bit(
     modular: tuple[Path, Path, list[float]], module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,16 +12,17 @@ from meshwright.data.prepare import prepare_corpus
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families import parameter_table, resolve_model
 from meshwright.models import build_model, initialize
+from meshwright.serve.trained import export_adapter, open_trained
 from meshwright.spec.model import ModelFields
 from meshwright.spec.run import Run
 from meshwright.trainer.metrics import read_journal
 from meshwright.trainer.run import train
-from meshwright.trainer.trained import export_adapter, open_trained
 
 SOLO = Path(__file__).parents[1] / "solo" / "finetune_lora.py"
 STEPS = 6
 
 
+@pytest.mark.slow
 def test_the_same_losses_and_the_same_adapter(tmp_path: Path) -> None:
     """float64 with a large epsilon, so that AdamW does not enlarge the rounding of other sums."""
     sizes = {"hidden": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn": 48, "max_positions": 64}

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from losses import logits_of
 from meshwright.data import loader
-from meshwright.data.loader import Microbatch
+from meshwright.data.loader import HostBatch
 from meshwright.models.loss import IGNORED
 from meshwright.optim.loss_scale import LossScaler
+from meshwright.spec.batch import Batch
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.equivalence import build_here, largest_difference, loader_for, one_step, whole
@@ -95,10 +97,10 @@ def test_loss_is_per_trained_token_whatever_the_split() -> None:
     inputs = generator.integers(0, 50, (2, SEQUENCE_LENGTH))
     labels = generator.integers(0, 50, (2, SEQUENCE_LENGTH))
     labels[0, 2:] = IGNORED
-    batches = [Microbatch(inputs[:1], labels[:1]), Microbatch(inputs[1:], labels[1:])]
+    batches = [Batch(inputs[:1], labels[:1]), Batch(inputs[1:], labels[1:])]
     loss, trained = trainer.train_step.gradients(batches)
     assert trained == 2 + SEQUENCE_LENGTH
-    logits = trainer.model(torch.from_numpy(inputs))
+    logits = logits_of(trainer.model, torch.from_numpy(inputs))
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(labels).flatten())
     assert loss == pytest.approx(expected.item(), rel=1e-14)
     expected_gradients = torch.autograd.grad(expected, list(trainer.parameters.values()))
@@ -114,7 +116,7 @@ def test_what_is_behind_the_last_label_changes_no_gradient(monkeypatch: pytest.M
     monkeypatch.setattr(loader, "LENGTH_MULTIPLE", 4)
     numbers, columns = np.random.default_rng(0).integers(0, 50, (2, 4, SEQUENCE_LENGTH)), np.arange(SEQUENCE_LENGTH)
     behind = columns >= np.array([[5], [9], [3], [7]])
-    whole_rows = Microbatch(numbers[0], np.where(behind, IGNORED, numbers[1]), behind.astype(np.int64))
+    whole_rows = Batch(numbers[0], np.where(behind, IGNORED, numbers[1]), behind.astype(np.int64))
     found = []
     microbatches = whole_rows, loader._cut(whole_rows), loader._joined(whole_rows)
     for microbatch in microbatches:
@@ -122,8 +124,8 @@ def test_what_is_behind_the_last_label_changes_no_gradient(monkeypatch: pytest.M
         loss, trained = trainer.train_step.gradients([microbatch])
         assert trained == 24
         found.append((loss, {name: whole(tensor.grad) for name, tensor in trainer.parameters.items()}))
-        assert trainer.train_step.tokens == microbatch.inputs.size
-    assert [microbatch.inputs.shape for microbatch in microbatches] == [(4, 16), (4, 12), (1, 24)]
+        assert trainer.train_step.tokens == microbatch.tokens.size
+    assert [microbatch.tokens.shape for microbatch in microbatches] == [(4, 16), (4, 12), (1, 24)]
     for loss, gradients in found[1:]:
         assert loss == pytest.approx(found[0][0], rel=1e-14)
         assert largest_difference(gradients, found[0][1])[0] < 1e-13
@@ -148,7 +150,7 @@ def evaluation(run: ResolvedRun) -> tuple[float, int, float]:
     """(loss, tokens, loss of the training step that follows). Collective."""
     trainer = build_here(run)
 
-    def measured(batches: list[Microbatch]) -> Evaluation:
+    def measured(batches: list[HostBatch]) -> Evaluation:
         return evaluate(
             trainer.train_step.passes, batches, trainer.device, repeats_loss=trainer.train_step.repeats_loss
         )
@@ -185,6 +187,7 @@ def test_a_deterministic_run_repeats_bit_for_bit(ranks: RankPool) -> None:
     assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "recompute"), [("single", "none"), ("zero-3-tp", "selective"), ("ddp", "full")])
 def test_compiled_blocks_compute_the_same(ranks: RankPool, strategy: str, recompute: str) -> None:
     """torch.compile may fuse and so reorder; fp32 sums over a block's width differ by their rounding only."""

@@ -14,18 +14,20 @@ import torch
 import torch.distributed as dist
 
 from meshwright.checkpoint.manifest import list_checkpoints
+from meshwright.launch.signals import ECHO_SECONDS, PARENT_SECONDS, StopRequest, end_with
+from meshwright.launch.status import STOPPED, TrainingStopped
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.spec.training import EvaluationSpec
 from meshwright.testing.equivalence import build_here
 from meshwright.testing.faults import run_in_fork
 from meshwright.testing.ranks import RankPool
-from meshwright.trainer import loop
+from meshwright.trainer import held_out
 from meshwright.trainer.display import Display
+from meshwright.trainer.loop import train_loop
 from meshwright.trainer.metrics import Journal, read_journal
 from meshwright.trainer.saver import Saver
-from meshwright.trainer.signals import ECHO_SECONDS, PARENT_SECONDS, StopRequest, end_with
-from meshwright.trainer.status import STOPPED, TrainingStopped
+from meshwright.trainer.session import Session
 from tiny import STRATEGIES, tiny_corpus, tiny_run
 
 # ---- one process
@@ -64,6 +66,15 @@ def twice(stop: StopRequest) -> None:
     time.sleep(10)
 
 
+def terminal_closed(stop: StopRequest) -> None:
+    """The terminal is gone and writing to it is an error; the run goes on to its next agreed step."""
+    stop.running()
+    os.kill(os.getpid(), signal.SIGHUP)
+    time.sleep(0.2)
+    print("nobody reads this", flush=True)
+    os._exit(0 if stop.number == signal.SIGHUP else 1)
+
+
 def never(stop: StopRequest) -> None:
     stop.running()
 
@@ -80,12 +91,20 @@ def without_its_parent(stop: StopRequest) -> None:
 
 
 def statuses() -> list[int]:
-    works = (before_the_first_step, deep_in_a_call, twice, never, with_its_parent, without_its_parent)
+    works = (
+        before_the_first_step,
+        deep_in_a_call,
+        twice,
+        terminal_closed,
+        never,
+        with_its_parent,
+        without_its_parent,
+    )
     return [end_of(work) for work in works]
 
 
 def test_what_a_worker_does_when_it_hears_a_signal(ranks: RankPool) -> None:
-    assert ranks.run(1, statuses) == [[STOPPED, STOPPED, 128 + signal.SIGINT, 0, 0, 128 + signal.SIGHUP]]
+    assert ranks.run(1, statuses) == [[STOPPED, STOPPED, 128 + signal.SIGINT, 0, 0, 0, 128 + signal.SIGHUP]]
 
 
 def test_the_process_that_people_started_is_interrupted() -> None:
@@ -134,7 +153,7 @@ def train_and_signal(run: ResolvedRun, root: Path, phase: str) -> tuple[int, lis
 
     owner, name = {
         "first step": (trainer.train_step, "gradients"),
-        "evaluation": (loop, "evaluate"),
+        "evaluation": (held_out, "evaluate"),
         "save": (Saver, "_begin"),
     }.get(phase, (trainer.train_step, "update"))
     really = getattr(owner, name)
@@ -150,7 +169,8 @@ def train_and_signal(run: ResolvedRun, root: Path, phase: str) -> tuple[int, lis
         stop.running()
         setattr(owner, name, hitting)
         try:
-            number = loop.train_loop(trainer, tiny_corpus(held_out=True), journal, display, root, stop)
+            corpus = tiny_corpus(held_out=True)
+            number = train_loop(Session(trainer, corpus, root, stop, journal=journal, display=display))
         finally:
             setattr(owner, name, really)
     for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -162,6 +182,7 @@ def train_and_signal(run: ResolvedRun, root: Path, phase: str) -> tuple[int, lis
     return number, [path.name for path in list_checkpoints(root / "checkpoints")], seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "zero-3"])
 @pytest.mark.parametrize(
     ("phase", "stopped_at"), [("compilation", 1), ("first step", 1), ("step", 3), ("evaluation", 2), ("save", 2)]

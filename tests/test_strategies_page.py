@@ -45,7 +45,7 @@ def kept_and_sent(run: ResolvedRun) -> tuple[int, int, dict[str, int], int]:
         trainer.train_step(1, loader.microbatches(0))
         stored = list(trainer.parameters.values())
         moments = [state for tensor in stored for state in trainer.optimizers.state_of(tensor).values()]
-        copies = [] if trainer.masters is None else list(trainer.model.parameters())
+        copies = trainer.store.copies
         kept = num_bytes([*stored, *moments, *copies])
         with Traffic() as traffic:
             trainer.train_step.gradients(loader.microbatches(1))

@@ -1,22 +1,27 @@
 """What the launcher does with its workers: here they are small programs that behave as ranks might."""
 
+import functools
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from meshwright.checkpoint.manifest import checkpoint_name
-from meshwright.trainer import supervise as supervise_module
-from meshwright.trainer.signals import StopRequest
-from meshwright.trainer.status import CRASH_LOOP, STOPPED
-from meshwright.trainer.supervise import Job, supervise
+from meshwright.launch import supervise as supervise_module
+from meshwright.launch.memory import MemoryWatch
+from meshwright.launch.signals import StopRequest
+from meshwright.launch.status import CRASH_LOOP, STOPPED
+from meshwright.launch.supervise import Job, supervise
+from meshwright.trainer.metrics import stepped_since
 
 PRELUDE = """
 import json, os, signal, sys, time
@@ -39,7 +44,9 @@ def job(folder: Path, script: str, *, ranks: int = 2, store: dist.Store | None =
         return [{**os.environ, "RANK": str(rank), "ATTEMPT": str(attempt)} for rank in range(ranks)]
 
     command = [sys.executable, "-c", PRELUDE + script]
-    return Job(command, environments, folder, store=store or dist.HashStore(), **{"restarts": 3} | options)
+    stepped = functools.partial(stepped_since, folder / "metrics.jsonl")
+    defaults = {"restarts": 3, "stepped": stepped, "store": store or dist.HashStore()}
+    return Job(command, environments, folder, **defaults | options)
 
 
 def run(job: Job) -> int:
@@ -83,6 +90,7 @@ def test_a_crash_loop_stops(folder: Path, capfd: pytest.CaptureFixture[str]) -> 
     assert "giving up after 3 restarts without a new checkpoint; the newest checkpoint is none" in said
 
 
+@pytest.mark.slow
 def test_progress_starts_the_count_again(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = "step()\nif rank == '0' and attempt in (1, 3): save(attempt)\nsys.exit(attempt < 5)"
     assert run(job(folder, script, restarts=2)) == 0
@@ -174,3 +182,55 @@ def test_the_launchers_of_two_machines_decide_alike(folder: Path) -> None:
     assert statuses == {"a": 0, "b": 0}
     assert (folder / "ready.0.2").exists()
     assert not (folder / "checkpoints" / checkpoint_name(1)).exists()
+
+
+def test_a_worker_that_the_kernel_ended_for_memory_is_told_apart(tmp_path: Path) -> None:
+    """Here /proc and /sys are made up: a control group of 4 GB on a machine of 16."""
+    files = {
+        "proc/vmstat": "nr_free_pages 5\noom_kill 3\n",
+        "proc/meminfo": "MemTotal:       16000000 kB\n",
+        "proc/self/cgroup": "0::/job/step\n",
+        "sys/fs/cgroup/job/memory.max": "4000000000\n",
+        "sys/fs/cgroup/job/step/memory.max": "max\n",
+        "proc/7/status": "Name:\tpython\nVmRSS:\t 3000000 kB\n",
+        "proc/8/status": "VmRSS:\t 3900000 kB\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    watch = MemoryWatch(tmp_path)
+    watch.look(7)
+    assert watch.explain(7) == ""
+    (tmp_path / "proc/vmstat").write_text("nr_free_pages 5\noom_kill 4\n")
+    assert "most likely by the kernel, out of memory: it held 3.1 GB of 4.0 GB; a smaller" in watch.explain(7)
+    (tmp_path / "proc/vmstat").unlink()  # an old kernel does not count, but a worker that held nearly all says enough
+    watch = MemoryWatch(tmp_path)
+    watch.look(8)
+    assert "it held 4.0 GB of 4.0 GB" in watch.explain(8)
+
+
+def test_signals_without_a_name_are_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(job(folder, "os.kill(os.getpid(), signal.SIGRTMIN + 2)")) == 128 + signal.SIGRTMIN + 2
+    assert "error: rank 0 was killed by SIGRTMIN+2" in capfd.readouterr().err
+
+
+def test_workers_end_with_a_launcher_that_is_killed_while_they_start(tmp_path: Path) -> None:
+    """Before they have loaded anything: the module that they are to run would take a minute to load."""
+    (tmp_path / "slow.py").write_text("import pathlib, time; pathlib.Path('ready').touch(); time.sleep(60)")
+    code = (
+        "import subprocess, sys, os, time\n"
+        "child = subprocess.Popen([sys.executable, '-m', 'meshwright.launch.child', str(os.getpid()), 'slow'])\n"
+        "print(child.pid, flush=True); time.sleep(60)"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment, **pipes) as launcher:
+        assert launcher.stdout is not None
+        child = int(launcher.stdout.readline())
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.05)
+        launcher.kill()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{child}").exists()

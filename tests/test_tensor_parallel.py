@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from losses import logits_of, summed_loss
 from meshwright.families import parameter_table
 from meshwright.families.split import kept_shape, rows_of_layers, split_dim
 from meshwright.models import loss as loss_module
@@ -145,7 +146,7 @@ def ask_for(run: ResolvedRun, what: str) -> str:
     trainer = build_here(run)
     tokens = torch.full((1, 16), 50 if what == "unknown token" else 0)
     try:
-        trainer.model(tokens, None if what == "logits" else tokens)
+        logits_of(trainer.model, tokens) if what == "logits" else summed_loss(trainer.model, tokens, tokens)
     except (ValueError, RuntimeError) as error:
         return str(error)
     return "nothing"
@@ -167,6 +168,7 @@ def one_step_in_small_chunks(run: ResolvedRun) -> Outcome | None:
         loss_module.CHUNK_BYTES = usual
 
 
+@pytest.mark.slow
 def test_ranks_with_unequal_shares_of_the_vocabulary_cut_the_tokens_alike(ranks: RankPool) -> None:
     """257 tokens over 4 ranks: 65 rows and 62, which are padded to 128 and 64."""
     alone, split = (tiny_run(layout) for layout in (LayoutSpec(), LAYOUTS["tp-wide"]))

@@ -1,15 +1,18 @@
-"""The optional taps: asked for and missing, and what they are handed."""
+"""The trackers that ship: asked for and missing, and what they are handed."""
 
 import sys
 import types
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from meshwright.callbacks import Tracker
 from meshwright.spec.run import Run
-from meshwright.trainer.metrics import Journal
-from meshwright.trainer.trackers import open_trackers, require_trackers
+from meshwright.trainer.metrics import new_record
+from meshwright.trainer.plugins import open_trackers
+from meshwright.trainer.start import require_plugins
 
 
 def run_with(tmp_path: Path, *names: str) -> Run:
@@ -19,8 +22,8 @@ def run_with(tmp_path: Path, *names: str) -> Run:
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"trackers: wandb is not installed; pip install 'meshwright\[wandb\]'"):
-        require_trackers(run_with(tmp_path, "wandb"))
-    require_trackers(run_with(tmp_path))
+        require_plugins(run_with(tmp_path, "wandb"))
+    require_plugins(run_with(tmp_path))
 
 
 def test_an_unknown_tracker_is_refused(tmp_path: Path) -> None:
@@ -28,7 +31,7 @@ def test_an_unknown_tracker_is_refused(tmp_path: Path) -> None:
         run_with(tmp_path, "mlflow")
 
 
-def test_taps_receive_every_number_of_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_receive_every_number_of_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins with the calls that TensorBoard's writer and wandb's run offer."""
     seen: list[tuple[Any, ...]] = []
 
@@ -42,9 +45,15 @@ def test_taps_receive_every_number_of_every_record(tmp_path: Path, monkeypatch: 
         def flush(self) -> None:
             pass
 
+        def close(self) -> None:
+            seen.append(("close",))
+
     class Session:
         def log(self, numbers: dict[str, float], step: int) -> None:
             seen.append((numbers, step))
+
+        def finish(self) -> None:
+            seen.append(("finish",))
 
     tensorboard = types.ModuleType("torch.utils.tensorboard")
     tensorboard.SummaryWriter = Writer  # type: ignore[attr-defined]
@@ -52,6 +61,21 @@ def test_taps_receive_every_number_of_every_record(tmp_path: Path, monkeypatch: 
     wandb.init = lambda **options: Session()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    with Journal(tmp_path / "metrics.jsonl", taps=open_trackers(run_with(tmp_path, "tensorboard", "wandb"))) as journal:
-        journal.write("step", step=3, loss=1.5, mfu=None, name="ignored")
-    assert seen == [("open", f"{tmp_path}/tensorboard"), ("step/loss", 1.5, 3), ({"step/loss": 1.5}, 3)]
+    run = run_with(tmp_path, "tensorboard", "wandb")
+    training: Any = SimpleNamespace(run=run)
+    record = new_record("step", step=3, loss=1.5, mfu=None, name="ignored")
+    trackers = open_trackers(run)
+    for tracker in trackers:
+        tracker.on_record(training, record)
+    for tracker in trackers:
+        tracker.on_stop(training, record)
+    scalars = [("open", f"{tmp_path}/tensorboard"), ("step/loss", 1.5, 3), ({"step/loss": 1.5}, 3)]
+    assert seen == [*scalars, ("close",), ("finish",)]
+
+
+def test_a_full_disk_costs_a_tracker_a_record_and_no_more() -> None:
+    class Full(Tracker):
+        def write(self, record: dict[str, Any]) -> None:
+            raise OSError(28, "No space left on device")
+
+    Full().on_record(SimpleNamespace(run=None), new_record("step", step=1))  # type: ignore[arg-type]

@@ -57,6 +57,7 @@ def test_what_is_counted_is_what_was_predicted(ranks: RankPool, name: str) -> No
     assert counted == predicted, options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "sharding", "tied"),
     [

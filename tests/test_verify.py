@@ -14,11 +14,9 @@ import torch.distributed as dist
 
 from meshwright.cli.main import main
 from meshwright.families import resolve_model
+from meshwright.launch.status import STOPPED
 from meshwright.prove import verify as verify_module
-from meshwright.prove.compare import load_weights
-from meshwright.prove.reference import Reference, trace_reference, train_reference
 from meshwright.prove.shrink import shrink
-from meshwright.prove.verify import Proof, for_proof, prove_rank
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.fit import find_misfits
@@ -26,31 +24,10 @@ from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
 from meshwright.spec.run import ResolvedRun
 from meshwright.spec.training import TrainingSpec
-from meshwright.testing.equivalence import build_here
+from meshwright.testing.proof import Plant, prove
 from meshwright.testing.ranks import RankPool
-from meshwright.trainer.status import STOPPED
 from meshwright.trainer.step import TrainStep
 from tiny import tiny_run
-
-STEPS = 2
-
-
-def rank_proof(fault: str, resolved: ResolvedRun, folder: Path, trace: int) -> Proof:
-    with FAULTS[fault]():
-        trainer = build_here(resolved)
-        load_weights(trainer, Reference(folder), 0)  # adapters as the reference begins with
-        return prove_rank(trainer, folder, STEPS, trace)
-
-
-def prove(ranks: RankPool, folder: Path, resolved: ResolvedRun, fault: str = "none") -> Proof:
-    """As `verify` does it, on ranks that are at hand."""
-    resolved, world = for_proof(resolved), resolved.run.layout.world_size
-    reference = train_reference(resolved, folder, STEPS)
-    proof = ranks.run(world, rank_proof, fault, resolved, folder, 0)[0]
-    if not proof.equal:
-        trace_reference(resolved, reference, proof.comparisons[-1].step)
-        proof = ranks.run(world, rank_proof, fault, resolved, folder, proof.comparisons[-1].step)[0]
-    return proof
 
 
 def patch(target: str, replacement: Any) -> Any:
@@ -161,13 +138,13 @@ def experts_gradients_scaled() -> Any:
     """Experts' gradients are counted once for each of the two ranks that share out the experts."""
     from meshwright.models.moe import grouped_matmul
 
-    return patch("parallel.expert.grouped_matmul", lambda x, weight, n: grouped_matmul(x, Scaled.apply(weight), n))
+    return patch("models.moe.grouped_matmul", lambda x, weight, n: grouped_matmul(x, Scaled.apply(weight), n))
 
 
 @contextlib.contextmanager
 def stale_collectives() -> Iterator[None]:
     """Compiled blocks get the sequence that was gathered for the microbatch before."""
-    from meshwright.parallel.tensor import _gather
+    from meshwright.comm.collectives import _gather
 
     before: list[torch.Tensor] = []
 
@@ -176,28 +153,8 @@ def stale_collectives() -> Iterator[None]:
         return before[-2] if len(before) > 4 and before[-2].shape == before[-1].shape else before[-1]
 
     eager = functools.partial(torch.compile, backend="eager")  # the fault is the same, and compiling takes no time
-    with patch("parallel.tensor._gather", late), mock.patch("torch.compile", eager):
+    with patch("comm.collectives._gather", late), mock.patch("torch.compile", eager):
         yield
-
-
-FAULTS: dict[str, Any] = {
-    "none": contextlib.nullcontext,
-    **{
-        plant.__name__: plant
-        for plant in (
-            positions_not_offset,
-            tokens_counted_on_this_rank_alone,
-            accumulation_not_scaled,
-            received_keys_get_no_gradient,
-            gradients_not_summed_over_ranks,
-            one_rank_learns_faster,
-            tied_weights_not_summed,
-            layer_dropped_at_border,
-            experts_gradients_scaled,
-            stale_collectives,
-        )
-    },
-}
 
 
 @pytest.mark.parametrize(
@@ -227,37 +184,37 @@ RING = LayoutSpec(dp_replicate=2, cp=2, cp_method="ring")
 
 
 @pytest.mark.parametrize(
-    ("fault", "layout", "options", "phase", "name", "factor"),
+    ("plant", "layout", "options", "phase", "name", "factor"),
     [
-        ("positions_not_offset", RING, {}, "forward", "input of layers.0.attention.wo", None),
-        ("tokens_counted_on_this_rank_alone", LayoutSpec(dp_shard=2), {}, "loss", "loss", None),
-        ("accumulation_not_scaled", LayoutSpec(dp_shard=2), {}, "backward", "norm", 3.0),
-        ("received_keys_get_no_gradient", RING, {}, "backward", "layers.1.attention.wv", None),
-        ("gradients_not_summed_over_ranks", RING, {}, "reduction", "norm.weight", None),
-        ("one_rank_learns_faster", LayoutSpec(dp_shard=2), {}, "update", "output.weight", None),
-        ("tied_weights_not_summed", LayoutSpec(pp=2), {"tied": True}, "reduction", "tok_embeddings.weight", None),
-        ("layer_dropped_at_border", LayoutSpec(pp=2), {"num_layers": 4}, "forward", "layers.1", None),
-        ("experts_gradients_scaled", EXPERTS, {"family": "mixtral"}, "reduction", EXPERT, 2.0),
-        ("stale_collectives", LayoutSpec(tp=2), {"compile": True}, "forward", "layers.0", None),
+        (positions_not_offset, RING, {}, "forward", "input of layers.0.attention.wo", None),
+        (tokens_counted_on_this_rank_alone, LayoutSpec(dp_shard=2), {}, "loss", "loss", None),
+        (accumulation_not_scaled, LayoutSpec(dp_shard=2), {}, "backward", "norm", 3.0),
+        (received_keys_get_no_gradient, RING, {}, "backward", "layers.1.attention.wv", None),
+        (gradients_not_summed_over_ranks, RING, {}, "reduction", "norm.weight", None),
+        (one_rank_learns_faster, LayoutSpec(dp_shard=2), {}, "update", "output.weight", None),
+        (tied_weights_not_summed, LayoutSpec(pp=2), {"tied": True}, "reduction", "tok_embeddings.weight", None),
+        (layer_dropped_at_border, LayoutSpec(pp=2), {"num_layers": 4}, "forward", "layers.1", None),
+        (experts_gradients_scaled, EXPERTS, {"family": "mixtral"}, "reduction", EXPERT, 2.0),
+        (stale_collectives, LayoutSpec(tp=2), {"compile": True}, "forward", "layers.0", None),
     ],
 )
 def test_planted_faults_are_located(
     ranks: RankPool,
     tmp_path: Path,
-    fault: str,
+    plant: Plant,
     layout: LayoutSpec,
     options: Any,
     phase: str,
     name: str,
     factor: float | None,
 ) -> None:
-    """To plant the fault of another strategy: a function that patches it, a name in FAULTS, a row here."""
-    proof = prove(ranks, tmp_path, tiny_run(layout, accumulation=3, **options), fault)
+    """To plant the fault of another strategy: a function that patches it, a row here."""
+    proof = prove(ranks, tmp_path, tiny_run(layout, accumulation=3, **options), plant)
     assert not proof.equal
     location = proof.location
     assert location is not None
     assert (location.phase, location.name) == (phase, name)
-    if fault == "layer_dropped_at_border":
+    if plant is layer_dropped_at_border:
         assert location.difference is None, "no rank computed it"
         return
     assert location.difference is not None
@@ -293,8 +250,8 @@ def test_what_is_shrunk_still_fits(fields: ModelFields, layout: dict[str, Any], 
     assert any(small.model.is_moe(layer) for layer in range(small.model.num_layers)) == (model.num_experts > 0)
     if model.kv_rank is not None:
         assert small.model.head_dim == small.model.nope_head_dim + small.model.rope_head_dim <= 8
-    assert small.run.data.sequence_length <= 128
-    assert small.accumulation == (2 if degrees.pp == 1 else degrees.pp)
+    assert 256 < small.run.data.sequence_length <= 320, "positions that bf16 and a byte cannot tell apart"
+    assert small.accumulation == max(3, degrees.pp)
     assert small.model.num_layers == max(2, degrees.pp)
     assert small.global_batch == small.micro_batch * small.accumulation * small.run.layout.data_parallel
 
@@ -319,6 +276,7 @@ def test_what_is_shrunk_starts_from_no_file() -> None:
     assert small.finetune.start_from is None
 
 
+@pytest.mark.slow
 def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tmp_path / "run.yaml"
     recipe.write_text(

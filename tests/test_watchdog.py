@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshwright.launch.launcher import Worker, join_group
+from meshwright.launch.status import STUCK, StuckError
+from meshwright.launch.watchdog import TIMES_LONGEST, TIMES_UNKNOWN, Collective, Report, Watchdog, explain
 from meshwright.spec.guards import GuardSpec
 from meshwright.spec.run import Run
 from meshwright.testing.ranks import RankPool
-from meshwright.trainer.launch import Worker, join_group
-from meshwright.trainer.status import STUCK, StuckError
-from meshwright.trainer.watchdog import TIMES_LONGEST, TIMES_UNKNOWN, Collective, Report, Watchdog, explain
 
 LIMIT = 0.5
 

@@ -4,6 +4,7 @@ import torch
 from workload import BETAS, CLIP, EPS, LR, decay_groups, describe, read_arguments
 
 from meshwright.parallel.compile import apply_compile
+from meshwright.spec.batch import Batch
 from meshwright.trainer.device import keep_freed_memory
 
 workload, report, _ = read_arguments()
@@ -18,7 +19,7 @@ if workload.compile:
     apply_compile(model.layers)
 optimizer = torch.optim.AdamW(decay_groups(weights), lr=LR, betas=BETAS, eps=EPS, fused=True)
 for inputs, labels in workload.batches():
-    loss = model(inputs, labels) / labels.numel()
+    loss = model(Batch(inputs, labels), lambda x, head, batch: head.loss(x, batch.labels)) / labels.numel()
     loss.backward()
     if weights is not copies:
         for weight, copy in zip(weights, copies, strict=True):

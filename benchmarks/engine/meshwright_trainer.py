@@ -6,11 +6,10 @@ from pathlib import Path
 
 from workload import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, read_arguments
 
-from engine.journal import tell_steps
+from engine.journal import TellSteps
 from meshwright import Run, train
 
 workload, report, _ = read_arguments()
-tell_steps(report)
 with tempfile.TemporaryDirectory() as folder:
     run = Run.model_validate(
         {
@@ -31,7 +30,7 @@ with tempfile.TemporaryDirectory() as folder:
             "run_dir": folder,
         }
     )
-    train(run)
+    train(run, callbacks=[TellSteps(report)])
     found = json.loads((Path(folder) / "env.json").read_text())
 report.end(
     f"torch {found['torch']}, {found['threads']} threads, {found['peak_flops'] / 1e9:.0f} GFLOP/s in a large product"

@@ -4,13 +4,12 @@ import tempfile
 
 from tuning import ALPHA, CLIP, LR, RANK, read_arguments
 
-from engine.journal import tell_steps
+from engine.journal import TellSteps
 from meshwright import Run, train
 from meshwright.families import count_trained
 from meshwright.trainer.resolve import resolve_run
 
 work, report = read_arguments()
-tell_steps(report)
 with tempfile.TemporaryDirectory() as folder:
     run = Run.model_validate(
         {
@@ -31,7 +30,7 @@ with tempfile.TemporaryDirectory() as folder:
             "run_dir": folder,
         }
     )
-    train(run)
+    train(run, callbacks=[TellSteps(report)])
     trained, _ = count_trained(resolve_run(run, base_dir=work.base).model, run.finetune)
 kept = f"{work.precision}, its matrices in four bits" if work.method == "qlora" else work.precision
 report.end(f"{trained} parameters trained in fp32, the base in {kept}; {work.threads} threads")

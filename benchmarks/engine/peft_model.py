@@ -38,7 +38,7 @@ def rows_of(work: Tuning) -> list[dict[str, torch.Tensor]]:
     rows = []
     for batch in work.batches():
         length = -(-max(map(used, batch.labels)) // MULTIPLE) * MULTIPLE
-        for inputs, labels, documents in zip(batch.inputs, batch.labels, batch.documents, strict=True):
+        for inputs, labels, documents in zip(batch.tokens, batch.labels, batch.document_ids, strict=True):
             moved = torch.from_numpy(labels)
             row = {"input_ids": torch.from_numpy(inputs), "labels": moved, "shift_labels": moved}
             if work.packed:

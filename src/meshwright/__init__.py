@@ -9,20 +9,49 @@ From Python, in five lines::
     print(result.loss, result.held_out_loss, result.checkpoint)
 """
 
+import sys
+
+if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
+    # `python -m meshwright` is looked for in the working directory first, and so would be all that it imports: a
+    # `queue.py` that lies beside a recipe. It must not run, so the directory goes before anything else is imported.
+    del sys.path[0]
+
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshwright.callbacks import Callback, Tracker, Training
+    from meshwright.models import Block, Model
+    from meshwright.objectives import Objective, Sums
     from meshwright.spec.recipe import load_recipe
     from meshwright.spec.run import Run
     from meshwright.trainer.run import TrainResult, train
 
 __version__ = "0.1.0"
-__all__ = ["Run", "TrainResult", "load_recipe", "train"]
+__all__ = [
+    "Block",
+    "Callback",
+    "Model",
+    "Objective",
+    "Run",
+    "Sums",
+    "Tracker",
+    "TrainResult",
+    "Training",
+    "load_recipe",
+    "train",
+]
 
 _HOMES = {
+    "Callback": "meshwright.callbacks",
+    "Block": "meshwright.models",
+    "Model": "meshwright.models",
+    "Objective": "meshwright.objectives",
     "Run": "meshwright.spec.run",
+    "Sums": "meshwright.objectives",
+    "Tracker": "meshwright.callbacks",
     "TrainResult": "meshwright.trainer.run",
+    "Training": "meshwright.callbacks",
     "load_recipe": "meshwright.spec.recipe",
     "train": "meshwright.trainer.run",
 }

@@ -1,7 +1,6 @@
-"""The one place that reads and writes the weights of Hugging Face directories, a tensor or a slice at a time."""
+"""Weights of Hugging Face directories, read and written one tensor or slice at a time."""
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from meshwright.checkpoint.hf_proof import prove_export
-from meshwright.checkpoint.tensor_files import DTYPES, TensorFileWriter
-from meshwright.families import FAMILIES, hf_tensors, model_to_hf_config, parameter_table, state_table
+from meshwright.checkpoint.tensor_files import DTYPES, TensorFileWriter, open_tensors
+from meshwright.families import family_of, hf_tensors, model_to_hf_config, parameter_table, state_table
 from meshwright.families.tensor_headers import INDEX, WEIGHTS, StoredTensor, stored_tensors
 from meshwright.models import Decoder, build_model, named_tensors
+from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
+from meshwright.storage.durable import complete_folder
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -41,7 +41,7 @@ class HfWeights:
         """Check every tensor's presence, shape and dtype from the files' headers alone.
 
         Raises:
-            ValueError: naming the file and the tensor that does not fit `spec`, and what was expected.
+            UserError: naming the file and the tensor that does not fit `spec`, and what was expected.
         """
         self._places = hf_tensors(spec)
         self._handles: dict[Path, Any] = {}
@@ -71,7 +71,7 @@ class HfWeights:
 
     def _slice(self, key: str, tensor: StoredTensor) -> Any:
         if tensor.file not in self._handles:
-            self._handles[tensor.file] = safe_open(tensor.file, framework="pt")
+            self._handles[tensor.file] = open_tensors(tensor.file)
         return self._handles[tensor.file].get_slice(key)
 
 
@@ -79,17 +79,17 @@ def _find(
     stored: Mapping[str, StoredTensor], full: str, name: str, shape: tuple[int, ...], spec: ModelSpec, where: Path
 ) -> tuple[str, StoredTensor]:
     """The stored tensor `full`, which holds our parameter `name`, and the name it is stored under."""
-    bare = full if spec.foreign else full.removeprefix(FAMILIES[spec.family].hf_prefix)
+    bare = full if spec.foreign else full.removeprefix(family_of(spec).hf_prefix)
     key = next((key for key in (full, bare) if key in stored), None)
     if key is None:
-        raise ValueError(f"{where} has no tensor {full}, which {spec.family} needs for {name}")
+        raise UserError(f"{where} has no tensor {full}, which {spec.family} needs for {name}")
     tensor = stored[key]
     if tensor.shape != shape:
-        raise ValueError(
+        raise UserError(
             f"{tensor.file}: tensor {key} has shape {list(tensor.shape)}, but config.json asks for {list(shape)}"
         )
     if tensor.dtype not in DTYPES:
-        raise ValueError(f"{tensor.file}: tensor {key} is {tensor.dtype}; only {', '.join(DTYPES)} are supported")
+        raise UserError(f"{tensor.file}: tensor {key} is {tensor.dtype}; only {', '.join(DTYPES)} are supported")
     return key, tensor
 
 
@@ -97,13 +97,13 @@ def _refuse_unknown(stored: Mapping[str, StoredTensor], used: set[str], spec: Mo
     """A tensor that nobody reads would silently change what the model computes."""
     if spec.foreign:  # its parameters are those of the files, and have been compared with transformers' module
         return
-    family = FAMILIES[spec.family]
+    family = family_of(spec)
     ignored = family.hf_ignored + (("lm_head.weight",) if spec.tied_embeddings else ())
     for key in stored.keys() - used:
         layer = re.search(r"\blayers\.(\d+)\.", key) if family.hf_more_layers else None
         further = layer is not None and int(layer[1]) >= spec.num_layers
         if not further and not key.endswith(ignored):
-            raise ValueError(f"{stored[key].file}: tensor {key} has no place in the {spec.family} of config.json")
+            raise UserError(f"{stored[key].file}: tensor {key} has no place in the {spec.family} of config.json")
 
 
 def export_hf(
@@ -133,13 +133,9 @@ def export_hf(
         the largest difference between two logits that the proof found, or None without it.
 
     Raises:
-        ValueError: `out_dir` exists, the parameters are not those of `spec`, or the logits differ.
+        UserError: `out_dir` exists, the parameters are not those of `spec`, or the logits differ.
     """
-    if out_dir.exists():
-        raise ValueError(f"{out_dir} exists already; export to another directory or remove it")
-    staging = out_dir.with_name(f".{out_dir.name}.writing-{os.getpid()}")
-    staging.mkdir(parents=True)
-    try:
+    with complete_folder(out_dir) as staging:
         reference = build_model(spec, device="cpu") if prove else None
         kept = parameters if reference is None else _kept(parameters, reference, dtype)
         _write_weights(_as_stored(kept, spec), spec, staging, dtype, shard_bytes)
@@ -147,10 +143,6 @@ def export_hf(
         difference = None
         if reference is not None:
             difference = prove_export(reference, staging, lambda found: HfWeights(staging, found).read_rows)
-        staging.rename(out_dir)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
     return difference
 
 
@@ -172,7 +164,7 @@ def _as_stored(parameters: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec) 
     waiting: dict[str, dict[int, torch.Tensor]] = {}  # what has come of a stored tensor, by its first row
     for name, tensor in parameters:
         if missing.pop(name, None) != tuple(tensor.shape):
-            raise ValueError(f"export: {name} of shape {list(tensor.shape)} is not expected, or came twice")
+            raise UserError(f"export: {name} of shape {list(tensor.shape)} is not expected, or came twice")
         place = places[name]
         if place.experts is not None:
             pieces = tensor.detach().unflatten(1, (len(place.parts), -1)).flatten(0, 1)
@@ -185,7 +177,7 @@ def _as_stored(parameters: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec) 
             whole = rows[0] if len(rows) == 1 else torch.cat(rows)
             yield place.key, whole.t() if place.transposed else whole
     if missing:
-        raise ValueError(f"export: {len(missing)} parameters are missing, the first is {next(iter(missing))}")
+        raise UserError(f"export: {len(missing)} parameters are missing, the first is {next(iter(missing))}")
 
 
 def _write_weights(

@@ -1,4 +1,4 @@
-"""The one place that proves an export: the directory, read back, computes what the model computed."""
+"""Proof of an export: the directory, read back, computes the logits of the model that was exported."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -8,6 +8,8 @@ import torch
 
 from meshwright.families import parameter_table, read_hf_directory, state_table
 from meshwright.models import Decoder, build_model, named_tensors
+from meshwright.spec.batch import Batch
+from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 
 TOLERANCE = 1e-4
@@ -33,11 +35,11 @@ def prove_export(reference: Decoder, directory: Path, open_weights: Callable[[Mo
         the largest difference found.
 
     Raises:
-        ValueError: the logits differ.
+        UserError: the logits differ.
     """
     spec = reference.spec
-    tokens_BT = probe_tokens(spec)
-    expected_BTV = reference(tokens_BT)
+    batch = Batch(probe_tokens(spec))
+    expected_BTV = reference.logits(batch)
 
     found = read_hf_directory(directory, family=spec.family)
     read_rows = open_weights(found)
@@ -45,11 +47,11 @@ def prove_export(reference: Decoder, directory: Path, open_weights: Callable[[Mo
     tensors = named_tensors(reread)
     for row in parameter_table(found) + state_table(found):
         tensors[row.name].copy_(read_rows(row.name, 0, row.shape[0]))
-    worst = _compare(expected_BTV, reread(tokens_BT), "read back")
+    worst = _compare(expected_BTV, reread.logits(batch), "read back")
     del reread, tensors
 
     if find_spec("transformers") is not None:
-        theirs_BTV = _transformers_logits(directory, tokens_BT)
+        theirs_BTV = _transformers_logits(directory, batch.tokens)
         worst = max(worst, _compare(expected_BTV, theirs_BTV, "read by transformers"))
     return worst
 
@@ -57,9 +59,9 @@ def prove_export(reference: Decoder, directory: Path, open_weights: Callable[[Mo
 @torch.no_grad()
 def prove_merge(adapted: Decoder, merged: Decoder) -> float:
     """Compare the logits of a model and of the same with its adapters merged, both in fp32; returns the largest
-    difference. Raises `ValueError` where they differ by more than rounding."""
-    tokens_BT = probe_tokens(adapted.spec)
-    return _compare(adapted(tokens_BT), merged(tokens_BT), "adapters merged")
+    difference. Raises `UserError` where they differ by more than rounding."""
+    batch = Batch(probe_tokens(adapted.spec))
+    return _compare(adapted.logits(batch), merged.logits(batch), "adapters merged")
 
 
 def probe_tokens(spec: ModelSpec) -> torch.Tensor:
@@ -81,7 +83,7 @@ def _transformers_logits(directory: Path, tokens_BT: torch.Tensor) -> torch.Tens
 def _compare(expected_BTV: torch.Tensor, found_BTV: torch.Tensor, how: str) -> float:
     difference = (expected_BTV - found_BTV).abs().max().item()
     if not difference <= TOLERANCE * expected_BTV.abs().max().item():
-        raise ValueError(
+        raise UserError(
             f"the export was refused: {how}, its logits differ from the model's by {difference:.3g} "
             f"(the largest logit is {expected_BTV.abs().max().item():.3g})"
         )

@@ -1,4 +1,4 @@
-"""The one place that publishes a checkpoint: written aside, checked by manifest, made visible by one rename.
+"""Publication of a checkpoint: written aside, checksummed in a manifest, made visible by one rename.
 
 The order of a publication, each step on disk before the next: shards, index and `trainer.json` in a hidden folder, then
 `manifest.json` with the size and sha256 of every file, then the folder's final name, then `latest`; only then do old
@@ -8,22 +8,32 @@ checkpoints go (`retention.py`). A process killed anywhere leaves the last good 
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
 from pathlib import Path
 from typing import Any
 
+from meshwright.spec.errors import UserError
+from meshwright.storage.durable import sync_folder, write_durably
+
 MANIFEST = "manifest.json"
+FORMAT = 1
 TRAINER = "trainer.json"
 """Everything of a checkpoint that is no tensor."""
 LATEST = "latest"
 PREFIX = "step-"
+STEP = re.compile(rf"{PREFIX}\d{{8,}}")
+"""Full names of checkpoints."""
 STAGING = ".writing-"
 """Prefix of folders that are not yet checkpoints."""
+UNFINISHED = re.compile(rf"{re.escape(STAGING)}{PREFIX}\d{{8,}}-[0-9a-f]{{8}}")
+"""Full names of such folders, of saves and of removals that were cut short."""
 ABANDONED = "abandoned-"
 """Prefix of checkpoints beyond the step that a run went back to: kept for people, never continued from."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint that cannot be used, with the file's name and what to do."""
 
 
@@ -34,16 +44,25 @@ def checkpoint_name(step: int) -> str:
 
 def step_of(checkpoint: Path) -> int:
     """The number of optimizer steps in a checkpoint's name."""
-    return int(checkpoint.name.removeprefix(PREFIX))
+    return int(checkpoint.name.removeprefix(ABANDONED).removeprefix(PREFIX))
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Published checkpoints below `root`, oldest first."""
+    """Published checkpoints below `root`, oldest first: folders named `step-N`, good or damaged."""
     if not root.is_dir():
         return []
-    return sorted(
-        (path for path in root.iterdir() if path.name.removeprefix(PREFIX).isdecimal() and path.is_dir()), key=step_of
-    )
+    return sorted((path for path in root.iterdir() if STEP.fullmatch(path.name) and path.is_dir()), key=step_of)
+
+
+def remove_checkpoint(checkpoint: Path) -> None:
+    """Remove a checkpoint, if it is one of ours: a folder, not a link to one, that carries a manifest.
+
+    It loses its name first, so that a removal that is cut short leaves nothing that looks like a checkpoint.
+    """
+    if (checkpoint / MANIFEST).is_file() and not checkpoint.is_symlink():
+        aside = checkpoint.with_name(f"{STAGING}{checkpoint_name(step_of(checkpoint))}-{secrets.token_hex(4)}")
+        checkpoint.rename(aside)
+        shutil.rmtree(aside)
 
 
 def latest_checkpoint(root: Path) -> Path:
@@ -70,36 +89,69 @@ def publish(
     A run that went back to an older checkpoint, that of step `since`, takes another way from there: what lies beyond it
     is renamed. Of what was abandoned twice at one step, the last stays. None: what lies at `step` or beyond.
     """
-    write_durably(staging / MANIFEST, json.dumps({"format": 1, "step": step, "files": files}, indent=1))
+    write_durably(staging / MANIFEST, json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1))
     sync_folder(staging)
     final = root / checkpoint_name(step)
     kept = step - 1 if since is None else since
     for later in list_checkpoints(root):
         if step_of(later) > kept:
             aside = root / f"{ABANDONED}{later.name}"
-            shutil.rmtree(aside, ignore_errors=True)
+            remove_checkpoint(aside)
+            while aside.is_symlink() or aside.exists():  # not ours, so it stays
+                aside = aside.with_name(f"{aside.name}-")
             later.rename(aside)
     staging.rename(final)
     sync_folder(root)
-    write_durably(root / LATEST, final.name + "\n")
     return final
 
 
+def point_at(checkpoint: Path) -> None:
+    """Write the name of the newest checkpoint into `latest`, for people and scripts."""
+    write_durably(checkpoint.with_name(LATEST), checkpoint.name + "\n")
+
+
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint; raises `CheckpointError` where it is missing or unreadable."""
+    """The manifest of a checkpoint: `step` and `files`, name -> bytes and sha256.
+
+    Raises `CheckpointError` where it is missing, damaged, or that of a checkpoint of another step than the folder's
+    name says.
+    """
     path = checkpoint / MANIFEST
     try:
-        manifest = json.loads(path.read_text())
-        files = manifest["files"]
-        names = [Path(name).name for name in files]
+        manifest = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path}: missing, so this checkpoint was never completed") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, RecursionError):
         raise CheckpointError(f"{path}: not a manifest") from None
-    for name, plain in zip(files, names, strict=True):
-        if plain != name:
+    if not isinstance(manifest, dict) or not {"format", "step", "files"} <= manifest.keys():
+        raise CheckpointError(f"{path}: not a manifest")
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(f"{path}: has format {manifest['format']!r}, which this version does not know")
+    step, files = manifest["step"], manifest["files"]
+    if type(step) is not int or step < 0 or not isinstance(files, dict):
+        raise CheckpointError(f"{path}: damaged")
+    for name, entry in files.items():
+        if Path(name).name != name:
             raise CheckpointError(f"{path}: {name!r} is not a plain file name")
+        if not isinstance(entry, dict) or type(entry.get("bytes")) is not int:
+            raise CheckpointError(f"{path}: damaged, it gives no size of {name}")
+        if not isinstance(entry.get("sha256"), str):
+            raise CheckpointError(f"{path}: damaged, it gives no sha256 of {name}")
+    if STEP.fullmatch(checkpoint.name) and step != step_of(checkpoint):
+        raise CheckpointError(f"{checkpoint}: is the checkpoint of step {step}, by its manifest; give it its own name")
     return manifest
+
+
+def read_trainer(checkpoint: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """The value in `trainer.json`; raises `CheckpointError` where it is none, or of another step than the manifest."""
+    path = checkpoint / TRAINER
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path}: damaged, not JSON") from None
+    if not isinstance(values, dict) or values.get("step") != manifest["step"]:
+        raise CheckpointError(f"{path}: damaged, not of step {manifest['step']} as the manifest says")
+    return values
 
 
 def verify_files(checkpoint: Path, files: dict[str, dict[str, Any]]) -> None:
@@ -121,23 +173,3 @@ def verify_no_foreign_files(checkpoint: Path, manifest: dict[str, Any]) -> None:
     for path in sorted(checkpoint.iterdir()):
         if path.name != MANIFEST and path.name not in manifest["files"]:
             raise CheckpointError(f"{path}: not part of this checkpoint; remove it to continue")
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Replace `path` by `text` in one step that survives a crash."""
-    temporary = path.with_name(f".{path.name}.writing")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Flush a folder's entries to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

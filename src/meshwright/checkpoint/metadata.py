@@ -1,4 +1,4 @@
-"""The one place that reads DCP's `.metadata`, a pickle, without letting it run code."""
+"""DCP's `.metadata`, a pickle, read without letting it run code."""
 
 import io
 import pickle
@@ -7,9 +7,18 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from meshwright.checkpoint.manifest import CheckpointError
+from meshwright.torch_internals import StoredPlace
 
 METADATA = ".metadata"
 
@@ -22,16 +31,48 @@ class SafeReader(dcp.FileSystemReader):
         path = Path(self.path) / METADATA
         try:
             metadata = _SafeUnpickler(io.BytesIO(path.read_bytes())).load()
-        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as error:
-            raise CheckpointError(f"{path}: not readable as checkpoint metadata ({error})") from error
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{path}: holds a {type(metadata).__name__}, not checkpoint metadata")
-        for entry in (metadata.storage_data or {}).values():
-            if Path(entry.relative_path).name != entry.relative_path:
-                raise CheckpointError(f"{path}: points outside its folder, to {entry.relative_path!r}")
+            _check(metadata)
+        except OSError:
+            raise
+        except Exception as error:  # a pickle can be malformed in any way
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise CheckpointError(f"{path}: not readable as checkpoint metadata ({why})") from error
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+def _check(metadata: Any) -> None:
+    """Raise `ValueError` where unpickled metadata is not what DCP writes, in any part that it reads."""
+
+    def must(true: bool, what: str) -> None:
+        if not true:
+            raise ValueError(what)
+
+    must(isinstance(metadata, Metadata), f"it holds a {type(metadata).__name__}")
+    must(isinstance(metadata.state_dict_metadata, dict), "it lists no tensors")
+    must(isinstance(metadata.storage_data or {}, dict), "it lists no places")
+    for name, entry in metadata.state_dict_metadata.items():
+        must(isinstance(name, str), "a tensor has no name")
+        if isinstance(entry, BytesStorageMetadata):
+            continue
+        must(isinstance(entry, TensorStorageMetadata), f"{name} is no tensor")
+        must(isinstance(entry.size, torch.Size), f"{name} has no shape")
+        must(isinstance(entry.properties, TensorProperties), f"{name} has no properties")
+        must(isinstance(entry.properties.dtype, torch.dtype), f"{name} has no dtype")
+        must(isinstance(entry.chunks, list), f"{name} has no chunks")
+        for chunk in entry.chunks:
+            must(isinstance(chunk, ChunkStorageMetadata), f"{name} has a chunk that is none")
+            shape = (chunk.offsets, chunk.sizes)
+            must(all(isinstance(part, torch.Size) and len(part) == len(entry.size) for part in shape), f"{name}: chunk")
+            inside = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
+            must(all(start >= 0 and size >= 0 and start + size <= end for start, size, end in inside), f"{name}: chunk")
+    for index, entry in (metadata.storage_data or {}).items():
+        must(isinstance(index, MetadataIndex) and isinstance(entry, StoredPlace), "a place is none")
+        must(isinstance(entry.relative_path, str), "a place has no file")
+        must(Path(entry.relative_path).name == entry.relative_path, f"it points elsewhere, to {entry.relative_path!r}")
+        must(isinstance(entry.offset, int) and isinstance(entry.length, int), "a place has no offset or length")
+        must(entry.offset >= 0 and entry.length >= 0, "a place has a negative offset or length")
 
 
 class _SafeUnpickler(pickle.Unpickler):

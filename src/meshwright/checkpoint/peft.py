@@ -1,18 +1,15 @@
-"""The one place that reads and writes adapters as the peft library keeps them, tensors in `adapter_model.safetensors`.
+"""Adapters in peft's format: the tensors of `adapter_model.safetensors`.
 
 A tensor's key is `base_model.model.`, the Hugging Face name of its module, and what peft calls the parameter.
 """
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from meshwright.checkpoint.peft_config import (
@@ -23,11 +20,13 @@ from meshwright.checkpoint.peft_config import (
     check_adapter_config,
     hf_module,
 )
-from meshwright.checkpoint.tensor_files import DTYPES
+from meshwright.checkpoint.tensor_files import DTYPES, open_tensors
 from meshwright.families import Adapter, find_adapters, finetuned_table, hf_tensors
 from meshwright.families.tensor_headers import read_header
+from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec, Parameter
 from meshwright.spec.problems import did_you_mean
+from meshwright.storage.durable import complete_folder
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -77,23 +76,15 @@ def write_adapter(
         base: what `base_model_name_or_path` says.
         fingerprint: of the base, so that the adapter is not continued on another one.
 
-    Raises `ValueError` where the directory exists or peft has no names for this adapter.
+    Raises `UserError` where the directory exists or peft has no names for this adapter.
     """
-    if directory.exists():
-        raise ValueError(f"{directory} exists already; export to another directory or remove it")
     places = stored_places(model, finetune)
     config = adapter_config(model, finetune, base)
     stored = {place.key: place.to_file(tensors[name].detach().cpu()) for name, place in places.items()}
-    staging = directory.with_name(f".{directory.name}.writing-{os.getpid()}")
-    staging.mkdir(parents=True)
-    try:
+    with complete_folder(directory) as staging:
         (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         metadata = {"format": "pt", BASE: fingerprint, DIGEST: _digest(stored)}
         save_file(stored, staging / WEIGHTS, metadata=metadata)
-        staging.rename(directory)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
 
 
 def read_adapter(
@@ -122,7 +113,7 @@ def read_adapter(
             )
         if header[place.key].dtype not in DTYPES:
             raise AdapterError(f"{file}: tensor {place.key} is {header[place.key].dtype}, no floating-point type")
-    with safe_open(file, framework="pt") as stored:
+    with open_tensors(file) as stored:
         found = {key: stored.get_tensor(key) for key in keys}
         metadata = stored.metadata() or {}
     if metadata.get(DIGEST, digest := _digest(found)) != digest:
@@ -145,7 +136,7 @@ def stored_places(model: ModelSpec, finetune: AdapterSpec) -> dict[str, Stored]:
         if row.trained and not row.adapter:
             place = hf_tensors(model)[row.name]
             if place.experts is not None or place.offset or len(place.shape) != len(row.shape):
-                raise ValueError(f"{row.name} has no place in an adapter of peft's; leave it out of finetune.train")
+                raise UserError(f"{row.name} has no place in an adapter of peft's; leave it out of finetune.train")
             found[row.name] = Stored(PREFIX + place.key, place.shape, place.transposed)
     return found
 

@@ -1,4 +1,4 @@
-"""The one place for peft's `adapter_config.json`: written, and held against a recipe; no torch here."""
+"""peft's `adapter_config.json`: written, and compared with a recipe. No torch here."""
 
 import json
 import re
@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwright.families import FAMILIES, Adapter, find_adapters, finetuned_table, hf_tensors
+from meshwright.families import Adapter, family_of, find_adapters, finetuned_table, hf_tensors
+from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import Ia3Spec, LoraSpec
 from meshwright.spec.model import ModelSpec
 
@@ -21,7 +22,7 @@ MUST_BE_FALSE = (
 AdapterSpec = LoraSpec | Ia3Spec
 
 
-class AdapterError(ValueError):
+class AdapterError(UserError):
     """An adapter that cannot be used, with the file's name and what to do."""
 
 
@@ -34,7 +35,7 @@ def adapter_config(model: ModelSpec, finetune: AdapterSpec, base: str | None) ->
         "revision": None,
         "task_type": "CAUSAL_LM",
         "inference_mode": True,
-        "fan_in_fan_out": model.foreign is None and bool(FAMILIES[model.family].hf_transposed),
+        "fan_in_fan_out": model.foreign is None and bool(family_of(model).hf_transposed),
         "target_modules": sorted(_shortened(model, list(modules.values()))),
     }
     if isinstance(finetune, Ia3Spec):
@@ -80,9 +81,10 @@ def check_adapter_config(directory: Path, model: ModelSpec, finetune: AdapterSpe
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         kind = config["peft_type"]
+        _check_kinds(config)
     except FileNotFoundError as error:
         raise AdapterError(f"{directory} is no adapter of peft's: it has no {CONFIG}") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError, re.error) as error:
         raise AdapterError(f"{file} is no configuration of an adapter: {error}") from error
     if kind != ("IA3" if isinstance(finetune, Ia3Spec) else "LORA"):
         raise AdapterError(f"{directory} is an adapter of the kind {kind}, the recipe's finetune.method another one")
@@ -94,14 +96,33 @@ def check_adapter_config(directory: Path, model: ModelSpec, finetune: AdapterSpe
         raise AdapterError(f"{directory} does not fit the recipe: {'; '.join(differences)}")
 
 
+def _check_kinds(config: dict[str, Any]) -> None:
+    """Raise `TypeError`, or `re.error`, where a value is not what peft writes there."""
+    for key in ("target_modules", "feedforward_modules"):
+        value = config.get(key)
+        if isinstance(value, str):
+            re.compile(value)
+        elif not isinstance(value, list | None) or not all(isinstance(name, str) for name in value or ()):
+            raise TypeError(f"{key} is {value!r}, neither a pattern nor a list of names")
+    for key in ("rank_pattern", "alpha_pattern"):
+        value = {} if config.get(key) is None else config[key]
+        if not isinstance(value, dict) or not all(type(number) in (int, float) for number in value.values()):
+            raise TypeError(f"{key} is {value!r}, no numbers by pattern")
+        for pattern in value:
+            re.compile(pattern)
+    for key in ("r", "lora_alpha"):
+        if type(config.get(key, 8)) not in (int, float):
+            raise TypeError(f"{key} is {config[key]!r}, no number")
+
+
 def hf_module(model: ModelSpec, adapter: Adapter) -> str:
     """Hugging Face's name of the module that an adapter belongs to.
 
-    Raises `ValueError` where several of our modules are one of theirs.
+    Raises `UserError` where several of our modules are one of theirs.
     """
     place = hf_tensors(model)[adapter.weight.name]
     if sorted(place.shape) != sorted(adapter.weight.shape) or place.offset:
-        raise ValueError(
+        raise UserError(
             f"{adapter.module} is a part of {place.key} in Hugging Face's {model.family}, for which peft has one "
             "adapter; such adapters can be merged (export --hf DIR --merge), but not be written or read as peft's"
         )

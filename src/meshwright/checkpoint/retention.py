@@ -1,4 +1,4 @@
-"""The one place that decides which old checkpoints stay."""
+"""Retention: which old checkpoints are kept."""
 
 import json
 import math
@@ -6,13 +6,14 @@ import shutil
 from pathlib import Path
 
 from meshwright.checkpoint.manifest import (
-    STAGING,
     TRAINER,
+    UNFINISHED,
     list_checkpoints,
+    remove_checkpoint,
     step_of,
-    write_durably,
 )
 from meshwright.spec.checkpoint import CheckpointSpec
+from meshwright.storage.durable import write_durably
 
 BEST = "best"
 HELD_OUT_LOSS = "held_out_loss"
@@ -32,9 +33,9 @@ def prune(root: Path, spec: CheckpointSpec) -> None:
         kept |= {path for _, path in ranked[: spec.keep_best]}
     for path in published:
         if path not in kept:
-            shutil.rmtree(path)
+            remove_checkpoint(path)
     for path in root.iterdir():
-        if path.name.startswith(STAGING):
+        if UNFINISHED.fullmatch(path.name) and not path.is_symlink():
             shutil.rmtree(path)
 
 

@@ -1,4 +1,4 @@
-"""The one place that writes safetensors files, their data streamed; `families/tensor_headers.py` reads headers."""
+"""safetensors files: opened, and written as a stream; `families/tensor_headers.py` reads their headers."""
 
 import json
 import os
@@ -9,11 +9,22 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+
+from meshwright.spec.errors import UserError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes of weights, as safetensors names them."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def open_tensors(file: Path) -> Any:
+    """A file whose header has been read, as safetensors opens it. Raises `UserError` where it finds more amiss."""
+    try:
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file} is no safetensors file: {error}") from error
 
 
 class TensorFileWriter:

@@ -1,6 +1,5 @@
-"""The one place that decides whether a checkpoint may be used, and which other one could be."""
+"""Verification: whether a checkpoint may be used, and which other one could be."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,12 @@ from meshwright.checkpoint.manifest import (
     CheckpointError,
     list_checkpoints,
     read_manifest,
+    read_trainer,
     verify_files,
     verify_no_foreign_files,
 )
 from meshwright.checkpoint.metadata import METADATA
-from meshwright.checkpoint.ranks import from_first, gather_everywhere, rank, world_size
+from meshwright.comm.objects import from_first, gather_everywhere, rank, world_size
 
 START_ANEW = "move what is damaged away and start without --resume, or start in another run_dir"
 
@@ -27,7 +27,7 @@ def verify_checkpoint(checkpoint: Path, *, to_resume: bool = False) -> dict[str,
     problems = [text for text in gather_everywhere(_problem(checkpoint, rank(), world_size())) if text]
     if problems:
         raise CheckpointError(f"{problems[0]}; {from_first(_offer(checkpoint, to_resume) if rank() == 0 else None)}")
-    return json.loads((checkpoint / TRAINER).read_text())
+    return read_trainer(checkpoint, read_manifest(checkpoint))
 
 
 def read_values(checkpoint: Path) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def read_values(checkpoint: Path) -> dict[str, Any]:
     """
     if problem := _problem(checkpoint, 0, 1, only=(METADATA, TRAINER)):
         raise CheckpointError(f"{problem}; {_offer(checkpoint, to_resume=True)}")
-    return json.loads((checkpoint / TRAINER).read_text())
+    return read_trainer(checkpoint, read_manifest(checkpoint))
 
 
 def newest_good_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
@@ -62,6 +62,8 @@ def _problem(checkpoint: Path, part: int, parts: int, *, only: tuple[str, ...] =
         for needed in (METADATA, TRAINER):
             if needed not in manifest["files"]:
                 raise CheckpointError(f"{checkpoint / needed}: not named by the manifest, so this is not a checkpoint")
+        if TRAINER in names:
+            read_trainer(checkpoint, manifest)
     except CheckpointError as error:
         return str(error)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The one place that saves while training goes on: copy the state, write it in a thread, publish it, say how it went.
+"""Asynchronous saving: copy the state, write it in a thread, publish it, report the outcome.
 
 No thread ever talks to another rank. A save goes through three stages, and what ranks have to tell one another they
 tell between two steps, when all of them have heard that no thread is at work (`busy`):
@@ -14,7 +14,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ import torch
 from torch.distributed.checkpoint.storage import WriteResult
 
 from meshwright.checkpoint.dcp import ShardPlan, local_part, plan_shards, write_index, write_shards
-from meshwright.checkpoint.manifest import STAGING, TRAINER, checkpoint_name, describe_file, publish
+from meshwright.checkpoint.manifest import STAGING, TRAINER, checkpoint_name, describe_file, point_at, publish
 from meshwright.checkpoint.metadata import METADATA
-from meshwright.checkpoint.ranks import from_first, gather, rank
 from meshwright.checkpoint.retention import prune
+from meshwright.comm.objects import from_first, gather, rank
 from meshwright.spec.checkpoint import CheckpointSpec
 
 Files = dict[str, dict[str, Any]]
@@ -62,8 +62,9 @@ class _Written:
 class CheckpointWriter:
     """Saves the state of one run again and again. Every rank holds one and makes the same calls in the same order."""
 
-    def __init__(self, root: Path, spec: CheckpointSpec) -> None:
-        self.root, self.spec = root, spec
+    def __init__(self, root: Path, spec: CheckpointSpec, beside: Mapping[str, bytes] | None = None) -> None:
+        """`beside`: files that every checkpoint keeps a copy of, by plain names; rank 0's count."""
+        self.root, self.spec, self._beside = root, spec, dict(beside or {})
         self.since: int | None = None
         """Step of the checkpoint that the next one follows; what lies between the two is abandoned."""
         self._plan: ShardPlan | None = None
@@ -166,7 +167,7 @@ class CheckpointWriter:
             names = sorted({result.storage_data.relative_path for result in results})
             files = {name: describe_file(self._staging / name) for name in names}
         except Exception as error:  # a full disk comes out of torch.save as one of several kinds
-            problem = f"rank {rank()}: {_described(error)}"
+            problem = f"rank {rank()}: {_described(error, self.root)}"
         self._written = _Written(results, files, problem)
 
     def _publish(self, reports: list[_Written]) -> None:
@@ -179,13 +180,16 @@ class CheckpointWriter:
             try:
                 write_index(self._staging, self._plan, [report.results for report in reports])
                 (self._staging / TRAINER).write_text(self._trainer)
-                files |= {name: describe_file(self._staging / name) for name in (METADATA, TRAINER)}
+                for name, content in self._beside.items():
+                    (self._staging / name).write_bytes(content)
+                files |= {name: describe_file(self._staging / name) for name in (METADATA, TRAINER, *self._beside)}
                 path = publish(self._staging, self.root, self._step, dict(sorted(files.items())), since=self.since)
                 self.since = self._step
+                point_at(path)
                 prune(self.root, self.spec)
             except Exception as error:
-                what = "old checkpoints could not be removed: " if path else ""
-                problem = f"{what}{_described(error)}"
+                what = "after it was saved, " if path else ""
+                problem = f"{what}{_described(error, self.root)}"
         if path is None:
             shutil.rmtree(self._staging, ignore_errors=True)
         total = time.perf_counter() - self._began
@@ -199,7 +203,11 @@ class CheckpointWriter:
         )
 
 
-def _described(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+def _described(error: Exception, folder: Path) -> str:
+    """The error in one line: of torch's writers the file system's own, which lies behind theirs, and where it was."""
+    behind: BaseException | None = error
+    while behind is not None:
+        if isinstance(behind, OSError) and behind.strerror:
+            return f"{behind.strerror} ({behind.filename or folder})"
+        behind = behind.__cause__ or behind.__context__
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from meshwright.cli.common import add_recipe_arguments, read_recipe
+from meshwright.cli.common import add_recipe_arguments, read_recipe, with_place
 from meshwright.cli.output import add_json_argument, print_json
 from meshwright.data.describe import describe_sample
 from meshwright.data.packing import build_samples
@@ -26,14 +26,24 @@ from meshwright.data.sources import SourceFile, find_files, names_of
 from meshwright.data.token_file import file_in_memory
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families import active_parameters, count_trained, parameter_table, pretrained_directory, resolve_model
+from meshwright.plan.forecast import forecast, warnings
+from meshwright.plan.machine import find_machine
 from meshwright.plan.stages import describe_pipeline
+from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.recipe import RecipeError, line_of
-from meshwright.spec.run import Run
+from meshwright.spec.recipe import RecipeError
+from meshwright.spec.run import ResolvedRun, Run
 from meshwright.trainer.display import ProgressLine, model_size, short
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.start import check_objective, check_start, check_tokenizer, check_vocabulary, check_writable
-from meshwright.trainer.trackers import require_trackers
+from meshwright.trainer.start import (
+    check_objective,
+    check_start,
+    check_tokenizer,
+    check_vocabulary,
+    check_writable,
+    require_plugins,
+    with_datasets,
+)
 
 READ_BYTES = 1 << 28
 """Of a larger corpus only the beginning is read: a check takes seconds."""
@@ -61,29 +71,21 @@ class Findings(list[str]):
         """What `work` returns, or None where it found a problem, which is noted."""
         try:
             return work()
-        except (ValueError, OSError) as error:
+        except (UserError, OSError) as error:
             for sentence in getattr(error, "problems", [str(error)]):
-                problem = self._with_place(" ".join(sentence.split()))
+                problem = with_place(" ".join(sentence.split()), self._arguments)
                 if problem not in self:
                     self.append(problem)
             return None
-
-    def _with_place(self, message: str) -> str:
-        """`run.yaml:12: ...` where the message begins with a setting that line 12 gives."""
-        setting = re.match(r"\w+(\.\w+)+", message)
-        overridden = setting and any(override.startswith(setting[0]) for override in self._arguments.overrides)
-        if setting is None or overridden:
-            return message
-        place = line_of(self._arguments.recipe, setting[0])
-        return f"{place}: {message}" if place else message
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Operands and options of `check`."""
     add_recipe_arguments(parser)
     add_json_argument(parser)
+    parser.add_argument("--strict", action="store_true", help="treat warnings as errors: exit status 1")
     parser.epilog = (
-        "exit status: 0 nothing is wrong, 1 something is, 2 misuse\n\n"
+        "exit status: 0 nothing is wrong, 1 something is (with --strict also a warning), 2 misuse\n\n"
         "examples:\n  meshwright check run.yaml\n  meshwright check run.yaml layout.dp_shard=4"
     )
 
@@ -99,18 +101,23 @@ def run(arguments: argparse.Namespace) -> int:
             findings += _besides(error.rest, error.wrong, arguments)
     else:
         facts = examine(recipe, arguments.recipe.parent, findings)
+    warned = facts.pop("warnings", [])
+    failed = bool(findings or (arguments.strict and warned))
     if arguments.json:
-        print_json({"ok": not findings, "problems": findings, **facts})
-        return 1 if findings else 0
+        print_json({"ok": not failed, "problems": findings, "warnings": warned, **facts})
+        return int(failed)
     for line in _report(facts):
         print(line)
     sys.stdout.flush()
     for finding in findings:
         print(f"error: {finding}", file=sys.stderr)
-    if findings:
+    for warning in warned:
+        print(f"warning: {warning}", file=sys.stderr)
+    if failed:
         return 1
     command = shlex.join(["meshwright", "train", str(arguments.recipe), *arguments.overrides])
-    print(f"\nnothing is wrong; train it with: {command}")
+    verdict = "no mistake was found, but see the warning" if warned else "nothing is wrong"
+    print(f"\n{verdict}; train it with: {command}")
     return 0
 
 
@@ -142,11 +149,13 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
                 "steps": recipe.training.steps,
                 "reasons": resolved.reasons,
             }
+            facts["warnings"] = findings.attempt(partial(_warnings, resolved)) or []
             if resolved.stage_layers:
                 facts["pipeline"] = {"stage_layers": resolved.stage_layers, "description": describe_pipeline(resolved)}
     layout = resolved.run.layout if resolved is not None else recipe.layout
     facts["layout"] = {"processes": layout.world_size, "strategy": layout.strategy}
-    findings.attempt(lambda: require_trackers(recipe))
+    if findings.attempt(lambda: (require_plugins(recipe), True)):
+        recipe = findings.attempt(lambda: with_datasets(recipe, base_dir, most=SAMPLE_RECORDS)) or recipe
     model_dir = findings.attempt(lambda: pretrained_directory(recipe.model, base_dir=base_dir)) if model else None
     files = findings.attempt(lambda: told_apart(find_files(recipe.data.sources, base_dir)))
     if files is not None:
@@ -165,6 +174,10 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
 def _check_objective(recipe: Run, files: list[SourceFile]) -> None:
     groups = group_files(recipe.data, files)
     check_objective(recipe, {name: group[0].format == "preference" for name, group in groups.items()})
+
+
+def _warnings(resolved: ResolvedRun) -> list[str]:
+    return warnings(resolved, forecast(resolved, find_machine(resolved.run.device)))
 
 
 def _model_facts(recipe: Run, model: ModelSpec) -> dict[str, Any]:
@@ -197,7 +210,7 @@ def _sample(
     characters = max(SAMPLE_CHARACTERS, CHARACTERS_PER_TOKEN * recipe.data.sequence_length)
     texts = _beginning([file for file in files if not (file.is_tokens or file.is_records)], characters)
     if not texts and not given and not records:
-        raise ValueError(f"{names_of(files)}: no text, every document is empty")
+        raise UserError(f"{names_of(files)}: no text, every document is empty")
     if (given or records) and tokenizer is None:
         raise needs_tokenizer((given or records)[0])
     size = tokenizer.vocab_size if tokenizer else recipe.data.tokenizer_vocab

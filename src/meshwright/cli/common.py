@@ -1,11 +1,15 @@
-"""The one place that says how a recipe is named on the command line, and where the preset recipes lie."""
+"""How a recipe is named on the command line, and where the preset recipes are."""
 
 import argparse
+import re
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
-from meshwright.spec.problems import did_you_mean, setting_called
-from meshwright.spec.recipe import load_recipe
+from meshwright.spec.errors import UserError
+from meshwright.spec.precision import ComputeName
+from meshwright.spec.problems import did_you_mean, is_setting, setting_called
+from meshwright.spec.recipe import line_of, load_recipe
 from meshwright.spec.run import Run
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -45,8 +49,16 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        choices=["fp32", "bf16", "fp16", "fp64"],
+        choices=get_args(ComputeName),
         help="default: the run's precision; else bf16 on a GPU",
+    )
+    add_ema_argument(parser)
+
+
+def add_ema_argument(parser: argparse.ArgumentParser) -> None:
+    """The option that asks for averaged weights."""
+    parser.add_argument(
+        "--ema", action="store_true", help="take the moving average of the weights, which the callback ema has kept"
     )
 
 
@@ -58,12 +70,25 @@ def example_prompt(*, has_template: bool) -> str:
 def read_recipe(arguments: argparse.Namespace) -> Run:
     """The recipe that the command line names, its overrides applied.
 
-    Raises ValueError for everything that is wrong with it, and where it is a preset's name instead of a file.
+    Raises UserError for everything that is wrong with it, and where it is a preset's name instead of a file.
     """
     path: Path = arguments.recipe
     if not path.exists() and str(path) in presets():
-        raise ValueError(f"'{path}' is a preset, not a file; write it down first: meshwright init {path} > {path}.yaml")
+        raise UserError(f"'{path}' is a preset, not a file; write it down first: meshwright init {path} > {path}.yaml")
     if not path.exists():
         there = [one.name for one in path.parent.glob("*.y*ml")]
-        raise ValueError(f"{path}: no such file or directory{did_you_mean(path.name, there, likeness=0.75)}")
+        raise UserError(f"{path}: no such file or directory{did_you_mean(path.name, there, likeness=0.75)}")
     return load_recipe(path, arguments.overrides)
+
+
+def with_place(message: str, arguments: argparse.Namespace) -> str:
+    """`run.yaml:12: ...` where the message begins with a setting, or a section, that line 12 of the recipe gives."""
+    found = re.match(r"\w+(\.\w+)*", message)
+    setting = found[0] if found else ""
+    # Other things that messages begin with have dots too: model.safetensors, or a recipe that is called data.yaml.
+    if not is_setting(setting, Run) or any(override.startswith(setting) for override in arguments.overrides):
+        return message
+    path = setting.split(".")
+    places = (line_of(arguments.recipe, ".".join(path[:length])) for length in range(len(path), 0, -1))
+    place = next(filter(None, places), None)
+    return f"{place}: {message}" if place else message

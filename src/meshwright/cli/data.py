@@ -1,6 +1,7 @@
 """The verb `data`: tokenize a recipe's corpus, look at what is trained on, prove that it is right."""
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +19,7 @@ from meshwright.families import pretrained_directory
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.trainer.display import ProgressLine, short
 from meshwright.trainer.resolve import resolve_run
+from meshwright.trainer.start import require_plugins, with_datasets
 
 ACTIONS = ("prepare", "show", "audit")
 
@@ -40,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do what the action says."""
     recipe = read_recipe(arguments)
+    require_plugins(recipe)
+    recipe = with_datasets(recipe, arguments.recipe.parent)
     action: Callable[[argparse.Namespace, Run, Corpus], int] = {"prepare": _prepare, "show": _show, "audit": _audit}[
         arguments.action
     ]
@@ -51,8 +55,13 @@ def run(arguments: argparse.Namespace) -> int:
             model_dir=pretrained_directory(recipe.model, base_dir=base_dir),
             progress=progress,
             processes=arguments.processes,
+            mend=_mending if arguments.action == "prepare" else None,
         )
     return action(arguments, recipe, corpus)
+
+
+def _mending(damage: str) -> None:
+    print(f"{damage}; it is prepared again", file=sys.stderr)
 
 
 def _prepare(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:

@@ -29,10 +29,10 @@ def run(arguments: argparse.Namespace) -> int:
         flush=True,
     )
     # Torch loads here, so that the first line comes at once.
+    from meshwright.launch.status import TrainingFailed
     from meshwright.models.generate import Sampling
+    from meshwright.serve.trained import continue_texts, open_trained
     from meshwright.trainer.run import train
-    from meshwright.trainer.status import TrainingFailed
-    from meshwright.trainer.trained import continue_texts, open_trained
 
     try:
         result = train(recipe)

@@ -33,9 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print."""
     # Torch loads here, so that --help and misuse never wait for it.
-    from meshwright.trainer.trained import evaluate_texts, open_trained
+    from meshwright.serve.trained import evaluate_texts, open_trained
 
-    trained = open_trained(arguments.model, device=arguments.device, dtype=arguments.dtype)
+    trained = open_trained(arguments.model, device=arguments.device, dtype=arguments.dtype, averaged=arguments.ema)
     result = evaluate_texts(
         trained,
         sources=arguments.source,

@@ -3,10 +3,13 @@ peft's."""
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
 from meshwright.checkpoint.peft_config import unread_by_vllm
-from meshwright.cli.common import example_prompt
+from meshwright.cli.common import add_ema_argument, example_prompt
 from meshwright.cli.output import add_json_argument, print_json
+from meshwright.spec.errors import UserError
+from meshwright.spec.precision import FP32, FP64, ComputeName
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,8 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     into.add_argument("--adapter", metavar="DIR", type=Path, help="write the adapters alone, as peft reads them")
     parser.add_argument("--merge", action="store_true", help="with --hf: merge adapters into the weights")
     parser.add_argument(
-        "--dtype", choices=["fp32", "bf16", "fp16"], help="of the stored weights (default: the run's precision)"
+        "--dtype",
+        choices=[name for name in get_args(ComputeName) if name != FP64.name],
+        help="of the stored weights (default: the run's precision)",
     )
+    add_ema_argument(parser)
     add_json_argument(parser)
     parser.epilog = (
         "The directory appears only when the model read back from it gives the same logits, in transformers too\n"
@@ -33,11 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Export and say how closely the logits agree."""
     # Torch loads here, so that --help and misuse never wait for it.
-    from meshwright.trainer.trained import export_adapter, export_trained, open_trained
+    from meshwright.serve.trained import export_adapter, export_trained, open_trained
 
     if arguments.adapter and (arguments.merge or arguments.dtype):
-        raise ValueError("--merge and --dtype are about whole models, written with --hf; leave them out")
-    trained = open_trained(arguments.model, device="cpu", dtype="fp32")
+        raise UserError("--merge and --dtype are about whole models, written with --hf; leave them out")
+    trained = open_trained(arguments.model, device="cpu", dtype=FP32.name, averaged=arguments.ema)
     if arguments.adapter:
         parameters = export_adapter(trained, arguments.adapter)
         if arguments.json:

@@ -5,6 +5,7 @@ import sys
 
 from meshwright.cli.common import add_model_arguments
 from meshwright.cli.output import add_json_argument, print_json
+from meshwright.spec.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,14 +55,14 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = [sys.stdin.read().rstrip("\n") if text == "-" else text for text in arguments.prompt]
     # Torch loads here, so that --help and misuse never wait for it.
     from meshwright.models.generate import Sampling
-    from meshwright.trainer.trained import answer_texts, continue_texts, open_trained
+    from meshwright.serve.trained import answer_texts, continue_texts, open_trained
 
     if arguments.system and not arguments.chat:
-        raise ValueError("--system belongs to a conversation; say --chat as well")
+        raise UserError("--system belongs to a conversation; say --chat as well")
     sampling = Sampling(
         temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, seed=arguments.seed
     )
-    trained = open_trained(arguments.model, device=arguments.device, dtype=arguments.dtype)
+    trained = open_trained(arguments.model, device=arguments.device, dtype=arguments.dtype, averaged=arguments.ema)
     if arguments.chat:
         texts = answer_texts(
             trained, prompts, system=arguments.system, max_tokens=arguments.max_tokens, sampling=sampling

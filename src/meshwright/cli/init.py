@@ -15,6 +15,7 @@ from meshwright.families import PRESETS as MODELS
 from meshwright.families import resolve_model
 from meshwright.spec.base import Spec
 from meshwright.spec.document import write_yaml
+from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields
 from meshwright.spec.recipe import load_recipe
 from meshwright.spec.run import Run
@@ -49,15 +50,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def find_preset(name: str) -> Path:
-    """The file of a preset recipe; raises ValueError with the nearest name where there is none."""
+    """The file of a preset recipe; raises UserError with the nearest name where there is none."""
     known = presets()
     if name in known:
         return known[name]
     if name in MODELS:
-        raise ValueError(f"'{name}' is a model; name it in any recipe, as in meshwright init gpt2-124m model={name}")
+        raise UserError(f"'{name}' is a model; name it in any recipe, as in meshwright init gpt2-124m model={name}")
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(known)}"
-    raise ValueError(f"there is no preset '{name}'; {hint}")
+    raise UserError(f"there is no preset '{name}'; {hint}")
 
 
 def commented_recipe(recipe: Run, *, title: str) -> str:
@@ -65,7 +66,7 @@ def commented_recipe(recipe: Run, *, title: str) -> str:
 
     A size of the model that its name or family decides stands as a comment, with the value that it has.
 
-    Raises ValueError where the model does not exist.
+    Raises UserError where the model does not exist.
     """
     model = resolve_model(recipe.model, base_dir=Path(), vocab=recipe.data.tokenizer_vocab)
     sizes = {

@@ -1,6 +1,6 @@
-"""The one place that turns a command line into a call of one verb, and an error into one line and a status.
+"""The command line: parses one verb and its options, and prints an error as one line with an exit status.
 
-Exit status: as `EXIT` says, and 130 interrupted; a run's are in `trainer/status.py`.
+Exit status: as `EXIT` says, and 130 interrupted; a run's are in `launch/status.py`.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import meshwright
+from meshwright.spec.errors import UserError
 
 VERBS = {
     "init": "list the preset recipes, or print one to start from",
@@ -49,7 +50,7 @@ BROKEN_PIPE = 141
 """What a shell reports for a program that SIGINT or SIGPIPE ended."""
 
 
-class UsageError(ValueError):
+class UsageError(UserError):
     """A command line that makes no sense."""
 
 
@@ -97,6 +98,8 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        os.putenv("PYTHONSAFEPATH", "1")  # whatever Python this process starts imports nothing from the user's folder
     try:
         status = _run(words)
         sys.stdout.flush()  # here, so that a reader that has gone is noticed here
@@ -111,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more can be said at exit either
         return BROKEN_PIPE
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         if "--debug" in words:
             traceback.print_exc()
         for line in _lines(error):
@@ -137,7 +140,17 @@ def _run(words: list[str]) -> int:
     module = importlib.import_module(f"meshwright.cli.{verb}")
     parser = Parser(verb)
     module.add_arguments(parser)
-    return module.run(parser.parse(words[1:]))
+    arguments = parser.parse(words[1:])
+    try:
+        return module.run(arguments)
+    except UserError as error:
+        if not getattr(arguments, "recipe", None) or not arguments.recipe.is_file():
+            raise
+        # The verb has imported both.
+        from meshwright.cli.common import with_place
+        from meshwright.spec.recipe import RecipeError
+
+        raise RecipeError([with_place(line, arguments) for line in _lines(error)]) from error
 
 
 def _accepted(convert: Any, word: str) -> bool:
@@ -159,7 +172,7 @@ def _did_you_mean(word: str, known: Sequence[str] | dict) -> str:
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
-def _lines(error: ValueError | OSError) -> list[str]:
+def _lines(error: UserError | OSError) -> list[str]:
     """What went wrong: one line per problem of a recipe, else one line."""
     if isinstance(error, OSError) and error.filename is not None:
         return [f"{error.filename}: {(error.strerror or 'cannot be used').lower()}"]

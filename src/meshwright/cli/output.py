@@ -1,4 +1,4 @@
-"""The one place that says how verbs print for machines; standard library only, for `doctor` always runs."""
+"""JSON output of the verbs. Standard library only, because `doctor` must always run."""
 
 import argparse
 import contextlib

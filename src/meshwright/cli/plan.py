@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.output import add_json_argument, print_json
+from meshwright.plan.account import explain_field
+from meshwright.plan.candidate import MARGIN, TIGHT
+from meshwright.plan.layouts import Limits
 from meshwright.plan.page import plan_page
-from meshwright.plan.published_doubts import Doubt
-from meshwright.plan.published_table import read_table
-from meshwright.plan.search import MARGIN, Limits
-from meshwright.plan.validate import Judged, judge, regret, report, worst
+from meshwright.plan.recipe import plan_recipe, planned_run
+from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import dump_recipe, load_recipe
-from meshwright.trainer.planning import explain_field, plan_recipe, planned_run
+from meshwright.validate.doubts import Doubt
+from meshwright.validate.judge import Judged, judge, regret, report, worst
+from meshwright.validate.table import read_table
 
 GB = 1e9
 DEGREES = ("pp=", "dp_", "cp=", "tp=", "ep=", "zero=")
@@ -69,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _calibrate(arguments: argparse.Namespace) -> int:
     """Measure this machine and write a cluster file."""
     if len(arguments.words) != 1 or not arguments.words[0].endswith((".yaml", ".yml")):
-        raise ValueError("plan calibrate needs the file to write: meshwright plan calibrate cluster.yaml")
+        raise UserError("plan calibrate needs the file to write: meshwright plan calibrate cluster.yaml")
     from meshwright.trainer.calibrate import calibrate  # loads torch
 
     cluster = calibrate()
@@ -89,9 +92,9 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.margin < 1:
-        raise ValueError(f"--margin {arguments.margin}: a part of the memory, from 0 to 1; the default is {MARGIN}")
+        raise UserError(f"--margin {arguments.margin}: a part of the memory, from 0 to 1; the default is {MARGIN}")
     if arguments.top < 1:
-        raise ValueError(f"--top {arguments.top}: show at least 1 candidate")
+        raise UserError(f"--top {arguments.top}: show at least 1 candidate")
     path = Path(arguments.what)
     recipe = load_recipe(path, arguments.words)
     plan, facts = plan_recipe(
@@ -132,19 +135,17 @@ def _table(facts: dict[str, Any]) -> Iterator[str]:
     for candidate in facts["candidates"]:
         if candidate["text"] not in shown:
             yield _candidate(" " if candidate["runs_today"] else "-", candidate)
-    if facts["given"]:
-        yield _candidate(">", facts["given"])
+    given = facts["given"]
+    runs = given is not None and given["missing"] is None
+    if given is not None and runs:
+        yield _candidate(">", given)
     yield ""
-    own = "   > the recipe's own, on the devices it asks for" if facts["given"] else ""
+    own = "   > the recipe's own, on the devices it asks for" if runs else ""
     yield f"* chosen   - faster or not, this version's engine cannot run it yet{own}"
-    if facts["given"] and facts["given"]["missing"]:
-        yield f"refused    the recipe's own layout: {facts['given']['missing']}"
+    if given and not runs:
+        yield f"refused    the recipe's own layout: {given['missing']}"
     if chosen and chosen["verdict"] == "tight":
-        yield (
-            f"tight      nothing that runs fits with {facts['margin']:.0%} of the memory left free (--margin); the "
-            f"chosen layout needs {chosen['memory_total']['value'] / GB:.1f} of "
-            f"{chosen['memory_available'] / GB:.1f} GB and may run out of memory"
-        )
+        yield _tight(facts, chosen)
     if chosen:
         yield from _chosen(facts, chosen)
     elif not searched["legal"]:
@@ -172,6 +173,15 @@ def _table(facts: dict[str, Any]) -> Iterator[str]:
             "(adapters of rank 16 beside every matrix; qlora: 4 bits):"
         )
         yield from (_method(name, best) for name, best in facts["methods"].items())
+
+
+def _tight(facts: dict[str, Any], chosen: dict[str, Any]) -> str:
+    """What choosing a tight layout means."""
+    return (
+        f"tight      the chosen layout needs {chosen['memory_total']['value'] / GB:.1f} of "
+        f"{chosen['memory_available'] / GB:.1f} GB and may run out of memory; nothing that leaves "
+        f"{facts['margin']:.0%} of it free (--margin) takes less than {TIGHT:g} times as long"
+    )
 
 
 def _candidate(mark: str, facts: dict[str, Any]) -> str:
@@ -219,9 +229,9 @@ def _chosen(facts: dict[str, Any], chosen: dict[str, Any]) -> Iterator[str]:
     price = f", {_money(cost)} {facts['cluster'].get('currency', 'in your currency')}" if cost else ""
     yield f"run        {facts['steps']} steps: {_duration(run['value'])}{price}"
     yield f"binding    {facts['binding']}"
-    if found := facts["simpler"]:
-        slower = found["step_time"]["value"] / chosen["step_time"]["value"] - 1
-        yield f"simpler    {slower:.1%} slower, less than predictions are off: {found['text']}"
+    if (found := facts["fastest"]) and found["verdict"] == chosen["verdict"]:
+        faster = 1 - found["step_time"]["value"] / chosen["step_time"]["value"]
+        yield f"simplest   of those about as fast; {faster:.1%} faster, less than predictions are off: {found['text']}"
     if facts["compile"] and facts["compile"] > 0.01:
         yield f"compile    training.compile=true would save {facts['compile']:.0%} of the step"
     if fp8 := facts["fp8"]:
@@ -247,7 +257,7 @@ def _duration(seconds: float) -> str:
 
 def _validate(arguments: argparse.Namespace) -> int:
     if len(arguments.words) != 1:
-        raise ValueError("plan validate needs one table of published runs: meshwright plan validate FILE.csv")
+        raise UserError("plan validate needs one table of published runs: meshwright plan validate FILE.csv")
     path = Path(arguments.words[0])
     table = read_table(path)
     judged = judge(table.runs)

@@ -2,10 +2,10 @@
 
 import argparse
 import re
-from dataclasses import asdict
 
 from meshwright.cli.common import add_recipe_arguments, example_prompt, read_recipe
 from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
+from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FullSpec
 from meshwright.spec.run import Run
 
@@ -22,6 +22,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="continue from the run's newest checkpoint; from the one that is named (step-00000400); or, with auto, "
         "from the newest good one, and from the beginning where there is none",
     )
+    parser.add_argument(
+        "--wait-for-lock",
+        nargs="?",
+        const=float("inf"),
+        default=0.0,
+        type=seconds,
+        metavar="SECONDS",
+        help="where another process is at work in run_dir, wait until it has ended, at most so long (default: refuse)",
+    )
     add_json_argument(parser)
     parser.epilog = (
         "It starts the processes that the layout needs, or is one of torchrun's, Slurm's or Kubeflow's.\n"
@@ -37,37 +46,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def checkpoint(word: str) -> str:
-    """What `--resume` takes: newest, auto, or a checkpoint's name or step; raises `ValueError` for anything else."""
+    """What `--resume` takes: newest, auto, or a checkpoint's name or step; raises `UserError` for anything else."""
     if not re.fullmatch(r"newest|auto|(step-)?\d+", word):
-        raise ValueError(f"{word} is no checkpoint")
+        raise UserError(f"{word} is no checkpoint")
     return word
+
+
+def seconds(word: str) -> float:
+    """What `--wait-for-lock` takes; raises `UserError` for anything else."""
+    if not re.fullmatch(r"\d+(\.\d*)?|inf", word):
+        raise UserError(f"{word} is no number of seconds")
+    return float(word)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, then say how it ended and what to try next."""
     if arguments.resume and (strange := [word for word in arguments.overrides if "=" not in word]):
-        raise ValueError(
+        raise UserError(
             f"'{strange[0]}' is neither a checkpoint nor a setting: --resume takes auto, or a step such as "
             "step-00000400 or 400 (without one, the newest checkpoint); a setting is written training.steps=100"
         )
     recipe = read_recipe(arguments)
     # Torch loads here, so that a mistake in the recipe is told at once.
     from meshwright.data.tokenizer import load_tokenizer
-    from meshwright.trainer.launch import find_worker
+    from meshwright.launch.launcher import find_worker
+    from meshwright.launch.status import TrainingFailed
     from meshwright.trainer.run import train
     from meshwright.trainer.start import TOKENIZER
-    from meshwright.trainer.status import TrainingFailed
 
     try:
         with progress_on_stderr(arguments.json):
-            result = train(recipe, resume=arguments.resume or False, base_dir=arguments.recipe.parent)
+            result = train(
+                recipe,
+                resume=arguments.resume or False,
+                base_dir=arguments.recipe.parent,
+                wait_for_lock=arguments.wait_for_lock,
+            )
     except TrainingFailed as failure:
         return failure.status  # a worker has said what went wrong
     worker = find_worker()
     if worker is not None and worker.rank > 0:
         return 0
     if arguments.json:
-        print_json(asdict(result) | {"run_dir": str(result.run_dir), "checkpoint": str(result.checkpoint)})
+        figures = {name: getattr(result, name) for name in ("step", "loss", "held_out_loss")}
+        print_json({"run_dir": str(result.run_dir), "checkpoint": str(result.checkpoint), **figures})
         return 0
     held_out = "" if result.held_out_loss is None else f", held-out loss {result.held_out_loss:.3f}"
     print(

@@ -2,14 +2,19 @@
 
 import argparse
 import sys
-from typing import Any
+import time
+from typing import Any, get_args
 
 from meshwright.cli.common import add_recipe_arguments, read_recipe
 from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
+from meshwright.launch.status import CRASH_LOOP, TrainingStopped
+from meshwright.prove.pairs import MOST_RANKS, pair_layouts
 from meshwright.prove.shrink import shrink
+from meshwright.spec.errors import UserError
+from meshwright.spec.precision import FP32, FP64
 from meshwright.spec.run import ResolvedRun, Run
+from meshwright.spec.training import OptimizerName
 from meshwright.trainer.resolve import resolve_run
-from meshwright.trainer.status import CRASH_LOOP, TrainingStopped
 
 DIFFERENT = 1
 
@@ -26,9 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--precision",
-        choices=["fp64", "recipe"],
-        default="fp64",
+        choices=[FP64.name, "recipe"],
+        default=FP64.name,
         help="fp64 (default) tells rounding from mistakes; recipe computes as the recipe says",
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help=f"prove a layout of more than {MOST_RANKS} ranks as it is, not each pair of its axes by itself",
     )
     add_json_argument(parser)
     parser.epilog = (
@@ -44,11 +54,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prove the layout, report, and say by the exit status whether it differs."""
     if not 1 <= arguments.steps <= 64:
-        raise ValueError(f"--steps {arguments.steps}: from 1 to 64 steps can be compared")
+        raise UserError(f"--steps {arguments.steps}: from 1 to 64 steps can be compared")
     recipe = read_recipe(arguments)
     resolved = _prepare(recipe, arguments)
     if resolved.run.layout.asynchronous:
         return _not_equal_by_design(resolved, arguments)
+    if resolved.run.layout.world_size <= MOST_RANKS or arguments.full:
+        status, found = _prove(resolved, arguments)
+        if arguments.json and found is not None:
+            print_json(found)
+        return status
+    return _prove_pairs(recipe, resolved, arguments)
+
+
+def _prove_pairs(recipe: Run, whole: ResolvedRun, arguments: argparse.Namespace) -> int:
+    """Prove each pair of axes, up to the first that differs."""
+    layouts, answers = pair_layouts(whole.run.layout), []
+    said = sys.stderr if arguments.json else sys.stdout
+    what = f"{whole.run.layout.strategy} has {whole.run.layout.world_size} ranks"
+    print(f"{what}: {len(layouts)} pairs of its axes are proved by themselves (--full: all together)", file=said)
+    status, began = 0, time.monotonic()
+    for number, layout in enumerate(layouts):
+        left = (time.monotonic() - began) / number * (len(layouts) - number) if number else None
+        estimate = "" if left is None else f"; about {left:.0f} s left"
+        print(f"\nproof {number + 1} of {len(layouts)}: {layout.strategy}{estimate}", file=said, flush=True)
+        resolved = _prepare(recipe.model_copy(update={"layout": layout}), arguments)
+        status, found = _prove(resolved, arguments)
+        answers.append(found)
+        if status:
+            break
+    if arguments.json:
+        print_json({"strategy": whole.run.layout.strategy, "equal": status == 0, "pairs": answers})
+    return status
+
+
+def _prove(resolved: ResolvedRun, arguments: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
+    """Prove one layout and report it; its exit status, and what machines read where it was compared."""
     # Torch loads here, so that a mistake in the recipe is told at once.
     from meshwright.prove.verify import LayoutFailed, verify
 
@@ -59,17 +100,15 @@ def run(arguments: argparse.Namespace) -> int:
             proof = verify(resolved, steps=arguments.steps)
     except LayoutFailed:
         print("error: the layout's processes failed, so there is nothing to compare", file=sys.stderr)
-        return CRASH_LOOP
+        return CRASH_LOOP, None
     except TrainingStopped:
         print("stopped; run it again to know", file=sys.stderr)
         raise
-    if arguments.json:
-        print_json({"strategy": resolved.run.layout.strategy, **proof.as_data()})
-    else:
+    if not arguments.json:
         for comparison in proof.comparisons:
             print("\n".join(_step(comparison)))
         print(_conclusion(proof))
-    return 0 if proof.equal else DIFFERENT
+    return 0 if proof.equal else DIFFERENT, {"strategy": resolved.run.layout.strategy, **proof.as_data()}
 
 
 def _not_equal_by_design(resolved: ResolvedRun, arguments: argparse.Namespace) -> int:
@@ -85,9 +124,9 @@ def _not_equal_by_design(resolved: ResolvedRun, arguments: argparse.Namespace) -
 
 
 def _prepare(recipe: Run, arguments: argparse.Namespace) -> ResolvedRun:
-    if arguments.precision == "fp64":
+    if arguments.precision == FP64.name:
         recipe = recipe.model_copy(
-            update={"training": recipe.training.model_copy(update={"precision": "fp64", "reduce_dtype": "fp32"})}
+            update={"training": recipe.training.model_copy(update={"precision": FP64.name, "reduce_dtype": FP32.name})}
         )
     resolved = resolve_run(recipe, base_dir=arguments.recipe.parent)
     return shrink(resolved) if arguments.shrink else resolved
@@ -95,8 +134,10 @@ def _prepare(recipe: Run, arguments: argparse.Namespace) -> ResolvedRun:
 
 def _what(resolved: ResolvedRun, arguments: argparse.Namespace) -> str:
     run, model = resolved.run, resolved.model
-    how = "shrunk: " if arguments.shrink else ""
+    how, optimizer = "shrunk: " if arguments.shrink else "", run.training.optimizer.name
+    plugged = "" if optimizer in get_args(OptimizerName) else f"optimizer  adamw, in the place of {optimizer}\n"
     return (
+        f"{plugged}"
         f"layout     {run.layout.strategy}; processes: {run.layout.world_size}\n"
         f"against    one process, {arguments.steps} steps, {run.training.precision}\n"
         f"model      {how}{model.family}, {model.num_layers} layers, width {model.hidden}, {model.num_heads} heads, "
@@ -115,12 +156,18 @@ def _step(comparison: Any) -> list[str]:
         equal = f"{len(differences) - wrong} of {len(differences)} equal"
         return f"{equal}; the worst {worst}: by {_amount(differences[worst])}"
 
-    return [
+    lines = [
         f"step {comparison.step}",
         f"  loss       {comparison.reference['loss']:.6f}, differs by {_amount(comparison.loss)}",
-        f"  norm       {comparison.reference['gnorm']:.6f}, differs by {_amount(comparison.gnorm)}",
         f"  gradients  {tensors(comparison.gradients)}",
+    ]
+    if comparison.gnorm is None:
+        return lines
+    return [
+        *lines,
+        f"  norm       {comparison.reference['gnorm']:.6f}, differs by {_amount(comparison.gnorm)}",
         f"  updates    {tensors(comparison.updates)}",
+        f"  state      {tensors(comparison.state)}",
     ]
 
 
@@ -134,14 +181,25 @@ def _conclusion(proof: Any) -> str:
         return f"\nequal: every difference is within {proof.relative:.1e}, which rounding explains (docs/verify.md)"
     location = proof.location
     what = {
+        "start": f"the weight {location.name}, before the first step",
+        "data": f"the data: {location.name}",
         "forward": f"the forward pass: {location.name}",
-        "loss": "the loss, though every activation before it is equal: its sum or the number of trained tokens",
+        "loss": "the loss, though every activation before it is equal: "
+        + (
+            "of these ranks"
+            if location.ranks
+            else "each rank's own is right, so the sum over ranks or their number of terms"
+        ),
         "backward": f"the backward pass: the gradient of {location.name}, though the whole forward pass is equal",
         "reduction": f"the gradient of the weight {location.name}, though every activation and its gradient are equal: "
         "how it is summed over microbatches or ranks",
-        "update": f"the update of the weight {location.name}, though every gradient is equal",
+        "norm": "the gradient's norm, though every gradient is equal",
+        "update": f"the update of the weight {location.name}, though every gradient and their norm are equal",
+        "state": f"{location.name} after the step, though every weight is equal",
     }[location.phase]
     difference = location.difference
+    if location.phase == "data":
+        return f"\ndifferent; first in {what}"
     if difference is None:
         where = "no rank computed it"
     else:

@@ -1,5 +1,4 @@
-"""The one place that proves what a planned run sees, by reading every batch of every rank and trusting nothing but the
-token files and the recipe.
+"""The audit: reads every batch of every rank of a planned run, and trusts only the token files and the recipe.
 
 Samples are recognised by their tokens, not by what the loader says they are. Whatever a rank is given is held against
 tokens read here, from the pieces that its sample is said to consist of; and the pieces themselves against the borders
@@ -17,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from meshwright.data.audit_records import trained_text_problems
-from meshwright.data.loader import Microbatch
+from meshwright.data.loader import HostBatch
 from meshwright.data.mixture import JoinedSamples, Mixture
 from meshwright.data.packing import NO_LABEL, Sample, Samples, blank_sample
 from meshwright.data.prepare import Corpus
@@ -47,7 +46,7 @@ CHECKS = {
 class Batches(Protocol):
     """What a rank trains on; a `Loader` is one."""
 
-    def microbatches(self, step: int) -> list[Microbatch]:
+    def microbatches(self, step: int) -> list[HostBatch]:
         """The rank's microbatches of a step."""
         ...
 
@@ -196,22 +195,23 @@ class _Reading:
             progress("auditing", step + 1, run.steps)
         self._check_counts()
 
-    def _rows(self, microbatches: Sequence[Microbatch], position: int) -> Iterator[Sample]:
+    def _rows(self, microbatches: Sequence[HostBatch], position: int) -> Iterator[Sample]:
         """The rows of a rank's step, whose first has this position. Where padding is left out, rows lie behind one
         another, and each must be as long as the sample that the order wants there."""
         rows = self.run.global_batch // self.run.world_size // len(microbatches)
         for batch in microbatches:
-            ends = [batch.inputs.shape[1]]
-            if self.run.data.packing == "padded" and len(batch.inputs) < rows:
+            assert batch.labels is not None
+            ends = [batch.tokens.shape[1]]
+            if self.run.data.packing == "padded" and len(batch.tokens) < rows:
                 wanted = (self.run.mixture.locate(place, self.run.seed) for place in range(position, position + rows))
                 ends = np.cumsum([_used(self._expected(*place).labels) for place in wanted]).tolist()
                 for check, problem in joint_problems(batch, ends):
                     self.report.add(check, f"rows of positions {position} to {position + rows - 1}: {problem}")
-                if batch.inputs.shape[1] < ends[-1]:
+                if batch.tokens.shape[1] < ends[-1]:
                     continue
-            for row, (start, stop) in product(range(len(batch.inputs)), pairwise([0, *ends])):
-                apart = None if batch.documents is None else batch.documents[row, start:stop]
-                yield Sample(batch.inputs[row, start:stop], batch.labels[row, start:stop], apart)
+            for row, (start, stop) in product(range(len(batch.tokens)), pairwise([0, *ends])):
+                apart = None if batch.document_ids is None else batch.document_ids[row, start:stop]
+                yield Sample(batch.tokens[row, start:stop], batch.labels[row, start:stop], apart)
             position += rows
 
     def _row(self, row: Sample, position: int, rank: int, where: str) -> None:
@@ -300,12 +300,13 @@ class _Reading:
                 )
 
 
-def joint_problems(batch: Microbatch, ends: Sequence[int]) -> Iterator[tuple[str, str]]:
+def joint_problems(batch: HostBatch, ends: Sequence[int]) -> Iterator[tuple[str, str]]:
     """(check, what is wrong) where rows that end at such places lie behind one another in one."""
+    assert batch.labels is not None
     borders = np.array(ends[:-1])
     if (batch.labels[0, ends[-1] :] != NO_LABEL).any() or batch.labels.shape[1] < ends[-1]:
         yield "rows", "there are more labels than the rows have, or fewer tokens"
-    elif batch.documents is None or not (np.diff(batch.documents[0])[borders - 1]).all():
+    elif batch.document_ids is None or not (np.diff(batch.document_ids[0])[borders - 1]).all():
         yield "documents", "attention crosses from one row into the next"
 
 

@@ -1,5 +1,6 @@
-"""The one place that holds what is trained of conversations against the records, without template or encoder: trained
-tokens, read as text, must be what the assistant wrote, turn by turn."""
+"""The audit of conversations: trained tokens, decoded, must be the assistant's text, turn by turn. It uses neither
+template nor encoder.
+"""
 
 import json
 import re
@@ -13,7 +14,7 @@ from meshwright.data.prepare import Stream
 from meshwright.data.readers import read_documents
 from meshwright.data.token_file import TokenFile
 from meshwright.data.tokenizer import TextTokenizer
-from meshwright.spec.data import DataSpec
+from meshwright.spec.data import ChatSpec, DataSpec
 
 _EMPTY_THOUGHT = re.compile(r"^<think>\s*</think>\s*")
 """What templates of reasoning models write where an answer came without a thought."""
@@ -27,14 +28,21 @@ def trained_text_problems(stream: Stream, tokenizer: TextTokenizer, data: DataSp
                 yield "some tokens carry no loss, though data.chat.train_on=all"
         return
     wanted: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    richer: list[tuple[str, ...]] = []
     for document in read_documents(stream.files):
         record = json.loads(document.text)
         for side in (record["chosen"], record["rejected"]) if "chosen" in record else (record,):
-            answers = _answers(side, last=data.chat.train_on == "last")
+            messages = _trained_messages(side, data.chat)
+            if any(message.keys() & {"tool_calls", "reasoning_content"} for message in messages):
+                richer.append(tuple(word for message in messages for word in _words(message)))
+                continue
+            answers = _answers(side, messages)
             wanted.setdefault(_stripped(answers), []).append(answers)
     for file in _sides(stream):
         for number in range(file.num_documents):
             found, cut = _trained_runs(file, number, tokenizer), data.chat.overlong == "truncate"
+            if any(_in_order(" ".join(found), words) for words in richer):
+                continue
             left = wanted.get(_stripped(found))
             if not (left and _margins_fit(found, left.pop())) and not (cut and _is_beginning(_stripped(found), wanted)):
                 shown = " ... ".join(found)[:80]
@@ -45,16 +53,40 @@ def _sides(stream: Stream) -> list[TokenFile]:
     return [stream.train, *([stream.held_out] if stream.held_out else [])]
 
 
-def _answers(record: dict[str, Any], *, last: bool) -> tuple[str, ...]:
-    """What the assistant wrote."""
+def _trained_messages(record: dict[str, Any], chat: ChatSpec) -> list[dict[str, Any]]:
+    """The messages of a conversation that carry loss."""
+    messages = [
+        message
+        for message in record.get("messages", [])[record.get("given", 0) :]
+        if message["role"] in chat.roles_to_train
+    ]
+    messages = messages[-1:] if chat.train_on == "last" else messages
+    return [message for message in messages if message.get("weight", 1)]
+
+
+def _answers(record: dict[str, Any], messages: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """What was written, without calls of tools."""
     if "input_ids" in record:
         return ()
     if "prompt" in record:
         return (record["completion"],)
-    answers = [
-        message["content"] for message in record["messages"][record["given"] :] if message["role"] == "assistant"
-    ]
-    return tuple(answers[-1:] if last else answers)
+    return tuple(message["content"] for message in messages)
+
+
+def _words(message: dict[str, Any]) -> list[str]:
+    """What a message with calls of tools says, in the order in which templates write it; how they write arguments, and
+    which thoughts they forget, differs."""
+    return [message["content"].strip(), *(call["function"]["name"] for call in message.get("tool_calls", []))]
+
+
+def _in_order(text: str, words: Sequence[str]) -> bool:
+    place = 0
+    for word in words:
+        place = text.find(word, place)
+        if place < 0:
+            return False
+        place += len(word)
+    return any(words)
 
 
 def _stripped(texts: Iterable[str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The one place that puts documents into bins: best-fit decreasing, by counting instead of one document at a time.
+"""Best-fit-decreasing bin packing of documents, by counting lengths instead of placing one document at a time.
 
 The longest document first, each goes into the fullest bin that has room (Johnson, 1973; for sequences Krell et al.,
 "Efficient Sequence Packing without Cross-contamination", 2021). Documents of one length are placed together: the

@@ -1,4 +1,4 @@
-"""The one place that tokenizes the files of a corpus, so that whoever is killed continues where they were.
+"""Tokenization of a corpus's files, resumable after a kill.
 
 The folder of a corpus in the making holds its token files and a journal. The journal begins with the split; every
 further line is a commit: a place in the corpus and how far the token files go up to there, all of it on disk. Who finds
@@ -21,6 +21,7 @@ from meshwright.data.sources import SourceFile, names_of
 from meshwright.data.split import Census, Split, likely_split, plan_split, text_hash
 from meshwright.data.token_file import LENGTHS, Mark, TokenWriter
 from meshwright.data.tokenizer import TextTokenizer
+from meshwright.spec.errors import UserError
 
 TRAIN, HELD_OUT = "train.bin", "held_out.bin"
 """Names in a corpus's folder; without text held out there is no second file."""
@@ -92,7 +93,7 @@ def tokenize_files(
     `encoder` makes tokens of the text, or of records where the files hold such. `processes` encode; default: one a
     core, none for a small corpus. The files do not depend on it.
 
-    Raises ValueError for everything that is wrong with the text, and where one side of the split would be empty.
+    Raises UserError for everything that is wrong with the text, and where one side of the split would be empty.
     """
     total = sum(file.path.stat().st_size for file in files)
     if processes is None:
@@ -102,7 +103,7 @@ def tokenize_files(
     _write_journal(directory, split, commit)
     while True:
         if split.single_cut is not None and isinstance(encoder, RecordEncoder):
-            raise ValueError(f"{files[0].name} has only one record, too few to hold one out; set data.held_out=0")
+            raise UserError(f"{files[0].name} has only one record, too few to hold one out; set data.held_out=0")
         census = _tokenize(files, split, tokenizer, encoder, directory, processes, commit, progress, total)
         if census.suits(split):
             return
@@ -169,7 +170,7 @@ def _tokenize(
             for piece, found in zip(pieces, encoded, strict=True):
                 writer = held_out if piece.held_out and held_out else train
                 if found.error:
-                    raise ValueError(f"{piece.where}: {found.error}")
+                    raise UserError(f"{piece.where}: {found.error}")
                 for ids in found.documents:
                     if records:
                         writer.write_document(ids)

@@ -1,4 +1,4 @@
-"""The one place that shows a sample to people: its text, and what of it is in the loss."""
+"""Samples shown to people: the text, and which of it carries loss."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
@@ -41,6 +41,8 @@ _NOTES = {
     "truncated": "cut off at data.sequence_length",
     "overlong": "left out for their length",
     "unlabelled": "left out because nothing in them carries loss",
+    "unweighted": "left out for their weight of 0",
+    "spelled": "left out because they spell a special token",
 }
 
 

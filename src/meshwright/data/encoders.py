@@ -1,4 +1,4 @@
-"""The one place that encodes texts on all cores, in processes that do nothing else.
+"""Text encoding on all cores, in worker processes.
 
 One process with threads is held up by Python: it makes lists of every token's number, one thread at a time. A process
 reads lists of texts from its standard input and writes their tokens to its standard output; it ends with its input, so
@@ -84,7 +84,7 @@ class Encoders:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
+    command = [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()"]
     # A session of its own, so that Ctrl-C ends it through its input and not with a stack trace.
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 

@@ -1,4 +1,4 @@
-"""The one place that makes tokens of text and of records, and says which of them carry loss."""
+"""Tokens made of texts and records, and which of them carry loss."""
 
 import hashlib
 import json
@@ -8,9 +8,13 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from meshwright.data.chat import NO_TEMPLATE, ChatTemplate, Span, find_template
+from meshwright.data import thoughts
+from meshwright.data.chat import NO_TEMPLATE, ChatTemplate, find_template
+from meshwright.data.marks import Span
 from meshwright.data.tokenizer import TextTokenizer
+from meshwright.data.turns import Conversation, Message
 from meshwright.spec.data import ChatSpec
+from meshwright.spec.errors import UserError
 
 
 class Encoded(NamedTuple):
@@ -19,7 +23,8 @@ class Encoded(NamedTuple):
     documents: tuple[np.ndarray, ...]
     """int32 each; of a record, ~id where a token is only read. Nothing where the record is left out."""
     note: str = ""
-    """What happened to a record: nothing, `truncated`, or why it is left out, `overlong` or `unlabelled`."""
+    """What happened to a record: nothing, `truncated`, or why it is left out, `overlong`, `unlabelled`, `unweighted` or
+    `spelled`."""
     error: str = ""
     """What is wrong with the record; then there are no documents."""
 
@@ -56,7 +61,8 @@ class RecordEncoder:
         """`template` may be None where no record is a conversation; a document has at most `max_labels` labels, those
         of a preference's two sides together."""
         self.tokenizer, self.template, self.chat, self.max_labels = tokenizer, template, chat, max_labels
-        about = [template and template.source, chat.model_dump(exclude={"template"}), max_labels]
+        self._special = tokenizer.special_pattern
+        about = [template and template.source, chat.model_dump(mode="json", exclude={"template"}), max_labels]
         self.fingerprint = hashlib.sha256(json.dumps(about).encode()).hexdigest()
         """Equal where the same records give the same tokens, for the same tokenizer."""
 
@@ -64,7 +70,7 @@ class RecordEncoder:
     def settings(self) -> dict[str, Any]:
         """See `Encoder`."""
         template = self.template and {"source": self.template.source, "name": self.template.name}
-        chat = self.chat.model_dump()
+        chat = self.chat.model_dump(mode="json")
         return {"files": dict(self.tokenizer.files), "template": template, "chat": chat, "labels": self.max_labels}
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
@@ -72,10 +78,14 @@ class RecordEncoder:
         return [self._encoded(json.loads(text)) for text in texts]
 
     def _encoded(self, record: Mapping[str, Any]) -> Encoded:
+        if record.get("weight") == 0:
+            return Encoded((), "unweighted")
         sides = (record["chosen"], record["rejected"]) if "chosen" in record else (record,)
+        if self.chat.special_tokens == "drop" and any("messages" in side and self._spelled(side) for side in sides):
+            return Encoded((), "spelled")
         try:
             documents = [self._tokens(side) for side in sides]
-        except ValueError as error:
+        except UserError as error:
             return Encoded((), error=str(error))
         note = ""
         num_tokens = sum(len(ids) - 1 for ids in documents)
@@ -101,7 +111,7 @@ class RecordEncoder:
             ids_T, labels_T = np.array(record["input_ids"], np.int64), np.array(record["labels"])
             outside = ids_T[(ids_T < 0) | (ids_T >= self.tokenizer.vocab_size)]
             if len(outside):
-                raise ValueError(f"token {outside[0]} is none of the tokenizer's {self.tokenizer.vocab_size}")
+                raise UserError(f"token {outside[0]} is none of the tokenizer's {self.tokenizer.vocab_size}")
             return np.where(labels_T >= 0, ids_T, ~ids_T).astype(np.int32)
         if "prompt" in record:
             given = self.tokenizer.encode_prompt(record["prompt"])
@@ -113,26 +123,56 @@ class RecordEncoder:
 
     def _conversation(self, record: Mapping[str, Any]) -> np.ndarray:
         if self.template is None:
-            raise ValueError(NO_TEMPLATE)
-        messages = record["messages"]
-        self._check_spelling(messages)
-        text, spans = self.template.turns(
-            messages, tools=record.get("tools"), given=record["given"], last=self.chat.train_on == "last"
-        )
-        ((ids, offsets),) = self.tokenizer.encode_marked([text])
+            raise UserError(NO_TEMPLATE)
+        spelled = self._spelled(record)
+        if spelled and self.chat.special_tokens != "text":
+            raise UserError(
+                f"a message of role {spelled[0]!r} spells the special token {spelled[1]!r}, which would be read as "
+                "one; data.chat.special_tokens=text keeps its letters, drop leaves the record out"
+            )
+        conversation = self._written(record["messages"], self._wanted(record), record.get("tools"))
+        ids, offsets = self.tokenizer.encode_conversation(conversation.text, conversation.texts if spelled else ())
         ids_T = np.array(ids, np.int32)
         if self.chat.train_on == "all":
             return ids_T
-        return np.where(_within(spans, np.array(offsets).reshape(-1, 2)), ids_T, ~ids_T)
+        return np.where(_within(self._trained(conversation), np.array(offsets).reshape(-1, 2)), ids_T, ~ids_T)
 
-    def _check_spelling(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        for message in messages:
-            for token in self.tokenizer.special_tokens:
-                if token in message["content"]:
-                    raise ValueError(
-                        f"a message of role {message['role']!r} spells the special token {token!r}, which would "
-                        "be read as one"
-                    )
+    def _written(self, messages: Sequence[Message], wanted: Sequence[int], tools: Any) -> Conversation:
+        """The conversation by the template, with thoughts as the recipe wants them."""
+        template = self.template
+        assert template is not None
+        if self.chat.thinking == "drop":
+            messages = thoughts.without(messages)
+        if self.chat.thinking != "keep":
+            return template.turns(messages, wanted, tools=tools)
+        if not template.writes_thoughts:
+            messages = thoughts.in_answers(messages)
+        return thoughts.kept(messages, wanted, lambda shown, numbers: template.turns(shown, numbers, tools=tools))
+
+    def _wanted(self, record: Mapping[str, Any]) -> list[int]:
+        """Numbers of the messages that carry loss."""
+        messages = record["messages"]
+        places = [
+            number
+            for number, message in enumerate(messages)
+            if message["role"] in self.chat.roles_to_train and number >= record["given"]
+        ]
+        places = {"assistant": places, "last": places[-1:], "all": []}[self.chat.train_on]
+        return [number for number in places if messages[number].get("weight", 1)]
+
+    def _trained(self, conversation: Conversation) -> list[Span]:
+        """The characters that carry loss."""
+        turns = list(conversation.turns.values())
+        whole = {"turn": turns, "last": turns[-1:], "none": []}[self.chat.train_on_eos]
+        spans = [span for turn in turns for span in turn.parts[:-1]]
+        return spans + [turn.parts[-1] if turn in whole else Span(turn.parts[-1].start, turn.end) for turn in turns]
+
+    def _spelled(self, record: Mapping[str, Any]) -> tuple[str, str] | None:
+        """(role, special token) of the first message that spells one."""
+        said = [(message["role"], json.dumps(message, ensure_ascii=False)) for message in record["messages"]]
+        said.append(("tools", json.dumps(record.get("tools"), ensure_ascii=False)))
+        found = ((role, self._special.search(text)) for role, text in said)
+        return next(((role, match[0]) for role, match in found if match), None)
 
 
 def _within(spans: Sequence[Span], offsets_T2: np.ndarray) -> np.ndarray:
@@ -148,18 +188,19 @@ def build_encoder(settings: Mapping[str, Any]) -> Encoder:
     tokenizer = TextTokenizer(settings["files"], where="encoder")
     if "chat" not in settings:
         return TextEncoder(tokenizer)
+    chat = ChatSpec(**settings["chat"])
     template = settings["template"] and ChatTemplate(
-        settings["template"]["source"], tokenizer, name=settings["template"]["name"]
+        settings["template"]["source"], tokenizer, name=settings["template"]["name"], chat=chat
     )
-    return RecordEncoder(tokenizer, template, ChatSpec(**settings["chat"]), settings["labels"])
+    return RecordEncoder(tokenizer, template, chat, settings["labels"])
 
 
 def record_encoder(tokenizer: TextTokenizer, chat: ChatSpec, *, base_dir: Path, max_labels: int) -> RecordEncoder:
     """What makes tokens of records as the recipe says; without a template only a conversation is an error.
 
-    Raises ValueError where the recipe names a template that cannot be used.
+    Raises UserError where the recipe names a template that cannot be used.
     """
     template = None
     if chat.template != "auto" or tokenizer.chat_template is not None:
-        template = find_template(chat.template, tokenizer, base_dir)
+        template = find_template(chat.template, tokenizer, base_dir, chat)
     return RecordEncoder(tokenizer, template, chat, max_labels)

@@ -1,16 +1,20 @@
-"""The one place that says which rank gets which tokens of which samples in which step.
+"""The loader: which rank gets which tokens of which samples in which step.
 
-Shapes: b samples of a microbatch, T tokens of a sample.
+Shapes: B samples of a microbatch, T tokens of a sample, P pairs of a sample.
 """
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Literal, NamedTuple
+from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
 from meshwright.data.mixture import Mixture
 from meshwright.data.packing import NO_LABEL, Sample, Samples, blank_sample
+from meshwright.spec.batch import Batch, Pairs
+from meshwright.spec.errors import UserError
+from meshwright.spec.precision import BF16
 from meshwright.spec.run import ResolvedRun
 
 LENGTH_MULTIPLE = 8
@@ -22,21 +26,8 @@ all rows of a microbatch end with the longest; left_out: they lie behind one ano
 kept apart."""
 
 
-class Microbatch(NamedTuple):
-    """What a rank runs at once; int64 arrays [b, T], as in `Sample`."""
-
-    inputs: np.ndarray
-    labels: np.ndarray
-    documents: np.ndarray | None = None
-    """The documents that each row keeps apart; None: every row is read as one document."""
-    positions: np.ndarray | None = None
-    """Given where a rank holds only some of a row's tokens, which inputs and labels then are: each token's place in
-    its document. `documents` are the whole row's even then, for attention asks which documents the other tokens are in.
-    """
-    owners: np.ndarray | None = None
-    """Given with references: the document of each token that this rank holds."""
-    references: np.ndarray | None = None
-    """Of pairs of answers, float64 [b, P]: as in `Sample`, NaN where a row has no such pair."""
+HostBatch = Batch[np.ndarray]
+"""A batch as it is read."""
 
 
 class Loader:
@@ -61,26 +52,29 @@ class Loader:
         world_size: int = 1,
         places: np.ndarray | None = None,
         padding: Padding = "kept",
+        numbered: bool = False,
     ):
-        """Batches in sequences; `places` in a sample whose tokens this rank holds (default all).
+        """Batches in sequences; `places` in a sample whose tokens this rank holds (default all); `numbered`: whether
+        tokens have their numbers in the order, by which dropout draws.
 
-        Raises ValueError when they do not divide, or `rank` is not below `world_size`.
+        Raises UserError when they do not divide, or `rank` is not below `world_size`.
         """
         if global_batch % (micro_batch * world_size):
-            raise ValueError(
+            raise UserError(
                 f"a global batch of {global_batch} sequences does not split over {world_size} data-parallel "
                 f"ranks in microbatches of {micro_batch}: it must be a multiple of {micro_batch * world_size}"
             )
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} is not in 0 .. {world_size - 1}")
+            raise UserError(f"rank {rank} is not in 0 .. {world_size - 1}")
         self._mixture = samples if isinstance(samples, Mixture) else Mixture([samples])
         self._seed = seed
         self._global_batch, self._micro_batch = global_batch, micro_batch
         self._per_rank = global_batch // world_size
         self._rank, self._places = rank, places
         self._padding: Padding = padding
+        self._numbered = numbered
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="meshwright-loader")
-        self._ahead: tuple[int, Future[list[Microbatch]]] | None = None
+        self._ahead: tuple[int, Future[list[HostBatch]]] | None = None
 
     @classmethod
     def of_run(
@@ -96,9 +90,10 @@ class Loader:
             world_size=resolved.run.layout.data_parallel,
             places=places,
             padding=padding_of(resolved),
+            numbered=getattr(resolved.run.finetune, "dropout", 0) > 0,
         )
 
-    def microbatches(self, step: int) -> list[Microbatch]:
+    def microbatches(self, step: int) -> list[HostBatch]:
         """This rank's microbatches of a step; the step after it is then read ahead.
 
         Steps may be asked for in any order. Raises what reading raised.
@@ -125,11 +120,24 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(self, step: int) -> list[Microbatch]:
-        samples = [self._mixture.sample(position, self._seed) for position in self.positions(step)]
-        starts = range(0, self._per_rank, self._micro_batch)
-        found = [_stack(samples[i : i + self._micro_batch], self._places) for i in starts]
+    def _read(self, step: int) -> list[HostBatch]:
+        positions = self.positions(step)
+        samples = [self._mixture.sample(position, self._seed) for position in positions]
+        microbatches = [slice(i, i + self._micro_batch) for i in range(0, self._per_rank, self._micro_batch)]
+        found = [_stack(samples[rows], self._places) for rows in microbatches]
+        if self._numbered:
+            length = len(samples[0].inputs)
+            found = [
+                replace(batch, numbers=_numbers(positions[rows], length, self._places))
+                for batch, rows in zip(found, microbatches, strict=True)
+            ]
         return [_repadded(batch, self._padding) for batch in found]
+
+
+def _numbers(positions: range, length: int, places: np.ndarray | None) -> np.ndarray:
+    """The number of each token in the order of samples of so many tokens: int64 [B, T]."""
+    starts_B1 = np.array(positions, dtype=np.int64)[:, None] * length
+    return starts_B1 + (np.arange(length) if places is None else places)
 
 
 def padding_of(resolved: ResolvedRun) -> Padding:
@@ -140,35 +148,39 @@ def padding_of(resolved: ResolvedRun) -> Padding:
     whole = run.layout.data_parallel == run.layout.world_size and not run.training.compile and not model.num_experts
     if run.data.packing != "padded" or not whole:
         return "kept"
-    return "left_out" if run.training.precision in ("bf16", "fp16") and model.foreign is None else "cut"
+    return "left_out" if run.training.dtypes.compute.bytes == BF16.bytes and model.foreign is None else "cut"
 
 
-def _repadded(batch: Microbatch, padding: Padding) -> Microbatch:
+def _repadded(batch: HostBatch, padding: Padding) -> HostBatch:
     if padding == "kept":
         return batch
-    return _cut(batch) if padding == "cut" or batch.references is not None else _joined(batch)
+    return _cut(batch) if padding == "cut" or batch.pairs is not None else _joined(batch)
 
 
-def _cut(microbatch: Microbatch) -> Microbatch:
+def _cut(batch: HostBatch) -> HostBatch:
     """The same without the columns behind the last label."""
-    labelled = np.flatnonzero((microbatch.labels != NO_LABEL).any(axis=0))
+    assert batch.labels is not None
+    labelled = np.flatnonzero((batch.labels != NO_LABEL).any(axis=0))
     last = int(labelled[-1]) + 1 if len(labelled) else 1
-    length = min(-(-last // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, microbatch.labels.shape[1])
-    tokens = {name: getattr(microbatch, name) for name in ("inputs", "labels", "documents", "positions", "owners")}
-    return microbatch._replace(**{name: array[:, :length] for name, array in tokens.items() if array is not None})
+    length = min(-(-last // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, batch.labels.shape[1])
+    pairs, columns = batch.pairs, replace(batch, pairs=None).map(lambda array: array[:, :length])
+    return columns if pairs is None else replace(columns, pairs=replace(pairs, owners=pairs.owners[:, :length]))
 
 
-def _joined(microbatch: Microbatch) -> Microbatch:
+def _joined(batch: HostBatch) -> HostBatch:
     """The rows behind one another, each up to its last label (one token at least), in one row of documents."""
-    labelled_bT, places_T = microbatch.labels != NO_LABEL, np.arange(microbatch.labels.shape[1])
-    used_bT = places_T < np.where(labelled_bT, places_T + 1, 1).max(axis=1, keepdims=True)
-    begins_bT = np.repeat(places_T[None] == 0, len(used_bT), axis=0)
-    if microbatch.documents is not None:
-        begins_bT[:, 1:] |= microbatch.documents[:, 1:] != microbatch.documents[:, :-1]
-    documents = begins_bT[used_bT].cumsum()
+    assert batch.labels is not None
+    labelled_BT, places_T = batch.labels != NO_LABEL, np.arange(batch.labels.shape[1])
+    used_BT = places_T < np.where(labelled_BT, places_T + 1, 1).max(axis=1, keepdims=True)
+    begins_BT = np.repeat(places_T[None] == 0, len(used_BT), axis=0)
+    if batch.document_ids is not None:
+        begins_BT[:, 1:] |= batch.document_ids[:, 1:] != batch.document_ids[:, :-1]
+    documents = begins_BT[used_BT].cumsum()
     room = 0, -len(documents) % LENGTH_MULTIPLE
-    parts = (microbatch.inputs[used_bT], 0), (microbatch.labels[used_bT], NO_LABEL), (documents, documents[-1] + 1)
-    return Microbatch(*(np.pad(part, room, constant_values=blank)[None] for part, blank in parts))
+    parts = (batch.tokens[used_BT], 0), (batch.labels[used_BT], NO_LABEL), (documents, documents[-1] + 1)
+    tokens, labels, document_ids = (np.pad(part, room, constant_values=blank)[None] for part, blank in parts)
+    joined = Batch(tokens, labels, document_ids)
+    return joined if batch.numbers is None else replace(joined, numbers=np.pad(batch.numbers[used_BT], room)[None])
 
 
 def evaluation_batches(
@@ -180,7 +192,7 @@ def evaluation_batches(
     num_samples: int | None = None,
     places: np.ndarray | None = None,
     padding: Padding = "kept",
-) -> Iterator[Microbatch]:
+) -> Iterator[HostBatch]:
     """Every sample once over all ranks, in order; or `num_samples` of them, evenly spaced. `places` and `padding` as in
     `Loader`.
 
@@ -192,30 +204,38 @@ def evaluation_batches(
     for start in range(0, count, micro_batch * world_size):
         first = start + rank * micro_batch
         rows = [
-            samples[i * len(samples) // count] if i < count else blank_sample(samples.sequence_length)
+            samples[i * len(samples) // count] if i < count else _blank_like(samples[0])
             for i in range(first, first + micro_batch)
         ]
         yield _repadded(_stack(rows, places), padding)
 
 
-def _stack(samples: Sequence[Sample], places: np.ndarray | None) -> Microbatch:
-    documents = None
+def _blank_like(sample: Sample) -> Sample:
+    """A sample that adds nothing to a loss; beside pairs of answers one without a pair."""
+    blank = blank_sample(len(sample.inputs))
+    if sample.references is None:
+        return blank
+    return blank._replace(documents=np.zeros_like(blank.inputs), references=np.full_like(sample.references, np.nan))
+
+
+def _stack(samples: Sequence[Sample], places: np.ndarray | None) -> HostBatch:
+    document_ids = pairs = None
     if any(sample.documents is not None for sample in samples):
         one = np.zeros_like(samples[0].inputs)
-        documents = np.stack([one if sample.documents is None else sample.documents for sample in samples])
-    inputs, labels = np.stack([sample.inputs for sample in samples]), np.stack([sample.labels for sample in samples])
-    owners = references = None
+        document_ids = np.stack([one if sample.documents is None else sample.documents for sample in samples])
+    tokens, labels = np.stack([sample.inputs for sample in samples]), np.stack([sample.labels for sample in samples])
     if any(sample.references is not None for sample in samples):
-        owners = documents if places is None or documents is None else documents[:, places]
-        references = _side_by_side([sample.references for sample in samples])
+        assert document_ids is not None
+        owners = document_ids if places is None else document_ids[:, places]
+        pairs = Pairs(owners, _side_by_side([sample.references for sample in samples]))
     if places is None:
-        return Microbatch(inputs, labels, documents, None, owners, references)
-    positions = _positions(inputs, documents)[:, places]
-    return Microbatch(inputs[:, places], labels[:, places], documents, positions, owners, references)
+        return Batch(tokens, labels, document_ids, None, pairs)
+    position_ids = _positions(tokens, document_ids)[:, places]
+    return Batch(tokens[:, places], labels[:, places], document_ids, position_ids, pairs)
 
 
 def _side_by_side(rows: Sequence[np.ndarray | None]) -> np.ndarray:
-    """References of rows [b, P], NaN where one has fewer than the others."""
+    """References of rows [B, P], NaN where one has fewer than the others."""
     together = np.full((len(rows), max(0 if row is None else len(row) for row in rows)), np.nan)
     for row, references in zip(together, rows, strict=True):
         if references is not None:
@@ -223,11 +243,11 @@ def _side_by_side(rows: Sequence[np.ndarray | None]) -> np.ndarray:
     return together
 
 
-def _positions(inputs: np.ndarray, documents: np.ndarray | None) -> np.ndarray:
-    """Each token's place in its document: int64 [b, T]."""
-    indices = np.broadcast_to(np.arange(inputs.shape[1]), inputs.shape)
-    if documents is None:
+def _positions(tokens: np.ndarray, document_ids: np.ndarray | None) -> np.ndarray:
+    """Each token's place in its document: int64 [B, T]."""
+    indices = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    if document_ids is None:
         return indices
-    starts = np.ones_like(documents, dtype=bool)
-    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    starts = np.ones_like(document_ids, dtype=bool)
+    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     return indices - np.maximum.accumulate(np.where(starts, indices, 0), axis=1)

@@ -1,4 +1,4 @@
-"""The one place that mixes streams of samples: which stream, and which sample of it, is seen at a position of a run."""
+"""The mixture: which stream, and which sample of it, is at a position of a run."""
 
 import bisect
 from collections.abc import Sequence
@@ -22,11 +22,15 @@ class Mixture:
     others are left to the streams after it.
     """
 
-    def __init__(self, streams: Sequence[Samples], weights: Sequence[float | None] | None = None):
+    def __init__(
+        self, streams: Sequence[Samples], weights: Sequence[float | None] | None = None, *, shuffled: bool = True
+    ):
         """`weights` are shares of tokens, in any unit; without them every sample of every stream is seen equally often.
+        Each stream is `shuffled` anew in every epoch, or seen in its own order.
 
         A stream's samples are as many as its tokens need, by how full its samples are on average.
         """
+        self.shuffled = shuffled
         self.streams = tuple(streams)
         self.weights = [None] * len(streams) if weights is None else list(weights)
         shares = [_samples_wanted(*pair) for pair in zip(self.streams, self.weights, strict=True)]
@@ -38,7 +42,8 @@ class Mixture:
         for number, take in enumerate(self._takes):
             before = take.numerator * position // take.denominator
             if take.numerator * (position + 1) // take.denominator > before:
-                return number, sample_at(before, len(self.streams[number]), seed, number)
+                size = len(self.streams[number])
+                return number, sample_at(before, size, seed, number) if self.shuffled else before % size
             position -= before
         raise AssertionError("the last stream takes all that is left")
 
@@ -94,7 +99,7 @@ class JoinedSamples:
 def training_samples(corpus: Corpus, data: DataSpec) -> Mixture:
     """What a run is trained on, as its recipe packs and mixes it."""
     streams = [build_samples(stream.train, data) for stream in corpus.streams]
-    return Mixture(streams, [stream.weight for stream in corpus.streams])
+    return Mixture(streams, [stream.weight for stream in corpus.streams], shuffled=data.order == "shuffled")
 
 
 def mean_context(corpus: Corpus, data: DataSpec) -> float:

@@ -1,6 +1,8 @@
-"""The one place that says in which order samples are seen: a pure function, with no state to keep."""
+"""The order of samples: a pure function of seed and position, with no state to save."""
 
 import hashlib
+
+from meshwright.spec.errors import UserError
 
 ROUNDS = 8
 """Rounds of the Feistel network: 4 make it pseudo-random (Luby and Rackoff, 1988), more help small sizes."""
@@ -14,7 +16,7 @@ def permuted(index: int, size: int, seed: int, epoch: int = 0, stream: int = 0) 
     most on average.
     """
     if not 0 <= index < size:
-        raise ValueError(f"index {index} is not in 0 .. {size - 1}")
+        raise UserError(f"index {index} is not in 0 .. {size - 1}")
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     key = b"%d %d" % (seed, epoch) + (b" %d" % stream if stream else b"")
     while True:

@@ -1,4 +1,4 @@
-"""The one place that cuts tokens into samples of inputs and labels.
+"""Packing: tokens cut into samples of inputs and labels.
 
 Shapes: T positions of a sample.
 """
@@ -11,6 +11,7 @@ import numpy as np
 from meshwright.data.best_fit import Bins, assign_bins, best_fit
 from meshwright.data.token_file import TokenFile
 from meshwright.spec.data import DataSpec
+from meshwright.spec.errors import UserError
 
 NO_LABEL = -100
 """Label of a position that is not in the loss."""
@@ -91,7 +92,7 @@ class ConcatenatedSamples:
         """`tokens` is a stream of any integer dtype, such as `TokenFile.tokens`; `borders` is their file where its
         documents are to be kept apart; `trained` as in `TokenFile`.
 
-        Raises ValueError when it is too short for one sample.
+        Raises UserError when it is too short for one sample.
         """
         self.sequence_length = sequence_length
         self._tokens, self._borders, self._trained = tokens, borders, trained
@@ -100,7 +101,7 @@ class ConcatenatedSamples:
         self.num_tokens = min(num_labels, self._len * sequence_length)
         if not self._len:
             needed = 2 if keep_tail else sequence_length + 1
-            raise ValueError(
+            raise UserError(
                 f"the corpus has {len(tokens)} tokens and one sample takes {needed}; "
                 f"add text or lower data.sequence_length={sequence_length}"
             )
@@ -144,14 +145,14 @@ class BestFitSamples:
     def __init__(self, file: TokenFile, sequence_length: int, *, separate: bool, alone: bool = False):
         """`separate`: keep the documents of a sample apart; `alone`: every document is a sample of its own.
 
-        Raises ValueError where no document has two tokens.
+        Raises UserError where no document has two tokens.
         """
         self.sequence_length = sequence_length
         self._file, self._separate = file, separate
         self._bins: Bins = best_fit(file.starts(), sequence_length, alone=alone)
         self.num_tokens = int(self._bins.lengths.sum(dtype=np.int64))
         if not len(self):
-            raise ValueError(f"{file.path}: no document has two tokens, so there is nothing to predict; add text")
+            raise UserError(f"{file.path}: no document has two tokens, so there is nothing to predict; add text")
 
     @property
     def fill(self) -> float:

@@ -1,12 +1,8 @@
-"""The one place that turns the sources of a recipe into a tokenizer and streams of tokens, once, in a cache."""
+"""Preparation: a recipe's sources become a tokenizer and token streams, once, in a cache."""
 
-import fcntl
-import hashlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -14,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.data.build import HELD_OUT, TRAIN, Progress, counted, remove_scaffolding, tokenize_files
+from meshwright.data.build import HELD_OUT, TRAIN, Progress, counted, tokenize_files
+from meshwright.data.cache import cached, damage_of
+from meshwright.data.checksums import ENDING, Sums, sums_of, write_sums
 from meshwright.data.examples import RecordEncoder, TextEncoder, record_encoder
 from meshwright.data.readers import read_documents, told_apart
 from meshwright.data.sources import SourceFile, find_files, names_of
@@ -23,6 +21,7 @@ from meshwright.data.token_file import (
     TokenFile,
     check_places,
     file_in_memory,
+    looks_wider,
     open_indexed,
     open_token_file,
     scan_tokens,
@@ -31,11 +30,10 @@ from meshwright.data.token_file import (
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from meshwright.families.hub import cached_snapshot
 from meshwright.spec.data import DataSpec
+from meshwright.spec.errors import UserError
 
 TOKENIZER, SCANNED = "tokenizer", "scanned"
 """Names in the cache's folders: the files of a tokenizer that was trained, and what was found in given tokens."""
-CACHE_FORMAT = 2
-"""Raised whenever the same corpus would give other files."""
 TRAINING_CHARACTERS = 1 << 26
 """Characters a tokenizer is trained on at most: more changes its merges little and costs minutes."""
 BLOCK = 1 << 12
@@ -110,6 +108,7 @@ def prepare_corpus(
     model_dir: Path | None = None,
     progress: Progress | None = None,
     processes: int | None = None,
+    mend: Callable[[str], None] | None = None,
 ) -> Corpus:
     """Tokenize the sources, or find the tokens in the cache.
 
@@ -120,11 +119,13 @@ def prepare_corpus(
 
     The cache knows tokens by name, size and modification time of the files that they were made of, by the
     tokenizer and by the share held out: one `stat` per file, so that starting a run never reads the corpus
-    again. (A file changed without changing size and time goes unnoticed.) What is complete appears by one
+    again. (Text changed without changing size and time goes unnoticed.) What was written, and what was read of files of
+    tokens, has checksums, compared when a block is first read; with `mend` everything is compared now, and what is
+    damaged is told to it and made again. What is complete appears by one
     rename; what a killed process began is continued. Of several processes that need the same one builds it
     and the others wait.
 
-    Raises ValueError for everything that is wrong with sources, tokenizer or cache.
+    Raises UserError for everything that is wrong with sources, tokenizer or cache.
     """
     progress = progress or (lambda what, done, total: None)
     cache = Path(data.cache_dir)
@@ -141,10 +142,12 @@ def prepare_corpus(
     streams = []
     for name, files in groups.items():
         if files[0].is_tokens:
-            train, held_out = _given_tokens(files[0], data, cache, tokenizer)
+            train, held_out = _given_tokens(files[0], data, cache, tokenizer, mend)
         else:
             encoder = records if files[0].is_records and records else TextEncoder(tokenizer)
-            train, held_out = _tokenized(files, data, cache, tokenizer, encoder, splits.get(name), progress, processes)
+            train, held_out = _tokenized(
+                files, data, cache, tokenizer, encoder, splits.get(name), progress, processes, mend
+            )
         weight = data.sources[files[0].source].weight
         formats = ("tokens",) if files[0].is_tokens else tuple(dict.fromkeys(file.format for file in files))
         stream = Stream(name=name, train=train, held_out=held_out, weight=weight, formats=formats, files=tuple(files))
@@ -153,9 +156,9 @@ def prepare_corpus(
 
 
 def encoder_of_records(data: DataSpec, tokenizer: TextTokenizer, base_dir: Path) -> RecordEncoder:
-    """What makes tokens of the recipe's records. Raises ValueError where they would be cut or have no template."""
+    """What makes tokens of the recipe's records. Raises UserError where they would be cut or have no template."""
     if data.packing == "concatenated":
-        raise ValueError(
+        raise UserError(
             "data.packing=concatenated would cut conversations anywhere; set data.packing=best_fit and "
             "data.separate_documents=true, or data.packing=padded"
         )
@@ -168,12 +171,10 @@ def first_records(files: Sequence[SourceFile], encoder: RecordEncoder, num: int)
     encoded = encoder.encode([document.text for document in read])
     for document, found in zip(read, encoded, strict=True):
         if found.error:
-            raise ValueError(f"{document.id}: {found.error}")
+            raise UserError(f"{document.id}: {found.error}")
     documents = [ids for found in encoded for ids in found.documents]
     if not documents:
-        raise ValueError(
-            f"{files[0].name}: every record that was looked at is left out: too long, or without an answer"
-        )
+        raise UserError(f"{files[0].name}: every record that was looked at is left out: too long, or without an answer")
     return replace(file_in_memory(documents, masked=True), is_pairs=files[0].format == "preference")
 
 
@@ -211,10 +212,10 @@ def group_files(data: DataSpec, files: Sequence[SourceFile]) -> dict[str, list[S
         streams.setdefault(name, []).append(file)
     for name, found in streams.items():
         if found[0].format == "preference" and not data.separate_documents:
-            raise ValueError("both answers of a preference lie in one sample; set data.separate_documents=true")
+            raise UserError("both answers of a preference lie in one sample; set data.separate_documents=true")
         kinds = {"text": "text", "preference": "preferences"}
         if len(mixed := sorted({kinds.get(file.format, "conversations") for file in found})) > 1:
-            raise ValueError(f"data source {name} holds {' and '.join(mixed)}; make a source of each")
+            raise UserError(f"data source {name} holds {' and '.join(mixed)}; make a source of each")
     return streams
 
 
@@ -227,6 +228,7 @@ def _tokenized(
     split: Split | None,
     progress: Progress,
     processes: int | None,
+    mend: Callable[[str], None] | None,
 ) -> tuple[TokenFile, TokenFile | None]:
     """The tokens of text or records: (train, held out)."""
     about = [_identities(files), data.held_out, tokenizer.fingerprint]
@@ -245,7 +247,11 @@ def _tokenized(
             processes=processes,
         )
 
-    directory = _cached(cache, about, build)
+    directory = cached(cache, about, build)
+    if mend and (damage := damage_of(directory)):
+        mend(damage)
+        shutil.rmtree(directory)
+        directory = cached(cache, about, build)
     rebuild = f"; delete {directory} to build it again"
     names, is_pairs = [TRAIN, *([HELD_OUT] if data.held_out else [])], files[0].format == "preference"
     train, *held_out = (
@@ -255,7 +261,7 @@ def _tokenized(
 
 
 def _given_tokens(
-    file: SourceFile, data: DataSpec, cache: Path, tokenizer: TextTokenizer
+    file: SourceFile, data: DataSpec, cache: Path, tokenizer: TextTokenizer, mend: Callable[[str], None] | None
 ) -> tuple[TokenFile, TokenFile | None]:
     """The tokens of a file of tokens: (train, held out). It is gone through once; of that the cache keeps a note."""
     dtype = np.dtype(file.tokens).newbyteorder("<") if file.tokens else None
@@ -263,37 +269,52 @@ def _given_tokens(
     def scan(directory: Path) -> None:
         if dtype is None:
             opened = open_token_file(file.path, tokenizer)
-            check_places(opened)
+            assert opened.lengths is not None
+            check_places(opened, opened.lengths)
             tokens = opened.tokens
         else:
             tokens = np.memmap(file.path, dtype=dtype, mode="r")
+        if looks_wider(tokens):
+            raise UserError(f"{file.name}: its 16-bit numbers look like the halves of 32-bit ones; say tokens: uint32")
         largest, lengths = scan_tokens(tokens, eos_id=tokenizer.eos_id)
         if largest >= tokenizer.vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"{file.name}: token {largest} is none of the tokenizer's {tokenizer.vocab_size}; give the tokenizer "
                 "that made this file as data.tokenizer, or the right integers as the source's tokens"
             )
         if dtype is not None:  # the index has no code for uint32, whose numbers are as wide as int32's
             write_index(directory / f"{SCANNED}.idx", lengths, np.dtype("<u2" if dtype.itemsize == 2 else "<i4"))
+        sums_of(file.path).tofile(directory / f"{SCANNED}{ENDING}")
 
-    directory = _cached(cache, [file.identity(), tokenizer.fingerprint], scan)
+    about = [file.identity(), tokenizer.fingerprint]
+    directory = cached(cache, about, scan)
+    if mend and not np.array_equal(np.fromfile(directory / f"{SCANNED}{ENDING}", "<u4"), sums_of(file.path)):
+        mend(f"{file.name} has changed since it was first read")
+        shutil.rmtree(directory)
+        directory = cached(cache, about, scan)
     if dtype is None:
         whole = open_token_file(file.path, tokenizer)
     else:
         whole = open_indexed(file.path, index=directory / f"{SCANNED}.idx", dtype=dtype)
+    sums = Sums(
+        file.path,
+        np.fromfile(directory / f"{SCANNED}{ENDING}", "<u4"),
+        f"; if it should have changed, delete {directory} to read it again",
+    )
+    whole = replace(whole, tokens=sums.numbers(whole.tokens.dtype, 0, len(whole.tokens)))
     if not data.held_out:
         return whole, None
     train = whole.num_documents - max(1, round(data.held_out * whole.num_documents))
     if train < 1:
-        raise ValueError(f"{file.name} has only one document, too few to hold one out; set data.held_out=0")
+        raise UserError(f"{file.name} has only one document, too few to hold one out; set data.held_out=0")
     return whole.part(0, train), whole.part(train, whole.num_documents)
 
 
-def needs_tokenizer(file: SourceFile) -> ValueError:
+def needs_tokenizer(file: SourceFile) -> UserError:
     """What to say where no tokenizer is given and none can be trained on `file`."""
     if file.is_tokens:
-        return ValueError(f"{file.name} holds tokens: give the tokenizer that made them as data.tokenizer")
-    return ValueError(
+        return UserError(f"{file.name} holds tokens: give the tokenizer that made them as data.tokenizer")
+    return UserError(
         f"{file.name} holds records, and a tokenizer is trained on text alone: set data.tokenizer to that of a Hugging "
         "Face model or of a run (runs/base/tokenizer)"
     )
@@ -321,43 +342,12 @@ def _trained_tokenizer(
             if not held_out
         )
         train_tokenizer(_sample(texts, num_characters), data.tokenizer_vocab).save(directory / TOKENIZER)
+        write_sums(directory / TOKENIZER / "tokenizer.json")
 
     about = [_identities([file for files in groups.values() for file in files]), data.held_out, data.tokenizer_vocab]
-    return load_tokenizer(_cached(cache, [*about, list(groups)], build) / TOKENIZER)
-
-
-def _cached(cache: Path, about: Any, build: Callable[[Path], None]) -> Path:
-    """The folder of the cache for what `about` describes, built where it is missing."""
-    fingerprint = hashlib.sha256(json.dumps([CACHE_FORMAT, about]).encode()).hexdigest()[:16]
-    directory, unfinished = cache / fingerprint, cache / f".{fingerprint}"
-    if directory.is_dir():
-        return directory
-    try:
-        unfinished.mkdir(parents=True, exist_ok=True)
-        with _locked(unfinished):
-            if directory.is_dir():  # another process was at it
-                shutil.rmtree(unfinished, ignore_errors=True)
-            else:
-                build(unfinished)
-                unfinished.rename(directory)
-        remove_scaffolding(directory)
-    except OSError as error:
-        raise ValueError(f"data.cache_dir={cache} cannot be written: {error}") from error
-    except ValueError:
-        shutil.rmtree(unfinished, ignore_errors=True)  # a corrected corpus will be another one
-        raise
-    return directory
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Alone in a folder; the system lets go of it when the process ends, however it ends."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
+    directory = cached(cache, [*about, list(groups)], build)
+    Sums.beside(directory / TOKENIZER / "tokenizer.json", f"; delete {directory} to train it again").compare_all()
+    return load_tokenizer(directory / TOKENIZER)
 
 
 def _identities(files: Sequence[SourceFile]) -> list[tuple[Any, ...]]:

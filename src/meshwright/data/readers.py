@@ -1,4 +1,4 @@
-"""The one place that reads documents out of the files of a corpus, whatever their format."""
+"""Readers: documents of a corpus's files, in any supported format."""
 
 import csv
 import gzip
@@ -10,13 +10,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import IO, Any, NamedTuple
 
-from meshwright.data.records import COLUMNS, FURTHER, format_of, record_text
+from meshwright.data.records import COLUMNS, FURTHER, format_of, record_text, renamed
 from meshwright.data.sources import SourceFile, require
+from meshwright.spec.errors import UserError
 
 ROWS = 256
 """Rows of a table in memory at a time."""
-LONGEST_FIELD = 1 << 30
-"""Characters of a field of a .csv file."""
+LONGEST = 1 << 28
+"""Bytes of a line, of a field of a .csv file, and of a file that is read whole; a document is in memory as a whole."""
+MOST_UNPACKED = 250
+"""How many times as large as on disk a file may become, once a line's worth has been read; text packs 3 to 20 times."""
 
 
 class Document(NamedTuple):
@@ -47,7 +50,7 @@ def read_documents(files: Iterable[SourceFile], *, skip: int = 0) -> Iterator[Do
 
     The first `skip` records (lines or rows) of the first file are passed over, which is much faster than reading them.
 
-    Raises ValueError, naming file and byte, line or row, at what cannot be read and at text that is not UTF-8.
+    Raises UserError, naming file and byte, line or row, at what cannot be read and at text that is not UTF-8.
     """
     for file in map(_told_apart, files):
         if file.container == "text":
@@ -64,7 +67,7 @@ def read_documents(files: Iterable[SourceFile], *, skip: int = 0) -> Iterator[Do
 def told_apart(files: Iterable[SourceFile]) -> list[SourceFile]:
     """The files with the format of their records where a source leaves it open: what the columns of the first say.
 
-    Raises ValueError where they are those of several formats, or nearly those of one.
+    Raises UserError where they are those of several formats, or nearly those of one.
     """
     return [_told_apart(file) for file in files]
 
@@ -75,24 +78,26 @@ def _told_apart(file: SourceFile) -> SourceFile:
     if file.container not in _READERS or file.text_key != "text":
         return replace(file, format="text")
     row = next(_READERS[file.container](file, 0), None)
-    return replace(file, format=format_of(row.fields, file.text_key, file.name) if row else "text")
+    return replace(
+        file, format=format_of(renamed(row.fields, file.columns), file.text_key, file.name) if row else "text"
+    )
 
 
 def _content(row: Row, file: SourceFile) -> str:
     if file.is_records:
-        return record_text(row.fields, file.format, row.id)
+        return record_text(renamed(row.fields, file.columns), file.format, row.id)
     key, text = file.text_key, row.fields.get(file.text_key)
     if key not in row.fields:
-        raise ValueError(
+        raise UserError(
             f"{row.id}: no {key!r} in this line (its keys are {', '.join(row.fields)}); set the source's text_key"
         )
     if not isinstance(text, str):
         kind = "empty (null)" if text is None else f"not a string but {type(text).__name__}"
-        raise ValueError(f"{row.id}: {key!r} is {kind}")
+        raise UserError(f"{row.id}: {key!r} is {kind}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
+        raise UserError(
             f"{row.id}: {key!r} is not Unicode text: a lone surrogate at character {error.start}"
         ) from error
     return text
@@ -102,19 +107,25 @@ def _read_text(file: SourceFile, skip: int) -> Iterator[Document]:
     if skip:
         return
     with _opened(file) as (opened, raw):
-        content = opened.read()
+        content = _whole(opened, file)
         num_bytes = raw.tell()
     try:
         text = content.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file.name}: not UTF-8 at byte {error.start}") from error
+        raise UserError(f"{file.name}: not UTF-8 at byte {error.start}") from error
     yield Document(file.name, text, num_bytes)
 
 
 def _read_json_lines(file: SourceFile, skip: int) -> Iterator[Row]:
     place = 0
     with _opened(file) as (lines, raw):
-        for number, line in enumerate(lines, start=1):
+        unpacked = 0
+        for number, line in enumerate(iter(lambda: lines.readline(LONGEST + 1), b""), start=1):
+            unpacked += len(line)
+            if len(line) > LONGEST:
+                raise UserError(f"{file.name}:{number}: a line of more than {LONGEST} bytes; cut it into several")
+            if file.compression and unpacked > LONGEST + MOST_UNPACKED * raw.tell():
+                raise UserError(f"{file.name}:{number}: unpacks to more than {MOST_UNPACKED} times its size")
             if number == skip:
                 place = raw.tell()
             if number <= skip or not line.strip():
@@ -127,11 +138,11 @@ def _read_json_lines(file: SourceFile, skip: int) -> Iterator[Row]:
 def _read_json(file: SourceFile, skip: int) -> Iterator[Row]:
     """A list of records, all in memory."""
     with _opened(file) as (opened, raw):
-        content = opened.read()
+        content = _whole(opened, file)
         num_bytes = raw.tell()
     records = _parsed(content, file.name, "")
     if not isinstance(records, list):
-        raise ValueError(f"{file.name}: a .json file must hold a list of records")
+        raise UserError(f"{file.name}: a .json file must hold a list of records")
     for number, record in enumerate(records, start=1):
         if number > skip:
             share = num_bytes * number // len(records) - num_bytes * (number - 1) // len(records)
@@ -140,7 +151,7 @@ def _read_json(file: SourceFile, skip: int) -> Iterator[Row]:
 
 
 def _read_csv(file: SourceFile, skip: int) -> Iterator[Row]:
-    csv.field_size_limit(LONGEST_FIELD)
+    csv.field_size_limit(LONGEST)
     place = 0
     with _opened(file) as (opened, raw), io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as text:
         rows = csv.reader(text, strict=True)
@@ -153,12 +164,12 @@ def _read_csv(file: SourceFile, skip: int) -> Iterator[Row]:
                 before, place = place, raw.tell()
                 where = f"{file.name}:{rows.line_num}"
                 if len(row) != len(names):
-                    raise ValueError(f"{where}: {len(row)} fields, but the header has {len(names)}")
+                    raise UserError(f"{where}: {len(row)} fields, but the header has {len(names)}")
                 yield Row(where, dict(zip(names, row, strict=True)), place - before, number)
         except csv.Error as error:
-            raise ValueError(f"{file.name}:{rows.line_num}: not CSV: {error}") from error
+            raise UserError(f"{file.name}:{rows.line_num}: not CSV: {error}") from error
         except UnicodeDecodeError as error:
-            raise ValueError(f"{file.name}: not UTF-8 soon after line {rows.line_num}") from error
+            raise UserError(f"{file.name}: not UTF-8 soon after line {rows.line_num}") from error
 
 
 def _read_parquet(file: SourceFile, skip: int) -> Iterator[Row]:
@@ -208,15 +219,28 @@ def _columns(file: SourceFile, names: Sequence[str]) -> list[str]:
     if file.format == "auto":
         return list(names)
     wanted = (*COLUMNS[file.format], *FURTHER) if file.is_records else (file.text_key,)
+    wanted += tuple(theirs for _, theirs in file.columns if theirs)
     return [name for name in names if name in wanted]
 
 
 def _check_columns(file: SourceFile, names: Sequence[str]) -> None:
-    """Of a file of text; what a record lacks is told where it is read."""
+    """No name twice; of a file of text the column of the text. What a record lacks is told where it is read."""
+    twice = next((name for name in names if list(names).count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"{file.name}: two columns are called {twice!r}; rename or remove one")
     if file.format == "text" and file.text_key not in names:
-        raise ValueError(
+        raise UserError(
             f"{file.name}: no column {file.text_key!r} (its columns are {', '.join(names)}); set the source's text_key"
         )
+
+
+def _whole(opened: IO[bytes], file: SourceFile) -> bytes:
+    content = opened.read(LONGEST + 1)
+    if len(content) > LONGEST:
+        raise UserError(
+            f"{file.name}: more than {LONGEST} bytes in one piece; cut it into several files, or use .jsonl"
+        )
+    return content
 
 
 @contextmanager
@@ -225,7 +249,7 @@ def _opened(file: SourceFile) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     try:
         raw = file.path.open("rb")
     except OSError as error:
-        raise ValueError(f"{file.name} cannot be read: {error.strerror}") from error
+        raise UserError(f"{file.name} cannot be read: {error.strerror}") from error
     with raw:
         if not file.compression:
             yield raw, raw
@@ -241,7 +265,7 @@ def _opened(file: SourceFile) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
             yield stream, raw
         except damage as error:
             place = "" if raw.closed else f" near byte {raw.tell()}"
-            raise ValueError(f"{file.name} is damaged{place}: {' '.join(str(error).split())}") from error
+            raise UserError(f"{file.name} is damaged{place}: {' '.join(str(error).split())}") from error
 
 
 @contextmanager
@@ -251,21 +275,23 @@ def _arrow_errors(file: SourceFile) -> Iterator[None]:
         yield
     except (arrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{file.name} cannot be read: {reason}") from error
+        raise UserError(f"{file.name} cannot be read: {reason}") from error
 
 
 def _parsed(content: bytes, where: str, of: str) -> Any:
     try:
         return json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not UTF-8 at byte {error.start} {of}".rstrip()) from error
+        raise UserError(f"{where}: not UTF-8 at byte {error.start} {of}".rstrip()) from error
     except ValueError as error:
-        raise ValueError(f"{where}: not JSON: {error}") from error
+        raise UserError(f"{where}: not JSON: {error}") from error
+    except RecursionError as error:
+        raise UserError(f"{where}: its JSON is nested too deep") from error
 
 
 def _fields(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: it is no object with keys, but {type(value).__name__}")
+        raise UserError(f"{where}: it is no object with keys, but {type(value).__name__}")
     return value
 
 

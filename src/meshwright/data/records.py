@@ -1,8 +1,9 @@
-"""The one place that says what records of fine-tuning data are: their format by their columns, and one form for all.
+"""Fine-tuning records: their format, detected from the columns, and one common form.
 
 A record in that form is JSON text, one of
 
-    {"messages": [{"role": ..., "content": ...}, ...], "given": k}    a conversation; its first k messages are only read
+    {"messages": [{"role": ..., "content": ...}, ...], "given": k}    a conversation; its first k messages are only
+                                                                      read, and so is a message with "weight": 0
     {"prompt": text, "completion": text}
     {"input_ids": [...], "labels": [...]}                             tokens; a label is its own token or -100
     {"chosen": record, "rejected": record}                            a preference, each side one of the first two
@@ -12,7 +13,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from meshwright.data.tools import calls_of, tools_of
 from meshwright.spec.data import Format
+from meshwright.spec.errors import UserError
 from meshwright.spec.problems import did_you_mean
 
 COLUMNS: dict[Format, tuple[str, ...]] = {
@@ -24,24 +27,41 @@ COLUMNS: dict[Format, tuple[str, ...]] = {
     "tokenized": ("input_ids",),
 }
 """The columns by which a format is known."""
-FURTHER = ("prompt", "input", "system", "labels", "tools")
+FURTHER = ("prompt", "input", "history", "system", "labels", "tools", "functions", "weight", "train")
 """Columns that a format may have besides."""
-ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "function_call": "assistant", "observation": "tool"}
-"""What sharegpt calls roles; other names are those of OpenAI's messages."""
+REFUSED = {
+    "label": "whether an answer is good (KTO) is no objective here; make pairs of chosen and rejected",
+    "images": "models of images are not trained here",
+    "audios": "models of sound are not trained here",
+    "videos": "models of images are not trained here",
+}
+"""Columns that mean something that cannot be used, and why."""
+FURTHER += tuple(REFUSED)
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function": "tool",
+}
+"""What sharegpt and older data call roles; other names are those of OpenAI's messages."""
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Fields of a message for what was thought before the answer, as transformers knows them."""
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def format_of(columns: Iterable[str], text_key: str, where: str) -> Format:
     """The format that has these columns; text, where none has, for then text may be missed under its key.
 
-    Raises ValueError where they are those of several formats, or nearly those of one.
+    Raises UserError where they are those of several formats, or nearly those of one.
     """
     names = set(columns)
     found: list[Format] = [format for format, needed in COLUMNS.items() if names.issuperset(needed)]
     if text_key in names:
         found.append("text")
     if len(found) > 1:
-        raise ValueError(
+        raise UserError(
             f"{where}: its columns are those of {' and of '.join(found)}; say which, by the source's format"
         )
     if found:
@@ -51,23 +71,41 @@ def format_of(columns: Iterable[str], text_key: str, where: str) -> Format:
         for name in sorted(names - set(needed)):
             near = did_you_mean(name, lacking, likeness=0.75)
             if near and len(lacking) == 1:
-                raise ValueError(f"{where}: unknown column {name!r}{near}")
+                raise UserError(f"{where}: unknown column {name!r}{near}")
     return "text"
 
 
+def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str | None]]) -> Mapping[str, Any]:
+    """The fields under our names, where the source says which of its columns is which."""
+    if not columns:
+        return fields
+    theirs = {name for _, name in columns} | {ours for ours, _ in columns}
+    rest = {key: value for key, value in fields.items() if key not in theirs}
+    return rest | {ours: fields[name] for ours, name in columns if name is not None and name in fields}
+
+
 def record_text(fields: Mapping[str, Any], format: Format, where: str) -> str:
-    """A line or row of a format in the form that all records have. Raises ValueError that begins with `where`."""
+    """A line or row of a format in the form that all records have. Raises UserError that begins with `where`."""
     lacking = [column for column in COLUMNS[format] if fields.get(column) is None]
     if lacking:
-        raise ValueError(f"{where}: no {lacking[0]!r}, which format {format} needs (it has {', '.join(fields)})")
+        raise UserError(f"{where}: no {lacking[0]!r}, which format {format} needs (it has {', '.join(fields)})")
+    for column, why in REFUSED.items():
+        if fields.get(column) not in (None, [], ""):
+            raise UserError(f"{where}: column {column!r}: {why}; of the source, columns={{{column}: null}} ignores it")
+    if fields.get("history") and format != "alpaca":
+        raise UserError(f"{where}: column 'history' belongs to instruction and output, not to format {format}")
     record = _MAKERS[format](fields, where)
-    if fields.get("tools"):
-        record["tools"] = fields["tools"]
+    tools = [tool for name in ("tools", "functions") if fields.get(name) for tool in tools_of(fields[name], where)]
+    if tools and format in ("messages", "sharegpt", "prompt_completion", "alpaca", "preference"):
+        for side in (record["chosen"], record["rejected"]) if format == "preference" else (record,):
+            side["tools"] = tools
+    if _weight(fields, where) == 0:
+        record["weight"] = 0
     text = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: not Unicode text: a lone surrogate") from error
+        raise UserError(f"{where}: not Unicode text: a lone surrogate") from error
     return text
 
 
@@ -86,7 +124,13 @@ def _of_alpaca(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     asked = _string(fields, "instruction", where)
     if fields.get("input"):
         asked += "\n\n" + _string(fields, "input", where)
-    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": _string(fields, "output", where)}]
+    messages = []
+    for turn in fields.get("history") or []:
+        if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
+            raise UserError(f"{where}: 'history' is no list of pairs of question and answer")
+        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    messages.append({"role": "user", "content": asked})
+    messages.append({"role": "assistant", "content": _string(fields, "output", where)})
     if fields.get("system"):
         messages.insert(0, {"role": "system", "content": _string(fields, "system", where)})
     return {"messages": messages, "given": 0}
@@ -103,9 +147,9 @@ def _of_tokenized(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     ids, labels = fields["input_ids"], fields.get("labels")
     labels = ids if labels is None else labels
     if not (_is_integers(ids) and _is_integers(labels)):
-        raise ValueError(f"{where}: input_ids and labels must be lists of whole numbers")
+        raise UserError(f"{where}: input_ids and labels must be lists of whole numbers")
     if len(ids) != len(labels) or any(label not in (token, -100) for token, label in zip(ids, labels, strict=True)):
-        raise ValueError(f"{where}: every label must be its own token or -100 (they are shifted in training)")
+        raise UserError(f"{where}: every label must be its own token or -100 (they are shifted in training)")
     return {"input_ids": ids, "labels": labels}
 
 
@@ -113,7 +157,7 @@ def _of_preference(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     prompt, sides = fields.get("prompt"), (fields["chosen"], fields["rejected"])
     if all(isinstance(side, str) for side in sides):
         if not isinstance(prompt, str):
-            raise ValueError(f"{where}: chosen and rejected are text, so the prompt must be, too")
+            raise UserError(f"{where}: chosen and rejected are text, so the prompt must be, too")
         chosen, rejected = ({"prompt": prompt, "completion": side} for side in sides)
         return {"chosen": chosen, "rejected": rejected}
     chosen, rejected = (_messages(side, where) for side in sides)
@@ -121,12 +165,12 @@ def _of_preference(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
         given = next((i for i, pair in enumerate(zip(chosen, rejected, strict=False)) if pair[0] != pair[1]), 0)
         before: list[dict[str, Any]] = []
     elif prompt is None:
-        raise ValueError(f"{where}: no 'prompt', and chosen and rejected do not begin with one")
+        raise UserError(f"{where}: no 'prompt', and chosen and rejected do not begin with one")
     else:
         before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt, where)
         given = len(before)
     if not given:
-        raise ValueError(f"{where}: chosen and rejected have no prompt in common, or do not differ")
+        raise UserError(f"{where}: chosen and rejected have no prompt in common, or do not differ")
     return {
         "chosen": {"messages": before + chosen, "given": given},
         "rejected": {"messages": before + rejected, "given": given},
@@ -145,39 +189,73 @@ _MAKERS = {
 
 def _messages(value: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise ValueError(f"{where}: a conversation must be a list of messages, each with role and content")
+        raise UserError(f"{where}: a conversation must be a list of messages, each with role and content")
     return [_message(message, f"{where}: message {number}") for number, message in enumerate(value, start=1)]
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
     """A message by OpenAI's names, without what is null."""
     if not isinstance(message, Mapping):
-        raise ValueError(f"{where} is no object with role and content")
+        raise UserError(f"{where} is no object with role and content")
     fields = {key: value for key, value in message.items() if value is not None}
     role, content = fields.pop("from", None), fields.pop("value", None)
     role, content = fields.pop("role", role), fields.pop("content", content)
     known = ROLES.get(role, role) if isinstance(role, str) else None
     if known not in KNOWN_ROLES:
         near = did_you_mean(str(role), (*ROLES, *KNOWN_ROLES))
-        raise ValueError(f"{where}: role {role!r} is none of {', '.join(KNOWN_ROLES)}{near}")
+        raise UserError(f"{where}: role {role!r} is none of {', '.join(KNOWN_ROLES)}{near}")
+    calls = fields.pop("tool_calls", None) or fields.pop("function_call", None)
+    if role == "function_call":
+        calls, content = content, None
     if isinstance(content, list):
         content = _joined(content, where)
-    if not isinstance(content, str) and not (content is None and "tool_calls" in fields):
-        raise ValueError(f"{where}: its content is not text but {type(content).__name__}")
-    return {"role": known, **fields, "content": content or ""}
+    if not isinstance(content, str) and not (content is None and calls):
+        raise UserError(f"{where}: its content is not text but {type(content).__name__}")
+    made: dict[str, Any] = {"role": known, "content": content or ""}
+    if calls:
+        made["tool_calls"] = calls_of(calls, where)
+    thought = next((found for name in THOUGHTS if (found := fields.pop(name, None))), None)
+    if thought is not None:
+        if not isinstance(thought, str):
+            raise UserError(f"{where}: its thought is not text but {type(thought).__name__}")
+        made["reasoning_content"] = thought
+    if _weight(fields, where) == 0:
+        made["weight"] = 0
+    for name in ("weight", "train"):
+        fields.pop(name, None)
+    return {**fields, **made}
+
+
+def _weight(fields: Mapping[str, Any], where: str) -> int:
+    """0 where a record or message is only read, else 1."""
+    weights = []
+    for name in ("weight", "train"):
+        value = fields.get(name)
+        value = _TEXT_WEIGHTS.get(value.strip().lower(), value) if isinstance(value, str) else value
+        weights.append(value)
+        if value not in (None, 0, 1):
+            raise UserError(
+                f"{where}: {name!r} is {value!r}, where 0 (only read) and 1 are possible; "
+                f"of the source, columns={{{name}: null}} ignores a column"
+            )
+    return 0 if 0 in weights else 1
+
+
+_TEXT_WEIGHTS = {"": None, "0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
+"""Weights as .csv files have them."""
 
 
 def _joined(parts: list[Any], where: str) -> str:
     """Contents in parts of {"type": "text", "text": ...}."""
     for part in parts:
         if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-            raise ValueError(f"{where}: a part of its content is not text")
+            raise UserError(f"{where}: a part of its content is not text")
     return "".join(part["text"] for part in parts)
 
 
 def _string(fields: Mapping[str, Any], key: str, where: str) -> str:
     if not isinstance(fields[key], str):
-        raise ValueError(f"{where}: {key!r} is not a string but {type(fields[key]).__name__}")
+        raise UserError(f"{where}: {key!r} is not a string but {type(fields[key]).__name__}")
     return fields[key]
 
 

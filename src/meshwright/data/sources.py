@@ -1,4 +1,4 @@
-"""The one place that finds the files of a corpus, and says by their names how they are read."""
+"""Sources: the files of a corpus, and how each is read, by its name."""
 
 import glob
 import importlib
@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from meshwright.spec.data import HUB, STDLIB, Format, SourceSpec
+from meshwright.spec.errors import UserError
 
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
 """Folders that the stdlib corpus leaves out.
@@ -60,6 +61,8 @@ class SourceFile:
     """.gz, .zst or nothing."""
     text_key: str = "text"
     """Key or column of the text."""
+    columns: tuple[tuple[str, str | None], ...] = ()
+    """Our names of a record's columns and the file's; None: the column is not read."""
     tokens: str | None = None
     """Integers of a raw token file."""
     source: int = 0
@@ -83,6 +86,7 @@ class SourceFile:
             self.format if self.is_records else self.container,
             self.text_key,
             self.tokens,
+            *([self.columns] if self.columns else []),
             found.st_size,
             found.st_mtime_ns,
         )
@@ -91,7 +95,7 @@ class SourceFile:
 def find_files(sources: Sequence[SourceSpec], base_dir: Path) -> list[SourceFile]:
     """The files of all sources: sources in their order, the files of each sorted by name.
 
-    Raises ValueError when a source matches nothing, or nothing that can be read, and when a file would be read twice.
+    Raises UserError when a source matches nothing, or nothing that can be read, and when a file would be read twice.
     """
     files = [file for number, source in enumerate(sources) for file in _files_of(source, number, base_dir)]
     known: dict[Path, SourceFile] = {}
@@ -100,8 +104,8 @@ def find_files(sources: Sequence[SourceSpec], base_dir: Path) -> list[SourceFile
         if first is not file:
             paths = [sources[one.source].path for one in (first, file)]
             if first.source != file.source and paths[0] == paths[1]:
-                raise ValueError(f"data source {paths[0]} is given twice; leave one out (weight says how much is seen)")
-            raise ValueError(
+                raise UserError(f"data source {paths[0]} is given twice; leave one out (weight says how much is seen)")
+            raise UserError(
                 f"one file would be read twice: as {first.name} by data source {paths[0]}, and as {file.name} by "
                 f"{paths[1]}; leave it out of one"
             )
@@ -114,12 +118,12 @@ def names_of(files: Sequence[SourceFile]) -> str:
 
 
 def require(library: str, why: str) -> ModuleType:
-    """An optional library; raises ValueError that says how to install it."""
+    """An optional library; raises UserError that says how to install it."""
     try:
         return importlib.import_module(library)
     except ImportError as error:
         package = library.split(".")[0]
-        raise ValueError(f"{why} needs {package}; install it: pip install 'meshwright[{EXTRAS[package]}]'") from error
+        raise UserError(f"{why} needs {package}; install it: pip install 'meshwright[{EXTRAS[package]}]'") from error
 
 
 def _files_of(source: SourceSpec, number: int, base_dir: Path) -> list[SourceFile]:
@@ -137,9 +141,9 @@ def _files_of(source: SourceSpec, number: int, base_dir: Path) -> list[SourceFil
     names = sorted(name for name in names if (base_dir / name).is_file())
     files = [_source_file(name, source, number, base_dir) for name in _without_twins(names)]
     if files and not any(file.path.stat().st_size for file in files):
-        raise ValueError(f"data source {source.path} holds nothing: no byte is in {names_of(files)}; leave it out")
+        raise UserError(f"data source {source.path} holds nothing: no byte is in {names_of(files)}; leave it out")
     if not files:
-        raise ValueError(f"data source {source.path} matches no file (looked in {base_dir.resolve()})")
+        raise UserError(f"data source {source.path} matches no file (looked in {base_dir.resolve()})")
     return files
 
 
@@ -155,7 +159,7 @@ def _source_file(name: str, source: SourceSpec, number: int, base_dir: Path) -> 
     ending = Path(name[: len(name) - len(compression)]).suffix.lower()
     container = CONTAINERS.get(ending, "text")
     if ending in NOT_TEXT or (compression and container not in ("text", "jsonl", "json", "csv")):
-        raise ValueError(
+        raise UserError(
             f"{name}: {ending}{compression} files cannot be read; make it .jsonl, or plain text such as .txt"
         )
     if container == "raw" and path.with_suffix(".idx").is_file():
@@ -163,9 +167,9 @@ def _source_file(name: str, source: SourceSpec, number: int, base_dir: Path) -> 
     elif container == "megatron":
         path = path.with_suffix(".bin")
         if not path.is_file():
-            raise ValueError(f"{name}: {path.name}, whose index it is, does not lie beside it")
+            raise UserError(f"{name}: {path.name}, whose index it is, does not lie beside it")
     elif container == "raw" and source.tokens is None:
-        raise ValueError(
+        raise UserError(
             f"{name}: no {path.stem}.idx lies beside it; say which integers it holds, as in "
             f"{{path: {source.path}, tokens: uint16}}"
         )
@@ -176,6 +180,7 @@ def _source_file(name: str, source: SourceSpec, number: int, base_dir: Path) -> 
         format=source.format,
         compression=compression,
         text_key=source.text_key,
+        columns=tuple(source.columns.items()),
         tokens=source.tokens if container == "raw" else None,
         source=number,
     )
@@ -184,7 +189,13 @@ def _source_file(name: str, source: SourceSpec, number: int, base_dir: Path) -> 
 def _arrow_file(path: Path, source: SourceSpec, number: int) -> SourceFile:
     name = f"{source.path}/{path.name}"
     return SourceFile(
-        path=path, name=name, container="arrow", format=source.format, text_key=source.text_key, source=number
+        path=path,
+        name=name,
+        container="arrow",
+        format=source.format,
+        text_key=source.text_key,
+        columns=tuple(source.columns.items()),
+        source=number,
     )
 
 
@@ -194,11 +205,11 @@ def _saved_dataset(folder: Path, source: SourceSpec) -> Iterator[Path]:
     if splits.is_file():
         names = _json_object(splits).get("splits", [])
         if source.split not in names:
-            raise ValueError(f"data source {source.path} has no split {source.split!r} (it has {', '.join(names)})")
+            raise UserError(f"data source {source.path} has no split {source.split!r} (it has {', '.join(names)})")
         folder = folder / source.split
     state = folder / "state.json"
     if not state.is_file():
-        raise ValueError(f"data source {source.path} is a folder; say which files, as in {source.path}/**/*.txt")
+        raise UserError(f"data source {source.path} is a folder; say which files, as in {source.path}/**/*.txt")
     for file in _json_object(state).get("_data_files", []):
         yield folder / Path(file["filename"]).name
 
@@ -207,8 +218,8 @@ def _json_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
         assert isinstance(content, dict)
-    except (OSError, ValueError, AssertionError) as error:
-        raise ValueError(f"{path} is not what `datasets` writes: {error}") from error
+    except (OSError, ValueError, RecursionError, AssertionError) as error:
+        raise UserError(f"{path} is not what `datasets` writes: {error}") from error
     return content
 
 
@@ -219,7 +230,7 @@ def _hub_files(source: SourceSpec) -> list[Path]:
         found = datasets.load_dataset(source.path.removeprefix(HUB), source.subset, split=source.split)
     except Exception as error:  # whatever the network, the hub and a dataset's files can do
         reason = " ".join(str(error).split())
-        raise ValueError(f"data source {source.path}, split {source.split}, cannot be loaded: {reason}") from error
+        raise UserError(f"data source {source.path}, split {source.split}, cannot be loaded: {reason}") from error
     return [Path(file["filename"]) for file in found.cache_files]
 
 
@@ -232,7 +243,7 @@ def _stdlib_files(number: int) -> list[SourceFile]:
             name = f"{STDLIB}/{path.relative_to(folder).as_posix()}"
             files.append(SourceFile(path=path, name=name, container="text", source=number))
     if not files:
-        raise ValueError(
+        raise UserError(
             f"this Python keeps no source text of its standard library (looked for .py files in {folder}); "
             f"give data.sources a file or glob instead of {STDLIB}"
         )

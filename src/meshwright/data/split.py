@@ -1,10 +1,11 @@
-"""The one place that decides which text is held out for evaluation."""
+"""The held-out split: which text is kept for evaluation."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from meshwright.data.readers import Document
+from meshwright.spec.errors import UserError
 
 HASHES = 1 << 64
 """Number of values of a text's hash."""
@@ -80,7 +81,7 @@ def plan_split(documents: Iterable[Document], held_out: float, *, where: str) ->
     """Read all documents once and choose a split that holds out the share `held_out` of them.
 
     A share above 0 holds out at least the document with the smallest hash. Of an only document it is the
-    last part, from the start of a line. Raises ValueError when there is no text, naming `where`, or one side of the
+    last part, from the start of a line. Raises UserError when there is no text, naming `where`, or one side of the
     split would be empty.
     """
     census, text = Census(), ""
@@ -88,12 +89,12 @@ def plan_split(documents: Iterable[Document], held_out: float, *, where: str) ->
         text = document.text
         census.add(len(text), text_hash(text))
     if not census.num_documents:
-        raise ValueError(f"{where}: no text, every document is empty")
+        raise UserError(f"{where}: no text, every document is empty")
     if held_out and census.num_documents == 1:
         return Split(below=0, single_cut=_cut(text, held_out)), census
     below = max(likely_split(held_out).below, census.smallest + 1) if held_out else 0
     if census.largest < below:
-        raise ValueError(
+        raise UserError(
             f"no document is left to train on: all {census.num_documents} fall into the share "
             f"data.held_out={held_out}; lower it, or set it to 0 to train on everything"
         )
@@ -104,5 +105,5 @@ def _cut(text: str, held_out: float) -> int:
     target = int(len(text) * (1 - held_out))
     cut = text.rfind("\n", 0, target) + 1 or target
     if not 0 < cut < len(text):
-        raise ValueError(f"the only document has {len(text)} characters, too few to hold out data.held_out={held_out}")
+        raise UserError(f"the only document has {len(text)} characters, too few to hold out data.held_out={held_out}")
     return cut

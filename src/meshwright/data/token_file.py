@@ -1,4 +1,4 @@
-"""The one place that knows how tokens lie on disk: a file of integers, and Megatron's index of its documents.
+"""Token files: integers on disk, with Megatron's index of documents.
 
 `x.bin` holds tokens back to back. `x.idx`, as Megatron-LM's `IndexedDataset` reads and writes it, little-endian: the
 9 bytes of MAGIC, u64 version 1, u8 code of the dtype, u64 number S of sequences, u64 number of documents and one, then
@@ -20,7 +20,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from meshwright.data.checksums import Checked, Sums, write_sums
 from meshwright.data.tokenizer import TextTokenizer
+from meshwright.spec.errors import UserError
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
@@ -56,6 +58,8 @@ class TokenFile:
     """(num_tokens,) uint8: 1 for a token that carries loss, 0 for one that is only read; None: all carry it."""
     is_pairs: bool = False
     """Whether its documents are preferences: the chosen and the rejected answer of a pair, pair after pair."""
+    lengths: np.ndarray | None = None
+    """(num_sequences,) tokens of each sequence, as an index says; None: of a file in memory."""
     references: np.ndarray | None = None
     """Of each pair, float64: the log of how much likelier the reference makes the chosen answer than the rejected."""
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -98,10 +102,10 @@ class TokenFile:
 
     def part(self, first: int, last: int) -> "TokenFile":
         """Documents `first` to `last - 1` alone."""
-        span = slice(self.start(first), self.start(last))
-        trained = None if self.trained is None else self.trained[span]
-        firsts, begin = self.firsts[first : last + 1], self.begin + first
-        return replace(self, tokens=self.tokens[span], firsts=firsts, begin=begin, trained=trained)
+        start, stop = self.start(first), self.start(last)
+        trained = None if self.trained is None else _span(self.trained, start, stop)
+        firsts, begin = _span(self.firsts, first, last + 1), self.begin + first
+        return replace(self, tokens=_span(self.tokens, start, stop), firsts=firsts, begin=begin, trained=trained)
 
     def _place(self, document: int) -> int:
         return int(self.places[self.firsts[document]]) // self.tokens.itemsize
@@ -155,7 +159,7 @@ class TokenWriter:
 
     def _end(self) -> None:
         if self._begun >= 1 << 31:
-            raise ValueError(f"{self._path}: a document of {self._begun} tokens; the index holds less than 2**31")
+            raise UserError(f"{self._path}: a document of {self._begun} tokens; the index holds less than 2**31")
         self._lengths.write(struct.pack("<i", self._begun))
         self._documents, self._begun = self._documents + 1, 0
 
@@ -194,6 +198,9 @@ class TokenWriter:
             "tokenizer": self._tokenizer.fingerprint,
             **({"counts": counts} if counts else {}),
         }
+        index, mask = self._path.with_suffix(".idx"), self._path.with_suffix(MASK)
+        for path in (self._path, index, *([mask] if self._mask else [])):
+            write_sums(path)
         with _about_path(self._path).open("w") as file:
             json.dump(about, file, indent=2)
             _to_disk(file)
@@ -231,36 +238,41 @@ def write_index(path: Path, lengths: np.ndarray, dtype: np.dtype) -> None:
 def open_token_file(path: Path, tokenizer: TextTokenizer, *, rebuild: str = "") -> TokenFile:
     """Map `x.bin` and `x.idx` into memory.
 
-    Raises ValueError when they do not fit one another, or another tokenizer made them; the message ends with `rebuild`.
+    Raises UserError when they do not fit one another, or another tokenizer made them; the message ends with `rebuild`.
     """
     try:
         about = json.loads(_about_path(path).read_bytes()) if rebuild or _about_path(path).exists() else None
         made_by = about and about["tokenizer"]
-        found = open_indexed(path)
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}){rebuild}") from error
-    except ValueError as error:
-        raise ValueError(f"{error}{rebuild}") from error
+        found = open_indexed(path, remedy=rebuild if rebuild else None)
+    except UserError as error:
+        raise UserError(str(error).removesuffix(rebuild) + rebuild) from error
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read ({error}){rebuild}") from error
     if made_by not in (None, tokenizer.fingerprint):
-        raise ValueError(f"{path} was made by another tokenizer{rebuild}")
+        raise UserError(f"{path} was made by another tokenizer{rebuild}")
     return replace(
         found, trained=_open_mask(path, len(found.tokens), rebuild), counts=about.get("counts", {}) if about else {}
     )
 
 
-def open_indexed(path: Path, *, index: Path | None = None, dtype: np.dtype | None = None) -> TokenFile:
+def open_indexed(
+    path: Path, *, index: Path | None = None, dtype: np.dtype | None = None, remedy: str | None = None
+) -> TokenFile:
     """Map a file of tokens and its index (default: the .idx beside it) into memory; `dtype` if not the index's.
 
-    Raises ValueError when the two do not fit one another.
+    With a `remedy`, which ends what is said of damage, both have checksums, compared when a block is first read. Raises
+    UserError when the two do not fit one another.
     """
     index = index or path.with_suffix(".idx")
-    indexed_dtype, lengths, places, firsts = _open_index(index)
+    indexed_dtype, lengths, places, firsts = _open_index(index, remedy)
     dtype = dtype or indexed_dtype
     expected = int(places[-1]) + int(lengths[-1]) * dtype.itemsize if len(places) else 0
     num_bytes = path.stat().st_size
     if num_bytes != expected:
-        raise ValueError(f"{path} is damaged: it has {num_bytes} bytes instead of {expected}, which its index says")
-    return TokenFile(path=path, tokens=_map(path, dtype, 0, num_bytes // dtype.itemsize), places=places, firsts=firsts)
+        raise UserError(f"{path} is damaged: it has {num_bytes} bytes instead of {expected}, which its index says")
+    sums = None if remedy is None else Sums.beside(path, remedy)
+    tokens = _map(path, dtype, 0, num_bytes // dtype.itemsize, sums)
+    return TokenFile(path=path, tokens=tokens, places=places, firsts=firsts, lengths=lengths)
 
 
 def _open_mask(path: Path, num_tokens: int, rebuild: str) -> np.ndarray | None:
@@ -268,8 +280,8 @@ def _open_mask(path: Path, num_tokens: int, rebuild: str) -> np.ndarray | None:
     if not mask.exists():
         return None
     if mask.stat().st_size != num_tokens:
-        raise ValueError(f"{mask} is damaged: it has {mask.stat().st_size} bytes instead of {num_tokens}{rebuild}")
-    return _map(mask, np.dtype(np.uint8), 0, num_tokens)
+        raise UserError(f"{mask} is damaged: it has {mask.stat().st_size} bytes instead of {num_tokens}{rebuild}")
+    return _map(mask, np.dtype(np.uint8), 0, num_tokens, Sums.beside(mask, rebuild) if rebuild else None)
 
 
 def file_in_memory(
@@ -298,38 +310,63 @@ def scan_tokens(tokens: np.ndarray, *, eos_id: int) -> tuple[int, np.ndarray]:
     return largest, lengths[lengths > 0]
 
 
-def check_places(file: TokenFile) -> None:
-    """Raise ValueError where sequences do not lie one behind another, as every known builder puts them."""
+def check_places(file: TokenFile, lengths: np.ndarray) -> None:
+    """Raise UserError where sequences of `lengths` do not lie one right behind another, as every known builder puts
+    them, or documents do not begin in order."""
     for first in range(0, max(0, len(file.places) - 1), BLOCK):
-        block = np.array(file.places[first : first + BLOCK + 1])
-        if (np.diff(block) < 0).any():
-            raise ValueError(f"{file.path}: its index says that sequences do not lie in order, which cannot be read")
+        places = np.array(file.places[first : first + BLOCK + 1])
+        sizes = np.array(lengths[first : first + BLOCK + 1][: len(places) - 1], np.int64) * file.tokens.itemsize
+        if (np.diff(places) != sizes).any():
+            raise UserError(
+                f"{file.path}: its index says that sequences do not lie in order, one right behind another, which "
+                "cannot be read"
+            )
+    for first in range(0, len(file.firsts) - 1, BLOCK):
+        if (np.diff(file.firsts[first : first + BLOCK + 1]) < 0).any():
+            raise UserError(f"{file.path}: its index says that documents do not begin in order, which cannot be read")
 
 
-def _open_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+def looks_wider(tokens: np.ndarray) -> bool:
+    """Whether numbers of 16 bits are the halves of numbers of 32: every second one is next to nothing."""
+    halves = np.asarray(tokens[: min(len(tokens), BLOCK) // 2 * 2]).reshape(-1, 2)
+    if tokens.itemsize != 2 or len(halves) < 16:
+        return False
+    return bool((halves[:, 1] < 8).all()) and len(np.unique(halves[:, 0])) > 8
+
+
+def _open_index(path: Path, remedy: str | None = None) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
     """(dtype of the tokens, lengths, places, first sequences) of an .idx."""
     with path.open("rb") as file:
         header = file.read(HEADER.size)
     if len(header) < HEADER.size or not header.startswith(MAGIC):
-        raise ValueError(f"{path} is no index of tokens: it does not begin with MMIDIDX")
+        raise UserError(f"{path} is no index of tokens: it does not begin with MMIDIDX")
     _, version, code, sequences, documents = HEADER.unpack(header)
     if version != 1 or code not in DTYPES:
-        raise ValueError(f"{path}: version {version} with dtype {code} cannot be read, only version 1 with integers")
+        raise UserError(f"{path}: version {version} with dtype {code} cannot be read, only version 1 with integers")
     sizes = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences, 8 * documents])
     # Multimodal files have a byte more for each sequence.
     if path.stat().st_size not in (sizes[-1], sizes[-1] + sequences) or not documents:
-        raise ValueError(f"{path} is damaged: it has {path.stat().st_size} bytes instead of {sizes[-1]}")
-    lengths = _map(path, np.dtype("<i4"), int(sizes[0]), sequences)
-    places = _map(path, np.dtype("<i8"), int(sizes[1]), sequences)
-    firsts = _map(path, np.dtype("<i8"), int(sizes[2]), documents)
+        raise UserError(f"{path} is damaged: it has {path.stat().st_size} bytes instead of {sizes[-1]}")
+    sums = None if remedy is None else Sums.beside(path, remedy)
+    lengths = _map(path, np.dtype("<i4"), int(sizes[0]), sequences, sums)
+    places = _map(path, np.dtype("<i8"), int(sizes[1]), sequences, sums)
+    firsts = _map(path, np.dtype("<i8"), int(sizes[2]), documents, sums)
     if firsts[0] != 0 or firsts[-1] != sequences:
-        raise ValueError(f"{path} is damaged: its documents do not begin with sequence 0 and end with {sequences}")
+        raise UserError(f"{path} is damaged: its documents do not begin with sequence 0 and end with {sequences}")
     return np.dtype(DTYPES[code]).newbyteorder("<"), lengths, places, firsts
 
 
-def _map(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
+def _span(numbers: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """A part, compared with checksums no sooner than it is read."""
+    return numbers.span(start, stop) if isinstance(numbers, Checked) else numbers[start:stop]
+
+
+def _map(path: Path, dtype: np.dtype, offset: int, count: int, sums: Sums | None = None) -> np.ndarray:
+    """Numbers of a file; with `sums` compared with these when they are read."""
     if not count:  # nothing cannot be mapped
         return np.zeros(0, dtype)
+    if sums is not None:
+        return sums.numbers(dtype, offset, count)
     return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
 
 

@@ -1,13 +1,17 @@
-"""The one place that turns text into tokens and back, by tokenizers found in files or trained on the spot."""
+"""Tokenizers, read from files or trained on the corpus."""
 
 import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from meshwright.spec.errors import UserError
+from meshwright.storage.durable import write_durably
 
 END_OF_TEXT = "<|endoftext|>"
 """End-of-text token of the tokenizers trained here."""
@@ -43,13 +47,13 @@ class TextTokenizer:
     def __init__(self, files: Mapping[str, bytes], *, where: str):
         """`files` maps names of TOKENIZER_FILES to content; `where` names their place in error messages.
 
-        Raises ValueError when they are no tokenizer, or have no end-of-text token.
+        Raises UserError when they are no tokenizer, or have no end-of-text token.
         """
         self._files = dict(files)
         try:
             self._tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
         except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"{where}: tokenizer.json cannot be read: {error}") from error
+            raise UserError(f"{where}: tokenizer.json cannot be read: {error}") from error
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -62,10 +66,13 @@ class TextTokenizer:
             token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
         )
         """Tokens that stand for no text."""
+        ordered = sorted(filter(None, self.special_tokens), key=len, reverse=True)
+        self.special_pattern: re.Pattern[str] = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+        """Finds them in text."""
         config = _read_json(self._files, "tokenizer_config.json", where)
         self.named_tokens: dict[str, str] = {"eos_token": self.decode([self.eos_id]), **_named(config)}
         """Special tokens by what chat templates call them, such as `bos_token`."""
-        self.chat_template: str | None = _chat_template(self._files, config)
+        self.chat_template: str | None = _chat_template(self._files, config, where)
         """How the tokenizer's own files write a conversation down, as Jinja."""
         identity = self._files["tokenizer.json"] + str(self.eos_id).encode()
         self.fingerprint: str = hashlib.sha256(identity).hexdigest()
@@ -93,6 +100,47 @@ class TextTokenizer:
         finally:
             self._tokenizer.encode_special_tokens = True
         return [(encoding.ids, encoding.offsets) for encoding in found]
+
+    def encode_conversation(
+        self, text: str, texts: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """As `encode_marked`, of one text; but a special token that is spelled inside of `texts` (characters from, to)
+        is read as the letters it is.
+
+        Raises UserError where this tokenizer would make other tokens of the text around it.
+        """
+        special = list(self.special_pattern.finditer(text))
+        spelled = [found for found in special if any(a <= found.start() and found.end() <= b for a, b in texts)]
+        if not spelled:
+            return self.encode_marked([text])[0]
+        written = [found for found in special if found not in spelled]
+        cuts = []
+        for found in spelled:  # from the template's token before it to the one behind
+            start = max((token.end() for token in written if token.end() <= found.start()), default=0)
+            end = min((token.start() for token in written if token.start() >= found.end()), default=len(text))
+            if not cuts or cuts[-1] != (start, end):
+                cuts.append((start, end))
+        harmless = text
+        for found in spelled:
+            harmless = harmless[: found.start()] + "x" * len(found[0]) + harmless[found.end() :]
+        if self._encode_parts(harmless, cuts) != self.encode_marked([harmless])[0]:
+            raise UserError("it spells a special token, which this tokenizer cannot keep as text")
+        return self._encode_parts(text, cuts)
+
+    def _encode_parts(self, text: str, plain: Sequence[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
+        """Tokens of a text, in whose `plain` parts special tokens are letters."""
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        borders = [0, *(border for part in plain for border in part), len(text)]
+        for number, (start, end) in enumerate(pairwise(borders)):
+            if number % 2:
+                found = self._tokenizer.encode(text[start:end], add_special_tokens=False)
+                part = (found.ids, found.offsets)
+            else:
+                part = self.encode_marked([text[start:end]])[0]
+            ids += part[0]
+            offsets += [(a + start, b + start) for a, b in part[1]]
+        return ids, offsets
 
     def token_id(self, token: str) -> int | None:
         """Id of a token of the vocabulary; None where it is none."""
@@ -150,23 +198,23 @@ class TextTokenizer:
         """Write the tokenizer's files, byte for byte as they were found, for Hugging Face's tools to read."""
         directory.mkdir(parents=True, exist_ok=True)
         for name, content in self._files.items():
-            (directory / name).write_bytes(content)
+            write_durably(directory / name, content)
 
 
 def load_tokenizer(path: Path) -> TextTokenizer:
     """The tokenizer of a tokenizer.json file, or of the directory that holds one, with the files beside it.
 
-    Raises ValueError when there is none, it cannot be read, or its end-of-text token cannot be found.
+    Raises UserError when there is none, it cannot be read, or its end-of-text token cannot be found.
     """
     where = f"tokenizer {path}"
     if not path.exists():
-        raise ValueError(f"{where}: no such file; give a tokenizer.json, the folder that holds it, or auto")
+        raise UserError(f"{where}: no such file; give a tokenizer.json, the folder that holds it, or auto")
     if path.is_file() and path.name != "tokenizer.json":
         return TextTokenizer({"tokenizer.json": path.read_bytes()}, where=where)
     directory = path if path.is_dir() else path.parent
     files = {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
     if "tokenizer.json" not in files:
-        raise ValueError(f"{where}: this folder has no tokenizer.json")
+        raise UserError(f"{where}: this folder has no tokenizer.json")
     return TextTokenizer(files, where=where)
 
 
@@ -197,6 +245,18 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> TextTokenizer:
     return TextTokenizer(files, where="trained tokenizer")
 
 
+def numbers_tokenizer(vocab: int) -> TextTokenizer:
+    """The tokenizer of token ids that stand for no text: id 5 is written `5`, and ids are parted by spaces. The last
+    one stands for the end of a text."""
+    tokenizer = Tokenizer(models.WordLevel({str(number): number for number in range(vocab)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore
+    files = {
+        "tokenizer.json": tokenizer.to_str().encode(),
+        "tokenizer_config.json": json.dumps({"eos_token": str(vocab - 1)}).encode(),
+    }
+    return TextTokenizer(files, where="tokenizer of numbers")
+
+
 def _named(config: Mapping[str, Any]) -> dict[str, str]:
     """The special tokens that a tokenizer_config.json names."""
     given = {key: value for key, value in config.items() if key.endswith("_token")}
@@ -204,12 +264,22 @@ def _named(config: Mapping[str, Any]) -> dict[str, str]:
     return {key: token for key, token in found.items() if isinstance(token, str)}
 
 
-def _chat_template(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str | None:
+def _chat_template(files: Mapping[str, bytes], config: Mapping[str, Any], where: str) -> str | None:
     if CHAT_TEMPLATE in files:
-        return files[CHAT_TEMPLATE].decode()
+        try:
+            return files[CHAT_TEMPLATE].decode()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where}: {CHAT_TEMPLATE} is not UTF-8 at byte {error.start}") from error
     found = config.get("chat_template")
     if isinstance(found, list):  # several by name
-        found = {template["name"]: template["template"] for template in found}.get("default")
+        named = [template for template in found if isinstance(template, dict) and "template" in template]
+        if len(named) != len(found):
+            raise UserError(
+                f"{where}: chat_template in tokenizer_config.json is a list of other than name and template"
+            )
+        found = {template.get("name"): template["template"] for template in named}.get("default")
+    if not isinstance(found, str | None):
+        raise UserError(f"{where}: chat_template in tokenizer_config.json is no text but {type(found).__name__}")
     return found
 
 
@@ -219,20 +289,20 @@ def _end_of_text(files: Mapping[str, bytes], ids: Mapping[str, int], where: str)
         token = _read_json(files, name, where).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None:
-            if token not in ids:
-                raise ValueError(f"{where}: {name} says eos_token {token!r}, which tokenizer.json has not")
+            if not isinstance(token, str) or token not in ids:
+                raise UserError(f"{where}: {name} says eos_token {token!r}, which tokenizer.json has not")
             return ids[token]
     found = _read_json(files, "generation_config.json", where).get("eos_token_id")
     if isinstance(found, list):
         found = found[0] if found else None
     if found is not None:
-        if found not in ids.values():
-            raise ValueError(f"{where}: generation_config.json says eos_token_id {found}, which tokenizer.json has not")
+        if not isinstance(found, int) or found not in ids.values():
+            raise UserError(f"{where}: generation_config.json says eos_token_id {found}, which tokenizer.json has not")
         return found
     for token in END_OF_TEXT_NAMES:
         if token in ids:
             return ids[token]
-    raise ValueError(
+    raise UserError(
         f"{where}: no end-of-text token (none of {', '.join(END_OF_TEXT_NAMES)} is in the vocabulary); "
         f"name it as eos_token in a tokenizer_config.json beside tokenizer.json"
     )
@@ -241,8 +311,8 @@ def _end_of_text(files: Mapping[str, bytes], ids: Mapping[str, int], where: str)
 def _read_json(files: Mapping[str, bytes], name: str, where: str) -> dict[str, Any]:
     try:
         content = json.loads(files.get(name, b"{}"))
-    except ValueError as error:
-        raise ValueError(f"{where}: {name} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: {name} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{where}: {name} is not a JSON object")
+        raise UserError(f"{where}: {name} is not a JSON object")
     return content

@@ -1,11 +1,10 @@
-"""The one place that knows which models exist: families, published sizes, parameter tables and Hugging Face's
-names for them, all without torch."""
+"""Model families: published sizes, parameter tables and Hugging Face names, all without torch."""
 
 from meshwright.families.adapters import Adapter, count_trained, find_adapters, finetuned_table
 from meshwright.families.hf_config import model_from_hf_config, model_to_hf_config
 from meshwright.families.hf_tensors import HfTensor, hf_tensors
-from meshwright.families.registry import FAMILIES, PRESETS
-from meshwright.families.resolve import pretrained_directory, read_hf_directory, resolve_model
+from meshwright.families.registry import FAMILIES, PRESETS, family_of
+from meshwright.families.resolve import pretrained_directory, read_hf_directory, resolve_model, starting_weights
 from meshwright.families.table import active_parameters, parameter_table, state_table
 
 __all__ = [
@@ -15,6 +14,7 @@ __all__ = [
     "HfTensor",
     "active_parameters",
     "count_trained",
+    "family_of",
     "find_adapters",
     "finetuned_table",
     "hf_tensors",
@@ -24,5 +24,6 @@ __all__ = [
     "pretrained_directory",
     "read_hf_directory",
     "resolve_model",
+    "starting_weights",
     "state_table",
 ]

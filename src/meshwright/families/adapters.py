@@ -1,4 +1,4 @@
-"""The one place that says what fine-tuning makes of a parameter table: which rows train, and which rows appear.
+"""Fine-tuning of a parameter table: which rows train, and which rows are added.
 
 Adapters' rows stand behind those of the module that they extend, and inherit the names of its dims. So what is split,
 sharded, drawn, saved and predicted by the table is right for them without a line of code:
@@ -17,6 +17,7 @@ from meshwright.families.hf_tensors import hf_tensors
 from meshwright.families.quantized import quantized_rows
 from meshwright.families.split import TP_SPLITS
 from meshwright.families.table import parameter_table
+from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FinetuneSpec, FullSpec, Ia3Spec, LoraSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelSpec, Parameter
@@ -78,7 +79,7 @@ def finetuned_table(model: ModelSpec, finetune: FinetuneSpec | None) -> tuple[Pa
     Without adapters' rows it is `parameter_table`; those that do not train say so, and frozen matrices in few bits are
     replaced by what is kept of them.
 
-    Raises `ValueError` where a pattern matches nothing, with the nearest name, or a module that cannot have an adapter.
+    Raises `UserError` where a pattern matches nothing, with the nearest name, or a module that cannot have an adapter.
     """
     table = parameter_table(model)
     if finetune is None:
@@ -179,7 +180,7 @@ def _targets(model: ModelSpec, patterns: Iterable[str], weights: dict[str, Param
         matching = _matching(model, (pattern,), "finetune.targets")
         fitting = able.intersection(matching)
         if not fitting:
-            raise ValueError(
+            raise UserError(
                 f"finetune.targets: {pattern!r} matches no linear layer, only {matching[0]}, which gets no adapter; "
                 "it can train in full (finetune.train)"
             )
@@ -191,26 +192,26 @@ def _check_end(module: str, model: ModelSpec, finetune: LoraSpec | Ia3Spec) -> N
     """Raise where embedding or head cannot have this adapter."""
     what = f"finetune.targets: {module}"
     if isinstance(finetune, Ia3Spec) or finetune.dora:
-        raise ValueError(f"{what}: embedding and head get adapters of plain lora only; leave it out")
+        raise UserError(f"{what}: embedding and head get adapters of plain lora only; leave it out")
     if module == EMBEDDING and model.tied_embeddings:
-        raise ValueError(
+        raise UserError(
             f"{what} is the head as well (tied), which an adapter of the embedding would not reach; leave it out"
         )
     if finetune.dropout:
-        raise ValueError(f"{what}: its adapter has no dropout; set finetune.dropout=0, or leave it out")
+        raise UserError(f"{what}: its adapter has no dropout; set finetune.dropout=0, or leave it out")
 
 
 def _trained_modules(model: ModelSpec, finetune: FinetuneSpec) -> Callable[[str], bool]:
     """Whether the parameters of a module of the base model train."""
     if isinstance(finetune, FullSpec) and finetune.last_layers is not None:
         if model.foreign is not None:
-            raise ValueError(
+            raise UserError(
                 f"finetune.last_layers: only our own families say what follows the last layer; give the modules, as in "
                 f'finetune.train=["{model.foreign.blocks}.{model.num_layers - 1}"]'
             )
         first = model.num_layers - finetune.last_layers
         if first < 0:
-            raise ValueError(
+            raise UserError(
                 f"finetune.last_layers={finetune.last_layers}: the model has {model.num_layers}; "
                 "leave it out to train all"
             )
@@ -224,7 +225,7 @@ def _trained_modules(model: ModelSpec, finetune: FinetuneSpec) -> Callable[[str]
     if isinstance(finetune, LoraSpec):
         twice = modules & {adapter.module for adapter in find_adapters(model, finetune)}
         if twice:
-            raise ValueError(f"finetune.train: {min(twice)} has an adapter already (finetune.targets); choose one")
+            raise UserError(f"finetune.train: {min(twice)} has an adapter already (finetune.targets); choose one")
     return modules.__contains__
 
 
@@ -236,7 +237,7 @@ def _by_pattern(
     for pattern, value in values.items():
         matching = set(_matching(model, (pattern,), setting)) & set(modules)
         if not matching:
-            raise ValueError(f"{setting}: {pattern!r} matches no module that has an adapter (finetune.targets)")
+            raise UserError(f"{setting}: {pattern!r} matches no module that has an adapter (finetune.targets)")
         for module in matching:
             found.setdefault(module, value)
     return found
@@ -261,7 +262,7 @@ def _matching(
             problems.append(f"{pattern!r} matches no module of the model{hint}")
         found |= matching
     if problems:
-        raise ValueError(f"{setting}: {'; '.join(problems)}")
+        raise UserError(f"{setting}: {'; '.join(problems)}")
     return [module for module in names if module in found]
 
 

@@ -1,5 +1,6 @@
-"""The one place that knows DeepSeek V3 (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024) and models built like it:
-latent attention, many small experts beside one that all tokens share, load balanced by a bias instead of a loss."""
+"""DeepSeek V3 (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024) and models built like it: latent attention, many
+small experts beside a shared one, load balanced by a bias instead of a loss.
+"""
 
 from meshwright.families.family import Family, gated_ffn
 from meshwright.families.llama import HF_ABSENT, HF_FIELDS, HF_MODULES, SWITCHES, sized

@@ -1,9 +1,10 @@
-"""The one place that says what a family is: its switches, sizes and map to Hugging Face, all as data."""
+"""A family as data: its switches, sizes and map to Hugging Face."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields, ModelSpec
 
 GATED_MULTIPLE = 256
@@ -74,7 +75,7 @@ class Family:
         """The complete model of the given fields: at least hidden, num_layers, num_heads and vocab.
 
         Raises:
-            ValueError: sizes that do not fit together, or (pydantic's `ValidationError`) a value of the wrong type.
+            UserError: sizes that do not fit together, or (pydantic's `ValidationError`) a value of the wrong type.
         """
         follows = self._follows({**self.defaults, **given})
         forced = {field: value for field, value in follows.items() if field in self.unavailable}
@@ -83,19 +84,19 @@ class Family:
         for larger, smaller in (("num_heads", "num_kv_heads"), ("num_experts", "router_groups")):
             number, of = getattr(spec, larger), getattr(spec, smaller)
             if number % of:
-                raise ValueError(f"{larger}={number} is not a multiple of {smaller}={of}")
+                raise UserError(f"{larger}={number} is not a multiple of {smaller}={of}")
         if spec.positions == "rope" and spec.rotated_dim % 2:
             name = "rope_head_dim" if spec.rope_head_dim else "head_dim"
-            raise ValueError(f"{name}={spec.rotated_dim} is odd, but rotary embeddings turn pairs")
+            raise UserError(f"{name}={spec.rotated_dim} is odd, but rotary embeddings turn pairs")
         if spec.router_top_groups > spec.router_groups:
-            raise ValueError(
+            raise UserError(
                 f"router_top_groups={spec.router_top_groups} of router_groups={spec.router_groups}: too many"
             )
         choice = spec.num_experts // spec.router_groups * spec.router_top_groups
         if spec.experts_per_token > choice:
-            raise ValueError(f"experts_per_token={spec.experts_per_token} of {choice} experts to choose from: too many")
+            raise UserError(f"experts_per_token={spec.experts_per_token} of {choice} experts to choose from: too many")
         if spec.router_groups > 1 and spec.num_experts < 2 * spec.router_groups:
-            raise ValueError(f"router_groups={spec.router_groups} of {spec.num_experts} experts: a group needs two")
+            raise UserError(f"router_groups={spec.router_groups} of {spec.num_experts} experts: a group needs two")
         return spec
 
     def _follows(self, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,7 +108,7 @@ class Family:
         elif "head_dim" in known or hidden % num_heads == 0:
             follows["head_dim"] = hidden // num_heads
         else:
-            raise ValueError(f"hidden={hidden} is not a multiple of num_heads={num_heads}")
+            raise UserError(f"hidden={hidden} is not a multiple of num_heads={num_heads}")
         if "num_experts" in self.defaults:
             follows["expert_ffn"] = known.get("ffn", follows["ffn"])
         return follows

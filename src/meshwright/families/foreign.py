@@ -1,5 +1,6 @@
-"""The one place that knows an architecture which is not one of ours from its Hugging Face directory: config.json, and
-the names and shapes of what its files hold. `models/foreign.py` lets transformers compute it."""
+"""Architectures that are not ours, described by their Hugging Face directory: config.json, and the names and shapes in
+the files. `models/foreign.py` lets transformers compute them.
+"""
 
 import json
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.families.tensor_headers import FLOATS, stored_tensors
+from meshwright.spec.errors import UserError
 from meshwright.spec.model import ForeignModel, ModelSpec, Parameter
 
 FAMILY = "transformers"
@@ -46,20 +48,20 @@ def read_foreign(directory: Path, config: Mapping[str, Any], *, where: str) -> M
     """The model of a Hugging Face directory, whatever its architecture.
 
     Raises:
-        ValueError: it is no causal language model, its blocks cannot be told, or its files are malformed.
+        UserError: it is no causal language model, its blocks cannot be told, or its files are malformed.
     """
     architecture = str((config.get("architectures") or ["missing"])[0])
     if not architecture.endswith(("ForCausalLM", "LMHeadModel")) or "vocab_size" not in config:
-        raise ValueError(
+        raise UserError(
             f"{where}: model_type {config.get('model_type')!r} is not supported: architectures is {architecture}, and "
             "beside our families only causal language models can be trained"
         )
     if config.get("quantization_config"):
-        raise ValueError(f"{where}: quantized weights are not supported; use the unquantized model")
+        raise UserError(f"{where}: quantized weights are not supported; use the unquantized model")
     sizes = {field: _size(config, field) for field in SPELLINGS}
     for field in ("hidden", "num_layers", "num_heads", "vocab"):
         if type(sizes[field]) is not int or sizes[field] < 1:
-            raise ValueError(f"{where}: no {' or '.join(SPELLINGS[field])} that is a positive integer")
+            raise UserError(f"{where}: no {' or '.join(SPELLINGS[field])} that is a positive integer")
     tied = bool(config.get("tie_word_embeddings"))
     tensors = {
         name: tensor.shape
@@ -149,7 +151,7 @@ def _blocks(tensors: Mapping[str, Any], num_layers: int, where: str) -> str:
             tensors_of[found[1]] += 1
     blocks = max(numbers, key=lambda name: tensors_of[name], default="")
     if numbers.get(blocks) != set(range(num_layers)):
-        raise ValueError(f"{where}: asks for {num_layers} layers, which the files' tensors are not named by")
+        raise UserError(f"{where}: asks for {num_layers} layers, which the files' tensors are not named by")
     return blocks
 
 

@@ -1,4 +1,4 @@
-"""The one place that knows GPT-2 (Radford et al., "Language Models are Unsupervised Multitask Learners")."""
+"""GPT-2 (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019)."""
 
 from meshwright.families.family import EXPERT_FIELDS, Family, four_times
 from meshwright.spec.model import ModelFields

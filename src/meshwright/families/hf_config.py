@@ -1,4 +1,4 @@
-"""The one place that reads and writes Hugging Face's config.json, as transformers 4 and 5 spell it."""
+"""Hugging Face's config.json, read and written, as transformers 4 and 5 spell it."""
 
 import json
 from collections.abc import Mapping
@@ -7,7 +7,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from meshwright.families.family import Family
-from meshwright.families.registry import FAMILIES
+from meshwright.families.registry import FAMILIES, family_of
+from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 
 NEEDED_SCALING = {"factor": "factor", "original_max_positions": "original_max_position_embeddings"}
@@ -29,19 +30,19 @@ def model_from_hf_config(config: Mapping[str, Any], *, where: str = "config.json
     is refused.
 
     Raises:
-        ValueError: unknown model_type, a missing or malformed size, or a feature that is not supported;
+        UserError: unknown model_type, a missing or malformed size, or a feature that is not supported;
         `where` is named.
     """
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
-        raise ValueError(
+        raise UserError(
             f"{where}: model_type {config.get('model_type')!r} is not supported, only {', '.join(FAMILIES)}"
         )
     _refuse_unsupported(config, family, where)
     values = {field: _value(config, key, family, where) for field, key in family.hf_fields.items()}
     for field in ("hidden", "num_layers", "num_heads"):
         if type(values[field]) is not int or values[field] < 1:
-            raise ValueError(f"{where}: {family.hf_fields[field]} is {values[field]!r}, not a positive integer")
+            raise UserError(f"{where}: {family.hf_fields[field]} is {values[field]!r}, not a positive integer")
     if values.get("sliding_window") is not None and not _slides(config, family, values["num_layers"], where):
         values["sliding_window"] = None
     if family.switches["positions"] == "rope":
@@ -52,9 +53,9 @@ def model_from_hf_config(config: Mapping[str, Any], *, where: str = "config.json
     except ValidationError as error:
         first = error.errors()[0]
         key = family.hf_fields.get(str(first["loc"][0]), str(first["loc"][0]))
-        raise ValueError(f"{where}: {key} is {first['input']!r}: {first['msg']}") from error
+        raise UserError(f"{where}: {key} is {first['input']!r}: {first['msg']}") from error
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise UserError(f"{where}: {error}") from error
 
 
 def _value(config: Mapping[str, Any], key: str, family: Family, where: str) -> Any:
@@ -63,37 +64,37 @@ def _value(config: Mapping[str, Any], key: str, family: Family, where: str) -> A
             return config[spelling]
     if key in family.hf_absent:
         return family.hf_absent[key]
-    raise ValueError(f"{where}: {key!r} is missing; a {family.name} model cannot be built without it")
+    raise UserError(f"{where}: {key!r} is missing; a {family.name} model cannot be built without it")
 
 
 def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -> None:
     for key, accepted in family.hf_accepts.items():
         if key in config and config[key] not in accepted:
-            raise ValueError(f"{where}: {key}={config[key]!r} is not supported for {family.name}, only {accepted[0]!r}")
+            raise UserError(f"{where}: {key}={config[key]!r} is not supported for {family.name}, only {accepted[0]!r}")
     if config.get("quantization_config"):
-        raise ValueError(f"{where}: quantized weights are not supported; use the unquantized model")
+        raise UserError(f"{where}: quantized weights are not supported; use the unquantized model")
 
 
 def _rope(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`, from the `rope_parameters` of transformers 5 or the two keys of 4."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
-        raise ValueError(f"{where}: the rope parameters are {rope!r}, not an object")
+        raise UserError(f"{where}: the rope parameters are {rope!r}, not an object")
     theta = rope.get("rope_theta", _value(config, "rope_theta", family, where))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default" and kind not in SCALINGS:
-        raise ValueError(f"{where}: rope type {kind!r} is not supported, only 'default', 'llama3' and 'yarn'")
+        raise UserError(f"{where}: rope type {kind!r} is not supported, only 'default', 'llama3' and 'yarn'")
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ValueError(f"{where}: partial_rotary_factor is not supported, only rotation of the whole head")
+        raise UserError(f"{where}: partial_rotary_factor is not supported, only rotation of the whole head")
     if kind == "default":
         return {"rope_theta": theta}
     if not rope.get("truncate", True):
-        raise ValueError(f"{where}: truncate=false is not supported for rope type 'yarn', only true")
+        raise UserError(f"{where}: truncate=false is not supported for rope type 'yarn', only true")
     keys = SCALINGS[kind]
     needed = keys if kind == "llama3" else NEEDED_SCALING
     missing = [key for key in needed.values() if key not in rope]
     if missing:
-        raise ValueError(f"{where}: rope type {kind!r} needs {', '.join(missing)}")
+        raise UserError(f"{where}: rope type {kind!r} needs {', '.join(missing)}")
     given = {field: rope[key] for field, key in keys.items() if rope.get(key) is not None}
     return {"rope_theta": theta, "rope_scaling": {"kind": kind, **given}}
 
@@ -107,7 +108,7 @@ def _slides(config: Mapping[str, Any], family: Family, num_layers: int, where: s
         full = min(_value(config, "max_window_layers", family, where), num_layers)
         layers = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)
     if len(set(layers)) > 1:
-        raise ValueError(f"{where}: a sliding window on some layers only is not supported, just on all or none")
+        raise UserError(f"{where}: a sliding window on some layers only is not supported, just on all or none")
     return layers[0] == "sliding_attention"
 
 
@@ -121,12 +122,12 @@ def model_to_hf_config(spec: ModelSpec, *, dtype: str = "float32", **token_ids: 
     if spec.foreign is not None:
         config = json.loads(spec.foreign.config) | {"dtype": dtype, "torch_dtype": dtype}
         return config | {key: value for key, value in token_ids.items() if value is not None}
-    family = FAMILIES[spec.family]
+    family = family_of(spec)
     config: dict[str, Any] = {"architectures": [family.hf_architecture], "model_type": family.name}
     for field, key in family.hf_fields.items():
         value = getattr(spec, field)
         if config.setdefault(key, value) != value:
-            raise ValueError(f"{field}={value} cannot be said in a {family.name} config.json: {key} is {config[key]}")
+            raise UserError(f"{field}={value} cannot be said in a {family.name} config.json: {key} is {config[key]}")
     config |= {alias: config[key] for key, alias in family.hf_aliases.items()}
     config |= {key: accepted[0] for key, accepted in family.hf_accepts.items()}
     if spec.positions == "rope":

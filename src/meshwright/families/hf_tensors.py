@@ -1,4 +1,4 @@
-"""The one place that says where each parameter lies in a Hugging Face checkpoint."""
+"""Where each parameter lies in a Hugging Face checkpoint."""
 
 import re
 from dataclasses import dataclass
@@ -41,6 +41,8 @@ def hf_tensors(spec: ModelSpec) -> dict[str, HfTensor]:
     if spec.foreign is not None:  # its names are Hugging Face's
         stacks = dict(spec.foreign.stacks)
         return {row.name: _of_foreign(row, stacks.get(row.name)) for row in table}
+    if spec.family not in FAMILIES:  # a user's own, which adapters name as it does
+        return {row.name: _of_foreign(row, None) for row in table}
     family = FAMILIES[spec.family]
     keys = {parameter.name: _hf_key(family, parameter.name) for parameter in table}
     offsets: dict[str, int] = {}

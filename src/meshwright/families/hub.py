@@ -1,8 +1,9 @@
-"""The one place that finds what was downloaded from the Hugging Face hub in its cache on this machine; it never
-connects."""
+"""Models in this machine's Hugging Face cache; never connects."""
 
 import re
 from pathlib import Path
+
+from meshwright.spec.errors import UserError
 
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 """As in meta-llama/Llama-3.2-1B."""
@@ -14,7 +15,7 @@ def cached_snapshot(name: str, *needs: str) -> Path | None:
     `needs` are patterns, each of which has to match a file there. None where `name` is not written as an id.
 
     Raises:
-        ValueError: it is not there, or not all of it; with the command that downloads it.
+        UserError: it is not there, or not all of it; with the command that downloads it.
     """
     if not HUB_ID.fullmatch(name) or name.endswith(".json"):  # which is a file
         return None
@@ -26,7 +27,7 @@ def cached_snapshot(name: str, *needs: str) -> Path | None:
     missing = [pattern for pattern in needs if directory is None or not any(directory.glob(pattern))]
     if directory is None or missing:
         lacks = f"without {' and '.join(missing)}" if directory else "not"
-        raise ValueError(
+        raise UserError(
             f"{name!r} is no directory, and as a model of the Hugging Face hub it is {lacks} in the cache "
             f"{constants.HF_HUB_CACHE}; download it: hf download {name}"
         )

@@ -1,5 +1,6 @@
-"""The one place that knows Llama 2, 3, 3.1, 3.2 (Touvron et al., 2023; Dubey et al., "The Llama 3 Herd of
-Models", 2024), and what every family built like it shares."""
+"""Llama 2, 3, 3.1, 3.2 (Touvron et al., 2023; Dubey et al., "The Llama 3 Herd of Models", 2024), and what families
+built like it share.
+"""
 
 from meshwright.families.family import EXPERT_FIELDS, Family, gated_ffn
 from meshwright.spec.model import ModelFields, RopeScaling

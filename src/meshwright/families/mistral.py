@@ -1,4 +1,4 @@
-"""The one place that knows Mistral 7B (Jiang et al., 2023): Llama with a sliding window."""
+"""Mistral 7B (Jiang et al., 2023): Llama with a sliding window."""
 
 from meshwright.families.family import Family, gated_ffn
 from meshwright.families.llama import HF_ABSENT, HF_FIELDS, HF_MODULES, SWITCHES, sized

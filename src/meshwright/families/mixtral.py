@@ -1,4 +1,4 @@
-"""The one place that knows Mixtral (Jiang et al., "Mixtral of Experts", 2024): Mistral with experts in every layer."""
+"""Mixtral (Jiang et al., "Mixtral of Experts", 2024): Mistral with experts in every layer."""
 
 from meshwright.families.family import Family, gated_ffn
 from meshwright.families.llama import HF_ABSENT, HF_FIELDS, HF_MODULES, SWITCHES, sized

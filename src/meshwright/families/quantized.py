@@ -1,4 +1,4 @@
-"""The one place that says what is kept of a frozen matrix in few bits: the rows that take its place in the table.
+"""Quantized storage of a frozen matrix: the rows of codes and scales that replace it in the table.
 
 | kept as   | `codes`             | `scales`              | `groups`                   | bytes a parameter |
 |-----------|---------------------|-----------------------|----------------------------|-------------------|

@@ -1,5 +1,6 @@
-"""The one place that knows Qwen 2, 2.5 (biases on queries, keys and values; Yang et al., 2024) and Qwen 3, dense and
-of experts (RMSNorm on queries and keys instead; Yang et al., 2025)."""
+"""Qwen 2, 2.5 (biases on queries, keys and values; Yang et al., 2024) and Qwen 3, dense and with experts (RMSNorm on
+queries and keys instead; Yang et al., 2025).
+"""
 
 from meshwright.families.family import Family, gated_ffn
 from meshwright.families.llama import HF_ABSENT, HF_FIELDS, HF_MODULES, SWITCHES, sized

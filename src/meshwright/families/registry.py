@@ -1,4 +1,4 @@
-"""The one place that lists the families and, from them, every published size by name."""
+"""The registry of families and, from them, of every published size by name."""
 
 from meshwright.families.deepseek import DEEPSEEK_V3
 from meshwright.families.family import Family
@@ -7,7 +7,8 @@ from meshwright.families.llama import LLAMA
 from meshwright.families.mistral import MISTRAL
 from meshwright.families.mixtral import MIXTRAL
 from meshwright.families.qwen import QWEN2, QWEN3, QWEN3_MOE
-from meshwright.spec.model import ModelFields
+from meshwright.spec.errors import UserError
+from meshwright.spec.model import ModelFields, ModelSpec
 
 FAMILIES: dict[str, Family] = {
     family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3)
@@ -16,3 +17,12 @@ FAMILIES: dict[str, Family] = {
 PRESETS: dict[str, ModelFields] = {
     name: fields for family in FAMILIES.values() for name, fields in family.presets.items()
 }
+
+
+def family_of(spec: ModelSpec) -> Family:
+    """The family of a model of ours; raises `UserError` for a user's own, of which Hugging Face knows nothing."""
+    if spec.family not in FAMILIES:
+        raise UserError(
+            f"{spec.family} is no family that Hugging Face's tools know, so its files cannot be read or written"
+        )
+    return FAMILIES[spec.family]

@@ -1,18 +1,21 @@
-"""The one place that turns the recipe's `model:` section into a complete, possible model."""
+"""The recipe's `model:` section, resolved into a complete model."""
 
 import json
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.families import foreign
 from meshwright.families.family import Family
 from meshwright.families.hf_config import model_from_hf_config
 from meshwright.families.hub import cached_snapshot
+from meshwright.families.plugged import own_family
 from meshwright.families.registry import FAMILIES, PRESETS
 from meshwright.families.table import parameter_table
+from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields, ModelSpec
+from meshwright.spec.plugins import has_plugin, known_plugins
 
 SIZES = [field for field in ModelFields.model_fields if field not in ("name", "weights", "family")]
 """The fields that say how large a model is and with what constants."""
@@ -25,13 +28,13 @@ def resolve_model(fields: ModelFields, *, base_dir: Path, vocab: int | None = No
     and that over the family's defaults. `vocab`, the tokenizer's size, is used where none of them says.
 
     Raises:
-        ValueError: one sentence saying what is wrong and what would work.
+        UserError: one sentence saying what is wrong and what would work.
     """
     directory = pretrained_directory(fields, base_dir=base_dir)
     if directory is not None:
-        return _from_directory(fields, directory)
+        return _from_directory(fields, directory, starting_weights(fields, base_dir=base_dir))
     if fields.weights == "pretrained":
-        raise ValueError(
+        raise UserError(
             f"model.weights is pretrained, but model.name {fields.name!r} is no Hugging Face directory; "
             "give the path of a downloaded one, or the hub's id of one in the local cache, or use weights: random"
         )
@@ -45,7 +48,7 @@ def pretrained_directory(fields: ModelFields, *, base_dir: Path) -> Path | None:
     A preset's name wins over a directory of the same name, and that over the hub's; `./gpt2` is always the directory.
 
     Raises:
-        ValueError: the name is none of them, or the cache does not hold it.
+        UserError: the name is none of them, or the cache does not hold it.
     """
     if fields.name is None or fields.name in PRESETS:
         return None
@@ -57,13 +60,26 @@ def pretrained_directory(fields: ModelFields, *, base_dir: Path) -> Path | None:
             fields.name, "config.json", *(["*.safetensors"] if fields.weights == "pretrained" else [])
         )
     except ValueError as error:
-        raise ValueError(f"model.name {error}") from error
+        raise UserError(f"model.name {error}") from error
     if snapshot is not None:
         return snapshot
-    raise ValueError(
+    raise UserError(
         f"model.name {fields.name!r} is neither a published model nor a directory; "
         + _did_you_mean(fields.name, PRESETS)
     )
+
+
+def starting_weights(fields: ModelFields, *, base_dir: Path) -> Literal["random", "pretrained"]:
+    """Where training starts, `auto` decided: pretrained where `model.name` is a directory that holds weights
+    (of those in `.bin` files the reader says why it refuses them).
+
+    Raises `UserError` as `pretrained_directory`.
+    """
+    if fields.weights != "auto":
+        return fields.weights
+    directory = pretrained_directory(fields, base_dir=base_dir)
+    held = [] if directory is None else [*directory.glob("*.safetensors*"), *directory.glob("pytorch_model*.bin")]
+    return "pretrained" if held else "random"
 
 
 def read_hf_directory(directory: Path, *, family: str | None = None) -> ModelSpec:
@@ -71,7 +87,7 @@ def read_hf_directory(directory: Path, *, family: str | None = None) -> ModelSpe
     where `family` is transformers, also from its files' headers.
 
     Raises:
-        ValueError: no config.json, or one that is malformed or asks for what is not supported.
+        UserError: no config.json, or one that is malformed or asks for what is not supported.
     """
     path = directory / "config.json"
     try:
@@ -79,26 +95,32 @@ def read_hf_directory(directory: Path, *, family: str | None = None) -> ModelSpe
     except FileNotFoundError as error:
         is_run = (directory / "checkpoints").is_dir()
         hint = f"; of a run's model make one: meshwright export {directory} --hf {directory}/export" if is_run else ""
-        raise ValueError(f"{directory} is no Hugging Face model directory: it has no config.json{hint}") from error
+        raise UserError(f"{directory} is no Hugging Face model directory: it has no config.json{hint}") from error
     except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise UserError(f"{path}: its JSON is nested too deep") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{path} holds no JSON object")
+        raise UserError(f"{path} holds no JSON object")
+    if not isinstance(config.get("model_type", ""), str):
+        raise UserError(f"{path}: model_type is {config['model_type']!r}, not a name")
     if family == foreign.FAMILY or ("model_type" in config and config["model_type"] not in FAMILIES):
         return foreign.read_foreign(directory, config, where=str(path))
     return model_from_hf_config(config, where=str(path))
 
 
-def _from_directory(fields: ModelFields, directory: Path) -> ModelSpec:
+def _from_directory(fields: ModelFields, directory: Path, weights: Literal["random", "pretrained"]) -> ModelSpec:
     published = read_hf_directory(directory, family=fields.family)
     if published.foreign is not None:
         return _checked_foreign(published, fields, directory)
-    given = _given(fields, published.family)
-    spec = _complete(FAMILIES[published.family], published.model_dump() | given)
-    if fields.weights == "pretrained" and _shapes(spec) != _shapes(published):
+    family = FAMILIES[published.family]
+    given = _given(fields, family)
+    spec = _complete(family, published.model_dump() | given)
+    if weights == "pretrained" and _shapes(spec) != _shapes(published):
         changed = [f"model.{field}" for field in given if given[field] != getattr(published, field)]
-        raise ValueError(
-            f"model.weights is pretrained, so the sizes are those of {directory}: "
+        raise UserError(
+            f"model.weights is pretrained{' by default' if fields.weights == 'auto' else ''}, so the sizes are those "
+            f"of {directory}: "
             f"remove {', '.join(changed)} or use weights: random"
         )
     return spec
@@ -107,9 +129,9 @@ def _from_directory(fields: ModelFields, directory: Path) -> ModelSpec:
 def _checked_foreign(published: ModelSpec, fields: ModelFields, directory: Path) -> ModelSpec:
     """The model as published, of which a recipe can change nothing."""
     given = [f"model.{field}" for field in SIZES if getattr(fields, field) is not None]
-    if given or fields.weights != "pretrained":
+    if given or fields.weights == "random":
         what = f"remove {', '.join(given)}" if given else "set model.weights=pretrained"
-        raise ValueError(
+        raise UserError(
             f"model.name {fields.name!r}: {directory / 'config.json'} is not of our families, so transformers computes "
             f"it, with the weights and sizes that it has; {what}"
         )
@@ -120,17 +142,19 @@ def _from_family(fields: ModelFields, vocab: int | None) -> ModelSpec:
     preset = ModelFields() if fields.name is None else PRESETS[fields.name]
     name = preset.family or fields.family
     if name is None:
-        raise ValueError(f"model needs a name (such as llama-3.2-1b) or a family ({', '.join(FAMILIES)})")
+        raise UserError(f"model needs a name (such as llama-3.2-1b) or a family ({', '.join(FAMILIES)})")
     if name == foreign.FAMILY:
-        raise ValueError("model.family transformers needs model.name, the path of a Hugging Face directory")
-    if name not in FAMILIES:
-        raise ValueError(f"model.family {name!r} is unknown; " + _did_you_mean(name, FAMILIES))
-    family = FAMILIES[name]
+        raise UserError("model.family transformers needs model.name, the path of a Hugging Face directory")
+    if name not in FAMILIES and not has_plugin("models", name):
+        again = "; what Python code gave to train, it must give again" if "." in name else ""
+        known = [*FAMILIES, *known_plugins("models")]
+        raise UserError(f"model.family {name!r} is unknown; {_did_you_mean(name, known)}{again}")
+    family = FAMILIES[name] if name in FAMILIES else own_family(name)
     tokenizer = {} if vocab is None else {"vocab": vocab}
-    given = tokenizer | _given(preset, name) | _given(fields, name)
+    given = tokenizer | _given(preset, family) | _given(fields, family)
     missing = [f"model.{field}" for field in ("hidden", "num_layers", "num_heads", "vocab") if field not in given]
     if missing:
-        raise ValueError(f"a {name} model without a published name needs {', '.join(missing)}")
+        raise UserError(f"model: a {name} model without a published name needs {', '.join(missing)}")
     return _complete(family, given)
 
 
@@ -138,17 +162,17 @@ def _complete(family: Family, given: dict[str, Any]) -> ModelSpec:
     try:
         return family.model(given)
     except ValueError as error:
-        raise ValueError(f"model: {error}") from error
+        raise UserError(f"model: {error}") from error
 
 
-def _given(fields: ModelFields, family: str) -> dict[str, Any]:
+def _given(fields: ModelFields, family: Family) -> dict[str, Any]:
     """The sizes that are given, all of which the family must have."""
-    if fields.family not in (None, family):
-        raise ValueError(f"model.name {fields.name!r} is of the family {family}, not {fields.family!r}; remove one")
+    if fields.family not in (None, family.name):
+        raise UserError(f"model.name {fields.name!r} is of the family {family.name}, not {fields.family!r}; remove one")
     given = {field: getattr(fields, field) for field in SIZES if getattr(fields, field) is not None}
     for field in given:
-        if field in FAMILIES[family].unavailable:
-            raise ValueError(f"model.{field} does not exist in the family {family}; remove it")
+        if field in family.unavailable:
+            raise UserError(f"model.{field} does not exist in the family {family.name}; remove it")
     return given
 
 

@@ -1,4 +1,4 @@
-"""The one place that says which part of each parameter a rank keeps; planner and engine both go by it."""
+"""Which part of each parameter a rank keeps; planner and engine both use it."""
 
 from collections.abc import Container, Iterable, Iterator
 

@@ -1,11 +1,12 @@
-"""The one place that declares a model's parameters: every tensor's name, named dims, shape and how it is
-drawn."""
+"""Parameter tables: every tensor's name, named dims, shape and initialization."""
 
 from collections.abc import Iterator
 from math import sqrt
 from typing import Literal
 
 from meshwright.families.foreign import foreign_table
+from meshwright.families.plugged import own_table
+from meshwright.families.registry import FAMILIES
 from meshwright.spec.model import ModelSpec, Parameter
 
 Init = Literal["normal", "ones", "zeros"]
@@ -41,6 +42,8 @@ def parameter_table(spec: ModelSpec) -> tuple[Parameter, ...]:
     """
     if spec.foreign is not None:
         return foreign_table(spec.foreign, spec.vocab)
+    if spec.family not in FAMILIES:
+        return own_table(spec, dim_sizes(spec))
     return tuple(_rows(spec))
 
 

@@ -1,4 +1,4 @@
-"""The one place that reads which tensors a Hugging Face directory holds, from its files' headers alone; no torch.
+"""Tensor names, shapes and dtypes of a Hugging Face directory, read from the files' headers alone. No torch here.
 
 A safetensors file is a little-endian 64-bit length, that many bytes of JSON naming every tensor's dtype, shape and
 place, and the tensors' bytes in C order.
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
+
+from meshwright.spec.errors import UserError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -35,7 +37,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file by name.
 
     Raises:
-        ValueError: the file is missing, cut short, no safetensors file, or has a header beyond HEADER_LIMIT.
+        UserError: the file is missing, cut short, no safetensors file, or has a header beyond HEADER_LIMIT.
     """
     try:
         size = file.stat().st_size
@@ -43,32 +45,49 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             start = stream.read(8)
             length = int.from_bytes(start, "little")
             if start.startswith(b"version "):
-                raise ValueError(f"{file} is a Git LFS pointer, not the weights; fetch them with git lfs pull")
+                raise UserError(f"{file} is a Git LFS pointer, not the weights; fetch them with git lfs pull")
             if length > HEADER_LIMIT:
-                raise ValueError(f"{file} is no safetensors file: its header would be {length:,} bytes long")
+                raise UserError(f"{file} is no safetensors file: its header would be {length:,} bytes long")
             header = json.loads(stream.read(length))
     except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is no safetensors file: its header is not JSON") from error
+        raise UserError(f"{file} cannot be read: {error.strerror}") from error
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is no safetensors file: its header is not JSON") from error
+    available = size - 8 - length
     try:
-        return {
-            name: _checked(file, name, entry, size - 8 - length)
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is no safetensors file: its header is malformed") from error
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        found = {name: _checked(file, name, entry, available) for name, entry in entries.items()}
+    except UserError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file} is no safetensors file: its header is malformed") from error
+    _check_cover(file, {name: entry["data_offsets"] for name, entry in entries.items()}, available)
+    return found
+
+
+def _check_cover(file: Path, spans: Mapping[str, tuple[int, int]], available: int) -> None:
+    """Raise `UserError` where tensors do not lie one right behind another, from the first byte to the last: the
+    format's own rule."""
+    place = 0
+    for name, (begin, end) in sorted(spans.items(), key=lambda item: tuple(item[1])):
+        if begin != place:
+            how = "overlaps the one before it" if begin < place else f"leaves {begin - place:,} bytes before it unused"
+            raise UserError(f"{file} is damaged: tensor {name} {how}")
+        place = end
+    if place != available:
+        raise UserError(f"{file} is damaged: {available - place:,} bytes behind its last tensor belong to none")
 
 
 def _checked(file: Path, name: str, entry: Mapping[str, Any], available: int) -> StoredTensor:
     begin, end = entry["data_offsets"]
     shape = tuple(int(size) for size in entry["shape"])
     if not 0 <= begin <= end <= available:
-        raise ValueError(f"{file} is cut short: tensor {name} ends at byte {end:,} of {available:,}")
+        raise UserError(f"{file} is cut short: tensor {name} ends at byte {end:,} of {available:,}")
     size = FLOATS.get(entry["dtype"])
     if size is not None and prod(shape) * size != end - begin:
-        raise ValueError(f"{file}: tensor {name} of shape {list(shape)} does not fill its {end - begin:,} bytes")
+        raise UserError(f"{file}: tensor {name} of shape {list(shape)} does not fill its {end - begin:,} bytes")
     return StoredTensor(file, entry["dtype"], shape)
 
 
@@ -80,11 +99,11 @@ def stored_tensors(directory: Path) -> tuple[dict[str, StoredTensor], Path]:
     if (directory / WEIGHTS).exists():
         return read_header(directory / WEIGHTS), directory / WEIGHTS
     if any(directory.glob("*.bin")):
-        raise ValueError(
+        raise UserError(
             f"{directory} has its weights in .bin files only, which can run code when they are read; "
             f"convert them to {WEIGHTS} first"
         )
-    raise ValueError(f"{directory} has no weights: neither {WEIGHTS} nor {INDEX}")
+    raise UserError(f"{directory} has no weights: neither {WEIGHTS} nor {INDEX}")
 
 
 def _from_index(index: Path) -> dict[str, StoredTensor]:
@@ -92,13 +111,13 @@ def _from_index(index: Path) -> dict[str, StoredTensor]:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is no index of weights: it has no valid weight_map") from error
+        raise UserError(f"{index} is no index of weights: it has no valid weight_map") from error
     headers: dict[str, dict[str, StoredTensor]] = {}
     for file in files:
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-            raise ValueError(f"{index} names {file!r}, which is not a safetensors file in that directory")
+            raise UserError(f"{index} names {file!r}, which is not a safetensors file in that directory")
         headers[file] = read_header(index.parent / file)
     for name, file in weight_map.items():
         if name not in headers[file]:
-            raise ValueError(f"{index} says that {name} is in {file}, but that file does not have it")
+            raise UserError(f"{index} says that {name} is in {file}, but that file does not have it")
     return {name: headers[file][name] for name, file in weight_map.items()}

@@ -1,4 +1,4 @@
-"""The one place that makes a model one that is fine-tuned, and back."""
+"""Fine-tuning applied to a model, and adapters merged back into it."""
 
 from meshwright.finetune.apply import apply_finetune
 from meshwright.finetune.merge import merged_model

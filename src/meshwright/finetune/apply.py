@@ -1,6 +1,5 @@
-"""The one place that does to a model what `families/adapters.py` does to its parameter table."""
+"""Fine-tuning applied to a model: it fills slots of layers as `families/adapters.py` extends the parameter table."""
 
-from collections.abc import Iterable
 from itertools import groupby
 
 import torch
@@ -9,18 +8,23 @@ from torch import nn
 from meshwright.families import Adapter, find_adapters, finetuned_table
 from meshwright.families.adapters import module_of
 from meshwright.models import Decoder
-from meshwright.models.adapters import LoraEmbedding, LoraLinear, ScaledLinear, extend, unchanged
+from meshwright.models.adapters import Lora, LoraRows, Scaled
 from meshwright.models.blockwise import load_kernels
-from meshwright.models.quantized import QuantizedLinear
+from meshwright.models.dropout import Draws, Dropout
+from meshwright.models.dtypes import torch_dtype
+from meshwright.models.embedding import Embedding
+from meshwright.models.linear import Linear, is_linear, take_over
+from meshwright.models.quantized import Quantized
+from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FinetuneSpec
 from meshwright.spec.model import Parameter
 
 
-def apply_finetune(model: Decoder, finetune: FinetuneSpec, frozen_dtype: torch.dtype) -> None:
+def apply_finetune(model: Decoder, finetune: FinetuneSpec, frozen_dtype: torch.dtype, seed: int = 0) -> None:
     """Add adapters to `model` (on the meta device) in place, and freeze what does not train.
 
     Frozen parameters are kept in `frozen_dtype`, that of the computation, for nothing has to be added to them, or in
-    few bits; those that train stay in the model's dtype.
+    few bits; those that train stay in the model's dtype. `seed`: of dropout.
     """
     model.table = finetuned_table(model.spec, finetune)
     dtype = model.like.dtype
@@ -28,9 +32,9 @@ def apply_finetune(model: Decoder, finetune: FinetuneSpec, frozen_dtype: torch.d
     if quantized:
         load_kernels()
     for path, rows in groupby(quantized, key=module_of):
-        _quantize(model.get_submodule(path), rows)
+        _quantize(model, path, list(rows))
     for adapter in find_adapters(model.spec, finetune):
-        _add(adapter, model.get_submodule(adapter.module), dtype)
+        _add(adapter, model, dtype, seed)
     for row in model.table:
         if not row.trained and row.storage == "float":
             frozen = model.get_parameter(row.name)  # changed as it is: another module may share it
@@ -38,34 +42,52 @@ def apply_finetune(model: Decoder, finetune: FinetuneSpec, frozen_dtype: torch.d
             frozen.requires_grad_(False)
 
 
-def _quantize(module: nn.Module, rows: Iterable[Parameter]) -> None:
+def linear_at(model: nn.Module, path: str, setting: str) -> Linear:
+    """The linear layer at `path` with slots: where transformers built the model, its `nn.Linear` gives its place among
+    its parent's children, and its parameters, to one of ours.
+
+    Raises:
+        UserError: no linear layer is there.
+    """
+    module = model.get_submodule(path)
+    if isinstance(module, Linear):
+        return module
+    if not isinstance(module, nn.Linear) or not is_linear(module):
+        raise UserError(f"{setting}: {path} is a {type(module).__name__}, which is no linear layer; leave it out")
+    ours, (parent, _, name) = take_over(module), path.rpartition(".")
+    model.get_submodule(parent).register_module(name, ours)
+    return ours
+
+
+def _quantize(model: Decoder, path: str, rows: list[Parameter]) -> None:
     """Put `rows` in the place of a linear layer's weight."""
-    if not isinstance(module, nn.Linear):
-        raise ValueError(f"finetune.base: {type(module).__name__} is no linear layer of torch's; use method: lora")
-    others = dict(module._parameters)
+    layer = linear_at(model, path, "finetune.base")
+    others = dict(layer._parameters)
     del others["weight"]
-    module._parameters.clear()
-    kept = {name_of(row): torch.empty(row.shape, dtype=getattr(torch, row.storage), device="meta") for row in rows}
-    parameters = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in kept.items()}
-    extend(module, QuantizedLinear, **{**parameters, "groups": parameters.get("groups")})
-    module._parameters.update(others)
+    layer._parameters.clear()
+    for row in rows:
+        kept = torch.empty(row.shape, dtype=torch_dtype(row.storage), device="meta")
+        layer.register_parameter(name_of(row), nn.Parameter(kept, requires_grad=False))
+    layer._parameters.update(others)
+    layer.put(Quantized("int8" if rows[0].storage == "int8" else "NF4", (layer.out_features, layer.in_features)))
 
 
-def _add(adapter: Adapter, module: nn.Module, dtype: torch.dtype) -> None:
-    shapes = {name_of(row): row.shape for row in adapter.rows()}
-    parameters = {name: nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for name, shape in shapes.items()}
-    if not isinstance(module, nn.Linear | nn.Embedding):
-        raise ValueError(
-            f"finetune.targets: {adapter.module} is a {type(module).__name__} and no linear layer of torch's"
-        )
+def _add(adapter: Adapter, model: Decoder, dtype: torch.dtype, seed: int) -> None:
+    module = model.get_submodule(adapter.module)
+    layer = module if isinstance(module, Embedding) else linear_at(model, adapter.module, "finetune.targets")
+    for row in adapter.rows():
+        layer.register_parameter(name_of(row), nn.Parameter(torch.empty(row.shape, dtype=dtype, device="meta")))
     if not adapter.rank:
-        extend(module, ScaledLinear, **parameters, scales_input=adapter.scales_input)
-    elif isinstance(module, nn.Embedding):
-        extend(module, LoraEmbedding, **parameters, scale=adapter.scale)
+        layer.put(Scaled(scales_input=adapter.scales_input))
+    elif isinstance(layer, Embedding):
+        layer.put(LoraRows(adapter.scale))
     else:
-        parameters.setdefault("magnitude", None)  # type: ignore[arg-type]
-        settings = {"scale": adapter.scale, "dropout": adapter.dropout, "complete": unchanged}
-        extend(module, LoraLinear, **parameters, **settings)
+        dropout = None
+        if adapter.dropout:
+            model.draws = model.draws or Draws()
+            dropout = Dropout(adapter.dropout, model.draws, seed, adapter.module).train(layer.training)
+            layer.register_module("dropout", dropout)  # there it learns whether the layer trains
+        layer.put(Lora(adapter.scale, dropout))
 
 
 def name_of(row: Parameter) -> str:

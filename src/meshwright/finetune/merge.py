@@ -1,9 +1,9 @@
-"""The one place that brings adapters into the weights that they extend, decoded where they are kept in few bits."""
+"""Adapters merged into the weights they extend, dequantized where needed."""
 
 import torch
 
 from meshwright.models import Decoder, build_model, named_tensors
-from meshwright.models.adapters import Mergeable
+from meshwright.models.slots import Layer
 
 
 @torch.no_grad()
@@ -16,7 +16,7 @@ def merged_model(model: Decoder) -> Decoder:
         if name in targets:
             targets[name].copy_(tensor)
     for path, module in model.named_modules():
-        if isinstance(module, Mergeable):
+        if isinstance(module, Layer):
             for name, tensor in module.merged().items():
                 targets[f"{path}.{name}"].copy_(tensor)
     return merged.eval()

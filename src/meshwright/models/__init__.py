@@ -1,13 +1,32 @@
-"""The one place that builds a model from its spec."""
+"""Models, built from their specs."""
 
 import torch
 
-from meshwright.models.decoder import Cache, Decoder
+from meshwright.families import FAMILIES
+from meshwright.families.plugged import own_model
+from meshwright.models.attention import Attention
+from meshwright.models.decoder import Block, Cache, Decoder
+from meshwright.models.feed_forward import FeedForward
 from meshwright.models.foreign import build_foreign
 from meshwright.models.init import draw_rows, initialize, named_state, named_tensors
+from meshwright.models.linear import Linear
+from meshwright.models.own import Model
 from meshwright.spec.model import ModelSpec
 
-__all__ = ["Cache", "Decoder", "build_model", "draw_rows", "initialize", "named_state", "named_tensors"]
+__all__ = [
+    "Attention",
+    "Block",
+    "Cache",
+    "Decoder",
+    "FeedForward",
+    "Linear",
+    "Model",
+    "build_model",
+    "draw_rows",
+    "initialize",
+    "named_state",
+    "named_tensors",
+]
 
 
 def build_model(spec: ModelSpec, *, device: str | torch.device = "meta", dtype: torch.dtype = torch.float32) -> Decoder:
@@ -17,6 +36,8 @@ def build_model(spec: ModelSpec, *, device: str | torch.device = "meta", dtype: 
     """
     if spec.foreign is not None:
         model = build_foreign(spec).to(dtype)
+    elif spec.family not in FAMILIES:
+        model = own_model(spec.family).build(spec).to(dtype)
     else:
         with torch.device("meta"):
             model = Decoder(spec).to(dtype)

@@ -1,4 +1,4 @@
-"""The one place that computes attention: grouped heads, rotation, packed documents and the cache of generation.
+"""Attention: grouped heads, rotary embedding, packed documents, KV cache.
 
 Shapes: B batch, T sequence, S keys (cached and new), N = B * T tokens, D hidden, H heads, G key and value heads, K
 head_dim.
@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.models.cpu_kernels import Linear, causal_attention, serves_training
+from meshwright.models.cpu_kernels import causal_attention, serves_training
+from meshwright.models.linear import Linear
 from meshwright.models.masks import Documents
 from meshwright.models.norm import build_norm
 from meshwright.models.rope import RopeTables, apply_rope
+from meshwright.models.slots import Entry
 from meshwright.spec.model import ModelSpec
 
 varlen_attn: Any = None
@@ -47,12 +49,29 @@ Mask = torch.Tensor | Documents | None
 VARLEN = frozenset(inspect.signature(varlen_attn).parameters) if varlen_attn else frozenset()
 """What this torch's kernel for packed documents can be told."""
 
-VARLEN_OPS = (torch.ops.torch_attn._varlen_attn.default,) if hasattr(torch.ops.torch_attn, "_varlen_attn") else ()
-"""The operation behind it."""
+
+class Core:
+    """What makes of queries, keys and values the heads' outputs; here on one device, by the kernel that serves."""
+
+    def __call__(self, q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: Mask) -> torch.Tensor:
+        """Softmax attention [B, H, T, K] of queries to the keys that `mask` lets them see."""
+        if isinstance(mask, Documents):
+            return attend_documents(q_BHTK, k_BGSK, v_BGSK, mask)
+        return scaled_dot_product(q_BHTK, k_BGSK, v_BGSK, mask)
+
+    def __repr__(self) -> str:
+        return "sdpa"
 
 
 class Attention(nn.Module):
-    """Causal self-attention, multi-head or grouped-query (Ainslie et al., 2023)."""
+    """Causal self-attention, multi-head or grouped-query (Ainslie et al., 2023).
+
+    Slots: `entry`, through which the projections' input goes first, and `core`. A strategy whose ranks share heads or
+    tokens fills them.
+    """
+
+    entry: Entry | None = None
+    core: Core = Core()
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
@@ -73,6 +92,7 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
     ) -> torch.Tensor:
         """[B, T, D] to [B, T, D]; `mask` as `attention_mask` makes it (None: causal), or the row's documents."""
+        x_BTD = x_BTD if self.entry is None else self.entry(x_BTD)
         # The number of heads is read off the projections, so a rank that holds a share of them needs no other
         # code.
         q_BTHK = self.wq(x_BTD).unflatten(-1, (-1, self.head_dim))
@@ -85,17 +105,13 @@ class Attention(nn.Module):
         q_BHTK, k_BGSK, v_BGSK = (tensor.transpose(1, 2) for tensor in (q_BTHK, k_BTGK, v_BTGK))
         if cache is not None:
             k_BGSK, v_BGSK = cache.append(k_BGSK, v_BGSK)
-        y_BHTK = self.attend(q_BHTK, k_BGSK, v_BGSK, mask)
+        y_BHTK = self.core(q_BHTK, k_BGSK, v_BGSK, mask)
         return self.wo(y_BHTK.transpose(1, 2).flatten(-2))
 
-    def attend(self, q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: Mask) -> torch.Tensor:
-        """Softmax attention [B, H, T, K] of queries to the keys that `mask` lets them see.
-
-        The seam for strategies that hold only a part of the sequence: they put a function of theirs in its place.
-        """
-        if isinstance(mask, Documents):
-            return attend_documents(q_BHTK, k_BGSK, v_BGSK, mask)
-        return scaled_dot_product(q_BHTK, k_BGSK, v_BGSK, mask)
+    def extra_repr(self) -> str:
+        """What stands in the slots."""
+        entry = "" if self.entry is None else f"entry: {self.entry}, "
+        return f"{entry}core: {self.core}"
 
 
 def scaled_dot_product(

@@ -1,4 +1,4 @@
-"""The one place that rounds numbers to few bits: a scale for each block of them, and for each number a code.
+"""Block-wise quantization: one scale per block, one code per number.
 
     value = CODE[code] * scale of its block        (int8: code / 127 * scale of its row)
 

@@ -1,6 +1,6 @@
-"""The one place that goes round kernels of torch that are slow on CPUs; each can be deleted when torch's is faster.
+"""Replacements for torch kernels that are slow on CPUs; each can be deleted once torch's is faster.
 
-- `Linear`: torch gives fp32 matrix products to MKL, which leaves AVX-512 unused on AMD; oneDNN, in the same build of
+- `linear`: torch gives fp32 matrix products to MKL, which leaves AVX-512 unused on AMD; oneDNN, in the same build of
   torch, is twice as fast there and as fast elsewhere. Both compute in full fp32.
 - `causal_attention`: the backward pass of torch's bf16 flash kernel takes twice as long as the few batched matrix
   products that it consists of, and over short rows so does its forward pass.
@@ -19,10 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshwright.torch_internals import FLASH_CPU, ONEDNN_LINEAR, linear_by_onednn, softmax_backward
+
 ONEDNN = torch.backends.mkldnn.is_available()
 """Whether this build of torch has oneDNN."""
 
-MATMULS = (torch.ops.mkldnn._linear_pointwise.default,) if ONEDNN else ()
+MATMULS = () if ONEDNN_LINEAR is None else (ONEDNN_LINEAR.default,)
 """Operations that are matrix products, besides torch's own names for them."""
 
 SCORES = 2**20
@@ -33,16 +35,6 @@ SHORT = 4
 
 GELUS = 2**18
 """Values that `gelu_tanh` widens to fp32 at a time: few enough for the cache, many enough for every thread."""
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
-
-class Linear(nn.Linear):
-    """`nn.Linear`, by oneDNN for fp32 on a CPU: [..., D] to [..., N]."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`input @ weight.T + bias`."""
-        return linear(input, self.weight, self.bias)
 
 
 def linear(input: torch.Tensor, weight_ND: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
@@ -94,7 +86,7 @@ def _onednn(a: torch.Tensor, b_ND: torch.Tensor, bias_N: torch.Tensor | None = N
     """`a @ b.T + bias`, [..., D] to [..., N]. `b` or its transpose must be contiguous: oneDNN has no fast kernel
     for rows that are apart."""
     assert b_ND.is_contiguous() or b_ND.t().is_contiguous()
-    return torch.ops.mkldnn._linear_pointwise(a, b_ND, bias_N, "none", [], "")
+    return linear_by_onednn(a, b_ND, bias_N)
 
 
 class _Linear(torch.autograd.Function):
@@ -134,7 +126,7 @@ class _CausalAttention(torch.autograd.Function):
             keys_values = k_BGTK, v_BGTK
             if repeats > 1:
                 keys_values = (tensor.repeat_interleave(repeats, 1) for tensor in keys_values)
-            y_BHTK, *kept = _flash(q_BHTK, *keys_values, 0.0, True)
+            y_BHTK, *kept = FLASH_CPU(q_BHTK, *keys_values, 0.0, True)
         ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, *kept)
         return y_BHTK
 
@@ -226,7 +218,7 @@ def _attention_backward(
         p_CqS = probabilities(start, stop)
         grad_v_CSK = torch.bmm(p_CqS.mT, dy_CqK).float()  # widened before it is added: adding across dtypes is slow
         dp_CqS = torch.bmm(dy_CqK, v_CTK[:, :stop].mT)
-        ds_CqS = torch._softmax_backward_data(dp_CqS, p_CqS, -1, p_CqS.dtype)
+        ds_CqS = softmax_backward(dp_CqS, p_CqS)
         grad_q_CqK = torch.bmm(ds_CqS, k_CTK[:, :stop]).mul_(width**-0.5)
         grad_q_CRTK[:, :, start:stop] = grad_q_CqK.view(pairs, repeats, -1, width)
         grad_k_CSK = torch.bmm(ds_CqS.mT, q_CqK).float()

@@ -1,4 +1,4 @@
-"""The one place that computes the feed-forward layer: SwiGLU (Shazeer, 2020) or GPT-2's GELU.
+"""The feed-forward layer: SwiGLU (Shazeer, 2020) or GPT-2's GELU.
 
 Shapes: B batch, T sequence, D hidden, F feed-forward width.
 """
@@ -7,12 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.models.cpu_kernels import Linear, gelu_tanh, serves_training
+from meshwright.models.cpu_kernels import gelu_tanh, serves_training
+from meshwright.models.linear import Linear
+from meshwright.models.slots import Entry
 from meshwright.spec.model import ModelSpec
 
 
 class FeedForward(nn.Module):
-    """`w2(silu(w1 x) * w3 x)`, or `w2(gelu(w1 x))` with the tanh approximation."""
+    """`w2(silu(w1 x) * w3 x)`, or `w2(gelu(w1 x))` with the tanh approximation.
+
+    A slot: `entry`, through which the input goes first; a strategy whose ranks share the width fills it.
+    """
+
+    entry: Entry | None = None
 
     def __init__(self, spec: ModelSpec, width: int):
         super().__init__()
@@ -22,7 +29,12 @@ class FeedForward(nn.Module):
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """[B, T, D] to [B, T, D]."""
+        x_BTD = x_BTD if self.entry is None else self.entry(x_BTD)
         if self.w3 is None:
             h_BTF = self.w1(x_BTD)
             return self.w2(gelu_tanh(h_BTF) if serves_training(h_BTF) else F.gelu(h_BTF, approximate="tanh"))
         return self.w2(F.silu(self.w1(x_BTD)) * self.w3(x_BTD))
+
+    def extra_repr(self) -> str:
+        """What stands in the slot."""
+        return "" if self.entry is None else f"entry: {self.entry}"

@@ -1,21 +1,25 @@
-"""The one place where transformers computes a model, of an architecture that is not one of ours.
+"""Models of other architectures, computed by transformers.
 
 Shapes: B batch, T sequence, V vocabulary.
 """
 
+import functools
 import inspect
 import json
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.families import parameter_table
-from meshwright.models.decoder import Decoder
-from meshwright.models.loss import IGNORED
+from meshwright.models.batch import TensorBatch
+from meshwright.models.decoder import Decoder, Read
+from meshwright.models.head import HeadSplit, LogitsHead
 from meshwright.models.masks import document_positions
+from meshwright.models.slots import Wrapped
+from meshwright.spec.batch import Batch
+from meshwright.spec.errors import UserError
 from meshwright.spec.model import ForeignModel, ModelSpec
 
 _MIXES_DOCUMENTS = (
@@ -23,6 +27,15 @@ _MIXES_DOCUMENTS = (
     "packing with separate documents and pairs of answers (training.preference) need; use "
     "data.separate_documents=false, or data.packing=padded"
 )
+
+
+class ForeignBlock(Wrapped):
+    """A block of transformers', whose class stands behind this one, with a forward pass that may be wrapped."""
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        """What transformers computes."""
+        theirs: Any = super(Wrapped, self)
+        return theirs.forward(*args, **kwargs)
 
 
 class ForeignDecoder(Decoder):
@@ -35,36 +48,21 @@ class ForeignDecoder(Decoder):
 
     takes_positions: bool
 
-    def forward(  # type: ignore[override]
-        self,
-        tokens_BT: torch.Tensor,
-        labels_BT: torch.Tensor | None = None,
-        documents_BT: torch.Tensor | None = None,
-        positions_BT: torch.Tensor | None = None,
-        owners_BT: torch.Tensor | None = None,
-        references_BP: torch.Tensor | None = None,
-        asked_BT: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """As `Decoder.forward`, for a whole model that continues nothing.
+    def forward(self, batch: TensorBatch, read: Read | None = None) -> Any:  # type: ignore[override]
+        """As `Decoder.forward`, for a whole model that continues nothing; the logits stand for the hidden states.
 
         Documents are told to transformers by their positions: where they do not count on, it masks what is before.
         """
-        arguments = {"input_ids": tokens_BT}
-        if documents_BT is not None:
+        self.tell_draws(batch)
+        arguments = {"input_ids": batch.tokens}
+        if batch.document_ids is not None:
             if not self.takes_positions:
-                raise ValueError(_MIXES_DOCUMENTS)
-            arguments["position_ids"] = document_positions(documents_BT) if positions_BT is None else positions_BT
+                raise UserError(_MIXES_DOCUMENTS)
+            positions_BT = batch.position_ids
+            arguments["position_ids"] = document_positions(batch.document_ids) if positions_BT is None else positions_BT
         theirs: Any = super(Decoder, self)
         logits_BTV = theirs.forward(**arguments).logits
-        if labels_BT is None:
-            return logits_BTV if asked_BT is None else self.pick(logits_BTV, asked_BT)
-        wide_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
-        losses_N = F.cross_entropy(wide_BTV.flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED, reduction="none")
-        if references_BP is None:
-            return losses_N.sum()
-        assert self.preference is not None
-        assert owners_BT is not None
-        return self.preference(losses_N.view(labels_BT.shape), owners_BT, references_BP)
+        return logits_BTV if read is None else read(logits_BTV, LogitsHead(self.head_split), batch)
 
     @property
     def layers(self) -> nn.ModuleDict:  # type: ignore[override]
@@ -76,7 +74,7 @@ class ForeignDecoder(Decoder):
 
     @torch.no_grad()
     def check_documents(self) -> None:
-        """Raise `ValueError` where a document of a row is not read as if it stood alone; collective where the model is
+        """Raise `UserError` where a document of a row is not read as if it stood alone; collective where the model is
         sharded.
 
         The same tokens stand twice in a row, as two documents: both must have the same logits.
@@ -84,10 +82,10 @@ class ForeignDecoder(Decoder):
         generator = torch.Generator().manual_seed(0)
         once_BT = torch.randint(self.spec.vocab, (1, 8), generator=generator).to(self.like.device)
         documents_BT = torch.arange(2, device=once_BT.device).repeat_interleave(8)[None]
-        first, second = self(once_BT.repeat(1, 2), None, documents_BT).double().chunk(2, dim=1)
+        first, second = self(Batch(once_BT.repeat(1, 2), document_ids=documents_BT)).double().chunk(2, dim=1)
         tolerance = 1e-4 if self.like.dtype.itemsize >= 4 else 2e-2
         if not (first - second).norm() <= tolerance * first.norm():
-            raise ValueError(_MIXES_DOCUMENTS)
+            raise UserError(_MIXES_DOCUMENTS)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """What `to` and `to_empty` do; constants keep their values and dtypes, parameters that are one stay one."""
@@ -106,13 +104,22 @@ class ForeignDecoder(Decoder):
         return self
 
 
+class ForeignNeoX(ForeignDecoder):
+    """GPT-NeoX, whose head is `embed_out` in files; transformers 5 calls it otherwise, and renames it when it reads."""
+
+    @property
+    def lm_head(self) -> nn.Module:
+        """The head, by transformers' name."""
+        return self.get_submodule("embed_out")
+
+
 def build_foreign(spec: ModelSpec) -> ForeignDecoder:
     """The model with its parameters on the meta device, in fp32, and its constants (rotary frequencies) as they are.
 
     Dropout is switched off, as everywhere here.
 
     Raises:
-        ValueError: transformers is not installed or does not know the architecture, or its module has other parameters
+        UserError: transformers is not installed or does not know the architecture, or its module has other parameters
         than the files.
     """
     assert spec.foreign is not None
@@ -123,12 +130,27 @@ def build_foreign(spec: ModelSpec) -> ForeignDecoder:
             module._parameters[name] = on_meta.get(parameter)
         module._non_persistent_buffers_set.update(module._buffers)
     theirs = type(model)
-    model.__class__ = type(f"Foreign{theirs.__name__}", (ForeignDecoder, theirs), {})
-    model.spec, model.table, model.preference = spec, parameter_table(spec), None
+    table = parameter_table(spec)
+    renamed = "lm_head" in model._modules and any(row.name == "embed_out.weight" for row in table)
+    _stand_before(model, ForeignNeoX if renamed else ForeignDecoder)
+    if renamed:
+        model._modules["embed_out"] = model._modules.pop("lm_head")
+    model.spec, model.table, model.head_split = spec, table, HeadSplit()
     model.takes_positions = "position_ids" in inspect.signature(theirs.forward).parameters
-    _use_name_of_files(model)
     _check_parameters(model)
+    for block in model.layers.values():
+        _stand_before(block, ForeignBlock)
     return model
+
+
+def _stand_before(module: nn.Module, face: type[nn.Module]) -> None:
+    """Let `face` stand before the class of a module that was built here, so that its parameters keep their names."""
+    module.__class__ = _faced(face, type(module))
+
+
+@functools.cache
+def _faced(face: type[nn.Module], theirs: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Foreign{theirs.__name__}", (face, theirs), {})
 
 
 def _build(foreign: ForeignModel) -> nn.Module:
@@ -137,12 +159,12 @@ def _build(foreign: ForeignModel) -> nn.Module:
         import transformers
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             "a model that is not of our families needs transformers: pip install 'meshwright[transformers]'"
         ) from error
     config = json.loads(foreign.config)
     if config["model_type"] not in CONFIG_MAPPING:
-        raise ValueError(f"transformers {transformers.__version__} does not know model_type {config['model_type']!r}")
+        raise UserError(f"transformers {transformers.__version__} does not know model_type {config['model_type']!r}")
     dropouts = [key for key in config if key.endswith(("dropout", "pdrop", "dropout_rate", "dropout_prob"))]
     settings = {**config, **dict.fromkeys(dropouts, 0.0), "use_cache": False}
     parsed = CONFIG_MAPPING[config["model_type"]].from_dict(settings)
@@ -160,13 +182,6 @@ class _MatricesOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _use_name_of_files(model: Any) -> None:
-    """GPT-NeoX's head is `embed_out` in files; transformers 5 calls it otherwise, and renames it when it reads."""
-    if "lm_head" in model._modules and any(row.name == "embed_out.weight" for row in model.table):
-        model._modules["embed_out"] = model._modules.pop("lm_head")
-        type(model).lm_head = property(lambda self: self.embed_out)
-
-
 def _check_parameters(model: ForeignDecoder) -> None:
     """Raise where the module's parameters are not those of the files, which would then not be what it computes with."""
     built = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -174,7 +189,7 @@ def _check_parameters(model: ForeignDecoder) -> None:
     for name in sorted(built.keys() | stored.keys()):
         if built.get(name) != stored.get(name):
             theirs, files = (f"as {list(of[name])}" if name in of else "not at all" for of in (built, stored))
-            raise ValueError(
+            raise UserError(
                 f"{name} is in transformers' {type(model).__name__.removeprefix('Foreign')} {theirs} and in the files "
                 f"{files}; only models whose files hold the parameters as they are computed with can be trained here "
                 "(loading and saving them once with transformers may help)"
@@ -182,7 +197,7 @@ def _check_parameters(model: ForeignDecoder) -> None:
     ends = {parameter for module in model.layers.values() for parameter in module.parameters()}
     for (module, name), _ in _ties(model):
         if module._parameters[name] in ends:
-            raise ValueError("two blocks of the model share parameters, which data parallelism cannot keep as one")
+            raise UserError("two blocks of the model share parameters, which data parallelism cannot keep as one")
 
 
 def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:

@@ -1,4 +1,4 @@
-"""The one place that continues prompts token by token: batched, with a cache or without, sampled reproducibly.
+"""Generation, token by token: batched, with or without a KV cache, sampled reproducibly.
 
 Shapes: B prompts, T their longest length, or room for all that is asked for, V vocabulary.
 """
@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 
 from meshwright.models.decoder import Cache, Decoder
+from meshwright.spec.batch import Batch
+from meshwright.spec.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +31,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
-            raise ValueError(f"temperature={self.temperature} is not allowed: must be at least 0")
+            raise UserError(f"temperature={self.temperature} is not allowed: must be at least 0")
         if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k} is not allowed: must be at least 0 (0 allows every token)")
+            raise UserError(f"top_k={self.top_k} is not allowed: must be at least 0 (0 allows every token)")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} is not allowed: must be greater than 0 and at most 1")
+            raise UserError(f"top_p={self.top_p} is not allowed: must be greater than 0 and at most 1")
 
 
 @torch.inference_mode()
@@ -50,7 +52,7 @@ def generate(
     A prompt's continuation does not depend on the prompts beside it, up to rounding.
 
     Raises:
-        ValueError: an empty prompt, or more positions than the model is meant for.
+        UserError: an empty prompt, or more positions than the model is meant for.
     """
     check_room(prompts, max_tokens, model.spec.max_positions)
     streams = [random.Random(f"{sampling.seed}/{row}") for row in range(len(prompts))]
@@ -111,8 +113,8 @@ class CachedRows:
 
     def logits(self) -> torch.Tensor:
         """See `Rows`."""
-        features_BTD = self.model.features(self.tokens_BT, positions_BT=self.positions_BT, cache=self.cache)
-        return self.model.logits(features_BTD[:, -1])
+        batch = Batch(self.tokens_BT, position_ids=self.positions_BT)
+        return self.model(batch, lambda x_BTD, head, _: head.logits(x_BTD[:, -1]), cache=self.cache)
 
     def append(self, next_B: torch.Tensor) -> None:
         """See `Rows`."""
@@ -153,7 +155,7 @@ class WholeRows:
 def _read_anew(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> WholeRows:
     """What transformers computes has no cache of ours."""
     return WholeRows(
-        lambda tokens_BT, asked_BT: model(tokens_BT, asked_BT=asked_BT),
+        lambda tokens_BT, asked_BT: model(Batch(tokens_BT), lambda x, head, _: head.next_logits(x, asked_BT)),
         prompts,
         max_tokens,
         multiple=1,
@@ -180,16 +182,16 @@ def choose(logits_BV: torch.Tensor, sampling: Sampling, streams: Sequence[random
 
 
 def check_room(prompts: Sequence[Sequence[int]], max_tokens: int, room: int) -> None:
-    """Raise `ValueError` where prompts and new tokens have no room in a model that is meant for `room` positions."""
+    """Raise `UserError` where prompts and new tokens have no room in a model that is meant for `room` positions."""
     if max_tokens < 1:
-        raise ValueError(f"max_tokens={max_tokens} is not allowed: must be at least 1")
+        raise UserError(f"max_tokens={max_tokens} is not allowed: must be at least 1")
     if not prompts or not all(prompts):
-        raise ValueError("a prompt must hold at least one token")
+        raise UserError("a prompt must hold at least one token")
     longest = max(map(len, prompts))
     if longest >= room:
-        raise ValueError(f"the prompt has {longest} tokens, but the model is meant for {room}; shorten it")
+        raise UserError(f"the prompt has {longest} tokens, but the model is meant for {room}; shorten it")
     if longest + max_tokens > room:
-        raise ValueError(
+        raise UserError(
             f"a prompt of {longest} tokens and max_tokens={max_tokens} are more than the {room} positions "
             f"that the model is meant for; at most {room - longest} new tokens have room"
         )

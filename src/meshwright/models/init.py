@@ -1,4 +1,4 @@
-"""The one place that draws fresh weights: any rows of any parameter, the same numbers whoever draws them.
+"""Weight initialization: any rows of any parameter, the same numbers on every layout.
 
 A tensor is drawn in blocks of whole rows, each from a generator seeded by (seed, name, block). So a rank that
 keeps some rows draws those blocks and no others, and every layout starts from the same weights.
@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from meshwright.spec.errors import UserError
 from meshwright.spec.model import Parameter
 
 BLOCK_ELEMENTS = 2**18
@@ -22,7 +23,7 @@ def draw_rows(parameter: Parameter, seed: int, start: int, stop: int) -> torch.T
     arguments."""
     rows, *rest = parameter.shape
     if not 0 <= start <= stop <= rows:
-        raise ValueError(f"{parameter.name}: rows [{start}, {stop}) do not lie in [0, {rows})")
+        raise UserError(f"{parameter.name}: rows [{start}, {stop}) do not lie in [0, {rows})")
     assert parameter.init != "row_norms", "of a weight, which is not drawn here"
     if parameter.init in ("ones", "zeros"):
         return torch.full((stop - start, *rest), 1.0 if parameter.init == "ones" else 0.0)

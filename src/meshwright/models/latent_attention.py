@@ -1,4 +1,4 @@
-"""The one place that computes latent attention, where queries, keys and values are made from narrow latents.
+"""Multi-head latent attention: queries, keys and values projected from narrow latents.
 
 Shapes: B batch, T sequence, D hidden, H heads, K head_dim = P + R, of which P has no positions and R is rotated, V
 v_head_dim.
@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.models.attention import Attention, LayerCache, Mask
-from meshwright.models.cpu_kernels import Linear
+from meshwright.models.linear import Linear
+from meshwright.models.norm import RMSNorm
 from meshwright.models.rope import RopeTables, apply_rope, attention_scale
 from meshwright.spec.model import ModelSpec
 
@@ -31,10 +32,10 @@ class LatentAttention(Attention):
         self.wq = Linear(spec.hidden, heads * spec.head_dim, bias=False) if spec.q_rank is None else None
         if spec.q_rank is not None:
             self.wq_a = Linear(spec.hidden, spec.q_rank, bias=False)
-            self.q_norm = nn.RMSNorm(spec.q_rank, eps=LATENT_NORM_EPS)
+            self.q_norm = RMSNorm(spec.q_rank, eps=LATENT_NORM_EPS)
             self.wq_b = Linear(spec.q_rank, heads * spec.head_dim, bias=False)
         self.wkv_a = Linear(spec.hidden, sum(self.widths_latent), bias=False)
-        self.kv_norm = nn.RMSNorm(spec.kv_rank, eps=LATENT_NORM_EPS)
+        self.kv_norm = RMSNorm(spec.kv_rank, eps=LATENT_NORM_EPS)
         self.wkv_b = Linear(spec.kv_rank, heads * sum(self.widths_PV), bias=False)
         self.wo = Linear(heads * spec.v_head_dim, spec.hidden, bias=False)
 
@@ -47,6 +48,7 @@ class LatentAttention(Attention):
     ) -> torch.Tensor:
         """As `Attention.forward`. The cache holds expanded keys and values, the latter padded to the keys' width."""
         assert rope is not None
+        x_BTD = x_BTD if self.entry is None else self.entry(x_BTD)
         q_BTC = self.wq_b(self.q_norm(self.wq_a(x_BTD))) if self.wq is None else self.wq(x_BTD)
         q_BTHP, q_BTHR = q_BTC.unflatten(-1, (-1, sum(self.widths_PR))).split(self.widths_PR, -1)
         latent_BTC, k_BTR = self.wkv_a(x_BTD).split(self.widths_latent, -1)
@@ -62,7 +64,7 @@ class LatentAttention(Attention):
         q_BHTK, k_BHSK, v_BHSK = (tensor.transpose(1, 2) for tensor in (q_BTHK, k_BTHK, v_BTHK))
         if cache is not None:
             k_BHSK, v_BHSK = cache.append(k_BHSK, v_BHSK)
-        y_BHTK = self.attend(q_BHTK, k_BHSK, v_BHSK, mask)
+        y_BHTK = self.core(q_BHTK, k_BHSK, v_BHSK, mask)
         return self.wo(y_BHTK[..., : v_BTHV.shape[-1]].transpose(1, 2).flatten(-2))
 
 

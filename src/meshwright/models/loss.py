@@ -1,4 +1,4 @@
-"""The one place that computes the loss: output head and cross-entropy together, never holding all logits.
+"""The fused head and cross-entropy, which never materializes all logits.
 
 Logits are made for a chunk of tokens at a time, turned in place into their own gradient, and used at once for
 the gradients of the hidden states and of the head, as in Liger's fused linear cross-entropy (Hsu et al.,
@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from meshwright.models.cpu_kernels import matmul
+from meshwright.torch_internals import assert_on_device
 
 IGNORED = -100
 """The label of a token that is not trained on."""
@@ -43,6 +44,10 @@ class VocabularyShare(Protocol):
 
     def sum_(self, values: torch.Tensor) -> None:
         """Replace `values` by their sum over all shares."""
+
+    def sum(self, parts: torch.Tensor) -> torch.Tensor:
+        """The sum over all shares; its gradient goes to this part alone, for every share has the sum."""
+        ...
 
 
 def linear_cross_entropy(
@@ -84,17 +89,16 @@ def linear_token_losses(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, labels_N, train, share):
-        wide = _wide(hidden_ND.dtype)
         need_hidden, need_weight = (train and need for need in ctx.needs_input_grad[:2])
         grad_hidden_ND = torch.empty_like(hidden_ND) if need_hidden else None
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if need_weight else None
-        loss = hidden_ND.new_zeros((), dtype=wide)
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide(weight_VD.dtype)) if need_weight else None
+        loss = hidden_ND.new_zeros((), dtype=wide(hidden_ND.dtype))
         for rows, hidden_CD, trained_C1, losses_C1, grad_CV in _chunks(hidden_ND, weight_VD, labels_N, share):
             loss += losses_C1.sum()
             if grad_hidden_ND is not None:
                 grad_hidden_ND[rows] = matmul(grad_CV, weight_VD).where(trained_C1, 0)
             if grad_weight_VD is not None:
-                _add_product_(grad_weight_VD, grad_CV, hidden_CD)
+                add_product_(grad_weight_VD, grad_CV, hidden_CD)
         ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
         ctx.dtype = hidden_ND.dtype
         return loss
@@ -109,7 +113,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 class _LinearTokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, labels_N, share):
-        losses_N = hidden_ND.new_zeros(len(hidden_ND), dtype=_wide(hidden_ND.dtype))
+        losses_N = hidden_ND.new_zeros(len(hidden_ND), dtype=wide(hidden_ND.dtype))
         for rows, _, _, losses_C1, _ in _chunks(hidden_ND, weight_VD, labels_N, share):
             losses_N[rows] = losses_C1[:, 0]
         ctx.save_for_backward(hidden_ND, weight_VD, labels_N)
@@ -122,15 +126,39 @@ class _LinearTokenLosses(torch.autograd.Function):
         hidden_ND, weight_VD, labels_N = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden_ND = torch.empty_like(hidden_ND) if need_hidden else None
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=_wide(weight_VD.dtype)) if need_weight else None
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide(weight_VD.dtype)) if need_weight else None
         # Logits are made once more: only now is it known what flows back into each label.
         for rows, hidden_CD, trained_C1, _, grad_CV in _chunks(hidden_ND, weight_VD, labels_N, ctx.share):
             grad_CV *= grad_N[rows, None].to(grad_CV.dtype)
             if grad_hidden_ND is not None:
                 grad_hidden_ND[rows] = matmul(grad_CV, weight_VD).where(trained_C1, 0)
             if grad_weight_VD is not None:
-                _add_product_(grad_weight_VD, grad_CV, hidden_CD)
+                add_product_(grad_weight_VD, grad_CV, hidden_CD)
         return grad_hidden_ND, None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype), None, None
+
+
+def logit_chunks(
+    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor, share: VocabularyShare | None
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """The logits of all tokens, so many at a time as take `CHUNK_BYTES`: (which tokens, their hidden states [C, D], 0
+    where there is no label, their labels [C], then one that is here, whether they have one [C], their logits [C, V] in
+    the dtype of the hidden states, which the next chunk overwrites)."""
+    tokens, vocab, first = len(hidden_ND), len(weight_VD), 0
+    if share is not None:
+        first = share.first
+        known_N = (labels_N == IGNORED) | (labels_N >= 0) & (labels_N < share.vocab)
+        assert_on_device(known_N.all(), "a label is out of bounds: it lies outside the vocabulary")
+    stride = ceil((vocab if share is None else share.rows) / ROW_MULTIPLE) * ROW_MULTIPLE
+    most = max(1, _budget(CHUNK_BYTES, hidden_ND) // (stride * hidden_ND.element_size()))
+    chunk = ceil(tokens / max(1, ceil(tokens / most)))  # chunks of equal size
+    logits_CV = hidden_ND.new_empty(chunk, stride)[:, :vocab]
+    for start in range(0, tokens, max(1, chunk)):
+        rows = slice(start, start + chunk)
+        trained_C = labels_N[rows] != IGNORED
+        # A token is ignored by zeroing its hidden state: its row of logits is many times as long.
+        hidden_CD = hidden_ND[rows].where(trained_C[:, None], 0)
+        made_CV = matmul(hidden_CD, weight_VD.t(), logits_CV[: len(hidden_CD)])
+        yield rows, hidden_CD, labels_N[rows].where(trained_C, first), trained_C, made_CV
 
 
 def _chunks(
@@ -138,24 +166,10 @@ def _chunks(
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Chunk by chunk: (its tokens, their hidden states [C, D], whether they carry loss [C, 1], their losses [C, 1], the
     losses' gradient by the logits [C, V], which the next chunk overwrites)."""
-    tokens, vocab, first = len(hidden_ND), len(weight_VD), 0
-    if share is not None:
-        first = share.first
-        known_N = (labels_N == IGNORED) | (labels_N >= 0) & (labels_N < share.vocab)
-        torch._assert_async(known_N.all(), "a label is out of bounds: it lies outside the vocabulary")
-    stride = ceil((vocab if share is None else share.rows) / ROW_MULTIPLE) * ROW_MULTIPLE
-    most = max(1, _budget(CHUNK_BYTES, hidden_ND) // (stride * hidden_ND.element_size()))
-    chunk = ceil(tokens / max(1, ceil(tokens / most)))  # chunks of equal size
-    logits_CV = hidden_ND.new_empty(chunk, stride)[:, :vocab]
-    for start in range(0, tokens, max(1, chunk)):
-        rows = slice(start, start + chunk)
-        labels_C1 = labels_N[rows, None]
-        trained_C1 = labels_C1 != IGNORED
-        # A token is ignored by zeroing its hidden state: its row of logits is many times as long.
-        hidden_CD = hidden_ND[rows].where(trained_C1, 0)
-        grad_CV = matmul(hidden_CD, weight_VD.t(), logits_CV[: len(hidden_CD)])
-        losses_C1 = _cross_entropy_(grad_CV, labels_C1.where(trained_C1, first) - first, share)
-        yield rows, hidden_CD, trained_C1, losses_C1.where(trained_C1, 0), grad_CV
+    first = 0 if share is None else share.first
+    for rows, hidden_CD, labels_C, trained_C, grad_CV in logit_chunks(hidden_ND, weight_VD, labels_N, share):
+        losses_C1 = _cross_entropy_(grad_CV, labels_C[:, None] - first, share)
+        yield rows, hidden_CD, trained_C[:, None], losses_C1.where(trained_C[:, None], 0), grad_CV
 
 
 def _cross_entropy_(logits_CV: torch.Tensor, targets_C1: torch.Tensor, share: VocabularyShare | None) -> torch.Tensor:
@@ -170,7 +184,7 @@ def _cross_entropy_(logits_CV: torch.Tensor, targets_C1: torch.Tensor, share: Vo
     # Of each row: its largest logit and that one's probability; how far the target's logit is below it, and its
     # probability.
     largest_C1, peak_C1, below_C1, target_C1 = (
-        torch.empty_like(targets_C1, dtype=_wide(logits_CV.dtype)) for _ in range(4)
+        torch.empty_like(targets_C1, dtype=wide(logits_CV.dtype)) for _ in range(4)
     )
     rows = _wide_rows(logits_CV)
     wide_RV = largest_C1.new_empty(min(rows, len(logits_CV)), logits_CV.shape[1])
@@ -205,7 +219,7 @@ def _cross_entropy_(logits_CV: torch.Tensor, targets_C1: torch.Tensor, share: Vo
     return losses_C1
 
 
-def _add_product_(total_VD: torch.Tensor, grad_CV: torch.Tensor, hidden_CD: torch.Tensor) -> None:
+def add_product_(total_VD: torch.Tensor, grad_CV: torch.Tensor, hidden_CD: torch.Tensor) -> None:
     """total += grad.T @ hidden; by rows of the total, so that no product is held in full or leaves the cache."""
     rows = _wide_rows(total_VD)
     for total_RD, grad_CR in zip(total_VD.split(rows), grad_CV.split(rows, dim=1), strict=True):
@@ -221,13 +235,13 @@ def _scaled(grad: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> tor
     return scaled
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype of losses and sums: fp32, or fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _wide_rows(matrix: torch.Tensor) -> int:
-    return max(1, _budget(WIDE_BYTES, matrix) // (matrix.shape[1] * _wide(matrix.dtype).itemsize))
+    return max(1, _budget(WIDE_BYTES, matrix) // (matrix.shape[1] * wide(matrix.dtype).itemsize))
 
 
 def _budget(budgets: dict[str, int], tensor: torch.Tensor) -> int:

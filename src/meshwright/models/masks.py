@@ -1,4 +1,4 @@
-"""The one place that says which tokens may see which: causal order, sliding window, padding, documents of a packed row.
+"""Attention masks: causal order, sliding window, padding, documents of a packed row.
 
 Shapes: B batch, T sequence, S keys (cached and new), N = B * T tokens, D documents of all rows.
 """
@@ -6,6 +6,8 @@ Shapes: B batch, T sequence, S keys (cached and new), N = B * T tokens, D docume
 import functools
 
 import torch
+
+from meshwright.torch_internals import size_varies
 
 MERGED = 128
 """On a CPU short documents that follow one another are attended together, up to so many tokens, under a mask: a call a
@@ -65,7 +67,7 @@ class Documents:
         starts_D = _starts(documents_BT).flatten().nonzero().flatten()
         self.offsets = torch.cat((starts_D, starts_D.new_tensor([documents_BT.numel()]))).int()
         """Where each document starts among the N tokens of all rows, and N at the end: int32 [D + 1]."""
-        torch._dynamo.mark_dynamic(self.offsets, 0)  # or compiled blocks would be compiled anew for every number
+        size_varies(self.offsets, 0)  # or compiled blocks would be compiled anew for every number
 
     @functools.cached_property
     def spans(self) -> list[tuple[int, torch.Tensor | None]]:

@@ -1,4 +1,4 @@
-"""The one place for mixtures of experts: routing, the experts' products, and what keeps their load even.
+"""Mixture-of-experts layers: routing, the experts' products, load balancing.
 
 Shapes: B batch, T sequence, D hidden, N = B T tokens, E experts, K experts of a token, M = N K rows, each the copy of
 a token for one of its experts, I in, O out.
@@ -12,10 +12,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.models.feed_forward import FeedForward
+from meshwright.models.slots import Viewed, Wrapped
 from meshwright.spec.model import ModelSpec
 
 
-class Router(nn.Module):
+def whole_sequences(counts_BE: torch.Tensor) -> torch.Tensor:
+    """The counts [B, E] where every sequence is whole here: as they are."""
+    return counts_BE
+
+
+class Router(Viewed):
     """Chooses each token's experts and what their outputs are weighed by; keeps account of every expert's load."""
 
     bias: torch.Tensor | None
@@ -27,6 +33,8 @@ class Router(nn.Module):
         self.layer = layer
         self.weight = nn.Parameter(torch.empty(spec.num_experts, spec.hidden))
         self.register_buffer("bias", torch.empty(spec.num_experts) if spec.router_bias else None)
+        self.over_sequence: Callable[[torch.Tensor], torch.Tensor] = whole_sequences
+        """A slot: makes of the counts [B, E] of the tokens that are here those of whole sequences."""
         self.sequence_weight = 0.0
         """What the balance loss of one sequence is multiplied by when it joins the gradient: the trainer's share of one
         sequence in the global batch. 0 leaves it out."""
@@ -41,7 +49,7 @@ class Router(nn.Module):
             sequence go to each expert [B, E], int64.
         """
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
-        logits_BTE = F.linear(x_BTD.to(wide), self.weight.to(wide))
+        logits_BTE = F.linear(x_BTD.to(wide), self.view.read(self)["weight"].to(wide))
         scores_BTE = logits_BTE.softmax(-1) if self.spec.router_scores == "softmax" else logits_BTE.sigmoid()
         experts_BTK = self._choose(scores_BTE.detach())
         weights_BTK = scores_BTE.gather(-1, experts_BTK)
@@ -91,7 +99,7 @@ class Router(nn.Module):
         """
         if self.sequence_weight * self.spec.balance_loss == 0 or not torch.is_grad_enabled():
             return None
-        counts_BE = self.sum_over_sequence(counts_BE)
+        counts_BE = self.over_sequence(counts_BE)
         length_B1 = counts_BE.sum(-1, keepdim=True) / self.spec.experts_per_token
         probabilities_BTE = scores_BTE
         if self.spec.router_scores == "sigmoid":
@@ -99,10 +107,6 @@ class Router(nn.Module):
         shares_BE = (counts_BE / length_B1).to(scores_BTE.dtype)
         means_BE = probabilities_BTE.sum(1) / length_B1
         return self.spec.num_experts * (shares_BE * means_BE).sum()
-
-    def sum_over_sequence(self, counts_BE: torch.Tensor) -> torch.Tensor:
-        """The counts of whole sequences: here they are; a strategy that splits sequences replaces this."""
-        return counts_BE
 
     def take_load(self) -> torch.Tensor:
         """Tokens sent to each expert [E], int64, in the backward passes since this was last called."""
@@ -131,7 +135,7 @@ class _JoinBackward(torch.autograd.Function):
         return grad, grad.new_tensor(factor) if ctx.joins else None, None, None
 
 
-class ExpertLinear(nn.Module):
+class ExpertLinear(Viewed):
     """One matrix of every expert."""
 
     def __init__(self, num_experts: int, into: int, out: int):
@@ -140,7 +144,7 @@ class ExpertLinear(nn.Module):
 
     def forward(self, x_MI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """[M, I] to [M, O]: the first `counts[0]` rows by the first expert's matrix, and so on."""
-        return grouped_matmul(x_MI, self.weight, counts_E)
+        return grouped_matmul(x_MI, self.view.read(self)["weight"], counts_E)
 
 
 def read_counts(*counts: torch.Tensor) -> list[list[int]]:
@@ -177,9 +181,25 @@ class Experts(nn.Module):
         return self.w2(F.silu(self.w1(x_MD, counts_E)) * self.w3(x_MD, counts_E), counts_E)
 
 
-class MoE(nn.Module):
+class Dispatch:
+    """What brings rows to their experts and back; here all experts are at hand."""
+
+    def __call__(self, experts: Experts, x_MD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        """[M, D] to [M, D]: rows sorted by expert, through their experts."""
+        return experts(x_MD, counts_E)
+
+    def __repr__(self) -> str:
+        return "local"
+
+
+class MoE(Wrapped):
     """A feed-forward layer of experts, of which each token uses a few (Shazeer et al., 2017). Dropless: an expert takes
-    all tokens that are sent to it, however many."""
+    all tokens that are sent to it, however many.
+
+    A slot: `dispatch`, which a strategy whose ranks share the experts fills.
+    """
+
+    dispatch: Dispatch = Dispatch()
 
     def __init__(self, spec: ModelSpec, layer: int):
         super().__init__()
@@ -189,16 +209,16 @@ class MoE(nn.Module):
         shared = spec.shared_experts * spec.expert_ffn
         self.shared = FeedForward(spec, shared) if shared else None
 
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+    def compute(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """[B, T, D] to [B, T, D]."""
         weights_BTK, experts_BTK, counts_BE = self.router(x_BTD)
         order_M = experts_BTK.flatten().argsort(stable=True)
         x_MD = x_BTD.flatten(0, 1)[order_M // self.experts_per_token]
-        y_MD = self.run_experts(x_MD, counts_BE.sum(0))
+        y_MD = self.dispatch(self.experts, x_MD, counts_BE.sum(0))
         y_BTKD = y_MD[order_M.argsort()].view(*experts_BTK.shape, -1)
         y_BTD = (y_BTKD * weights_BTK.to(y_MD.dtype).unsqueeze(-1)).sum(-2)
         return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
 
-    def run_experts(self, x_MD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        """Rows sorted by expert through their experts; a strategy whose ranks share the experts replaces this."""
-        return self.experts(x_MD, counts_E)
+    def extra_repr(self) -> str:
+        """What stands in the slot, and the wrappers."""
+        return ", ".join(filter(None, (f"dispatch: {self.dispatch}", super().extra_repr())))

@@ -1,15 +1,35 @@
-"""The one place that chooses the normalisation of a model."""
+"""Normalisation: LayerNorm (Ba et al., 2016) and RMSNorm (Zhang and Sennrich, 2019).
 
+Both compute in fp32 under bf16 and fp16, and in the input's dtype otherwise.
+"""
+
+import torch
+import torch.nn.functional as F
 from torch import nn
 
+from meshwright.models.slots import Viewed
 from meshwright.spec.model import ModelSpec
 
 
-def build_norm(spec: ModelSpec, width: int) -> nn.Module:
-    """LayerNorm (Ba et al., 2016) or RMSNorm (Zhang and Sennrich, 2019) over the last dim, of size `width`.
+class LayerNorm(Viewed, nn.LayerNorm):
+    """`nn.LayerNorm` that reads its parameters through a view."""
 
-    Both compute in fp32 under bf16 and fp16, and in the input's dtype otherwise.
-    """
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Over the last dim."""
+        weights = self.view.read(self)
+        return F.layer_norm(input, self.normalized_shape, weights["weight"], weights["bias"], self.eps)
+
+
+class RMSNorm(Viewed, nn.RMSNorm):
+    """`nn.RMSNorm` that reads its parameters through a view."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Over the last dim."""
+        return F.rms_norm(x, self.normalized_shape, self.view.read(self)["weight"], self.eps)
+
+
+def build_norm(spec: ModelSpec, width: int) -> nn.Module:
+    """The model's norm over the last dim, of size `width`."""
     if spec.norm == "layernorm":
-        return nn.LayerNorm(width, eps=spec.norm_eps)
-    return nn.RMSNorm(width, eps=spec.norm_eps)
+        return LayerNorm(width, eps=spec.norm_eps)
+    return RMSNorm(width, eps=spec.norm_eps)

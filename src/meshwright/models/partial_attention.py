@@ -1,4 +1,4 @@
-"""The one place that attends to a part of the keys at a time, so that the results of all parts add up to attention.
+"""Attention to a part of the keys at a time, with results that add up to full attention.
 
 A part's result y comes with the logarithm L of the sum of its exponentiated scores. Two parts make one by weights
 exp(L - L'), where exp(L') is the sum of both; the backward pass of each part needs only y and L of the whole
@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from meshwright.models.cpu_kernels import SCORES
+from meshwright.torch_internals import FLASH_CPU, FLASH_CPU_BACKWARD, FLASH_CUDA, FLASH_CUDA_BACKWARD
 
 aten = torch.ops.aten
 
@@ -86,24 +87,22 @@ def _flash_kernels(q_BHQK: torch.Tensor, v_BHSK: torch.Tensor):
     if q_BHQK.shape[-1] != v_BHSK.shape[-1]:
         return None
     if q_BHQK.device.type == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu, _flash_backward_cpu
+        return FLASH_CPU, _flash_backward_cpu
     half = q_BHQK.dtype in (torch.bfloat16, torch.float16)
     if q_BHQK.is_cuda and half and q_BHQK.shape[-1] % 8 == 0 and q_BHQK.shape[-1] <= 256:
-        return aten._scaled_dot_product_flash_attention, _flash_backward_cuda
+        return FLASH_CUDA, _flash_backward_cuda
     return None
 
 
 def _flash_backward_cpu(grad, q, k, v, y, logsumexp, causal: bool):
-    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(grad, q, k, v, y, logsumexp, 0.0, causal)
+    return FLASH_CPU_BACKWARD(grad, q, k, v, y, logsumexp, 0.0, causal)
 
 
 def _flash_backward_cuda(grad, q, k, v, y, logsumexp, causal: bool):
     # Without dropout the random state is not read, and without nested tensors neither are the sequences' offsets.
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)
-    backward = aten._scaled_dot_product_flash_attention_backward
     lengths = q.shape[2], k.shape[2]
-    return backward(grad, q, k, v, y, logsumexp, None, None, *lengths, 0.0, causal, unused, unused)
+    return FLASH_CUDA_BACKWARD(grad, q, k, v, y, logsumexp, None, None, *lengths, 0.0, causal, unused, unused)
 
 
 def _plain_backward(grad_BHQK, q_BHQK, k_BHSK, v_BHSK, y_BHQK, logsumexp_BHQ, sight: Sight):

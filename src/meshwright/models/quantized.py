@@ -1,4 +1,4 @@
-"""The one place that computes with frozen matrices kept in few bits, and makes what is kept from their numbers.
+"""Linear layers with quantized weights: quantization, and products with dequantized matrices.
 
 A matrix's place is taken by parameters that do not train: `codes`, `scales` and, where scales are quantized too,
 `groups` (`families/quantized.py` gives their shapes, `models/blockwise.py` says what is in them). They are integers:
@@ -13,7 +13,6 @@ from math import prod
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from meshwright.families.quantized import BLOCK
 from meshwright.models.blockwise import (
@@ -28,6 +27,8 @@ from meshwright.models.blockwise import (
     encode_scales,
 )
 from meshwright.models.cpu_kernels import linear, matmul
+from meshwright.models.linear import Product
+from meshwright.models.slots import Weights
 from meshwright.spec.model import Parameter
 
 RowSource = Callable[[Parameter, int, int], torch.Tensor]
@@ -37,29 +38,35 @@ NUMBERS_AT_ONCE = 2**26
 """Numbers of a matrix read at a time where all its scales are wanted."""
 
 
-class QuantizedLinear(nn.Linear):
-    """A linear layer whose weight is kept in few bits."""
+class Quantized(Product):
+    """A product with a frozen weight in few bits: `codes`, `scales` and `groups`, decoded for every product."""
 
-    codes: nn.Parameter
-    scales: nn.Parameter
-    groups: nn.Parameter | None
+    names = ("codes", "scales", "groups")
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def __init__(self, kept_as: str, shape_ND: tuple[int, int]) -> None:
+        """`shape_ND` is the whole matrix's; `kept_as` is a name for people."""
+        self.kept_as, self.shape_ND = kept_as, shape_ND
+
+    def compute(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
         """[..., D] to [..., N]."""
-        y = _FrozenProduct.apply(input, (self.out_features, self.in_features), self.codes, self.scales, self.groups)
-        assert isinstance(y, torch.Tensor)
-        return y if self.bias is None else y + self.bias
+        y, bias_N = linear(x, self._decode(weights, x.dtype)), weights.get("bias")
+        return y if bias_N is None else y + bias_N
 
-    @property
-    def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """The matrix [N, D], decoded, in the dtype of its adapter; fp32 without one."""
-        adapter = self._parameters.get("lora_a")
-        dtype = torch.float32 if adapter is None else adapter.dtype
-        return decode((self.codes, self.scales, self.groups), (self.out_features, self.in_features), dtype)
+    def input_gradient(self, grad: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """[..., N] to [..., D]."""
+        weight_ND = self._decode(weights, grad.dtype)
+        return matmul(grad.flatten(0, -2), weight_ND).view(*grad.shape[:-1], -1)
 
-    def merged(self) -> dict[str, torch.Tensor]:
-        """The parameters of a plain layer that computes the same."""
-        return {"weight": self.weight}
+    def merged(self, weights: Weights) -> Weights:
+        """The matrix, decoded, in the dtype of its adapter; fp32 without one."""
+        adapter = weights.get("lora_a")
+        return {"weight": self._decode(weights, torch.float32 if adapter is None else adapter.dtype)}
+
+    def _decode(self, weights: Weights, dtype: torch.dtype) -> torch.Tensor:
+        return decode([weights.get(name) for name in self.names], self.shape_ND, dtype)
+
+    def __repr__(self) -> str:
+        return self.kept_as
 
 
 def decode(kept: Sequence[torch.Tensor | None], shape_ND: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -74,22 +81,6 @@ def decode(kept: Sequence[torch.Tensor | None], shape_ND: tuple[int, int], dtype
     numbers = decode_nf4(codes, decoded_scales, dtype)
     rows, columns = shape_ND
     return numbers[: rows * columns].view(shape_ND) if columns % BLOCK else numbers.view(len(codes), -1)
-
-
-class _FrozenProduct(torch.autograd.Function):
-    """`input @ weight.T`, of which nothing but what is kept of the weight waits for the backward pass."""
-
-    @staticmethod
-    def forward(ctx, input, shape_ND, *kept):
-        ctx.save_for_backward(*kept)
-        ctx.shape_ND = shape_ND
-        return linear(input, decode(kept, shape_ND, input.dtype))
-
-    @staticmethod
-    def backward(ctx, *grad_outputs):
-        (grad,) = grad_outputs
-        weight_ND = decode(ctx.saved_tensors, ctx.shape_ND, grad.dtype)
-        return matmul(grad.flatten(0, -2), weight_ND).view(*grad.shape[:-1], -1), None, None, None, None
 
 
 class QuantizedRows:

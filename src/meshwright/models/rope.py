@@ -1,4 +1,4 @@
-"""The one place that knows rotary position embeddings (Su et al., 2021) and their scaling, as in Llama 3.1 and YaRN.
+"""Rotary position embeddings (Su et al., 2021) and their scaling, as in Llama 3.1 and YaRN.
 
 Shapes: B batch (or 1), T sequence, H heads, K rotated width of a head, R = K / 2 rotated pairs.
 """

@@ -1,5 +1,4 @@
-"""The one place for AdamW whose moments are kept in eight bits (Dettmers et al., "8-bit Optimizers via Block-wise
-Quantization", 2022)."""
+"""AdamW with moments in eight bits (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022)."""
 
 from collections.abc import Iterable
 from math import gcd, prod, sqrt
@@ -75,6 +74,15 @@ def block_size(parameter: torch.Tensor) -> int | None:
     block = gcd(BLOCK, parameter.shape[-1]) if parameter.dim() > 1 else 0
     splits_blocks = block and local(parameter).shape[-1] % block
     return None if block < SMALLEST_BLOCK or parameter.numel() < SMALLEST_TENSOR or splits_blocks else block
+
+
+def read_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Any optimizer's state of a parameter as numbers that are here: codes times their scales, all else as it is."""
+    return {
+        key: _read(state, key) if f"{key}_scale" in state else local(value)
+        for key, value in state.items()
+        if not key.endswith("_scale")
+    }
 
 
 def _zero_scales(parameter: torch.Tensor, block: int) -> torch.Tensor:

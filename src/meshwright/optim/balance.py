@@ -1,9 +1,9 @@
-"""The one place that keeps experts evenly loaded from step to step, and says how even they are."""
+"""Expert load balancing between steps, and its measure."""
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from meshwright.comm import collectives
 from meshwright.models import Decoder
 from meshwright.models.moe import Router
 
@@ -36,8 +36,7 @@ class ExpertBalance:
         loads_LE = torch.zeros(self.spec.num_layers, self.spec.num_experts, dtype=torch.int64, device=self.device)
         for router in self.routers:
             loads_LE[router.layer] = router.take_load()
-        if dist.is_initialized():
-            dist.all_reduce(loads_LE)
+        collectives.all_reduce_(loads_LE)
         for router in self.routers:
             if router.weight.requires_grad:
                 router.move_bias(loads_LE[router.layer])

@@ -1,6 +1,7 @@
-"""The one place that chooses which optimizer updates which parameter."""
+"""The choice of optimizer for each parameter."""
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -9,14 +10,30 @@ from meshwright.optim.adamw_8bit import AdamW8bit
 from meshwright.optim.muon import Muon
 from meshwright.optim.paged_adamw import PagedAdamW
 from meshwright.optim.parameterwise import Parameterwise
+from meshwright.optim.plugged import Plugged
+from meshwright.spec.errors import UserError
+from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import Parameter
+from meshwright.spec.plugins import load_plugin
 from meshwright.spec.training import OptimizerSpec
+
+Rows = tuple[Parameter, ...]
+"""Rows of the parameter table that train and are on this rank."""
+Builder = Callable[[OptimizerSpec, Rows, Mapping[str, torch.Tensor]], list[torch.optim.Optimizer]]
+"""(settings, rows, name -> tensor) -> optimizers to which every row's tensor is given once."""
 
 
 class Optimizers:
     """The optimizers of one run, driven together; every parameter belongs to exactly one."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Raises `UserError` where an optimizer does not say how its state begins."""
+        for optimizer in optimizers:
+            if not isinstance(optimizer, Parameterwise | Plugged | torch.optim.AdamW):
+                raise UserError(
+                    f"optimizer {type(optimizer).__name__} does not say how its state begins, so no checkpoint could "
+                    "be read into it; make it a Parameterwise (optim/parameterwise.py)"
+                )
         self.optimizers = optimizers
         self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
         self._owner = {
@@ -25,6 +42,23 @@ class Optimizers:
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
+
+    @classmethod
+    def joined(cls, parts: Iterable["Optimizers"]) -> "Optimizers":
+        """Several as one; their learning rates are at their peaks still."""
+        return cls([optimizer for part in parts for optimizer in part.optimizers])
+
+    def check_layout(self, layout: LayoutSpec) -> None:
+        """Raise `UserError` where a user's optimizer does not say that it may step what a rank of the layout holds."""
+        splits = layout.world_size > layout.dp_replicate
+        for optimizer in self.optimizers:
+            if splits and isinstance(optimizer, Plugged) and optimizer.elementwise is None:
+                raise UserError(
+                    f"training.optimizer.name={optimizer.name} does not say what it looks at, and {layout.strategy} "
+                    "splits the model over ranks; give its class elementwise = True where it updates every number from "
+                    "its own history alone, elementwise = False where it takes each tensor by itself (it is then given "
+                    "whole ones), or train with layout.dp_replicate alone"
+                )
 
     def set_lr(self, factor: float) -> None:
         """Set every learning rate to `factor` times its peak."""
@@ -45,44 +79,77 @@ class Optimizers:
     def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state tensors of one parameter, created as zeros where no step was made yet."""
         optimizer = self._owner[id(parameter)]
+        if isinstance(optimizer, Plugged):
+            return optimizer.state_of(parameter)
         if not optimizer.state[parameter]:
             optimizer.state[parameter] = _fresh_state(optimizer, parameter)
         return optimizer.state[parameter]
 
 
 def build_optimizers(
-    spec: OptimizerSpec, table: Iterable[Parameter], parameters: dict[str, torch.Tensor]
+    spec: OptimizerSpec,
+    table: Iterable[Parameter],
+    parameters: Mapping[str, torch.Tensor],
+    build: Builder | None = None,
 ) -> Optimizers:
     """The optimizers for `parameters` (name -> tensor as stored on this rank, plain or DTensor).
 
-    Weight decay applies to tensors of two dims, never to norms and biases. Muon takes the hidden matrices; the
-    embeddings, the head, adapters and all vectors stay with AdamW, and so do experts: to gather all of a layer's for
-    the iteration would take more memory than anything else in a step. `table`: the rows that train.
+    Args:
+        table: the rows that train.
+        build: makes them, in the place of what `OPTIMIZERS` has for `spec.name`.
     """
-    groups: dict[tuple[float, float], list[torch.Tensor]] = {}  # by learning rate and weight decay
-    hidden: list[torch.Tensor] = []
-    for row in table:
-        tensor = parameters[row.name]
-        is_hidden = len(row.dims) == 2 and not {"vocab", "positions", "rank"} & set(row.dims)
-        if spec.name == "muon" and is_hidden:
-            hidden.append(tensor)
-        else:
-            decay = spec.weight_decay if len(row.dims) >= 2 else 0.0
-            groups.setdefault((spec.lr * row.lr_ratio, decay), []).append(tensor)
-    optimizers: list[torch.optim.Optimizer] = []
-    if groups:
-        described = [{"params": found, "lr": lr, "weight_decay": decay} for (lr, decay), found in groups.items()]
-        constants: dict[str, Any] = {"lr": spec.lr, "betas": spec.betas, "eps": spec.eps}
-        if spec.name == "adamw_8bit":
-            optimizers.append(AdamW8bit(described, **constants))
-        elif spec.name == "paged_adamw":
-            optimizers.append(PagedAdamW(described, **constants))
-        else:
-            optimizers.append(torch.optim.AdamW(described, **constants, fused=True))
+    return Optimizers((build or OPTIMIZERS.get(spec.name, _plugged))(spec, tuple(table), parameters))
+
+
+def decayed_groups(spec: OptimizerSpec, rows: Rows, parameters: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
+    """Parameter groups by learning rate and weight decay, which tensors of two dims have, never norms and biases."""
+    groups: dict[tuple[float, float], list[torch.Tensor]] = {}
+    for row in rows:
+        decay = spec.weight_decay if len(row.dims) >= 2 else 0.0
+        groups.setdefault((spec.lr * row.lr_ratio, decay), []).append(parameters[row.name])
+    return [{"params": found, "lr": lr, "weight_decay": decay} for (lr, decay), found in groups.items()]
+
+
+def _adamw(make: Callable[..., torch.optim.Optimizer]) -> Builder:
+    """A builder that gives all parameters to one kind of AdamW."""
+
+    def build(spec: OptimizerSpec, rows: Rows, parameters: Mapping[str, torch.Tensor]) -> list[torch.optim.Optimizer]:
+        groups = decayed_groups(spec, rows, parameters)
+        return [make(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps)] if groups else []
+
+    return build
+
+
+def _muon(spec: OptimizerSpec, rows: Rows, parameters: Mapping[str, torch.Tensor]) -> list[torch.optim.Optimizer]:
+    """Muon takes the hidden matrices; the embeddings, the head, adapters and all vectors stay with AdamW, and so do
+    experts: to gather all of a layer's for the iteration would take more memory than anything else in a step."""
+    hidden = [row for row in rows if len(row.dims) == 2 and not {"vocab", "positions", "rank"} & set(row.dims)]
+    names = {row.name for row in hidden}
+    others = tuple(row for row in rows if row.name not in names)
+    found = OPTIMIZERS["adamw"](spec, others, parameters)
     if hidden:
-        muon = Muon(hidden, lr=spec.muon_lr, momentum=spec.muon_momentum, weight_decay=spec.weight_decay)
-        optimizers.append(muon)
-    return Optimizers(optimizers)
+        matrices = [parameters[row.name] for row in hidden]
+        found.append(Muon(matrices, lr=spec.muon_lr, momentum=spec.muon_momentum, weight_decay=spec.weight_decay))
+    return found
+
+
+def _plugged(spec: OptimizerSpec, rows: Rows, parameters: Mapping[str, torch.Tensor]) -> list[torch.optim.Optimizer]:
+    """A plug-in, made with the peak learning rate and its options; what a run has written down gives every setting, so
+    a weight decay counts as asked for where it is not the default."""
+    settings = {"lr": spec.lr, **spec.options}
+    if spec.weight_decay != OptimizerSpec.model_fields["weight_decay"].default:
+        settings["weight_decay"] = spec.weight_decay
+    groups = decayed_groups(spec, rows, parameters)
+    return [Plugged(load_plugin("optimizers", spec.name), groups, settings, spec.name)] if groups else []
+
+
+OPTIMIZERS: dict[str, Builder] = {
+    "adamw": _adamw(functools.partial(torch.optim.AdamW, fused=True)),
+    "adamw_8bit": _adamw(AdamW8bit),
+    "paged_adamw": _adamw(PagedAdamW),
+    "muon": _muon,
+}
+"""What `training.optimizer.name` means, of ours; other names are plug-ins."""
 
 
 def _fresh_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:

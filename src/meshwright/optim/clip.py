@@ -1,10 +1,14 @@
-"""The one place for the global gradient norm: every element counted once, however the tensors are sharded."""
+"""The global gradient norm: every element counted once, however the tensors are sharded."""
 
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+
+from meshwright.comm import collectives
+from meshwright.spec.errors import UserError
+from meshwright.torch_internals import multiply_all_
 
 
 @torch.no_grad()
@@ -36,17 +40,16 @@ def global_gradient_norm(
         square = torch.linalg.vector_norm(gradient, dtype=wide).square()
         totals[key] = totals[key] + square if key in totals else square
     if not totals and stages is None:
-        raise ValueError("no parameter has a gradient, so there is no gradient norm")
+        raise UserError("no parameter has a gradient, so there is no gradient norm")
     for key, total in totals.items():
         for group in groups.get(key, ()):
-            dist.all_reduce(total, group=group)
+            collectives.all_reduce_(total, group)
     if stages is None:
         return torch.stack(list(totals.values())).sum().sqrt()
     whole = torch.zeros((), dtype=torch.float64, device=device)  # nothing, where nothing of a stage trains
     for total in totals.values():
         whole += total
-    dist.all_reduce(whole, group=stages)
-    return whole.sqrt()
+    return collectives.all_reduce_(whole, stages).sqrt()
 
 
 @torch.no_grad()
@@ -54,4 +57,4 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
     """Multiply every gradient by `factor` in place."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if gradients:
-        torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
+        multiply_all_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)

@@ -1,4 +1,4 @@
-"""The one place for fp16's dynamic loss scale (Micikevicius et al., "Mixed Precision Training", 2018)."""
+"""fp16's dynamic loss scale (Micikevicius et al., "Mixed Precision Training", 2018)."""
 
 
 class LossScaler:

@@ -1,4 +1,4 @@
-"""The one place for Muon: momentum of hidden matrices, orthogonalised (Jordan et al., "Muon", 2024)."""
+"""Muon: orthogonalized momentum for hidden matrices (Jordan et al., "Muon", 2024)."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 
 from meshwright.optim.parameterwise import Parameterwise
 from meshwright.optim.shards import local, part_like, whole
+from meshwright.spec.errors import UserError
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration, from the paper's reference implementation."""
@@ -32,7 +33,7 @@ class Muon(Parameterwise):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.dim() != 2:
-                    raise ValueError(f"Muon takes matrices only, not a tensor of shape {tuple(parameter.shape)}")
+                    raise UserError(f"Muon takes matrices only, not a tensor of shape {tuple(parameter.shape)}")
 
     def fresh_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """No momentum."""

@@ -1,4 +1,4 @@
-"""The one place for AdamW whose moments the driver moves between GPU and host (Dettmers et al., "QLoRA", 2023)."""
+"""AdamW whose moments the driver pages between GPU and host (Dettmers et al., "QLoRA", 2023)."""
 
 from collections.abc import Iterable
 from importlib import import_module
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from meshwright.optim.parameterwise import Parameterwise
+from meshwright.spec.errors import UserError
 
 SMALLEST_PAGED = 10**5
 """Numbers below which a moment stays on the GPU."""
@@ -19,12 +20,12 @@ class PagedAdamW(Parameterwise):
     def __init__(
         self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0
     ) -> None:
-        """Raises `ValueError` where bitsandbytes is not installed."""
+        """Raises `UserError` where bitsandbytes is not installed."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         try:
             self._functional = import_module("bitsandbytes.functional")
         except ImportError as error:
-            raise ValueError("training.optimizer.name=paged_adamw needs: pip install 'meshwright[qlora]'") from error
+            raise UserError("training.optimizer.name=paged_adamw needs: pip install 'meshwright[qlora]'") from error
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

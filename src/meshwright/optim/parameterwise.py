@@ -1,5 +1,6 @@
-"""The one place for what this project's own optimizers share: they update one parameter at a time, each from a state of
-its own that can be made before the first step."""
+"""The base of this project's optimizers, which update one parameter at a time from state that can be allocated before
+the first step.
+"""
 
 from abc import abstractmethod
 from typing import Any

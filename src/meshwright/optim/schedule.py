@@ -1,25 +1,75 @@
-"""The one place for learning-rate schedules: a pure function of the step."""
+"""Learning-rate schedules: pure functions of the step."""
 
 import math
+from collections.abc import Callable
+from numbers import Real
 
+from meshwright.spec.errors import UserError
+from meshwright.spec.plugins import check_takes, load_plugin
 from meshwright.spec.training import LrScheduleSpec
 
+Shape = Callable[[LrScheduleSpec, int, int], float]
+"""(settings, step from the end of warm-up on, all steps) -> factor of the peak learning rate."""
 
-def lr_factor(schedule: LrScheduleSpec, step: int, steps: int) -> float:
+
+def lr_factor(schedule: LrScheduleSpec, step: int, steps: int, shape: Shape | None = None) -> float:
     """Factor of the peak learning rate for optimizer step `step` (the first is 1) of `steps`.
 
-    Warm-up ends with factor 1 at its last step; cosine and linear reach `final` at the last step. wsd (Hu et al.,
-    "MiniCPM", 2024) stays at 1 and falls linearly to `final` over its last `decay` steps.
+    Warm-up ends with factor 1 at its last step; from there on it is `shape`, or else what `find_shape` has for
+    `schedule.name`. cosine and linear reach `final` at the last step; wsd (Hu et al., "MiniCPM", 2024) stays at 1 and
+    falls linearly to `final` over its last `decay` steps.
     """
     warmup = schedule.warmup_steps(steps)
-    if step < warmup:
-        return step / warmup
-    if schedule.name == "constant":
-        return 1.0
-    decay_from = warmup
-    if schedule.name == "wsd":
-        decay_from = max(decay_from, steps - (schedule.decay or max(1, steps // 5)))
-    progress = (step - decay_from) / max(1, steps - decay_from)
-    progress = min(max(progress, 0.0), 1.0)
-    share = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.name == "cosine" else 1 - progress
+    return step / warmup if step < warmup else (shape or find_shape(schedule))(schedule, step, steps)
+
+
+def find_shape(schedule: LrScheduleSpec) -> Shape:
+    """What `schedule.name` means: a row of `SHAPES`, or a plug-in, a function of (step, steps) and of the options.
+
+    Raises `UserError` where there is none of the name, or it takes other arguments.
+    """
+    where = f"training.lr_schedule.name={schedule.name}"
+    if schedule.name in SHAPES:
+        return SHAPES[schedule.name]
+    function = load_plugin("lr_schedules", schedule.name)
+    check_takes(function, where, "step", "steps", **schedule.options)
+
+    def shape(schedule: LrScheduleSpec, step: int, steps: int) -> float:
+        factor = function(step, steps, **schedule.options)
+        if not (isinstance(factor, Real) and 0 <= factor < math.inf):
+            raise UserError(f"{where}: of step {step} it makes {factor!r}, no factor of the learning rate from 0 up")
+        return float(factor)
+
+    return shape
+
+
+def _progress(step: int, begin: int, end: int) -> float:
+    """How much of the way from `begin` to `end` is done, in [0, 1]."""
+    return min(max((step - begin) / max(1, end - begin), 0.0), 1.0)
+
+
+def _fallen(schedule: LrScheduleSpec, share: float) -> float:
+    """Between 1 (`share` 1) and `final` (`share` 0)."""
     return schedule.final + (1 - schedule.final) * share
+
+
+def _constant(schedule: LrScheduleSpec, step: int, steps: int) -> float:
+    return 1.0
+
+
+def _linear(schedule: LrScheduleSpec, step: int, steps: int) -> float:
+    return _fallen(schedule, 1 - _progress(step, schedule.warmup_steps(steps), steps))
+
+
+def _cosine(schedule: LrScheduleSpec, step: int, steps: int) -> float:
+    progress = _progress(step, schedule.warmup_steps(steps), steps)
+    return _fallen(schedule, 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def _wsd(schedule: LrScheduleSpec, step: int, steps: int) -> float:
+    begin = max(schedule.warmup_steps(steps), steps - (schedule.decay or max(1, steps // 5)))
+    return _fallen(schedule, 1 - _progress(step, begin, steps))
+
+
+SHAPES: dict[str, Shape] = {"cosine": _cosine, "linear": _linear, "constant": _constant, "wsd": _wsd}
+"""What `training.lr_schedule.name` means, of ours."""

@@ -1,16 +1,17 @@
-"""The one place that goes between a whole tensor and a rank's part of it.
+"""Conversion between a whole tensor and a rank's shard of it.
 
 Written out, because torch's own way back from two splits of one dim (`full_tensor`) says in a warning that it is slow,
 and its way there is not implemented for all of them.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
+from meshwright.comm import collectives
 from meshwright.families.split import split_range
 
 
@@ -43,8 +44,8 @@ def _splits(tensor: DTensor) -> Iterator[tuple[int, int, int]]:
     innermost axis first, since data parallelism comes last and is outermost."""
     shape, mesh = list(tensor.shape), tensor.device_mesh
     for axis in reversed(range(mesh.ndim)):
-        placement = tensor.placements[axis]
-        if not isinstance(placement, Shard | _StridedShard):
+        placement: Any = tensor.placements[axis]
+        if placement.is_replicate() or placement.is_partial():
             continue
         dim = placement.dim
         yield axis, dim, shape[dim]
@@ -54,10 +55,7 @@ def _splits(tensor: DTensor) -> Iterator[tuple[int, int, int]]:
 
 def _gather(part: torch.Tensor, dim: int, size: int, group: dist.ProcessGroup) -> torch.Tensor:
     """The parts of all ranks of a group, `size` long together; padded on the way, where the last ones are shorter."""
-    ranks = group.size()
-    longest = -(-size // ranks)
+    longest = -(-size // group.size())
     padded = part.new_zeros(longest, *(n for index, n in enumerate(part.shape) if index != dim))
     padded[: part.shape[dim]] = part.movedim(dim, 0)
-    gathered = part.new_empty(ranks * longest, *padded.shape[1:])
-    dist.all_gather(list(gathered.split(longest)), padded, group=group)
-    return gathered[:size].movedim(0, dim)
+    return collectives.all_gather(padded, group)[:size].movedim(0, dim)

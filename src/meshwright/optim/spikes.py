@@ -1,4 +1,4 @@
-"""The one place that calls a step's loss or gradient norm an outlier, as OLMo's skip-step optimizer does."""
+"""Loss-spike detection: outliers of loss or gradient norm, as in OLMo's skip-step optimizer."""
 
 import math
 import statistics

@@ -1,8 +1,12 @@
-"""The one page that says in which order a single-device model becomes a parallel one."""
+"""The order in which a single-device model becomes a parallel one."""
 
 import functools
 
+from torch.distributed.fsdp import OffloadPolicy
+
 from meshwright.models import Decoder
+from meshwright.models.dtypes import torch_dtype
+from meshwright.objectives import Objective
 from meshwright.parallel.compile import apply_compile
 from meshwright.parallel.context import apply_context_parallel
 from meshwright.parallel.data import (
@@ -18,7 +22,7 @@ from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.passes import Passes, WholeModel
 from meshwright.parallel.pipedream import apply_pipedream
 from meshwright.parallel.pipeline import Pipeline, apply_pipeline, plan_stages
-from meshwright.parallel.precision import build_fsdp_policy, compute_dtype, reduce_dtype
+from meshwright.parallel.precision import build_fsdp_policy
 from meshwright.parallel.recompute import apply_recompute, hide_sharding
 from meshwright.parallel.tensor import apply_tensor_parallel
 from meshwright.parallel.weight_gradients import WeightGradients
@@ -26,16 +30,20 @@ from meshwright.spec.fit import context_method
 from meshwright.spec.run import ResolvedRun
 
 
-def apply_parallelism(model: Decoder, resolved: ResolvedRun, meshes: Meshes | None) -> Passes:
+def apply_parallelism(
+    model: Decoder, resolved: ResolvedRun, meshes: Meshes | None, objective: Objective, offload: OffloadPolicy
+) -> Passes:
     """Change `model` (on the meta device) in place into what this rank runs; `meshes` is None for one process alone.
+    `offload` tells FSDP2 where weights and gradients live (`state/`).
 
-    The pipeline comes first, for the others then have less to do. Context and expert parallelism replace attention and
-    experts inside the blocks, so they come before what wraps these; data parallelism comes last, for it shards whatever
-    the others made.
+    The pipeline comes first, for the others then have less to do. Each strategy then fills its slots: the ops of linear
+    layers and embeddings (whose order `models/slots.py` states, whoever comes first), the cores of attention, the
+    dispatch of experts. What wraps whole blocks comes after these, recomputation inside compilation. Data parallelism
+    comes last, for it shards whatever the others made.
 
-    Returns what takes microbatches through the model.
+    Returns what takes batches through the model, for `objective`.
     """
-    run = resolved.run
+    run, precision = resolved.run, resolved.run.training.dtypes
     stages = plan_stages(resolved) if run.layout.pp > 1 else None
     weights = None
     pp, tp, cp = (None if meshes is None else meshes.axis(name) for name in ("pp", "tp", "cp"))
@@ -54,21 +62,22 @@ def apply_parallelism(model: Decoder, resolved: ResolvedRun, meshes: Meshes | No
     if run.training.compile:
         apply_compile(model.layers)
     if meshes is None:
-        return WholeModel(model)
+        return WholeModel(model, objective)
     if stages is not None and pp is not None and run.layout.asynchronous:
-        dtypes = compute_dtype(run.training), reduce_dtype(run.training)
+        dtypes = torch_dtype(precision.compute), torch_dtype(precision.reduce)
         axis = "shard" if meshes.axis("replicate") is None else "replicate"  # the former has one rank here
-        return apply_pipedream(model, stages, pp.get_group(), meshes.state[axis], dtypes)
-    apply_data_parallel(model, meshes, run.layout, build_fsdp_policy(run.training))
+        return apply_pipedream(model, objective, stages, pp.get_group(), meshes.state[axis], dtypes)
+    apply_data_parallel(model, meshes, run.layout, build_fsdp_policy(precision), offload)
     hide_sharding(model.layers)
     sync = functools.partial(set_gradient_sync, run.layout)
     if stages is None or pp is None:
-        return WholeModel(model, sync)
+        return WholeModel(model, objective, sync)
     return Pipeline(
         model,
+        objective,
         stages,
         pp.get_group(),
-        dtype=compute_dtype(run.training),
+        dtype=torch_dtype(precision.compute),
         sequence_split=run.layout.tp,
         sync=sync,
         hold=functools.partial(hold_gradients, run.layout),

@@ -1,19 +1,40 @@
-"""The one place for torch.compile: every block by itself, so that one compilation serves all of them."""
+"""torch.compile: every block by itself, so that one compilation serves all of them."""
 
 import torch
 from torch import nn
 
 from meshwright.models.moe import MoE
+from meshwright.models.slots import Compute, Wrapped
+
+
+class Compiled:
+    """A compiled forward pass; what data parallelism hooks around the module stays outside."""
+
+    def __call__(self, compute: Compute) -> Compute:
+        """`compute`, compiled when it is first called."""
+        return torch.compile(compute, dynamic=False)
+
+    def __repr__(self) -> str:
+        return "compiled"
+
+
+class NotCompiled:
+    """A forward pass that interrupts the compiled one around it."""
+
+    def __call__(self, compute: Compute) -> Compute:
+        """`compute` as it is. (A decorator where a class is defined would load the compiler where nothing is
+        compiled.)"""
+        return torch.compiler.disable(compute)
+
+    def __repr__(self) -> str:
+        return "not compiled"
 
 
 def apply_compile(blocks: nn.ModuleDict) -> None:
-    """Compile each block's forward; what data parallelism hooks around the block stays outside the compiled region.
-
-    Experts are left out: their loads decide the shapes.
-    """
+    """Compile each block. Experts are left out: their loads decide the shapes."""
     for block in blocks.values():
         for module in block.modules():
             if isinstance(module, MoE):
-                # Not where the class is defined: a decorator there would load the compiler where nothing is compiled.
-                module.__dict__["forward"] = torch.compiler.disable(module.forward)
-        block.forward = torch.compile(block.forward, dynamic=False)
+                module.wrap(NotCompiled())
+        assert isinstance(block, Wrapped)
+        block.wrap(Compiled())

@@ -1,4 +1,4 @@
-"""The one place for context parallelism: ranks that each hold a part of every sequence, and attend to all of it.
+"""Context parallelism: each rank holds a part of every sequence and attends to all of it.
 
 Everything but attention works on single tokens, so the batch is split once, and only attention talks:
 
@@ -14,8 +14,7 @@ Shapes: B batch, T tokens of a rank, H heads, G key and value heads, K head_dim,
 a part.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,35 +23,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.comm import collectives
 from meshwright.models import Decoder
-from meshwright.models.attention import Mask
+from meshwright.models.attention import Attention, Core, Mask
 from meshwright.models.masks import Documents, attention_mask
 from meshwright.models.partial_attention import Sight, add_part_, attend_part, attend_part_backward
 from meshwright.spec.layout import ContextMethod
-
-collectives = torch.ops._c10d_functional
-
-Attend = Callable[..., torch.Tensor]
-"""`Attention.attend`: q [B, H, T, K], k and v [B, G, T, K] and a mask to [B, H, T, K]."""
 
 
 def apply_context_parallel(model: Decoder, mesh: DeviceMesh, method: ContextMethod) -> None:
     """Make the attention of every block see whole sequences, of which each rank of `mesh` holds `sequence_places`."""
     group, window = mesh.get_group(), model.spec.sliding_window
-    if model.preference is not None:
-        model.preference.complete = functools.partial(_sum_of_parts, group)
-        model.preference.counts = mesh.get_local_rank() == 0
-    pick = model.pick
-    model.pick = lambda x_BTD, asked_BT: _sum_of_parts(group, pick(x_BTD, asked_BT))  # on one rank more than zeros
+    model.head_split.sequence = _SequenceShare(group, mesh.get_local_rank())
     for module in model.modules():
-        attend: Any = getattr(module, "attend", None)
-        if attend is not None:
+        if isinstance(module, Attention):
             if method == "ulysses":
-                attention = _Ulysses(group, attend, window)
+                module.core = Ulysses(group, module.core, window)
             else:
-                attention = _ByParts(group, _Ring if method == "ring" else _AllGather, window)
-            # Communication cannot be compiled, nor can what depends on this rank's place.
-            module.__dict__["attend"] = torch.compiler.disable(attention.attend)
+                module.core = ByParts(group, method, window)
 
 
 def sequence_places(method: ContextMethod, *, degree: int, rank: int, length: int) -> np.ndarray:
@@ -62,21 +50,44 @@ def sequence_places(method: ContextMethod, *, degree: int, rank: int, length: in
     return np.arange(length).reshape(2 * degree, -1)[list(_own_chunks(rank, degree))].ravel()
 
 
-def _sum_of_parts(group: dist.ProcessGroup, part: torch.Tensor) -> torch.Tensor:
-    """The sum over ranks; each rank's part has the gradient of the sum, for every rank computes the same loss of it."""
-    total = part.detach().clone()
-    dist.all_reduce(total, group=group)
-    return part + (total - part.detach())
+class _SequenceShare:
+    """This rank's tokens of every row, as `HeadSplit` wants to know them."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
+        self.group, self.rank, self.counts = group, rank, rank == 0
+
+    def __str__(self) -> str:
+        return f"part {self.rank} of {self.group.size()}"
+
+    def sum(self, parts: torch.Tensor) -> torch.Tensor:
+        return collectives.all_reduce(parts, self.group)
 
 
-class _Ulysses:
+class _NotCompiled(Core):
+    """Communication cannot be compiled, nor can what depends on this rank's place."""
+
+    def __init__(self) -> None:
+        self._attend: Any = torch.compiler.disable(self.attend)
+
+    def __call__(self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, mask: Mask) -> torch.Tensor:
+        """See `Core`."""
+        return self._attend(q_BHTK, k_BGTK, v_BGTK, mask)
+
+    def attend(self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, mask: Mask) -> torch.Tensor:
+        """See `Core`; documents are those of whole rows. Collective."""
+        raise NotImplementedError
+
+
+class Ulysses(_NotCompiled):
     """All tokens of a part of the heads, attended to as on one device."""
 
-    def __init__(self, group: dist.ProcessGroup, attend: Attend, window: int | None) -> None:
-        self.group, self.attend_heads, self.window = group, attend, window
+    def __init__(self, group: dist.ProcessGroup, core: Core, window: int | None) -> None:
+        super().__init__()
+        self.group, self.core, self.window = group, core, window
         self.degree = group.size()
 
     def attend(self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, mask: Mask) -> torch.Tensor:
+        """See `Core`. Collective."""
         if not isinstance(mask, Documents):  # then it was made for this rank's tokens alone
             length = q_BHTK.shape[2] * self.degree
             mask = attention_mask(length, length, window=self.window, padding_B=None, device=q_BHTK.device)
@@ -86,46 +97,31 @@ class _Ulysses:
         repeats = next(n for n in shares if heads // kv_heads % n == 0 and kv_heads * n % self.degree == 0)
         if repeats > 1:
             k_BGTK, v_BGTK = k_BGTK.repeat_interleave(repeats, 1), v_BGTK.repeat_interleave(repeats, 1)
-        y_BhSK = self.attend_heads(*(self._to_heads(x) for x in (q_BHTK, k_BGTK, v_BGTK)), mask)
-        return self._to_tokens(y_BhSK)
+        q_BhSK, k_BgSK, v_BgSK = (self._to_heads(x) for x in (q_BHTK, k_BGTK, v_BGTK))
+        return self._to_tokens(self.core(q_BhSK, k_BgSK, v_BgSK, mask))
+
+    def __repr__(self) -> str:
+        return f"ulysses over cp {self.degree} of {self.core}"
 
     def _to_heads(self, x_BHTK: torch.Tensor) -> torch.Tensor:
         """A rank's tokens of all heads to all tokens of its share of the heads."""
-        x_NBhTK = _all_to_all(x_BHTK.unflatten(1, (self.degree, -1)).movedim(1, 0), self.group)
+        x_NBhTK = collectives.all_to_all(x_BHTK.unflatten(1, (self.degree, -1)).movedim(1, 0), self.group)
         return x_NBhTK.movedim(0, 2).flatten(2, 3)
 
     def _to_tokens(self, x_BhSK: torch.Tensor) -> torch.Tensor:
-        x_NBhTK = _all_to_all(x_BhSK.unflatten(2, (self.degree, -1)).movedim(2, 0), self.group)
+        x_NBhTK = collectives.all_to_all(x_BhSK.unflatten(2, (self.degree, -1)).movedim(2, 0), self.group)
         return x_NBhTK.movedim(0, 1).flatten(1, 2)
 
 
-def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Entry n of the first dim goes to rank n, and that of rank n comes in its place."""
-    received = _AllToAll.apply(x, group)
-    assert isinstance(received, torch.Tensor)
-    return received
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        received = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, x.contiguous(), group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx, *grad_outputs):
-        return _all_to_all(grad_outputs[0], ctx.group), None
-
-
-class _ByParts:
+class ByParts(_NotCompiled):
     """Attention of this rank's queries to all keys before them, part by part."""
 
-    def __init__(self, group: dist.ProcessGroup, function: type[torch.autograd.Function], window: int | None) -> None:
-        self.group, self.function, self.window = group, function, window
+    def __init__(self, group: dist.ProcessGroup, method: ContextMethod, window: int | None) -> None:
+        super().__init__()
+        self.group, self.method, self.window = group, method, window
 
     def attend(self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, mask: Mask) -> torch.Tensor:
+        """See `Core`. Collective."""
         zigzag = _Zigzag(
             rank=self.group.rank(),
             degree=self.group.size(),
@@ -134,9 +130,13 @@ class _ByParts:
             documents=mask.documents_BT if isinstance(mask, Documents) else None,
             device=q_BHTK.device,
         )
-        y_BHTK = self.function.apply(q_BHTK, k_BGTK, v_BGTK, zigzag, self.group)
+        function = _Ring if self.method == "ring" else _AllGather
+        y_BHTK = function.apply(q_BHTK, k_BGTK, v_BGTK, zigzag, self.group)
         assert isinstance(y_BHTK, torch.Tensor)
         return y_BHTK
+
+    def __repr__(self) -> str:
+        return f"{self.method} over cp {self.group.size()}"
 
 
 class _Part(NamedTuple):
@@ -262,7 +262,7 @@ class _Ring(torch.autograd.Function):
         held = _join(k_BGTK, v_BGTK)
         total = None
         for step in range(zigzag.degree):
-            coming = _Hop(held, group) if step < zigzag.degree - 1 else None
+            coming = collectives.Hop(held, group) if step < zigzag.degree - 1 else None
             if total is None:
                 total = _Sum(q_BHTK, k_BGTK, v_BGTK, zigzag)
             else:
@@ -281,31 +281,13 @@ class _Ring(torch.autograd.Function):
         backward = _Backward(grad_outputs[0], q_BHTK, y_BHTK, logsumexp_BHT)
         held, grads = _join(k_BGTK, v_BGTK), None
         for step in range(zigzag.degree):
-            coming = _Hop(held, group) if step < zigzag.degree - 1 else None
+            coming = collectives.Hop(held, group) if step < zigzag.degree - 1 else None
             parts = zigzag.of_rank((zigzag.rank - step) % zigzag.degree) if step else zigzag.own()
             ours = backward.of_keys(parts, *_separate(held, k_BGTK))
-            grads = _Hop(ours if grads is None else ours.add_(grads.wait()), group)
+            grads = collectives.Hop(ours if grads is None else ours.add_(grads.wait()), group)
             held = held if coming is None else coming.wait()
         assert grads is not None
         return backward.grad_q_BHTK.to(q_BHTK.dtype), *_separate(grads.wait(), k_BGTK), None, None
-
-
-class _Hop:
-    """A tensor on its way to the next rank, while the previous rank's comes."""
-
-    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-        ranks, here = dist.get_process_group_ranks(group), group.rank()
-        self.sent, self.received = tensor, torch.empty_like(tensor)
-        operations = [
-            dist.P2POp(dist.isend, tensor, ranks[(here + 1) % len(ranks)], group),
-            dist.P2POp(dist.irecv, self.received, ranks[here - 1], group),
-        ]
-        self.works = dist.batch_isend_irecv(operations)
-
-    def wait(self) -> torch.Tensor:
-        for work in self.works:
-            work.wait()
-        return self.received
 
 
 class _AllGather(torch.autograd.Function):
@@ -332,8 +314,7 @@ class _AllGather(torch.autograd.Function):
 
 def _gather(k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys and values of all ranks in the order of the sequence."""
-    gathered = collectives.all_gather_into_tensor(_join(k_BGTK, v_BGTK), group.size(), group.group_name)
-    all_NBGTW = collectives.wait_tensor(gathered).unflatten(0, (group.size(), -1))
+    all_NBGTW = collectives.all_gather(_join(k_BGTK, v_BGTK), group).unflatten(0, (group.size(), -1))
     early_NBGCW, late_NBGCW = all_NBGTW.chunk(2, dim=3)
     return _separate(torch.cat((*early_NBGCW, *late_NBGCW.flip(0)), dim=2), k_BGTK)
 
@@ -342,5 +323,4 @@ def _reduce_scatter(grads_BGSW: torch.Tensor, group: dist.ProcessGroup) -> torch
     """The reverse of `_gather`: the sum over ranks of the gradients of this rank's keys and values, [B, G, T, W]."""
     chunks = grads_BGSW.chunk(2 * group.size(), dim=2)
     by_rank = [torch.cat((chunks[i], chunks[-1 - i]), dim=2) for i in range(group.size())]
-    reduced = collectives.reduce_scatter_tensor(torch.cat(by_rank), "sum", group.size(), group.group_name)
-    return collectives.wait_tensor(reduced)
+    return collectives.reduce_scatter(torch.cat(by_rank), group)

@@ -1,4 +1,4 @@
-"""The one place for data parallelism: DDP, ZeRO-1, ZeRO-2, ZeRO-3 and hybrid sharding, all through FSDP2.
+"""Data parallelism: DDP, ZeRO-1, ZeRO-2, ZeRO-3 and hybrid sharding, all through FSDP2.
 
 One mechanism serves the five (memory per rank for psi parameters, N shards, bf16 compute, in bytes):
 
@@ -24,7 +24,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -32,6 +31,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from meshwright import torch_internals
 from meshwright.families.split import expert_shard_dim
 from meshwright.models import Decoder
 from meshwright.models.moe import Experts
@@ -39,7 +39,9 @@ from meshwright.parallel.mesh import Meshes
 from meshwright.spec.layout import LayoutSpec
 
 
-def apply_data_parallel(model: Decoder, meshes: Meshes, layout: LayoutSpec, policy: MixedPrecisionPolicy) -> None:
+def apply_data_parallel(
+    model: Decoder, meshes: Meshes, layout: LayoutSpec, policy: MixedPrecisionPolicy, offload: OffloadPolicy
+) -> None:
     """Shard `model` in place, one group per block and one for the rest (embeddings, last norm, head).
 
     Experts are a group of their own where they have other data-parallel ranks than the rest: where ranks share them or
@@ -49,7 +51,7 @@ def apply_data_parallel(model: Decoder, meshes: Meshes, layout: LayoutSpec, poli
     options: dict[str, Any] = {
         "reshard_after_forward": layout.zero_stage == 3,
         "mp_policy": policy,
-        "offload_policy": _offload_policy(layout, meshes.state.device_type),
+        "offload_policy": offload,
     }
 
     def shard(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -68,37 +70,11 @@ def apply_data_parallel(model: Decoder, meshes: Meshes, layout: LayoutSpec, poli
     if meshes.axis("tp") is not None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                _sum_in_reduce_dtype(module)
+                torch_internals.sum_parts_in_reduce_dtype(module)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
-
-
-def _sum_in_reduce_dtype(module: FSDPModule) -> None:
-    """Have gradients brought to the dtype of reductions before FSDP2 adds those of parameters that all tensor-parallel
-    ranks keep, of which each rank has a part of the sum; it would add them in the dtype of computation.
-
-    All of a group's, for FSDP2 reduces them together.
-    """
-    group = module._get_fsdp_state()._fsdp_param_group
-    if group is None:
-        return
-    usual = group.post_backward
-
-    def post_backward(*args: Any) -> None:
-        used = [parameter for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param")]
-        if any(_is_part_of_sum(parameter.unsharded_param.grad) for parameter in used):
-            for parameter in used:
-                parameter.accumulate_unsharded_grad_if_needed()
-                parameter.to_accumulated_grad_if_needed()
-        usual(*args)
-
-    group.post_backward = post_backward
-
-
-def _is_part_of_sum(gradient: torch.Tensor | None) -> bool:
-    return isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements)
 
 
 def _shard_placement(shards: int, parameter: nn.Parameter) -> Shard:
@@ -137,40 +113,24 @@ def hold_gradients(layout: LayoutSpec, modules: Iterable[nn.Module]) -> None:
 
 
 def reduce_gradients(model: nn.Module, layout: LayoutSpec, modules: Iterable[nn.Module], last: bool) -> None:
-    """Do what the end of a backward pass through these modules of `model` does, for gradients that came without one.
-
-    FSDP2 offers no public way; torch's own pipelining makes the same calls.
-    """
+    """Do what the end of a backward pass through these modules of `model` does, for gradients that came without one."""
     sharded = [module for module in modules if isinstance(module, FSDPModule)]
     hold_gradients(layout, sharded)
-    _end_backward(sharded)  # brings all gradients to the dtype in which they are added up and reduced
+    torch_internals.end_backward(sharded)  # brings all gradients to the dtype in which they are added up and reduced
     if layout.zero_stage >= 2 or last:
         for module in sharded:
             module.set_requires_gradient_sync(True, recurse=False)
         set_gradient_sync(layout, sharded, last)
-        _end_backward(sharded)
+        torch_internals.end_backward(sharded)
         hold_gradients(layout, sharded)
     assert isinstance(model, FSDPModule)
-    model._get_fsdp_state()._root_post_backward_final_callback()
-
-
-def _end_backward(modules: Iterable[FSDPModule]) -> None:
-    for module in modules:
-        group = module._get_fsdp_state()._fsdp_param_group
-        if group is not None:
-            group.post_backward()
-
-
-def _offload_policy(layout: LayoutSpec, device_type: str) -> OffloadPolicy:
-    if layout.offload == "none":
-        return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=device_type == "cuda")
+    torch_internals.end_whole_backward(model)
 
 
 def pass_inside(model: nn.Module) -> Callable[..., torch.Tensor]:
     """The model's forward pass for blocks alone: embeddings, last norm and head are not gathered around it."""
     assert isinstance(model, FSDPModule)
-    model._get_fsdp_state()._lazy_init()  # the first pass that FSDP2 sees must be through the outermost module, else
+    torch_internals.make_root(model)  # else the first module that a pass goes through would be
     return model.forward
 
 

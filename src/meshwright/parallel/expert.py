@@ -1,4 +1,4 @@
-"""The one place for expert parallelism: ranks share out a layer's experts and send one another their tokens.
+"""Expert parallelism: ranks share a layer's experts and exchange tokens.
 
 Each rank of the axis `ep` keeps an equal run of every layer's experts (GShard, Lepikhin et al., 2021). Its tokens go to
 the ranks of their experts and come back, two all-to-all exchanges of as many rows as the router has sent; no capacity,
@@ -9,19 +9,19 @@ Shapes: D hidden, I in, E experts, R ranks of `ep`, L = E / R experts of a rank;
 rows that its experts get.
 """
 
-import functools
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from meshwright.comm import collectives
 from meshwright.models import Decoder, moe
-from meshwright.models.moe import ExpertLinear, Experts, MoE, grouped_matmul
+from meshwright.models.moe import Dispatch, ExpertLinear, Experts, MoE
 from meshwright.parallel.mesh import Meshes
+from meshwright.parallel.view import LocalView
 
 
 def apply_expert_parallel(model: Decoder, meshes: Meshes) -> None:
@@ -35,21 +35,26 @@ def apply_expert_parallel(model: Decoder, meshes: Meshes) -> None:
         if not isinstance(layer, MoE):
             continue
         if sharers:
-            groups = [mesh.get_group() for mesh in sharers]
-            layer.router.sum_over_sequence = functools.partial(_sum_over_ranks, groups)
+            layer.router.over_sequence = SumOverRanks([mesh.get_group() for mesh in sharers])
         if ep is not None:
             for linear in layer.experts.children():
                 assert isinstance(linear, ExpertLinear)
                 _keep_own_experts(linear, ep)
-            layer.run_experts = functools.partial(_exchange, layer.experts, ep.get_group())
+            layer.dispatch = Exchange(ep.get_group())
 
 
-def _sum_over_ranks(groups: Sequence[dist.ProcessGroup], counts_BE: torch.Tensor) -> torch.Tensor:
+class SumOverRanks:
     """The counts of whole sequences, of which each rank has a part."""
-    total_BE = counts_BE.clone()
-    for group in groups:
-        dist.all_reduce(total_BE, group=group)
-    return total_BE
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        self.groups = groups
+
+    def __call__(self, counts_BE: torch.Tensor) -> torch.Tensor:
+        """[B, E] to [B, E]. Collective."""
+        total_BE = counts_BE.clone()
+        for group in self.groups:
+            collectives.all_reduce_(total_BE, group)
+        return total_BE
 
 
 def _keep_own_experts(linear: ExpertLinear, ep: DeviceMesh) -> None:
@@ -57,30 +62,28 @@ def _keep_own_experts(linear: ExpertLinear, ep: DeviceMesh) -> None:
     own = linear.weight.new_empty(experts // ep.size(), *matrix)
     weight = DTensor.from_local(own, ep, [Shard(0)], run_check=False)
     linear.weight = nn.Parameter(weight, requires_grad=linear.weight.requires_grad)
-    linear.forward = functools.partial(_by_own_experts, linear)
+    linear.view = LocalView({"weight": 0}, {}, f"ep {ep.size()}")
 
 
-def _by_own_experts(linear: ExpertLinear, x_MI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-    weight = linear.weight
-    assert isinstance(weight, DTensor)
-    return grouped_matmul(x_MI, weight.to_local(), counts_E)
+class Exchange(Dispatch):
+    """Rows go to the ranks of their experts, wherever these are, and come back."""
 
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
 
-def _exchange(experts: Experts, group: dist.ProcessGroup, x_MD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-    """What `MoE.run_experts` does: rows sorted by expert through their experts, wherever these are. Collective."""
-    counts_RL = counts_E.view(group.size(), -1)
-    received_RL = torch.empty_like(counts_RL)  # rows that each rank sends for each of the experts here
-    dist.all_to_all_single(received_RL, counts_RL, group=group)
-    sent, received = moe.read_counts(counts_RL.sum(1), received_RL.sum(1))
-    x_PD = _all_to_all(x_MD, received, sent, group)
-    # By sender they arrive, and of each sender by expert; they are wanted by expert.
-    local_L = torch.arange(received_RL.shape[1], device=x_MD.device)
-    local_P = local_L.repeat(group.size()).repeat_interleave(received_RL.flatten(), output_size=sum(received))
-    order_P = local_P.argsort(stable=True)
-    y_PD = experts(x_PD[order_P], received_RL.sum(0))
-    return _all_to_all(y_PD[order_P.argsort()], sent, received, group)
+    def __call__(self, experts: Experts, x_MD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        """See `Dispatch`. Collective."""
+        group = self.group
+        counts_RL = counts_E.view(group.size(), -1)
+        received_RL = collectives.all_to_all(counts_RL, group)  # rows that each rank sends for each of the experts here
+        sent, received = moe.read_counts(counts_RL.sum(1), received_RL.sum(1))
+        x_PD = collectives.all_to_all_rows(x_MD, received, sent, group)
+        # By sender they arrive, and of each sender by expert; they are wanted by expert.
+        local_L = torch.arange(received_RL.shape[1], device=x_MD.device)
+        local_P = local_L.repeat(group.size()).repeat_interleave(received_RL.flatten(), output_size=sum(received))
+        order_P = local_P.argsort(stable=True)
+        y_PD = experts(x_PD[order_P], received_RL.sum(0))
+        return collectives.all_to_all_rows(y_PD[order_P.argsort()], sent, received, group)
 
-
-def _all_to_all(x_D: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """Rows for each rank in turn, exchanged for rows of each rank in turn; backward, their gradients go back."""
-    return collectives.wait_tensor(collectives.all_to_all_single_autograd(x_D, received, sent, group))
+    def __repr__(self) -> str:
+        return f"exchange over ep {self.group.size()}"

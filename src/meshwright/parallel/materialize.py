@@ -1,12 +1,12 @@
-"""The one place that gives a model on the meta device its weights, each rank filling only the shard it keeps."""
+"""Materialization: a model on the meta device gets its weights, each rank filling only its shard."""
 
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from meshwright import torch_internals
 from meshwright.models import named_tensors
 from meshwright.spec.model import Parameter
 
@@ -30,7 +30,7 @@ def materialize(model: nn.Module, table: Iterable[Parameter], source: RowSource 
     for parameter in table:
         tensor = tensors[parameter.name]
         if isinstance(tensor, DTensor):
-            shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+            shape, offset = torch_internals.local_part(tensor)
             local = tensor.to_local()
         else:
             shape, offset, local = tensor.shape, (0,) * tensor.dim(), tensor

@@ -1,4 +1,4 @@
-"""The one place that turns a layout's degrees into device meshes."""
+"""Device meshes, made from a layout's degrees."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from meshwright import torch_internals
 from meshwright.spec.layout import LayoutSpec
 
 
@@ -61,7 +62,7 @@ def build_meshes(layout: LayoutSpec, device_type: str) -> Meshes:
 
     def view(**axes: int) -> DeviceMesh:
         several = {name: size for name, size in axes.items() if size > 1 or name == "shard"}
-        return world._unflatten(0, tuple(several.values()), tuple(several))
+        return torch_internals.unflatten(world, tuple(several.values()), tuple(several))
 
     state = view(pp=layout.pp, replicate=layout.replicate, shard=layout.shard, tp=layout.tp)
     batch = experts = None

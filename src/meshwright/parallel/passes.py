@@ -1,67 +1,119 @@
-"""The one place that takes microbatches through a whole model; `pipeline.py` does the same for a model in stages."""
+"""Batches through a model, forward and backward: the same verbs for a whole model and for one in pipeline stages."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-Arguments = tuple[torch.Tensor | None, ...]
-"""A microbatch as the model takes it, in the order of `Decoder.forward`: tokens, labels, documents, ..."""
+from meshwright.models import Decoder
+from meshwright.models.batch import TensorBatch
+from meshwright.models.decoder import Read
+from meshwright.models.head import Head
+from meshwright.objectives import Objective, Sums
+from meshwright.objectives.objective import check_count, check_sums
+from meshwright.spec.batch import Batch
 
 GradientSync = Callable[[Iterable[nn.Module], bool], None]
 """(modules, whether their accumulation ends with it) -> None, before a backward pass through the modules."""
 
+Scale = float | Sequence[float]
+"""What losses are multiplied by before backward passes: all batches' alike, or each batch's."""
 
-class Passes(Protocol):
-    """How microbatches go through a model: what the trainer knows of the strategy that runs."""
 
-    @property
-    def model(self) -> nn.Module:
-        """This rank's part of the model."""
-        ...
+def scale_of(scale: Scale, index: int) -> float:
+    """The factor of one batch's loss."""
+    return scale[index] if isinstance(scale, Sequence) else scale
 
-    @property
-    def has_loss(self) -> bool:
-        """Whether this rank computes losses; other pipeline stages' ranks return 0."""
-        ...
+
+class Passes(ABC):
+    """What the trainer knows of the strategy that runs. All verbs are collective.
+
+    Sums and logits are zeros on ranks without `has_loss`, which are other pipeline stages'.
+    """
+
+    has_loss = True
+    """Whether this rank has the head."""
+    late = False
+    """Whether `train` leaves the gradient of the batches that it was given the time before, and the first time none."""
+    stages: dist.ProcessGroup | None = None
+    """The ranks that hold the other pipeline stages of the same share of the model."""
+
+    def __init__(self, model: Decoder, objective: Objective) -> None:
+        """`model`: this rank's part of it."""
+        self.model, self.objective = model, objective
+
+    @abstractmethod
+    def train(self, batches: Sequence[TensorBatch], scale: Scale) -> torch.Tensor:
+        """Add the gradient of the batches' summed losses, times `scale`, to the parameters' gradients.
+
+        Returns the sum of the losses, a scalar in fp64.
+        """
+
+    def flush(self) -> None:
+        """Leave the gradient that `train` still owes; asked only of those that are `late`."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def read(self, batches: Iterable[TensorBatch], read: Read) -> Iterator[Any]:
+        """What `read` makes of the last hidden states of each batch, without gradients.
+
+        All ranks go to the end of it; without `has_loss` there is nothing in it.
+        """
+
+    def evaluate(self, batches: Iterable[TensorBatch]) -> Sums:
+        """The objective's sums over all terms that are counted here, each a scalar in fp64."""
+        names, total = self.objective.metrics, torch.zeros(1 + len(self.objective.metrics), dtype=torch.float64)
+        for sums in self.read(batches, self.sums):
+            added = torch.stack([part.double() for part in (sums.loss, *(sums.metrics[name] for name in names))])
+            total = total.to(added.device) + added
+        loss, *metrics = total
+        return Sums(loss, dict(zip(names, metrics, strict=True)))
+
+    def token_logprobs(self, batch: TensorBatch) -> torch.Tensor:
+        """The log-probability of each label [B, T], in nats and fp32 (fp64); 0 where there is none."""
+        labels_BT = batch.labels
+        assert labels_BT is not None
+        found = list(self.read([batch], lambda x_BTD, head, _: -head.token_losses(x_BTD, labels_BT)))
+        return found[0] if found else torch.zeros(labels_BT.shape)
+
+    def next_logits(self, batch: TensorBatch, asked_BT: torch.Tensor) -> torch.Tensor:
+        """The logits [B, V] of the one place of each row that `asked_BT` [B, T], bool, asks for."""
+        found = list(self.read([batch], lambda x_BTD, head, _: head.next_logits(x_BTD, asked_BT)))
+        return found[0] if found else torch.zeros(len(asked_BT), self.model.spec.vocab)
 
     @property
     def counted_elsewhere(self) -> frozenset[str]:
         """Parameters here that are copies of another pipeline stage's; the gradient's norm counts them there."""
-        ...
+        return frozenset()
 
     @property
-    def stages(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the other pipeline stages of the same share of the model."""
-        ...
+    def counts(self) -> bool:
+        """Whether terms of the rows here are counted here, and not by another rank that shares the rows."""
+        sequence = self.model.head_split.sequence
+        return self.objective.over == "tokens" or sequence is None or sequence.counts
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether the last `backward` or `drain` left a gradient; the first of an asynchronous pipeline does not."""
-        ...
+    def count(self, batch: Batch[Any]) -> int:
+        """How many terms of a batch are counted here."""
+        return check_count(self.objective, self.objective.count(batch)) if self.counts else 0
 
-    def backward(self, microbatches: Sequence[Arguments], scale: float) -> torch.Tensor:
-        """Add the gradient of the microbatches' summed losses, times `scale`, to the parameters' gradients.
+    def sums(self, x_BTD: torch.Tensor, head: Head, batch: TensorBatch) -> Sums:
+        """A `Read`: the objective's sums over the terms that are counted here; gradients are those of all."""
+        sums = check_sums(self.objective, self.objective.sums(x_BTD, head, batch))
+        if self.counts:
+            return sums
+        return Sums(sums.loss - sums.loss.detach(), {name: torch.zeros_like(x) for name, x in sums.metrics.items()})
 
-        An asynchronous pipeline leaves the gradient of the microbatches that it was given the time before.
+    def loss(self, x_BTD: torch.Tensor, head: Head, batch: TensorBatch) -> torch.Tensor:
+        """A `Read`: the loss of `sums`."""
+        return self.sums(x_BTD, head, batch).loss
 
-        Returns the sum of the losses, a scalar in fp64. Collective.
-        """
-        ...
-
-    def drain(self) -> bool:
-        """Leave the gradient of what the last `backward` left under way; whether there was any. Collective."""
-        ...
-
-    def losses(self, microbatches: Iterable[Arguments]) -> torch.Tensor:
-        """The sum of the microbatches' losses, a scalar in fp64, without gradients. Collective.
-
-        Of one microbatch without labels: the logits [B, V] that it asks for, in fp64; 0 on ranks without `has_loss`.
-        """
-        ...
+    def working_copies(self) -> Mapping[str, Iterable[torch.Tensor]]:
+        """What is held beside the parameters from step to step, by kind (`weights`, `gradients`)."""
+        return {}
 
 
 @contextmanager
@@ -75,36 +127,26 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-class WholeModel:
-    """Every microbatch through the whole model, forward and backward, one after another."""
+class WholeModel(Passes):
+    """Every batch through the whole model, forward and backward, one after another."""
 
-    has_loss = has_gradient = True
-    counted_elsewhere: frozenset[str] = frozenset()
-    stages = None
+    def __init__(self, model: Decoder, objective: Objective, sync: GradientSync = lambda modules, last: None) -> None:
+        super().__init__(model, objective)
+        self.sync = sync
 
-    def __init__(self, model: nn.Module, sync: GradientSync = lambda modules, last: None) -> None:
-        self.model, self.sync = model, sync
-
-    def backward(self, microbatches: Sequence[Arguments], scale: float) -> torch.Tensor:
+    def train(self, batches: Sequence[TensorBatch], scale: Scale) -> torch.Tensor:
         """See `Passes`."""
         total = torch.zeros((), dtype=torch.float64)
-        for index, arguments in enumerate(microbatches):
-            self.sync(self.model.modules(), index == len(microbatches) - 1)
-            loss = self.model(*arguments)
-            (loss * scale).backward()
+        for index, batch in enumerate(batches):
+            self.sync(self.model.modules(), index == len(batches) - 1)
+            loss = self.model(batch, self.loss)
+            (loss * scale_of(scale, index)).backward()
             total = total.to(loss.device) + loss.detach()
         return total
 
-    def drain(self) -> bool:
-        """See `Passes`."""
-        return False
-
     @torch.no_grad()
-    def losses(self, microbatches: Iterable[Arguments]) -> torch.Tensor:
+    def read(self, batches: Iterable[TensorBatch], read: Read) -> Iterator[Any]:
         """See `Passes`."""
-        total = torch.zeros((), dtype=torch.float64)
         with evaluating(self.model):
-            for arguments in microbatches:
-                loss = self.model(*arguments)
-                total = total.to(loss.device) + loss
-        return total
+            for batch in batches:
+                yield self.model(batch, read)

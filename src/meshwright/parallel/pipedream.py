@@ -1,4 +1,4 @@
-"""The one place for asynchronous pipelines: steps overlap, and every backward pass has its forward pass's weights.
+"""Asynchronous pipelines: steps overlap, and every backward pass has its forward pass's weights.
 
 PipeDream-2BW (Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021; after "PipeDream", 2019): the
 pipeline never empties, so there is no bubble, and the optimizer steps with the gradient of the step before,
@@ -12,8 +12,9 @@ It is another training than one process's: gradients are a step late.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,15 +22,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from meshwright.comm import collectives
 from meshwright.models import Decoder
-from meshwright.parallel.passes import Arguments, GradientSync
+from meshwright.models.batch import TensorBatch
+from meshwright.models.decoder import Read
+from meshwright.objectives import Objective
+from meshwright.parallel.passes import GradientSync, Scale
 from meshwright.parallel.pipeline import Pass, Pipeline, Stages
 from meshwright.spec.actions import Action, Program
 from meshwright.spec.stream import cut_stream
+from meshwright.torch_internals import copy_all_
 
 
 def apply_pipedream(
     model: Decoder,
+    objective: Objective,
     stages: Stages,
     group: dist.ProcessGroup,
     replicas: DeviceMesh,
@@ -46,15 +53,18 @@ def apply_pipedream(
         for name, weight in list(module.named_parameters(recurse=False)):
             whole = DTensor.from_local(weight.detach(), replicas, [Replicate()], run_check=False)
             module.register_parameter(name, nn.Parameter(whole, requires_grad=weight.requires_grad))
-    return Pipedream(model, stages, group, replicas.get_group(), dtypes)
+    return Pipedream(model, objective, stages, group, replicas.get_group(), dtypes)
 
 
 class Pipedream(Pipeline):
-    """A pipeline that is never empty between two steps, unless it is drained."""
+    """A pipeline that is never empty between two steps, unless it is flushed."""
+
+    late = True
 
     def __init__(
         self,
         model: Decoder,
+        objective: Objective,
         stages: Stages,
         group: dist.ProcessGroup,
         replicas: dist.ProcessGroup,
@@ -65,6 +75,7 @@ class Pipedream(Pipeline):
 
         super().__init__(
             model,
+            objective,
             stages,
             group,
             dtype=dtypes[0],
@@ -77,7 +88,6 @@ class Pipedream(Pipeline):
             weights=None,
         )
         self.replicas, self.dtypes = replicas, dtypes
-        self.has_gradient = False
         self.stream = cut_stream(stages.schedule)
         self.under_way: _StreamPass | None = None
 
@@ -86,40 +96,43 @@ class Pipedream(Pipeline):
         """The weights of the newest batch, and those that no pass needs any more."""
         return [Version(self.model, *self.dtypes) for _ in range(2)]
 
-    def backward(self, microbatches: Sequence[Arguments], scale: float) -> torch.Tensor:
-        """See `Passes`: forward passes of these microbatches, and the backward passes that the batch before lacked."""
+    def train(self, batches: Sequence[TensorBatch], scale: Scale) -> torch.Tensor:
+        """See `Passes`: forward passes of these batches, and the backward passes that those before lacked."""
         size = self.stage_plan.schedule.num_microbatches
-        assert len(microbatches) == size
+        assert len(batches) == size
         self.versions.reverse()
         newest, before = self.versions
         newest.refresh()
-        self.has_gradient = self.under_way is not None
         if self.under_way is None:
-            self.under_way, program, first = _StreamPass(self), self.stream.fill, 0
-        else:
-            program, first = self.stream.steady, size
-        loss = self.under_way.step(program[self.rank], enumerate(microbatches, first), newest, scale)
-        if self.has_gradient:
-            self.under_way.renumber(size)
-            self._leave_gradient(before)
+            self.under_way = _StreamPass(self)
+            return self.under_way.step(self.stream.fill[self.rank], enumerate(batches), newest, scale)
+        loss = self.under_way.step(self.stream.steady[self.rank], enumerate(batches, size), newest, scale)
+        self.under_way.renumber(size)
+        self._leave_gradient(before)
         return loss
 
-    def drain(self) -> bool:
-        """See `Passes`: the backward passes that the last batch lacks."""
-        under_way, self.under_way = self.under_way, None
-        self.has_gradient = under_way is not None
-        if under_way is not None:
-            under_way.run(self.stream.drain[self.rank], ())
-            self._leave_gradient(self.versions[0])
-        return self.has_gradient
+    def flush(self) -> None:
+        """See `Passes`: the backward passes that the last batches lack."""
+        assert self.under_way is not None
+        self.under_way.run(self.stream.drain[self.rank], ())
+        self.under_way = None
+        self._leave_gradient(self.versions[0])
 
     @torch.no_grad()
-    def losses(self, microbatches: Iterable[Arguments]) -> torch.Tensor:
+    def read(self, batches: Iterable[TensorBatch], read: Read) -> Iterator[Any]:
         """See `Passes`; with the optimizer's weights, in the place of a version that is not needed."""
         free = self.versions[1]
         free.refresh()
         with free.used():
-            return super().losses(microbatches)
+            yield from super().read(batches, read)
+
+    def working_copies(self) -> Mapping[str, Iterable[torch.Tensor]]:
+        """See `Passes`: the versions, once there are any."""
+        versions = self.versions if "versions" in vars(self) else []
+        return {
+            "weights": [weight for version in versions for weight in version.weights],
+            "gradients": [gradient for version in versions for gradient in version.gradients.values()],
+        }
 
     def announce(self, action: Action, sync: GradientSync) -> None:
         """Nobody waits for it: gradients are summed over replicas when a batch is done."""
@@ -134,17 +147,17 @@ class _StreamPass(Pass):
     """What a rank has begun; every microbatch keeps the version of the weights that its forward pass had."""
 
     def __init__(self, pipeline: Pipedream) -> None:
-        super().__init__(pipeline, 1.0)
+        super().__init__(pipeline, pipeline.loss, 1.0)
         self.newest: Version | None = None
         self.stash: dict[int, Version] = {}
 
     def step(
-        self, program: Program, microbatches: Iterable[tuple[int, Arguments]], newest: "Version", scale: float
+        self, program: Program, microbatches: Iterable[tuple[int, TensorBatch]], newest: "Version", scale: Scale
     ) -> torch.Tensor:
         """Do a step's part of the stream; the sum of the losses computed in it."""
-        self.newest, self.scale, self.total = newest, scale, torch.zeros((), dtype=torch.float64)
+        self.newest, self.scale, self.loss = newest, scale, torch.zeros((), dtype=torch.float64)
         self.go_on(program, microbatches)
-        return self.total
+        return self.loss
 
     def forward(self, action: Action) -> None:
         """With the newest weights."""
@@ -162,10 +175,10 @@ class _StreamPass(Pass):
     def renumber(self, size: int) -> None:
         """The newest batch is now the one before: its microbatches, so far from `size` on, count from 0."""
         self.stash = {m - size: version for m, version in self.stash.items()}
-        self.microbatches = {m - size: arguments for m, arguments in self.microbatches.items()}
+        self.microbatches = {m - size: batch for m, batch in self.microbatches.items()}
         self.graphs = {(stage, m - size): graph for (stage, m), graph in self.graphs.items()}
         self.results = {(forward, stage, m - size): x for (forward, stage, m), x in self.results.items()}
-        self.arriving = {(forward, stage, m - size): work for (forward, stage, m), work in self.arriving.items()}
+        self.arriving = {(forward, stage, m - size): x for (forward, stage, m), x in self.arriving.items()}
 
 
 class Version:
@@ -201,18 +214,18 @@ class Version:
     @torch.no_grad()
     def refresh(self) -> None:
         """Take the optimizer's weights."""
-        torch._foreach_copy_([*self.weights], [_local(parameter) for _, _, parameter in self.places])
+        copy_all_(self.weights, [_local(parameter) for _, _, parameter in self.places])
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """Inside, the model computes with this version."""
         for (module, name, _), weight in zip(self.places, self.weights, strict=True):
-            module._parameters[name] = weight
+            setattr(module, name, weight)
         try:
             yield
         finally:
             for module, name, parameter in self.places:
-                module._parameters[name] = parameter
+                setattr(module, name, parameter)
 
     @torch.no_grad()
     def take_gradients(self, replicas: dist.ProcessGroup) -> None:
@@ -221,7 +234,7 @@ class Version:
             parameter = self.places[index][2]
             assert isinstance(parameter, DTensor)
             if replicas.size() > 1:
-                dist.all_reduce(gradient, group=replicas)
+                collectives.all_reduce_(gradient, replicas)
             whole = gradient.to(parameter.dtype)
             parameter.grad = DTensor.from_local(whole, parameter.device_mesh, parameter.placements, run_check=False)
         self.gradients.clear()

@@ -1,4 +1,4 @@
-"""The one place for pipeline parallelism: which layers a rank holds, and the running of a schedule action by action.
+"""Pipeline parallelism: which layers a rank holds, and the execution of a schedule action by action.
 
 A rank's part of the model is a `Decoder` with fewer layers; a stage is a run of them. So all that is done to a model's
 layers, sharding included, is done to a part's in the same way, and parameters keep their names.
@@ -10,20 +10,26 @@ stream and its gradient travel.
 Shapes: B batch, T tokens of a sequence that this rank reads, D hidden; between layers it has T / tp of them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.comm import collectives
+from meshwright.comm.collectives import Message
 from meshwright.models import Decoder
-from meshwright.parallel.passes import Arguments, GradientSync, evaluating
-from meshwright.parallel.weight_gradients import Product, WeightGradients, add_weight_gradients
+from meshwright.models.batch import TensorBatch
+from meshwright.models.decoder import Read
+from meshwright.objectives import Objective
+from meshwright.parallel.passes import GradientSync, Passes, Scale, evaluating, scale_of
+from meshwright.parallel.weight_gradients import Waiting, WeightGradients, add_weight_gradients
 from meshwright.spec.actions import Action, Program, Schedule, Transfer, forward_only, with_transfers
 from meshwright.spec.run import ResolvedRun
 
@@ -59,17 +65,16 @@ def apply_pipeline(model: Decoder, stages: Stages, rank: int) -> None:
     model.keep_layers([stages.layers[stage] for stage in stages.schedule.stages_of(rank)])
 
 
-class Pipeline:
+class Pipeline(Passes):
     """Takes microbatches through the stages of all ranks of a pipeline, as a schedule says.
 
     Gradients are summed, as everywhere; nothing is averaged over microbatches.
     """
 
-    has_gradient = True
-
     def __init__(
         self,
         model: Decoder,
+        objective: Objective,
         stages: Stages,
         group: dist.ProcessGroup,
         *,
@@ -97,7 +102,8 @@ class Pipeline:
             inside: gives what computes a stage that has neither embedding nor head, on ranks where another one has.
             weights: what puts them off, where the schedule splits backward passes.
         """
-        self.model, self.stage_plan, self.stages = model, stages, group
+        super().__init__(model, objective)
+        self.stage_plan, self.group, self.stages = stages, group, group
         self.rank = dist.get_rank(group)
         self.dtype, self.sequence_split = dtype, sequence_split
         self.sync, self.hold, self.reduce, self.release, self.weights = sync, hold, reduce, release, weights
@@ -109,7 +115,8 @@ class Pipeline:
         """Take the steps of another schedule of the same stages from now on."""
         self.stage_plan = stages
         for name in ("training_program", "completing", "completes_ends"):
-            self.__dict__.pop(name, None)
+            if name in vars(self):
+                delattr(self, name)
 
     @cached_property
     def training_program(self) -> Program:
@@ -133,29 +140,25 @@ class Pipeline:
         """See `Passes`: the last stage's copy of a tied embedding."""
         return frozenset({self.copied} if self.copied and self.has_loss else ())
 
-    def backward(self, microbatches: Sequence[Arguments], scale: float) -> torch.Tensor:
-        """See `Passes`; needs as many microbatches as the schedule has."""
-        assert len(microbatches) == self.stage_plan.schedule.num_microbatches
+    def train(self, batches: Sequence[TensorBatch], scale: Scale) -> torch.Tensor:
+        """See `Passes`; needs as many batches as the schedule has microbatches."""
+        assert len(batches) == self.stage_plan.schedule.num_microbatches
         self.sync(self.model.modules(), False)  # a backward pass of one stage is not the last one of another's modules
-        total = Pass(self, scale).run(self.training_program, enumerate(microbatches))
+        running = Pass(self, self.loss, scale)
+        running.run(self.training_program, enumerate(batches))
         self.release()
         self.sum_copies()
-        return total
-
-    def drain(self) -> bool:
-        """See `Passes`."""
-        return False
+        return running.loss
 
     @torch.no_grad()
-    def losses(self, microbatches: Iterable[Arguments]) -> torch.Tensor:
+    def read(self, batches: Iterable[TensorBatch], read: Read) -> Iterator[Any]:
         """See `Passes`."""
-        total = torch.zeros((), dtype=torch.float64)
-        rest = iter(microbatches)
+        rest = iter(batches)
         with evaluating(self.model):
             while some := tuple(islice(rest, self.stage_plan.schedule.num_microbatches)):
-                part = Pass(self, None).run(self.evaluation_program(len(some)), enumerate(some))
-                total = total.to(part.device) + part
-        return total
+                running = Pass(self, read, None)
+                running.run(self.evaluation_program(len(some)), enumerate(some))
+                yield from (found for _, found in sorted(running.found.items()))
 
     def modules_of(self, stage: int) -> list[nn.Module]:
         """What a backward pass through a stage goes through; the model itself stands for embeddings, norm and head."""
@@ -201,52 +204,37 @@ class Pipeline:
         gradient = self.model.tok_embeddings.weight.grad
         assert gradient is not None
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        other = torch.empty_like(local)
-        sending, receiving = self.send(local.contiguous(), peer), self.receive(other, peer)
+        sending = collectives.send(local.contiguous(), peer, self.group)
+        local_of_peer = collectives.receive(torch.empty_like(local), peer, self.group)
         sending.wait()
-        receiving.wait()
-        local += other
-
-    def send(self, tensor: torch.Tensor, rank: int) -> dist.Work:
-        """Begin to send to a rank of the pipeline."""
-        work = dist.isend(tensor, dist.get_global_rank(self.stages, rank), group=self.stages)
-        assert work is not None
-        return work
-
-    def receive(self, tensor: torch.Tensor, rank: int) -> dist.Work:
-        """Begin to receive from a rank of the pipeline."""
-        work = dist.irecv(tensor, dist.get_global_rank(self.stages, rank), group=self.stages)
-        assert work is not None
-        return work
-
-
-def has_gone(work: dist.Work) -> bool:
-    """Whether a message needs its tensor no longer. A rehearsal, whose messages never go, replaces it."""
-    return work.is_completed()
+        local += local_of_peer.wait()
 
 
 class Pass:
     """One run of a rank's list: what has been computed or has arrived and is still needed."""
 
-    def __init__(self, pipeline: Pipeline, scale: float | None) -> None:
-        """`scale` is what losses are multiplied by before backward passes; None for a run without any."""
-        self.pipeline, self.scale = pipeline, scale
-        self.total = torch.zeros((), dtype=torch.float64)
-        self.microbatches: dict[int, Arguments] = {}
+    def __init__(self, pipeline: Pipeline, read: Read, scale: Scale | None) -> None:
+        """`read` gives what is wanted of the last hidden states: losses, which are multiplied by `scale` before
+        backward passes; where that is None, anything, and there are none."""
+        self.pipeline, self.read, self.scale = pipeline, read, scale
+        self.loss = torch.zeros((), dtype=torch.float64)
+        """The sum of the losses."""
+        self.found: dict[int, Any] = {}
+        """What was read of each microbatch where there are no backward passes."""
+        self.microbatches: dict[int, TensorBatch] = {}
         self.results: dict[Key, torch.Tensor] = {}
-        self.arriving: dict[Key, dist.Work] = {}
-        self.sent: list[tuple[dist.Work, torch.Tensor]] = []
+        self.arriving: dict[Key, Message] = {}
+        self.sent: list[Message] = []
         self.graphs: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
-        self.put_off: dict[tuple[int, int], list[Product]] = {}
+        self.put_off: dict[tuple[int, int], list[Waiting]] = {}
 
-    def run(self, program: Program, microbatches: Iterable[tuple[int, Arguments]]) -> torch.Tensor:
-        """Do all of it; returns the sum of the losses that this rank computed."""
+    def run(self, program: Program, microbatches: Iterable[tuple[int, TensorBatch]]) -> None:
+        """Do all of it."""
         self.go_on(program, microbatches)
         left = (self.results, self.graphs, self.put_off)
         assert not any(left)
-        return self.total
 
-    def go_on(self, program: Program, microbatches: Iterable[tuple[int, Arguments]]) -> None:
+    def go_on(self, program: Program, microbatches: Iterable[tuple[int, TensorBatch]]) -> None:
         """Do a part of it, to which `microbatches` come in, by their numbers."""
         self.microbatches.update(microbatches)
         do = {"F": self.forward, "B": self.backward, "I": self._backward_input, "W": self._backward_weight}
@@ -255,8 +243,8 @@ class Pass:
                 self._transfer(item)
             else:
                 do[item.kind](item)
-        for work, _ in self.sent:
-            work.wait()
+        for message in self.sent:
+            message.wait()
         self.sent.clear()
 
     def forward(self, action: Action) -> None:
@@ -265,16 +253,18 @@ class Pass:
         x_BTD = self._take((True, stage - 1, m)) if stage else None
         if x_BTD is not None and self.scale is not None:
             x_BTD.requires_grad_()
-        pipeline, arguments = self.pipeline, self.microbatches[m]
+        pipeline, batch = self.pipeline, self.microbatches[m]
         apart = pipeline.ends and stage not in pipeline.ends
         compute = pipeline.inside() if apart else pipeline.model
-        y = compute(*arguments, layers=pipeline.stage_plan.layers[stage], x_BTD=x_BTD)
+        y = compute(batch, self.read, layers=pipeline.stage_plan.layers[stage], x_BTD=x_BTD)
         if stage < pipeline.stage_plan.last:
             self.results[True, stage, m] = y.detach()
+        elif self.scale is None:
+            self.found[m] = y
         else:
-            self.total = self.total.to(y.device) + y.detach()
+            self.loss = self.loss.to(y.device) + y.detach()
         if self.scale is not None:
-            self.graphs[stage, m] = x_BTD, y if stage < pipeline.stage_plan.last else y * self.scale
+            self.graphs[stage, m] = x_BTD, y if stage < pipeline.stage_plan.last else y * scale_of(self.scale, m)
 
     def backward(self, action: Action) -> None:
         """The whole backward pass of a stage."""
@@ -300,6 +290,7 @@ class Pass:
         _, stage, m = action
         x_BTD, y = self.graphs.pop((stage, m))
         gradient = None if stage == self.pipeline.stage_plan.last else self._take((False, stage + 1, m))
+        self.pipeline.model.tell_draws(self.microbatches[m])  # recomputation comes after other microbatches' passes
         if y.requires_grad:  # nothing does in a first stage of which nothing trains
             torch.autograd.backward(y, gradient)
         if x_BTD is not None:
@@ -310,22 +301,21 @@ class Pass:
         key = transfer[:3]
         if transfer.source == self.pipeline.rank:
             tensor = self.results.pop(key).contiguous()
-            self.sent = [entry for entry in self.sent if not has_gone(entry[0])]
-            self.sent.append((self.pipeline.send(tensor, transfer.target), tensor))
+            self.sent = [message for message in self.sent if not message.has_gone()]
+            self.sent.append(collectives.send(tensor, transfer.target, self.pipeline.group))
         else:
             self.results[key] = self._room(transfer.microbatch)
-            self.arriving[key] = self.pipeline.receive(self.results[key], transfer.source)
+            self.arriving[key] = collectives.receive(self.results[key], transfer.source, self.pipeline.group)
 
     def _take(self, key: Key) -> torch.Tensor:
         """A result for this rank, once it is there."""
-        work = self.arriving.pop(key, None)
-        if work is not None:
-            work.wait()
+        message = self.arriving.pop(key, None)
+        if message is not None:
+            message.wait()
         return self.results.pop(key)
 
     def _room(self, microbatch: int) -> torch.Tensor:
         """An empty [B, T, D] for what arrives of a microbatch."""
-        tokens_BT = self.microbatches[microbatch][0]
-        assert tokens_BT is not None
+        tokens_BT = self.microbatches[microbatch].tokens
         shape = len(tokens_BT), tokens_BT.shape[1] // self.pipeline.sequence_split, self.pipeline.model.spec.hidden
         return torch.empty(shape, dtype=self.pipeline.dtype, device=tokens_BT.device)

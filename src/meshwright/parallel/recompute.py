@@ -1,4 +1,4 @@
-"""The one place for activation recomputation: which of a block's activations are kept and which computed again."""
+"""Activation recomputation: which of a block's activations are kept and which are recomputed."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils import checkpoint as selective
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from meshwright.models.adapters import LoraLinear
-from meshwright.models.attention import VARLEN_OPS
+from meshwright import torch_internals
+from meshwright.comm.collectives import functional
+from meshwright.models.adapters import Lora
 from meshwright.models.cpu_kernels import MATMULS
+from meshwright.models.slots import Compute, Layer, Wrapped
 from meshwright.spec.recompute import Policy
 
 aten = torch.ops.aten
@@ -29,15 +29,9 @@ KEPT = frozenset(
     op
     for op in (
         *PRODUCTS,
-        aten._grouped_mm.default,
-        torch.ops._c10d_functional.all_to_all_single.default,
-        torch.ops._c10d_functional.reduce_scatter_tensor.default,
-        *VARLEN_OPS,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_attention_math.default,
+        functional.all_to_all_single.default,
+        functional.reduce_scatter_tensor.default,
+        *torch_internals.DEAR_OPS,
     )
 )
 
@@ -50,19 +44,33 @@ def _keep_dear_results(
     return CheckpointPolicy.MUST_SAVE if op in KEPT and not cheap else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+class Recomputed:
+    """A forward pass that is computed again in the backward pass; all of it, or what selective recomputation leaves."""
+
+    def __init__(self, policy: Policy, options: dict[str, Any]) -> None:
+        self.policy, self.options = policy, options
+
+    def __call__(self, compute: Compute) -> Compute:
+        """`compute` under the policy."""
+        return functools.partial(checkpoint, compute, **self.options)
+
+    def __repr__(self) -> str:
+        return f"recompute {self.policy}"
+
+
 def apply_recompute(blocks: nn.ModuleDict, policies: Sequence[Policy]) -> None:
-    """Make blocks recompute their activations in the backward pass, by the policies of all of the model's layers;
-    parameter names stay as they are."""
-    adapted = [module for module in blocks.modules() if isinstance(module, LoraLinear)]
-    random = any(module.dropout for module in adapted)
-    keep = functools.partial(_keep_dear_results, frozenset(module.lora_a.shape[0] for module in adapted))
-    whole: dict[str, object] = {"use_reentrant": False, "preserve_rng_state": random}
-    contexts = functools.partial(create_selective_checkpoint_contexts, keep)
+    """Make blocks recompute their activations in the backward pass, by the policies of all of the model's layers."""
+    layers = (module for module in blocks.modules() if isinstance(module, Layer))
+    adapters = [layer for layer in layers if layer.find(Lora)]
+    ranks = frozenset(layer.get_parameter("lora_a").shape[0] for layer in adapters)
+    whole: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    contexts = functools.partial(create_selective_checkpoint_contexts, functools.partial(_keep_dear_results, ranks))
     options = {"full": whole, "selective": whole | {"context_fn": contexts}}
     for layer, block in blocks.items():
         policy = policies[int(layer)]
         if policy != "none":
-            block.forward = functools.partial(checkpoint, block.forward, **options[policy])
+            assert isinstance(block, Wrapped)
+            block.wrap(Recomputed(policy, options[policy]))
 
 
 def hide_sharding(blocks: nn.ModuleDict) -> None:
@@ -74,13 +82,4 @@ def hide_sharding(blocks: nn.ModuleDict) -> None:
     for block in blocks.values():
         inner = (module for module in block.modules() if module is not block and isinstance(module, FSDPModule))
         for module in inner:
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                hooks.update({key: functools.partial(_unseen, hook) for key, hook in hooks.items()})
-
-
-def _unseen(hook: Callable, *args: object) -> object:
-    mode = _get_current_dispatch_mode()
-    if not isinstance(mode, selective._CachingTorchDispatchMode | selective._CachedTorchDispatchMode):
-        return hook(*args)
-    with _pop_mode_temporarily():
-        return hook(*args)
+            torch_internals.replace_hooks(module, torch_internals.apart_from_recompute)

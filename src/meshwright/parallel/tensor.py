@@ -1,4 +1,4 @@
-"""The one place for tensor parallelism: every matrix split over ranks, and between matrices the sequence.
+"""Tensor parallelism: every matrix split over ranks, and the sequence split between matrices.
 
 After Megatron-LM (Shoeybi et al., 2019) with sequence parallelism (Korthikanti et al., 2022). The named dims of the
 parameter table say which matrices are split, and how:
@@ -15,22 +15,25 @@ and is summed over ranks.
 Shapes: B batch, T sequence, t = T / tp (this rank's part of it), D hidden, V vocabulary.
 """
 
-import functools
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from meshwright.comm import collectives
 from meshwright.families.split import TP_SPLITS, is_experts, split_dim, split_range
 from meshwright.models import Decoder
-from meshwright.models.loss import linear_cross_entropy, linear_token_losses
+from meshwright.models.adapters import Lora
+from meshwright.models.embedding import Embedding
+from meshwright.models.linear import Linear
+from meshwright.models.slots import Op, Place, Viewed, Weights
+from meshwright.parallel.view import LocalView
+from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec, Parameter
-
-collectives = torch.ops._c10d_functional
+from meshwright.torch_internals import assert_on_device
 
 
 def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
@@ -45,44 +48,41 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
         own = {name: rows[f"{path}.{name}"] for name in module._parameters if f"{path}.{name}" in rows}
         if not own or any(is_experts(row) for row in own.values()):
             continue  # between blocks ranks hold different tokens, so to experts they are data-parallel ranks
-        _split_parameters(module, own, model.spec, mesh)
-        if isinstance(module, nn.Embedding):
-            _split_embedding(module, own["weight"], sequence)
-        elif _is_row_wise(own):
-            module.register_forward_hook(sequence.scatter_output)
-            module.__dict__["complete"] = sequence.sum_over_ranks  # should an adapter ask for whole inputs
-    column_wise = (name for name, row in rows.items() if len(row.dims) == 2 and row.dims[0] in TP_SPLITS)
-    parents = {name.rsplit(".", 2)[0] for name in column_wise if name.startswith("layers.")}
-    for path, module in model.named_modules():
-        if path in parents:
-            module.register_forward_pre_hook(sequence.gather_input)
-    share = _VocabularyShare(model.spec.vocab, sequence)
-
-    def loss(x_BTD: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
-        x_ND = sequence.gather(x_BTD).flatten(0, 1)
-        return linear_cross_entropy(x_ND, model.head_weight, labels_BT.flatten(), share)
-
-    def token_losses(x_BTD: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
-        x_ND = sequence.gather(x_BTD).flatten(0, 1)
-        return linear_token_losses(x_ND, model.head_weight, labels_BT.flatten(), share).view(labels_BT.shape)
-
-    def logits(x_BTD: torch.Tensor, asked_BT: torch.Tensor | None = None) -> torch.Tensor:
-        if asked_BT is None:
-            raise ValueError(
-                "of a model split over tensor-parallel ranks no rank has its logits, but one place's of a row"
+        if not isinstance(module, Viewed):
+            raise UserError(
+                f"layout.tp={mesh.size()}: {path} is a {type(module).__name__} with parameters of its own, which "
+                "tensor parallelism cannot split or sum; make it of meshwright.models.Linear, or use layout.tp=1"
             )
-        parts_BV = F.linear(model.pick(sequence.gather(x_BTD), asked_BT), model.head_weight)
-        parts_BV = F.pad(parts_BV, (0, share.rows - parts_BV.shape[1]))  # the last rank may have fewer
-        return sequence.gather(parts_BV.unsqueeze(-1)).squeeze(-1)[:, : share.vocab]
+        _split_parameters(module, own, model.spec, mesh)
+        if isinstance(module, Embedding):
+            split = own["weight"].dims[0] in TP_SPLITS
+            module.put(VocabularyParallel(own["weight"].shape[0], sequence) if split else OwnPositions(sequence))
+        elif isinstance(module, Linear) and _is_row_wise(own):
+            module.put(RowParallel(sequence))
+            adapter = module.find(Lora)
+            if adapter is not None:
+                adapter.sum_over_inputs = sequence.sum_over_ranks
+                if adapter.dropout is not None:
+                    adapter.dropout.part = sequence.rank
+    column_wise = (name for name, row in rows.items() if len(row.dims) == 2 and row.dims[0] in TP_SPLITS)
+    for path in {name.rsplit(".", 2)[0] for name in column_wise if name.startswith("layers.")}:
+        if path.split(".")[1] in model.layers:  # a pipeline's rank has some of them
+            parent: Any = model.get_submodule(path)
+            if not hasattr(parent, "entry"):
+                raise UserError(
+                    f"layout.tp={mesh.size()}: {path} is a {type(parent).__name__} whose matrices are split, so its "
+                    "input must go through `self.entry` first, as in meshwright.models.FeedForward; or use layout.tp=1"
+                )
+            parent.entry = GatheredSequence(sequence)
+    model.head_split.vocabulary = _VocabularyShare(model.spec.vocab, sequence)
 
-    model.loss, model.token_losses, model.logits = loss, token_losses, logits
 
-
-def _split_parameters(module: nn.Module, own: dict[str, Parameter], spec: ModelSpec, mesh: DeviceMesh) -> None:
+def _split_parameters(module: Viewed, own: dict[str, Parameter], spec: ModelSpec, mesh: DeviceMesh) -> None:
     """Make a module's parameters DTensors on `mesh`, and let the module see the local tensors of them."""
     kept: dict[str, tuple[int, int]] = {}
+    dims = {name: split_dim(row, spec, mesh.size()) for name, row in own.items()}
     for name, row in own.items():
-        dim = split_dim(row, spec, mesh.size())
+        dim = dims[name]
         if dim is None and row.dims[0] == "kv_heads":
             head = mesh.get_local_rank() * spec.num_kv_heads // mesh.size()
             kept[name] = head * spec.head_dim, (head + 1) * spec.head_dim
@@ -90,9 +90,8 @@ def _split_parameters(module: nn.Module, own: dict[str, Parameter], spec: ModelS
         placement = Replicate() if dim is None else Shard(dim)
         split = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
-    # A row-wise layer's bias is added once, after the sum over ranks.
-    deferred = "bias" if _is_row_wise(own) else None
-    module.__class__ = _local_class(type(module), tuple(own), tuple(kept.items()), deferred)
+    split_dims = {name: dim for name, dim in dims.items() if dim is not None}
+    module.view = LocalView(split_dims, kept, f"tp {mesh.size()}")
 
 
 def _is_row_wise(own: dict[str, Parameter]) -> bool:
@@ -100,57 +99,75 @@ def _is_row_wise(own: dict[str, Parameter]) -> bool:
     return matrix is not None and not TP_SPLITS.isdisjoint(matrix.dims[1:])
 
 
-@functools.cache
-def _local_class(
-    cls: type, names: tuple[str, ...], kept: tuple[tuple[str, tuple[int, int]], ...], deferred: str | None
-) -> type:
-    """`cls` with parameters that read as local tensors, as the rows of them in `kept`, or, if `deferred`, as None.
+class RowParallel(Op):
+    """A linear layer of which each rank has a part of the inputs: the products are summed over ranks, and the sum
+    scattered along the sequence. The bias is added to it once, to this rank's tokens."""
 
-    One class for all modules of a kind, so that torch.compile takes them for the same. While data parallelism has a
-    parameter sharded, nobody computes with it, and it reads as it is.
-    """
+    place = Place.SPLIT
 
-    def reader(name: str) -> property:
-        def read(module: nn.Module) -> torch.Tensor | None:
-            parameter = module._parameters[name]
-            assert isinstance(parameter, DTensor)
-            if parameter.device_mesh.ndim > 1:
-                return parameter
-            if name == deferred:
-                return None
-            tensor = _local(parameter)
-            return tensor[slice(*dict(kept)[name])] if name in dict(kept) else tensor
+    def __init__(self, sequence: "_Sequence") -> None:
+        self.sequence = sequence
 
-        return property(read)
+    def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """[B, T, this rank's part of D] to [B, t, N]."""
+        y_BtN = self.sequence.scatter_sum(self.inner.forward(x, {**weights, "bias": None}))
+        bias_N = weights.get("bias")
+        return y_BtN if bias_N is None else y_BtN + bias_N
 
-    return type(cls.__name__, (cls,), {name: reader(name) for name in names})
+    def __repr__(self) -> str:
+        return f"row-wise over tp {self.sequence.size}"
 
 
-def _local(parameter: torch.Tensor | None) -> torch.Tensor:
-    assert isinstance(parameter, DTensor)
-    placements = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
-    return parameter.to_local(grad_placements=placements)
+class VocabularyParallel(Op):
+    """An embedding of which each rank has a part of the rows: it looks up those, and the sum over ranks is
+    scattered."""
+
+    place = Place.SPLIT
+
+    def __init__(self, vocab: int, sequence: "_Sequence") -> None:
+        self.vocab, self.sequence = vocab, sequence
+        self.first, self.stop = split_range(vocab, sequence.size, sequence.rank)
+
+    def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """Tokens [B, T] to [B, t, D]."""
+        known_BT = (x >= 0) & (x < self.vocab)
+        assert_on_device(known_BT.all(), "a token is out of bounds: it lies outside the vocabulary")
+        here_BT1 = ((x >= self.first) & (x < self.stop))[..., None]
+        x_BTD = self.inner.forward((x - self.first).where(here_BT1[..., 0], 0), weights)
+        return self.sequence.scatter_sum(x_BTD.where(here_BT1, 0))
+
+    def __repr__(self) -> str:
+        return f"rows {self.first}:{self.stop} of the vocabulary, summed over tp {self.sequence.size}"
 
 
-def _split_embedding(embedding: nn.Embedding, row: Parameter, sequence: "_Sequence") -> None:
-    """Tokens: each rank looks up those of its rows, and the sum over ranks is scattered. Positions: each its own."""
-    if row.dims[0] not in TP_SPLITS:
-        embedding.register_forward_pre_hook(lambda module, args: (sequence.own(args[0]),))
-        return
-    vocab = row.shape[0]
-    first, stop = split_range(vocab, sequence.size, sequence.rank)
+class OwnPositions(Op):
+    """An embedding that every rank has whole: each looks up its own part of the sequence."""
 
-    look_up = embedding.forward
+    place = Place.SPLIT
 
-    def forward(input: torch.Tensor) -> torch.Tensor:
-        tokens_BT = input
-        known_BT = (tokens_BT >= 0) & (tokens_BT < vocab)
-        torch._assert_async(known_BT.all(), "a token is out of bounds: it lies outside the vocabulary")
-        here_BT1 = ((tokens_BT >= first) & (tokens_BT < stop))[..., None]
-        x_BTD = look_up((tokens_BT - first).where(here_BT1[..., 0], 0))
-        return sequence.scatter_sum(x_BTD.where(here_BT1, 0))
+    def __init__(self, sequence: "_Sequence") -> None:
+        self.sequence = sequence
 
-    embedding.forward = forward
+    def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """Numbers [..., T] to [..., t, D]."""
+        return self.inner.forward(self.sequence.own(x), weights)
+
+    def __repr__(self) -> str:
+        return f"this rank's part of the sequence, of tp {self.sequence.size}"
+
+
+class GatheredSequence:
+    """The entry of what begins with column-wise layers: every rank gets the whole sequence."""
+
+    def __init__(self, sequence: "_Sequence") -> None:
+        self.sequence = sequence
+
+    def __call__(self, x_BtD: torch.Tensor) -> torch.Tensor:
+        """[B, t, D] to [B, T, D]."""
+        return self.sequence.gather(x_BtD)
+
+    def __repr__(self) -> str:
+        return f"sequence gathered over tp {self.sequence.size}"
 
 
 class _Sequence:
@@ -166,71 +183,41 @@ class _Sequence:
 
     def gather(self, x_BtD: torch.Tensor) -> torch.Tensor:
         """The whole sequence [B, T, D]; backward, the sum over ranks of its gradient, scattered."""
-        return _Gather.apply(x_BtD, self.size, self.group.group_name)
+        return collectives.all_gather(x_BtD, self.group, dim=1)
 
     def scatter_sum(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """This rank's part [B, t, D] of the sum over ranks; backward, the whole gradient."""
-        return _ScatterSum.apply(x_BTD, self.size, self.group.group_name)
-
-    def gather_input(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """A forward pre-hook for what starts with column-wise layers."""
-        return self.gather(args[0]), *args[1:]
+        return collectives.reduce_scatter(x_BTD, self.group, dim=1)
 
     def sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, without a gradient."""
-        return collectives.wait_tensor(collectives.all_reduce(tensor, "sum", self.group.group_name))
-
-    def scatter_output(self, module: nn.Module, args: tuple[Any, ...], output_BTD: torch.Tensor) -> torch.Tensor:
-        """A forward hook for a row-wise layer."""
-        x_BtD = self.scatter_sum(output_BTD)
-        bias = module._parameters["bias"]
-        return x_BtD if bias is None else x_BtD + _local(bias)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_BtD, size, group):
-        ctx.size, ctx.group = size, group
-        return _gather(x_BtD, size, group)
-
-    @staticmethod
-    def backward(ctx, *grad_outputs):
-        return _scatter_sum(grad_outputs[0], ctx.size, ctx.group), None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_BTD, size, group):
-        ctx.size, ctx.group = size, group
-        return _scatter_sum(x_BTD, size, group)
-
-    @staticmethod
-    def backward(ctx, *grad_outputs):
-        return _gather(grad_outputs[0], ctx.size, ctx.group), None, None
-
-
-def _gather(x_BtD: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """Waited for at once: what leaves here is a plain tensor, which may enter a compiled block."""
-    parts = collectives.wait_tensor(collectives.all_gather_into_tensor(x_BtD.contiguous(), size, group))
-    return parts.unflatten(0, (size, -1)).transpose(0, 1).flatten(1, 2)
-
-
-def _scatter_sum(x_BTD: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    parts = x_BTD.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1).contiguous()
-    return collectives.wait_tensor(collectives.reduce_scatter_tensor(parts, "sum", size, group))
+        """The sum over ranks."""
+        return collectives.all_reduce(tensor, self.group)
 
 
 class _VocabularyShare:
-    """This rank's rows of the head, as `linear_cross_entropy` wants to know them."""
+    """This rank's rows of the head, as `HeadSplit` wants to know them."""
 
     def __init__(self, vocab: int, sequence: _Sequence) -> None:
         self.vocab = vocab
-        self.first, _ = split_range(vocab, sequence.size, sequence.rank)
+        self.first, self.stop = split_range(vocab, sequence.size, sequence.rank)
         _, self.rows = split_range(vocab, sequence.size, 0)
-        self._group = sequence.group
+        self._sequence = sequence
+
+    def __str__(self) -> str:
+        return f"rows {self.first} to {self.stop - 1} of {self.vocab}"
 
     def maximum_(self, values: torch.Tensor) -> None:
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
+        collectives.all_reduce_(values, self._sequence.group, "max")
 
     def sum_(self, values: torch.Tensor) -> None:
-        dist.all_reduce(values, group=self._group)
+        collectives.all_reduce_(values, self._sequence.group)
+
+    def sum(self, parts: torch.Tensor) -> torch.Tensor:
+        return collectives.all_reduce(parts, self._sequence.group)
+
+    def gather_sequence(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        return self._sequence.gather(x_BTD)
+
+    def gather_vocabulary(self, logits_BV: torch.Tensor) -> torch.Tensor:
+        parts_BV = F.pad(logits_BV, (0, self.rows - logits_BV.shape[1]))  # the last rank may have fewer
+        return collectives.all_gather(parts_BV, self._sequence.group, dim=1)[:, : self.vocab]

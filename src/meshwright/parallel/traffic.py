@@ -1,4 +1,4 @@
-"""The one place that counts what a rank sends: every collective by kind and mesh axis, with its bytes."""
+"""Traffic counting: every collective by kind and mesh axis, with its bytes."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_group
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from meshwright.parallel.mesh import Meshes
+from meshwright.torch_internals import DispatchMode, leaves, process_group_of
 
 KINDS = {
     "_allgather_base_": "all-gather",
@@ -46,7 +45,7 @@ class Count:
     bytes: int = 0
 
 
-class Traffic(TorchDispatchMode):
+class Traffic(DispatchMode):
     """Counts while it is entered: `counts[kind, axis]`, the axis by its name in `Meshes`, or `world` for all ranks."""
 
     def __init__(self, meshes: Meshes | None = None) -> None:
@@ -56,9 +55,10 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        namespace, _, name = function._schema.name.partition("::")
+        namespace, _, name = function.name().partition("::")
         if namespace in ("c10d", "_c10d_functional") and name in KINDS:
-            group = _group(function, args, kwargs or {})
+            group = process_group_of(function, args, kwargs or {}) or dist.group.WORLD
+            assert group is not None
             count = self.counts[KINDS[name], self._axes.get(ranks_of(group), "world")]
             count.calls += 1
             count.bytes += max(_sizes(name, args, kwargs, result), default=0)
@@ -71,7 +71,7 @@ def _sizes(name: str, *values: Any) -> Iterator[int]:
     if KINDS[name] == "all-to-all":
         (args, *_) = values
         values = args[1] if name.startswith("alltoall") else args[0]  # behind the output, where that is an argument
-    yield from (leaf.nbytes for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    yield from (leaf.nbytes for leaf in leaves(values) if isinstance(leaf, torch.Tensor))
 
 
 def ranks_of(group: ProcessGroup) -> tuple[int, ...]:
@@ -95,15 +95,3 @@ def axis_names(meshes: Meshes) -> dict[tuple[int, ...], str]:
     if meshes.experts is not None:
         add(meshes.experts, "expert ")
     return names
-
-
-def _group(function: Any, args: tuple, kwargs: dict) -> ProcessGroup:
-    """The process group among a collective's arguments."""
-    for index, argument in enumerate(function._schema.arguments):
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        if value is not None and argument.name == "process_group":
-            return ProcessGroup.unbox(value)
-        if value is not None and argument.name == "group_name":
-            return _resolve_process_group(value)
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD

@@ -1,89 +1,98 @@
-"""The one place that splits a backward pass in two: the gradients of linear layers' weights are put off till later.
+"""Backward passes in two parts: the gradients of linear layers' weights wait for later.
 
-Zero-bubble schedules do them in ranks' waiting time (Qi et al., "Zero Bubble Pipeline Parallelism", 2024). Only the
-products that make the weight gradients of linear layers wait; everything else is done at once, recomputation included.
+Zero-bubble schedules compute them in ranks' waiting time (Qi et al., "Zero Bubble Pipeline Parallelism", 2024). Only
+the products that make the weight gradients of linear layers wait; everything else is done at once, recomputation
+included. Any kind of product can wait, because its two gradients are functions of their own (`models/linear.py`).
 
 Shapes: M rows, D in, N out.
 """
 
-import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from meshwright.models.cpu_kernels import matmul
+from meshwright.models.linear import Linear, Product
+from meshwright.models.slots import Op, Place, Weights
 
 
-class Product(NamedTuple):
-    """What the gradient of one linear layer's weight is the product of."""
+class Waiting(NamedTuple):
+    """What the gradient of one linear layer's weight will be computed from."""
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    product: Product
+    weights: Weights
     x: torch.Tensor
     grad: torch.Tensor
 
 
 class WeightGradients:
-    """Collects the products that a backward pass puts off, until somebody takes them and later adds them up."""
+    """Collects what a backward pass leaves for later, until somebody takes it and adds it up."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Make every linear layer of `model` that trains put its weight's gradient off."""
-        self._products: list[Product] = []
+        """Make every linear layer of `model` whose matrix trains defer its gradient; adapters' do not wait."""
+        self._waiting: list[Waiting] = []
         for module in model.modules():
-            if isinstance(module, nn.Linear) and module.weight.requires_grad:  # a frozen one's adapter does not wait
-                module.forward = functools.partial(self._forward, module, module.forward)  # type: ignore[method-assign]
+            if isinstance(module, Linear) and module.get_parameter(module.product.names[0]).requires_grad:
+                module.put(Deferred(self._waiting.append))
 
-    def take(self) -> list[Product]:
-        """What backward passes have put off since the last call."""
-        products, self._products = self._products, []
-        return products
-
-    def _put_off(self, product: Product) -> None:
-        self._products.append(product)
-
-    def _forward(
-        self, module: nn.Linear, forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
-    ) -> torch.Tensor:
-        if not torch.is_grad_enabled():
-            return forward(x)
-        # Read here, for other strategies put what a layer computes with in place for the forward pass only.
-        weight_ND, bias_N = module.weight, module.bias
-        trained = any(tensor is not None and tensor.requires_grad for tensor in (weight_ND, bias_N))
-        anchor = x.new_zeros((), requires_grad=trained)
-        y = _Linear.apply(x, anchor, (weight_ND, bias_N), forward, self._put_off)
-        assert isinstance(y, torch.Tensor)
-        return y
+    def take(self) -> list[Waiting]:
+        """What backward passes have left since the last call."""
+        waiting = list(self._waiting)
+        self._waiting.clear()
+        return waiting
 
 
 @torch.no_grad()
-def add_weight_gradients(products: list[Product]) -> None:
-    """Add the gradients that were put off to those of the weights and biases."""
-    for weight_ND, bias_N, x, grad in products:
-        grad_MN = grad.flatten(0, -2)
-        if weight_ND.requires_grad:
-            torch.autograd.backward(weight_ND, matmul(grad_MN.t(), x.flatten(0, -2)))
+def add_weight_gradients(waiting: list[Waiting]) -> None:
+    """Add the gradients that waited to those of the weights and biases."""
+    for product, weights, x, grad in waiting:
+        weight, bias_N = weights[product.names[0]], weights.get("bias")
+        if weight is not None and weight.requires_grad:
+            torch.autograd.backward(weight, product.weight_gradient(x, grad, weights))
         if bias_N is not None and bias_N.requires_grad:
-            torch.autograd.backward(bias_N, grad_MN.sum(0))
+            torch.autograd.backward(bias_N, grad.flatten(0, -2).sum(0))
 
 
-class _Linear(torch.autograd.Function):
-    """A linear layer whose backward pass computes the gradient of its input alone.
+class Deferred(Op):
+    """The product, but for the gradients of its weight and bias, which are handed to `leave`."""
 
-    Weight and bias are hidden from autograd in a tuple, so that it neither waits for their gradients nor takes what
-    leads to them apart; `anchor` says that there is something to do even where the input needs no gradient.
+    place = Place.DEFERRED
+
+    def __init__(self, leave: Callable[[Waiting], None]) -> None:
+        self.leave = leave
+
+    def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """[..., D] to [..., N]."""
+        product = self.inner
+        assert isinstance(product, Product)
+        if not torch.is_grad_enabled():
+            return product.forward(x, weights)
+        trained = any(tensor is not None and tensor.requires_grad for tensor in weights.values())
+        y = _InputGradientAlone.apply(x, x.new_zeros((), requires_grad=trained), weights, product, self.leave)
+        assert isinstance(y, torch.Tensor)
+        return y
+
+    def __repr__(self) -> str:
+        return "weight gradient deferred"
+
+
+class _InputGradientAlone(torch.autograd.Function):
+    """A product whose backward pass computes the gradient of its input alone.
+
+    The weights are hidden from autograd in a dict, so that it neither waits for their gradients nor takes what leads to
+    them apart; `anchor` says that there is something to do even where the input needs no gradient.
     """
 
     @staticmethod
-    def forward(ctx, x, anchor, hidden, forward, put_off):
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, weights: Weights, product: Product, leave: Any):
         ctx.save_for_backward(x)
-        ctx.hidden, ctx.put_off = hidden, put_off
-        return forward(x)
+        ctx.weights, ctx.product, ctx.leave = weights, product, leave
+        return product.forward(x, weights)
 
     @staticmethod
-    def backward(ctx, *grad_outputs):
-        (grad,), (x,), (weight_ND, bias_N) = grad_outputs, ctx.saved_tensors, ctx.hidden
-        ctx.put_off(Product(weight_ND, bias_N, x, grad))
-        grad_x = matmul(grad.flatten(0, -2), weight_ND).view_as(x) if ctx.needs_input_grad[0] else None
+    def backward(ctx: Any, *grad_outputs: Any):
+        (grad,), (x,) = grad_outputs, ctx.saved_tensors
+        ctx.leave(Waiting(ctx.product, ctx.weights, x, grad))
+        grad_x = ctx.product.input_gradient(grad, ctx.weights).view_as(x) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None, None

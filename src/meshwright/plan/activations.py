@@ -1,4 +1,4 @@
-"""The one place that says what a block keeps for its backward pass, and what lives while that runs, in bytes.
+"""Activation memory: what a block keeps for its backward pass, and what lives while that runs, in bytes.
 
 After Korthikanti et al. ("Reducing Activation Recomputation in Large Transformer Models", 2022, section 4), itemised so
 that flash attention, gated feed-forward layers, experts and each recomputation policy are sums of the same items.

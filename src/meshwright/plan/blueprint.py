@@ -1,4 +1,4 @@
-"""The one place that condenses a parameter table into what costs depend on: matrices, attention and experts."""
+"""A parameter table condensed to what costs depend on: matrices, attention and experts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The one place that says how long a collective takes: latency and bandwidth, inside nodes and between them.
+"""Collective time: latency and bandwidth, inside nodes and between them.
 
 A ring over N ranks puts (N - 1) / N of the payload on every rank's wire for an all-gather or reduce-scatter, twice that
 for an all-reduce (Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005). Where a group

@@ -1,4 +1,4 @@
-"""The one place for the numbers that no datasheet gives: fitted once, over all published runs together."""
+"""Fitted constants: numbers that no datasheet gives, fitted once over all published runs."""
 
 from dataclasses import dataclass
 

@@ -1,9 +1,9 @@
-"""The one place that says how this repository's engine runs a recipe: which bytes it keeps and what it sends."""
+"""A recipe as this engine runs it: the bytes it keeps and sends."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
@@ -12,18 +12,20 @@ from meshwright.families.adapters import adapter_misfit
 from meshwright.families.quantized import split_misfit
 from meshwright.plan.blueprint import Blueprint
 from meshwright.plan.job import MESHWRIGHT, QUANTIZED, Job, Stack, adapter_parameters
+from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FinetuneSpec
 from meshwright.spec.fit import batch_misfits, find_misfits
 from meshwright.spec.layout import AXES, LayoutSpec
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.plugins import said_of
 from meshwright.spec.run import Run
 from meshwright.spec.schedule import schedule_kind
-from meshwright.spec.training import TrainingSpec
+from meshwright.spec.training import OptimizerName, TrainingSpec
 
-STORED = {"fp64": 8.0}
-"""Bytes of a stored weight, gradient or moment; 4 for every other precision."""
 MOMENT_BYTES = {"adamw_8bit": 2 * (1 + 4 / 256)}
-"""Of both moments of a parameter, by optimizer; two numbers as they are stored for every other one."""
+"""Of both moments of a parameter, by optimizer; two numbers as they are stored for every other one of ours."""
+STATES = 2
+"""Numbers that a user's optimizer keeps of each parameter, where its class does not say (`states = 1`)."""
 LayoutCheck = Callable[[LayoutSpec], list[str]]
 """Every reason why a layout is refused, each a sentence; none where it runs."""
 CPU_CONTEXT_BYTES = 0.45e9
@@ -55,7 +57,7 @@ def engine_job(
         ep=layout.ep,
         zero=layout.zero_stage,
         recompute=training.recompute,
-        precision=training.precision,
+        precision=training.dtypes,
         offload="cpu" if layout.offload == "cpu" else "none",
         schedule=layout.schedule,
         virtual_stages=_stages_per_rank(layout),
@@ -90,21 +92,28 @@ def _stages_per_rank(layout: LayoutSpec) -> int:
 
 def engine_stack(training: TrainingSpec, *, alone: bool, device: Literal["cpu", "cuda"] = "cuda") -> Stack:
     """What every parameter costs under a recipe's precision and optimizer; `alone` without a mesh."""
-    stored = STORED.get(training.precision, 4.0)
-    low = training.precision in ("bf16", "fp16")
+    dtypes = training.dtypes
+    stored = dtypes.master.bytes
     return replace(
         MESHWRIGHT,
         fused=training.compile,
         gradient_bytes=stored,
-        reduce_bytes=2.0 if low and training.reduce_dtype == "bf16" else stored,
-        state_bytes=stored + MOMENT_BYTES.get(training.optimizer.name, stored * 2),
+        reduce_bytes=dtypes.reduce.bytes,
+        state_bytes=stored + _moment_bytes(training.optimizer.name, stored),
         # FSDP2 gathers a copy in the precision of computation; one process alone needs it in low precision only.
-        weight_bytes=2.0 if low else 0.0 if alone else stored,
+        weight_bytes=dtypes.store.bytes if dtypes.mixed or not alone else 0.0,
         context_bytes=MESHWRIGHT.context_bytes if device == "cuda" else CPU_CONTEXT_BYTES,
         chunk_bytes=MESHWRIGHT.chunk_bytes if device == "cuda" else 2**26,
         wide_bytes=MESHWRIGHT.wide_bytes if device == "cuda" else 2**22,
         communicator_bytes=MESHWRIGHT.communicator_bytes if device == "cuda" else 0.0,
     )
+
+
+def _moment_bytes(optimizer: str, stored: int) -> float:
+    """Bytes that an optimizer keeps of each parameter beside the weight."""
+    if optimizer in get_args(OptimizerName):
+        return MOMENT_BYTES.get(optimizer, stored * 2)
+    return stored * said_of("optimizers", optimizer, "states", STATES)
 
 
 def layout_check(run: Run, model: ModelSpec, device: Literal["cpu", "cuda"] = "cuda") -> LayoutCheck:
@@ -128,7 +137,7 @@ def layout_check(run: Run, model: ModelSpec, device: Literal["cpu", "cuda"] = "c
 
 
 def engine_layout(job: Job, check: LayoutCheck) -> LayoutSpec:
-    """The layout as a recipe's section. Raises `ValueError` saying why where the engine of today cannot run it."""
+    """The layout as a recipe's section. Raises `UserError` saying why where the engine of today cannot run it."""
     fields: dict[str, Any] = {axis: getattr(job, axis) for axis in (*AXES, "ep")}
     fields |= {"zero": job.zero, "offload": "cpu" if job.offload == "cpu" else "none"}
     if job.pp > 1:
@@ -136,10 +145,10 @@ def engine_layout(job: Job, check: LayoutCheck) -> LayoutSpec:
     try:
         layout = LayoutSpec.model_validate(fields)
     except ValidationError as error:
-        raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
+        raise UserError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
     misfits = check(layout) or batch_misfits(layout, job.global_batch)
     if misfits:
-        raise ValueError(misfits[0])
+        raise UserError(misfits[0])
     return layout
 
 
@@ -147,6 +156,6 @@ def runs_today(job: Job, check: LayoutCheck) -> bool:
     """Whether the engine of today can run the layout."""
     try:
         engine_layout(job, check)
-    except ValueError:
+    except UserError:
         return False
     return True

@@ -1,10 +1,11 @@
-"""The one place that puts a plan's reasons into sentences: what binds, why not the others, what would help."""
+"""A plan's reasons in sentences: what binds, why other layouts lose, what would help."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 
+from meshwright.plan.candidate import Candidate, evaluate, strategy_name
 from meshwright.plan.job import Job
-from meshwright.plan.search import Candidate, Limits, divisors, evaluate, frugal, layouts, strategy_name
+from meshwright.plan.layouts import Limits, divisors, layouts
+from meshwright.plan.search import frugal
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.recompute import describe_recompute, layer_policies
 
@@ -16,11 +17,13 @@ CAUSES = {
     "data": "exposed data-parallel communication",
     "pipeline": "messages between stages",
     "bubble": "waiting for other pipeline stages",
-    "update": "the optimizer and what a step costs once",
+    "update": "the optimizer step",
     "recompute": "recomputation",
 }
 WORTH_A_WORD = 0.01
 """Part of a step below which a cause is not named."""
+SAME = 0.005
+"""Part of a step by which two layouts may differ and are called as fast."""
 
 
 def short(number: float) -> str:
@@ -63,26 +66,40 @@ def why_not(candidate: Candidate, chosen: Candidate | None) -> str:
             f"largest term {kind} {short(kinds[kind] / GB)} GB"
         )
     if chosen is None or candidate.job == chosen.job:
-        return "the fastest"
-    if candidate.verdict == "tight" and chosen.verdict == "fits":
-        return f"tight: {short(memory.total / GB)} of {short(candidate.capacity / GB)} GB"
+        return "chosen" if chosen else "the fastest"
     slower = candidate.time.total / chosen.time.total - 1
-    if slower < 0.005:
+    if candidate.verdict == "tight" and chosen.verdict == "fits":
+        speed = f", {-slower:.0%} faster" if slower < -WORTH_A_WORD else ""
+        return f"tight: {short(memory.total / GB)} of {short(candidate.capacity / GB)} GB{speed}"
+    if slower < -SAME:
+        return f"{-slower:.1%} faster, less than predictions are off"
+    if slower < SAME:
         return "as fast"
     return f"{slower:.0%} slower: {_largest_loss(candidate, chosen)}"
 
 
 def _largest_loss(candidate: Candidate, chosen: Candidate) -> str:
     """The cause in which a layout spends most time more than the chosen one."""
-    losses = {cause: getattr(candidate.time, cause) - getattr(chosen.time, cause) for cause in CAUSES}
-    plain = (candidate.time.compute - candidate.time.recompute) - (chosen.time.compute - chosen.time.recompute)
-    cause = max(losses, key=lambda name: losses[name])
-    if plain > losses[cause]:
-        return (
-            f"computation {short(candidate.time.compute)} s instead of {short(chosen.time.compute)} (smaller products)"
-        )
-    share = getattr(candidate.time, cause) / candidate.time.total
-    return f"{CAUSES[cause]} {short(getattr(candidate.time, cause))} s, {share:.0%} of the step"
+
+    def seconds(of: Candidate, cause: str) -> float:
+        return of.time.compute - of.time.recompute if cause == "once" else getattr(of.time, cause)
+
+    causes = {"once": "forward and backward passes"} | CAUSES
+    cause = max(causes, key=lambda name: seconds(candidate, name) - seconds(chosen, name))
+    more, less = seconds(candidate, cause), seconds(chosen, cause)
+    if not less:
+        return f"{causes[cause]} {short(more)} s, {more / candidate.time.total:.0%} of the step"
+    return f"{causes[cause]} {_unlike(more, less)}"
+
+
+def _unlike(more: float, less: float) -> str:
+    """Two times that differ, in as many digits as show it."""
+    shown = short(more), short(less)
+    for decimals in range(1, 9):
+        if shown[0] != shown[1]:
+            break
+        shown = f"{more:.{decimals}f}", f"{less:.{decimals}f}"
+    return f"{shown[0]} s instead of {shown[1]} s"
 
 
 def binding(candidate: Candidate) -> str:
@@ -100,27 +117,6 @@ def binding(candidate: Candidate) -> str:
     if parts[second] >= WORTH_A_WORD:
         words += f"; then {names[second]}, {parts[second]:.0%}"
     return f"{words}; memory is {share:.0%} full"
-
-
-ALIKE = 0.03
-"""Parts of a step in which two layouts may differ and nobody can say which is faster: less than predictions are off."""
-
-
-def simpler(chosen: Candidate, others: Iterable[Candidate]) -> Candidate | None:
-    """The layout with fewest things in it that is about as fast as the chosen one; None where that has no more."""
-
-    def weight(candidate: Candidate) -> tuple[int, float]:
-        job = candidate.job
-        axes = sum(degree > 1 for degree in (job.pp, job.tp, job.cp, job.ep, job.virtual_stages, job.dp_replicate))
-        return axes + (job.pp > 1 and job.schedule_name != "1f1b") + (job.offload != "none"), candidate.time.total
-
-    alike = [
-        other
-        for other in others
-        if other.verdict == chosen.verdict and other.time.total <= (1 + ALIKE) * chosen.time.total
-    ]
-    least = min(alike, key=weight, default=chosen)
-    return least if weight(least)[0] < weight(chosen)[0] else None
 
 
 def no_layout(base: Job, cluster: ClusterSpec, limits: Limits) -> str:

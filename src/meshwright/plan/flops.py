@@ -1,4 +1,4 @@
-"""The one place that counts a model's floating-point operations.
+"""Floating-point operations of a model.
 
 The convention is that of PaLM's model FLOPs utilisation (Chowdhery et al., 2022, appendix B): 6 N + 12 L H Q T a token,
 with N the parameters in matrix products, L layers, H heads of width Q and T tokens of attention. A multiplication and

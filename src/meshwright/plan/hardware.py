@@ -1,4 +1,4 @@
-"""The one place that knows devices and networks by name: the hardware table, and what becomes of `cluster:`."""
+"""Devices and networks by name: the hardware table, and the resolution of `cluster:`."""
 
 import csv
 import functools
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.spec.cluster import HOST_GB, ClusterSpec, Measured, parse_cluster_name
+from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import load_spec
 
 SIBLINGS = {
@@ -80,7 +81,7 @@ def find_device(name: str, memory_gb: int | None = None, form: str | None = None
     """The row of an accelerator such as `h100`, `A100-80GB-SXM` or `NVIDIA H200`.
 
     Of several that fit, the one with just that memory, SXM rather than PCIe, with measured rates, then the largest.
-    Raises `ValueError` with the known names.
+    Raises `UserError` with the known names.
     """
     wanted, memory_gb, form = _words(name, memory_gb, form)
     fitting = [row for row in hardware_table() if _fits(row, wanted, memory_gb, form)]
@@ -88,11 +89,11 @@ def find_device(name: str, memory_gb: int | None = None, form: str | None = None
         sizes = [size for row in hardware_table() if _fits(row, wanted, None, form) for size in _sizes(row)]
         if sizes:
             known = " or ".join(f"{size:g}" for size in sorted(set(sizes)))
-            raise ValueError(f"no {name} with {memory_gb} GB is known, but with {known} GB")
+            raise UserError(f"no {name} with {memory_gb} GB is known, but with {known} GB")
         known = sorted({row["name"].split("-")[0] for row in hardware_table()}, key=str.lower)
         near = get_close_matches(name.lower(), [kind.lower() for kind in known], 1)
         hint = f"is {near[0]} meant? " if near else ""
-        raise ValueError(f"unknown device {name!r}; {hint}known are {', '.join(known)}")
+        raise UserError(f"unknown device {name!r}; {hint}known are {', '.join(known)}")
     return max(fitting, key=lambda row: _preference(row, memory_gb, form))
 
 
@@ -100,7 +101,7 @@ def is_known(name: str) -> bool:
     """Whether the table has a device of this name."""
     try:
         find_device(name)
-    except ValueError:
+    except UserError:
         return False
     return True
 
@@ -169,7 +170,7 @@ def device_cluster(
 def resolve_cluster(text: str | ClusterSpec, *, base_dir: Path, machine: Machine | None = None) -> ClusterSpec:
     """What `cluster:` means: a ClusterSpec as it is, `local`, a YAML or JSON file below `base_dir`, or a short name.
 
-    Raises `ValueError` where it is none of them.
+    Raises `UserError` where it is none of them.
     """
     if isinstance(text, ClusterSpec):
         return text
@@ -178,7 +179,7 @@ def resolve_cluster(text: str | ClusterSpec, *, base_dir: Path, machine: Machine
     path = base_dir / text
     if path.suffix in (".yaml", ".yml", ".json") or path.is_file():
         if not path.is_file():
-            raise ValueError(f"cluster file {path} does not exist; 'meshwright plan calibrate {text}' writes one")
+            raise UserError(f"cluster file {path} does not exist; 'meshwright plan calibrate {text}' writes one")
         return load_spec(path, ClusterSpec)
     name = parse_cluster_name(text)
     return device_cluster(

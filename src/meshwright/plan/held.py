@@ -1,4 +1,4 @@
-"""The one place that counts the parameters that one rank of a pipeline stage computes with."""
+"""Parameters that one rank of a pipeline stage computes with."""
 
 from meshwright.plan.blueprint import Block
 from meshwright.plan.job import Job

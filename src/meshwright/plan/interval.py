@@ -1,4 +1,4 @@
-"""The one place that says how far a prediction may be off: a lognormal interval whose width follows from its parts.
+"""Prediction intervals: lognormal, with a width that follows from the prediction's parts.
 
 The widths were fitted to the residuals of published runs, each source's by the constants of all others.
 """
@@ -63,7 +63,7 @@ def time_sigma(time: StepTime, job: Job, cluster: ClusterSpec, completed: int = 
         0.3 if job.offload != "none" else 0.0,
         0.18 if job.model.top_k else 0.0,
         0.15 if job.frozen else 0.0,
-        0.25 if job.precision == "fp4" else 0.0,
+        0.25 if job.precision.recipe == "fp4" else 0.0,
         0.024 * completed,
         job.stack.spread,
         _device_spread(cluster),

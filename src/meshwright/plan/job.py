@@ -1,4 +1,4 @@
-"""The one place that says what is predicted: a model, a batch, a layout and the habits of the software that runs it."""
+"""A job to predict: model, batch, layout and the habits of the software that runs it."""
 
 import functools
 from collections import Counter
@@ -11,6 +11,7 @@ from typing import Literal
 from meshwright.plan.blueprint import Block, Blueprint, Matrix
 from meshwright.plan.flops import finetuning_flops
 from meshwright.plan.stages import balanced_stages
+from meshwright.spec.precision import MIXED, Precision
 from meshwright.spec.recompute import Counts, Policy, RecomputeSpec, stage_counts
 from meshwright.spec.schedule import SCHEDULES
 
@@ -126,7 +127,7 @@ class Job:
     recompute: Policy | RecomputeSpec = "none"
     recompute_share: float = 1.0
     """Share of the blocks that recompute, all over the model, where `recompute` is a word."""
-    precision: str = "bf16"
+    precision: Precision = MIXED
     offload: Literal["none", "optimizer", "cpu"] = "none"
     offload_activations: float = 0.0
     """Share of the activations that is kept in host memory."""
@@ -163,7 +164,7 @@ class Job:
     @cached_property
     def width(self) -> int:
         """Bytes of an activation."""
-        return {"fp64": 8, "fp32": 4}.get(self.precision, 2)
+        return self.precision.compute.bytes
 
     @cached_property
     def shards(self) -> int:

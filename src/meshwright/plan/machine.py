@@ -1,4 +1,4 @@
-"""The one place that finds out, without torch, which devices this machine has."""
+"""The devices of this machine, found without torch."""
 
 import functools
 import os
@@ -6,6 +6,8 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from typing import Literal
+
+from meshwright.spec.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -29,16 +31,14 @@ class Machine:
 
 @functools.cache
 def find_machine(device: str = "auto") -> Machine:
-    """The machine as `device` (auto, cpu, cuda) sees it; raises `ValueError` where cuda is asked for and missing."""
+    """The machine as `device` (auto, cpu, cuda) sees it; raises `UserError` where cuda is asked for and missing."""
     gpus = [] if device == "cpu" else _gpus()
     if gpus:
         name, memory_bytes = gpus[0]
         host = _host_memory_bytes()
         return Machine(kind="cuda", name=name, devices=len(gpus), memory_bytes=memory_bytes, host_memory_bytes=host)
     if device == "cuda":
-        raise ValueError(
-            "device: cuda, but this machine shows no NVIDIA GPU (nvidia-smi -L lists none); use device=cpu"
-        )
+        raise UserError("device: cuda, but this machine shows no NVIDIA GPU (nvidia-smi -L lists none); use device=cpu")
     return Machine(kind="cpu", name="cpu", devices=len(os.sched_getaffinity(0)), memory_bytes=_host_memory_bytes())
 
 

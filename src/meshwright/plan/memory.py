@@ -1,4 +1,4 @@
-"""The one place that predicts what a rank holds in memory at the peak of a step, by kind, in bytes.
+"""Peak memory of a rank, predicted by kind, in bytes.
 
 State follows the ZeRO paper (Rajbhandari et al., 2020, section 3), tensor by tensor; what comes and goes in a step
 stands in `plan/moments.py`.
@@ -110,7 +110,9 @@ def stage_memory(job: Job, stage: int, groups: Sequence[Groups] | None = None) -
     if job.offload != "none":
         host, optimizer = optimizer, 0.0
     if job.offload == "cpu":
-        host, gradients = host + gradients, 0.0
+        host += sharded(1, stack.gradient_bytes) * trainable
+        if whole_from == 1 or job.zero >= 2:  # else they are added up whole on the device before they are reduced
+            gradients = 0.0
     peak = peak_moment(job, stage, weights, gradients, job.groups(stage) if groups is None else groups)
     return MemoryUse(
         weights=peak.weights,

@@ -1,13 +1,15 @@
-"""The one place that says what a way of fine-tuning changes in what is predicted, and compares the ways for one job."""
+"""Fine-tuning methods compared for one job."""
 
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from meshwright.plan.candidate import Candidate
 from meshwright.plan.engine import layout_check, method_fields, runs_today
 from meshwright.plan.explain import describe, recomputes, why_not
 from meshwright.plan.job import Job
-from meshwright.plan.search import Candidate, Limits, search
+from meshwright.plan.layouts import Limits
+from meshwright.plan.search import Found, search
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.model import ModelSpec
@@ -35,23 +37,24 @@ def by_method(job: Job, method: Method) -> Job:
 
 
 def compare_methods(
-    base: Job, run: Run, model: ModelSpec, cluster: ClusterSpec, limits: Limits
+    base: Job, run: Run, model: ModelSpec, cluster: ClusterSpec, limits: Limits, found: Found | None = None
 ) -> dict[str, Candidate]:
-    """The fastest layout that fits and that the engine runs by each method, else the one that needs least memory.
-    A method is left out where the engine runs none, for then nobody looked at its memory."""
-    found = {}
+    """The layout to choose by each method, else the one that needs least memory; `found` is what a search brought back
+    for the recipe's own. A method is left out where the engine runs none, for then nobody looked at its memory."""
+    best = {}
     for method in METHODS:
         check = layout_check(run.model_copy(update={"finetune": method.finetune}), model)
-        legal = partial(runs_today, check=check)
-        result = search(by_method(base, method), cluster, top=1, limits=limits, legal=legal)
-        if result.looked_at:
-            smallest = min(result.strategies.values(), key=lambda candidate: candidate.memory.total)
-            found[method.name] = result.ranked[0] if result.ranked else smallest
-    return found
+        job, runs = by_method(base, method), partial(runs_today, check=check)
+        result = found if found and method.finetune == run.finetune else None
+        result = result or search(job, cluster, top=1, limits=limits, runs=runs)
+        runnable = [candidate for candidate in result.strategies.values() if runs(candidate.job)]
+        if result.chosen or runnable:
+            best[method.name] = result.chosen or min(runnable, key=lambda candidate: candidate.memory.total)
+    return best
 
 
 def method_facts(
-    base: Job, run: Run, model: ModelSpec, cluster: ClusterSpec, limits: Limits
+    base: Job, run: Run, model: ModelSpec, cluster: ClusterSpec, limits: Limits, found: Found | None = None
 ) -> dict[str, dict[str, Any]]:
     """The comparison as plain data: bytes, tokens a second and device, the layout, and what lacks where none fits."""
     return {
@@ -65,5 +68,5 @@ def method_facts(
             "recompute": recomputes(best.job),
             "verdict": best.verdict,
         }
-        for name, best in compare_methods(base, run, model, cluster, limits).items()
+        for name, best in compare_methods(base, run, model, cluster, limits, found).items()
     }

@@ -1,4 +1,4 @@
-"""The one place that says at which moment of a step a rank holds most, and what has come by then that will go again.
+"""The point of a step at which memory peaks, and the transient tensors held there.
 
 Of this repository's engine (FSDP2, `models/loss.py`) these are compared: the beginning, when embedding and head have
 been gathered; the loss and its backward pass, with every activation saved; the last blocks' backward passes; the end
@@ -139,7 +139,7 @@ class _Engine:
         tokens, stride = ceil(job.tokens), ceil(self.vocab / 64) * 64
         states = self.width * hidden * tokens  # of which the loss's gradient is kept
         normed = stream_bytes(job) + (states if job.tp > 1 else 0.0)
-        wide = 4 if self.width < 4 else self.width
+        wide = job.precision.loss.bytes
         rows = max(1, int(job.stack.wide_bytes // (wide * hidden)))  # of the head's gradient, at a time
         most = max(1, int(job.stack.chunk_bytes // (stride * self.width)))
         chunk = ceil(tokens / ceil(tokens / most))

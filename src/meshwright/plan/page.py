@@ -1,10 +1,11 @@
-"""The one place that draws a plan: one offline page of inline SVG, made from the plan's plain data."""
+"""A plan as one offline HTML page of inline SVG, made from the plan's data."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
 from textwrap import wrap
 from typing import Any
 
+from meshwright.spec.errors import UserError
 from meshwright.spec.schedule import build_schedule, nearest_microbatches
 from meshwright.spec.timeline import StageCosts, simulate
 
@@ -26,10 +27,10 @@ svg{width:100%;height:auto}text{font-size:12px;fill:#222}h2{font-size:1.1em;marg
 
 
 def plan_page(facts: dict[str, Any]) -> str:
-    """The page of `plan --html` from the facts of `plan --json`. Raises `ValueError` where nothing fits."""
+    """The page of `plan --html` from the facts of `plan --json`. Raises `UserError` where nothing fits."""
     chosen = facts["chosen"]
     if chosen is None:
-        raise ValueError("nothing that this version's engine runs fits, so there is no page to draw")
+        raise UserError("nothing that this version's engine runs fits, so there is no page to draw")
     shown = [chosen] + [found for found in facts["candidates"] if found["text"] != chosen["text"]]
     cluster = facts["cluster"]
     memory = [(f["text"], {kind: size / 1e9 for kind, size in f["memory"].items()}) for f in shown]

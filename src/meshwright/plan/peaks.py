@@ -1,4 +1,6 @@
-"""The one place for the peak rates that model FLOPs utilisation is measured against."""
+"""Peak rates that model FLOPs utilization is measured against."""
+
+from meshwright.spec.precision import BF16, Dtype
 
 PEAK_BF16_TFLOPS = {
     "GB300": 2500.0,
@@ -27,9 +29,9 @@ From NVIDIA's datasheets, as collected by stas00/ml-engineering, karpathy/nanoch
 """
 
 
-def datasheet_flops(device_name: str, precision: str) -> float | None:
-    """FLOP/s of a GPU's dense matrix products in bf16 or fp16; None for other precisions and unknown GPUs."""
-    if precision not in ("bf16", "fp16"):
+def datasheet_flops(device_name: str, dtype: Dtype) -> float | None:
+    """FLOP/s of a GPU's dense matrix products in bf16 or fp16; None for other dtypes and unknown GPUs."""
+    if dtype.bytes != BF16.bytes:
         return None
     for name, teraflops in PEAK_BF16_TFLOPS.items():
         if name in device_name:

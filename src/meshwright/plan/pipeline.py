@@ -1,5 +1,6 @@
-"""The one place that says how long a pipeline of unequal stages takes for all microbatches of a step, and how many
-microbatches its ranks hold: read off the schedule itself, run in time with equal stages."""
+"""Pipelines of unequal stages: the time of a step's microbatches and how many a rank holds, read off the schedule with
+equal stages.
+"""
 
 import functools
 from collections.abc import Sequence

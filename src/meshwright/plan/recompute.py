@@ -1,4 +1,4 @@
-"""The one place that finds the least recomputation with which every rank of a pipeline fits, layer by layer; exact.
+"""The least recomputation with which every pipeline rank fits, layer by layer; exact.
 
 Only time is saved by recomputing less, and a step is the shorter the sooner any of its ranks has done, so every rank
 may be looked at alone. Of its stages the first layers recompute everything, those behind them selectively

@@ -1,17 +1,19 @@
-"""The one place that gathers everything a plan says, and says it as plain data."""
+"""A plan's contents as plain data."""
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
+from meshwright.plan.candidate import Candidate, evaluate
 from meshwright.plan.engine import LayoutCheck, engine_layout, layout_check, runs_today
-from meshwright.plan.explain import bandwidth, binding, describe, no_layout, relief, simpler, why_not
+from meshwright.plan.explain import bandwidth, binding, describe, no_layout, relief, why_not
 from meshwright.plan.interval import NOMINAL, Interval
 from meshwright.plan.job import Job
+from meshwright.plan.layouts import Limits
 from meshwright.plan.methods import method_facts
-from meshwright.plan.search import Candidate, Found, Limits, evaluate, search
+from meshwright.plan.search import Found, search
 from meshwright.plan.what_if import in_fp8, on_nvme
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.recompute import plain_recompute
 from meshwright.spec.run import Run
@@ -32,10 +34,13 @@ class Plan:
     check: LayoutCheck
     """What says why the engine refuses a layout."""
     found: Found
-    chosen: Candidate | None
-    """The fastest that fits and that the engine of today runs; None where none does."""
     given: Candidate | None
     """The recipe's own layout, where it says one."""
+
+    @property
+    def chosen(self) -> Candidate | None:
+        """The layout to run; None where none that the engine runs fits or is tight."""
+        return self.found.chosen
 
     @property
     def margin(self) -> float:
@@ -60,9 +65,15 @@ class Plan:
         """Why the engine of today does not run a layout; None where it does."""
         try:
             engine_layout(candidate.job, self.check)
-        except ValueError as error:
+        except UserError as error:
             return str(error)
         return None
+
+    def reason(self, candidate: Candidate) -> str:
+        """Why a strategy's best layout is not the chosen one."""
+        if candidate.verdict != "does not fit" and self.refusal(candidate):
+            return "refused: this version cannot run it"
+        return why_not(candidate, self.chosen or (self.found.ranked[0] if self.found.ranked else None))
 
     def run_seconds(self, candidate: Candidate) -> Interval:
         """Seconds of the whole run."""
@@ -86,20 +97,12 @@ def make_plan(
     top: int = 10,
     limits: Limits | None = None,
 ) -> Plan:
-    """Search for the layout of `base`'s model and batch; offloading is tried where nothing fits without it."""
+    """Search for the layout of `base`'s model and batch."""
     limits = limits or Limits()
     check = layout_check(run, spec, "cpu" if cluster.device == "cpu" else "cuda")
-    legal = partial(runs_today, check=check)
-    found = search(base, cluster, top=top, limits=limits)
-    today = search(base, cluster, top=1, limits=limits, legal=legal)
-    if not today.ranked and not limits.offload:
-        limits = replace(limits, offload=True)
-        offloaded = search(base, cluster, top=top, limits=limits)
-        found = offloaded if not found.ranked else found
-        today = search(base, cluster, top=1, limits=limits, legal=legal)
-    chosen = today.ranked[0] if today.ranked else None
+    found = search(base, cluster, top=top, limits=limits, runs=lambda job: runs_today(job, check))
     own = evaluate(given, cluster.model_copy(update={"devices": given.world}), limits.margin) if given else None
-    return Plan(run, spec, cluster, base, limits, check, found, chosen, own)
+    return Plan(run, spec, cluster, base, limits, check, found, own)
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
@@ -115,25 +118,23 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "given": candidate_facts(plan, plan.given) if plan.given else None,
         "candidates": [candidate_facts(plan, candidate) for candidate in plan.found.ranked],
         "strategies": {
-            name: candidate_facts(plan, candidate) | {"reason": why_not(candidate, best)}
+            name: candidate_facts(plan, candidate) | {"reason": plan.reason(candidate)}
             for name, candidate in sorted(plan.found.strategies.items(), key=_order)
         },
         "problem": plan.problem,
         "searched": {"legal": plan.found.legal, "predicted": plan.found.looked_at},
     }
     if plan.cluster.devices <= MOST_FOR_METHODS:
-        facts["methods"] = method_facts(plan.base, plan.run, plan.spec, plan.cluster, plan.limits)
+        facts["methods"] = method_facts(plan.base, plan.run, plan.spec, plan.cluster, plan.limits, plan.found)
     if plan.chosen:
-        runs = (other for other in (*plan.found.ranked, *plan.found.strategies.values()) if not plan.refusal(other))
-        alike = simpler(plan.chosen, runs)
-        facts["simpler"] = candidate_facts(plan, alike) if alike else None
+        fastest = plan.found.fastest
+        facts["fastest"] = candidate_facts(plan, fastest) if fastest and fastest.job != plan.chosen.job else None
         facts["binding"] = binding(plan.chosen)
         facts["bandwidth"] = bandwidth(plan.chosen)
         facts["compile"] = compiled_gain(plan.chosen)
         facts["fp8"] = in_fp8(plan.chosen)
     elif plan.found.legal and not plan.found.ranked:
-        legal = partial(runs_today, check=plan.check)
-        facts["nvme"] = on_nvme(plan.base, plan.cluster, plan.limits, legal)
+        facts["nvme"] = on_nvme(plan.base, plan.cluster, plan.limits, lambda job: runs_today(job, plan.check))
     if plan.given and plan.given.verdict != "fits":
         facts["relief"] = relief(plan.given.job, plan.given.cluster, plan.margin)
     return facts

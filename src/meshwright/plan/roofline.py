@@ -1,4 +1,4 @@
-"""The one place that says how long one device computes on a block, the head or an update: a roofline at achieved rates.
+"""Compute time of a block, the head or an update on one device: a roofline at achieved rates.
 
 Every operator costs its arithmetic at the achievable (not the datasheet's) rate, plus the part of its memory traffic
 that the arithmetic does not hide; thin matrices are slow because their traffic is large for their arithmetic. Chains of
@@ -11,6 +11,7 @@ from meshwright.plan.blueprint import Block, Matrix
 from meshwright.plan.constants import Constants
 from meshwright.plan.job import Job
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.precision import BF16, FP16
 
 HOPPER = ("H100", "H200", "H800", "H20", "GH200", "B200", "B300", "GB200", "GB300")
 """Devices with kernels of their own generation."""
@@ -46,13 +47,13 @@ class Device:
 
     def __init__(self, cluster: ClusterSpec, job: Job, constants: Constants) -> None:
         self.job, self.constants = job, constants
-        measured, low = cluster.measured, "bf16" if job.precision in ("fp8", "fp4") else job.precision
+        measured, low, recipe = cluster.measured, job.precision.compute.name, job.precision.recipe
         self.hopper = cluster.device.startswith(HOPPER)
         self.rate = _rate(cluster, low, constants)
         self.linear_rate = self.rate
-        if job.precision in ("fp8", "fp4") and job.precision in cluster.tflops:
-            self.linear_rate = max(self.rate, _rate(cluster, job.precision, constants))
-        if job.precision == "fp4":
+        if recipe is not None and recipe in cluster.tflops:
+            self.linear_rate = max(self.rate, _rate(cluster, recipe, constants))
+        if recipe == "fp4":
             self.linear_rate = 1 / ((1 - KEPT_WIDE) / self.linear_rate + KEPT_WIDE / self.rate)
         self.quantized = self.linear_rate > self.rate
         self.bandwidth = 1e9 * (measured.memory_gb_s or cluster.memory_gb_s * constants.memory)
@@ -196,14 +197,14 @@ class Device:
         return tokens * self.width * (stream + inner + routed / job.tp) * self.fusion
 
 
-def _rate(cluster: ClusterSpec, precision: str, constants: Constants) -> float:
+def _rate(cluster: ClusterSpec, dtype: str, constants: Constants) -> float:
     """FLOP/s that large matrix products reach in training."""
-    measured = cluster.measured.matmul_tflops.get(precision)
+    measured = cluster.measured.matmul_tflops.get(dtype)
     if measured:
         return measured * 1e12
-    peak, twin = cluster.tflops[precision], "bf16" if precision == "fp16" else precision
+    peak, twin = cluster.tflops[dtype], BF16.name if dtype == FP16.name else dtype
     best = cluster.achievable_tflops.get(twin)
     if best is None:
-        known = cluster.achievable_tflops.get("fp8") if precision == "fp4" else None
+        known = cluster.achievable_tflops.get("fp8") if dtype == "fp4" else None
         best = peak * (known / cluster.tflops["fp8"] if known else UNMEASURED)
     return 1e12 * best * constants.matmul

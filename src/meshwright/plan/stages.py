@@ -1,4 +1,4 @@
-"""The one place that cuts a model's layers into pipeline stages of equal work; no torch."""
+"""Pipeline stages of equal work, cut from a model's layers. No torch here."""
 
 import functools
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ from pathlib import Path
 from meshwright.families.table import active_numel, parameter_table
 from meshwright.plan.flops import attention_flops_per_token
 from meshwright.spec.actions import Schedule
+from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.spec.stream import steady_bubble
@@ -34,10 +35,10 @@ def balanced_stages(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     Of the ways that are as good, the one with the smallest sum of squares: work is spread evenly over the other stages
     too. Exact, by dynamic programming over (stage, layers so far).
 
-    Raises `ValueError` where there are fewer layers than stages.
+    Raises `UserError` where there are fewer layers than stages.
     """
     if len(costs) < stages:
-        raise ValueError(f"{len(costs)} layers cannot make {stages} pipeline stages; the most is {len(costs)}")
+        raise UserError(f"{len(costs)} layers cannot make {stages} pipeline stages; the most is {len(costs)}")
     sums = list(accumulate(costs, initial=0.0))
 
     @functools.cache

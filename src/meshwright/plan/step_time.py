@@ -1,4 +1,4 @@
-"""The one place that puts a step's time together: computation, what communication does not hide, bubble, update."""
+"""Step time: computation, exposed communication, bubble and update."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +12,11 @@ from meshwright.plan.pipeline import Timeline, pipeline_seconds
 from meshwright.plan.roofline import Device, Pass
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.recompute import POLICIES, Policy
+
+HOST_LINK = 20e9
+"""Bytes per second between a device and pinned host memory, one way: what copies over PCIe 4.0 x16 reach."""
+OFFLOAD_BYTES = 16
+"""Bytes of a parameter's gradient, weight and moments that the host reads and writes in a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,12 +166,7 @@ class StepModel:
         if stage == job.head_rank:
             arithmetic += parts.head.forward + parts.head.backward
         once, wire = self._gradients(backward)
-        held = sum(held_parameters(job, stage)) * (
-            1.0 if job.adapters is None else job.adapters / job.model.num_parameters
-        )
-        update = self.device.update(held / (job.shards if job.zero >= 1 else 1))
-        if job.offload != "none":
-            update = held / job.shards * 16 / (self.constants.offload_gb_s * 1e9)
+        update = self.update(stage)
         return StepTime(
             host=count * sum(n * parts.waiting[k] for k, n in kinds),
             compute=count * arithmetic,
@@ -180,6 +180,15 @@ class StepModel:
             update=update + self.constants.step_ms * 1e-3 * job.stack.python,
             wire_seconds=wire,
         )
+
+    def update(self, stage: int) -> float:
+        """Seconds in which a rank of a stage clips and steps what it trains, offloaded state moved there and back."""
+        job = self.job
+        trained = 1.0 if job.adapters is None else job.adapters / job.model.num_parameters
+        parameters = sum(held_parameters(job, stage)) * trained / (job.shards if job.zero >= 1 else 1)
+        if job.offload != "none":
+            return parameters * OFFLOAD_BYTES / (self.constants.offload_gb_s * 1e9)
+        return self.device.update(parameters)
 
     def repeated(self, stages: Sequence[Groups]) -> float:
         """Seconds in which a rank computes again of one microbatch."""
@@ -242,6 +251,9 @@ class StepModel:
         numel = (blocks + model.embedding * (1 if model.tied else 2) / job.tp) / model.num_layers
         gather = self.wires.all_gather(self.shard, numel * job.stack.weight_bytes) if job.zero == 3 else 0.0
         reduce = 0.0 if job.frozen else self.wires.all_gather(self.shard, numel * job.stack.reduce_bytes)
+        if job.offload == "cpu" and self.cluster.device != "cpu":  # shards come from the host, and gradients go there
+            each = numel * job.stack.gradient_bytes / job.shards / HOST_LINK
+            gather, reduce = gather + (each if job.zero == 3 else 0.0), reduce + (0.0 if job.frozen else each)
         return gather, reduce
 
     def _hide_gathering(self, sharded: tuple[float, float] | None, layers: int, f: float, b: float) -> Pass:

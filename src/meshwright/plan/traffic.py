@@ -1,4 +1,4 @@
-"""The one place that says what a rank exchanges in a step, in bytes, by kind of collective and axis of the mesh.
+"""Traffic of a rank in a step, in bytes, by kind of collective and mesh axis.
 
 A gather counts what it makes, a scatter what it is given, an all-reduce what is reduced, a message or an all-to-all
 what goes out, as `parallel/traffic.py` counts them; in a ring of n ranks (n - 1) / n of a gather or scatter is on a
@@ -17,13 +17,11 @@ from pathlib import Path
 from meshwright.families import finetuned_table, parameter_table
 from meshwright.families.split import is_experts, kept_shape, rows_of_layers, split_dim
 from meshwright.spec.actions import Transfer, with_transfers
+from meshwright.spec.errors import UserError
 from meshwright.spec.fit import context_method
 from meshwright.spec.model import Parameter
+from meshwright.spec.precision import DTYPES
 from meshwright.spec.run import ResolvedRun
-
-WIDTH = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-STORED = {"int8": 1, "uint8": 1, "int32": 4}
-"""Bytes of a number that is not the model's: of matrices in few bits."""
 
 ALTERNATING = ("dualpipev", ".csv")
 """Schedules in which passes of a rank's stages may alternate: FSDP2 gathers blocks ahead then that are not used."""
@@ -41,18 +39,18 @@ def predict_traffic(resolved: ResolvedRun) -> Traffic:
     and as many return as went; what a rank sends of the others' is the mean over ranks, which routing moves between
     them.
 
-    Raises `ValueError` where the formulas do not cover the run: steps that overlap (`pipedream-2bw`), ZeRO-3 under
+    Raises `UserError` where the formulas do not cover the run: steps that overlap (`pipedream-2bw`), ZeRO-3 under
     `dualpipev` and schedules of one's own, and under tensor parallelism fine-tuning of embeddings, norms, head or
     experts.
     """
     layout = resolved.run.layout
     if layout.asynchronous:
-        raise ValueError(f"traffic is not predicted for schedule {layout.schedule}, whose steps overlap")
+        raise UserError(f"traffic is not predicted for schedule {layout.schedule}, whose steps overlap")
     rank = _Rank(resolved)
     if layout.zero_stage == 3 and layout.schedule.endswith(ALTERNATING):
-        raise ValueError(f"traffic is not predicted for ZeRO-3 under schedule {layout.schedule}")
+        raise UserError(f"traffic is not predicted for ZeRO-3 under schedule {layout.schedule}")
     if rank.frozen and layout.tp > 1 and not rank.tunes_blocks_alone:
-        raise ValueError(
+        raise UserError(
             "traffic is not predicted for fine-tuning of more than blocks' matrices under tensor parallelism"
         )
     parts = (_weights(rank), _tensor(rank), _context(rank), _experts(rank), _stages(rank))
@@ -68,11 +66,9 @@ class _Rank:
     def __init__(self, resolved: ResolvedRun) -> None:
         self.resolved, self.model, self.layout = resolved, resolved.model, resolved.run.layout
         self.training, self.rounds = resolved.run.training, resolved.accumulation
-        self.width = WIDTH[self.training.precision]
-        self.wide = max(4, self.width)
-        low = self.training.precision in ("bf16", "fp16")
-        self.reduced = WIDTH[self.training.reduce_dtype if low else self.training.precision]
-        self.stored = 4 if low else self.width
+        dtypes = self.dtypes = self.training.dtypes
+        self.width, self.wide = dtypes.compute.bytes, dtypes.loss.bytes
+        self.reduced, self.stored = dtypes.reduce.bytes, dtypes.master.bytes
         self.ends, self.program = 1, ()
         layers = range(self.model.num_layers)
         if self.layout.pp > 1:
@@ -118,6 +114,10 @@ class _Rank:
             return 1, 1
         return self.ends, self.ends if self.model.tied_embeddings and row.name == "tok_embeddings.weight" else 1
 
+    def bytes_of(self, row: Parameter) -> int:
+        """Of each number of a parameter where it is gathered."""
+        return self.dtypes.store.bytes if row.storage == "float" else DTYPES[row.storage].bytes
+
     def stored_by_all(self, row: Parameter) -> int:
         """Numbers of a parameter on the ranks that share it by ZeRO, padded to equal parts."""
         shape = kept_shape(row, self.model, self.layout, tp_rank=0, shard_rank=0)
@@ -137,7 +137,7 @@ def _weights(rank: _Rank) -> Traffic:
             gathering, giving = rank.visits(row)
             gathers = 2 * rank.rounds * gathering if layout.zero_stage == 3 else 1
             scatters = rank.rounds * giving if layout.zero_stage > 1 else 1
-            traffic["all-gather", f"{prefix}shard"] += numbers * STORED.get(row.storage, rank.width) * gathers
+            traffic["all-gather", f"{prefix}shard"] += numbers * rank.bytes_of(row) * gathers
             traffic["reduce-scatter", f"{prefix}shard"] += numbers * rank.reduced * scatters * row.trained
         if replicas > 1 and row.trained:
             traffic["all-reduce", f"{prefix}replicate"] += numbers // shards * rank.reduced

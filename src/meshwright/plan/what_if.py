@@ -1,12 +1,15 @@
-"""The one place that says what would change on a cluster if this version's engine ran what it has not: fp8 and NVMe."""
+"""What-ifs: the effect of features that this engine does not have."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from meshwright.plan.candidate import Candidate, evaluate
 from meshwright.plan.job import Job
-from meshwright.plan.search import Candidate, Limits, evaluate, search
+from meshwright.plan.layouts import Limits
+from meshwright.plan.search import search
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.precision import BF16
 
 LEAST = 0.01
 """Part of a step that is worth a word."""
@@ -20,20 +23,20 @@ def in_fp8(candidate: Candidate) -> dict[str, float] | None:
     """Seconds of a step of the same layout with its blocks' matrix products in fp8, and the part of the step that they
     save; None where the device has no fp8, or where it saves nothing."""
     job, cluster = candidate.job, candidate.cluster
-    if job.precision != "bf16" or "fp8" not in cluster.tflops:
+    if job.precision.products != BF16.name or "fp8" not in cluster.tflops:
         return None
-    seconds = evaluate(replace(job, precision="fp8"), cluster, candidate.margin).time.total
+    quantized = replace(job, precision=replace(job.precision, recipe="fp8"))
+    seconds = evaluate(quantized, cluster, candidate.margin).time.total
     saved = 1 - seconds / candidate.time.total
     return {"step_time": seconds, "saved": saved} if saved > LEAST else None
 
 
-def on_nvme(base: Job, cluster: ClusterSpec, limits: Limits, legal: Callable[[Job], bool]) -> dict[str, Any] | None:
+def on_nvme(base: Job, cluster: ClusterSpec, limits: Limits, runs: Callable[[Job], bool]) -> dict[str, Any] | None:
     """The fastest layout that would fit if what offloading takes from the devices lay on their nodes' disks, whatever
     its size; its seconds a step, in which all of it is read and written once; None where none fits even so."""
     endless = cluster.model_copy(update={"host_memory_gb": ENDLESS_GB})
-    found = search(base, endless, top=1, limits=replace(limits, offload=True), legal=legal).ranked
-    if not found:
+    best = search(base, endless, top=1, limits=replace(limits, offload=True), runs=runs).chosen
+    if best is None:
         return None
-    best = found[0]
     seconds = best.time.total + 2 * best.memory.host / (NVME_GB_S * 1e9)
     return {"step_time": seconds, "strategy": best.strategy, "devices": cluster.devices, "disk": best.memory.host}

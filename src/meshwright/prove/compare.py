@@ -1,76 +1,60 @@
-"""The one place that compares a layout's steps with the reference: loss, norm, every gradient and every update."""
+"""Comparison of a layout's steps with the reference: data, loss, gradients, norm, updates, and all other state."""
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 
+from meshwright.comm.objects import gather_everywhere
+from meshwright.models.init import named_state
 from meshwright.optim import shards
-from meshwright.prove.reference import Reference, loader_for
+from meshwright.prove.difference import Difference, measure
+from meshwright.prove.readings import Misread, check_readings
+from meshwright.prove.reference import Facts, Reference, load_weights, loader_for, moments
+from meshwright.prove.rounding import NUMBER, compare_rounded, rounding_of
 from meshwright.prove.tolerance import Tolerance
+from meshwright.spec.precision import FP32
 from meshwright.trainer.setup import Trainer
-
-ValueT = TypeVar("ValueT")
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How far a number or tensor is from the reference, at most."""
-
-    by: float
-    allowed: float
-    rank: int = 0
-    factor: float | None = None
-    """Where the whole difference is a factor: ours = factor x reference."""
-    place: str = ""
-    """Where the largest difference is, where that says something."""
-
-    @property
-    def equal(self) -> bool:
-        """Whether rounding explains it."""
-        return self.by <= self.allowed
-
-    @property
-    def share(self) -> float:
-        """Of what is allowed."""
-        return self.by / self.allowed if self.allowed else (torch.inf if self.by else 0.0)
 
 
 @dataclass
 class StepComparison:
-    """One step, the same on every rank."""
+    """One step, the same on every rank. What comes after a difference of gradients is not compared, for without equal
+    gradients ranks may not even agree on what to send next."""
 
     step: int
     loss: Difference
-    gnorm: Difference
-    reference: dict[str, float]
+    reference: Facts
     """The reference's figures."""
+    gnorm: Difference | None = None
+    """None: not compared."""
     gradients: dict[str, Difference] = field(default_factory=dict)
     updates: dict[str, Difference] = field(default_factory=dict)
+    """Of every parameter after the step."""
+    state: dict[str, Difference] = field(default_factory=dict)
+    """Of buffers and of the optimizer's state after the step, and of the load of experts."""
+    misread: Misread | None = None
+    """Where ranks did not read the step's samples."""
 
     @property
     def equal(self) -> bool:
         """Whether rounding explains everything."""
-        tensors = [*self.gradients.values(), *self.updates.values()]
-        return self.loss.equal and self.gnorm.equal and all(difference.equal for difference in tensors)
+        tensors = [*self.gradients.values(), *self.updates.values(), *self.state.values()]
+        numbers = [self.loss, *filter(None, [self.gnorm])]
+        return self.misread is None and all(difference.equal for difference in (*numbers, *tensors))
 
 
-def measure(ours: torch.Tensor, reference: torch.Tensor, allowed: float, rank: int) -> Difference:
-    """The largest absolute difference; NaN counts as infinite."""
-    if not ours.numel():
-        return Difference(0.0, allowed, rank)
-    ours = ours.detach().to(reference.dtype)
-    by = (ours - reference).abs().max().nan_to_num(torch.inf).item()
-    factor = None
-    if by > allowed:
-        square = (reference * reference).sum()
-        ratio = ((ours * reference).sum() / square).item() if square else 0.0
-        rest = (ours - ratio * reference).abs().max().item()
-        if abs(ratio - 1) > 1e-6 and rest <= max(1e-6 * by, 2 * allowed):
-            factor = ratio
-    return Difference(by, allowed, rank, factor)
+def compare_start(trainer: Trainer, reference: Reference) -> dict[str, Difference]:
+    """Every parameter and buffer before the first step, of which each bit must be equal. Collective."""
+    rank, found = trainer.worker.rank, {}
+    for name, parameter in trainer.parameters.items():
+        found[name] = measure(
+            shards.local(parameter), shards.part_like(reference.weight(0, name), parameter), 0.0, rank
+        )
+    for name, buffer in named_state(trainer.model).items():
+        found[name] = measure(shards.local(buffer), shards.part_like(reference.state(0, name), buffer), 0.0, rank)
+    return worst_over_ranks(found)
 
 
 def compare_steps(trainer: Trainer, reference: Reference, steps: int, tolerance: Tolerance) -> list[StepComparison]:
@@ -89,68 +73,103 @@ def compare_steps(trainer: Trainer, reference: Reference, steps: int, tolerance:
     return comparisons
 
 
-def load_weights(trainer: Trainer, reference: Reference, step: int) -> None:
-    """Give this rank's part of the model the reference's weights after `step`."""
-    with torch.no_grad():
-        for name, parameter in trainer.parameters.items():
-            shards.local(parameter).copy_(shards.part_like(reference.weight(step, name), parameter))
-    if trainer.masters is not None:
-        trainer.masters.refresh()
-
-
 def _compare_step(
     trainer: Trainer, microbatches: list, step: int, reference: Reference, tolerance: Tolerance
 ) -> StepComparison:
-    rank, facts = trainer.worker.rank, reference.facts(step)
-    allowed = tolerance.relative * facts["largest"]
+    facts = reference.facts(step)
+    misread = check_readings(trainer, microbatches, step)
     loss, _ = trainer.train_step.gradients(microbatches)
-    gradients = {}
+    comparison = StepComparison(
+        step=step,
+        loss=_number(trainer, "loss", loss, step, reference, tolerance),
+        reference=facts,
+        gradients=_gradients(trainer, step, reference, tolerance),
+        misread=misread,
+    )
+    if comparison.equal:
+        gnorm = trainer.train_step.gradient_norm()
+        comparison.gnorm = _number(trainer, "gnorm", gnorm, step, reference, tolerance)
+        trainer.train_step.update(step, gnorm)
+        comparison.updates = _updates(trainer, step, reference, tolerance)
+        comparison.state = _state(trainer, step, reference, tolerance)
+    trainer.store.zero_grad()
+    return comparison
+
+
+def _gradients(trainer: Trainer, step: int, reference: Reference, tolerance: Tolerance) -> dict[str, Difference]:
+    here, allowed = {}, tolerance.relative * reference.facts(step)["largest"]
     for name, parameter in trainer.parameters.items():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        expected = shards.part_like(reference.gradient(step, name), parameter)
-        gradients[name] = measure(shards.local(gradient), expected, allowed, rank)
-    gnorm = trainer.train_step.gradient_norm()
-    trainer.train_step.update(step, gnorm)
-    trainer.optimizers.zero_grad()
-    updates = {}
-    for name, parameter in trainer.parameters.items():
-        expected = shards.part_like(reference.weight(step, name), parameter)
-        weight = expected.abs().max().item() if expected.numel() else 0.0
-        room = tolerance.of_update(allowed, weight, facts["smallest_norm"])
-        updates[name] = measure(shards.local(parameter), expected, room, rank)
-    gradients, updates = worst_over_ranks(gradients), worst_over_ranks(updates)
+        here[name] = shards.local(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    if tolerance.statistical:
+        gradients = compare_rounded(trainer, reference, step, "gradients", here)
+    else:
+        gradients = {}
+        for name, gradient in here.items():
+            expected = shards.part_like(reference.gradient(step, name), trainer.parameters[name])
+            gradients[name] = measure(gradient, expected, allowed, trainer.worker.rank)
+        gradients = worst_over_ranks(gradients)
     for row in trainer.table:
         if row.trained:  # and no rank holds it
             gradients.setdefault(row.name, Difference(math.inf, allowed))
-    return StepComparison(
-        step=step,
-        loss=_number(loss, facts["loss"], tolerance),
-        gnorm=_number(gnorm, facts["gnorm"], tolerance),
-        reference=facts,
-        gradients=gradients,
-        updates=updates,
-    )
+    return gradients
 
 
-def _number(ours: float, reference: float, tolerance: Tolerance) -> Difference:
-    number = torch.tensor([ours, reference], dtype=torch.float64)
-    return measure(number[:1], number[1:], tolerance.relative * abs(reference), 0)
+def _updates(trainer: Trainer, step: int, reference: Reference, tolerance: Tolerance) -> dict[str, Difference]:
+    if tolerance.statistical:
+        here = {name: shards.local(parameter) for name, parameter in trainer.parameters.items()}
+        return compare_rounded(trainer, reference, step, "weights", here)
+    updates, facts = {}, reference.facts(step)
+    for name, parameter in trainer.parameters.items():
+        expected = shards.part_like(reference.weight(step, name), parameter)
+        room = tolerance.of_update(facts, _largest(expected))
+        updates[name] = measure(shards.local(parameter), expected, room, trainer.worker.rank)
+    return worst_over_ranks(updates)
+
+
+def _state(trainer: Trainer, step: int, reference: Reference, tolerance: Tolerance) -> dict[str, Difference]:
+    state, facts, rank = {}, reference.facts(step), trainer.worker.rank
+    for name, buffer in named_state(trainer.model).items():
+        expected = shards.part_like(reference.state(step, name), buffer)
+        state[name] = measure(shards.local(buffer), expected, tolerance.rounding * _largest(expected), rank)
+    for name, moment, parameter in moments(trainer):
+        expected = reference.moment(step, name)
+        expected = shards.part_like(expected, parameter) if expected.dim() else expected
+        room = tolerance.of_moment(name.rpartition(".")[2], facts, step, _largest(expected))
+        state[name] = measure(moment, expected, room, rank)
+    load = trainer.train_step.balance.load
+    if load is not None:
+        expected_load = facts["expert_load"] or 0.0
+        state["load of experts"] = Difference(abs(load - expected_load), 1e-9 * expected_load, rank)
+    return worst_over_ranks(state)
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0
+
+
+def _number(
+    trainer: Trainer,
+    name: Literal["loss", "gnorm"],
+    ours: float,
+    step: int,
+    reference: Reference,
+    tolerance: Tolerance,
+) -> Difference:
+    """Of all ranks the worst; it should be the same on each."""
+    expected = reference.facts(step)[name]
+    number = torch.tensor([ours, expected], dtype=torch.float64)
+    allowed = tolerance.relative * abs(expected)
+    if tolerance.statistical:
+        allowed = min(allowed, NUMBER * rounding_of(reference, step)[name] + 4 * FP32.epsilon * abs(expected))
+    found = measure(number[:1], number[1:], allowed, trainer.worker.rank)
+    return worst_over_ranks({"": found})[""]
 
 
 def worst_over_ranks(differences: dict[str, Difference]) -> dict[str, Difference]:
     """Of every tensor that some rank holds, the difference that is worst for what is allowed. Collective."""
     worst: dict[str, Difference] = {}
-    for of_rank in gather(differences):
+    for of_rank in gather_everywhere(differences):
         for name, difference in of_rank.items():
             if name not in worst or difference.share > worst[name].share:
                 worst[name] = difference
     return worst
-
-
-def gather(value: ValueT) -> list[ValueT]:
-    """Every rank's value. Collective."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

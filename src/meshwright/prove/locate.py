@@ -1,12 +1,16 @@
-"""The one place that finds the first tensor that differs: activations forward, then their gradients, then weights'."""
+"""Localization of the first difference: data, activations forward, losses, activations' gradients, weights' gradients,
+the norm, updates, other state."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from meshwright.prove.compare import Difference, StepComparison, gather, load_weights, measure
-from meshwright.prove.reference import PHASES, Reference, loader_for
+from meshwright.comm.objects import gather_everywhere
+from meshwright.prove.compare import StepComparison
+from meshwright.prove.difference import Difference, measure
+from meshwright.prove.losses import Share, find_wrong_loss, recorded
+from meshwright.prove.reference import PHASES, Reference, load_weights, loader_for
 from meshwright.prove.tolerance import Tolerance
 from meshwright.prove.trace import Tracer
 from meshwright.trainer.setup import Trainer
@@ -19,10 +23,10 @@ class Location:
     """Where a layout first leaves the reference, in the order of computation."""
 
     phase: str
-    """`forward`, `loss`, `backward`, `reduction` (a weight's gradient, though all activations' are right) or
-    `update`."""
+    """`start` (a weight before the first step), `data`, `forward`, `loss`, `backward`, `reduction` (a weight's
+    gradient, though all activations' are right), `norm`, `update` or `state` (a buffer or moment after the step)."""
     name: str
-    """Module or parameter."""
+    """Module, parameter or buffer; of data, who read what."""
     difference: Difference | None
     """None where no rank computed it."""
     ranks: tuple[int, ...] = ()
@@ -80,16 +84,21 @@ def locate(trainer: Trainer, reference: Reference, comparison: StepComparison, t
 
     The reference must have been traced at this step.
     """
+    if comparison.misread is not None:
+        return Location("data", comparison.misread.what, None, comparison.misread.ranks)
     step = comparison.step
     load_weights(trainer, reference, step - 1)
     watch = _Watch(trainer, reference, tolerance)
     names = {name for phase in PHASES for name in watch.index[phase]}
     if trainer.resolved.run.training.compile:  # what happens inside a compiled block is not the modules' anymore
         names = {name for name in names if name.count(".") <= 1}
-    with loader_for(trainer) as loader, Tracer(trainer.model, watch, names):
+    passes = trainer.train_step.passes
+    with loader_for(trainer) as loader, Tracer(trainer.model, watch, names), recorded(passes) as losses:
         trainer.train_step.gradients(loader.microbatches(step - 1))
-    trainer.optimizers.zero_grad()
-    by_rank = gather((watch.found, watch.computed))
+    trainer.store.zero_grad()
+    share = Share(trainer.worker.rank, trainer.data_rank, watch.tp_rank, losses.terms())
+    shares = gather_everywhere(share)
+    by_rank = gather_everywhere((watch.found, watch.computed))
 
     def first(phase: str) -> Location | None:
         """A block that no rank computed shows where its end would be; its modules are not asked for one by one."""
@@ -103,17 +112,37 @@ def locate(trainer: Trainer, reference: Reference, comparison: StepComparison, t
                 return Location(phase, name, worst, tuple(difference.rank for difference in wrong))
         return None
 
-    return first("forward") or _loss(comparison) or first("backward") or _weights(comparison)
+    def loss() -> Location | None:
+        over_tokens = passes.objective.over == "tokens"
+        wrong = find_wrong_loss(shares, reference.losses(), over_tokens=over_tokens, relative=tolerance.relative)
+        if wrong is not None:
+            difference = Difference(abs(wrong.loss - wrong.expected), tolerance.relative * abs(wrong.expected))
+            place = f"microbatch {wrong.microbatch} of these ranks, whose terms are {wrong.terms}"
+            place += f" instead of {wrong.expected_terms}" if wrong.terms != wrong.expected_terms else ""
+            return Location("loss", "loss", replace(difference, rank=wrong.ranks[0], place=place), wrong.ranks)
+        return None if comparison.loss.equal else Location("loss", "loss", comparison.loss)
+
+    return first("forward") or loss() or first("backward") or _weights(comparison)
 
 
-def _loss(comparison: StepComparison) -> Location | None:
-    return None if comparison.loss.equal else Location("loss", "loss", comparison.loss)
+def locate_start(differences: dict[str, Difference]) -> Location | None:
+    """The first weight or buffer that is not the reference's before the first step."""
+    for name, difference in differences.items():
+        if not difference.equal:
+            return Location("start", name, difference, (difference.rank,))
+    return None
 
 
 def _weights(comparison: StepComparison) -> Location:
     """The backward pass goes through the table from its end."""
-    for phase, differences in (("reduction", comparison.gradients), ("update", comparison.updates)):
+    for name in reversed(comparison.gradients):
+        difference = comparison.gradients[name]
+        if not difference.equal:
+            return Location("reduction", name, difference, (difference.rank,))
+    if comparison.gnorm is not None and not comparison.gnorm.equal:
+        return Location("norm", "gradient norm", comparison.gnorm, (comparison.gnorm.rank,))
+    for phase, differences in (("update", comparison.updates), ("state", comparison.state)):
         for name in reversed(differences):
             if not differences[name].equal:
                 return Location(phase, name, differences[name], (differences[name].rank,))
-    return Location("reduction", "gradient norm", comparison.gnorm)
+    return Location("loss", "loss", comparison.loss)

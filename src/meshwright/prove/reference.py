@@ -1,4 +1,4 @@
-"""The one place for one process's results: computed, kept in a folder, and read part by part by the layout's ranks."""
+"""The reference: one process's results, computed, kept in a folder, and read in parts by the layout's ranks."""
 
 import json
 from collections.abc import Iterator
@@ -8,23 +8,36 @@ import numpy as np
 import torch
 
 from meshwright.data.loader import Loader
+from meshwright.launch.launcher import Worker
+from meshwright.models.init import named_state
+from meshwright.optim import shards
+from meshwright.optim.adamw_8bit import read_state
+from meshwright.prove.facts import Facts
+from meshwright.prove.losses import recorded
 from meshwright.prove.samples import RandomSamples
 from meshwright.prove.trace import Tracer
+from meshwright.prove.weights import proof_weights
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
-from meshwright.trainer.launch import Worker
 from meshwright.trainer.setup import Trainer, build_trainer
 
 PHASES = ("forward", "backward")
+
+MOST_STEPS = 64
+"""Steps for which there are samples."""
 
 
 class Reference:
     """A folder with what one process computed.
 
-    step-S/step.json         loss, gradient norm, largest gradient, smallest norm of a matrix's gradient (0 without one)
-    step-S/gradients/NAME    of every parameter, and step-S/weights/NAME after the step; step-0/weights before the first
+    step-S/step.json         the step's figures (`Facts`)
+    step-S/gradients/NAME    of every parameter
+    step-S/weights/NAME      of every parameter after the step; step-0 before the first
+    step-S/state/NAME        of every buffer, likewise
+    step-S/moments/NAME.KEY  of the optimizer's state after the step, as numbers
     trace/PHASE/NAME         activations and their gradients [G, T, ...] of all samples of one step
     trace/index.json         for each phase {NAME: largest value}, in the order in which they were computed
+    trace/losses.json        of each microbatch of that step, its summed loss and its number of terms
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,9 +55,21 @@ class Reference:
         """A whole parameter after a step."""
         return self.tensor(f"step-{step}", "weights", name)
 
-    def facts(self, step: int) -> dict[str, float]:
+    def state(self, step: int, name: str) -> torch.Tensor:
+        """A whole buffer after a step."""
+        return self.tensor(f"step-{step}", "state", name)
+
+    def moment(self, step: int, name: str) -> torch.Tensor:
+        """A whole tensor of the optimizer's state after a step, by the parameter's name and the key."""
+        return self.tensor(f"step-{step}", "moments", name)
+
+    def facts(self, step: int) -> Facts:
         """The step's figures."""
         return json.loads((self.folder / f"step-{step}" / "step.json").read_text())
+
+    def losses(self) -> list[tuple[float, int]]:
+        """What was traced: of each microbatch its summed loss and its number of terms."""
+        return [tuple(pair) for pair in json.loads((self.folder / "trace" / "losses.json").read_text())]
 
     def trace_index(self) -> dict[str, dict[str, float]]:
         """What was traced."""
@@ -72,34 +97,65 @@ def alone(resolved: ResolvedRun) -> ResolvedRun:
 
 def train_reference(resolved: ResolvedRun, folder: Path, steps: int) -> Reference:
     """Train `steps` steps on this process and keep what they computed."""
-    reference = Reference(folder)
-    trainer = build_trainer(alone(resolved), Worker(), torch.device("cpu"), None)
+    reference, trainer = Reference(folder), build_alone(resolved)
     _save_weights(reference, trainer, 0)
+    factor = 0.0
     with loader_for(trainer) as loader:
         for step in range(1, steps + 1):
             loss, _ = trainer.train_step.gradients(loader.microbatches(step - 1))
             gnorm = trainer.train_step.gradient_norm()
-            norms = []
+            norms, largest = [], 0.0
             for name, gradient in _gradients(trainer):
                 reference.save(gradient, f"step-{step}", "gradients", name)
+                largest = max(largest, gradient.abs().max().item())
                 if gradient.dim() >= 2:
                     norms.append(gradient.norm().item())
-            largest = max(gradient.abs().max().item() for _, gradient in _gradients(trainer))
+            factor = max(factor, trainer.train_step.gradient_factor(gnorm))
             trainer.train_step.update(step, gnorm)
-            trainer.optimizers.zero_grad()
+            trainer.store.zero_grad()
             _save_weights(reference, trainer, step)
-            facts = {"loss": loss, "gnorm": gnorm, "largest": largest, "smallest_norm": min(norms, default=0.0)}
+            for name, moment, _ in moments(trainer):
+                reference.save(moment, f"step-{step}", "moments", name)
+            facts = Facts(
+                loss=loss,
+                gnorm=gnorm,
+                largest=largest,
+                smallest_norm=min(norms, default=0.0),
+                factor=factor,
+                expert_load=trainer.train_step.balance.load,
+            )
             (folder / f"step-{step}" / "step.json").write_text(json.dumps(facts))
     return reference
 
 
+def build_alone(resolved: ResolvedRun) -> Trainer:
+    """The reference's trainer, with the weights of a proof."""
+    resolved = alone(resolved)
+    return build_trainer(resolved, Worker(), torch.device("cpu"), None, proof_weights(resolved))
+
+
+def load_weights(trainer: Trainer, reference: Reference, step: int) -> None:
+    """Give this rank's part of the model the reference's weights and buffers after `step`."""
+    with torch.no_grad():
+        for name, parameter in trainer.parameters.items():
+            shards.local(parameter).copy_(shards.part_like(reference.weight(step, name), parameter))
+        for name, buffer in named_state(trainer.model).items():
+            shards.local(buffer).copy_(shards.part_like(reference.state(step, name), buffer))
+    trainer.store.refresh()
+
+
+def moments(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """The optimizer's state on this rank as numbers: (NAME.KEY, what is here, the parameter)."""
+    for bucket in trainer.store.buckets:
+        for name, state in bucket.state.items():
+            for key, moment in read_state(state).items():
+                yield f"{name}.{key}", moment, bucket.parameters[name]
+
+
 def trace_reference(resolved: ResolvedRun, reference: Reference, step: int) -> None:
     """Keep every activation of a step and its gradient, computed with the weights that the step started from."""
-    trainer = build_trainer(alone(resolved), Worker(), torch.device("cpu"), None)
-    for name, parameter in trainer.parameters.items():
-        parameter.data.copy_(reference.weight(step - 1, name))
-    if trainer.masters is not None:
-        trainer.masters.refresh()
+    trainer = build_alone(resolved)
+    load_weights(trainer, reference, step - 1)
     stored: dict[tuple[str, str], np.memmap] = {}
     index: dict[str, dict[str, float]] = {phase: {} for phase in PHASES}
 
@@ -116,29 +172,37 @@ def trace_reference(resolved: ResolvedRun, reference: Reference, step: int) -> N
         stored[phase, name][rows] = values
         index[phase][name] = max(index[phase].get(name, 0.0), float(np.abs(values).max()))
 
-    with loader_for(trainer) as loader, Tracer(trainer.model, keep):
+    with loader_for(trainer) as loader, Tracer(trainer.model, keep), recorded(trainer.train_step.passes) as losses:
         trainer.train_step.gradients(loader.microbatches(step - 1))
     for array in stored.values():
         array.flush()
     (reference.folder / "trace" / "index.json").write_text(json.dumps(index))
+    (reference.folder / "trace" / "losses.json").write_text(json.dumps(losses.terms()))
 
 
 def loader_for(trainer: Trainer) -> Loader:
     """This rank's microbatches of random samples, packed as the recipe says."""
+    return Loader.of_run(samples_for(trainer), trainer.resolved, trainer.data_rank, trainer.places)
+
+
+def samples_for(trainer: Trainer) -> RandomSamples:
+    """Random samples for `MOST_STEPS` steps."""
     resolved = trainer.resolved
-    data, steps_at_most = resolved.run.data, 64
-    samples = RandomSamples(
+    data = resolved.run.data
+    return RandomSamples(
         vocab=resolved.model.vocab,
         sequence_length=data.sequence_length,
-        count=steps_at_most * resolved.global_batch,
+        count=MOST_STEPS * resolved.global_batch,
         documents=data.separate_documents,
+        pairs=trainer.train_step.passes.objective.needs_pairs,
     )
-    return Loader.of_run(samples, resolved, trainer.data_rank, trainer.places)
 
 
 def _save_weights(reference: Reference, trainer: Trainer, step: int) -> None:
     for name, parameter in trainer.parameters.items():
         reference.save(parameter, f"step-{step}", "weights", name)
+    for name, buffer in named_state(trainer.model).items():
+        reference.save(buffer, f"step-{step}", "state", name)
 
 
 def _gradients(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:

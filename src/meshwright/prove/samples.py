@@ -1,4 +1,4 @@
-"""The one place for the data of a proof: random tokens, so that no corpus or tokenizer is needed."""
+"""Data of a proof: random tokens, so that no corpus or tokenizer is needed."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""The one place that makes a small run of a large one which meets the same conditions; no torch here.
+"""A small run that meets the same conditions as a large one. No torch here.
 
 What a layout is about stays: degrees, numbers of stages and microbatches, ratios of heads, whether things divide. What
 only costs time goes: width, depth, vocabulary, length.
@@ -10,31 +10,35 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.spec.actions import ScheduleError
+from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FullSpec
 from meshwright.spec.fit import find_misfits
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.recompute import Recompute, of_counts, stage_counts
 from meshwright.spec.run import ResolvedRun
 
-HEAD_DIM, HIDDEN, FFN, LENGTH, VOCAB, EXPERTS = 8, 32, 48, 32, 96, 4
-"""Sizes that no layout enlarges."""
+HEAD_DIM, HIDDEN, FFN, LENGTH, VOCAB, EXPERTS = 8, 32, 48, 288, 96, 4
+"""Sizes that no layout enlarges. The length has positions that bf16 and a byte cannot tell apart."""
+
+HIDDEN_OF_BLOCKS = 64
+"""Width of a model whose moments take eight bits: its matrices have the 4,096 numbers from which on they do."""
 
 
 def shrink(resolved: ResolvedRun) -> ResolvedRun:
     """The run with a small model and batch, and random weights, adapters' included: no file has any of its shapes.
 
-    Raises `ValueError` where no small model fits the layout, though the large one does.
+    Raises `UserError` where no small model fits the layout, though the large one does.
     """
     run, layout = resolved.run, resolved.run.layout
     if resolved.model.foreign is not None:
-        raise ValueError(f"{run.model.name} is computed by transformers, which knows no smaller one; use --no-shrink")
+        raise UserError(f"{run.model.name} is computed by transformers, which knows no smaller one; use --no-shrink")
     stages = _stage_layers(resolved.stage_layers)
     layers = sum(stages) if stages else min(2, resolved.model.num_layers)
     for model, length in _candidates(resolved, layers):
         if not find_misfits(layout, model, length):
             break
     else:
-        raise ValueError(f"no small model was found that fits the layout {layout.strategy}; use --no-shrink")
+        raise UserError(f"no small model was found that fits the layout {layout.strategy}; use --no-shrink")
     run = run.model_copy(
         update={
             "data": run.data.model_copy(update={"sequence_length": length}),
@@ -76,11 +80,12 @@ def _recompute(resolved: ResolvedRun, stages: tuple[int, ...]) -> Recompute:
 
 
 def _accumulation(resolved: ResolvedRun) -> int:
-    """The fewest microbatches that still accumulate, where the recipe does, and that the pipeline takes."""
+    """Three microbatches, where the recipe has several: a first, a last and one between; of those that the pipeline
+    takes the fewest from there up."""
     layout, most = resolved.run.layout, resolved.accumulation
     if layout.pp == 1:
-        return min(most, 2)
-    for count in range(2, most):
+        return 3 if most > 1 else 1
+    for count in range(3, most):
         try:
             layout.pipeline_schedule(microbatches=count, base_dir=Path(resolved.base_dir))
         except ScheduleError:
@@ -92,11 +97,13 @@ def _accumulation(resolved: ResolvedRun) -> int:
 def _candidates(resolved: ResolvedRun, layers: int) -> Iterator[tuple[ModelSpec, int]]:
     """Small models and lengths, the smallest first."""
     model, layout = resolved.model, resolved.run.layout
+    blocks = resolved.run.training.optimizer.name == "adamw_8bit" and layout.tp == 1
+    hidden, ffn = (HIDDEN_OF_BLOCKS, HIDDEN_OF_BLOCKS) if blocks else (HIDDEN, FFN)
     sharers = layout.dp_shard * layout.cp * layout.tp
     length = _like(resolved.run.data.sequence_length, LENGTH, 2 * layout.cp * layout.tp)
     sizes: dict[str, Any] = {
-        "hidden": _like(model.hidden, HIDDEN, sharers),
-        "ffn": _like(model.ffn, FFN, sharers),
+        "hidden": _like(model.hidden, hidden, sharers),
+        "ffn": _like(model.ffn, ffn, sharers),
         "vocab": _like(model.vocab, VOCAB, sharers),
         "num_layers": layers,
         "max_positions": min(model.max_positions, length),
@@ -107,7 +114,8 @@ def _candidates(resolved: ResolvedRun, layers: int) -> Iterator[tuple[ModelSpec,
         sizes["sliding_window"] = max(1, model.sliding_window * length // max(whole, 2 * model.sliding_window))
     if model.num_experts:
         chosen, groups = model.experts_per_token, model.router_groups
-        fewest = max(EXPERTS, chosen + 1, 2 * groups, -(-chosen // model.router_top_groups) * groups)
+        # Twice as many as are chosen, of which half are crowded: the others are left without any token at times.
+        fewest = max(EXPERTS, 2 * chosen + 2, 2 * groups, -(-chosen // model.router_top_groups) * groups)
         sizes["num_experts"] = _like(model.num_experts, fewest, lcm(layout.ep, groups))
         sizes["expert_ffn"] = _like(model.expert_ffn, FFN, sharers)
         sizes["dense_layers"] = min(model.dense_layers, layers - 1)

@@ -1,12 +1,11 @@
-"""The one place that says how far two correct computations of the same step may differ; docs/verify.md derives it."""
+"""Tolerances: how far two correct computations of the same step may differ; docs/verify.md derives them."""
 
 from dataclasses import dataclass
 from math import sqrt
 
+from meshwright.prove.facts import Facts
+from meshwright.spec.precision import FP32
 from meshwright.spec.run import ResolvedRun
-
-EPSILON = {"fp64": 2.0**-52, "fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7}
-"""Distance from 1 to the next number."""
 
 STORED_PER_BLOCK = 12
 """Results that a block writes down in the compute dtype, one after the other: two norms, projection, rotation,
@@ -18,6 +17,9 @@ CONFIDENCE = 4.0
 SMOOTHING = 0.1
 """AdamW's epsilon in a proof. With the usual 1e-8 a first step is nearly the gradient's sign, which turns rounding
 into whole steps; with this the step is a smooth function of the gradient, of slope at most lr / epsilon."""
+
+CLIP = 0.01
+"""The norm to which a proof clips where the recipe clips: below that of any gradient, so that a wrong norm shows."""
 
 MUON_SLOPE = 3.4445**5
 """Five Newton-Schulz iterations enlarge a difference by at most their largest coefficient each."""
@@ -34,11 +36,35 @@ class Tolerance:
     """Of AdamW's step with respect to the gradient."""
     muon_slope: float
     """Of Muon's step, times the norm of the matrix's gradient; 0 without Muon."""
+    beta2: float = 0.95
+    """AdamW's."""
+    statistical: bool = False
+    """Whether gradients and updates are held to what rounding does to them (`rounding.py`), not to `relative`."""
+    moment_rounding: float = 0.0
+    """Of the optimizer's state, relative to its tensor's largest number, and of what is computed from it."""
 
-    def of_update(self, gradient: float, weight: float, smallest_norm: float) -> float:
-        """For a weight after the step, where gradients may differ by `gradient` and weights are at most `weight`."""
-        slope = max(self.slope, self.muon_slope / smallest_norm if smallest_norm else 0.0)
-        return slope * gradient + self.rounding * weight
+    def of_update(self, facts: Facts, weight: float) -> float:
+        """For a weight after a step of these figures, where weights are at most `weight`."""
+        smallest = facts["smallest_norm"] * facts["factor"]
+        slope = max(self.slope, self.muon_slope / smallest if smallest else 0.0)
+        rounding = self.slope * self.moment_rounding * facts["largest"] * facts["factor"]
+        return slope * self.of_gradient(facts) + rounding + self.rounding * weight
+
+    def of_gradient(self, facts: Facts) -> float:
+        """For a gradient as the optimizer has it. Clipping may err by as much as the norm does, which is as much again
+        as the gradient itself."""
+        return 2 * self.relative * facts["largest"] * facts["factor"]
+
+    def of_moment(self, key: str, facts: Facts, step: int, largest: float) -> float:
+        """For a tensor of the optimizer's state after a step, whose numbers are at most `largest`: a mean of the
+        gradients so far or of their squares; counts of steps are exact."""
+        if key == "step":
+            return 0.0
+        room = self.of_gradient(facts)
+        if key == "exp_avg_sq":
+            gradient = facts["largest"] * facts["factor"]
+            room = (1 - self.beta2**step) * (2 * gradient * room + room * room)
+        return room + self.moment_rounding * largest
 
 
 def derive_tolerance(resolved: ResolvedRun) -> Tolerance:
@@ -46,17 +72,20 @@ def derive_tolerance(resolved: ResolvedRun) -> Tolerance:
     training, model = resolved.run.training, resolved.model
     sums = model.hidden + model.num_heads * model.head_dim + model.ffn + resolved.run.data.sequence_length
     terms = resolved.tokens_per_step + 2 * (model.num_layers * sums + model.vocab + model.hidden)
-    low = training.precision in ("bf16", "fp16")
-    wide = EPSILON["fp32" if low else training.precision]
+    dtypes = training.dtypes
+    wide = dtypes.master.epsilon
     relative = terms * wide
-    if low:
+    if dtypes.mixed:
         stored = 2 * (STORED_PER_BLOCK * model.num_layers + 4)
-        relative += CONFIDENCE * sqrt(stored) * EPSILON[training.precision]
-        relative += EPSILON[training.reduce_dtype] * sqrt(resolved.global_batch) * CONFIDENCE
+        relative += CONFIDENCE * sqrt(stored) * dtypes.compute.epsilon
+        relative += dtypes.reduce.epsilon * sqrt(resolved.global_batch) * CONFIDENCE
     optimizer = training.optimizer
     return Tolerance(
         relative=relative,
         rounding=4 * wide,
         slope=optimizer.lr / optimizer.eps,
         muon_slope=optimizer.muon_lr * MUON_SLOPE if optimizer.name == "muon" else 0.0,
+        statistical=dtypes.mixed,
+        beta2=optimizer.betas[1],
+        moment_rounding=4 * (FP32 if optimizer.name == "adamw_8bit" else dtypes.master).epsilon,
     )

@@ -1,4 +1,4 @@
-"""The one place that watches a model compute: every module's activations and their gradients, as they arise."""
+"""A trace of a model's computation: every module's activations and their gradients."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+
+from meshwright.torch_internals import in_backward_pass, waited_for
 
 Visit = Callable[[str, str, int, torch.Tensor], None]
 """(`forward` or `backward`, name, microbatch, activation or its gradient). Names are `MODULE` for what a module returns
@@ -39,7 +40,7 @@ class Tracer:
 
     def _watcher(self, module_name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
         def watch(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            if torch._C._current_autograd_node() is not None:  # type: ignore[attr-defined]
+            if in_backward_pass():
                 return  # recomputed in the backward pass
             microbatch = self._calls[module_name]
             self._calls[module_name] += 1
@@ -63,6 +64,4 @@ class Tracer:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor.detach()
+    return waited_for(tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

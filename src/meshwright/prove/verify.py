@@ -1,4 +1,4 @@
-"""The one place that proves a recipe's layout equal to one process, or says where it first differs."""
+"""The proof that a recipe's layout equals one process, or where it first differs."""
 
 import pickle
 import tempfile
@@ -6,15 +6,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.prove.compare import StepComparison, compare_steps
-from meshwright.prove.locate import Location, locate
+from meshwright.launch.launcher import Nodes, find_worker, start_workers
+from meshwright.launch.signals import StopRequest
+from meshwright.launch.status import STOPPED, TrainingStopped
+from meshwright.optim.build import OPTIMIZERS
+from meshwright.prove.compare import StepComparison, compare_start, compare_steps
+from meshwright.prove.locate import Location, locate, locate_start
 from meshwright.prove.reference import Reference, trace_reference, train_reference
-from meshwright.prove.tolerance import SMOOTHING, derive_tolerance
+from meshwright.prove.rounding import measure_rounding
+from meshwright.prove.tolerance import CLIP, SMOOTHING, derive_tolerance
+from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import dump_recipe
 from meshwright.spec.run import ResolvedRun
-from meshwright.trainer.launch import Nodes, find_worker, start_workers
-from meshwright.trainer.signals import StopRequest
-from meshwright.trainer.status import STOPPED, TrainingStopped
+from meshwright.spec.training import OptimizerSpec
 
 RESOLVED, PROOF = "resolved.yaml", "proof.pickle"
 
@@ -35,7 +39,8 @@ class Proof:
     @property
     def equal(self) -> bool:
         """Whether the layout computed what one process computes."""
-        return all(comparison.equal for comparison in self.comparisons)
+        wrong_start = self.location is not None and self.location.phase == "start"
+        return not wrong_start and all(comparison.equal for comparison in self.comparisons)
 
     def as_data(self) -> dict[str, Any]:
         """For machines."""
@@ -49,14 +54,16 @@ def verify(resolved: ResolvedRun, *, steps: int) -> Proof:
     `KeyboardInterrupt`, where a signal ended it.
     """
     if find_worker() is not None:
-        raise ValueError("verify starts the layout's processes itself; run it without torchrun or srun")
+        raise UserError("verify starts the layout's processes itself; run it without torchrun or srun")
     resolved = for_proof(resolved)
     with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as name:
         folder = Path(name)
         with StopRequest(raises=True):
             reference = train_reference(resolved, folder, steps)
+            if resolved.run.training.dtypes.mixed:
+                measure_rounding(resolved, reference, steps)
         proof = _under_layout(resolved, folder, steps, trace=0)
-        if not proof.equal:
+        if not proof.equal and proof.location is None:
             step = proof.comparisons[-1].step
             with StopRequest(raises=True):
                 trace_reference(resolved, reference, step)
@@ -65,18 +72,22 @@ def verify(resolved: ResolvedRun, *, steps: int) -> Proof:
 
 
 def for_proof(resolved: ResolvedRun) -> ResolvedRun:
-    """The run as it is proved: on CPUs, its optimizer a smooth function of the gradient."""
+    """The run as it is proved: on CPUs, its optimizer a smooth function of the gradient, every step clipped if the
+    recipe clips at all. Of a user's optimizer nobody knows how smooth it is: AdamW stands for it."""
     training = resolved.run.training
-    optimizer = training.optimizer.model_copy(update={"eps": max(SMOOTHING, training.optimizer.eps)})
-    run = resolved.run.model_copy(
-        update={"device": "cpu", "training": training.model_copy(update={"optimizer": optimizer})}
-    )
-    return resolved.model_copy(update={"run": run})
+    ours = training.optimizer if training.optimizer.name in OPTIMIZERS else OptimizerSpec(lr=training.optimizer.lr)
+    optimizer = ours.model_copy(update={"eps": max(SMOOTHING, ours.eps)})
+    clip = None if training.clip is None else min(CLIP, training.clip)
+    training = training.model_copy(update={"optimizer": optimizer, "clip": clip})
+    return resolved.model_copy(update={"run": resolved.run.model_copy(update={"device": "cpu", "training": training})})
 
 
 def prove_rank(trainer: Any, folder: Path, steps: int, trace: int) -> Proof:
     """One rank's part; the result is the same on every rank. `trace` is the step to locate a difference in, or 0."""
     reference, tolerance = Reference(folder), derive_tolerance(trainer.resolved)
+    start = locate_start(compare_start(trainer, reference))
+    if start is not None:
+        return Proof([], tolerance.relative, start)
     comparisons = compare_steps(trainer, reference, steps, tolerance)
     location = None
     if trace and not comparisons[-1].equal:

@@ -1,4 +1,4 @@
-"""The one entry of a rank of a proof: `python -m meshwright.prove.worker --resolved FILE --folder DIR --steps N`."""
+"""Entry point of a rank of a proof: `python -m meshwright.prove.worker --resolved FILE --folder DIR --steps N`."""
 
 import argparse
 import os
@@ -6,12 +6,14 @@ import pickle
 import sys
 from pathlib import Path
 
+from meshwright.launch.launcher import Worker, find_worker, leave_group
+from meshwright.launch.signals import end_with
+from meshwright.launch.status import MISUSE
 from meshwright.prove.verify import PROOF, prove_rank
-from meshwright.trainer.launch import Worker, find_worker, leave_group
+from meshwright.prove.weights import proof_weights
+from meshwright.spec.errors import UserError
 from meshwright.trainer.setup import build_trainer, find_place
-from meshwright.trainer.signals import end_with
 from meshwright.trainer.start import read_resolved
-from meshwright.trainer.status import MISUSE
 from meshwright.trainer.worker import report_to_parent
 
 
@@ -28,9 +30,9 @@ def main() -> int:
     try:
         resolved = read_resolved(arguments.resolved)
         device, meshes = find_place(resolved.run, worker)
-        trainer = build_trainer(resolved, worker, device, meshes)
+        trainer = build_trainer(resolved, worker, device, meshes, proof_weights(resolved))
         proof = prove_rank(trainer, arguments.folder, arguments.steps, arguments.trace)
-    except ValueError as error:
+    except UserError as error:
         report_to_parent(str(error))
         return MISUSE
     if worker.rank == 0:

@@ -1,33 +1,29 @@
-"""The one place that makes one process believe that it is one rank of many, and gives it tensors without numbers."""
+"""A fake process group and tensors without data: one process acts as one rank of many."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import _disable_current_modes
 
+from meshwright import torch_internals
 from meshwright.models import loss, moe
-from meshwright.parallel import pipeline
 from meshwright.spec.run import ResolvedRun
 
 
 @contextlib.contextmanager
 def fake_rank(rank: int, world_size: int) -> Iterator[None]:
     """Be rank `rank` of `world_size` in a process group whose collectives do nothing."""
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=torch_internals.fake_store())
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-class FakeTensors(FakeTensorMode):
+class FakeTensors(torch_internals.FakeTensors):
     """Every tensor made inside has a shape, a dtype and a device, but no numbers; one that is read as a number is 1.
 
     Meshes must be built outside: they compute with the numbers of ranks.
@@ -38,7 +34,7 @@ class FakeTensors(FakeTensorMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation on shapes alone."""
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is torch_internals.LOCAL_SCALAR:
             return True if args[0].dtype == torch.bool else 1
         return super().dispatch(func, types, args, kwargs)
 
@@ -82,35 +78,5 @@ def even_routing(resolved: ResolvedRun) -> Iterator[None]:
     def evenly(*counts: torch.Tensor) -> list[list[int]]:
         return [[rows // len(one) + (place < rows % len(one)) for place in range(len(one))] for one in counts]
 
-    with _replaced(moe, "read_counts", evenly):
+    with torch_internals.replaced(moe, "read_counts", evenly):
         yield
-
-
-@contextlib.contextmanager
-def messages_gone() -> Iterator[None]:
-    """Let every message between stages have gone when the next one is sent, and its tensor be free."""
-    with _replaced(pipeline, "has_gone", lambda work: True):
-        yield
-
-
-@contextlib.contextmanager
-def propagation_unseen() -> Iterator[None]:
-    """Keep the tensors of global shape, with which DTensor finds out the shapes of results, from being counted."""
-    original = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def unseen(self: ShardingPropagator, op_schema: Any) -> Any:
-        with _disable_current_modes():
-            return original(self, op_schema)
-
-    with _replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen):
-        yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)

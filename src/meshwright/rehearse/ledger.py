@@ -1,4 +1,4 @@
-"""The one place that follows every tensor's memory from its allocation to its end, and counts FLOPs on the way."""
+"""The ledger: every tensor's memory from allocation to release, and FLOPs."""
 
 import weakref
 from collections import Counter
@@ -6,10 +6,17 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from meshwright.torch_internals import (
+    FLASH_CPU,
+    FLASH_CPU_BACKWARD,
+    DispatchMode,
+    in_backward_pass,
+    leaves,
+    local_tensor,
+    resizes_told,
+)
 
 Storages = dict[int, str]
 """Identity of a storage -> what kind of memory it is."""
@@ -27,16 +34,14 @@ def _flash_flops(q: torch.Tensor, k: torch.Tensor) -> int:
     return 4 * batch * heads * length * k.shape[2] * width
 
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 CPU_FLOPS: dict[Any, Callable[..., int]] = {
-    _flash: lambda q, k, *_, **__: _flash_flops(q, k),
-    _flash_backward: lambda _, q, k, *__, **___: 5 * _flash_flops(q, k) // 2,
+    FLASH_CPU: lambda q, k, *_, **__: _flash_flops(q, k),
+    FLASH_CPU_BACKWARD: lambda _, q, k, *__, **___: 5 * _flash_flops(q, k) // 2,
 }
 """What torch's table of FLOPs does not know: attention on a CPU, on which fake tensors lie."""
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(DispatchMode):
     """Follows storages while it is entered.
 
     `name_storages` says which kind the storages of parameters, gradients, optimizer state and gathered weights are; it
@@ -67,30 +72,21 @@ class Ledger(TorchDispatchMode):
             self._watch(tensor.untyped_storage())
 
     def __enter__(self) -> "Ledger":
-        self._resize = torch.UntypedStorage.resize_
-        ledger, original = self, self._resize
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> None:
-            original(storage, size)
-            if id(storage) in ledger._bytes:
-                ledger._change(id(storage), size)
-
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        self._resizes = resizes_told(self._resized)
+        self._resizes.__enter__()
         return super().__enter__()
 
     def __exit__(self, *arguments: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        self._resizes.__exit__(None, None, None)
         super().__exit__(*arguments)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, DTensor):
-                leaf = leaf._local_tensor  # the storage of the whole is only said to be there
+        for leaf in leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
-                self._watch(leaf.untyped_storage())
-        packet = function._overloadpacket
+                self._watch(local_tensor(leaf).untyped_storage())  # a whole's storage is only said to be there
+        packet = function.overloadpacket
         if packet in CPU_FLOPS:
             self.flops += CPU_FLOPS[packet](*args, **kwargs)
         elif packet in flop_registry:
@@ -104,12 +100,16 @@ class Ledger(TorchDispatchMode):
             weakref.finalize(storage, self._forget, key)
             self._change(key, storage.nbytes())
 
+    def _resized(self, storage: torch.UntypedStorage, size: int) -> None:
+        if id(storage) in self._bytes:
+            self._change(id(storage), size)
+
     def _change(self, key: int, size: int) -> None:
         self.now += size - self._bytes[key]
         self._bytes[key] = size
         if self.now > self.peak:
             self.peak = self.now
-            self.peak_phase = "backward pass" if torch._C._current_graph_task_id() >= 0 else "forward pass or update"
+            self.peak_phase = "backward pass" if in_backward_pass() else "forward pass or update"
             if self.peak > STEP * self._seen_peak:
                 self._seen_peak = self.peak
                 self.peak_by_kind = self.by_kind()

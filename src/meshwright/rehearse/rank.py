@@ -1,4 +1,4 @@
-"""The one place that rehearses one rank: builds its part of the run, makes one step, and says what was held and sent.
+"""The rehearsal of one rank: its part of the run, one step, what was held and sent.
 
 python -m meshwright.rehearse.rank --resolved FILE --rank R [--on-gpu]    # prints one JSON object
 """
@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,18 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from meshwright.data.loader import Loader, Microbatch
+from meshwright.data.loader import HostBatch, Loader
 from meshwright.data.packing import ConcatenatedSamples
+from meshwright.launch.launcher import Worker
 from meshwright.parallel import Meshes, build_meshes
-from meshwright.parallel.pipedream import Pipedream
 from meshwright.parallel.traffic import Traffic
-from meshwright.rehearse.fake import FakeTensors, as_on_gpu, even_routing, fake_rank, messages_gone, propagation_unseen
+from meshwright.rehearse.fake import FakeTensors, as_on_gpu, even_routing, fake_rank
 from meshwright.rehearse.ledger import Ledger, Storages
 from meshwright.rehearse.shorten import Observed, continued, enough_microbatches, set_microbatches
+from meshwright.spec.batch import Pairs
 from meshwright.spec.run import ResolvedRun
-from meshwright.trainer.launch import Worker
+from meshwright.torch_internals import local_tensor, passing_tensors, shape_propagation_hidden
 from meshwright.trainer.setup import Trainer, build_parallel_model, give_state, has_group
 from meshwright.trainer.start import read_resolved
 from meshwright.trainer.state import state_tensors
@@ -51,9 +51,8 @@ def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool) -> dict[str
         place = _place(meshes)
         passes = build_parallel_model(resolved, meshes)
         with (
-            propagation_unseen(),
+            shape_propagation_hidden(),
             even_routing(resolved),
-            messages_gone(),
             FakeTensors(),
             as_on_gpu() if on_gpu else nullcontext(),
         ):
@@ -92,16 +91,20 @@ def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool) -> dict[str
     }
 
 
-def _microbatches(trainer: Trainer, count: int) -> list[Microbatch]:
+def _microbatches(trainer: Trainer, count: int) -> list[HostBatch]:
     """The first `count` of this rank's microbatches of a step, every token trained on."""
     resolved, length = trainer.resolved, trainer.resolved.run.data.sequence_length
     samples = ConcatenatedSamples(np.zeros(length + 1, np.uint16), length)
     with Loader.of_run(samples, resolved, trainer.data_rank, trainer.places) as loader:
-        return loader.microbatches(0)[:count]
+        batches = loader.microbatches(0)[:count]
+    if not trainer.train_step.passes.objective.needs_pairs:
+        return batches
+    pairs = (Pairs(np.zeros_like(batch.tokens), np.zeros((len(batch.tokens), 1))) for batch in batches)
+    return [replace(batch, pairs=of_batch) for batch, of_batch in zip(batches, pairs, strict=True)]
 
 
 def _local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return [local_tensor(tensor) for tensor in tensors]
 
 
 def _named(kind: str, tensors: Iterable[torch.Tensor | None]) -> Storages:
@@ -123,21 +126,12 @@ def _frozen(trainer: Trainer) -> list[torch.Tensor]:
 def _passing_storages(trainer: Trainer) -> Storages:
     """The storages that come and go, named as they are now: what FSDP2 gathered, the copies that an asynchronous
     pipeline computes with, and gradients."""
-    found, passes = (
-        _named("gradients", (tensor.grad for tensor in trainer.parameters.values())),
-        trainer.train_step.passes,
-    )
-    if isinstance(passes, Pipedream) and "versions" in vars(passes):
-        for version in passes.versions:
-            found |= _named("weights", version.weights) | _named("gradients", version.gradients.values())
+    found = _named("gradients", (tensor.grad for tensor in trainer.parameters.values()))
+    for kind, tensors in trainer.train_step.passes.working_copies().items():
+        found |= _named(kind, tensors)
     for module in trainer.model.modules():
-        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-        for parameter in group.fsdp_params if group else ():
-            found |= _named("gathered weights", parameter.all_gather_outputs)
-            gradients = [parameter.unsharded_accumulated_grad]
-            if hasattr(parameter, "_unsharded_param"):
-                gradients.append(parameter._unsharded_param.grad)
-            found |= _named("gradients", gradients)
+        weights, gradients = passing_tensors(module)
+        found |= _named("gathered weights", weights) | _named("gradients", gradients)
     return found
 
 

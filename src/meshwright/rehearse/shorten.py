@@ -1,4 +1,4 @@
-"""The one place that says how few microbatches tell what a step of many does: in the middle of a step they repeat."""
+"""Shortened steps: how few microbatches suffice, because the middle of a step repeats."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The one place that rehearses a run: chooses ranks, gives each a process, and says what would break."""
+"""The rehearsal of a run: chooses ranks, gives each a process, and reports what would break."""
 
 import json
 import os
@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from meshwright.spec.errors import UserError
 from meshwright.spec.layout import AXES, LayoutSpec
 from meshwright.spec.run import ResolvedRun, Run
 
@@ -20,13 +21,13 @@ SHOWN_STAGES = 4
 def fill_world(run: Run, world_size: int) -> Run:
     """`run` on `world_size` ranks: the axis along which its data parallelism shards (or replicates) takes up the rest.
 
-    Raises `ValueError` where the other degrees do not divide `world_size`.
+    Raises `UserError` where the other degrees do not divide `world_size`.
     """
     layout = run.layout
     grown = "dp_replicate" if layout.zero_stage == 0 else "dp_shard"
     others = layout.world_size // getattr(layout, grown)
     if world_size % others:
-        raise ValueError(
+        raise UserError(
             f"--world {world_size}: the layout's other degrees make {others} ranks, which do not divide it; "
             f"the nearest number that they divide is {max(1, round(world_size / others)) * others}"
         )
@@ -47,11 +48,11 @@ def typical_ranks(layout: LayoutSpec) -> list[int]:
 def rehearse(resolved: ResolvedRun, ranks: Sequence[int], *, on_gpu: bool) -> list[dict[str, Any]]:
     """The reports of `ranks` (see `rehearse.rank.rehearse_rank`), as many at a time as this machine has cores.
 
-    Raises `ValueError` with what the program said where a rank failed: so would all of the run.
+    Raises `UserError` with what the program said where a rank failed: so would all of the run.
     """
     world_size = resolved.run.layout.world_size
     if outside := [rank for rank in ranks if not 0 <= rank < world_size]:
-        raise ValueError(f"--ranks: {outside[0]} is none of the ranks 0 to {world_size - 1}")
+        raise UserError(f"--ranks: {outside[0]} is none of the ranks 0 to {world_size - 1}")
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         path = Path(folder) / "resolved.json"
         path.write_text(resolved.model_dump_json())
@@ -60,11 +61,11 @@ def rehearse(resolved: ResolvedRun, ranks: Sequence[int], *, on_gpu: bool) -> li
 
 def _rehearse_apart(resolved: Path, rank: int, *, on_gpu: bool) -> dict[str, Any]:
     """One rank in a process of its own: a process can be one rank only."""
-    words = [sys.executable, "-m", "meshwright.rehearse.rank", "--resolved", str(resolved), "--rank", str(rank)]
+    words = [sys.executable, "-P", "-m", "meshwright.rehearse.rank", "--resolved", str(resolved), "--rank", str(rank)]
     done = subprocess.run([*words, *(["--on-gpu"] if on_gpu else [])], capture_output=True, text=True, check=False)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"status {done.returncode}"
-        raise ValueError(f"rank {rank} would fail: {last}")
+        raise UserError(f"rank {rank} would fail: {last}")
     return json.loads(done.stdout)
 
 

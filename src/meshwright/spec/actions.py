@@ -1,4 +1,4 @@
-"""The one place that says what a pipeline schedule is: every rank's actions in order, and which orders are legal.
+"""Pipeline schedules as data: every rank's actions in order, and which orders are legal.
 
 An action is what a stage does with a microbatch: F the forward pass, B the whole backward pass, or B in two parts: I
 the gradient of the stage's input, for which the stage before is waiting, and W the gradients of its weights, for which
@@ -14,10 +14,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from meshwright.spec.errors import UserError
+
 Kind = Literal["F", "B", "I", "W"]
 
 
-class ScheduleError(ValueError):
+class ScheduleError(UserError):
     """A schedule that cannot be made or cannot run."""
 
 

@@ -1,4 +1,4 @@
-"""The one place that says how every object of a recipe behaves: frozen data, unknown keys refused."""
+"""The base of every recipe object: frozen data, unknown keys refused."""
 
 from pydantic import BaseModel, ConfigDict
 

@@ -1,4 +1,4 @@
-"""The one place that says when a run is saved and what is kept."""
+"""Checkpoint settings: when a run is saved and which checkpoints are kept."""
 
 from pydantic import Field
 

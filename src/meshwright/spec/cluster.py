@@ -1,16 +1,15 @@
-"""The one place that says what a cluster is: its devices, how they are linked, and how a short name spells it."""
+"""Clusters: devices, their links, and the short names that spell them."""
 
 import re
-from typing import Literal
 
 from pydantic import Field
 
 from meshwright.spec.base import Spec
+from meshwright.spec.errors import UserError
+from meshwright.spec.precision import BF16, Precision
 
 HOST_GB = 1024.0
 """Host memory of a node of servers where nobody says, 10**9 bytes."""
-
-Precision = Literal["fp64", "fp32", "fp16", "bf16", "fp8", "fp4"]
 
 
 class CollectiveCost(Spec):
@@ -77,6 +76,10 @@ class ClusterSpec(Spec):
     source: str = ""
     """Where the figures are from."""
 
+    def peak(self, precision: Precision) -> float:
+        """Datasheet rate of a job's matrix products, 10**12 FLOP/s; of bf16 where none is known."""
+        return self.tflops.get(precision.products) or self.tflops[BF16.name]
+
 
 NAME = re.compile(
     r"(?:(?P<devices>\d+)\s*x\s*)?(?P<device>[a-z][a-z0-9 ]*?)(?:-(?P<memory>\d+)g(?:b)?)?(?:-(?P<form>sxm|pcie|nvl))?"
@@ -101,14 +104,14 @@ class ClusterName(Spec):
 def parse_cluster_name(text: str) -> ClusterName:
     """`[COUNTx]DEVICE[-80g][-pcie][@RATE]` taken apart; RATE is a node's network in Gb/s (bits) or GB/s (bytes).
 
-    Raises `ValueError` with the grammar where the text does not follow it.
+    Raises `UserError` with the grammar where the text does not follow it.
     """
     found = NAME.fullmatch(text.strip())
     if found is None and (rate := re.fullmatch(r"(.*@\d+(?:\.\d+)?)(/gpu)?", text.strip())):
         example = f"{rate[1]}Gb/s{rate[2] or ''}"
-        raise ValueError(f"cluster {text!r}: the rate needs a unit, Gb/s (bits) or GB/s (bytes), as in {example}")
+        raise UserError(f"cluster {text!r}: the rate needs a unit, Gb/s (bits) or GB/s (bytes), as in {example}")
     if found is None or int(found["devices"] or 1) == 0:
-        raise ValueError(
+        raise UserError(
             f"cluster {text!r} is no name such as 8xh100 or 64xa100-80g@400Gb/s "
             "(a node's network in Gb/s or GB/s, or a GPU's with /gpu), no file, and not 'local'"
         )

@@ -1,13 +1,18 @@
-"""The one place that says what a run reads: sources of text or tokens, the tokenizer, and how tokens become samples."""
+"""Data settings: sources of text or tokens, the tokenizer, and how tokens become samples."""
 
+import datetime
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
 from meshwright.spec.base import Spec
+from meshwright.spec.errors import UserError
 
 STDLIB = "stdlib"
 """The path that stands for the embedded default corpus."""
+
+DATASET = "dataset:"
+"""What a path begins with that names a dataset of a user's."""
 
 HUB = "hub:"
 """What a path begins with that names a dataset on the Hugging Face hub."""
@@ -15,6 +20,32 @@ HUB = "hub:"
 
 Format = Literal["auto", "text", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "tokenized"]
 """What a record of a source is."""
+
+
+Column = Literal[
+    "messages",
+    "conversations",
+    "instruction",
+    "input",
+    "output",
+    "history",
+    "prompt",
+    "completion",
+    "chosen",
+    "rejected",
+    "input_ids",
+    "labels",
+    "system",
+    "tools",
+    "functions",
+    "weight",
+    "train",
+    "label",
+    "images",
+    "audios",
+    "videos",
+]
+"""The columns of records that mean something."""
 
 
 SMALLEST_VOCAB = 257
@@ -29,7 +60,10 @@ class SourceSpec(Spec):
     .arrow hold one document per line or row, .json a list of them; .idx, or .bin beside one, holds tokens as Megatron
     stores them; .bin alone is a raw file of `tokens`; any other file is one document of UTF-8 text. Text, .json, .jsonl
     and .csv may be compressed (.gz, .zst). Also the folder of a dataset that `datasets` saved, `hub:owner/name` on the
-    Hugging Face hub, or `stdlib`, the standard library of this Python."""
+    Hugging Face hub, or `stdlib`, the standard library of this Python. Or `dataset:NAME`, an entry point of the group
+    meshwright.datasets that gives texts, records or token ids."""
+    options: dict[str, Any] = Field(default={})
+    """Keyword arguments of such a dataset."""
     name: str | None = Field(default=None, min_length=1)
     """What reports call this source. A source with a name is evaluated by itself, as one with a weight is."""
     format: Format = "auto"
@@ -38,7 +72,10 @@ class SourceSpec(Spec):
     auto: what its columns say."""
     text_key: str = Field(default="text", min_length=1)
     """Key or column of the text in .jsonl, .csv, .parquet, .arrow and datasets."""
-    weight: float | None = Field(default=None, gt=0)
+    columns: dict[Column, str | None] = Field(default={})
+    """Where a record's columns have other names: ours to theirs, as in `{instruction: question}`. null: this column is
+    not read."""
+    weight: float | None = Field(default=None, ge=1e-9, le=1e9)
     """Share of the tokens that are trained on, relative to the other sources' weights; every source has one or none
     has. Without weights every document is seen equally often."""
     split: str = Field(default="train", min_length=1)
@@ -49,19 +86,48 @@ class SourceSpec(Spec):
     """Integers of a raw token file."""
 
 
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+"""Who speaks in a conversation."""
+
+
 class ChatSpec(Spec):
     """How records of conversations, prompts and preferences become tokens, and which of these carry loss."""
 
     template: str = Field(default="auto", min_length=1)
     """How a conversation is written down: chatml, llama3, mistral, qwen, plain, or a Jinja file relative to the recipe.
     auto: the tokenizer's own chat template."""
+    template_arguments: dict[str, bool | int | float | str] = Field(default={})
+    """What the template is told besides the conversation, such as `{enable_thinking: false}`."""
+    date: str = Field(default="2025-01-01", pattern=r"^\d{4}-\d{2}-\d{2}$")
+    """The day that a template is told which asks for the date (`strftime_now`), so that a corpus does not change
+    overnight."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    """What carries loss: the assistant's turns (of a prompt and its completion, the completion), the last one only, or
-    everything."""
+    """What carries loss: the turns of `roles_to_train` (of a prompt and its completion, the completion), the last one
+    only, or everything."""
+    roles_to_train: tuple[Role, ...] = Field(default=("assistant",), min_length=1)
+    """Whose turns carry loss."""
+    train_on_eos: Literal["turn", "last", "none"] = "turn"
+    """Which of the tokens that end trained turns carry loss: each, that of the last turn, or none."""
+    thinking: Literal["template", "keep", "drop"] = "template"
+    """What becomes of thoughts (`reasoning_content`, or `<think>` in an answer). template: what the template does with
+    them, which often leaves out those of earlier turns. keep: each turn is written as the template writes it while it
+    is the newest. drop: they are left out."""
+    special_tokens: Literal["error", "text", "drop"] = "error"
+    """What happens to a record in whose messages a special token is spelled, such as <|im_end|>: an error, the letters
+    are kept as the text they are, or the record is left out."""
     overlong: Literal["error", "truncate", "drop"] = "error"
     """What happens to a record of more tokens than a sample has: an error, its end is cut off, or it is left out."""
     unlabelled: Literal["error", "drop"] = "error"
     """What happens to a record in which nothing carries loss: an error, or it is left out."""
+
+    @field_validator("date")
+    @classmethod
+    def _a_day(cls, value: str) -> str:
+        try:
+            datetime.date.fromisoformat(value)
+        except ValueError as error:
+            raise UserError(f"{value} is no day: {error}") from error
+        return value
 
 
 class DataSpec(Spec):
@@ -86,6 +152,8 @@ class DataSpec(Spec):
     document's first token, and no label crosses a border."""
     chat: ChatSpec = ChatSpec()
     """Conversations, prompts and preferences."""
+    order: Literal["shuffled", "given"] = "shuffled"
+    """In which order samples are seen: shuffled anew in every epoch, or as the data give them."""
     held_out: float = Field(default=0.05, ge=0, lt=1)
     """Share of the documents kept for evaluation, chosen by a hash of their text; at least one document, and
     of a single document its last part. Of files of tokens the last documents. 0 keeps none."""
@@ -103,5 +171,5 @@ class DataSpec(Spec):
     def _all_weights_or_none(cls, sources: tuple[SourceSpec, ...]) -> tuple[SourceSpec, ...]:
         bare = [source.path for source in sources if source.weight is None]
         if 0 < len(bare) < len(sources):
-            raise ValueError(f"source {bare[0]} has no weight but others have; give every source one, or none")
+            raise UserError(f"source {bare[0]} has no weight but others have; give every source one, or none")
         return sources

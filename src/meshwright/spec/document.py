@@ -1,4 +1,4 @@
-"""The one place that reads and writes YAML: plain data only, every value with the place it came from.
+"""YAML documents: plain data only, every value with its file and line.
 
 Scalars follow YAML 1.2's core schema, so `1e-4` is a number and `on`, `no` and `yes` are text. What surprises
 people in a configuration is refused with its line: duplicate keys, tags, anchors, aliases and merge keys.

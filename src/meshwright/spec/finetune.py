@@ -1,10 +1,11 @@
-"""The one place that says how a model is fine-tuned: what of it trains, and which adapters are added."""
+"""Fine-tuning settings: which parameters train, and which adapters are added."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from meshwright.spec.base import Spec
+from meshwright.spec.errors import UserError
 
 Patterns = Annotated[tuple[str, ...], Field(min_length=1)]
 """Modules by name: `wq`, `attention.wq` and `layers.0.*` are matched with names as in the parameter table, and `q_proj`
@@ -25,7 +26,7 @@ class FullSpec(Spec):
     @model_validator(mode="after")
     def _said_once(self) -> "FullSpec":
         if self.train and self.last_layers is not None:
-            raise ValueError("train and last_layers both say what trains; give one of the two")
+            raise UserError("train and last_layers both say what trains; give one of the two")
         return self
 
 
@@ -75,7 +76,7 @@ class LoraSpec(Spec):
         if value.get("method") != "qlora":
             return value
         if value.get("base") == "plain":
-            raise ValueError("method: qlora keeps its base in few bits; say base: nf4 or int8, or method: lora")
+            raise UserError("method: qlora keeps its base in few bits; say base: nf4 or int8, or method: lora")
         return {"base": "nf4", **value, "method": "lora"}
 
 

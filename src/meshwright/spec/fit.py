@@ -1,4 +1,4 @@
-"""The one place that says whether a layout fits a model and the sequences it is trained on, and how."""
+"""Whether, and how, a layout fits a model and its sequences."""
 
 from collections.abc import Iterator
 from itertools import product

@@ -1,4 +1,4 @@
-"""The one place that says what a run watches for, and what it does then."""
+"""Guards: what a run watches for, and how it reacts."""
 
 from typing import Literal
 
@@ -13,6 +13,9 @@ class GuardSpec(Spec):
     spikes: Literal["off", "skip", "rewind"] = "off"
     """What to do with a step whose loss or gradient norm is more than 6 standard deviations above its mean over the
     last 128 steps: nothing, leave the update out, or go back as non_finite: rewind does."""
+    max_skipped: int = Field(default=10, ge=0)
+    """How many steps in a row may be left out (non_finite: skip, spikes: skip) before the run ends with an error; 0
+    means any number."""
     max_rewinds: int = Field(default=3, ge=0)
     """How often a run may go back to its last checkpoint before it ends with an error."""
     replicas_every: int = Field(default=0, ge=0)

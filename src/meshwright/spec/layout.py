@@ -1,4 +1,4 @@
-"""The one place that says how ranks are arranged and which arrangements are legal."""
+"""Layouts: how ranks are arranged, and which arrangements are legal."""
 
 from collections.abc import Iterator
 from math import gcd
@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import field_validator, model_validator
 
 from meshwright.spec.base import Spec
+from meshwright.spec.errors import UserError
 from meshwright.spec.problems import did_you_mean
 from meshwright.spec.schedule import SCHEDULES, Schedule, build_schedule, is_asynchronous
 
@@ -63,7 +64,7 @@ class LayoutSpec(Spec):
     @classmethod
     def _no_truth_value(cls, value: Any) -> Any:
         if isinstance(value, bool):  # which Python, and so pydantic, takes for 0 or 1
-            raise ValueError(f"{str(value).lower()} is not allowed: must be 'auto', 0, 1, 2 or 3")
+            raise UserError(f"{str(value).lower()} is not allowed: must be 'auto', 0, 1, 2 or 3")
         return value
 
     @field_validator("stage_layers", mode="before")
@@ -75,7 +76,7 @@ class LayoutSpec(Spec):
     def _legal(self) -> "LayoutSpec":
         problems = list(self._problems())
         if problems:
-            raise ValueError("; ".join(problems))
+            raise UserError("; ".join(problems))
         return self
 
     def _problems(self) -> Iterator[str]:

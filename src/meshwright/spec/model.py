@@ -1,12 +1,16 @@
-"""The one place that says what a model is: its sizes and switches, and the shape of its parameter table's
-rows."""
+"""Models: sizes and switches, and the rows of a parameter table."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from meshwright.spec.base import Spec
+from meshwright.spec.plugins import Pluggable
+
+WIDEST, DEEPEST = 10**7, 10**4
+"""The most that a width, a number of heads or a vocabulary may be, and a number of layers or experts: sizes that no
+model has, refused before anything counts with them."""
 
 
 class RopeScaling(Spec):
@@ -38,17 +42,20 @@ class ModelFields(Spec):
     """The recipe's `model:` section: a published name or Hugging Face directory, or a family with sizes, or a
     name with some sizes changed. What is not given comes from the name or the family."""
 
-    name: str | None = None
+    name: str | None = Field(default=None, min_length=1)
     """A published name (`llama-3.2-1b`), the path of a Hugging Face directory, or the hub's id of a model in the local
     cache (`meta-llama/Llama-3.2-1B`, once `hf download` has fetched it). `model: NAME` is short for this."""
-    weights: Literal["random", "pretrained"] = "random"
-    """Where training starts: freshly drawn weights, or the Hugging Face directory's."""
+    weights: Literal["auto", "random", "pretrained"] = "auto"
+    """Where training starts: freshly drawn weights, or the Hugging Face directory's. auto: pretrained where `name` is a
+    Hugging Face directory that holds weights, else random. Adapters train beside random weights only where the recipe
+    says random."""
     family: str | None = None
     """Architecture when no name is given: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe or deepseek_v3. Beside
-    the name of a Hugging Face directory: transformers, to let that library compute the model."""
-    hidden: int | None = Field(default=None, ge=1)
+    the name of a Hugging Face directory: transformers, to let that library compute the model. Or a model of a user's
+    own, an entry point of the group meshwright.models."""
+    hidden: int | None = Field(default=None, ge=1, le=WIDEST)
     """Width of the residual stream."""
-    num_layers: int | None = Field(default=None, ge=1)
+    num_layers: int | None = Field(default=None, ge=1, le=DEEPEST)
     """Number of blocks."""
     num_heads: int | None = Field(default=None, ge=1)
     """Query heads."""
@@ -56,9 +63,9 @@ class ModelFields(Spec):
     """Key and value heads (grouped-query attention when fewer than num_heads)."""
     head_dim: int | None = Field(default=None, ge=1)
     """Width of one head; default hidden / num_heads."""
-    ffn: int | None = Field(default=None, ge=1)
+    ffn: int | None = Field(default=None, ge=1, le=WIDEST)
     """Width of the feed-forward layer; default 4 hidden for gpt2, else 8/3 hidden rounded up to 256s."""
-    vocab: int | None = Field(default=None, ge=1)
+    vocab: int | None = Field(default=None, ge=1, le=WIDEST)
     """Rows of the embedding; default the published size, else the tokenizer's."""
     max_positions: int | None = Field(default=None, ge=1)
     """Longest sequence the model is meant for."""
@@ -74,7 +81,7 @@ class ModelFields(Spec):
     """Use the embedding matrix as the output head as well."""
     init_std: float | None = Field(default=None, gt=0)
     """Standard deviation of freshly drawn matrices."""
-    num_experts: int | None = Field(default=None, ge=1)
+    num_experts: int | None = Field(default=None, ge=1, le=DEEPEST)
     """Experts that the router chooses from (mixtral, qwen3_moe, deepseek_v3)."""
     experts_per_token: int | None = Field(default=None, ge=1)
     """Experts that each token is sent to."""
@@ -120,20 +127,26 @@ class ForeignModel(Spec):
     rows follow one another in each expert's matrix."""
 
 
+FamilyName = Literal[
+    "gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "transformers"
+]
+"""The families of ours, and what stands for any other in a Hugging Face directory."""
+
+
 class ModelSpec(Spec):
     """A model, complete: everything that families, models and planner need, no defaults left to guess."""
 
-    family: Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "transformers"]
-    hidden: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    max_positions: int
+    family: Annotated[FamilyName, Pluggable("models")]
+    hidden: int = Field(ge=1, le=WIDEST)
+    num_layers: int = Field(ge=1, le=DEEPEST)
+    num_heads: int = Field(ge=1, le=WIDEST)
+    num_kv_heads: int = Field(ge=1, le=WIDEST)
+    head_dim: int = Field(ge=1, le=WIDEST)
+    ffn: int = Field(ge=1, le=WIDEST)
+    vocab: int = Field(ge=1, le=WIDEST)
+    max_positions: int = Field(ge=1)
     norm: Literal["rmsnorm", "layernorm"]
-    norm_eps: float
+    norm_eps: float = Field(ge=0, allow_inf_nan=False)
     activation: Literal["swiglu", "gelu_tanh"]
     positions: Literal["rope", "learned"]
     rope_theta: float = 10000.0
@@ -147,7 +160,7 @@ class ModelSpec(Spec):
     sliding_window: int | None = None
     tied_embeddings: bool = False
     init_std: float = 0.02
-    num_experts: int = 0
+    num_experts: int = Field(default=0, ge=0, le=DEEPEST)
     """Experts that the router chooses from; 0: every layer is dense."""
     experts_per_token: int = 0
     expert_ffn: int = 0

@@ -1,4 +1,4 @@
-"""The one place that turns what pydantic finds wrong into sentences for people who do not know pydantic."""
+"""pydantic's validation errors, turned into sentences."""
 
 import difflib
 import json
@@ -61,6 +61,11 @@ def setting_called(word: str, spec: type[Spec]) -> str | None:
     """The setting, wherever it stands, that is called `word` here or by others: `a.b`; None where none is."""
     ours = SYNONYMS.get(plain(word), plain(word))
     return next((path for path in map(dotted, _all_paths(spec)) if f".{path}".endswith(f".{ours}")), None)
+
+
+def is_setting(path: str, spec: type[Spec]) -> bool:
+    """Whether `a.b` is a setting or a section of a spec."""
+    return path in map(dotted, _all_paths(spec))
 
 
 def _path_in(value: Any, details: ErrorDetails) -> tuple[KeyPath, bool]:

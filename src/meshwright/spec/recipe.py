@@ -1,4 +1,4 @@
-"""The one place that turns a recipe file and `a.b=c` overrides into a Run, and a Run back into a recipe."""
+"""Recipes: a file and `a.b=c` overrides become a Run, and a Run becomes a file."""
 
 import functools
 import json
@@ -11,13 +11,14 @@ from pydantic import ValidationError
 
 from meshwright.spec.base import Spec
 from meshwright.spec.document import Document, KeyPath, Place, read_yaml, scalar, write_yaml
+from meshwright.spec.errors import UserError
 from meshwright.spec.problems import explain
 from meshwright.spec.run import Run
 
 SpecT = TypeVar("SpecT", bound=Spec)
 
 
-class RecipeError(ValueError):
+class RecipeError(UserError):
     """Everything that is wrong with a recipe, one line each, every line beginning with its place or its setting."""
 
     def __init__(self, problems: Sequence[str], rest: Spec | None = None, wrong: Iterable[str] = ()):
@@ -63,7 +64,8 @@ def parse_spec(text: str, spec: type[SpecT], overrides: Sequence[str] = (), *, s
     try:
         # Strict, for nothing is guessed: "5" is no number and yes no truth value. As JSON, for strict mode
         # then still makes sections of mappings and tuples of lists.
-        result = spec.model_validate_json(json.dumps(document.value), strict=True)
+        written = {"written": spec is not Run}  # by a run, whose plug-ins other verbs do without
+        result = spec.model_validate_json(json.dumps(document.value), strict=True, context=written)
     except ValidationError as error:
         for path, message in explain(error, spec, document.value):
             document.refuse(path, message)
@@ -152,10 +154,10 @@ def _part(container: Any, key: str) -> str | int:
     if isinstance(container, list):
         if key.isdecimal() and int(key) < len(container):
             return int(key)
-        raise ValueError(f"the recipe's list has {len(container)} items, counted from 0")
+        raise UserError(f"the recipe's list has {len(container)} items, counted from 0")
     if isinstance(container, dict):
         return key
-    raise ValueError("not a section, so nothing in it can be set")
+    raise UserError("not a section, so nothing in it can be set")
 
 
 def _override_value(text: str, place: Place) -> Document:

@@ -1,4 +1,4 @@
-"""The one place that says which layers compute their activations again in the backward pass; no torch here."""
+"""Recomputation settings: which layers recompute their activations. No torch here."""
 
 from collections.abc import Sequence
 from itertools import repeat

@@ -1,4 +1,4 @@
-"""The one place that says what a run is: the recipe as a value, and the same with every default resolved."""
+"""A run: the recipe as a value, and the same with every default resolved."""
 
 from typing import Any, Literal
 
@@ -7,10 +7,12 @@ from pydantic import field_validator, model_validator
 from meshwright.spec.base import Spec
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.data import DataSpec
+from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FinetuneSpec
 from meshwright.spec.guards import GuardSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields, ModelSpec
+from meshwright.spec.plugins import PluginSpec, known_plugins
 from meshwright.spec.recompute import Policy, layer_policies
 from meshwright.spec.training import TrainingSpec
 
@@ -39,12 +41,14 @@ class Run(Spec):
     run_dir: str = "runs/run"
     """Folder that receives everything the run writes."""
     trackers: tuple[str, ...] = ()
-    """Optional taps on metrics.jsonl: tensorboard, wandb."""
+    """Where metrics.jsonl is copied to: tensorboard, wandb, or an entry point of the group meshwright.trackers."""
+    callbacks: tuple[PluginSpec, ...] = ()
+    """What happens beside training: names of ours, or of entry points of the group meshwright.callbacks."""
 
     @model_validator(mode="after")
     def _has_something_to_go_back_to(self) -> "Run":
         if "rewind" in (self.training.non_finite, self.guards.spikes) and not self.checkpoint.every:
-            raise ValueError("rewind goes back to the last checkpoint, and none is saved; set checkpoint.every=100")
+            raise UserError("rewind goes back to the last checkpoint, and none is saved; set checkpoint.every=100")
         return self
 
     @field_validator("model", mode="before")
@@ -57,12 +61,20 @@ class Run(Spec):
     def _word_alone(cls, value: Any) -> Any:
         return {"choose": True} if value == "auto" else value
 
+    @field_validator("callbacks", mode="before")
+    @classmethod
+    def _names_alone(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            return value
+        return tuple({"name": each} if isinstance(each, str) else each for each in value)
+
     @field_validator("trackers")
     @classmethod
     def _known_trackers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        known = known_plugins("trackers")
         for name in value:
-            if name not in ("tensorboard", "wandb"):
-                raise ValueError(f"unknown tracker {name!r}; there are tensorboard and wandb")
+            if name not in known:
+                raise UserError(f"unknown tracker {name!r}; there are {' and '.join(sorted(known))}")
         return value
 
 
@@ -86,7 +98,7 @@ class ResolvedRun(Spec):
     reasons: dict[str, str]
     """Why each value that was `auto` became what it is."""
     asked: Run | None = None
-    """The recipe as given, where the planner chose its layout."""
+    """The recipe as given, where the planner chose its layout or it names datasets of a user's."""
     plan: dict[str, Any] | None = None
     """What the planner said then, as in `plan.json`."""
 

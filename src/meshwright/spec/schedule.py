@@ -1,4 +1,4 @@
-"""The one place that makes pipeline schedules: who runs which microbatch of which stage when.
+"""Pipeline schedule generators: which rank runs which microbatch of which stage when.
 
 | name                    | stages per rank | source                                                                   |
 |-------------------------|-----------------|--------------------------------------------------------------------------|

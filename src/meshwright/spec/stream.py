@@ -1,4 +1,4 @@
-"""The one place that says which part of an endless stream of microbatches an asynchronous pipeline does in which step.
+"""Steps of an asynchronous pipeline, cut from an endless stream of microbatches.
 
 A synchronous pipeline is empty between two steps; filling and emptying it is the bubble. An asynchronous one (Narayanan
 et al., "PipeDream", 2019; "Memory-Efficient Pipeline-Parallel DNN Training", 2021: PipeDream-2BW) begins the next

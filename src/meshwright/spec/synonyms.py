@@ -1,4 +1,4 @@
-"""The one place that knows what other tools and papers call our settings and their values, for hints in messages."""
+"""Synonyms: what other tools and papers call our settings and values, for hints in messages."""
 
 SYNONYMS = {
     # layout

@@ -1,4 +1,4 @@
-"""The one place that reads off a schedule what it costs: time, bubble, activations held at once, and a picture."""
+"""The timeline of a schedule: time, bubble, activations in flight, and a picture."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,23 +1,34 @@
-"""The one place that says how a model is trained: batch, optimizer, schedule, precision, recomputation, policies."""
+"""Training settings: batch, optimizer, schedule, precision, recomputation, policies."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from meshwright.spec.base import Spec
+from meshwright.spec.errors import UserError
+from meshwright.spec.plugins import Pluggable, PluginSpec
+from meshwright.spec.precision import ComputeName, Precision, ReduceName
 from meshwright.spec.recompute import Policy, RecomputeSpec
 
 MOST_WARMUP = 100
 """Steps of warm-up that are enough for a run of any length, where the recipe leaves them open."""
 
 
+OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw", "muon"]
+"""The optimizers of ours."""
+
+
 class OptimizerSpec(Spec):
     """The optimizer and its constants."""
 
-    name: Literal["adamw", "adamw_8bit", "paged_adamw", "muon"] = "adamw"
-    """adamw (Loshchilov and Hutter, 2019); adamw_8bit, whose moments take a byte a number (Dettmers et al., 2022);
-    paged_adamw, whose moments leave a GPU that is full (bitsandbytes; one process on an NVIDIA GPU); or muon (Jordan et
-    al., 2024): hidden matrices by orthogonalised momentum, everything else, experts too, by AdamW."""
+    name: Annotated[OptimizerName, Pluggable("optimizers")] = "adamw"
+    """adamw (Loshchilov and Hutter, 2019); adamw_8bit, whose moments take a byte a number (Dettmers et al., 2022),
+    but fp32 where tp cuts a block of 256: there it rounds less than in one process; paged_adamw, whose moments leave a
+    GPU that is full (bitsandbytes; one process on an NVIDIA GPU); or muon (Jordan et al., 2024): hidden matrices by
+    orthogonalised momentum, everything else, experts too, by AdamW. Or an entry point of
+    the group meshwright.optimizers, made with `lr` and `options`."""
+    options: dict[str, Any] = Field(default={})
+    """Keyword arguments of a plug-in."""
     lr: float = Field(default=3e-4, gt=0)
     """Peak learning rate."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
@@ -32,13 +43,21 @@ class OptimizerSpec(Spec):
     """Muon's Nesterov momentum."""
 
 
+ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
+"""The schedules of ours."""
+
+
 class LrScheduleSpec(Spec):
     """How the learning rate moves from step to step, as a factor of the optimizer's peak."""
 
-    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """cosine, linear, constant, or wsd (warmup-stable-decay, Hu et al., 2024)."""
+    name: Annotated[ScheduleName, Pluggable("lr_schedules")] = "cosine"
+    """cosine, linear, constant, wsd (warmup-stable-decay, Hu et al., 2024), or an entry point of the group
+    meshwright.lr_schedules."""
+    options: dict[str, Any] = Field(default={})
+    """Keyword arguments of a plug-in."""
     warmup: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """Steps of linear warm-up from 0. auto: a tenth of all steps, but not more than 100."""
+    """Steps of linear warm-up from 0. auto: a tenth of all steps, but not more than 100; none for a plug-in, which is
+    the whole schedule."""
     final: float = Field(default=0.1, ge=0, le=1)
     """Factor reached at the last step (not for constant)."""
     decay: int = Field(default=0, ge=0)
@@ -46,7 +65,8 @@ class LrScheduleSpec(Spec):
 
     def warmup_steps(self, steps: int) -> int:
         """Steps of warm-up in a run of `steps`, `auto` resolved."""
-        return min(MOST_WARMUP, steps // 10) if self.warmup == "auto" else self.warmup
+        automatic = min(MOST_WARMUP, steps // 10) if self.name in get_args(ScheduleName) else 0
+        return automatic if self.warmup == "auto" else self.warmup
 
 
 class EvaluationSpec(Spec):
@@ -86,7 +106,7 @@ class PreferenceSpec(Spec):
 class TrainingSpec(Spec):
     """One training run's arithmetic. Batch sizes say their unit: `global_batch` in sequences or in tokens."""
 
-    steps: int = Field(default=1000, ge=1)
+    steps: int = Field(default=1000, ge=1, le=10**12)
     """Optimizer steps."""
     global_batch: int | None = Field(default=None, ge=1)
     """Sequences per optimizer step over all ranks (default 64 where global_batch_tokens is not given either)."""
@@ -95,10 +115,10 @@ class TrainingSpec(Spec):
     micro_batch: int | Literal["auto"] = "auto"
     """Sequences a rank runs at a time; what is left of the global batch becomes gradient accumulation.
     auto: the largest divisor whose estimated activations fit in memory."""
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
+    precision: ComputeName = "bf16"
     """Compute dtype. bf16 and fp16 keep fp32 master weights and optimizer state; fp16 scales its loss dynamically;
     fp64 is for proofs."""
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    reduce_dtype: ReduceName = "fp32"
     """Dtype in which gradients accumulate and are reduced over ranks under bf16 and fp16."""
     recompute: Policy | RecomputeSpec = "none"
     """Activation recomputation per block: none, selective (keeps matrix products and attention, recomputes the rest)
@@ -114,6 +134,9 @@ class TrainingSpec(Spec):
     non_finite: Literal["raise", "skip", "rewind"] = "raise"
     """What to do when a loss or gradient is not finite: stop before the weights are touched, skip that step, or go back
     to the last checkpoint and pass over the batches since."""
+    objective: PluginSpec | None = None
+    """An objective of a user's in the place of next-token prediction: the name of an entry point of the group
+    meshwright.objectives, or its name and its options."""
     preference: PreferenceSpec | None = None
     """Learn from pairs of answers (sources of the format preference) instead of predicting every token."""
     evaluation: EvaluationSpec = EvaluationSpec()
@@ -125,13 +148,25 @@ class TrainingSpec(Spec):
     deterministic: bool = False
     """Use only deterministic kernels, so that a repeated run is equal bit for bit."""
 
+    @property
+    def dtypes(self) -> Precision:
+        """What `precision` and `reduce_dtype` stand for."""
+        return Precision.of(self.precision, self.reduce_dtype)
+
+    @field_validator("objective", mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
     @model_validator(mode="after")
     def _consistent(self) -> "TrainingSpec":
+        if self.objective is not None and self.preference is not None:
+            raise UserError("objective and preference both say what is minimised; give one of the two")
         if self.global_batch is not None and self.global_batch_tokens is not None:
-            raise ValueError("global_batch and global_batch_tokens say the same thing twice; give one of the two")
+            raise UserError("global_batch and global_batch_tokens say the same thing twice; give one of the two")
         warmup = self.lr_schedule.warmup_steps(self.steps)
         if warmup > self.steps:
-            raise ValueError(
+            raise UserError(
                 f"lr_schedule.warmup={warmup} is longer than steps={self.steps}; with warmup=auto it is a tenth of them"
             )
         return self

@@ -1,4 +1,4 @@
-"""The one place that trains a small model for many steps under a layout, for the picture of ten loss curves."""
+"""Loss curves of a small model under several layouts, for the picture in the docs."""
 
 import argparse
 from pathlib import Path

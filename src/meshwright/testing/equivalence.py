@@ -1,4 +1,4 @@
-"""The one place that compares a layout with one process: loss, every gradient, and every weight after one step."""
+"""Equivalence with one process: loss, every gradient, and every weight after one step."""
 
 import functools
 from collections.abc import Mapping
@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from meshwright.comm.objects import gather_everywhere
 from meshwright.data.loader import Loader
+from meshwright.launch.launcher import Worker
 from meshwright.models import draw_rows, named_state
+from meshwright.objectives import Objective
 from meshwright.optim import shards
 from meshwright.parallel import Meshes, build_meshes
 from meshwright.parallel.materialize import RowSource
@@ -16,7 +19,6 @@ from meshwright.prove.samples import RandomSamples
 from meshwright.spec.layout import AXES, LayoutSpec
 from meshwright.spec.model import Parameter
 from meshwright.spec.run import ResolvedRun
-from meshwright.trainer.launch import Worker
 from meshwright.trainer.setup import Trainer, build_parallel_model, give_state
 from meshwright.trainer.weights import run_weights
 
@@ -32,17 +34,19 @@ class Outcome:
     """After the step; state that is not trained included."""
 
 
-def build_here(resolved: ResolvedRun) -> Trainer:
+def build_here(resolved: ResolvedRun, objective: Objective | None = None, weights: RowSource | None = None) -> Trainer:
     """A trainer on the CPU for this rank of whatever process group there is.
 
-    Adapters are drawn as if they had been trained: one that begins with zero would hide what it computes.
+    Adapters are drawn as if they had been trained: one that begins with zero would hide what it computes. `objective`,
+    `weights`: default the recipe's.
     """
     distributed = dist.is_initialized()
     worker = Worker(rank=dist.get_rank(), world_size=dist.get_world_size()) if distributed else Worker()
     layout = resolved.run.layout
     degrees = {axis: getattr(layout, axis) for axis in (*AXES, "ep")}
     meshes = _meshes(sharded=layout.zero_stage > 0, **degrees) if distributed else None
-    passes, weights = build_parallel_model(resolved, meshes), _with_lively_adapters(run_weights(resolved))
+    passes = build_parallel_model(resolved, meshes, objective)
+    weights = weights or _with_lively_adapters(run_weights(resolved))
     return give_state(passes, resolved, worker, torch.device("cpu"), meshes, weights)
 
 
@@ -62,9 +66,9 @@ def _meshes(*, sharded: bool, **degrees: int) -> Meshes:
     return build_meshes(LayoutSpec.model_validate({**degrees, "zero": 3 if sharded else 0}), "cpu")
 
 
-def one_step(resolved: ResolvedRun, documents: bool = False) -> Outcome | None:
+def one_step(resolved: ResolvedRun, documents: bool = False, objective: Objective | None = None) -> Outcome | None:
     """Build the run and make its first step on random tokens; None on every rank but the first. Collective."""
-    trainer = build_here(resolved)
+    trainer = build_here(resolved, objective)
     step = trainer.train_step
     with loader_for(trainer, documents=documents) as loader:
         loss, _ = step.gradients(loader.microbatches(0))
@@ -79,7 +83,7 @@ def loader_for(trainer: Trainer, *, seed: int = 0, documents: bool = False) -> L
     """This rank's microbatches of random samples."""
     resolved = trainer.resolved
     length = resolved.run.data.sequence_length
-    pairs = resolved.run.training.preference is not None
+    pairs = trainer.train_step.passes.objective.needs_pairs
     samples = RandomSamples(
         vocab=resolved.model.vocab, sequence_length=length, seed=seed, documents=documents, pairs=pairs
     )
@@ -101,10 +105,8 @@ def whole_of_all(trainer: Trainer, tensors: Mapping[str, torch.Tensor | None]) -
     stages = trainer.train_step.passes.stages
     if stages is None:
         return here
-    parts: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size(stages))]
-    dist.all_gather_object(parts, here, group=stages)
     everything: dict[str, torch.Tensor] = {}
-    for name, tensor in (item for part in parts for item in part.items()):
+    for name, tensor in (item for part in gather_everywhere(here, stages) for item in part.items()):
         assert torch.equal(everything.setdefault(name, tensor), tensor), f"copies of {name} differ"
     return everything
 

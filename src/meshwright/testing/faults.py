@@ -1,4 +1,4 @@
-"""The one place that stops a process between two file operations, or slows its storage down, to test what survives."""
+"""Storage faults: a process stopped between two file operations, or slow storage."""
 
 import os
 import sys

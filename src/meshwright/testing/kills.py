@@ -1,4 +1,4 @@
-"""The one place that kills training at random moments and looks at what is left: `python -m meshwright.testing.kills`.
+"""Random kills of training, and a check of what is left: `python -m meshwright.testing.kills`.
 
 Some ranks train a tiny model, saving every few steps on storage that is made slow, so that many kills hit a save. One
 rank is killed by kill -9, and a moment later the others, as the launcher does. Then the newest checkpoint must be good,

@@ -1,15 +1,18 @@
-"""The one place that lists the layouts which tests hold to one process, and those that must be refused.
+"""The layouts that tests compare with one process, and those that must be refused.
 
 `docs/equivalence.md` is made from it. To prove another mix, add a line.
 """
 
-from typing import Any
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from meshwright.spec.fit import find_misfits
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.run import ResolvedRun
 
 LAYOUTS = {
     "single": LayoutSpec(),
@@ -119,3 +122,69 @@ def refusal(layout: dict[str, Any], model: ModelSpec, sequence_length: int) -> s
         return "; ".join(find_misfits(LayoutSpec.model_validate(layout), model, sequence_length))
     except ValidationError as error:
         return "; ".join(str(problem.get("ctx", {}).get("error")) for problem in error.errors())
+
+
+class Drawn(NamedTuple):
+    """A random run whose layout is legal."""
+
+    seed: int
+    """Of this one alone."""
+    run: ResolvedRun
+    beside: str
+    """What was drawn beside the layout."""
+
+
+FAMILIES = ("llama", "gpt2", "mistral", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
+
+BESIDE: tuple[dict[str, Any], ...] = (
+    {},
+    {"recompute": "full"},
+    {"recompute": "selective"},
+    {"optimizer": {"name": "muon", "eps": 0.1}},
+    {"clip": None},
+    {"tied": True},
+    {"preference": {"beta": 0.5}},
+    {"finetune": {"method": "lora", "rank": 3}},
+    {"finetune": {"method": "lora", "rank": 3, "dora": True}},
+    {"finetune": {"method": "ia3"}},
+    {"finetune": {"method": "qlora", "rank": 4}},
+)
+"""What `tiny_run` may be given beside a layout."""
+
+
+def random_layouts(
+    *, seed: int, count: int, build: Callable[[dict[str, Any]], ResolvedRun | None], most_ranks: int = 8
+) -> Iterator[Drawn]:
+    """Random legal layouts of 2 to `most_ranks` ranks, each with a family and one thing beside it. The i-th depends on
+    `seed + i` alone. `build` makes a run of the options of tests' `tiny_run`, or None where it cannot."""
+    for number in range(seed, seed + count):
+        generator = random.Random(number)
+        while True:
+            options = _draw(generator, most_ranks)
+            run = None if options is None else build(options)
+            if run is not None and not find_misfits(run.run.layout, run.model, run.run.data.sequence_length):
+                beside = {key: value for key, value in options.items() if key != "layout"} if options else {}
+                yield Drawn(number, run, ", ".join(f"{key}={value}" for key, value in beside.items()))
+                break
+
+
+def _draw(generator: random.Random, most_ranks: int) -> dict[str, Any] | None:
+    """Options of a run; None where the degrees are no layout."""
+    degrees = {axis: generator.choice((1, 1, 1, 2, 2, 3, 4)) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}
+    family, beside = generator.choice(FAMILIES), generator.choice(BESIDE)
+    choices: dict[str, Any] = {"zero": generator.choice(("auto", 1, 2, 3)), "ep": generator.choice((1, 2, 4))}
+    choices["cp_method"] = generator.choice(("auto", "ring", "all_gather", "ulysses"))
+    if degrees["pp"] > 1:
+        choices["schedule"] = generator.choice(
+            ("1f1b", "afab", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev")
+        )
+    elif degrees["tp"] == 1 and generator.random() < 0.2:
+        choices["offload"] = "cpu"
+    try:
+        layout = LayoutSpec.model_validate({**degrees, **choices})
+    except ValueError:
+        return None
+    if not 1 < layout.world_size <= most_ranks or (beside.get("tied") and family == "deepseek_v3"):
+        return None
+    layers = {"num_layers": 2 * layout.pp} if layout.pp > 1 and family != "deepseek_v3" else {}
+    return {"layout": layout, "family": family, "accumulation": generator.choice((1, 2, 3)), **layers, **beside}

@@ -1,4 +1,4 @@
-"""The one place that keeps worker processes at hand, so that many cases with several ranks cost little each."""
+"""A pool of worker processes, so that cases with several ranks start fast."""
 
 import atexit
 import contextlib

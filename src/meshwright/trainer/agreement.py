@@ -1,13 +1,10 @@
-"""The one place where ranks agree, between two steps, on what none of them may decide alone."""
+"""Agreement between ranks, between two steps, on what none may decide alone."""
 
 import torch
-import torch.distributed as dist
+
+from meshwright.comm import collectives
 
 
 def largest(*values: int) -> tuple[int, ...]:
     """Each value's largest over all ranks. Collective: some bytes through host memory, also where GPUs compute."""
-    if not dist.is_initialized():
-        return values
-    most = torch.tensor(values, dtype=torch.int64)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return tuple(most.tolist())
+    return tuple(collectives.all_reduce_(torch.tensor(values, dtype=torch.int64), op="max").tolist())

@@ -1,4 +1,4 @@
-"""The one place that measures a machine for the planner: products, memory, attention, the host, collectives."""
+"""Calibration: measurements of a machine for the planner."""
 
 import multiprocessing
 import os
@@ -14,9 +14,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from meshwright.comm import collectives
+from meshwright.models.dtypes import torch_dtype
 from meshwright.plan.hardware import local_cluster
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.spec.cluster import ClusterSpec, CollectiveCost, Measured
+from meshwright.spec.precision import BF16, FP32
 
 LARGE = {"cpu": 1024, "cuda": 8192}
 SMALL = {"cpu": 64, "cuda": 256}
@@ -24,7 +27,7 @@ SMALL = {"cpu": 64, "cuda": 256}
 COPY_BYTES = {"cpu": 2**27, "cuda": 2**30}
 MESSAGE_BYTES = {"cpu": (2**12, 2**22, 2**25), "cuda": (2**12, 2**24, 2**28)}
 """Payloads of the all-reduces, from the smallest, where latency is all, to the largest."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MEASURED = (FP32, BF16)
 TINY_OPERATORS = 200
 
 
@@ -44,8 +47,8 @@ def calibrate(machine: Machine | None = None, *, ranks: int | None = None, secon
         found = pool.map(_measure_rank, jobs, chunksize=1)
     slowest = {name: _slowest(name, [measured[name] for measured in found]) for name in found[0]}
     measured = Measured(
-        matmul_tflops={name: slowest[f"matmul {name}"] for name in DTYPES},
-        matmul_half_us={name: slowest[f"start {name}"] for name in DTYPES},
+        matmul_tflops={dtype.name: slowest[f"matmul {dtype}"] for dtype in MEASURED},
+        matmul_half_us={dtype.name: slowest[f"start {dtype}"] for dtype in MEASURED},
         memory_gb_s=slowest["memory"],
         attention_tflops=slowest["attention"],
         host_us=slowest["host"],
@@ -63,11 +66,12 @@ def _measure_rank(job: tuple[int, int, str, int, str, float]) -> dict[str, float
     found: dict[str, float] = {}
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", init_method=store, rank=rank, world_size=ranks)
     dist.barrier()
-    for name, dtype in DTYPES.items():
+    for measured in MEASURED:
+        dtype = torch_dtype(measured)
         large, small = LARGE[kind], SMALL[kind]
         took = _seconds(_product(large, dtype, device), seconds, device)
-        found[f"matmul {name}"] = 2 * large**3 / took / 1e12
-        found[f"start {name}"] = max(0.0, _seconds(_product(small, dtype, device), seconds / 4, device)
+        found[f"matmul {measured}"] = 2 * large**3 / took / 1e12
+        found[f"start {measured}"] = max(0.0, _seconds(_product(small, dtype, device), seconds / 4, device)
                                      - 2 * small**3 / (2 * large**3 / took)) * 1e6  # fmt: skip
     source = torch.ones(COPY_BYTES[kind] // 4, device=device)
     target = torch.empty_like(source)
@@ -79,7 +83,7 @@ def _measure_rank(job: tuple[int, int, str, int, str, float]) -> dict[str, float
     if ranks > 1:
         for size in MESSAGE_BYTES[kind]:
             payload = torch.ones(size // 4, device=device)
-            found[f"reduce {size}"] = _times(lambda p=payload: dist.all_reduce(p), 7, device)
+            found[f"reduce {size}"] = _times(lambda p=payload: collectives.all_reduce_(p), 7, device)
     dist.barrier()
     dist.destroy_process_group()
     return found

@@ -1,4 +1,4 @@
-"""The one place that asks torch about the device a rank computes on: which, how fast, how much memory is in use."""
+"""The device of a rank: which one, its speed, its memory in use."""
 
 import ctypes
 import resource
@@ -7,26 +7,28 @@ import time
 
 import torch
 
+from meshwright.launch.launcher import make_cublas_deterministic
 from meshwright.models.cpu_kernels import matmul
-from meshwright.parallel.precision import DTYPES
+from meshwright.models.dtypes import torch_dtype
 from meshwright.plan.machine import Machine
 from meshwright.plan.peaks import datasheet_flops
-from meshwright.trainer.launch import make_cublas_deterministic
+from meshwright.spec.errors import UserError
+from meshwright.spec.precision import Precision
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def choose_device(machine: Machine, local_rank: int) -> torch.device:
-    """The device of the local rank; raises `ValueError` where torch cannot use what the machine has."""
+    """The device of the local rank; raises `UserError` where torch cannot use what the machine has."""
     if machine.kind == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError(
+        raise UserError(
             f"this machine has a {machine.name}, but torch {torch.__version__} cannot use it; "
             "install a CUDA build of torch or set device=cpu"
         )
     if local_rank >= torch.cuda.device_count():
-        raise ValueError(
+        raise UserError(
             f"local rank {local_rank} has no GPU: torch sees {torch.cuda.device_count()} here; use fewer ranks"
         )
     device = torch.device("cuda", local_rank)
@@ -34,13 +36,14 @@ def choose_device(machine: Machine, local_rank: int) -> torch.device:
     return device
 
 
-def peak_flops(device: torch.device, machine: Machine, precision: str) -> tuple[float, str]:
+def peak_flops(device: torch.device, machine: Machine, precision: Precision) -> tuple[float, str]:
     """FLOP/s that MFU is measured against, and where the figure comes from."""
-    known = datasheet_flops(machine.name, precision) if device.type == "cuda" else None
+    known = datasheet_flops(machine.name, precision.compute) if device.type == "cuda" else None
     if known is not None:
-        return known, f"datasheet, {machine.name}, dense {precision}"
+        return known, f"datasheet, {machine.name}, dense {precision.compute}"
     size = 1024
-    return _measured_matmul_flops(device, DTYPES[precision], size), f"measured here, {size}^3 {precision} product"
+    measured = _measured_matmul_flops(device, torch_dtype(precision.compute), size)
+    return measured, f"measured here, {size}^3 {precision.compute} product"
 
 
 def peak_memory_bytes(device: torch.device) -> int:

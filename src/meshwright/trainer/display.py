@@ -1,10 +1,13 @@
-"""The one place that turns a run's figures into the lines people read."""
+"""Display: a run's metrics as lines for people."""
 
 import sys
 import time
 from typing import TextIO
 
+from meshwright.callbacks import Callback, Training
+from meshwright.callbacks.callback import Record
 from meshwright.trainer.metrics import StepRecord
+from meshwright.trainer.notebook import notebook_bar
 
 CLEAR = "\r\x1b[K"
 """Moves a terminal to the beginning of its line, and empties it."""
@@ -47,8 +50,9 @@ class ProgressLine:
             sys.stderr.flush()
 
 
-class Display:
-    """One line that renews itself on a terminal, plain lines at sensible intervals elsewhere; silent off rank 0."""
+class Display(Callback):
+    """One line that renews itself on a terminal, a bar in a notebook, plain lines at sensible intervals elsewhere;
+    silent off rank 0."""
 
     def __init__(
         self, *, steps: int, memory_bytes: int, device: str, enabled: bool, stream: TextIO | None = None
@@ -57,6 +61,7 @@ class Display:
         self.per_rank = "tok/s/gpu" if device == "cuda" else "tok/s/rank"
         self.stream = stream or sys.stdout
         self.live = enabled and self.stream.isatty()
+        self.bar = notebook_bar(steps) if enabled else None
         self._every = max(1, steps // 50)
         self._open_line = False
 
@@ -77,6 +82,13 @@ class Display:
             self._open_line = True
         elif record.step in (1, self.steps) or record.step % self._every == 0:
             self.say(self.line(record))
+
+    def on_record(self, training: Training, record: Record) -> None:
+        """Show steps; what writes other records prints its own lines."""
+        if record["kind"] == "step" and self.bar is not None:
+            self.bar.show(record)
+        elif record["kind"] == "step":
+            self.step(StepRecord(**{key: value for key, value in record.items() if key not in ("kind", "time")}))
 
     def line(self, record: StepRecord) -> str:
         """`step 120/1000  loss 2.341  gnorm 0.83  lr 2.9e-04  7.1k tok/s/gpu  mfu 41%  mem 61.2/80G  eta 1h12m`."""

@@ -1,33 +1,31 @@
-"""The one place that measures a model on held-out text."""
+"""A model measured on held-out data: the objective's loss and metrics."""
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
-from meshwright.data.loader import Microbatch
+from meshwright.comm import collectives
+from meshwright.data.loader import HostBatch
+from meshwright.models.batch import TensorBatch, to_device
 from meshwright.parallel import Passes
 from meshwright.parallel.data import release_gathered
-from meshwright.parallel.passes import Arguments
-from meshwright.trainer.step import count_terms, preference_of, to_device
+from meshwright.spec.errors import UserError
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Loss on held-out tokens, the same on every rank and for every number of ranks."""
+    """Loss on held-out data, the same on every rank and for every number of ranks."""
 
     loss: float
-    """Mean loss per token, in nats."""
+    """Mean loss per term: nats per token, or an objective's own."""
     tokens: int
-    """Tokens that carry loss, or pairs of answers."""
-    accuracy: float | None = None
-    """Of pairs of answers the share of which the chosen one has become likelier, next to the rejected one, than the
-    reference makes it."""
-    margin: float | None = None
-    """Of pairs of answers the mean of beta (r - r_ref), by how much more than the reference the chosen answer is
-    preferred, in nats: the reward's margin (see `models/preference.py`)."""
+    """Terms: tokens that carry loss, or pairs of answers."""
+    term: str = "token"
+    """What a term is."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The objective's metrics, each a mean over terms (`Objective.metrics`)."""
     sources: dict[str, "Evaluation"] = field(default_factory=dict)
     """The same for each source of data by itself, where there are several."""
 
@@ -38,54 +36,41 @@ class Evaluation:
 
 
 def joined(parts: dict[str, Evaluation]) -> Evaluation:
-    """One evaluation of several sources: each token, or pair, counts alike."""
+    """One evaluation of several sources: each term counts alike."""
     if len(parts) == 1:
         return next(iter(parts.values()))
     tokens = sum(part.tokens for part in parts.values())
     loss = sum(part.loss * part.tokens for part in parts.values()) / tokens
-    means = {}
-    for name in ("accuracy", "margin"):
-        known = [getattr(part, name) * part.tokens for part in parts.values() if part.accuracy is not None]
-        means[name] = sum(known) / tokens if known else None
-    return Evaluation(loss=loss, tokens=tokens, **means, sources=parts)
+    names = next(iter(parts.values())).metrics
+    metrics = {name: sum(part.metrics[name] * part.tokens for part in parts.values()) / tokens for name in names}
+    term = next(iter(parts.values())).term
+    return Evaluation(loss=loss, tokens=tokens, term=term, metrics=metrics, sources=parts)
 
 
-@torch.no_grad()
 def evaluate(
-    passes: Passes, microbatches: Iterable[Microbatch], device: torch.device, *, repeats_loss: bool = False
+    passes: Passes, microbatches: Iterable[HostBatch], device: torch.device, *, repeats_loss: bool = False
 ) -> Evaluation:
-    """Mean token loss over `microbatches` of all ranks; every rank must bring the same number of them. Collective.
+    """Means over the terms of `microbatches` of all ranks; every rank must bring the same number of them. Collective.
 
     `repeats_loss`: another rank brings the same microbatches as this one, and counts them.
     """
-    totals = torch.zeros(4, dtype=torch.float64, device=device)
-    preference, references = preference_of(passes.model), []
-    if preference is not None:
-        preference.seen = []
+    terms = 0
 
-    def arguments() -> Iterator[Arguments]:
+    def batches() -> Iterator[TensorBatch]:
+        nonlocal terms
         for microbatch in microbatches:
-            totals[1] += count_terms(microbatch, passes.model)
-            if microbatch.references is not None:
-                references.append(torch.from_numpy(microbatch.references))
+            terms += passes.count(microbatch)
             yield to_device(microbatch, device)
 
-    totals[0] = passes.losses(arguments())
-    if preference is not None:
-        seen, preference.seen = preference.seen or [], None
-        if preference.counts:
-            for margins, known in zip(seen, references, strict=False):  # stages without a loss have seen none
-                gained = margins.cpu() - known  # NaN where there is no such pair
-                totals[2] += int((gained > 0).sum())
-                totals[3] += preference.beta * gained.nansum()
+    loss, metrics = passes.evaluate(batches())
+    sums = loss, *metrics.values(), torch.tensor(terms, dtype=torch.float64)
+    totals = torch.stack([part.to(device) for part in sums])
     release_gathered(passes.model)
     if repeats_loss:
         totals.zero_()
-    if dist.is_initialized():
-        dist.all_reduce(totals)
-    if totals[1] == 0:
-        raise ValueError("evaluation: no held-out token to measure on; raise data.held_out or set evaluation.batches=0")
-    terms, (loss, accuracy, margin) = int(totals[1]), (totals[[0, 2, 3]] / totals[1]).tolist()
-    if not references:
-        return Evaluation(loss=loss, tokens=terms)
-    return Evaluation(loss=loss, tokens=terms, accuracy=accuracy, margin=margin)
+    *totals_of, number = collectives.all_reduce_(totals).tolist()
+    if not number:
+        raise UserError("evaluation: no held-out token to measure on; raise data.held_out or set evaluation.batches=0")
+    mean_loss, *means = (total / number for total in totals_of)
+    means_of = dict(zip(metrics, means, strict=True))
+    return Evaluation(loss=mean_loss, tokens=int(number), term=passes.objective.term, metrics=means_of)

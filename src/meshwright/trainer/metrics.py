@@ -1,4 +1,4 @@
-"""The one place that defines every figure a training run prints or writes.
+"""Metrics: the definition of every figure that a run prints or records.
 
 loss                     mean loss per trained token over the global batch, in nats
 gnorm                    2-norm of the whole gradient, before clipping; none where a pipeline's steps overlap and the
@@ -14,16 +14,18 @@ expert_load              tokens of the busiest expert over the mean of its layer
 eta                      remaining steps x step_time, in seconds; evaluation and saving not counted
 """
 
-import contextlib
+import importlib
 import json
 import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from meshwright.spec.errors import UserError
 
 WINDOW = 20
 """Steps over which `step_time` takes its median."""
@@ -101,27 +103,27 @@ class StepClock:
         return dict(zip(names, values, strict=True))
 
 
+def new_record(kind: str, **fields: Any) -> dict[str, Any]:
+    """A record of `fields` with their kind and the time of day in seconds since the epoch."""
+    return {"kind": kind, "time": round(time.time(), 3), **fields}
+
+
 class Journal:
-    """Appends records to a JSONL file, one flushed line each, and hands each to the taps. Use it in `with`.
+    """Appends records to a JSONL file, one flushed line each. Use it in `with`.
 
     While the disk takes nothing, lines wait in memory: the newest ten thousand.
     """
 
-    def __init__(self, path: Path, taps: Sequence[Callable[[dict[str, Any]], None]] = ()) -> None:
+    def __init__(self, path: Path) -> None:
         self._file = path.open("a+b", buffering=0)
         self._file.seek(0)
         self._file.truncate(self._file.read().rfind(b"\n") + 1)  # a last line that a kill cut short
-        self._taps = taps
         self._waiting: deque[bytes] = deque(maxlen=10_000)
 
-    def write(self, kind: str, **fields: Any) -> None:
-        """Append `fields` with their kind and the time of day in seconds since the epoch."""
-        record = {"kind": kind, "time": round(time.time(), 3), **fields}
+    def write(self, record: dict[str, Any]) -> None:
+        """Append a record."""
         self._waiting.append((json.dumps(record) + "\n").encode())
         self._flush()
-        for tap in self._taps:
-            with contextlib.suppress(OSError):  # trackers are copies; a full disk is no reason to stop training
-                tap(record)
 
     def _flush(self) -> None:
         while self._waiting:
@@ -141,9 +143,41 @@ class Journal:
         self._file.close()
 
 
+class History(list[dict[str, Any]]):
+    """The records of a run, in the order in which they were written."""
+
+    def of(self, kind: str) -> "History":
+        """The records of one kind, such as `step` or `evaluation`."""
+        return History(record for record in self if record["kind"] == kind)
+
+    def to_pandas(self) -> Any:
+        """A data frame with a row for each record; figures that a record has not are NaN.
+
+        Raises `UserError` where pandas is not installed.
+        """
+        try:
+            pandas = importlib.import_module("pandas")
+        except ImportError as error:
+            raise UserError("to_pandas needs pandas, which is not installed; pip install pandas") from error
+        return pandas.DataFrame.from_records(list(self))
+
+
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """All complete records of a JSONL file; a last line cut short by a kill is left out."""
+    """All complete records of a JSONL file; a last line cut short by a kill is left out, and so is a damaged one."""
     if not path.exists():
         return []
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    lines = path.read_bytes().split(b"\n")
+    return [record for line in lines[:-1] if (record := _record(line)) is not None]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and "kind" in record else None
+
+
+def stepped_since(path: Path, since: float) -> bool:
+    """Whether a journal records a training step that ended after `since`, in seconds since the epoch."""
+    return any(record["kind"] == "step" and record.get("time", 0) >= since for record in read_journal(path))

@@ -1,13 +1,15 @@
-"""The one place that checks that weights which several ranks hold are the same on all of them."""
+"""The check that replicated weights are equal on all ranks."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from meshwright.checkpoint.ranks import from_first, gather, world_size
-from meshwright.trainer.status import ReplicasDifferError
+from meshwright import torch_internals
+from meshwright.callbacks import Callback, Training
+from meshwright.callbacks.callback import Record
+from meshwright.comm.objects import from_first, gather, world_size
+from meshwright.launch.status import ReplicasDifferError
 
 Part = tuple[str, tuple[int, ...]]
 """A tensor's name and where in it a rank's part begins."""
@@ -16,7 +18,17 @@ AT_ONCE = 2**22
 """Elements that are hashed together, which bounds the memory it takes."""
 
 
-def check_replicas(parameters: dict[str, torch.Tensor]) -> None:
+class ReplicaGuard(Callback):
+    """Compares replicas every so many steps (`guards.replicas_every`; 0 is never)."""
+
+    def on_step(self, training: Training, record: Record) -> None:
+        """See `Callback`."""
+        every = training.run.guards.replicas_every
+        if every and training.step % every == 0:
+            check_replicas(training.parameters)
+
+
+def check_replicas(parameters: Mapping[str, torch.Tensor]) -> None:
     """Compare the parts that more than one rank holds, whatever the layout; raises `ReplicasDifferError` on all ranks.
 
     Collective.
@@ -45,8 +57,8 @@ def checksum(tensor: torch.Tensor) -> int:
 def _part(name: str, tensor: torch.Tensor) -> Part:
     if not isinstance(tensor, DTensor):
         return name, (0,) * tensor.dim()
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return name, tuple(offset)
+    _, offset = torch_internals.local_part(tensor)
+    return name, offset
 
 
 def _first_difference(everyone: Iterable[dict[Part, int]]) -> str | None:

@@ -1,28 +1,29 @@
-"""The one place where every `auto` of a recipe becomes a value, with the reason; no torch here."""
+"""Resolution: every `auto` of a recipe becomes a value, with its reason. No torch here."""
 
 import json
 from pathlib import Path
 
-from meshwright.families import resolve_model
+from meshwright.families import resolve_model, starting_weights
 from meshwright.plan.blueprint import blueprint
 from meshwright.plan.engine import engine_job, layout_check
 from meshwright.plan.hardware import device_cluster
 from meshwright.plan.job import Job
+from meshwright.plan.layouts import Limits
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.plan.memory import predict_memory
+from meshwright.plan.recipe import choice_reason, plan_recipe, planned_run
 from meshwright.plan.recompute import least_recompute
-from meshwright.plan.search import Limits
 from meshwright.plan.stages import balanced_stages, layer_costs
 from meshwright.plan.step_time import StepModel
 from meshwright.spec.actions import ScheduleError
+from meshwright.spec.batch_size import sequences_per_step
+from meshwright.spec.errors import UserError
 from meshwright.spec.fit import batch_misfits, context_method, foreign_misfits, sample_misfits, tensor_notes
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import ModelFields, ModelSpec
 from meshwright.spec.recipe import RecipeError
 from meshwright.spec.recompute import plain_recompute, recompute_misfit
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.training import MOST_WARMUP
-from meshwright.trainer.batch import sequences_per_step
-from meshwright.trainer.planning import choice_reason, plan_recipe, planned_run
 
 MEMORY_SHARE = 0.8
 """Part of a device's memory that a prediction may fill: the rest is for what `plan.memory` does not count."""
@@ -37,7 +38,7 @@ BUBBLE_ROUNDS = 4
 def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> ResolvedRun:
     """Decide what the recipe leaves open; paths in the recipe are relative to `base_dir`.
 
-    Raises `ValueError` with the field and a value that would work where model, sequence or batch cannot be split as
+    Raises `UserError` with the field and a value that would work where model, sequence or batch cannot be split as
     asked.
     """
     machine = machine or find_machine(run.device)
@@ -45,7 +46,7 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
         return _with_layout(run, base_dir, machine)
     model = resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab)
     if run.data.sequence_length > model.max_positions:
-        raise ValueError(
+        raise UserError(
             f"data.sequence_length={run.data.sequence_length} is longer than the model's {model.max_positions} "
             f"positions; use data.sequence_length={model.max_positions} or raise model.max_positions"
         )
@@ -60,8 +61,12 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
     micro_batch, reason = _micro_batch(run, model, global_batch, sizes, machine)
     stage_layers = _stage_layers(run, model, global_batch // ranks // micro_batch, base_dir)
     if misfit := recompute_misfit(run.training.recompute, stage_layers or (model.num_layers,)):
-        raise ValueError(misfit)
+        raise UserError(misfit)
+    weights = starting_weights(run.model, base_dir=base_dir)
     reasons = {"training.micro_batch": reason}
+    if run.model.weights == "auto" and run.model.name is not None:
+        holds = "is a Hugging Face directory with weights" if weights == "pretrained" else "names no weights"
+        reasons["model.weights"] = f"{weights}: {run.model.name} {holds}"
     if run.training.lr_schedule.warmup == "auto":
         warmup = run.training.lr_schedule.warmup_steps(run.training.steps)
         reasons["training.lr_schedule.warmup"] = f"{warmup}: a tenth of all steps, but not more than {MOST_WARMUP}"
@@ -72,8 +77,8 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
     if run.layout.cp > 1:
         method, reason = context_method(run.layout, model, run.data.sequence_length)
         reasons["layout.cp_method"] = f"{method}: {reason}"
-    return ResolvedRun(
-        run=run,
+    resolved = ResolvedRun(
+        run=run.model_copy(update={"model": _with_weights(run.model, weights)}),
         base_dir=str(base_dir),
         model=model,
         global_batch=global_batch,
@@ -82,6 +87,17 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
         stage_layers=stage_layers,
         reasons=reasons,
     )
+    if run.training.compile and run.layout.tp > 1 and "full" in resolved.recompute:
+        raise UserError(
+            f"training.compile=true with layout.tp={run.layout.tp} and training.recompute=full: PyTorch cannot compile "
+            "full recomputation of a block whose weights are split; use recompute=selective, or compile=false"
+        )
+    return resolved
+
+
+def _with_weights(fields: ModelFields, weights: str) -> ModelFields:
+    """The fields with `weights` decided; what the recipe gave stays told from what it did not."""
+    return ModelFields.model_construct(fields.model_fields_set, **dict(fields) | {"weights": weights})
 
 
 def _with_layout(run: Run, base_dir: Path, machine: Machine) -> ResolvedRun:
@@ -91,11 +107,11 @@ def _with_layout(run: Run, base_dir: Path, machine: Machine) -> ResolvedRun:
     plan, facts = plan_recipe(run, base_dir=base_dir, machine=machine, limits=limits)
     if plan.chosen is None:
         if plan.problem:
-            raise ValueError(f"layout: auto, but {plan.cluster.name} has no layout for it: {plan.problem}")
+            raise UserError(f"layout: auto, but {plan.cluster.name} has no layout for it: {plan.problem}")
         lost = "; ".join(f"{name}: {found['reason']}" for name, found in facts["strategies"].items())
-        raise ValueError(f"layout: auto, but nothing fits {plan.cluster.name}: {lost}")
+        raise UserError(f"layout: auto, but nothing fits {plan.cluster.name}: {lost}")
     resolved = resolve_run(planned_run(run, plan), base_dir=base_dir, machine=machine)
-    reasons = resolved.reasons | {"layout": choice_reason(plan, plan.chosen), "training.micro_batch": "by the planner"}
+    reasons = resolved.reasons | {"layout": choice_reason(plan), "training.micro_batch": "by the planner"}
     return resolved.model_copy(update={"asked": run, "plan": facts, "reasons": reasons})
 
 
@@ -105,7 +121,7 @@ def _micro_batches(run: Run, per_rank: int, base_dir: Path) -> list[int]:
     given, sizes, problem = run.training.micro_batch, [], None
     if given != "auto" and given not in divisors:
         nearest = min(divisors, key=lambda size: abs(size - given))
-        raise ValueError(
+        raise UserError(
             f"training.micro_batch={given} does not divide the {per_rank} sequences of a rank; "
             f"the nearest number that does is {nearest}"
         )
@@ -117,40 +133,40 @@ def _micro_batches(run: Run, per_rank: int, base_dir: Path) -> list[int]:
         except ScheduleError as error:
             problem = error if given in ("auto", size) and problem is None else problem
     if not sizes:
-        raise ValueError(f"{problem}; set training.global_batch accordingly (a rank's share is {per_rank} sequences)")
+        raise UserError(f"{problem}; set training.global_batch accordingly (a rank's share is {per_rank} sequences)")
     if given != "auto" and given not in sizes:
         nearest = min(sizes, key=lambda size: abs(size - given))
-        raise ValueError(f"{problem}, which training.micro_batch={nearest} comes nearest to")
+        raise UserError(f"{problem}, which training.micro_batch={nearest} comes nearest to")
     if given == "auto" and run.layout.pp > 1:
         return [size for size in sizes if per_rank // size >= BUBBLE_ROUNDS * run.layout.pp] or sizes[:1]
     return sizes
 
 
 def _stage_layers(run: Run, model: ModelSpec, microbatches: int, base_dir: Path) -> tuple[int, ...]:
-    """Layers of each pipeline stage; raises `ValueError` where the model cannot be cut so."""
+    """Layers of each pipeline stage; raises `UserError` where the model cannot be cut so."""
     layout = run.layout
     if layout.pp == 1:
         return ()
     schedule = layout.pipeline_schedule(microbatches=microbatches, base_dir=base_dir)
     if schedule.splits_backward and run.training.compile:
-        raise ValueError(
+        raise UserError(
             f"training.compile=true with layout.schedule={layout.schedule}: it does the gradients of weights apart "
             "from those of inputs, and a compiled block does both at once; use interleaved-1f1b, or compile=false"
         )
     if layout.asynchronous and run.finetune is not None and run.finetune.method != "full":
-        raise ValueError(
+        raise UserError(
             f"finetune.method={run.finetune.method} with layout.schedule={layout.schedule}: it keeps two versions of "
             "all weights, and adapters are to save the memory of one; use layout.schedule=1f1b"
         )
-    if layout.asynchronous and run.training.precision == "fp16":
-        raise ValueError(
-            f"training.precision=fp16 with layout.schedule={layout.schedule}: the loss scale may change between a "
-            "forward pass and its backward pass in the next step; use bf16, or layout.schedule=1f1b"
+    if layout.asynchronous and run.training.dtypes.scales_loss:
+        raise UserError(
+            f"training.precision={run.training.precision} with layout.schedule={layout.schedule}: the loss scale may "
+            "change between a forward pass and its backward pass in the next step; use bf16, or layout.schedule=1f1b"
         )
     if layout.stage_layers == "auto":
         return balanced_stages(layer_costs(model, run.data.sequence_length), schedule.num_stages)
     if sum(layout.stage_layers) != model.num_layers:
-        raise ValueError(
+        raise UserError(
             f"layout.stage_layers={list(layout.stage_layers)} has {sum(layout.stage_layers)} layers, "
             f"the model has {model.num_layers}"
         )

@@ -1,4 +1,4 @@
-"""The one place that takes a run back to its last good checkpoint, past the data it went wrong on."""
+"""Rewind: a run returns to its last good checkpoint and skips the data that it went wrong on."""
 
 from meshwright.checkpoint.verify import newest_good_checkpoint
 from meshwright.trainer.saver import Saver
@@ -16,7 +16,7 @@ def rewind(saver: Saver, result: StepResult) -> None:
     """
     trainer = saver.trainer
     step, passed_over, rewinds = trainer.step, trainer.passed_over, trainer.rewinds + 1
-    what = f"step {step}: loss {result.loss:.4g}, gradient norm {result.gnorm:.4g}"
+    what = f"step {step}: loss {result.loss:.4g}, gradient norm {result.gnorm or 0:.4g}"
     most = trainer.resolved.run.guards.max_rewinds
     if rewinds > most:
         raise NonFiniteError(f"{what}, after {most} rewinds (guards.max_rewinds); lower training.optimizer.lr")

@@ -1,28 +1,49 @@
-"""The one place where a recipe becomes a finished run: prepare, start the ranks, train, report."""
+"""A run from recipe to result: prepare, start the ranks, train, report."""
 
+import functools
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from meshwright.callbacks import Callback, named_callbacks
 from meshwright.checkpoint.manifest import CheckpointError, list_checkpoints
+from meshwright.comm.objects import gather_everywhere
 from meshwright.data.describe import describe_formats, describe_mixture
 from meshwright.data.mixture import training_samples
+from meshwright.data.plugged import has_datasets
 from meshwright.data.prepare import Corpus, prepare_corpus
 from meshwright.families import count_trained, parameter_table, pretrained_directory
+from meshwright.launch.launcher import Worker, find_nodes, find_worker, join_all, leave_group, start_workers
+from meshwright.launch.signals import StopRequest, end_with, signal_name
+from meshwright.launch.status import STOPPED, RunError, TrainingFailed, TrainingStopped
+from meshwright.launch.supervise import after_stop
+from meshwright.models import Model
+from meshwright.objectives import Objective
 from meshwright.plan.stages import describe_pipeline
+from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import LoraSpec
+from meshwright.spec.plugins import plugged_in
 from meshwright.spec.recipe import dump_recipe
 from meshwright.spec.recompute import describe_recompute
 from meshwright.spec.run import ResolvedRun, Run
-from meshwright.spec.training import PreferenceSpec
+from meshwright.storage.durable import write_durably
+from meshwright.storage.lock import Lock
 from meshwright.trainer.display import Display, ProgressLine, model_size, short
-from meshwright.trainer.launch import Worker, find_nodes, find_worker, join_all, leave_group, start_workers
 from meshwright.trainer.loop import train_loop
-from meshwright.trainer.metrics import Journal, read_journal
+from meshwright.trainer.metrics import History, Journal, read_journal, stepped_since
+from meshwright.trainer.notebook import following
+from meshwright.trainer.plugins import Plugins, all_callbacks, open_trackers, write_plugins
 from meshwright.trainer.reference import with_references
+from meshwright.trainer.replicas import ReplicaGuard
 from meshwright.trainer.resolve import resolve_run
+from meshwright.trainer.samples import Samples
+from meshwright.trainer.session import Session
 from meshwright.trainer.setup import (
     Trainer,
     build_trainer,
@@ -30,21 +51,20 @@ from meshwright.trainer.setup import (
     find_place,
     write_json,
 )
-from meshwright.trainer.signals import StopRequest, end_with, signal_name
 from meshwright.trainer.start import (
     PLAN,
+    RECIPE,
     RESOLVED,
     TOKENIZER,
     check_objective,
     check_start,
     check_tokenizer,
     check_vocabulary,
-    check_writable,
+    require_plugins,
+    run_lock,
+    with_datasets,
 )
 from meshwright.trainer.state import AUTO, NEWEST, begin, check_continues, choose_checkpoint
-from meshwright.trainer.status import STOPPED, RunError, TrainingFailed, TrainingStopped
-from meshwright.trainer.supervise import after_stop
-from meshwright.trainer.trackers import open_trackers, require_trackers
 
 
 @dataclass(frozen=True)
@@ -59,26 +79,50 @@ class TrainResult:
     """Mean loss per token of the last step's global batch, in nats."""
     held_out_loss: float | None
     """The last evaluation's; None where there was none."""
+    history: History = field(repr=False)
+    """Every record of `metrics.jsonl`, those of earlier starts of the run included."""
 
 
-def train(run: Run, *, resume: bool | str = False, base_dir: Path | str = ".") -> TrainResult:
+def train(
+    run: Run,
+    *,
+    resume: bool | str = False,
+    base_dir: Path | str = ".",
+    wait_for_lock: float = 0.0,
+    callbacks: Sequence[Callback] = (),
+    lr_schedule: Callable[[int, int], float] | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    objective: Objective | None = None,
+    dataset: Iterable[Any] | None = None,
+    model: type[Model] | None = None,
+) -> TrainResult:
     """Train `run` to its last step, on as many processes as its layout says.
 
     Under torchrun, Slurm or Kubeflow this process is already one of them; otherwise it starts them. Paths in the recipe
     are relative to `base_dir`. `resume` continues from the newest checkpoint in `run.run_dir` (True), from that of a
-    name, or (`auto`) from the newest good one if there is any.
+    name, or (`auto`) from the newest good one if there is any. One run at a time is at work in a run directory:
+    where another is, this one waits `wait_for_lock` seconds for its end, then refuses.
 
-    Raises `ValueError` for what the user can mend, `TrainingFailed` where what went wrong has been printed, and
+    What is plugged in (docs/plugins.md): `callbacks` are called in their order, after those that the recipe names.
+    `lr_schedule(step, steps)` is the factor of the peak learning rate at a step from 1 to `steps`. `optimizer` is a
+    class of torch's kind, called with parameter groups and the recipe's `lr`. `objective` is what is minimised.
+    `dataset` gives texts, records or token ids, which are seen in its order. `model` is a class whose sizes the recipe
+    gives. They stand in the place of what the recipe names. Where this process starts others, these receive copies, so
+    classes and functions must be importable.
+
+    Raises `UserError` for what the user can mend, `TrainingFailed` where what went wrong has been printed, and
     `TrainingStopped`, a `KeyboardInterrupt`, where a signal ended the run.
     """
-    worker = find_worker()
+    plugins = Plugins(tuple(callbacks), lr_schedule, optimizer, objective, model, dataset)
+    run, worker = plugins.named_in(run), find_worker()
     end_with(worker.parent if worker else 0)
     which = NEWEST if resume is True else resume or None
     if worker is not None and worker.attempt:
         which = AUTO  # torchrun starts the same command again
-    with StopRequest(raises=worker is None) as stop:
+    with StopRequest(raises=worker is None) as stop, plugged_in(plugins.objects()):
         try:
-            status = _train(run, Path(base_dir).resolve(), worker, which, stop)
+            with run_lock(Path(run.run_dir), wait_for_lock) if _writes(worker) else nullcontext() as lock:
+                status = _train(run, plugins, Path(base_dir).resolve(), worker, which, stop, lock)
         except RunError as error:
             print(f"error: {error}", file=sys.stderr)
             status = error.status
@@ -95,14 +139,28 @@ def train(run: Run, *, resume: bool | str = False, base_dir: Path | str = ".") -
     return read_result(Path(run.run_dir))
 
 
-def _train(run: Run, base_dir: Path, worker: Worker | None, resume: str | None, stop: StopRequest) -> int:
-    """Train, here or in workers; returns the exit status."""
+def _writes(worker: Worker | None) -> bool:
+    """Whether this process is the one of its run that others must not meet in the run directory."""
+    return worker.rank == 0 if worker else find_nodes().rank == 0
+
+
+def _train(
+    run: Run,
+    plugins: Plugins,
+    base_dir: Path,
+    worker: Worker | None,
+    resume: str | None,
+    stop: StopRequest,
+    lock: Lock | None,
+) -> int:
+    """Train, here or in workers; returns the exit status. `lock` is the run directory's, where this process has it."""
     run_dir = Path(run.run_dir)
-    if worker is None or worker.rank == 0:
-        check_writable(run_dir)
+    if lock:
         _check_run_dir(run_dir, resume)
-    require_trackers(run)
-    resolved = resolve_run(run, base_dir=base_dir)
+    require_plugins(run)
+    resolved = resolve_run(with_datasets(run, base_dir), base_dir=base_dir)
+    if has_datasets(run.data):
+        resolved = resolved.model_copy(update={"asked": run})
     check_start(resolved)
     if worker is None and resume and resume != AUTO:
         check_continues(resolved, run_dir / "checkpoints", resume)
@@ -115,12 +173,24 @@ def _train(run: Run, base_dir: Path, worker: Worker | None, resume: str | None, 
         with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
             write_run_files(resolved, Path(folder))
             arguments = ["--resolved", str(Path(folder) / RESOLVED), *(["--resume", resume] if resume else [])]
-            nodes, restarts = find_nodes(), run.guards.restarts
-            return start_workers(resolved.run, nodes, arguments, stop, run_dir=run_dir, restarts=restarts)
-    return STOPPED if train_rank(resolved, worker or Worker(), stop, resume=resume) else 0
+            arguments += write_plugins(plugins, Path(folder))
+            with following(run_dir / "metrics.jsonl", run.training.steps):
+                return start_workers(
+                    resolved.run,
+                    find_nodes(),
+                    arguments,
+                    stop,
+                    run_dir=run_dir,
+                    restarts=run.guards.restarts,
+                    inherited=[lock.inherited] if lock else [],
+                    stepped=functools.partial(stepped_since, run_dir / "metrics.jsonl"),
+                )
+    return STOPPED if train_rank(resolved, worker or Worker(), stop, resume=resume, plugins=plugins) else 0
 
 
-def train_rank(resolved: ResolvedRun, worker: Worker, stop: StopRequest, *, resume: str | None) -> bool:
+def train_rank(
+    resolved: ResolvedRun, worker: Worker, stop: StopRequest, *, resume: str | None, plugins: Plugins
+) -> bool:
     """One rank's whole life; every rank of the layout calls it. Returns whether a signal ended it early."""
     run, first = resolved.run, worker.rank == 0
     run_dir = Path(run.run_dir)
@@ -130,8 +200,11 @@ def train_rank(resolved: ResolvedRun, worker: Worker, stop: StopRequest, *, resu
             corpus_of(resolved, progress if first else None)
     join_all()
     corpus = corpus_of(resolved)
+    if worker.world_size > 1:
+        check_same(corpus)
     _check_corpus(resolved, corpus, resume)
     trainer = build_trainer(resolved, worker, device, mesh)
+    trainer.callbacks = named_callbacks(all_callbacks(run, plugins))
     if first:  # who writes it down, and tells
         trainer.data = corpus.identity()
     display = Display(
@@ -144,20 +217,31 @@ def train_rank(resolved: ResolvedRun, worker: Worker, stop: StopRequest, *, resu
     if trainer.step >= run.training.steps:
         display.say(f"nothing to train: step {trainer.step} is not before training.steps={run.training.steps}")
     stop.running()
-    if not first:
-        signal = train_loop(trainer, corpus, None, display, run_dir, stop)
-    else:
+    if first:
         write_run_files(resolved, run_dir)
         corpus.tokenizer.save(run_dir / TOKENIZER)
         write_json(run_dir / "env.json", describe_environment(trainer))
-        with Journal(run_dir / "metrics.jsonl", taps=open_trackers(run)) as journal:
-            journal.write("start", step=trainer.step, world_size=worker.world_size, strategy=run.layout.strategy)
-            signal = train_loop(trainer, corpus, journal, display, run_dir, stop)
-            journal.write("stopped" if signal else "end", step=trainer.step)
+    with Journal(run_dir / "metrics.jsonl") if first else nullcontext() as journal:
+        callbacks = [
+            *own_callbacks(trainer, corpus),
+            *(open_trackers(run) if first else ()),
+            *trainer.callbacks.values(),
+        ]
+        session = Session(trainer, corpus, run_dir, stop, journal=journal, display=display, callbacks=callbacks)
+        session.log("start", world_size=worker.world_size, strategy=run.layout.strategy)
+        signal = train_loop(session)
     if signal:
         display.say(f"stopped by {signal_name(signal)} after step {trainer.step}")
+    elif session.why:
+        display.say(f"stopped after step {trainer.step}: {session.why}")
     leave_group()
     return bool(signal)
+
+
+def own_callbacks(trainer: Trainer, corpus: Corpus) -> list[Callback]:
+    """What the recipe wants to happen beside training."""
+    samples = trainer.resolved.run.training.samples
+    return [ReplicaGuard(), *([Samples(samples, trainer, corpus)] if samples else [])]
 
 
 def banner(trainer: Trainer, corpus: Corpus) -> str:
@@ -180,7 +264,7 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
         "batch": f"{resolved.tokens_per_step} tokens a step = {run.layout.data_parallel} ranks x "
         f"{resolved.accumulation} microbatches x {resolved.micro_batch} sequences x {run.data.sequence_length}",
         "length": f"{run.training.steps} steps, {warmup} of them warm-up, {mixture}",
-        **({"objective": _objective(run.training.preference)} if run.training.preference else {}),
+        "objective": str(trainer.train_step.passes.objective),
         "strategy": f"{run.layout.strategy}, {run.training.precision}, "
         f"recompute {describe_recompute(resolved.recompute)}" + (", compiled" if run.training.compile else ""),
         **({"pipeline": describe_pipeline(resolved)} if run.layout.pp > 1 else {}),
@@ -200,12 +284,6 @@ def _kept_base(run: Run) -> str | None:
     return f"frozen matrices of linear layers in {finetune.base}{scales}; everything else in {run.training.precision}"
 
 
-def _objective(preference: PreferenceSpec) -> str:
-    smoothing = f", label smoothing {preference.label_smoothing:g}" if preference.label_smoothing else ""
-    against = "the model as it starts" if preference.reference == "start" else "nothing"
-    return f"preferences (DPO), beta {preference.beta:g}{smoothing}, held against {against}"
-
-
 def corpus_of(resolved: ResolvedRun, progress: Callable[[str, int, int], None] | None = None) -> Corpus:
     """The run's tokens, prepared or from the cache."""
     run, base_dir = resolved.run, Path(resolved.base_dir)
@@ -213,8 +291,19 @@ def corpus_of(resolved: ResolvedRun, progress: Callable[[str, int, int], None] |
     return prepare_corpus(run.data, base_dir=base_dir, model_dir=model_dir, progress=progress)
 
 
+def check_same(corpus: Corpus) -> None:
+    """Raise `UserError` where ranks have read different data: of a dataset that is not the same twice. Collective."""
+    found = gather_everywhere([stream["fingerprint"] for stream in corpus.identity()])
+    others = [rank for rank, prints in enumerate(found) if prints != found[0]]
+    if others:
+        raise UserError(
+            f"rank {others[0]} has read other data than rank 0; a dataset must give the same items in the same order "
+            "wherever it is read"
+        )
+
+
 def _check_corpus(resolved: ResolvedRun, corpus: Corpus, resume: str | None) -> None:
-    """Raise `ValueError` where the tokens are not for this model, these weights or this objective."""
+    """Raise `UserError` where the tokens are not for this model, these weights or this objective."""
     run_dir = Path(resolved.run.run_dir)
     continued = run_dir if resume and list_checkpoints(run_dir / "checkpoints") else None
     check_vocabulary(resolved.run, resolved.model, corpus.tokenizer.vocab_size)
@@ -225,19 +314,25 @@ def _check_corpus(resolved: ResolvedRun, corpus: Corpus, resume: str | None) -> 
 def write_run_files(resolved: ResolvedRun, run_dir: Path) -> None:
     """`recipe.yaml` as given, `resolved.yaml` with nothing left open, and `plan.json` where the planner decided."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "recipe.yaml").write_text(dump_recipe(resolved.asked or resolved.run))
-    (run_dir / RESOLVED).write_text(dump_recipe(resolved.model_copy(update={"plan": None}), expanded=True))
+    write_durably(run_dir / RECIPE, dump_recipe(resolved.asked or resolved.run))
+    write_durably(run_dir / RESOLVED, dump_recipe(resolved.model_copy(update={"plan": None}), expanded=True))
     if resolved.plan is not None:
         write_json(run_dir / PLAN, resolved.plan)
 
 
 def read_result(run_dir: Path) -> TrainResult:
-    """How the run in `run_dir` stands; raises `ValueError` where it has no finished step."""
+    """How the run in `run_dir` stands; raises `UserError` where it has no finished step."""
     records = read_journal(run_dir / "metrics.jsonl")
     last = {record["kind"]: record for record in records}
-    if "step" not in last:
-        raise ValueError(f"{run_dir}: no step was trained here")
     checkpoints = list_checkpoints(run_dir / "checkpoints")
+    if "step" not in last and checkpoints:
+        raise UserError(
+            f"{run_dir}/metrics.jsonl tells of no step: it was removed or damaged; {checkpoints[-1].name} is there"
+        )
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir}: was removed while the run was going on, with all that was saved in it")
+    if "step" not in last:
+        raise UserError(f"{run_dir}: no step was trained here")
     if not checkpoints:
         raise CheckpointError(f"{run_dir}: no checkpoint was saved here")
     return TrainResult(
@@ -246,6 +341,7 @@ def read_result(run_dir: Path) -> TrainResult:
         step=last["step"]["step"],
         loss=last["step"]["loss"],
         held_out_loss=last["evaluation"]["loss"] if "evaluation" in last else None,
+        history=History(records),
     )
 
 
@@ -253,7 +349,7 @@ def _check_run_dir(run_dir: Path, resume: str | None) -> None:
     """A run never overwrites another's checkpoints."""
     checkpoints = list_checkpoints(run_dir / "checkpoints")
     if checkpoints and not resume:
-        raise ValueError(
+        raise UserError(
             f"{run_dir} already holds a run (up to {checkpoints[-1].name}); continue it with --resume, "
             "or choose another run_dir"
         )

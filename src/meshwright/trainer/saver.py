@@ -1,31 +1,28 @@
-"""The one place that runs a training run's checkpoints: begun when they are due, announced when they have ended."""
+"""A run's checkpoints: begun when due, announced when finished."""
 
 import time
-from pathlib import Path
 
 from meshwright.checkpoint.manifest import list_checkpoints
 from meshwright.checkpoint.writer import CheckpointWriter, SaveOutcome
-from meshwright.trainer.display import Display
-from meshwright.trainer.metrics import Journal
-from meshwright.trainer.setup import Trainer
+from meshwright.launch.status import UnsavedError
+from meshwright.trainer.session import Session
+from meshwright.trainer.start import run_files
 from meshwright.trainer.state import state_tensors, state_values
-from meshwright.trainer.status import UnsavedError
 
 LAST_ATTEMPTS, LAST_PAUSE = 30, 10.0
 """How often, and after how many seconds, the last checkpoint is tried again: time to free some disk space."""
+AT_THE_NEXT = "training goes on and tries again at the next checkpoint"
 
 
 class Saver:
     """The checkpoints of one run. Every rank makes the same calls; a disk's troubles never reach training."""
 
-    def __init__(self, trainer: Trainer, root: Path, journal: Journal | None, display: Display) -> None:
-        self.trainer, self.root, self.journal, self.display = trainer, root, journal, display
-        self.writer = CheckpointWriter(root, trainer.resolved.run.checkpoint)
-        self.held_out_loss: tuple[int, float] | None = None
-        """Step and result of the last evaluation."""
+    def __init__(self, session: Session) -> None:
+        self.session, self.trainer, self.root = session, session.trainer, session.run_dir / "checkpoints"
+        self.writer = CheckpointWriter(self.root, session.run.checkpoint, run_files(session.run_dir))
         self.failed = 0
         """Checkpoints that were due and do not exist."""
-        self._begun = self.writer.since = trainer.step  # what a run continues from is saved already
+        self._begun = self.writer.since = self.trainer.step  # what a run continues from is saved already
 
     @property
     def busy(self) -> bool:
@@ -52,9 +49,8 @@ class Saver:
     def went_back(self, why: str) -> None:
         """Tell that the trainer is at an older step now, whose checkpoint is there."""
         self._begun = self.writer.since = self.trainer.step
-        self.display.say(why)
-        if self.journal:
-            self.journal.write("rewind", step=self.trainer.step, why=why)
+        self.session.say(why)
+        self.session.log("rewind", why=why)
 
     def finish(self, *, patient: bool = True) -> None:
         """Wait until the trainer's step is saved, whatever it takes. Collective.
@@ -66,8 +62,8 @@ class Saver:
         while self._begun != self.trainer.step:
             self._begin()
             attempts -= 1
-            outcome = self.writer.finish()
-            self._tell(outcome)
+            again = f"trying again every {LAST_PAUSE:g} s, {attempts} times more" if attempts else "giving up"
+            self._tell(self.writer.finish(), again)
             if self._begun == self.trainer.step:
                 return
             if not attempts:
@@ -80,39 +76,35 @@ class Saver:
         trainer = self.trainer
         self._begun = trainer.step
         trainer.train_step.finish(trainer.step)
-        step, loss = self.held_out_loss or (None, None)
+        step, loss = self.session.held_out_loss or (None, None)
         values = state_values(trainer, held_out_loss=loss if step == trainer.step else None)
         self.writer.begin(trainer.step, state_tensors(trainer), values)
 
-    def _tell(self, outcome: SaveOutcome | None) -> None:
+    def _tell(self, outcome: SaveOutcome | None, again: str = AT_THE_NEXT) -> None:
         if outcome is None:
             return
         if outcome.path is None:
             self._begun = -1
-            self._fail(outcome.problem or "", outcome.step)
+            self._fail(outcome.problem or "", outcome.step, again)
             return
-        self.display.say(
+        self.session.say(
             f"saved {outcome.path} ({outcome.bytes / 1e6:.1f} MB in {outcome.total_seconds:.2f} s; "
             f"training waited {outcome.blocked_seconds:.2f} s)"
         )
         if outcome.problem:
-            self.display.say(f"warning: {outcome.problem}")
-        if self.journal:
-            self.journal.write(
-                "checkpoint",
-                step=outcome.step,
-                path=str(outcome.path),
-                bytes=outcome.bytes,
-                blocked_seconds=outcome.blocked_seconds,
-                total_seconds=outcome.total_seconds,
-            )
+            self.session.say(f"warning: {outcome.problem}")
+        record = self.session.log(
+            "checkpoint",
+            step=outcome.step,
+            path=str(outcome.path),
+            bytes=outcome.bytes,
+            blocked_seconds=outcome.blocked_seconds,
+            total_seconds=outcome.total_seconds,
+        )
+        self.session.tell("on_save", record)
 
-    def _fail(self, problem: str, step: int | None = None) -> None:
+    def _fail(self, problem: str, step: int | None = None, again: str = AT_THE_NEXT) -> None:
         self.failed += 1
         step = self.trainer.step if step is None else step
-        self.display.say(
-            f"warning: step {step} is not saved: {problem}; training goes on and tries again at the next checkpoint "
-            f"({self.failed} missed so far)"
-        )
-        if self.journal:
-            self.journal.write("checkpoint_missed", step=step, problem=problem, missed=self.failed)
+        self.session.say(f"warning: step {step} is not saved: {problem}; {again} ({self.failed} missed so far)")
+        self.session.log("checkpoint_missed", step=step, problem=problem, missed=self.failed)

@@ -1,4 +1,4 @@
-"""The one place that builds everything a rank needs to train, in the order in which it has to happen."""
+"""Construction of everything a rank needs to train, in its order."""
 
 import functools
 import json
@@ -11,25 +11,28 @@ import numpy as np
 import torch
 from torch import nn
 
+from meshwright.callbacks import Callback
 from meshwright.families import finetuned_table, state_table
 from meshwright.finetune import apply_finetune
+from meshwright.launch.launcher import Worker, join_group, threads_per_rank
 from meshwright.models import build_model, named_tensors
+from meshwright.models.dtypes import torch_dtype
 from meshwright.models.foreign import ForeignDecoder
-from meshwright.models.preference import PreferenceLoss
-from meshwright.optim.build import Optimizers, build_optimizers
+from meshwright.objectives import Objective, build_objective
+from meshwright.optim.build import Optimizers
 from meshwright.parallel import Meshes, Passes, apply_parallelism, build_meshes, materialize
 from meshwright.parallel.context import sequence_places
 from meshwright.parallel.data import release_gathered
 from meshwright.parallel.materialize import RowSource
 from meshwright.parallel.passes import evaluating
-from meshwright.parallel.precision import MasterWeights, compute_dtype, stored_dtype
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.spec.fit import context_method
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import Parameter
 from meshwright.spec.run import ResolvedRun, Run
+from meshwright.state import StateStore, choose_store
+from meshwright.storage.durable import write_durably
 from meshwright.trainer.device import choose_device, keep_freed_memory, peak_flops, use_deterministic_kernels
-from meshwright.trainer.launch import Worker, join_group, threads_per_rank
 from meshwright.trainer.step import TrainStep
 from meshwright.trainer.weights import base_of, run_weights
 
@@ -46,10 +49,8 @@ class Trainer:
     """Of the whole model."""
     model: nn.Module
     """This rank's part."""
-    parameters: dict[str, torch.Tensor]
-    """What the optimizer updates and checkpoints keep: what trains, in full precision, as sharded on this rank."""
-    masters: MasterWeights | None
-    optimizers: Optimizers
+    store: StateStore
+    """What trains, in full precision, as sharded on this rank, and the optimizer's state: where they live."""
     train_step: TrainStep
     step: int = 0
     """Optimizer steps done."""
@@ -65,6 +66,18 @@ class Trainer:
     """Global batches that rewinds left out of the data's order."""
     data: list[dict[str, Any]] = field(default_factory=list)
     """On the first rank what is trained on (`Corpus.identity`), which checkpoints keep for continuations to compare."""
+    callbacks: dict[str, Callback] = field(default_factory=dict)
+    """Those that checkpoints keep the state of, by the names they have there."""
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """What the optimizer updates and checkpoints keep."""
+        return self.store.parameters
+
+    @property
+    def optimizers(self) -> Optimizers:
+        """What updates the parameters."""
+        return self.store.optimizers
 
     @functools.cached_property
     def base(self) -> dict[str, str] | None:
@@ -79,7 +92,7 @@ class Trainer:
     @functools.cached_property
     def peak(self) -> tuple[float, str]:
         """FLOP/s that MFU is measured against, and where the figure comes from."""
-        return peak_flops(self.device, self.machine, self.resolved.run.training.precision)
+        return peak_flops(self.device, self.machine, self.resolved.run.training.dtypes)
 
     @property
     def memory_bytes(self) -> int:
@@ -123,33 +136,38 @@ def has_group(layout: LayoutSpec) -> bool:
     return layout.world_size > 1 or layout.offload != "none"
 
 
-def build_trainer(resolved: ResolvedRun, worker: Worker, device: torch.device, meshes: Meshes | None) -> Trainer:
-    """Build this rank's part of a run; every rank of the layout must call it."""
+def build_trainer(
+    resolved: ResolvedRun,
+    worker: Worker,
+    device: torch.device,
+    meshes: Meshes | None,
+    weights: RowSource | None = None,
+) -> Trainer:
+    """Build this rank's part of a run; every rank of the layout must call it. `weights`: default the run's."""
     if resolved.run.training.deterministic:
         use_deterministic_kernels()
     passes = build_parallel_model(resolved, meshes)
-    trainer = give_state(passes, resolved, worker, device, meshes, run_weights(resolved))
-    if isinstance(passes.model, ForeignDecoder) and _reads_documents(resolved.run):
+    trainer = give_state(passes, resolved, worker, device, meshes, weights or run_weights(resolved))
+    keeps_apart = resolved.run.data.separate_documents or passes.objective.needs_pairs
+    if isinstance(passes.model, ForeignDecoder) and keeps_apart:
         with evaluating(passes.model):
             passes.model.check_documents()
         release_gathered(passes.model)
     return trainer
 
 
-def _reads_documents(run: Run) -> bool:
-    """Whether rows hold documents that are to be kept apart."""
-    return run.data.separate_documents or run.training.preference is not None
+def build_parallel_model(resolved: ResolvedRun, meshes: Meshes | None, objective: Objective | None = None) -> Passes:
+    """This rank's part of the model, on the meta device, and what takes batches through it; collective.
 
-
-def build_parallel_model(resolved: ResolvedRun, meshes: Meshes | None) -> Passes:
-    """This rank's part of the model, on the meta device, and what takes microbatches through it; collective."""
-    model = build_model(resolved.model, device="meta", dtype=stored_dtype(resolved.run.training))
+    `objective`: default the recipe's.
+    """
+    dtypes = resolved.run.training.dtypes
+    model = build_model(resolved.model, device="meta", dtype=torch_dtype(dtypes.master))
     if resolved.run.finetune is not None:
-        apply_finetune(model, resolved.run.finetune, compute_dtype(resolved.run.training))
-    preference = resolved.run.training.preference
-    if preference is not None:
-        model.preference = PreferenceLoss(beta=preference.beta, label_smoothing=preference.label_smoothing)
-    return apply_parallelism(model, resolved, meshes)
+        apply_finetune(model, resolved.run.finetune, torch_dtype(dtypes.store), resolved.run.training.seed)
+    store = choose_store(resolved.run.layout, dtypes, alone=meshes is None)
+    offload = store.offload_policy("cpu" if meshes is None else meshes.state.device_type)
+    return apply_parallelism(model, resolved, meshes, objective or build_objective(resolved.run), offload)
 
 
 def give_state(
@@ -165,18 +183,10 @@ def give_state(
     model, table = passes.model, finetuned_table(resolved.model, run.finetune)
     names = named_tensors(model).keys()
     here, state = ([row for row in rows if row.name in names] for rows in (table, state_table(resolved.model)))
-    weights_device = torch.device("cpu") if run.layout.offload == "cpu" else device
-    materialize(model, (*here, *state), weights, weights_device)
-
-    masters = None
-    if meshes is None and training.precision in ("bf16", "fp16"):
-        masters = MasterWeights(model, training)
-    torch.manual_seed(
-        training.seed * 2**20 + worker.rank // run.layout.tp
-    )  # of dropout; ranks of tp see the same tokens
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    parameters: dict[str, torch.Tensor] = masters.parameters if masters else {**trained}
-    optimizers = build_optimizers(training.optimizer, [row for row in here if row.trained], parameters)
+    kind = choose_store(run.layout, training.dtypes, alone=meshes is None)
+    materialize(model, (*here, *state), weights, kind.home(device))
+    store = kind(model, [row for row in here if row.trained], training)
+    store.optimizers.check_layout(run.layout)
     return Trainer(
         resolved=resolved,
         worker=worker,
@@ -184,18 +194,8 @@ def give_state(
         meshes=meshes,
         table=table,
         model=model,
-        parameters=parameters,
-        masters=masters,
-        optimizers=optimizers,
-        train_step=TrainStep(
-            run,
-            passes,
-            parameters,
-            optimizers,
-            masters,
-            device,
-            repeats_loss=meshes is not None and meshes.repeats_loss,
-        ),
+        store=store,
+        train_step=TrainStep(run, passes, store, device, repeats_loss=meshes is not None and meshes.repeats_loss),
     )
 
 
@@ -215,4 +215,4 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a readable JSON file."""
-    path.write_text(json.dumps(value, indent=2) + "\n")
+    write_durably(path, json.dumps(value, indent=2) + "\n")

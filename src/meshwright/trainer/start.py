@@ -1,26 +1,67 @@
-"""The one place that says, before any weight is read, whether a run can begin: what it starts from, where it writes."""
+"""Checks before any weight is read: what a run starts from, where it writes."""
 
+import inspect
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple, get_args
 
 from meshwright.checkpoint.manifest import MANIFEST, CheckpointError, list_checkpoints
 from meshwright.checkpoint.peft_config import CONFIG, AdapterError, check_adapter_config
+from meshwright.data.plugged import has_datasets, write_datasets
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
-from meshwright.families import finetuned_table, parameter_table
-from meshwright.spec.data import SMALLEST_VOCAB
+from meshwright.families import finetuned_table, parameter_table, pretrained_directory, resolve_model
+from meshwright.families.tensor_headers import stored_tensors
+from meshwright.launch.status import LOCK_LOST
+from meshwright.spec.batch_size import sequences_per_step
+from meshwright.spec.data import DATASET, SMALLEST_VOCAB
+from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FullSpec
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.plugins import load_plugin, require_plugin, said_of
 from meshwright.spec.recipe import load_spec
 from meshwright.spec.run import ResolvedRun, Run
+from meshwright.spec.training import OptimizerName, OptimizerSpec, ScheduleName
+from meshwright.storage.lock import Lock
 
-RESOLVED, PLAN = "resolved.yaml", "plan.json"
-TOKENIZER = "tokenizer"
-"""Names in a run directory: the run with nothing left open, what the planner said, and the tokenizer's folder."""
+RECIPE, RESOLVED, PLAN = "recipe.yaml", "resolved.yaml", "plan.json"
+TOKENIZER, LOCK = "tokenizer", ".lock"
+"""Names in a run directory: the recipe as given, the run with nothing left open, what the planner said, the tokenizer's
+folder, the lock."""
 
 SETTING = "checkpoint.start_from"
+
+
+def run_files(run_dir: Path) -> dict[str, bytes]:
+    """The recipe, the resolved run and the tokenizer, by plain names: with them a checkpoint needs no run directory."""
+    paths = [run_dir / RECIPE, run_dir / RESOLVED, *sorted((run_dir / TOKENIZER).glob("*"))]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+
+
+class Records(NamedTuple):
+    """What tells of a run beside its tensors."""
+
+    resolved: Path
+    """A `resolved.yaml`."""
+    tokenizer: Path
+    """The tokenizer's folder."""
+
+
+def records_in(run_dir: Path) -> Records | None:
+    """The records in a run directory; None where it has none."""
+    records = Records(run_dir / RESOLVED, run_dir / TOKENIZER)
+    return records if records.resolved.is_file() else None
+
+
+def records_of(checkpoint: Path) -> Records | None:
+    """The records in a checkpoint; of one that an earlier version saved, those in its run directory; None where there
+    are none either."""
+    if (checkpoint / RESOLVED).is_file():
+        return Records(checkpoint / RESOLVED, checkpoint)
+    return records_in(checkpoint.resolve().parent.parent)
 
 
 def starting_checkpoint(resolved: ResolvedRun) -> Path:
@@ -39,7 +80,7 @@ def checkpoint_at(path: Path, setting: str) -> Path:
 
 
 def check_writable(run_dir: Path) -> None:
-    """Raise `ValueError` where `run_dir` cannot be made, or nothing in it. Leaves nothing behind.
+    """Raise `UserError` where `run_dir` cannot be made, or nothing in it. Leaves nothing behind.
 
     Permissions do not tell (root has all of them, on a read-only disk too), so a folder is made and removed again.
     """
@@ -50,33 +91,70 @@ def check_writable(run_dir: Path) -> None:
             pass
     except OSError as error:
         why = (error.strerror or "it cannot be used").lower()
-        raise ValueError(f"run_dir={run_dir}: nothing can be written in {place} ({why}); choose another") from error
+        raise UserError(f"run_dir={run_dir}: nothing can be written in {place} ({why}); choose another") from error
+
+
+def run_lock(run_dir: Path, wait: float) -> Lock:
+    """What keeps every other run out of `run_dir`; one that is at work there is waited for so many seconds.
+
+    Raises `UserError` where nothing can be written there.
+    """
+
+    def lost(text: str) -> None:
+        print(f"error: {text}; this run ends", file=sys.stderr, flush=True)
+        os._exit(LOCK_LOST)  # at once: whatever it still wrote would be written over the other's
+
+    check_writable(run_dir)
+    hint = "; wait for its end with --wait-for-lock, or choose another run_dir"
+    return Lock(run_dir / LOCK, wait=wait, hint=hint, say=lambda text: print(text, file=sys.stderr), lost=lost)
 
 
 def check_start(resolved: ResolvedRun) -> None:
     """Raise `CheckpointError` where `checkpoint.start_from` names nothing, or a run that has not this model's weights,
-    `AdapterError` where `finetune.start_from` names no adapter, or one of another kind.
+    `AdapterError` where `finetune.start_from` names no adapter, or one of another kind, `UserError` where a
+    directory lacks its weights, or frozen ones would be random without the recipe saying so.
 
     A checkpoint outside its run directory is known only when it is read, as are an adapter's tensors.
     """
+    _check_base(resolved)
     _check_given_adapter(resolved)
-    run_dir = _starting_run(resolved)
-    if run_dir is None:
+    records = _starting_records(resolved)
+    if records is None:
         return
-    base = read_resolved(run_dir / RESOLVED)
+    base, origin = read_resolved(records.resolved), records.resolved.parent
     saved = {row.name: row.shape for row in finetuned_table(base.model, base.run.finetune) if row.trained}
     for row in parameter_table(resolved.model):
         if row.name not in saved:
-            raise CheckpointError(
-                f"{SETTING}: {run_dir} holds no {row.name}; give a run that trained all of this model"
-            )
+            raise CheckpointError(f"{SETTING}: {origin} holds no {row.name}; give a run that trained all of this model")
         if row.shape != saved[row.name]:
             theirs, ours = base.model.model_dump(), resolved.model.model_dump()
             settings = (f"model.{name}={value}" for name, value in theirs.items() if value != ours[name])
             raise CheckpointError(
-                f"{SETTING}: in {run_dir} {row.name} has shape {saved[row.name]}, but this run's is {row.shape}; "
+                f"{SETTING}: in {origin} {row.name} has shape {saved[row.name]}, but this run's is {row.shape}; "
                 f"its model has {', '.join(settings)}"
             )
+
+
+def _check_base(resolved: ResolvedRun) -> None:
+    """Raise `UserError` where a Hugging Face directory lacks its weights, or where weights that do not train would be
+    random and the recipe does not say so."""
+    run, finetune = resolved.run, resolved.run.finetune
+    if finetune is not None and run.checkpoint.start_from:
+        return
+    if run.model.weights == "pretrained":
+        directory = pretrained_directory(run.model, base_dir=Path(resolved.base_dir))
+        assert directory is not None  # else the model would not have resolved
+        stored_tensors(directory)
+        return
+    given = "weights" in run.model.model_fields_set
+    if finetune is None or given or all(row.trained for row in finetuned_table(resolved.model, finetune)):
+        return
+    model = f"model.name {run.model.name!r} names no weights" if run.model.name else "model.family names no weights"
+    raise UserError(
+        f"finetune.method={finetune.method}: the weights that stay as they are would be random, for {model}; set "
+        "model.name to a Hugging Face directory with weights or checkpoint.start_from to a run, or, where random "
+        "weights are meant, model.weights=random"
+    )
 
 
 def _check_given_adapter(resolved: ResolvedRun) -> None:
@@ -93,64 +171,129 @@ def _check_given_adapter(resolved: ResolvedRun) -> None:
         raise AdapterError(f"{setting}: {error}") from error
 
 
+def require_plugins(run: Run) -> None:
+    """Raise `UserError` where a plug-in that the recipe names is not installed."""
+    for name in run.trackers:
+        require_plugin("trackers", name)
+    for plugin in run.callbacks:
+        require_plugin("callbacks", plugin.name)
+    for kind, plugged, ours in (
+        ("lr_schedules", run.training.lr_schedule, ScheduleName),
+        ("optimizers", run.training.optimizer, OptimizerName),
+    ):
+        if plugged.name not in get_args(ours):
+            require_plugin(kind, plugged.name)
+        elif plugged.options:
+            raise UserError(f"training.{kind[:-1]}.options belong to plug-ins, not to {plugged.name}; remove them")
+    optimizer = run.training.optimizer
+    for field in ("betas", "eps", "muon_lr", "muon_momentum"):
+        ours = getattr(optimizer, field) == OptimizerSpec.model_fields[field].default
+        if optimizer.name not in get_args(OptimizerName) and not ours:
+            raise UserError(
+                f"training.optimizer.{field} belongs to optimizers of ours; give {optimizer.name} its settings as "
+                f"training.optimizer.options={{{field}: ...}}"
+            )
+    if optimizer.name not in get_args(OptimizerName) and "weight_decay" in optimizer.model_fields_set:
+        _check_decay(optimizer)
+    for source in run.data.sources:
+        if source.path.startswith(DATASET):
+            require_plugin("datasets", source.path.removeprefix(DATASET))
+    if run.training.objective is not None:
+        require_plugin("objectives", run.training.objective.name)
+
+
+def _check_decay(optimizer: OptimizerSpec) -> None:
+    """Raise `UserError` where the recipe gives a weight decay to an optimizer that takes none. `optim/plugged.py` sees
+    only what differs from the default, for a run that has been written down gives every setting."""
+    taken = inspect.signature(load_plugin("optimizers", optimizer.name)).parameters.values()
+    if optimizer.weight_decay and not any(one.name == "weight_decay" or one.kind is one.VAR_KEYWORD for one in taken):
+        raise UserError(
+            f"training.optimizer.weight_decay={optimizer.weight_decay:g}: {optimizer.name} has no weight_decay; set it "
+            "to 0"
+        )
+
+
+def with_datasets(run: Run, base_dir: Path, *, most: int | None = None) -> Run:
+    """The recipe with files in the place of the datasets that are plugged in, of which as much is read as the run will
+    see, or as `most` samples need."""
+    if not has_datasets(run.data):
+        return run
+    bare = run.data.tokenizer == "auto" and pretrained_directory(run.model, base_dir=base_dir) is None
+    vocab = resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab).vocab
+    samples = most or run.training.steps * sequences_per_step(run)
+    return run.model_copy(update={"data": write_datasets(run.data, samples=samples, vocab=vocab, numbers=bare)})
+
+
 def check_vocabulary(run: Run, model: ModelSpec, size: int) -> None:
-    """Raise `ValueError` where a tokenizer of `size` tokens knows some that the model has no row for."""
+    """Raise `UserError` where a tokenizer of `size` tokens knows some that the model has no row for."""
     if size > model.vocab:
         trained = (
             run.data.tokenizer == "auto" and run.model.weights != "pretrained" and size == run.data.tokenizer_vocab
         )
         smaller = f", or data.tokenizer_vocab={model.vocab}" if trained and model.vocab >= SMALLEST_VOCAB else ""
-        raise ValueError(
+        raise UserError(
             f"the tokenizer has {size} tokens but the model only {model.vocab} rows; set model.vocab={size}{smaller}"
         )
 
 
 def check_tokenizer(resolved: ResolvedRun, tokenizer: TextTokenizer | None, *, continued: Path | None = None) -> None:
-    """Raise `ValueError` where tokens have other numbers than the weights have learnt, in the run `continued` or else
+    """Raise `UserError` where tokens have other numbers than the weights have learnt, in the run `continued` or else
     in the one that `checkpoint.start_from` means.
 
     None: the tokenizer is yet to be trained, which gives the same one on the same data only.
     """
-    run_dir = continued or _starting_run(resolved)
-    if run_dir is None or not (run_dir / TOKENIZER).is_dir():
+    records = records_in(continued) if continued else _starting_records(resolved)
+    if records is None or not records.tokenizer.is_dir():
         return
     if tokenizer is None:
-        ours, theirs = resolved.run.data, read_resolved(run_dir / RESOLVED).run.data
+        ours, theirs = resolved.run.data, read_resolved(records.resolved).run.data
         decisive = ("sources", "held_out", "tokenizer", "tokenizer_vocab")
         same = all(getattr(ours, field) == getattr(theirs, field) for field in decisive)
     else:
-        same = tokenizer.extends(load_tokenizer(run_dir / TOKENIZER))
+        same = tokenizer.extends(load_tokenizer(records.tokenizer))
     if not same:
         verb = "continues" if continued else "starts from"
-        raise ValueError(
-            f"data.tokenizer={resolved.run.data.tokenizer} gives tokens other numbers than {run_dir} learnt, which "
-            f"this run {verb}; set data.tokenizer={os.path.relpath(run_dir / TOKENIZER, resolved.base_dir)}"
+        raise UserError(
+            f"data.tokenizer={resolved.run.data.tokenizer} gives tokens other numbers than "
+            f"{records.resolved.parent} learnt, which this run {verb}; "
+            f"set data.tokenizer={os.path.relpath(records.tokenizer, resolved.base_dir)}"
         )
 
 
 def check_objective(run: Run, streams: Mapping[str, bool]) -> None:
-    """Raise `ValueError` where pairs of answers are to be learnt from and there are none, or the other way round.
+    """Raise `UserError` where pairs of answers are to be learnt from and there are none, or the other way round.
 
     `streams` says of each stream of the data whether it holds pairs.
     """
     pairs = [name for name, is_pairs in streams.items() if is_pairs]
     others = [name for name, is_pairs in streams.items() if not is_pairs]
-    if run.training.preference is None and pairs:
-        raise ValueError(f"data source {pairs[0]} holds preferences; learn from them with training.preference={{}}")
-    if run.training.preference is not None and others:
-        raise ValueError(f"training.preference learns from pairs of answers, which data source {others[0]} has not")
+    objective, needs_pairs = run.training.objective, run.training.preference is not None
+    if objective is not None:
+        needs_pairs = said_of("objectives", objective.name, "needs_pairs", False)
+        if pairs and not needs_pairs:
+            raise UserError(f"data source {pairs[0]} holds preferences, which {objective.name} does not learn from")
+    if pairs and not needs_pairs:
+        raise UserError(f"data source {pairs[0]} holds preferences; learn from them with training.preference={{}}")
+    if others and needs_pairs:
+        setting = "training.preference" if objective is None else f"training.objective={objective.name}"
+        raise UserError(f"{setting} learns from pairs of answers, which data source {others[0]} has not")
 
 
 def read_resolved(path: Path) -> ResolvedRun:
-    """A `resolved.yaml` as a value again, with the `plan.json` beside it."""
+    """A `resolved.yaml` as a value again, with the `plan.json` beside it. Raises `UserError` where one is damaged."""
     resolved, plan = load_spec(path, ResolvedRun), path.with_name(PLAN)
-    return resolved.model_copy(update={"plan": json.loads(plan.read_text())}) if plan.is_file() else resolved
+    if not plan.is_file():
+        return resolved
+    try:
+        return resolved.model_copy(update={"plan": json.loads(plan.read_bytes())})
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{plan} is damaged, not JSON ({error}); delete it to go on without") from error
 
 
-def _starting_run(resolved: ResolvedRun) -> Path | None:
-    """The directory of the run that `checkpoint.start_from` means; None where there is none, or the checkpoint lies
-    elsewhere. Raises as `starting_checkpoint`."""
+def _starting_records(resolved: ResolvedRun) -> Records | None:
+    """The records of the run that `checkpoint.start_from` means, or of a checkpoint outside its run directory; None
+    where there are none. Raises as `starting_checkpoint`."""
     if not resolved.run.checkpoint.start_from:
         return None
-    run_dir = starting_checkpoint(resolved).parent.parent
-    return run_dir if (run_dir / RESOLVED).is_file() else None
+    checkpoint = starting_checkpoint(resolved)
+    return records_in(checkpoint.parent.parent) or records_of(checkpoint)

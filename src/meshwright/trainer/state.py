@@ -1,6 +1,6 @@
-"""The one place that says what a checkpoint holds of a run, puts it back, and tells people what was preserved."""
+"""The state in a checkpoint: what is saved of a run, how it is restored, and what was preserved."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from meshwright.checkpoint.retention import HELD_OUT_LOSS
 from meshwright.checkpoint.verify import START_ANEW, newest_good_checkpoint, read_values, verify_checkpoint
 from meshwright.families import finetuned_table
 from meshwright.models import named_state
-from meshwright.optim.schedule import lr_factor
+from meshwright.optim.schedule import SHAPES, lr_factor
 from meshwright.spec.data import SourceSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
@@ -36,19 +36,28 @@ COUNTERS = ("skipped", "spikes", "rewinds", "passed_over")
 BATCH_SPLIT = ("micro_batch", "device", "torch", "training.precision", "training.reduce_dtype", "training.compile")
 """What may change in which order numbers are added, besides the layout."""
 
-SILENT = ("run_dir", "trackers", "checkpoint.", "layout.", "guards.", "data.cache_dir", *BATCH_SPLIT)
+SILENT = ("run_dir", "trackers", "callbacks", "checkpoint.", "layout.", "guards.", "data.cache_dir", *BATCH_SPLIT)
 """Settings that do not change what is trained, or are told of apart."""
 
 
 def state_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Every tensor that a checkpoint keeps of this rank: weights, optimizer state and random state."""
-    tensors = {}
-    for name, parameter in trainer.parameters.items():
-        tensors[f"model.{name}"] = parameter.detach()
-        for key, state in trainer.optimizers.state_of(parameter).items():
-            tensors[f"optimizer.{name}.{key}"] = state
-    tensors |= {f"model.{name}": buffer for name, buffer in named_state(trainer.model).items()}
-    return tensors | _random_state(trainer)
+    """Every tensor that a checkpoint keeps of this rank: its own and the callbacks'."""
+    return own_tensors(trainer) | _callback_tensors(trainer, trainer.callbacks)
+
+
+def own_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Weights, optimizer state and random state of this rank."""
+    buffers = {f"model.{name}": buffer for name, buffer in named_state(trainer.model).items()}
+    return trainer.store.tensors() | buffers | random_state(trainer)
+
+
+def _callback_tensors(trainer: Trainer, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The tensors of the callbacks of these names."""
+    return {
+        f"callbacks.{name}.{key}": tensor
+        for name in names
+        for key, tensor in trainer.callbacks[name].tensors(trainer.parameters).items()
+    }
 
 
 def state_values(trainer: Trainer, *, held_out_loss: float | None = None) -> dict[str, Any]:
@@ -60,6 +69,7 @@ def state_values(trainer: Trainer, *, held_out_loss: float | None = None) -> dic
         "spike_history": trainer.train_step.spikes.state() if trainer.train_step.spikes else None,
         "loss_scale": trainer.train_step.scaler.state() if trainer.train_step.scaler else None,
         HELD_OUT_LOSS: held_out_loss,
+        "callbacks": {name: callback.state_dict() for name, callback in trainer.callbacks.items()},
         "layout": trainer.resolved.run.layout.model_dump(),
         "base": trainer.base,
         "data": trainer.data,
@@ -85,7 +95,8 @@ def begin(trainer: Trainer, root: Path, resume: str | None) -> str:
         load_weights(trainer, start)
         lines.append(f"starting from the weights of {start}; optimizer, schedule and data begin anew")
     else:
-        lines.append(f"starting from {trainer.resolved.run.model.weights} weights")
+        weights = trainer.resolved.run.model.weights
+        lines.append(f"starting from {'pretrained' if weights == 'pretrained' else 'random'} weights")
     return "\n".join(lines)
 
 
@@ -129,14 +140,14 @@ def restore(trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
     check_base(checkpoint, saved, trainer.base)
     _check_fixed(checkpoint, saved, trainer.resolved)
     _check_trained(checkpoint, trainer.resolved)
-    tensors = state_tensors(trainer)
-    random = _random_state(trainer)
+    kept = [name for name in trainer.callbacks if name in saved.get("callbacks", {})]
+    tensors = own_tensors(trainer) | _callback_tensors(trainer, kept)
+    random = random_state(trainer)
     if not _same_ranks(trainer, saved) or not random.keys() <= held_tensors(checkpoint):
         tensors = {name: tensor for name, tensor in tensors.items() if name not in random}
     load_tensors(checkpoint, tensors)
-    if trainer.masters is not None:
-        trainer.masters.refresh()
-    _restore_random_state(trainer, tensors)
+    trainer.store.refresh()
+    restore_random_state(trainer, tensors)
     trainer.step, trainer.tokens = saved["step"], saved["tokens"]
     for counter in COUNTERS:
         setattr(trainer, counter, saved.get(counter, 0))
@@ -144,6 +155,8 @@ def restore(trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
         trainer.train_step.spikes.load(saved["spike_history"])
     if trainer.train_step.scaler is not None and saved["loss_scale"] is not None:
         trainer.train_step.scaler.load(saved["loss_scale"])
+    for name in kept:
+        trainer.callbacks[name].load_state_dict(saved["callbacks"][name])
     return saved
 
 
@@ -163,9 +176,8 @@ def load_weights(trainer: Trainer, checkpoint: Path) -> None:
     Raises `CheckpointError` where a file is damaged or the model is another one.
     """
     verify_checkpoint(checkpoint)
-    load_tensors(checkpoint, {f"model.{name}": tensor.detach() for name, tensor in trainer.parameters.items()})
-    if trainer.masters is not None:
-        trainer.masters.refresh()
+    load_tensors(checkpoint, trainer.store.weights())
+    trainer.store.refresh()
 
 
 def describe_restored(trainer: Trainer, saved: dict[str, Any]) -> str:
@@ -236,8 +248,11 @@ def _short(value: Any) -> Any:
 
 
 def _lr_change(trainer: Trainer, before: dict[str, Any]) -> str:
-    """What the changed settings do to the learning rate of the next step."""
+    """What the changed settings do to the learning rate of the next step; nothing where the schedule was a plug-in,
+    which need not be here any more."""
     prefix = "training.lr_schedule."
+    if before[f"{prefix}name"] not in SHAPES:
+        return ""
     schedule = LrScheduleSpec(**{k.removeprefix(prefix): v for k, v in before.items() if k.startswith(prefix)})
     step, training = trainer.step + 1, trainer.resolved.run.training
     old = before["training.optimizer.lr"] * lr_factor(schedule, step, before["training.steps"])
@@ -306,7 +321,7 @@ def _same_ranks(trainer: Trainer, saved: dict[str, Any]) -> bool:
     return LayoutSpec.model_validate(saved["layout"]).world_size == trainer.worker.world_size
 
 
-def _random_state(trainer: Trainer) -> dict[str, torch.Tensor]:
+def random_state(trainer: Trainer) -> dict[str, torch.Tensor]:
     """This rank's generators, under names that no other rank has."""
     states = {f"random.cpu.{trainer.worker.rank}": torch.get_rng_state()}
     if trainer.device.type == "cuda":
@@ -314,8 +329,9 @@ def _random_state(trainer: Trainer) -> dict[str, torch.Tensor]:
     return states
 
 
-def _restore_random_state(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> None:
-    for name in _random_state(trainer):
+def restore_random_state(trainer: Trainer, tensors: dict[str, torch.Tensor]) -> None:
+    """Give this rank's generators the states among `tensors`."""
+    for name in random_state(trainer):
         if name in tensors and name.startswith("random.cpu"):
             torch.set_rng_state(tensors[name])
         elif name in tensors:

@@ -1,4 +1,4 @@
-"""The one place that says where the weights that a run begins with come from."""
+"""The weights that a run starts from."""
 
 import hashlib
 import json
@@ -51,7 +51,7 @@ def base_weights(resolved: ResolvedRun) -> RowSource:
         checkpoint = starting_checkpoint(resolved)
         verify_checkpoint(checkpoint)
         return _rows_of_checkpoint(checkpoint)
-    if run.model.weights == "random":
+    if run.model.weights != "pretrained":
         return lambda parameter, start, stop: draw_rows(parameter, seed, start, stop)
     pretrained = HfWeights(_directory(resolved), resolved.model)
     return lambda parameter, start, stop: pretrained.read_rows(parameter.name, start, stop)
@@ -68,7 +68,7 @@ def base_of(resolved: ResolvedRun) -> dict[str, str] | None:
     if run.checkpoint.start_from:
         checkpoint = starting_checkpoint(resolved)
         return {"path": str(checkpoint), "fingerprint": _digest((checkpoint / MANIFEST).read_bytes())}
-    if run.model.weights == "random":
+    if run.model.weights != "pretrained":
         drawn = [resolved.model.model_dump(mode="json"), run.training.seed]
         return {"path": "random weights", "fingerprint": _digest(json.dumps(drawn).encode())}
     directory = _directory(resolved)

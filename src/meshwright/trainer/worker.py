@@ -1,4 +1,4 @@
-"""The one entry of a worker process: `python -m meshwright.trainer.worker --resolved FILE [--resume WHICH]`."""
+"""Entry point of a worker process: `python -m meshwright.trainer.worker --resolved FILE [--resume WHICH]`."""
 
 import argparse
 import json
@@ -7,11 +7,16 @@ import sys
 import time
 from pathlib import Path
 
-from meshwright.trainer.launch import find_worker
+import torch.distributed as dist
+
+from meshwright.launch.launcher import find_worker
+from meshwright.launch.signals import StopRequest, end_with
+from meshwright.launch.status import MISUSE, STOPPED, RunError
+from meshwright.spec.errors import UserError
+from meshwright.spec.plugins import plugged_in
+from meshwright.trainer.plugins import Plugins, read_plugins
 from meshwright.trainer.run import train_rank
-from meshwright.trainer.signals import StopRequest, end_with
 from meshwright.trainer.start import read_resolved
-from meshwright.trainer.status import MISUSE, STOPPED, RunError
 
 
 def main() -> int:
@@ -19,6 +24,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="meshwright.trainer.worker", description=__doc__)
     parser.add_argument("--resolved", type=Path, required=True, help="resolved.yaml of the run")
     parser.add_argument("--resume", help="newest, auto or a checkpoint's name")
+    parser.add_argument("--plugins", type=Path, help="what the parent's Python code handed to train")
     arguments = parser.parse_args()
     worker = find_worker()
     if worker is None:
@@ -27,10 +33,23 @@ def main() -> int:
     with StopRequest(raises=False) as stop:
         try:
             resolved = read_resolved(arguments.resolved)
-            return STOPPED if train_rank(resolved, worker, stop, resume=arguments.resume) else 0
-        except (ValueError, RunError) as error:
+            plugins = read_plugins(arguments.plugins) if arguments.plugins else Plugins()
+            with plugged_in(plugins.objects()):
+                stopped = train_rank(resolved, worker, stop, resume=arguments.resume, plugins=plugins)
+            return STOPPED if stopped else 0
+        except (UserError, RunError) as error:
             report_to_parent(str(error))
             return error.status if isinstance(error, RunError) else MISUSE
+        except OSError as error:
+            if error.filename is None:
+                raise
+            report_to_parent(f"{error.filename}: {(error.strerror or 'cannot be used').lower()}")
+            return 1
+        except (dist.DistError, RuntimeError) as error:
+            if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
+                raise
+            report_to_parent(f"rank {worker.rank} lost the others: {' '.join(str(error).split())[:200]}")
+            return 1
 
 
 def report_to_parent(message: str) -> None:

@@ -1,0 +1,140 @@
+"""Writes docs/one-linear-layer.md, what stands in the slots of a model under five strategies at once: run it after
+changing one (a test notices)."""
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import meshwright
+from meshwright.families import resolve_model
+from meshwright.models.slots import Layer
+from meshwright.parallel import build_meshes
+from meshwright.rehearse.fake import fake_rank
+from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.model import ModelFields
+from meshwright.spec.run import ResolvedRun, Run
+from meshwright.spec.training import TrainingSpec
+from meshwright.trainer.setup import build_parallel_model
+
+PAGE = Path(__file__).with_name("one-linear-layer.md")
+SOURCE = Path(meshwright.__file__).parent
+RANK = 1
+BLOCK = "layers.0"
+LAYERS = ("attention.wk", "feed_forward.w2", "feed_forward.w1")
+
+MODEL = ModelFields(family="llama", hidden=256, num_layers=2, num_heads=4, num_kv_heads=2, ffn=512, vocab=1000)
+FINETUNE = {
+    "method": "lora",
+    "base": "nf4",
+    "double_quantization": False,
+    "rank": 8,
+    "targets": ["wk", "w2"],
+    "train": ["w1"],
+}
+LAYOUT = LayoutSpec(pp=2, dp_shard=2, tp=2, schedule="interleaved-zero-bubble", stages_per_rank=1)
+
+BEGIN = f"""\
+# One linear layer under five strategies
+
+A layer declares its slots, strategies fill them, and `print(model)` shows what stands where. Nothing else changes what
+a layer computes: no method, class or `forward` is replaced after a module is built (`tests/test_slots.py` and
+`tests/test_house.py` hold the source and every built model to it).
+
+The example is a llama of hidden 256 with 2 key and value heads under tensor parallelism (`tp: 2`), ZeRO-3
+(`dp_shard: 2`), a zero-bubble pipeline (`pp: 2`), selective recomputation, and QLoRA: `wk` and `w2` have adapters on an
+NF4 base, `w1` trains in full. Rank {RANK} of 8 prints its first block:
+"""
+
+STACKS = """
+A stack reads from the inside out. Parameters stay registered in the layer itself under the names of the parameter
+table, whatever stands around them. What follows the shapes is the view, which says how a rank reads them: of `weight
+dim 0` it has a part of the rows, and what is not named every rank has whole.
+
+| layer | what stands there | its file |
+|---|---|---|"""
+
+ABSENT = """
+`wk` and `w2` have nothing deferred: a frozen matrix has no weight gradient that could wait, and the adapters' products
+are too small to be worth it. `w1`, which trains, has no adapter.
+
+What this rank stores of these layers between steps. ZeRO-3 has split what tensor parallelism left along dim 0; FSDP2
+gathers it before each pass, and the view then reads plain tensors:
+
+| parameter | whole | on this rank | trains |
+|---|---|---|---|"""
+
+END = """
+## To add a product
+
+A new kind of product (low precision, say) is a file with a subclass of `Product` (`models/linear.py`) that says three
+things: `compute`, `input_gradient` and `weight_gradient`. One line in `parallel/apply.py` puts it into the layers:
+
+    for linear in linears: linear.put(Fp8())
+
+Adapters then compute beside it, zero-bubble schedules let its weight gradient wait, and tensor parallelism sums it over
+ranks, because they are ops around it that know nothing of its kind (`tests/test_slots.py` does this with a product that
+rounds its inputs, its weight and its gradients).
+"""
+
+
+def page() -> str:
+    """The text of docs/one-linear-layer.md, from a process of its own: one is only ever one rank."""
+    return subprocess.run([sys.executable, __file__, "--show"], check=True, capture_output=True, text=True).stdout
+
+
+def show() -> Iterator[str]:
+    """The page's parts."""
+    training = TrainingSpec(precision="bf16", recompute="selective")
+    run = Run(model=MODEL, training=training, finetune=FINETUNE, layout=LAYOUT, device="cpu")  # type: ignore[arg-type]
+    resolved = ResolvedRun(
+        run=run,
+        model=resolve_model(MODEL, base_dir=Path()),
+        global_batch=16,
+        micro_batch=1,
+        accumulation=8,
+        stage_layers=(1, 1),
+        reasons={},
+    )
+    with fake_rank(RANK, LAYOUT.world_size):
+        block = build_parallel_model(resolved, build_meshes(LAYOUT, "cpu")).model.get_submodule(BLOCK)
+        yield f"{BEGIN}\n```\n{block}\n```\n{STACKS}"
+        for path in LAYERS:
+            layer = block.get_submodule(path)
+            assert isinstance(layer, Layer)
+            for thing in (*layer.ops, layer.view):
+                yield f"| `{path}` | {thing} | `{_file(thing)}` |"
+        yield ABSENT
+        for path in LAYERS:
+            for name, parameter in block.get_submodule(path).named_parameters():
+                yield f"| `{path}.{name}` | {_kind(parameter)} | {_local(parameter)} | {_trains(parameter)} |"
+        yield END.rstrip("\n")
+
+
+def _file(thing: object) -> str:
+    return Path(inspect.getfile(type(thing))).relative_to(SOURCE).as_posix()
+
+
+def _kind(parameter: nn.Parameter) -> str:
+    return f"{list(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}"
+
+
+def _local(parameter: torch.Tensor) -> str:
+    assert isinstance(parameter, DTensor)
+    return str(list(parameter.to_local().shape))
+
+
+def _trains(parameter: nn.Parameter) -> str:
+    return "yes" if parameter.requires_grad else ""
+
+
+if __name__ == "__main__":
+    if "--show" in sys.argv:
+        print("\n".join(show()))
+    else:
+        PAGE.write_text(page(), encoding="utf-8")

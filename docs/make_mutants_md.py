@@ -1,0 +1,70 @@
+"""Writes docs/mutants.md from docs/mutants.json, which `make mutants` fills."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+PAGE, RESULTS = (Path(__file__).with_name(name) for name in ("mutants.md", "mutants.json"))
+
+INTRODUCTION = """\
+# Mutants: what verify catches
+
+`make mutants` plants {count} realistic faults of distributed training, one at a time, in a copy of the source, and runs
+[verify](verify.md) on a tiny model under a layout that the fault concerns. The faults are patches of what this project
+itself does (`tests/mutants/`): a gradient that is not summed, keys of the wrong rank, a stage that
+begins a layer early. The patch is in the reference's process too, which trains alone, as a real fault would be. Then it
+runs random legal layouts of the source as it is, which must all be equal: families, degrees, ZeRO stages, schedules,
+adapters, optimizers and objectives drawn by a seed (`testing/layouts.py`).
+
+**Caught**: the layout is said to be different. **Named**: the place that is reported is the first one that the fault
+reaches in the order of computation, as the table of mutants said before the run. Seconds are wall time of one process
+with its ranks on a busy machine of two cores.
+
+| | tried | |
+|---|---:|---|
+| faults caught | {count} | {caught} ({caught_share:.0%}) |
+| faults named | {count} | {named} ({named_share:.0%}) |
+| random layouts found equal | {layouts} | {equal} |
+
+A fault that computes the same wrong thing on one process, rope that is wrong everywhere for instance, is no difference
+between layouts. Parity with transformers is its test ([models](models.md)).
+"""
+
+
+def page() -> str:
+    """The page as text."""
+    known: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text())
+    mutants = sorted(known["mutants"].values(), key=lambda row: (row["file"], row["fault"]))
+    layouts = [row for rows in known["layouts"].values() for row in rows]
+    layouts = sorted((row for row in layouts if row["result"] != "refused"), key=lambda row: row["seed"])
+    caught = sum(row["result"] == "different" for row in mutants)
+    named = sum(row["named"] for row in mutants)
+    lines = [
+        INTRODUCTION.format(
+            count=len(mutants),
+            caught=caught,
+            named=named,
+            caught_share=caught / len(mutants),
+            named_share=named / len(mutants),
+            layouts=len(layouts),
+            equal=sum(row["result"] == "equal" for row in layouts),
+        ),
+        "## Faults\n",
+        "| fault | in | case | reported | named | s |",
+        "|---|---|---|---|---|---:|",
+    ]
+    for row in mutants:
+        reported = row["text"] if row["result"] == "different" else f"**{row['result']}**"
+        named_ = "yes" if row["named"] else "**no**"
+        lines.append(
+            f"| {row['fault']} | `{row['file']}` | {row['case']} | {reported} | {named_} | {row['seconds']:.0f} |"
+        )
+    lines += ["", "## Random layouts\n", "| seed | layout | beside | found | s |", "|---:|---|---|---|---:|"]
+    for row in layouts:
+        found = row["result"] if row["result"] == "equal" else f"**{row['result']}**: {row['text'].splitlines()[-1]}"
+        lines.append(f"| {row['seed']} | {row['layout']} | `{row['beside']}` | {found} | {row['seconds']:.0f} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,180 @@
+"""Every collective on tensors, with its gradient. Nothing else in this package calls `torch.distributed` for tensors.
+
+| function | result on rank r of N | gradient |
+|---|---|---|
+| `all_gather(x, group, dim)` | the ranks' x, one after another along dim | `reduce_scatter` |
+| `reduce_scatter(x, group, dim)` | part r of N along dim of the sum of the ranks' x | `all_gather` |
+| `all_to_all(x, group)` | entry r of every rank's x, which has N entries in dim 0 | `all_to_all` |
+| `all_to_all_rows(x, received, sent, group)` | the same for runs of rows of any length | `all_to_all_rows` |
+| `all_reduce(x, group)` | the sum of the ranks' x | the identity |
+| `all_reduce_(x, group, op)` | the same, or the maximum, in place | none |
+| `send`, `receive`, `Hop` | messages between two ranks, and once round a ring | none |
+
+A sum of which every rank computes the same loss has the identity as its gradient (g of Megatron-LM, Shoeybi et al.,
+2019).
+
+FSDP2 gathers weights and reduces gradients by itself, and DTensor what it redistributes; `parallel/traffic.py` counts
+these together with what is sent from here. A collective in fewer bits is to be an argument of the functions here, and
+for FSDP2 an implementation that `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` take. Python objects
+go through `objects.py`; stores and barriers of a start or an end are in `launch/`.
+"""
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from meshwright.torch_internals import functional_collectives as functional
+
+
+def all_gather(x: torch.Tensor, group: dist.ProcessGroup, dim: int = 0) -> torch.Tensor:
+    """The ranks' parts of a tensor, in order along `dim`; backward, the sum of the gradients, scattered."""
+    return _AllGather.apply(x, group.size(), group.group_name, dim)  # type: ignore[return-value]
+
+
+def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, dim: int = 0) -> torch.Tensor:
+    """This rank's part along `dim` of the sum over ranks; backward, the whole gradient. N must divide the dim."""
+    return _ReduceScatter.apply(x, group.size(), group.group_name, dim)  # type: ignore[return-value]
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, size: int, group: str, dim: int) -> torch.Tensor:
+        ctx.arguments = size, group, dim
+        return _gather(x, size, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any):
+        return _scatter_sum(grad_outputs[0], *ctx.arguments), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, size: int, group: str, dim: int) -> torch.Tensor:
+        ctx.arguments = size, group, dim
+        return _scatter_sum(x, size, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any):
+        return _gather(grad_outputs[0], *ctx.arguments), None, None, None
+
+
+def _gather(x: torch.Tensor, size: int, group: str, dim: int) -> torch.Tensor:
+    """Waited for at once, as all here: what leaves is a plain tensor."""
+    parts = functional.wait_tensor(functional.all_gather_into_tensor(x.contiguous(), size, group))
+    return parts.unflatten(0, (size, -1)).movedim(0, dim).flatten(dim, dim + 1) if dim else parts
+
+
+def _scatter_sum(x: torch.Tensor, size: int, group: str, dim: int) -> torch.Tensor:
+    parts = x.unflatten(dim, (size, -1)).movedim(dim, 0).flatten(0, 1) if dim else x
+    return functional.wait_tensor(functional.reduce_scatter_tensor(parts.contiguous(), "sum", size, group))
+
+
+def all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Entry n of dim 0 goes to rank n, and rank n's comes in its place. Cannot be compiled."""
+    return _AllToAll.apply(x, group)  # type: ignore[return-value]
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, x.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any):
+        return all_to_all(grad_outputs[0], ctx.group), None
+
+
+def all_to_all_rows(x: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """`sent[n]` rows for each rank n in turn, exchanged for `received[n]` rows of each; backward, gradients go back."""
+    return _AllToAllRows.apply(x, received, sent, group.group_name)  # type: ignore[return-value]
+
+
+class _AllToAllRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, received: list[int], sent: list[int], group: str) -> torch.Tensor:
+        ctx.arguments = received, sent, group
+        return functional.wait_tensor(functional.all_to_all_single(x.contiguous(), received, sent, group))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any):
+        received, sent, group = ctx.arguments
+        return _AllToAllRows.apply(grad_outputs[0], sent, received, group), None, None, None
+
+
+def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over ranks; backward, the identity."""
+    return _AllReduce.apply(x, group.group_name)  # type: ignore[return-value]
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
+        return functional.wait_tensor(functional.all_reduce(x, "sum", group))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any):
+        return grad_outputs[0], None
+
+
+def all_reduce_(
+    x: torch.Tensor, group: dist.ProcessGroup | None = None, op: Literal["sum", "max"] = "sum"
+) -> torch.Tensor:
+    """Make `x` in place the sum over ranks, or the maximum, and return it; no gradient.
+
+    Without a group: over all ranks of the run, and nothing where one process trains alone.
+    """
+    if group is not None or dist.is_initialized():
+        dist.all_reduce(x, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], group=group)
+    return x
+
+
+class Message:
+    """A tensor on its way from one rank to another."""
+
+    def __init__(self, tensor: torch.Tensor, work: dist.Work | None, group: dist.ProcessGroup) -> None:
+        assert work is not None
+        self.tensor, self._work = tensor, work
+        self._travels = dist.get_backend(group) != "fake"
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, once it has arrived, or has gone."""
+        self._work.wait()
+        return self.tensor
+
+    def has_gone(self) -> bool:
+        """Whether the sender's tensor is needed no longer. Torch's backend `fake`, with which a run is rehearsed, sends
+        nothing and completes nothing: its messages have gone at once."""
+        return not self._travels or self._work.is_completed()
+
+
+def send(tensor: torch.Tensor, rank: int, group: dist.ProcessGroup) -> Message:
+    """Begin to send a contiguous tensor to a rank of `group`, counted within it."""
+    return Message(tensor, dist.isend(tensor, dist.get_global_rank(group, rank), group=group), group)
+
+
+def receive(tensor: torch.Tensor, rank: int, group: dist.ProcessGroup) -> Message:
+    """Begin to fill `tensor` with what a rank of `group`, counted within it, sends."""
+    return Message(tensor, dist.irecv(tensor, dist.get_global_rank(group, rank), group=group), group)
+
+
+class Hop:
+    """A contiguous tensor on its way to the next rank of a ring, while the previous rank's comes."""
+
+    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        ranks, here = dist.get_process_group_ranks(group), group.rank()
+        self.sent, self.received = tensor, torch.empty_like(tensor)
+        operations = [
+            dist.P2POp(dist.isend, tensor, ranks[(here + 1) % len(ranks)], group),
+            dist.P2POp(dist.irecv, self.received, ranks[here - 1], group),
+        ]
+        self.works = dist.batch_isend_irecv(operations)
+
+    def wait(self) -> torch.Tensor:
+        """What the previous rank has sent."""
+        for work in self.works:
+            work.wait()
+        return self.received

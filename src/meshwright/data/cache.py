@@ -1,0 +1,55 @@
+"""The folders of a cache of tokens and tokenizers: built once, by one process, and found again."""
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from meshwright.data.build import HELD_OUT, TRAIN, remove_scaffolding
+from meshwright.data.checksums import Sums
+from meshwright.data.token_file import MASK
+from meshwright.spec.errors import UserError
+from meshwright.storage.lock import Lock
+
+CACHE_FORMAT = 3
+"""Raised whenever the same corpus would give other files."""
+
+
+def cached(cache: Path, about: Any, build: Callable[[Path], None]) -> Path:
+    """The folder of the cache for what `about` describes, built where it is missing."""
+    fingerprint = hashlib.sha256(json.dumps([CACHE_FORMAT, about]).encode()).hexdigest()[:16]
+    directory, unfinished = cache / fingerprint, cache / f".{fingerprint}"
+    if directory.is_dir():
+        return directory
+    try:
+        unfinished.mkdir(parents=True, exist_ok=True)
+        with Lock(cache / f".{fingerprint}.lock", wait=math.inf):
+            if directory.is_dir():  # another process was at it
+                shutil.rmtree(unfinished, ignore_errors=True)
+            else:
+                build(unfinished)
+                unfinished.rename(directory)
+        remove_scaffolding(directory)
+    except OSError as error:
+        raise UserError(f"data.cache_dir={cache} cannot be written: {error}") from error
+    except ValueError:
+        shutil.rmtree(unfinished, ignore_errors=True)  # a corrected corpus will be another one
+        raise
+    return directory
+
+
+def damage_of(directory: Path) -> str:
+    """What is damaged in a folder of the cache; nothing where all is as it was written."""
+    names = [TRAIN, HELD_OUT] if (directory / HELD_OUT).exists() else [TRAIN]
+    try:
+        for path in (directory / name for name in names):
+            beside = [path.with_suffix(ending) for ending in (".idx", MASK)]
+            for found in [path, *(one for one in beside if one.exists())]:
+                Sums.beside(found, "").compare_all()
+            json.loads(path.with_suffix(".json").read_bytes())
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""

@@ -1,0 +1,118 @@
+"""Checksums of files of tokens, block by block, compared when a block is first read.
+
+Beside `x.bin` lies `x.bin.crc`: the CRC-32 of every BLOCK bytes, u32 little-endian. A rank compares only what it reads,
+and each block once. So a run of a corpus of any size starts at once, and damage is named before it is trained on.
+"""
+
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.spec.errors import UserError
+
+BLOCK = 1 << 16
+"""Bytes of a block: few enough for a sample here and there, and its checksum takes some 30 microseconds."""
+ENDING = ".crc"
+"""Ending of the file with a file's checksums, behind the file's own."""
+
+
+def sums_path(path: Path) -> Path:
+    """Where the checksums of a file lie that was written here."""
+    return path.with_name(path.name + ENDING)
+
+
+def sums_of(path: Path) -> np.ndarray:
+    """The checksums of a file: uint32, one for every block."""
+    with path.open("rb") as file:
+        return np.array([zlib.crc32(block) for block in iter(lambda: file.read(BLOCK), b"")], "<u4")
+
+
+def write_sums(path: Path) -> None:
+    """Write the checksums of a file beside it, and bring them to disk."""
+    with sums_path(path).open("wb") as file:
+        file.write(sums_of(path).tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class Checked(np.ndarray):
+    """Numbers of a mapped file. What is sliced out has been compared with its checksums, and is an ordinary array.
+
+    Whoever computes with the array as a whole (`sum`, `==`) is told nothing; `Sums.compare_all` is for them.
+    """
+
+    _sums: "Sums | None" = None
+
+    def __array_finalize__(self, obj: Any) -> None:
+        """numpy's hook: a part is compared with the same checksums."""
+        self._sums = getattr(obj, "_sums", None)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Compares what is read before it is; where that is no slice and no number, everything."""
+        if self._sums is not None:
+            if isinstance(index, int | np.integer) and -len(self) <= index < len(self):
+                index = int(index) % len(self)
+                read = self.span(index, index + 1)
+            else:
+                read = super().__getitem__(index) if isinstance(index, slice) else self
+            self._sums.compare(read)
+        found = super().__getitem__(index)
+        return found.view(np.ndarray) if isinstance(found, np.ndarray) else found
+
+    def span(self, start: int, stop: int) -> "Checked":
+        """A part that is compared when it is read itself."""
+        return super().__getitem__(slice(start, stop))  # type: ignore[return-value]
+
+
+class Sums:
+    """The checksums of one file that is mapped into memory, and which of its blocks have been compared."""
+
+    def __init__(self, path: Path, sums: np.ndarray, remedy: str):
+        """`remedy` ends what is said of damage. Raises UserError where there are not as many sums as blocks."""
+        self._path, self._sums, self._remedy = path, sums, remedy
+        self._bytes: np.ndarray = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
+        if len(sums) != -(-len(self._bytes) // BLOCK):
+            raise UserError(f"{path} is damaged: it has another length than its checksums{remedy}")
+        self._known = np.zeros(len(sums), bool)
+        self._begin = _address(self._bytes)
+
+    @classmethod
+    def beside(cls, path: Path, remedy: str) -> "Sums":
+        """Those that lie beside a file. Raises UserError where there are none."""
+        try:
+            return cls(path, np.fromfile(sums_path(path), "<u4"), remedy)
+        except OSError as error:
+            raise UserError(f"{path} has no checksums ({error.strerror}){remedy}") from error
+
+    def numbers(self, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
+        """`count` numbers from byte `offset` on, compared when they are read."""
+        found = self._bytes[offset : offset + count * dtype.itemsize].view(dtype).view(Checked)
+        found._sums = self  # pyright: ignore
+        return found
+
+    def compare(self, part: np.ndarray) -> None:
+        """Raise UserError where a block that holds some of `part`, one piece of the file, is damaged."""
+        if len(part):
+            start = _address(part) - self._begin
+            self._compare(start // BLOCK, (start + part.nbytes - 1) // BLOCK + 1)
+
+    def compare_all(self) -> None:
+        """Raise UserError where any block is damaged."""
+        self._compare(0, len(self._sums))
+
+    def _compare(self, first: int, last: int) -> None:
+        if self._known[first:last].all():
+            return
+        for block in (np.flatnonzero(~self._known[first:last]) + first).tolist():
+            start, stop = block * BLOCK, min((block + 1) * BLOCK, len(self._bytes))
+            if zlib.crc32(self._bytes[start:stop].data) != self._sums[block]:
+                where = f"bytes {start} to {stop - 1}"
+                raise UserError(f"{self._path} is damaged: {where} are not as they were prepared{self._remedy}")
+            self._known[block] = True
+
+
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]

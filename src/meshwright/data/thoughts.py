@@ -1,0 +1,86 @@
+"""Thoughts before answers: left out, or kept in every turn, also where a chat template forgets earlier ones."""
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from meshwright.data.marks import Span
+from meshwright.data.turns import Conversation, Message, Turn
+
+Find = Callable[[Sequence[Message], Sequence[int]], Conversation]
+"""Writes messages down and finds the turns of those with the given numbers."""
+FIELD = "reasoning_content"
+_WRITTEN = re.compile(r"^\s*<(think|thinking)>.*?</\1>\s*", re.DOTALL)
+"""A thought that stands in the answer itself."""
+
+
+def without(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages without thoughts."""
+    kept = [{key: value for key, value in message.items() if key != FIELD} for message in messages]
+    for message in kept:
+        if message["role"] == "assistant":
+            message["content"] = _WRITTEN.sub("", message["content"])
+    return kept
+
+
+def in_answers(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages with each thought in front of its answer, for templates that know no thoughts."""
+    changed = []
+    for message in messages:
+        message = dict(message)
+        if thought := message.pop(FIELD, None):
+            message["content"] = f"<think>\n{thought.strip()}\n</think>\n\n{message['content']}"
+        changed.append(message)
+    return changed
+
+
+def kept(messages: Sequence[Message], wanted: Sequence[int], find: Find) -> Conversation:
+    """The conversation, in which each turn of the assistant is written as it is while it is the newest.
+
+    A template forgets the thoughts of turns before the last question. So the messages from each question to the next
+    are also written down by themselves, and each turn is taken from there, up to the token that ends it.
+    """
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    whole = find(messages, sorted({*answers, *wanted}))
+    first = next((number for number, message in enumerate(messages) if message["role"] == "user"), 0)
+    asked = [number for number, message in enumerate(messages) if message["role"] == "user"]
+    newest: dict[int, Conversation] = {}
+    for start, stop in pairwise(asked):
+        inside = [number for number in answers if start < number < stop]
+        if any(_has_thought(messages[number]) for number in inside):
+            shift = start - first
+            alone = find([*messages[:first], *messages[start:stop]], [number - shift for number in inside])
+            newest |= {number: alone._replace(turns={0: alone.turns[number - shift]}) for number in inside}
+    return _joined(whole, newest, wanted)
+
+
+def _has_thought(message: Message) -> bool:
+    return bool(message.get(FIELD) or _WRITTEN.match(message["content"]))
+
+
+def _joined(whole: Conversation, newest: dict[int, Conversation], wanted: Sequence[int]) -> Conversation:
+    """The whole conversation with some turns written as in conversations of their own."""
+    text, place = "", 0
+    turns: dict[int, Turn] = {}
+    texts: list[Span] = []
+
+    def copy(source: Conversation, start: int, end: int) -> int:
+        nonlocal text
+        shift = len(text) - start
+        texts.extend(Span(a + shift, b + shift) for a, b in source.texts if start <= a and b <= end)
+        text += source.text[start:end]
+        return shift
+
+    for number, turn in sorted(whole.turns.items(), key=lambda item: item[1].parts[0].start):
+        copy(whole, place, turn.parts[0].start)
+        found = newest.get(number)
+        source, own = (whole, turn) if found is None else (found, found.turns[0])
+        shift = copy(source, own.parts[0].start, own.end)
+        parts = [Span(start + shift, end + shift) for start, end in own.parts]
+        ending = turn.parts[-1].end - turn.end
+        copy(whole, turn.end, turn.parts[-1].end)
+        turns[number] = Turn((*parts[:-1], Span(parts[-1].start, own.end + shift + ending)), own.end + shift)
+        place = turn.parts[-1].end
+    copy(whole, place, len(whole.text))
+    return Conversation(text, {number: turns[number] for number in wanted}, texts)

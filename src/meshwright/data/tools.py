@@ -1,0 +1,124 @@
+"""Tools and calls of tools in one form, whatever form a data set has, and in the form that a chat template takes.
+
+The one form is OpenAI's, with arguments as an object: a message's `tool_calls` are
+{"type": "function", "function": {"name": ..., "arguments": {...}}}, `tools` are {"type": "function", "function": ...}.
+Templates differ in what they take: some write arguments down themselves, some want them as JSON text; some look at a
+call only where the message has no content; some need calls to have ids. A probe tells which.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+from meshwright.spec.errors import UserError
+
+
+class Form(NamedTuple):
+    """How a template takes calls of tools."""
+
+    arguments_as_text: bool = False
+    """Whether arguments are JSON text."""
+    without_content: bool = False
+    """Whether a message that only calls has no content instead of an empty one, as transformers gives it for null."""
+    needs_ids: bool = False
+    """Whether calls without ids get some."""
+
+
+def tools_of(value: Any, where: str) -> list[dict[str, Any]]:
+    """A record's tools: a list, or JSON text of one. Raises UserError that begins with `where`."""
+    tools = _from_json(value, f"{where}: tools")
+    if isinstance(tools, Mapping):
+        tools = [tools]
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise UserError(f"{where}: tools are no list of objects with name, description and parameters")
+    return [_tool(tool, where) for tool in tools]
+
+
+def calls_of(value: Any, where: str) -> list[dict[str, Any]]:
+    """A message's calls of tools: a list of calls or one, or JSON text of that. Raises as `tools_of`."""
+    calls = _from_json(value, f"{where}: a call")
+    return [_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
+
+
+def in_form(messages: Sequence[Mapping[str, Any]], form: Form) -> list[dict[str, Any]]:
+    """The messages as a template of this form takes them."""
+    changed, waiting, count = [], list[str](), 0
+    for message in messages:
+        message = dict(message)
+        if calls := message.get("tool_calls"):
+            if form.without_content and not message["content"]:
+                del message["content"]
+            if form.needs_ids:
+                calls = [{**call, "id": call.get("id") or f"call{count + i:05}"} for i, call in enumerate(calls)]
+                waiting, count = [call["id"] for call in calls], count + len(calls)
+            if form.arguments_as_text:
+                calls = [{**call, "function": _as_text(call["function"])} for call in calls]
+            message["tool_calls"] = calls
+        elif form.needs_ids and message["role"] == "tool" and waiting:
+            message.setdefault("tool_call_id", waiting.pop(0))
+        changed.append(message)
+    return changed
+
+
+def form_of(write: Callable[[Sequence[Mapping[str, Any]]], str]) -> Form:
+    """The form in which `write` takes calls of tools: the first that leaves nothing out and writes JSON once."""
+    asked = {"role": "user", "content": "?"}
+    call = {"type": "function", "function": {"name": "probe_name", "arguments": {"probe_key": "probe_value"}}}
+    messages = [asked, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "!"}]
+    for bare, ids, text in product((False, True), repeat=3):
+        form = Form(arguments_as_text=text, without_content=bare, needs_ids=ids)
+        for probe in (messages, messages[:2]):
+            try:
+                written = write(in_form(probe, form))
+            except UserError:
+                continue
+            if _says(written):
+                return form
+    return Form()
+
+
+def _says(written: str) -> bool:
+    """Whether the probe stands there, neither as Python writes it nor as text inside of text."""
+    whole = all(word in written for word in ("probe_name", "probe_key", "probe_value"))
+    return whole and "'probe_key'" not in written and '\\"probe_key' not in written
+
+
+def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """OpenAI's form of a tool; a bare function is wrapped."""
+    function = tool.get("function") if "function" in tool else tool
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UserError(f"{where}: a tool has no name")
+    if function is not tool:
+        return {"type": "function", **tool}
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    if not isinstance(call, Mapping):
+        raise UserError(f"{where}: a call of a tool is no object with name and arguments but {type(call).__name__}")
+    function = call.get("function") if isinstance(call.get("function"), Mapping) else call
+    assert isinstance(function, Mapping)
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise UserError(f"{where}: a call of a tool has no name")
+    given = function.get("arguments", function.get("parameters"))
+    arguments = _from_json(given, f"{where}: the arguments of {name!r}") if given not in (None, "") else {}
+    if not isinstance(arguments, Mapping):
+        raise UserError(f"{where}: the arguments of {name!r} are no object but {type(arguments).__name__}")
+    identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**identity, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
+def _as_text(function: Mapping[str, Any]) -> dict[str, Any]:
+    return {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+
+
+def _from_json(value: Any, what: str) -> Any:
+    """The value; of text what it says as JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{what}: not JSON: {error}") from error

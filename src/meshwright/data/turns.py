@@ -1,0 +1,306 @@
+"""Finds what each message of a conversation wrote in what a chat template made of it.
+
+A turn of the assistant begins behind the words that make it speak (the generation prompt) and ends with the token that
+ends its turn. Neither stands in a template in so many words. So the conversation is written down with marks around its
+texts, which shows where each message's own words stand; and what lies between two messages is divided once for each
+way in which it is written: the beginning of a turn by writing the messages before it with a generation prompt, its end
+by writing the messages up to it. What was found is kept, so that a conversation costs two renderings, however long.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from meshwright.data.marks import Marker, Region, Span, Written
+from meshwright.spec.errors import UserError
+
+Message = Mapping[str, Any]
+"""`role`, `content` and whatever else a template knows."""
+Write = Callable[[Sequence[Message], bool], str]
+"""Writes messages down as a template says; with the generation prompt where the flag says so."""
+
+KEPT = 1 << 14
+"""How many ways to divide what lies between messages are kept."""
+ANGLED = re.compile(r"<[^<>\s]{1,60}>")
+"""What looks like a tag or a special token."""
+
+
+class Turn(NamedTuple):
+    """What one message wrote: characters of the conversation."""
+
+    parts: tuple[Span, ...]
+    """One, or as many as the template marks by `{% generation %}`."""
+    end: int
+    """Where the last part would end without the token that ends the turn."""
+
+
+class Conversation(NamedTuple):
+    """A conversation written down."""
+
+    text: str
+    turns: dict[int, Turn]
+    """By the number of the message."""
+    texts: list[Span]
+    """Where the messages' own texts stand, as far as marks tell."""
+
+
+class TurnFinder:
+    """Finds turns in what one template writes."""
+
+    def __init__(self, specials: Sequence[str]):
+        """`specials` are the special tokens of the tokenizer."""
+        ordered = sorted(filter(None, specials), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+        self._splits: dict[tuple[Any, ...], int] = {}
+        self._behind: dict[Any, set[str]] = {}
+
+    def find(self, messages: Sequence[Message], write: Write, wanted: Collection[int]) -> Conversation:
+        """The conversation, and the turns of the messages `wanted`. Raises UserError where they cannot be told."""
+        plain = Marker(empty=False, roles=()).read(write(messages, False))
+        marker, written = self._written(messages, write, plain)
+        if marker is None or written is None:
+            _check_nothing_left_out(messages, plain.text)
+            raise UserError(REWRITTEN)
+        _check_written(messages, written, wanted)
+        texts = [span for span, _ in written.places]
+        search = _Search(self, marker, messages, write, written)
+        return Conversation(written.text, {number: search.turn(number) for number in sorted(wanted)}, texts)
+
+    def _written(
+        self, messages: Sequence[Message], write: Write, plain: Written
+    ) -> tuple[Marker | None, Written | None]:
+        """The first way to mark the messages that does not change what the template writes."""
+        for empty, roles in ((True, None), (False, None), (False, ("assistant",))):
+            marker = Marker(empty=empty, roles=roles, special=self._special)
+            try:
+                written = marker.read(write(marker.mark(messages), False))
+            except UserError:  # a template may look at contents
+                continue
+            if written.text == plain.text and len(written.generated) == len(plain.generated):
+                return marker, written
+        return None, None
+
+    def split(self, key: tuple[Any, ...], find: Callable[[], int]) -> int:
+        """A division that is known by `key`, or found now."""
+        if key not in self._splits:
+            if len(self._splits) >= KEPT:
+                self._splits.clear()
+            self._splits[key] = find()
+        return self._splits[key]
+
+    def end_known(self, key: Any, gap: str) -> int | None:
+        """Where a turn ends in `gap`, told by how the next one begins; None where that is not known yet."""
+        behind = max((known for known in self._behind.get(key, ()) if gap.endswith(known)), key=len, default=None)
+        if behind is None:
+            return None
+        end = len(gap) - len(behind)
+        return end if self.token_before(gap, end) else None
+
+    def learn_end(self, key: Any, gap: str, end: int) -> None:
+        """Keep how the next turn begins."""
+        known = self._behind.setdefault(key, set())
+        if self.token_before(gap, end) and len(known) < 64:
+            known.add(gap[end:])
+
+    def common(self, one: str, other: str) -> int:
+        """Characters that both texts begin with, in whole special tokens."""
+        end = _common_prefix(one, other)
+        for text in (one, other):
+            for pattern in (self._special, ANGLED):
+                for match in pattern.finditer(text, 0, min(len(text), end + 64)):
+                    if match.start() < end < match.end():
+                        end = match.start()
+        return end
+
+    def token_at(self, text: str, start: int) -> int | None:
+        """Where a special token ends that begins at `start`, or behind white space there."""
+        start += len(text[start:]) - len(text[start:].lstrip())
+        match = self._special.match(text, start)
+        return match.end() if match else None
+
+    def token_before(self, text: str, end: int) -> str:
+        """The special token that ends at `end`, or nothing."""
+        return next((match[0] for match in self._special.finditer(text, 0, end) if match.end() == end), "")
+
+    def last_token(self, text: str) -> int | None:
+        """Where the last special token of a text ends, if only white space follows it."""
+        end = len(text.rstrip())
+        return end if self.token_before(text, end) else None
+
+
+REWRITTEN = (
+    "writes the assistant's turn otherwise once others follow, or leaves some of it out, so that what it wrote cannot "
+    "be told; set data.chat.train_on=last, or mark it in the template by {% generation %}"
+)
+
+
+class _Search:
+    """The search for turns in one conversation."""
+
+    def __init__(self, finder: TurnFinder, marker: Marker, messages: Sequence[Message], write: Write, written: Written):
+        self.finder, self.marker, self.messages, self.write, self.written = finder, marker, messages, write, written
+
+    def turn(self, number: int) -> Turn:
+        """The turn of a message."""
+        region = self.written.regions.get(number) or self.written.gap(number)
+        if region is None or not region.whole:
+            raise UserError(REWRITTEN)
+        if self.messages[number]["role"] != "assistant":
+            return self._turn((Span(region.span.start, region.span.end + self._end(number, region)),))
+        parts = tuple(span for span in self.written.generated if _meet(span, region.room))
+        if self.written.generated:
+            if not parts:
+                raise UserError(f"marks nothing of message {number + 1} by {{% generation %}}")
+            return self._turn(parts)
+        start = region.room.start + self._start(number, region)
+        if not region.fields:
+            region = region._replace(span=Span(start, start))
+        return self._turn((Span(start, region.span.end + self._end(number, region)),))
+
+    def _turn(self, parts: tuple[Span, ...]) -> Turn:
+        start, end = parts[-1]
+        text = self.written.text[start:end]
+        token = self.finder.token_before(text, len(text.rstrip()))
+        return Turn(parts, start + len(text.rstrip()) - len(token) if token else end)
+
+    def _start(self, number: int, region: Region) -> int:
+        """Characters between the text before and the turn."""
+        gap = self.written.text[region.room.start : region.span.start]
+        before = None if region.before is None else self.messages[region.before]["role"]
+
+        def find() -> int:
+            ends = (self._start_asked(self.messages[:number], gap), self._start_prompted(number, gap))
+            found = [end for end in ends if end is not None]
+            if not found:
+                raise UserError(REWRITTEN)
+            return max(found)  # some templates prompt only behind a question
+
+        return self.finder.split(("start", before, gap), find)
+
+    def _start_asked(self, before: Sequence[Message], gap: str) -> int | None:
+        """Where a turn begins in `gap`, by what stands there when the assistant is made to speak: all of that, or as
+        much of the generation prompt as the template still writes once an answer follows."""
+        try:
+            plain, asked = self._tail(before), self._tail(before, answer=True)
+        except UserError:  # many templates want a question first
+            return None
+        end = self.finder.common(asked, gap)
+        closed = self.finder.common(plain, asked)
+        whole = end == len(asked) or (end == len(gap) and end >= closed)
+        return end if whole or (asked[closed:end].strip() and not _begins_word(gap[end:])) else None
+
+    def _start_prompted(self, number: int, gap: str) -> int | None:
+        """Where a turn begins in `gap`, by the generation prompt that follows a question, wherever it stands."""
+        before = self.messages[:number]
+        for asking in (before, [*before, {"role": "user", "content": "?"}]):
+            try:
+                plain, asked = self._tail(asking), self._tail(asking, answer=True)
+            except UserError:
+                continue
+            prompt = asked[self.finder.common(plain, asked) :].lstrip()
+            token = self.finder.token_at(prompt, 0)
+            anchor = prompt[:token] if token else prompt.partition("\n")[0].rstrip()
+            place = gap.rfind(anchor)
+            if not anchor or place < 0:
+                continue
+            end = place + self.finder.common(prompt, gap[place:])
+            if not _begins_word(gap[end:]):
+                return end
+        return None
+
+    def _end(self, number: int, region: Region) -> int:
+        """Characters between the message's last text and the end of its turn."""
+        gap = self.written.text[region.span.end : region.room.end]
+        role = self.messages[number]["role"]
+        follower = None if region.after is None else self.messages[region.after]["role"]
+
+        def find() -> int:
+            if follower is None:
+                return self._ends(gap, self._followed(number))[0]
+            alone = self._tail(self.messages[: number + 1])
+            if not region.fields:
+                alone = alone[region.span.start - region.room.start :]
+            end = self._ends(alone, gap)[1]
+            if region.after is not None and end > self.finder.common(alone, gap):
+                end = min(end, len(gap) - self._opening(region.after, gap))
+            self.finder.learn_end((role, follower), gap, end)
+            return end
+
+        known = None if follower is None else self.finder.end_known((role, follower), gap)
+        return known if known is not None else self.finder.split(("end", role, follower, gap), find)
+
+    def _opening(self, follower: int, gap: str) -> int:
+        """Characters of `gap` that begin the message after it, as they begin another of its role."""
+        role = self.messages[follower]["role"]
+        others = [number for number in self.written.regions if self.messages[number]["role"] == role]
+        other = next((number for number in sorted(others) if number != follower), None)
+        if other is None:
+            return 0
+        region = self.written.regions[other]
+        opening = self.written.text[region.room.start : region.span.start]
+        return _common_prefix(gap[::-1], opening[::-1])
+
+    def _ends(self, alone: str, followed: str) -> tuple[int, int]:
+        """Where a turn ends in what stands behind its texts: at the end of a conversation, and where others follow."""
+        common = self.finder.common(alone, followed)
+        same = self.finder.last_token(alone[:common])
+        if same is not None:
+            return same, same
+        if not followed:
+            last = self.finder.last_token(alone)
+            return (len(alone) if last is None else last), 0
+        ends = self.finder.token_at(alone, common), self.finder.token_at(followed, common)
+        if ends[0] is None:  # nothing but text ends a turn
+            return common, common
+        return ends[0], common if ends[1] is None else ends[1]
+
+    def _followed(self, number: int) -> str:
+        """What stands behind the last message's texts if a user goes on."""
+        more = [*self.messages, {"role": "user", "content": "?"}]
+        try:
+            written = self.marker.read(self.write(self.marker.mark(more), False))
+        except UserError:
+            return ""
+        region = written.regions.get(number)
+        return "" if region is None or region.after is None else written.text[region.span.end : region.room.end]
+
+    def _tail(self, messages: Sequence[Message], *, answer: bool = False) -> str:
+        """What stands behind the last text of a conversation."""
+        written = self.marker.read(self.write(self.marker.mark(messages), answer))
+        return written.text[max((span.end for span, _ in written.places), default=0) :]
+
+
+def _common_prefix(one: str, other: str) -> int:
+    """Characters that both texts begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _begins_word(text: str) -> bool:
+    return text[:1].isalnum()
+
+
+def _meet(one: Span, other: Span) -> bool:
+    return one.start < other.end and one.end > other.start
+
+
+def _check_written(messages: Sequence[Message], written: Written, wanted: Collection[int]) -> None:
+    """Raise UserError where a message's words are left out; an answer that is not wanted may be."""
+    marked = any(messages[text.message]["role"] != "assistant" for _, text in written.places)
+    for number, message in enumerate(messages):
+        region, role = written.regions.get(number), message["role"]
+        fields = region.fields if region else frozenset[str]()
+        if message.get("tool_calls") and "tool_calls" not in fields:
+            raise UserError(f"leaves out the tool calls of message {number + 1}")
+        if "content" in fields or not (message["content"] or "").strip():
+            continue
+        if role == "assistant" and number in wanted:
+            raise UserError(REWRITTEN)
+        if role != "assistant" and (marked or message["content"].strip() not in written.text):
+            raise UserError(f"leaves out a message of role {role!r}")
+
+
+def _check_nothing_left_out(messages: Sequence[Message], text: str) -> None:
+    for message in messages:
+        if message["role"] != "assistant" and (message["content"] or "").strip() not in text:
+            raise UserError(f"leaves out a message of role {message['role']!r}")

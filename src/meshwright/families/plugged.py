@@ -1,0 +1,79 @@
+"""Models of users' own: a family of ours whose blocks are theirs, and the named dims of what these hold.
+
+`models/own.py` has the class that users subclass; here, without torch, is what its table must keep to.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Protocol
+
+from meshwright.families.family import Family
+from meshwright.families.registry import FAMILIES
+from meshwright.spec.errors import UserError
+from meshwright.spec.model import ModelSpec, Parameter
+from meshwright.spec.plugins import load_plugin
+
+ENDS = ("layers", "tok_embeddings", "pos_embeddings", "norm", "output")
+"""The modules of a model, as pipeline stages share them."""
+
+
+class OwnModel(Protocol):
+    """What a user's model says without torch."""
+
+    base: str
+    """Family whose sizes and switches it begins with."""
+    switches: Mapping[str, Any]
+    """What of the family's switches is otherwise."""
+
+    def table(self, spec: ModelSpec) -> Iterable[Parameter]:
+        """Every parameter, in the order of `named_parameters()`."""
+        ...
+
+
+def own_model(name: str) -> Any:
+    """The user's model of a family's name (an `OwnModel`); raises `UserError` where there is none."""
+    return _made(load_plugin("models", name), name)
+
+
+@lru_cache(maxsize=16)
+def _made(kind: Any, name: str) -> Any:
+    made = kind() if isinstance(kind, type) else kind
+    if not all(hasattr(made, said) for said in ("base", "switches", "table", "build")):
+        raise UserError(f"model.family {name} is no subclass of meshwright.Model")
+    if made.base not in FAMILIES:
+        raise UserError(f"model.family {name}: base = {made.base!r} is none of {', '.join(FAMILIES)}")
+    return made
+
+
+def own_family(name: str) -> Family:
+    """The family that a user's model begins with, its switches changed."""
+    model = own_model(name)
+    base = FAMILIES[model.base]
+    if unknown := sorted(model.switches.keys() - ModelSpec.model_fields.keys()):
+        raise UserError(f"model.family {name}: switches has {unknown[0]!r}, which no model has")
+    return replace(base, name=name, switches={**base.switches, **model.switches})
+
+
+def own_table(spec: ModelSpec, sizes: Mapping[str, int]) -> tuple[Parameter, ...]:
+    """The rows of a user's model; raises `UserError` for a dim that is unknown, or has another size than its name."""
+    return _rows(own_model(spec.family), spec, tuple(sizes.items()))  # pyright: ignore[reportArgumentType]
+
+
+@lru_cache(maxsize=16)
+def _rows(model: Any, spec: ModelSpec, sizes: tuple[tuple[str, int], ...]) -> tuple[Parameter, ...]:
+    known, rows = dict(sizes), tuple(model.table(spec))
+    for row in rows:
+        where = f"model.family {spec.family}: {row.name}"
+        if row.name.split(".")[0] not in ENDS:
+            raise UserError(f"{where} lies outside of {', '.join(ENDS)}, and no pipeline stage would keep it")
+        if len(row.dims) != len(row.shape):
+            raise UserError(f"{where} has shape {list(row.shape)} and {len(row.dims)} dims, {', '.join(row.dims)}")
+        for dim, size in zip(row.dims, row.shape, strict=True):
+            if dim != "other" and dim not in known:
+                raise UserError(
+                    f"{where} has an unknown dim {dim!r}; there are {', '.join(known)}, and other, which nothing splits"
+                )
+            if known.get(dim, size) != size:
+                raise UserError(f"{where} has {size} numbers along {dim}, which is {known[dim]} in this model")
+    return rows

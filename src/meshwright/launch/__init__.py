@@ -1,0 +1,1 @@
+"""Where processes are and how they end: ranks found or started, watched, signalled, restarted."""

@@ -1,0 +1,14 @@
+"""What a worker process runs first: `python -m meshwright.launch.child PARENT MODULE ...` ends with its parent.
+
+Loading torch takes seconds, in which a launcher may be killed; so the parent is watched before anything is loaded.
+"""
+
+import runpy
+import sys
+
+from meshwright.launch.signals import end_with
+
+if __name__ == "__main__":
+    end_with(int(sys.argv[1]))
+    del sys.argv[:2]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,0 +1,336 @@
+"""The launcher, which reads the environment: a process's rank from torchrun, Slurm, Kubeflow or our own launcher.
+
+A rank's life: the command line starts one process; where the layout needs more and nobody else started them, it becomes
+the parent of the local workers (`supervise.py`), each of which runs `meshwright.trainer.worker`.
+"""
+
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from meshwright.launch.sentry import Sentry
+from meshwright.launch.signals import StopRequest
+from meshwright.launch.status import StuckError
+from meshwright.launch.supervise import Job, supervise
+from meshwright.spec.errors import UserError
+from meshwright.spec.run import Run
+
+WORKER = "meshwright.trainer.worker"
+"""The module that a worker process runs."""
+CHILD = "meshwright.launch.child"
+"""What runs it."""
+LAUNCHER = "MESHWRIGHT_LAUNCHER"
+"""The variable in which a worker finds the process id of our own launcher."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """This process's place among all ranks."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    store: str = ""
+    """`host:port` where the ranks meet; empty for one process alone."""
+    hosts_store: bool = False
+    """Whether this rank is the one that the others meet at: nobody has started a store for them."""
+    attempt: int = 0
+    """How often the workers were started again before."""
+    parent: int = 0
+    """The process without which this one is not to go on: our launcher or torchrun's agent; 0 where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """The machines over which this launcher, once on each, spreads the workers."""
+
+    count: int = 1
+    rank: int = 0
+    address: str = "127.0.0.1"
+    port: int = 0
+    """0: any free port (one machine only)."""
+
+
+def find_worker(environment: Mapping[str, str] = os.environ) -> Worker | None:
+    """The place that torchrun, or srun with one task per rank, gave this process; None where nobody did.
+
+    Raises `UserError` where the variables are there but make no sense.
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        world_size = _integer(environment, "WORLD_SIZE")
+        return Worker(
+            rank=_integer(environment, "RANK"),
+            local_rank=_integer(environment, "LOCAL_RANK", 0),
+            world_size=world_size,
+            local_world_size=_integer(environment, "LOCAL_WORLD_SIZE", world_size),
+            store=f"{environment.get('MASTER_ADDR', '127.0.0.1')}:{_integer(environment, 'MASTER_PORT', 29500)}",
+            hosts_store=environment["RANK"] == "0" and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            attempt=_integer(environment, "TORCHELASTIC_RESTART_COUNT", 0),
+            parent=_integer(environment, LAUNCHER, os.getppid() if "TORCHELASTIC_RUN_ID" in environment else 0),
+        )
+    tasks, nodes = _integer(environment, "SLURM_NTASKS", 1), _integer(environment, "SLURM_NNODES", 1)
+    if _started_by_srun(environment) and tasks > nodes:
+        return Worker(
+            rank=_integer(environment, "SLURM_PROCID"),
+            local_rank=_integer(environment, "SLURM_LOCALID"),
+            world_size=tasks,
+            local_world_size=tasks // nodes,
+            store=f"{_first_slurm_host(environment)}:{_slurm_port(environment)}",
+            hosts_store=environment["SLURM_PROCID"] == "0",
+        )
+    return None
+
+
+def find_nodes(environment: Mapping[str, str] = os.environ) -> Nodes:
+    """The machines of this job: Kubeflow's `PET_*`, srun with one task per machine, or this machine alone."""
+    count = _integer(environment, "PET_NNODES", 1)
+    if count > 1:
+        return Nodes(
+            count=count,
+            rank=_integer(environment, "PET_NODE_RANK"),
+            address=environment.get("PET_MASTER_ADDR", "127.0.0.1"),
+            port=_integer(environment, "PET_MASTER_PORT", 29500),
+        )
+    count = _integer(environment, "SLURM_NNODES", 1)
+    if count > 1 and _started_by_srun(environment):
+        return Nodes(
+            count=count,
+            rank=_integer(environment, "SLURM_NODEID"),
+            address=_first_slurm_host(environment),
+            port=_slurm_port(environment),
+        )
+    return Nodes()
+
+
+def _started_by_srun(environment: Mapping[str, str]) -> bool:
+    """Whether this process is a task of srun, not the batch script itself, which has most of the same variables.
+
+    Raises `UserError` where others were started beside it, or should have been, that it cannot find.
+    """
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if "SLURM_STEP_ID" not in environment and _integer(environment, name, 1) > 1:
+            raise UserError(
+                f"mpirun started {environment[name]} copies of this, which would each train alone; start it once, "
+                "or with torchrun or srun (docs/clusters.md)"
+            )
+    if "SLURM_STEP_ID" in environment:
+        return "SLURM_PROCID" in environment
+    if _integer(environment, "SLURM_NNODES", 1) > 1:
+        raise UserError(
+            f"this Slurm job has {environment['SLURM_NNODES']} machines, but was not started on each of them; write "
+            "srun before meshwright (docs/clusters.md)"
+        )
+    return False
+
+
+def start_workers(
+    run: Run,
+    nodes: Nodes,
+    arguments: list[str],
+    stop: StopRequest,
+    *,
+    run_dir: Path | None,
+    module: str = WORKER,
+    restarts: int = 0,
+    stepped: Callable[[float], bool] = lambda since: False,
+    inherited: Sequence[int] = (),
+) -> int:
+    """Run `python -m MODULE ARGUMENTS` once per local rank until the run has ended, after crashes `restarts` times.
+
+    `run_dir` is where their checkpoints are; None where they keep nothing to continue from. `stepped` says whether a
+    training step was recorded since a time: workers that crash before the first one are not started again. They inherit
+    the file descriptors `inherited`. Returns the exit status (`status.py`); what there is to say about it has been
+    printed, but for a stop.
+    """
+    layout = run.layout
+    if layout.world_size % nodes.count:
+        raise UserError(f"the layout's {layout.world_size} ranks cannot be split evenly over {nodes.count} machines")
+    local = layout.world_size // nodes.count
+    patience = timedelta(seconds=run.guards.arrive_within)
+    try:
+        # Here and not in a worker, so that it outlives them, and that no worker meets another attempt's.
+        store = _store(nodes.address, nodes.port, patience, hosts=nodes.rank == 0)
+    except dist.DistError as error:
+        raise UserError(f"the launcher of the first machine, {nodes.address}:{nodes.port}, does not answer") from error
+
+    def environments(attempt: int) -> list[dict[str, str]]:
+        shared = {
+            "WORLD_SIZE": str(layout.world_size),
+            "LOCAL_WORLD_SIZE": str(local),
+            "MASTER_ADDR": nodes.address,
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            LAUNCHER: str(os.getpid()),
+            **({} if nodes.count > 1 else _own_machine_only()),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(local))),
+        }
+        return [
+            {**os.environ, **shared, "RANK": str(nodes.rank * local + index), "LOCAL_RANK": str(index)}
+            for index in range(local)
+        ]
+
+    # -P: nothing of the working directory is imported.
+    command = [sys.executable, "-P", "-u", "-m", CHILD, str(os.getpid()), module, *arguments]
+    job = Job(
+        command,
+        environments,
+        run_dir,
+        restarts=restarts,
+        store=store,
+        nodes=nodes.count,
+        stepped=stepped,
+        inherited=tuple(inherited),
+    )
+    return supervise(job, stop)
+
+
+def _store(host: str, port: int, patience: timedelta, *, hosts: bool) -> dist.TCPStore:
+    """The store at `host:port`, which this process keeps for all, if it `hosts`; port 0: any free one.
+
+    It is kept at that one address: torch would listen at every address of the machine, and its store asks nobody who
+    they are. A run on one machine so meets where nobody else can come.
+    """
+    if hosts:
+        try:
+            listener = socket.create_server((host, port), backlog=1024)
+        except OSError:  # the address is another's, who passes on what comes
+            return dist.TCPStore(host, port, None, True, patience, wait_for_workers=False)
+        port, handle = listener.getsockname()[1], listener.detach()
+        return dist.TCPStore(host, port, None, True, patience, wait_for_workers=False, master_listen_fd=handle)
+    return dist.TCPStore(host, port, None, False, patience, wait_for_workers=False)
+
+
+def _own_machine_only() -> dict[str, str]:
+    """What makes gloo and NCCL talk over the loopback interface, unless the environment has chosen one."""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {name: loopback for name in names if loopback and name not in os.environ}
+
+
+def join_group(worker: Worker, run: Run, device: torch.device) -> None:
+    """Make this process one rank of the default process group; gloo serves CPUs, nccl GPUs (gloo their host copies).
+
+    Raises `StuckError`, naming them, where ranks have not arrived within `guards.arrive_within`.
+    """
+    if worker.world_size != run.layout.world_size:
+        raise UserError(
+            f"the layout needs {run.layout.world_size} processes but {worker.world_size} were started; "
+            f"start {run.layout.world_size}, or change the degrees under layout:"
+        )
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder, which the watchdog reads
+    store: dist.Store = dist.HashStore()  # for one process alone, which only offloading needs
+    if worker.store:
+        # Each attempt under names of its own, or a rank may find the address of one that died before.
+        store = dist.PrefixStore(f"attempt-{worker.attempt}", _open_store(worker, run.guards.arrive_within))
+        _await_arrivals(worker, store, run.guards.arrive_within)
+        _watch_others(worker, run.guards.stuck_after)
+    dist.init_process_group(
+        backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timedelta(minutes=30)
+    )
+
+
+def watch_store(worker: Worker) -> dist.Store | None:
+    """One more connection to where the ranks have met; None for one process alone."""
+    if not worker.store:
+        return None
+    host, _, port = worker.store.rpartition(":")
+    return dist.PrefixStore(f"watch-{worker.attempt}", dist.TCPStore(host, int(port), None, False))
+
+
+_sentries: list[Sentry] = []
+"""This process's, from its arrival to its leave."""
+
+
+def _watch_others(worker: Worker, stuck_after: float) -> None:
+    connection = watch_store(worker)
+    assert connection is not None
+    _sentries.append(Sentry(connection, worker.store, worker.rank, worker.world_size, stuck_after).start())
+
+
+def _open_store(worker: Worker, seconds: float) -> dist.Store:
+    host, _, port = worker.store.rpartition(":")
+    patience = timedelta(seconds=seconds)
+    try:
+        return _store(host, int(port), patience, hosts=worker.hosts_store)
+    except dist.DistError as error:
+        raise StuckError(
+            f"rank {worker.rank} on {socket.gethostname()} found nobody at {worker.store} within {seconds:g} s: the "
+            "first rank or the launcher has not started, or a firewall is between"
+        ) from error
+
+
+def _await_arrivals(worker: Worker, store: dist.Store, seconds: float) -> None:
+    """Wait in Python, where a signal is heard, until all ranks are there."""
+    store.set(f"arrived/{worker.rank}", socket.gethostname())
+    arrived, deadline = store.add("arrivals", 1), time.monotonic() + seconds
+    while arrived < worker.world_size:
+        if time.monotonic() > deadline:
+            missing = [rank for rank in range(worker.world_size) if not store.check([f"arrived/{rank}"])]
+            raise StuckError(
+                f"of {worker.world_size} ranks, {', '.join(map(str, missing))} did not arrive within {seconds:g} s "
+                "(guards.arrive_within)"
+            )
+        time.sleep(0.05)
+        arrived = store.add("arrivals", 0)
+
+
+def join_all() -> None:
+    """Wait for every rank."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def leave_group() -> None:
+    """Leave together: a rank that tears gloo down while others still talk makes them abort."""
+    if dist.is_initialized():
+        dist.barrier()
+        while _sentries:
+            _sentries.pop().stop()
+        dist.destroy_process_group()
+
+
+def make_cublas_deterministic() -> None:
+    """Give cuBLAS a workspace of fixed size, without which its results may differ from run to run."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def threads_per_rank(local_ranks: int) -> int:
+    """CPU threads of one worker when `local_ranks` share this machine."""
+    return max(1, len(os.sched_getaffinity(0)) // local_ranks)
+
+
+def _integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None:
+        if default is None:
+            raise UserError(f"the environment has no {name}, which its other variables promise")
+        return default
+    if not re.fullmatch(r"\d+", text):
+        raise UserError(f"the environment's {name}={text!r} is not a number")
+    return int(text)
+
+
+def _first_slurm_host(environment: Mapping[str, str]) -> str:
+    """First host of a Slurm node list such as `gpu[003-010,012],login1`."""
+    nodes = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST", "127.0.0.1")
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodes)
+    if match is None:
+        raise UserError(f"the environment's SLURM_JOB_NODELIST={nodes!r} names no host")
+    return match[1] + (match[2] or "")
+
+
+def _slurm_port(environment: Mapping[str, str]) -> int:
+    """A port that all tasks of one job agree on and two jobs on one machine rarely share."""
+    return 20000 + _integer(environment, "SLURM_JOB_ID", 0) % 20000

@@ -1,0 +1,99 @@
+"""Ranks that watch one another from their arrival to their leave: a stopped process, a machine that is cut off.
+
+A thread on every rank renews the rank's pulse in the group's store and looks at the next rank's, round in a ring. What
+the main threads do meanwhile is the watchdog's affair (`watchdog.py`); here it is only whether processes live. A call
+of the store may hang for a quarter of an hour where the network is cut, so a second thread watches the first.
+"""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from meshwright.launch.status import STUCK
+
+TIMES_SILENT = 2
+"""The limit of silence, in `guards.stuck_after`."""
+ENDED = "sentry/ended"
+"""Where the rank that has noticed something leaves its word for the others."""
+
+
+class Sentry:
+    """Watches the next rank, and the way to the store. `start` it when all have arrived; `stop` it before leaving."""
+
+    def __init__(
+        self, store: dist.Store, where: str, rank: int, world_size: int, stuck_after: float,
+        end: Callable[[int], object] = os._exit,
+    ) -> None:  # fmt: skip
+        """`store` is a connection of its own, to `where`; `end` receives the exit status when everything is said."""
+        self._store, self._where, self._rank, self._end = store, where, rank, end
+        self._next = (rank + 1) % world_size
+        self._limit, self._period = TIMES_SILENT * stuck_after, min(5.0, stuck_after / 10)
+        self._reached = time.monotonic()
+        self._stopped = threading.Event()
+
+    def start(self) -> "Sentry":
+        """From here on both threads watch."""
+        for watch in (self._watch_next, self._watch_store) if self._limit else ():
+            threading.Thread(target=watch, name="meshwright-sentry", daemon=True).start()
+        return self
+
+    def stop(self) -> None:
+        """The ranks are about to part, or this one has failed and says so itself."""
+        self._stopped.set()
+
+    def _watch_next(self) -> None:
+        beats, seen, heard = 0, b"", time.monotonic()
+        try:
+            while not self._stopped.wait(self._period):
+                beats += 1
+                self._store.set(f"sentry/{self._rank}", f"{beats} {socket.gethostname()}")
+                if self._store.check([ENDED]):
+                    self._give_up(None)
+                now = self._store.get(f"sentry/{self._next}") if self._store.check([f"sentry/{self._next}"]) else b""
+                self._reached = time.monotonic()
+                if now != seen:
+                    seen, heard = now, self._reached
+                elif self._reached - heard > self._limit:
+                    host = seen.decode().partition(" ")[2] or "a machine that it never named"
+                    self._give_up(
+                        f"rank {self._next} on {host} has given no sign of life for {self._reached - heard:.0f} s: "
+                        "its process is stopped or its machine is gone"
+                    )
+        except dist.DistError as error:
+            if not self._stopped.wait(self._period):  # else the run has ended meanwhile
+                self._give_up(f"rank {self._rank} has lost {self._where}, where the ranks meet ({_first_line(error)})")
+
+    def _watch_store(self) -> None:
+        while not self._stopped.wait(self._period):
+            silence = time.monotonic() - self._reached
+            if silence > self._limit:
+                self._give_up(
+                    f"rank {self._rank} on {socket.gethostname()} has not reached {self._where}, where the ranks meet, "
+                    f"for {silence:.0f} s: the network or the first machine is gone",
+                    tell=False,
+                )
+
+    def _give_up(self, why: str | None, *, tell: bool = True) -> None:
+        """End this process; of several that notice the same, the first says why and the others hear of it."""
+        if self._stopped.is_set():
+            return
+        first = True
+        if why and tell:
+            with contextlib.suppress(dist.DistError):  # where the store is gone everybody says it
+                first = int(self._store.compare_set(ENDED, "", str(self._rank))) == self._rank
+        if why and first:
+            print(f"error: {why}", file=sys.stderr, flush=True)
+        if tell:
+            time.sleep(2 * self._period)  # the others hear of it while the store is there
+        self._end(STUCK)
+        self._stopped.set()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

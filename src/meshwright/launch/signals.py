@@ -1,0 +1,133 @@
+"""Signals that ask a run to stop.
+
+The first SIGTERM, SIGINT, SIGUSR1 or SIGHUP asks; at the next agreed step all ranks save and leave (`loop.py`). Before
+the first step there is nothing to save, and the process leaves at once. So it does at a second signal. Schedulers and
+terminals often signal a launcher and its workers alike, so that the workers hear it twice: what comes within a second
+of the first is its echo.
+
+A launcher that is killed by SIGKILL passes nothing on: workers see that it is gone and end at once, so that whoever
+starts the run again meets no older workers that still save.
+"""
+
+import os
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from meshwright.launch.status import STOPPED, TrainingStopped
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+ECHO_SECONDS = 1.0
+PARENT_THREAD = "meshwright-parent"
+PARENT_SECONDS = 0.5
+"""How often a worker looks whether its parent is still there."""
+
+
+class StopRequest:
+    """Whether this process was asked to stop, and by which signal. Use it in `with`, from the main thread.
+
+    In the process that a person started (`raises`), leaving is a `TrainingStopped` from wherever the main thread is. A
+    worker may be deep in a call that waits for other ranks and never returns to Python: there a thread listens, and
+    leaving is the process's end.
+    """
+
+    def __init__(self, *, raises: bool) -> None:
+        self.raises = raises
+        self.number = 0
+        """The signal that asked; 0 where none did."""
+        self._nothing_to_save = True
+        self._when = 0.0
+        self._before: dict[int, Any] = {}
+        self._wakeup: tuple[socket.socket, socket.socket] | None = None
+
+    def running(self) -> None:
+        """From here on there is something to save: a first signal only sets `number`."""
+        self._nothing_to_save = False
+        if self.number:  # it came just now
+            self._leave(STOPPED)
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is not threading.main_thread():
+            return self  # Python handles signals in the main thread only; whoever trains in another handles them there
+        if not self.raises:
+            self._wakeup = socket.socketpair()
+            for end in self._wakeup:
+                end.setblocking(end is self._wakeup[0])
+            signal.set_wakeup_fd(self._wakeup[1].fileno(), warn_on_full_buffer=False)
+            threading.Thread(
+                target=self._listen, args=[self._wakeup[0]], name="meshwright-signals", daemon=True
+            ).start()
+        # What was started to outlive its terminal (`nohup`) ignores SIGHUP.
+        outlives = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        heard = [number for number in STOP_SIGNALS if not (outlives and number == signal.SIGHUP)]
+        self._before = {number: signal.signal(number, self._handle) for number in heard}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            # A worker is past everything that a signal could spoil; the process that a person started goes on.
+            signal.signal(number, handler if self.raises else signal.SIG_IGN)
+        if self._wakeup:
+            signal.set_wakeup_fd(-1)
+            self._wakeup[1].close()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.raises:
+            self._heard(number)
+        else:  # the thread hears it as well, but perhaps some steps later
+            self.number = self.number or number
+
+    def _listen(self, wakeup: socket.socket) -> None:
+        while received := wakeup.recv(1):
+            if received[0] in STOP_SIGNALS:
+                self._heard(received[0])
+
+    def _heard(self, number: int) -> None:
+        now = time.monotonic()
+        if number == signal.SIGHUP:
+            _leave_terminal()
+        if not self._when:
+            self.number, self._when = self.number or number, now
+            if self._nothing_to_save:
+                self._leave(STOPPED)
+        elif now - self._when > ECHO_SECONDS:
+            self._leave(128 + number)
+
+    def _leave(self, status: int) -> None:
+        if self.raises:
+            raise TrainingStopped(status)
+        os._exit(status)
+
+
+def _leave_terminal() -> None:
+    """Write nowhere what would have gone to a terminal: it is gone, and writing to it is an error."""
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+def end_with(parent: int) -> None:
+    """End this process, from a thread, as soon as it is not the child of process `parent` any more; 0: never."""
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_SECONDS)
+        print(f"error: the launcher, process {parent}, is gone, so this worker ends", file=sys.stderr, flush=True)
+        os._exit(128 + signal.SIGHUP)
+
+    if parent and not any(thread.name == PARENT_THREAD for thread in threading.enumerate()):
+        threading.Thread(target=look, name=PARENT_THREAD, daemon=True).start()
+
+
+def signal_name(number: int) -> str:
+    """15 as `SIGTERM`, 36 as `SIGRTMIN+2`."""
+    if signal.SIGRTMIN < number < signal.SIGRTMAX:
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+    return signal.Signals(number).name

@@ -1,0 +1,66 @@
+"""Exit statuses of a run's processes, and the errors that mean them.
+
+0    trained to the last step
+1    an exception; its stack trace stands above
+2    a mistake in the recipe, the data or the command line
+69   a rank was stuck or never arrived
+70   crashed three times (guards.restarts) without a new checkpoint in between
+74   the last checkpoint could not be written
+75   stopped by a signal, everything saved: start again with --resume
+76   replicas that should be equal are not
+77   another run has taken the run directory over
+128 + n   ended at once by signal n
+
+69 to 77 are named in BSD's sysexits.h; none of them is given by a shell or by a signal. 75 is EX_TEMPFAIL, "try again".
+"""
+
+MISUSE = 2
+STUCK = 69
+CRASH_LOOP = 70
+UNSAVED = 74
+STOPPED = 75
+DIFFERING = 76
+LOCK_LOST = 77
+
+FINAL = (0, MISUSE, UNSAVED, STOPPED, LOCK_LOST)
+"""Statuses after which starting again would help nobody, or is for the user to decide."""
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on, told in one line; `status` is the exit status."""
+
+    status = 1
+
+
+class StuckError(RunError):
+    """A rank does not move, or never came."""
+
+    status = STUCK
+
+
+class UnsavedError(RunError):
+    """The last checkpoint could not be written."""
+
+    status = UNSAVED
+
+
+class ReplicasDifferError(RunError):
+    """Tensors that should be equal on several ranks are not."""
+
+    status = DIFFERING
+
+
+class TrainingFailed(RuntimeError):  # noqa: N818  (it names what happened, not a kind of error)
+    """Some rank ended the run; its message has been printed. `status` is the exit status to pass on."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"training ended with status {status}")
+        self.status = status
+
+
+class TrainingStopped(KeyboardInterrupt):
+    """A signal ended the run; `status` is `STOPPED` where everything is saved."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"training was stopped, status {status}")
+        self.status = status

@@ -1,0 +1,275 @@
+"""The supervisor of worker processes: starts them, passes signals on, restarts them, gives up.
+
+Where the launchers of several machines share a run, the first that sees a worker fail decides for all, through the
+store: all end their workers, and all start them again or none.
+"""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TypeVar, cast
+
+import torch.distributed as dist
+
+from meshwright.checkpoint.manifest import checkpoint_name, list_checkpoints, step_of
+from meshwright.launch.memory import MemoryWatch
+from meshwright.launch.signals import STOP_SIGNALS, StopRequest, signal_name
+from meshwright.launch.status import CRASH_LOOP, FINAL, STOPPED, TrainingStopped
+
+T = TypeVar("T")
+
+POLL_SECONDS = 0.1
+LAST_WORDS_SECONDS = 2.0
+"""How long the others have, when one worker has failed, to say what they know: often all fail by the same mistake."""
+ANSWER_SECONDS = 10.0
+"""How long the first machine's launcher may take to answer."""
+LEAVE_SECONDS = 30.0
+"""How long workers have to leave when another has left by a signal."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be run on this machine, and how often."""
+
+    command: list[str]
+    environments: Callable[[int], list[dict[str, str]]]
+    """From the number of the attempt to the environment of each local worker."""
+    run_dir: Path | None
+    """Where checkpoints and journal are; None for work that keeps nothing to continue from."""
+    restarts: int
+    """Allowed in a row without a new checkpoint."""
+    store: dist.Store
+    """Shared by the launchers of all machines."""
+    nodes: int = 1
+    stepped: Callable[[float], bool] = lambda since: False
+    """Whether a training step was recorded since a time, in seconds since the epoch."""
+    inherited: tuple[int, ...] = ()
+    """File descriptors that workers inherit."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What happens after an attempt that failed, on every machine."""
+
+    again: bool
+    status: int
+    fruitless: int
+    """Attempts in a row without a new checkpoint."""
+    reached: int
+    """Step of the newest checkpoint."""
+    message: str
+
+
+def supervise(job: Job, stop: StopRequest) -> int:
+    """Run the job's workers until all have ended well, or for good; returns the exit status."""
+    stop.running()
+    attempt, verdict = 0, Verdict(True, 0, 0, _newest_step(job.run_dir), "")
+    while True:
+        failure = _run_attempt(job, attempt, stop)
+        if failure is None:
+            _leave_together(job, attempt)
+            return 0
+        key = f"verdict-{attempt}"
+        verdict = _agreed(job, key, _judge(job, attempt, failure, verdict))
+        if verdict.message:
+            print(verdict.message, file=sys.stderr, flush=True)
+        if not verdict.again or stop.number:
+            _leave_together(job, attempt)
+            return verdict.status
+        attempt += 1
+
+
+def _leave_together(job: Job, attempt: int) -> None:
+    """Wait until the launchers of all machines have read the verdict: a scheduler may kill the others after the first
+    that ends, and with the first machine's the store is gone."""
+    if job.nodes == 1:
+        return
+    with contextlib.suppress(dist.DistError, TimeoutError):
+        deadline, gone = time.monotonic() + LEAVE_SECONDS, f"gone-{attempt}"
+        left = within(ANSWER_SECONDS, lambda: job.store.add(gone, 1))
+        while left < job.nodes and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+            left = within(ANSWER_SECONDS, lambda: job.store.add(gone, 0))
+        time.sleep(2 * POLL_SECONDS)  # the last word of all is read
+
+
+def _agreed(job: Job, key: str, mine: Verdict) -> Verdict:
+    """The verdict of whichever launcher was first; where the store does not answer, ours, and no further attempt."""
+    try:
+        answer = within(ANSWER_SECONDS, lambda: job.store.compare_set(key, "", json.dumps(asdict(mine))))
+        return Verdict(**json.loads(answer))
+    except (dist.DistError, TimeoutError):
+        lost = "error: the launcher of the first machine does not answer, so this machine ends"
+        return replace(mine, again=False, message=f"{mine.message}\n{lost}".strip())
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """What `call` returns; raises `TimeoutError` where it takes longer, and leaves it to itself."""
+    answers: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put((call(), None))
+        except BaseException as error:
+            answers.put((None, error))
+
+    threading.Thread(target=ask, name="meshwright-ask", daemon=True).start()
+    try:
+        answer, error = answers.get(timeout=seconds)
+    except Empty:
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
+    if error is not None:
+        raise error
+    return cast(T, answer)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    began: float
+    status: int
+    message: str
+
+
+def _run_attempt(job: Job, attempt: int, stop: StopRequest) -> _Failure | None:
+    """Start the workers once and wait until they have ended; what failed first, if anything did."""
+    began = time.time()
+    again = ["--resume", "auto"] if attempt else []
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        workers: list[_Worker] = []
+        memory = MemoryWatch()
+        try:
+            for environment in job.environments(attempt):
+                last_words = Path(folder) / environment["RANK"]
+                environment = {**environment, "TORCHELASTIC_ERROR_FILE": str(last_words)}
+                process = subprocess.Popen([*job.command, *again], env=environment, pass_fds=job.inherited)
+                workers.append(_Worker(int(environment["RANK"]), process, last_words, memory))
+            failed = _wait(workers, job.store, f"verdict-{attempt}", stop)
+        except TrainingStopped:
+            _kill(workers)
+            raise
+        return failed and _Failure(began, failed.status, failed.message)
+
+
+@dataclass
+class _Worker:
+    rank: int
+    process: subprocess.Popen[bytes]
+    last_words: Path
+    memory: MemoryWatch
+
+    @property
+    def status(self) -> int:
+        """Exit status; a worker that a stop signal ended before it could listen has stopped like the others."""
+        code = self.process.returncode
+        if -code in STOP_SIGNALS:
+            return STOPPED
+        return code if code >= 0 else 128 - code
+
+    @property
+    def message(self) -> str:
+        if self.last_words.exists():
+            return "error: " + json.loads(self.last_words.read_text())["message"]
+        code = self.process.returncode
+        if code < 0:
+            why = self.memory.explain(self.process.pid) if code == -signal.SIGKILL else ""
+            return f"error: rank {self.rank} was killed by {signal_name(-code)}{why}"
+        return f"error: rank {self.rank} ended with status {code}; its messages stand above"
+
+
+def _wait(workers: list[_Worker], store: dist.Store, verdict: str, stop: StopRequest) -> _Worker | None:
+    """Until all workers have ended; returns the one that failed first. The rest are made to follow it."""
+    forwarded, failed, deadline = False, None, float("inf")
+    elsewhere = _Elsewhere(store, verdict)
+    while None in [worker.process.poll() for worker in workers]:
+        for worker in workers:
+            worker.memory.look(worker.process.pid)
+        if stop.number and not forwarded:
+            forwarded = True
+            _send(workers, stop.number)
+        if failed is None and (failed := _first_failure(workers)):
+            deadline = time.monotonic() + LAST_WORDS_SECONDS
+        if failed is None and elsewhere.failed:
+            deadline = 0.0
+        if time.monotonic() > deadline:
+            if failed is not None and failed.status == STOPPED and not forwarded:
+                forwarded, deadline = True, time.monotonic() + LEAVE_SECONDS
+                _send(workers, signal.SIGTERM)
+            else:
+                _kill(workers)
+        time.sleep(POLL_SECONDS)
+    elsewhere.over = True
+    return failed or _first_failure(workers)  # all may have ended between two looks
+
+
+class _Elsewhere:
+    """Whether workers of other machines have failed. A thread asks, for where the network is cut no answer comes."""
+
+    def __init__(self, store: dist.Store, verdict: str) -> None:
+        self.failed = self.over = False
+        threading.Thread(target=self._ask, args=(store, verdict), name="meshwright-verdict", daemon=True).start()
+
+    def _ask(self, store: dist.Store, verdict: str) -> None:
+        with contextlib.suppress(dist.DistError):  # the workers notice that too, and say so
+            while not self.over and not self.failed:
+                self.failed = store.check([verdict])
+                time.sleep(POLL_SECONDS)
+
+
+def _first_failure(workers: list[_Worker]) -> _Worker | None:
+    """The worker that began it: of several that have ended, one that stopped or was killed; the others only lost it."""
+    ended = [worker for worker in workers if worker.process.returncode]
+    return min(ended, key=lambda worker: (worker.status != STOPPED, worker.process.returncode), default=None)
+
+
+def _send(workers: list[_Worker], number: int) -> None:
+    for worker in workers:
+        if worker.process.poll() is None:
+            worker.process.send_signal(number)
+
+
+def _kill(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.process.kill()
+        worker.process.wait()
+
+
+def _judge(job: Job, attempt: int, failure: _Failure, before: Verdict) -> Verdict:
+    """Whether to start again after `failure`."""
+    reached = _newest_step(job.run_dir)
+    fruitless = 1 if reached > before.reached else before.fruitless + 1
+    trained = attempt > 0 or job.stepped(failure.began)
+    again, status, message = False, failure.status, failure.message
+    if status == STOPPED:
+        message = ""  # whoever started the job says what there is to continue from
+    elif status not in FINAL and status - 128 not in STOP_SIGNALS and trained and job.restarts:
+        again = fruitless <= job.restarts
+        newest = f"the newest checkpoint is {checkpoint_name(reached) if reached else 'none'}"
+        if again:
+            message += f"\nstarting again ({fruitless} of {job.restarts} without a new checkpoint); {newest}"
+        else:
+            status = CRASH_LOOP
+            message += f"\nerror: giving up after {job.restarts} restarts without a new checkpoint; {newest}"
+    return Verdict(again, status, fruitless, reached, message)
+
+
+def after_stop(run_dir: Path) -> str:
+    """What to do after a stop."""
+    newest = _newest_step(run_dir)
+    if not newest:
+        return "stopped before the first checkpoint; start again without --resume"
+    return f"stopped; continue with --resume (newest checkpoint: {checkpoint_name(newest)})"
+
+
+def _newest_step(run_dir: Path | None) -> int:
+    """Step of the newest checkpoint; 0 where there is none."""
+    published = list_checkpoints(run_dir / "checkpoints") if run_dir else []
+    return step_of(published[-1]) if published else 0

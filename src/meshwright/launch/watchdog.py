@@ -1,0 +1,236 @@
+"""The watchdog: detects that nothing moves, names the rank to blame, and ends the process.
+
+A thread beside training publishes every few seconds in the group's store what this rank does. When the main thread of
+one rank has made no progress within the limit, which is learned from the run, the threads of all publish where theirs
+is and which collective it was last seen in; one of them prints what all have published, and then every rank ends. A
+rank that is stopped, or whose machine is gone, publishes nothing: that is how it is known.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from meshwright import torch_internals
+from meshwright.launch.status import STUCK
+from meshwright.spec.guards import GuardSpec
+
+TIMES_LONGEST, TIMES_UNKNOWN, TIMES_PATIENT = 10, 30, 720
+"""The limit in longest steps so far; in `guards.stuck_after` for what has not happened before, and for slow disks."""
+
+FAMILIAR = 3
+"""How often something must have happened before its longest time means anything."""
+
+ANSWER_SECONDS = 3.0
+"""How long, at least, a rank that is asked where it is may take to answer: machines that are stuck are often busy."""
+
+
+@dataclass
+class Collective:
+    """The last collective of one rank in one group."""
+
+    group: str
+    number: int
+    """Running number of the group's collectives; equal on all its ranks when they are in step."""
+    name: str
+    waiting: bool
+    """Whether the rank still waits for others in it."""
+
+
+@dataclass
+class Report:
+    """What one rank says of itself."""
+
+    rank: int
+    host: str
+    doing: str
+    seconds: float
+    """Since it last made progress."""
+    limit: float = 0.0
+    """Seconds that this may take."""
+    stack: str = ""
+    collectives: list[Collective] = field(default_factory=list)
+
+
+class Watchdog:
+    """Watches one rank. Use it in `with`; call `enter` whenever the main thread begins something new."""
+
+    def __init__(
+        self,
+        spec: GuardSpec,
+        rank: int = 0,
+        world_size: int = 1,
+        store: dist.Store | None = None,
+        end: Callable[[int], object] = os._exit,
+    ) -> None:
+        """`store` is a connection of its own to the group's: the main thread may hold the other while it waits.
+
+        `end` receives the exit status once everything has been said.
+        """
+        self.spec, self._rank, self._world_size, self._end = spec, rank, world_size, end
+        self._store = store or dist.HashStore()
+        self._doing, self._kind, self._since = "start", "start", time.monotonic()
+        self._patient = True
+        self._longest: dict[str, float] = {}
+        self._times: dict[str, int] = {}
+        self._main = threading.get_ident()
+        self._done = threading.Event()
+        self._giving_up = False
+        self._thread = threading.Thread(target=self._watch, name="meshwright-watchdog", daemon=True)
+        self._pulse = min(5.0, spec.stuck_after / 20)
+
+    def enter(self, kind: str, which: object = "", *, patient: bool = False) -> None:
+        """The main thread goes on to something of this kind; `patient` where it may take any time (a slow disk)."""
+        now = time.monotonic()
+        if not self._patient:
+            self._longest[self._kind] = max(self._longest.get(self._kind, 0.0), now - self._since)
+            self._times[self._kind] = self._times.get(self._kind, 0) + 1
+        self._kind, self._doing, self._since, self._patient = kind, f"{kind} {which}".strip(), now, patient
+
+    @property
+    def limit(self) -> float:
+        """Seconds that what the main thread does now may take."""
+        if self._patient:
+            return TIMES_PATIENT * self.spec.stuck_after
+        if self._times.get(self._kind, 0) < FAMILIAR:
+            return TIMES_UNKNOWN * self.spec.stuck_after
+        return max(self.spec.stuck_after, TIMES_LONGEST * self._longest[self._kind])
+
+    def __enter__(self) -> "Watchdog":
+        if self.spec.stuck_after:
+            self.enter(self._kind, patient=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        if self._giving_up:
+            self._thread.join()  # the first to end takes the others' collectives along: all end alike
+
+    def _watch(self) -> None:
+        try:
+            while not self._done.is_set():
+                seconds = time.monotonic() - self._since
+                # Should a call never give the interpreter back, this thread stands still too; then C code prints.
+                faulthandler.dump_traceback_later(max(self.limit, 1.0) + 10 * self._pulse, file=2)
+                self._publish("pulse", self._report(seconds))
+                if seconds > self.limit or self._store.check(["stuck"]):
+                    self._give_up(seconds)
+                    return
+                self._done.wait(self._pulse)
+        except dist.DistError:  # the store's host is gone, and with it the run: the main thread will notice
+            return
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _publish(self, what: str, report: Report) -> None:
+        self._store.set(f"{what}/{self._rank}", json.dumps(asdict(report)))
+
+    def _report(self, seconds: float) -> Report:
+        return Report(self._rank, socket.gethostname(), self._doing, seconds, self.limit)
+
+    def _read(self, what: str, rank: int) -> Report | None:
+        if not self._store.check([f"{what}/{rank}"]):
+            return None
+        values: dict[str, Any] = json.loads(self._store.get(f"{what}/{rank}"))
+        values["collectives"] = [Collective(**value) for value in values["collectives"]]
+        return Report(**values)
+
+    def _give_up(self, seconds: float) -> None:
+        """Tell where this rank is, or what all have told, and end the process."""
+        self._giving_up = True
+        faulthandler.cancel_dump_traceback_later()
+        mine = self._report(seconds)
+        mine.stack = "".join(traceback.format_stack(sys._current_frames()[self._main]))
+        mine.collectives = last_collectives()
+        patience = max(ANSWER_SECONDS, 6 * self._pulse)
+        with contextlib.suppress(dist.DistError):  # the store goes with the first to end; then all has been said
+            self._publish("report", mine)
+            noticed = int(self._store.compare_set("stuck", "", str(self._rank)))
+            self._await([f"report/{rank}" for rank in range(self._world_size)], patience)
+            if int(self._store.compare_set("teller", "", str(self._rank))) == self._rank:
+                reports = [self._read("report", rank) for rank in range(self._world_size)]
+                pulses = {rank: self._read("pulse", rank) for rank, report in enumerate(reports) if report is None}
+                print(explain(reports, pulses, noticed), file=sys.stderr, flush=True)
+                self._store.set("told", "")
+            self._await(["told"], patience)
+        self._end(STUCK)
+
+    def _await(self, keys: list[str], seconds: float) -> None:
+        """Until the store has all `keys`, or the time is over."""
+        deadline = time.monotonic() + seconds
+        while not self._store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def last_collectives() -> list[Collective]:
+    """This process's last collective in every group, as torch's flight recorder has them."""
+    last: dict[str, Collective] = {}
+    for entry in sorted(torch_internals.recorded_collectives(), key=lambda entry: entry["record_id"]):
+        group = f"{entry['process_group'][1] or 'group'} {entry['process_group'][0]}"
+        number, name = entry["collective_seq_id"], entry["profiling_name"]
+        last[group] = Collective(group, number, name, waiting=not entry["retired"])
+    return list(last.values())
+
+
+def explain(reports: list[Report | None], pulses: dict[int, Report | None], noticed: int) -> str:
+    """Who is to blame, with its stack, and where everybody is; the rank `noticed`, whose report is there, found out."""
+    silent = [rank for rank, report in enumerate(reports) if report is None]
+    there = [report for report in reports if report is not None]
+    first = next(report for report in there if report.rank == noticed)
+    lines = [f"error: nothing has moved for {first.seconds:.0f} s in {first.doing} (the limit is {first.limit:.0f} s)"]
+    blamed: list[Report] = []
+    for rank in silent:
+        pulse = pulses.get(rank)
+        last = f"; it was last heard of on {pulse.host} in {pulse.doing}" if pulse else ""
+        lines.append(f"stuck: rank {rank} does not answer: its process is stopped or its machine is gone{last}")
+    if not silent:
+        blamed = _late(there)
+        lines += [f"stuck: rank {report.rank} on {report.host}, {_why(report, there)}" for report in blamed]
+        if not blamed:
+            lines.append("stuck: no rank is behind the others: all wait in the same collective, so look at the network")
+    for report in blamed or [first]:
+        lines.append(f"where rank {report.rank} is:\n{report.stack.rstrip()}")
+    lines.append("last collectives:")
+    for report in there:
+        told = ", ".join(
+            f"{found.name} {found.number} of {found.group}{' (waiting)' if found.waiting else ''}"
+            for found in report.collectives
+        )
+        lines.append(f"  rank {report.rank}, {report.doing}: {told or 'none'}")
+    return "\n".join(lines)
+
+
+def _late(reports: list[Report]) -> list[Report]:
+    """The ranks that wait for nobody while others wait; else those that are behind in a group."""
+    if len(reports) == 1:
+        return reports
+    free = [report for report in reports if not any(found.waiting for found in report.collectives)]
+    return free or [report for report in reports if _behind(report, reports)]
+
+
+def _behind(report: Report, reports: list[Report]) -> Collective | None:
+    """A collective that others are in and this rank is not."""
+    mine = {found.group: found.number for found in report.collectives}
+    for other in reports:
+        for found in other.collectives:
+            if found.waiting and mine.get(found.group, 0) < found.number:
+                return found
+    return None
+
+
+def _why(report: Report, reports: list[Report]) -> str:
+    missed = _behind(report, reports)
+    if missed is None:
+        return f"in {report.doing}"
+    return f"in {report.doing}: others wait for it in {missed.name} {missed.number} of {missed.group}"

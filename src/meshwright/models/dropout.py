@@ -1,0 +1,71 @@
+"""Dropout that is the same on every layout: whether a number is dropped is a hash of seed, layer, token and feature.
+
+A token has a number in the run's endless order of samples (`Batch.numbers`), which says step, sample and place. So no
+generator has a state: whatever rank holds a token, in whichever microbatch, and however often a forward pass is
+computed again, the same numbers are dropped (counter-based, as in Salmon et al., "Parallel Random Numbers: As Easy as
+1, 2, 3", 2011; the mixing is MurmurHash3's, Appleby, 2011).
+
+Shapes: B batch, T sequence, N = B T tokens, D features of a token that are here.
+"""
+
+import hashlib
+
+import torch
+from torch import nn
+
+AT_ONCE = 2**22
+"""Numbers that are hashed together, which bounds the memory it takes."""
+
+ODD_64, ODD_32 = -7046029254386353131, -1640531527  # 2**64 and 2**32 over the golden ratio, as signed integers
+MIX_32 = ((16, 0xFFFF, -2048144789), (13, 0x7FFFF, -1028477387))
+"""Shift, the bits that are left of it, factor."""
+
+
+class Draws:
+    """The numbers of the tokens that a model computes now, which all of its dropouts read."""
+
+    numbers: torch.Tensor | None = None
+    """int64 [B, T]."""
+
+
+class Dropout(nn.Module):
+    """Sets a share of its inputs to 0 and enlarges the others, in training only."""
+
+    def __init__(self, share: float, draws: Draws, seed: int, name: str) -> None:
+        """`name`: of the layer, each of which draws for itself."""
+        super().__init__()
+        self.share, self.draws = share, draws
+        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+        self.key = int.from_bytes(digest, "little", signed=True)
+        self.part = 0
+        """A slot: which part of the features is here, where tensor-parallel ranks have equal parts of them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, D] to [B, T, D]."""
+        if not self.training:
+            return x
+        numbers_BT = self.draws.numbers
+        assert numbers_BT is not None, "dropout draws by the numbers of tokens, and this batch has none"
+        dropped = self.dropped(numbers_BT.flatten(), x.shape[-1]).view(x.shape)
+        return x.masked_fill(dropped, 0).mul_(1 / (1 - self.share))
+
+    @torch.no_grad()
+    def dropped(self, numbers_N: torch.Tensor, features: int) -> torch.Tensor:
+        """Which of `features` features of each token, bool [N, D]."""
+        first = self.part * features
+        features_D = torch.arange(first, first + features, device=numbers_N.device, dtype=torch.int32) * ODD_32
+        mixed_N = (numbers_N + self.key) * ODD_64
+        keys_N1 = (mixed_N ^ (mixed_N >> 32)).to(torch.int32)[:, None]
+        rows = max(1, AT_ONCE // features)
+        return torch.cat([_mix(keys_R1 ^ features_D) < int(self.share * 2**31) for keys_R1 in keys_N1.split(rows)])
+
+    def extra_repr(self) -> str:
+        """The share."""
+        return f"{self.share:g}"
+
+
+def _mix(bits: torch.Tensor) -> torch.Tensor:
+    """Every bit of int32 numbers spread over all, then the sign left out: evenly in [0, 2**31)."""
+    for shift, kept, factor in MIX_32:
+        bits = (bits ^ ((bits >> shift) & kept)) * factor
+    return (bits ^ ((bits >> 16) & 0xFFFF)) & 0x7FFFFFFF

@@ -1,0 +1,36 @@
+"""Embeddings: rows looked up by number, in a stack of ops as every layer has one.
+
+Shapes: B batch, T sequence, D hidden, V rows.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright.models.slots import Layer, Op, Place, Weights
+
+
+class LookUp(Op):
+    """The rows [B, T, D] of numbers [B, T], int64."""
+
+    place = Place.PRODUCT
+
+    def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """[B, T] to [B, T, D]."""
+        return F.embedding(x, weights["weight"])
+
+    def merged(self, weights: Weights) -> Weights:
+        """The embedding's own parameters."""
+        return {"weight": weights["weight"]}
+
+    def __repr__(self) -> str:
+        return "look up"
+
+
+class Embedding(Layer, nn.Embedding):
+    """`nn.Embedding` with slots, whose numbers somebody else draws: torch's own drawing on the meta device loads its
+    compiler, for seconds."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__(rows, width, _weight=torch.empty(rows, width))
+        self.ops = (LookUp(),)

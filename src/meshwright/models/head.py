@@ -1,0 +1,138 @@
+"""The head: what objectives ask of the last hidden states, whole or split over vocabulary and sequence.
+
+Shapes: B rows, T tokens of a row that are here, D hidden, V vocabulary; N = B * T tokens.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright.models.logits import Logits, TokenTerms, linear_token_terms
+from meshwright.models.loss import IGNORED, VocabularyShare, linear_cross_entropy, linear_token_losses, wide
+from meshwright.spec.errors import UserError
+
+
+class SplitVocabulary(VocabularyShare, Protocol):
+    """The rows of the head that are here, where others hold the rest and split the hidden states along the sequence."""
+
+    def gather_sequence(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        """The hidden states of all tokens; backward, the sum of the gradients of all shares."""
+        ...
+
+    def gather_vocabulary(self, logits_BV: torch.Tensor) -> torch.Tensor:
+        """The logits of the whole vocabulary, from those of the rows here."""
+        ...
+
+
+class SplitSequence(Protocol):
+    """The tokens of every row that are here, where others hold the rest."""
+
+    counts: bool
+    """Whether what belongs to a whole row is counted here, and not where other tokens of it are."""
+
+    def sum(self, parts: torch.Tensor) -> torch.Tensor:
+        """The sum over all parts of the rows; its gradient goes to this part alone, for each has the sum."""
+        ...
+
+
+class HeadSplit(nn.Module):
+    """The slots of a head that is split over ranks: who has the rest of its vocabulary and of its sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vocabulary: SplitVocabulary | None = None
+        self.sequence: SplitSequence | None = None
+
+    def extra_repr(self) -> str:
+        """What stands in the slots."""
+        return f"vocabulary={self.vocabulary or 'whole'}, sequence={self.sequence or 'whole'}"
+
+
+class Head:
+    """A head with its weight. What comes out is the same on all ranks that share the vocabulary."""
+
+    def __init__(self, split: HeadSplit, weight_VD: torch.Tensor) -> None:
+        """`weight_VD`: the rows that are here."""
+        self.split, self.weight_VD = split, weight_VD
+
+    def loss(self, x_BTD: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+        """The sum over labels of the cross-entropy in nats, a scalar in fp32 (fp64), without ever holding all logits;
+        a label of -100 is none."""
+        hidden_ND = self._whole(x_BTD).flatten(0, 1)
+        return linear_cross_entropy(hidden_ND, self.weight_VD, labels_BT.flatten(), self.split.vocabulary)
+
+    def token_losses(self, x_BTD: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+        """Each label's cross-entropy [B, T], in nats and fp32 (fp64); 0 where the label is -100."""
+        hidden_ND = self._whole(x_BTD).flatten(0, 1)
+        losses_N = linear_token_losses(hidden_ND, self.weight_VD, labels_BT.flatten(), self.split.vocabulary)
+        return losses_N.view(labels_BT.shape)
+
+    def token_terms(
+        self, x_BTD: torch.Tensor, labels_BT: torch.Tensor, terms: TokenTerms, *others: torch.Tensor
+    ) -> torch.Tensor:
+        """What `terms` makes of each label's logits, [B, T] in fp32 (fp64); 0 where the label is -100.
+
+        It is called chunk by chunk with the `Logits` of C tokens, their labels [C] and their parts of `others`
+        [B, T, ...], and once more in the backward pass, so that all logits are never held.
+        """
+        hidden_ND, labels_N = self._whole(x_BTD).flatten(0, 1), labels_BT.flatten()
+        rest = (other.flatten(0, 1) for other in others)
+        found_N = linear_token_terms(hidden_ND, self.weight_VD, labels_N, terms, self.split.vocabulary, *rest)
+        return found_N.view(labels_BT.shape)
+
+    def logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] of hidden states [..., D], in the model's dtype.
+
+        Raises `UserError` where the vocabulary is split, for then no rank has them.
+        """
+        if self.split.vocabulary is not None:
+            raise UserError(
+                "of a model split over tensor-parallel ranks no rank has its logits, but one place's of a row"
+            )
+        return self._project(x_BTD)
+
+    def next_logits(self, x_BTD: torch.Tensor, asked_BT: torch.Tensor) -> torch.Tensor:
+        """The logits [B, V] of the one place of each row that `asked_BT`, bool, asks for, on whichever rank it is."""
+        x_BD = self.row_sums(self._whole(x_BTD).where(asked_BT.unsqueeze(-1), 0).sum(1))
+        logits_BV = self._project(x_BD)
+        return logits_BV if self.split.vocabulary is None else self.split.vocabulary.gather_vocabulary(logits_BV)
+
+    def row_sums(self, parts: torch.Tensor) -> torch.Tensor:
+        """Sums over whole rows, from sums over the tokens of them that are here."""
+        return parts if self.split.sequence is None else self.split.sequence.sum(parts)
+
+    def _project(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        return F.linear(x_BTD, self.weight_VD)
+
+    def _whole(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        return x_BTD if self.split.vocabulary is None else self.split.vocabulary.gather_sequence(x_BTD)
+
+
+class LogitsHead(Head):
+    """The head of a model that computes all its logits itself: they stand for hidden states here."""
+
+    def __init__(self, split: HeadSplit) -> None:
+        self.split = split
+
+    def loss(self, x_BTD: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+        """See `Head`."""
+        return self.token_losses(x_BTD, labels_BT).sum()
+
+    def token_losses(self, x_BTD: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+        """See `Head`."""
+        logits_NV = x_BTD.flatten(0, 1).to(wide(x_BTD.dtype))
+        losses_N = F.cross_entropy(logits_NV, labels_BT.flatten(), ignore_index=IGNORED, reduction="none")
+        return losses_N.view(labels_BT.shape)
+
+    def token_terms(
+        self, x_BTD: torch.Tensor, labels_BT: torch.Tensor, terms: TokenTerms, *others: torch.Tensor
+    ) -> torch.Tensor:
+        """See `Head`."""
+        logits, trained_BT = Logits(x_BTD.flatten(0, 1).to(wide(x_BTD.dtype))), labels_BT != IGNORED
+        found_N = terms(logits, labels_BT.where(trained_BT, 0).flatten(), *(other.flatten(0, 1) for other in others))
+        return found_N.view(labels_BT.shape).where(trained_BT, 0)
+
+    def _project(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        return x_BTD

@@ -1,0 +1,127 @@
+"""Linear layers: the product with a weight, whose gradients of input and weight are apart.
+
+A kind of product (plain, a quantized weight, low precision) is a class that says three products; the rest follows:
+adapters compute beside it, zero-bubble schedules let its weight gradient wait, tensor parallelism sums it over ranks.
+
+Shapes: M rows, D in, N out.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.models.cpu_kernels import linear, matmul
+from meshwright.models.slots import Layer, Op, Place, Weights
+
+
+class Product(Op):
+    """`x W^T + b`, by three functions that need no autograd: `compute`, `input_gradient` and `weight_gradient`."""
+
+    place = Place.PRODUCT
+    names: tuple[str, ...] = ("weight",)
+    """The parameters that make up the matrix W; only the first may train."""
+
+    def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """[..., D] to [..., N]; only what makes up W waits for the backward pass, and x where W trains."""
+        matrix = (weights.get(name) for name in self.names)
+        y = _Apart.apply(x, weights.get("bias"), self, *matrix)
+        assert isinstance(y, torch.Tensor)
+        return y
+
+    def compute(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """[..., D] to [..., N]."""
+        raise NotImplementedError
+
+    def input_gradient(self, grad: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """The gradient [..., D] of x, of that of the output [..., N]."""
+        raise NotImplementedError
+
+    def weight_gradient(self, x: torch.Tensor, grad: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """The gradient [N, D] of W, of x [..., D] and the gradient of the output [..., N]."""
+        raise NotImplementedError
+
+    def merged(self, weights: Weights) -> Weights:
+        """The layer's own weight and bias."""
+        return {name: weights[name] for name in ("weight", "bias") if name in weights}
+
+
+class Plain(Product):
+    """The product in the dtype of its inputs."""
+
+    def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """As `Product.forward`, by torch's own autograd, which compilers look into."""
+        return linear(x, weights["weight"], weights.get("bias"))
+
+    def compute(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """[..., D] to [..., N]."""
+        return self.forward(x, weights)
+
+    def input_gradient(self, grad: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """[..., N] to [..., D]."""
+        return matmul(grad.flatten(0, -2), weights["weight"]).view(*grad.shape[:-1], -1)
+
+    def weight_gradient(self, x: torch.Tensor, grad: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """[N, D]."""
+        return matmul(grad.flatten(0, -2).t(), x.flatten(0, -2))
+
+    def __repr__(self) -> str:
+        return "plain"
+
+
+class Linear(Layer, nn.Linear):
+    """`nn.Linear` with slots: [..., D] to [..., N]. On a CPU fp32 products are oneDNN's."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.ops = (Plain(),)
+
+    @property
+    def product(self) -> Product:
+        """The innermost op."""
+        product = self.ops[0]
+        assert isinstance(product, Product)
+        return product
+
+
+def take_over(module: nn.Linear) -> Linear:
+    """A `Linear` with the parameters of `module`, the very same objects, so that ties hold and names stay."""
+    with torch.device("meta"):
+        ours = Linear(module.in_features, module.out_features, bias=False)
+    for name, parameter in module._parameters.items():
+        ours.register_parameter(name, parameter)
+    return ours.train(module.training)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module computes what `nn.Linear` does; a forward pass of its own class is tried on a few numbers."""
+    cls = type(module)
+    if not isinstance(module, nn.Linear) or cls.forward is nn.Linear.forward:
+        return isinstance(module, nn.Linear)
+    probe: Any = cls(3, 2)
+    x_ND = torch.randn(4, 3)
+    y = probe(x_ND)
+    return isinstance(y, torch.Tensor) and torch.allclose(y, nn.Linear.forward(probe, x_ND))
+
+
+class _Apart(torch.autograd.Function):
+    """A product as autograd sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias_N: torch.Tensor | None, product: Product, *matrix: torch.Tensor):
+        ctx.save_for_backward(x if ctx.needs_input_grad[3] else None, *matrix)
+        ctx.product = product
+        return product.compute(x, {**dict(zip(product.names, matrix, strict=True)), "bias": bias_N})
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any):
+        (grad,), (x, *matrix), product = grad_outputs, ctx.saved_tensors, ctx.product
+        weights = dict(zip(product.names, matrix, strict=True))
+        need_x, need_bias, _, need_weight, *others = ctx.needs_input_grad
+        return (
+            product.input_gradient(grad, weights) if need_x else None,
+            grad.flatten(0, -2).sum(0) if need_bias else None,
+            None,
+            product.weight_gradient(x, grad, weights) if need_weight else None,
+            *(None for _ in others),
+        )

@@ -1,0 +1,80 @@
+"""The base of users' own models: a decoder of ours with blocks of theirs.
+
+    class SquaredReLU(FeedForward):
+        def forward(self, x_BTD):
+            x_BTD = x_BTD if self.entry is None else self.entry(x_BTD)
+            return self.w2(F.relu(self.w1(x_BTD)) ** 2)
+
+    class MyBlock(Block):
+        def __init__(self, spec, layer):
+            super().__init__(spec, layer)
+            self.feed_forward = SquaredReLU(spec, spec.ffn)
+
+    class MyModel(Model):
+        base, switches = "llama", {"activation": "gelu_tanh"}  # which has two matrices
+
+        def block(self, spec, layer):
+            return MyBlock(spec, layer)
+
+Parameters that the base has under the same name keep its dims; of others `dims` names them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from meshwright.families import parameter_table
+from meshwright.models.decoder import Block, Decoder
+from meshwright.spec.errors import UserError
+from meshwright.spec.model import ModelSpec, Parameter
+
+
+class Model(ABC):
+    """A user's own model; its sizes are given as a family's (`model: {family: NAME, hidden: ...}`)."""
+
+    base: ClassVar[str] = "llama"
+    """The family whose defaults, switches, embeddings, norms and head it has."""
+    switches: ClassVar[Mapping[str, Any]] = {}
+    """Fields of `ModelSpec` that differ from the base's."""
+    dims: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Name of a parameter within its block (`mixer.gate.weight`) -> its named dims, a weight's (out, in)."""
+    zeros: ClassVar[tuple[str, ...]] = ()
+    """Of these names, those that begin at zero. Others: matrices are drawn, biases begin at zero, other vectors at
+    one."""
+
+    @abstractmethod
+    def block(self, spec: ModelSpec, layer: int) -> Block:
+        """The block of a layer, with uninitialised parameters."""
+
+    def build(self, spec: ModelSpec) -> Decoder:
+        """The whole model on the meta device."""
+        with torch.device("meta"):
+            model = Decoder(spec, self.block)
+        for key, block in model.layers.items():
+            if not isinstance(block, Block):
+                raise UserError(
+                    f"model.family {spec.family}: layer {key} is {type(block).__name__}, no meshwright.Block"
+                )
+        return model
+
+    def table(self, spec: ModelSpec) -> Iterator[Parameter]:
+        """Every parameter, in the order of `named_parameters()`."""
+        like = spec.model_copy(update={"family": self.base})
+        known = {row.name: row for row in parameter_table(like)}
+        for name, parameter in self.build(like).named_parameters():
+            shape, row = tuple(parameter.shape), known.get(name)
+            yield row if row is not None and row.shape == shape else self._row(name, shape, spec)
+
+    def _row(self, name: str, shape: tuple[int, ...], spec: ModelSpec) -> Parameter:
+        inner = name.split(".", 2)[-1]
+        if inner not in self.dims:
+            raise UserError(
+                f"model.family {spec.family}: {name} has shape {list(shape)} and no dims; name them, as in "
+                f"dims = {{{inner!r}: ('ffn', 'embed')}}"
+            )
+        drawn = len(shape) > 1 and inner not in self.zeros
+        init = "normal" if drawn else "zeros" if inner in self.zeros or inner.endswith("bias") else "ones"
+        std = spec.init_std if drawn else 0.0
+        return Parameter(name=name, dims=tuple(self.dims[inner]), shape=shape, init=init, init_std=std)

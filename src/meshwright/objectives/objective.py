@@ -1,0 +1,91 @@
+"""The interface of an objective: a sum over terms and their number, whose ratio over the global batch is the loss.
+
+    class NextToken(Objective):
+        def count(self, batch):
+            return int((batch.labels != IGNORED).sum())
+
+        def sums(self, hidden_BTD, head, batch):
+            return Sums(head.loss(hidden_BTD, batch.labels))
+
+The head gives losses and logits of a vocabulary that may be split over ranks; so the same lines serve every layout.
+"""
+
+from abc import ABC, abstractmethod
+from numbers import Integral
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+
+from meshwright.models.batch import TensorBatch
+from meshwright.models.head import Head
+from meshwright.spec.batch import Batch
+from meshwright.spec.errors import UserError
+from meshwright.spec.plugins import given_name
+
+
+class Sums(NamedTuple):
+    """Sums over the terms of a batch, or of several."""
+
+    loss: torch.Tensor
+    """A scalar in fp32 (fp64), with its gradient."""
+    metrics: dict[str, torch.Tensor] = {}  # noqa: RUF012  (nobody changes it)
+    """The sum of each of the objective's metrics, without."""
+
+
+class Objective(ABC):
+    """What a run minimises: the mean over the terms of the global batch, however these are spread over ranks."""
+
+    term: ClassVar[str] = "token"
+    """What a term is, for people."""
+    over: ClassVar[Literal["tokens", "rows"]] = "tokens"
+    """What terms belong to, which says how they are split where ranks share rows: each rank sums those of its own
+    tokens; or all ranks that share a row know its terms, by `Head.row_sums`, and one of them counts them."""
+    needs_pairs: ClassVar[bool] = False
+    """Whether the data must be pairs of answers."""
+    metrics: ClassVar[tuple[str, ...]] = ()
+    """Names of what evaluation reports beside the loss, each a mean over terms."""
+
+    def __str__(self) -> str:
+        """What the banner says of it."""
+        return given_name(self)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the starting model's margins of all pairs are wanted before the first step."""
+        return False
+
+    @abstractmethod
+    def count(self, batch: Batch[Any]) -> int:
+        """How many terms the rows of a batch have, on the host, before anything is computed."""
+
+    @abstractmethod
+    def sums(self, hidden_BTD: torch.Tensor, head: Head, batch: TensorBatch) -> Sums:
+        """The sums over the terms of a batch.
+
+        Args:
+            hidden_BTD: the last hidden states, normed, as `head` takes them.
+            head: gives logits, log-probabilities and losses of them.
+            batch: labels, and what else the objective reads.
+        """
+
+
+def check_sums(objective: Objective, sums: Sums) -> Sums:
+    """The sums; raises `UserError` where an objective has made something else."""
+    where = f"training.objective: {given_name(objective)}.sums"
+    if not isinstance(sums, Sums):
+        raise UserError(f"{where} returns {type(sums).__name__}; return meshwright.Sums(loss, metrics)")
+    for name, value in {"the loss": sums.loss, **sums.metrics}.items():
+        if not isinstance(value, torch.Tensor) or value.dim():
+            what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise UserError(f"{where}: {name} is a {what}; return the sum over the batch's terms, a tensor of no dims")
+    if missing := [name for name in objective.metrics if name not in sums.metrics]:
+        raise UserError(f"{where} returns no {missing[0]!r}, which {given_name(objective)}.metrics promises")
+    return sums
+
+
+def check_count(objective: Objective, count: Any) -> int:
+    """The number of terms; raises `UserError` where an objective has counted something else."""
+    if isinstance(count, bool) or not isinstance(count, Integral) or count < 0:
+        where = f"training.objective: {given_name(objective)}.count"
+        raise UserError(f"{where} returns {count!r}; return how many terms the batch has, a whole number from 0 up")
+    return int(count)

@@ -1,0 +1,49 @@
+"""The view of a layer whose parameters are DTensors: the plain tensors of this rank.
+
+One rule serves all gradients: that of a split parameter is complete on its rank; that of a parameter which every rank
+keeps is this rank's share, and is summed over ranks.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial
+
+from meshwright.models.slots import View, Weights
+
+
+class LocalView(View):
+    """A layer's parameters as local tensors, some of them a part of their rows.
+
+    FSDP2 fetches and swaps the registered parameters themselves, so only a view may be local. It is read in the forward
+    pass, while they are gathered: DTensors of one axis.
+    """
+
+    def __init__(self, split: Mapping[str, int], rows: Mapping[str, tuple[int, int]], axis: str) -> None:
+        """`split`: the dim of each parameter that the ranks of `axis` share, for people; `rows`: the rows, (start,
+        stop), that this rank computes with of parameters that every rank keeps."""
+        self.split, self.rows, self.axis = split, rows, axis
+
+    def read(self, module: nn.Module) -> Weights:
+        """See `View.read`."""
+        weights: Weights = {}
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                weights[name] = None
+                continue
+            tensor = _local(parameter)
+            weights[name] = tensor[slice(*self.rows[name])] if name in self.rows else tensor
+        return weights
+
+    def __repr__(self) -> str:
+        parts = [f"{name} dim {dim}" for name, dim in self.split.items()]
+        parts += [f"{name} rows {start}:{stop}" for name, (start, stop) in self.rows.items()]
+        return f"{self.axis}: {', '.join(parts) or 'whole'}"
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    assert isinstance(parameter, DTensor)
+    assert parameter.device_mesh.ndim == 1, "a sharded parameter is read before it is gathered"
+    placements = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
+    return parameter.to_local(grad_placements=placements)

@@ -1,0 +1,140 @@
+"""Where each figure of a plan comes from, term by term: `plan --explain`."""
+
+from meshwright.plan.candidate import Candidate
+from meshwright.plan.explain import describe, recomputes, why_not
+from meshwright.plan.job import Job
+from meshwright.plan.recipe import choice_reason
+from meshwright.plan.report import Plan
+from meshwright.spec.errors import UserError
+
+GB = 1e9
+
+
+def explain_field(plan: Plan, field: str) -> str:
+    """Where one figure comes from: of the recipe's own layout, where it says one, else of the chosen one; where nothing
+    fits, of the one that needs least memory. Raises `UserError` with the fields that there are, or where there is no
+    layout."""
+    shown, about = plan.chosen or (plan.found.ranked[0] if plan.found.ranked else None), ""
+    if plan.given:
+        about = "the recipe's own layout is " if shown else "nothing fits; the recipe's own layout is "
+        shown = plan.given
+    elif shown is None and plan.found.strategies:
+        shown = min(plan.found.strategies.values(), key=lambda candidate: candidate.memory.total)
+        about = "nothing fits; least memory is needed by "
+    if shown is None:
+        raise UserError(f"there is no layout to explain: {plan.problem}")
+    explained = {
+        "memory": _explain_memory,
+        "time": _explain_time,
+        "mfu": _explain_mfu,
+        "cost": _explain_cost,
+        "search": _explain_search,
+    }
+    if field not in explained:
+        raise UserError(f"--explain {field}: there are {', '.join(explained)}")
+    return "\n".join([f"{about}{shown.strategy}: {describe(shown.job)}", *explained[field](plan, shown)])
+
+
+def _explain_memory(plan: Plan, chosen: Candidate) -> list[str]:
+    job, use = chosen.job, chosen.memory
+    trained = (
+        f"a parameter of adapters ({job.adapters / 1e6:.3g} million)" if job.adapters is not None else "a parameter"
+    )
+    offloaded = "" if job.offload == "none" else ", in the node's own memory"
+    notes = {
+        "weights": _kept_weights(job)
+        + (", gathered a layer at a time (see communication)" if job.zero == 3 and job.shards > 1 else ""),
+        "gradients": f"{job.stack.gradient_bytes:g} bytes {trained}"
+        + (f", split over {job.shards} ranks" if job.zero >= 2 else ""),
+        "optimizer": f"{job.stack.state_bytes:g} bytes {trained}: master weights and moments"
+        + (f", split over {job.shards} ranks" if job.zero >= 1 else "")
+        + offloaded,
+        "activations": f"recompute={recomputes(job)}, {job.micro_batch} x {job.sequence} tokens a microbatch",
+        "logits": "a chunk of logits, and the loss's gradient" + ("" if job.frozen else ", and the head's in fp32"),
+        "communication": _in_transit(job),
+        "fragmentation": "what a caching allocator holds in reserve",
+        "context": "driver, libraries and communicators",
+    }
+    lines = [f"  {kind:<14}{size / GB:>8.2f} GB  {notes[kind]}" for kind, size in use.kinds().items()]
+    total = chosen.memory_bytes
+    lines.append(
+        f"  {'total':<14}{use.total / GB:>8.2f} GB  ({total.low / GB:.1f} to {total.high / GB:.1f}), stage {use.stage}"
+    )
+    lines.append(f"  {'available':<14}{chosen.capacity / GB:>8.2f} GB  of which {plan.margin:.0%} are to stay free")
+    return lines
+
+
+def _kept_weights(job: Job) -> str:
+    """How the weights that compute are kept."""
+    each = f"{job.stack.weight_bytes:g} bytes a parameter"
+    if not job.frozen:
+        return f"{each} of the copy that computes"
+    if job.frozen_bytes:
+        return f"{job.frozen_bytes:.3g} bytes a parameter of blocks, scales included, and {each} of embedding and head"
+    return f"{each}, frozen"
+
+
+def _in_transit(job: Job) -> str:
+    """What comes and goes while blocks run."""
+    parts = ["a matrix decoded from few bits"] if job.frozen_bytes else []
+    if not job.alone:
+        parts += ["layers gathered and gradients on their way"]
+    return "; ".join(parts) or "nothing: one process, nothing gathered"
+
+
+def _explain_time(plan: Plan, chosen: Candidate) -> list[str]:
+    time, job = chosen.time, chosen.job
+    parts = [
+        ("compute", time.compute, f"{job.microbatches} microbatches on the busiest stage"),
+        ("  recompute", time.recompute, "the part of it that is computed again"),
+        ("  host", time.host, "the part of it in which the device waits for the host"),
+        ("tensor", time.tensor, "exposed: two all-reduces a block and pass"),
+        ("context", time.context, "exposed: keys and values of the other parts"),
+        ("expert", time.expert, "exposed: tokens to their experts and back"),
+        ("data", time.data, "exposed: weights gathered, gradients reduced"),
+        ("pipeline", time.pipeline, "messages in and out"),
+        ("bubble", time.bubble, f"schedule {job.schedule}, {job.pp} stages"),
+        ("update", time.update, "clipping, optimizer, what a step costs once"),
+    ]
+    lines = [f"  {name:<14}{seconds:>10.4g} s  {note}" for name, seconds, note in parts]
+    interval = chosen.seconds
+    return [*lines, f"  {'step':<14}{interval.value:>10.4g} s  ({interval.low:.4g} to {interval.high:.4g})"]
+
+
+def _explain_mfu(plan: Plan, chosen: Candidate) -> list[str]:
+    job, cluster = chosen.job, plan.cluster
+    peak = cluster.peak(job.precision)
+    flops = job.flops_per_token
+    each = (
+        "4 a parameter that multiplies it and is frozen, 6 of adapters"
+        if job.frozen
+        else "6 a parameter that multiplies it"
+    )
+    reached = flops * chosen.tokens_per_second / 1e12
+    return [
+        f"  {flops / 1e9:.3g} GFLOP a token: {each}, and attention in full",
+        f"  {chosen.tokens_per_second:.0f} tokens a second and device: {reached:.1f} TFLOP/s",
+        f"  {peak:g} TFLOP/s by the datasheet in {job.precision}: {chosen.mfu:.1%}",
+    ]
+
+
+def _explain_cost(plan: Plan, chosen: Candidate) -> list[str]:
+    seconds, cost = plan.run_seconds(chosen), plan.cost(chosen)
+    lines = [f"  {plan.steps} steps x {chosen.time.total:.4g} s = {seconds.value / 3600:.4g} hours"]
+    if cost is None:
+        return [*lines, "  no price is known: write price_per_hour into a cluster file"]
+    devices, price = plan.cluster.devices, plan.cluster.price_per_hour
+    return [
+        *lines,
+        f"  x {devices} devices x {price:g} an hour = {cost.value:,.0f} ({cost.low:,.0f} to {cost.high:,.0f})",
+    ]
+
+
+def _explain_search(plan: Plan, shown: Candidate) -> list[str]:
+    found = plan.found
+    reason = choice_reason(plan) if plan.chosen else why_not(shown, None)
+    return [
+        f"  {found.legal} legal layouts of {plan.cluster.devices} devices; memory and time were predicted for "
+        f"{found.looked_at}, the others cannot win",
+        f"  {reason}",
+    ]

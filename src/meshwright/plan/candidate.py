@@ -1,0 +1,125 @@
+"""A layout with what it costs: its memory, its time, whether it fits, and what it is called."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from meshwright.plan.interval import Interval, memory_sigma, time_sigma
+from meshwright.plan.job import Job
+from meshwright.plan.memory import MemoryUse, predict_memory
+from meshwright.plan.step_time import Cache, StepModel, StepTime
+from meshwright.spec.cluster import ClusterSpec
+
+Verdict = Literal["fits", "tight", "does not fit"]
+VERDICTS: tuple[Verdict, ...] = ("fits", "tight", "does not fit")
+AXES = ("pp", "tp", "cp", "ep")
+"""Axes that split the model or its sequences."""
+MARGIN = 0.1
+"""Part of a device's memory that a plan leaves free unless it is told otherwise."""
+TIGHT = 2.0
+"""How many times its step a tight layout counts: it may run out of memory, so it has to be twice as fast."""
+OFFLOADED = "CPU offload"
+"""What all layouts that offload are compared as."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with what it costs."""
+
+    job: Job
+    cluster: ClusterSpec
+    margin: float
+    memory: MemoryUse
+    time: StepTime
+
+    @property
+    def capacity(self) -> float:
+        """Bytes of a device."""
+        return self.cluster.memory_gb * 1e9
+
+    @property
+    def verdict(self) -> Verdict:
+        """fits with the margin left free; tight where an allocator under pressure may still make it."""
+        return verdict(self.memory, self.cluster, self.margin)
+
+    @cached_property
+    def cost(self) -> float:
+        """Seconds of a step, those of a tight layout times `TIGHT`: what layouts are ranked by."""
+        return self.time.total * (TIGHT if self.verdict == "tight" else 1.0)
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes that offloading takes of a node's own memory."""
+        return self.memory.host * self.cluster.per_node
+
+    @property
+    def seconds(self) -> Interval:
+        """Seconds of a step."""
+        return Interval.spread(self.time.total, time_sigma(self.time, self.job, self.cluster))
+
+    @property
+    def memory_bytes(self) -> Interval:
+        """Bytes of the rank that needs most."""
+        return Interval.spread(self.memory.total, memory_sigma(self.memory, self.job))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens a second and device."""
+        return self.job.global_batch * self.job.sequence / self.time.total / self.cluster.devices
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation, of the datasheet's rate in the job's precision."""
+        peak = self.cluster.peak(self.job.precision)
+        return self.tokens_per_second * self.job.flops_per_token / (peak * 1e12)
+
+    @cached_property
+    def strategy(self) -> str:
+        """The field's name for the layout."""
+        return strategy_name(self.job)
+
+
+def verdict(memory: MemoryUse, cluster: ClusterSpec, margin: float) -> Verdict:
+    """Whether a rank's need fits a device, of which a share is to stay free, and that of a node's ranks their host."""
+    capacity = cluster.memory_gb * 1e9
+    if memory.host * cluster.per_node > (1 - margin) * cluster.host_memory_gb * 1e9:
+        return "does not fit"
+    if memory.total <= (1 - margin) * capacity:
+        return "fits"
+    return "tight" if memory.least <= capacity else "does not fit"
+
+
+def strategy_name(job: Job) -> str:
+    """`ZeRO-3`, `hybrid ZeRO-3`, `TP + ZeRO-1`, `PP + TP + DDP` and so on."""
+    if job.zero == 0 or job.shards == 1:
+        state = "DDP" if job.dp > 1 else ""
+    else:
+        state = f"{'hybrid ' if job.dp_replicate > 1 else ''}ZeRO-{job.zero}"
+    axes = [axis.upper() for axis in AXES if getattr(job, axis) > 1]
+    name = " + ".join([*axes, *([state] if state else [])]) or "one device"
+    return name + (" + CPU offload" if job.offload != "none" else "")
+
+
+def family_name(choice: dict[str, Any]) -> str:
+    """What a layout is compared as: offloading, the axes that split the model, or its data-parallel strategy."""
+    if choice["offload"] != "none":
+        return OFFLOADED
+    axes = [axis.upper() for axis in AXES if choice[axis] > 1]
+    if axes:
+        return " + ".join(axes)
+    if choice["dp_replicate"] * choice["dp_shard"] == 1:
+        return "one device"
+    if choice["zero"] == 0:
+        return "DDP"
+    return f"{'hybrid ' if choice['dp_replicate'] > 1 else ''}ZeRO-{choice['zero']}"
+
+
+def complexity(job: Job) -> int:
+    """In how many ways a layout splits the work, by which the simplest of equally fast ones is chosen."""
+    axes = sum(degree > 1 for degree in (job.pp, job.tp, job.cp, job.ep, job.virtual_stages, job.dp_replicate))
+    return axes + (job.pp > 1 and job.schedule_name != "1f1b") + (job.offload != "none")
+
+
+def evaluate(job: Job, cluster: ClusterSpec, margin: float = MARGIN, cache: Cache | None = None) -> Candidate:
+    """What one layout costs."""
+    return Candidate(job, cluster, margin, predict_memory(job), StepModel(job, cluster, cache=cache).predict())

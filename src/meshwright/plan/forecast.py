@@ -1,0 +1,89 @@
+"""What a run would need and take on the devices that it asks for, and what would fit where that is too much."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from meshwright.families import PRESETS, resolve_model
+from meshwright.plan.blueprint import blueprint
+from meshwright.plan.candidate import MARGIN, Candidate, evaluate
+from meshwright.plan.engine import engine_job, layout_check, runs_today
+from meshwright.plan.explain import describe, relief, short
+from meshwright.plan.hardware import local_cluster, resolve_cluster
+from meshwright.plan.machine import Machine
+from meshwright.plan.search import frugal, search
+from meshwright.spec.errors import UserError
+from meshwright.spec.run import ResolvedRun
+
+LONGEST_STEP = 3600.0
+"""Seconds of a step that are a mistake: the longest steps of published runs take some minutes."""
+GIB = 2**30
+
+
+def forecast(resolved: ResolvedRun, machine: Machine) -> Candidate:
+    """What the run's layout costs on the devices it asks for: the recipe's cluster, or this machine.
+
+    Raises `UserError` for an unknown cluster.
+    """
+    run, base_dir = resolved.run, Path(resolved.base_dir)
+    ranks = run.layout.world_size
+    where = resolve_cluster(run.cluster, base_dir=base_dir, machine=machine)
+    if run.cluster == "local" and machine.kind == "cpu":
+        where = local_cluster(machine, ranks)
+    where = where.model_copy(update={"devices": ranks})
+    device = "cpu" if where.device == "cpu" else "cuda"
+    model, batch = blueprint(resolved.model), resolved.global_batch
+    job = engine_job(run, model, global_batch=batch, micro_batch=resolved.micro_batch, device=device)
+    return evaluate(job, where)
+
+
+def warnings(resolved: ResolvedRun, found: Candidate) -> list[str]:
+    """Why the run would not do although nothing is wrong with it, each with what would: more memory than the devices
+    have, or steps of more than `LONGEST_STEP` seconds."""
+    told, where = [], f"{found.cluster.devices} x {found.cluster.device} ({resolved.run.cluster})"
+    if found.verdict == "does not fit":
+        need, there = found.memory.total, found.capacity
+        if need <= there:  # so it is the host that is too small
+            need, there = found.host_bytes, found.cluster.host_memory_gb * 1e9
+        told.append(
+            f"predicted to need {short(need / GIB)} of the {short(there / GIB)} GiB of each of {where}; "
+            f"{_remedy(resolved, found, lambda other: other.verdict == 'fits')}"
+        )
+    if found.time.total > LONGEST_STEP:
+        told.append(
+            f"predicted to take {found.time.total:,.0f} s a step on {where}; "
+            f"{_remedy(resolved, found, lambda other: other.time.total <= LONGEST_STEP)}"
+        )
+    return told
+
+
+def _remedy(resolved: ResolvedRun, found: Candidate, enough: Callable[[Candidate], bool]) -> str:
+    """The first that helps of: a change of the layout, another layout, a smaller published model."""
+    job, cluster = found.job, found.cluster
+    change = (
+        relief(job, cluster, MARGIN) if found.verdict == "does not fit" and found.time.total <= LONGEST_STEP else None
+    )
+    if change:
+        return f"what would fit is {change}"
+    check = layout_check(resolved.run, resolved.model, "cpu" if cluster.device == "cpu" else "cuda")
+    other = search(job, cluster, top=1, runs=lambda job: runs_today(job, check)).chosen
+    if other and enough(other):
+        return f"what would do is layout: auto, which takes {describe(other.job)}, {short(other.time.total)} s a step"
+    size = job.model.num_parameters
+    smaller = [(name, _of_preset(found, name)) for name in PRESETS]
+    fitting = [(one.job.model.num_parameters, name) for name, one in smaller if one is not None and enough(one)]
+    named = [(numel, name) for numel, name in fitting if numel < size]
+    more = "more devices (compare them with meshwright plan RECIPE --cluster 8xh100)"
+    return f"no layout of these devices does; what would is {more}" + (f", or model={max(named)[1]}" if named else "")
+
+
+def _of_preset(found: Candidate, name: str) -> Candidate | None:
+    """The same run of a published size, recomputing as little as fits; None where it cannot be split so."""
+    try:
+        model = blueprint(resolve_model(PRESETS[name], base_dir=Path()))
+    except UserError:
+        return None
+    if model.num_layers < len(found.job.cut):
+        return None
+    job = frugal(replace(found.job, model=model, recompute="none"), found.cluster)
+    return evaluate(job, found.cluster)

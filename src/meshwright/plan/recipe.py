@@ -1,0 +1,92 @@
+"""The plan of a recipe: its model and batch looked up, its cluster resolved, its layout searched for and written."""
+
+from pathlib import Path
+from typing import Any
+
+from meshwright.families import resolve_model
+from meshwright.plan.blueprint import blueprint
+from meshwright.plan.candidate import TIGHT
+from meshwright.plan.engine import engine_job, engine_layout
+from meshwright.plan.explain import describe, short
+from meshwright.plan.hardware import resolve_cluster
+from meshwright.plan.layouts import Limits
+from meshwright.plan.machine import Machine, find_machine
+from meshwright.plan.report import Plan, make_plan, plan_facts
+from meshwright.plan.search import ALIKE
+from meshwright.spec.batch_size import sequences_per_step
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.errors import UserError
+from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.run import Run
+
+GB = 1e9
+
+
+def plan_recipe(
+    run: Run,
+    *,
+    base_dir: Path,
+    cluster: str | ClusterSpec | None = None,
+    machine: Machine | None = None,
+    top: int = 8,
+    limits: Limits | None = None,
+) -> tuple[Plan, dict[str, Any]]:
+    """The plan of a recipe on `cluster` (default: the recipe's), and the same as plain data.
+
+    Raises `UserError` for an unknown model or cluster.
+    """
+    machine = machine or find_machine(run.device)
+    where = resolve_cluster(cluster or run.cluster, base_dir=base_dir, machine=machine)
+    spec = resolve_model(run.model, base_dir=base_dir, vocab=run.data.tokenizer_vocab)
+    limits = limits or Limits()
+    model, batch = blueprint(spec), sequences_per_step(run)
+    device = "cpu" if where.device == "cpu" else "cuda"
+    size = 1 if run.training.micro_batch == "auto" else run.training.micro_batch
+    # Any layout of several ranks: the search replaces it, and one rank alone keeps other copies (plan/engine.py).
+    several = LayoutSpec(dp_replicate=2) if where.devices > 1 else LayoutSpec()
+    base = engine_job(run, model, global_batch=batch, micro_batch=size, device=device, layout=several)
+    given = None
+    if not run.layout.choose and (run.layout.world_size > 1 or _chose_for_one(run, where)):
+        given = engine_job(run, model, global_batch=batch, micro_batch=size, device=device)
+    plan = make_plan(base, run, spec, where, given=given, top=top, limits=limits)
+    return plan, plan_facts(plan)
+
+
+def _chose_for_one(run: Run, where: ClusterSpec) -> bool:
+    """Whether a recipe for one device says what a plan would choose."""
+    training = run.training
+    said = training.micro_batch != "auto" or "recompute" in training.model_fields_set
+    return "layout" in run.model_fields_set or (where.devices == 1 and said)
+
+
+def planned_run(run: Run, plan: Plan) -> Run:
+    """The recipe with the chosen layout, microbatch and recomputation in place of its own.
+
+    Raises `UserError` where nothing was chosen.
+    """
+    chosen = plan.chosen
+    if chosen is None:
+        raise UserError("nothing that this version's engine runs fits this cluster; no recipe is written")
+    training = run.training.model_copy(
+        update={"micro_batch": chosen.job.micro_batch, "recompute": chosen.job.recompute}
+    )
+    layout = engine_layout(chosen.job, plan.check)
+    return Run.model_validate(run.model_dump(exclude_unset=True) | {"layout": layout, "training": training})
+
+
+def choice_reason(plan: Plan) -> str:
+    """Why the planner chose its layout, for the run's records. Raises `UserError` where nothing was chosen."""
+    chosen, fastest = plan.chosen, plan.found.fastest
+    if chosen is None or fastest is None:
+        raise UserError("nothing was chosen")
+    others = [candidate for candidate in plan.found.strategies.values() if candidate.strategy != chosen.strategy]
+    lost = sum(candidate.verdict == "does not fit" for candidate in others)
+    which = "the fastest" if chosen is fastest else f"the simplest within {ALIKE:.0%} of the fastest"
+    fit = "that fits"
+    if chosen.verdict == "tight":
+        fit = f"and tight, for none that fits takes less than {TIGHT:g} times as long, on"
+    return (
+        f"{chosen.strategy} ({describe(chosen.job)}): {which} of {plan.found.legal} layouts {fit} "
+        f"{plan.cluster.name}, {short(chosen.memory.total / GB)} of {short(chosen.capacity / GB)} GB, "
+        f"{short(chosen.time.total)} s a step predicted; {lost} of {len(others)} other strategies do not fit"
+    )

@@ -1,0 +1,46 @@
+"""Weights of a proof: where a fresh model is constant or even, they are not, for a constant hides who computed with it.
+
+Norms that are all one are equal on every rank however they are split, an adapter that begins with zero passes no
+gradient on, and a fresh router sends every expert its share.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from meshwright.models.init import draw_rows
+from meshwright.parallel.materialize import RowSource
+from meshwright.spec.model import Parameter
+from meshwright.spec.run import ResolvedRun
+from meshwright.trainer.weights import run_weights
+
+NOISE = 0.2
+"""Standard deviation of what is added to constants."""
+
+LOUD, QUIET = 2.0, 0.1
+"""What the routing weights of every other expert are multiplied by, so that tokens crowd on half of the experts."""
+
+
+def proof_weights(resolved: ResolvedRun) -> RowSource:
+    """The run's weights, lively: constants get noise and routers become uneven. Pretrained weights, adapters apart, are
+    as they are. Collective where they come from a checkpoint."""
+    weights, drawn = run_weights(resolved), resolved.run.model.weights != "pretrained"
+
+    def read(row: Parameter, start: int, stop: int) -> torch.Tensor:
+        values = weights(row, start, stop)
+        if row.storage != "float" or not (drawn or row.adapter):
+            return values
+        if row.name.endswith("router.weight"):
+            return values * _by_expert(start, stop).unsqueeze(1)
+        constant = row.init in ("ones", "zeros") or (row.adapter and row.init == "row_norms")
+        return values + _noise(row, start, stop).to(values) if constant else values
+
+    return read
+
+
+def _noise(row: Parameter, start: int, stop: int) -> torch.Tensor:
+    return draw_rows(replace(row, init="normal", init_std=NOISE), 0, start, stop)
+
+
+def _by_expert(start: int, stop: int) -> torch.Tensor:
+    return torch.where(torch.arange(start, stop) % 2 == 0, LOUD, QUIET)

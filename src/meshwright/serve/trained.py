@@ -1,0 +1,326 @@
+"""A trained model, opened from a run or a Hugging Face directory, in use."""
+
+import contextlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from meshwright.callbacks import EMA
+from meshwright.checkpoint.dcp import held_tensors, load_tensors
+from meshwright.checkpoint.hf import HfWeights, export_hf
+from meshwright.checkpoint.hf_proof import prove_merge
+from meshwright.checkpoint.manifest import MANIFEST, CheckpointError, list_checkpoints
+from meshwright.checkpoint.peft import write_adapter
+from meshwright.checkpoint.verify import verify_checkpoint
+from meshwright.data.chat import ask
+from meshwright.data.loader import evaluation_batches
+from meshwright.data.mixture import all_samples, held_out_samples
+from meshwright.data.packing import Samples
+from meshwright.data.prepare import prepare_corpus
+from meshwright.data.readers import told_apart
+from meshwright.data.sources import find_files
+from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
+from meshwright.families import parameter_table, read_hf_directory, state_table
+from meshwright.families.hub import cached_snapshot, hub_id
+from meshwright.finetune import apply_finetune, merged_model
+from meshwright.models import Decoder, build_model, named_state, named_tensors
+from meshwright.models.dtypes import torch_dtype
+from meshwright.models.generate import Sampling, generate
+from meshwright.objectives import NextToken
+from meshwright.parallel import WholeModel
+from meshwright.parallel.materialize import RowSource, materialize
+from meshwright.plan.machine import find_machine
+from meshwright.spec.data import DataSpec, SourceSpec
+from meshwright.spec.errors import UserError
+from meshwright.spec.finetune import FullSpec
+from meshwright.spec.model import ModelSpec, Parameter
+from meshwright.spec.precision import BF16, FP32, FP64
+from meshwright.spec.run import ResolvedRun
+from meshwright.trainer.device import choose_device
+from meshwright.trainer.evaluate import Evaluation, evaluate, joined
+from meshwright.trainer.resolve import ENOUGH_TOKENS
+from meshwright.trainer.run import corpus_of
+from meshwright.trainer.start import RESOLVED, read_resolved, records_of
+from meshwright.trainer.weights import base_of, check_base, kept_weights
+
+MAX_TOKENS = 128
+"""New tokens of a continuation where nobody says how many."""
+AVERAGED = f"callbacks.{EMA.__name__}."
+"""How checkpoints begin the names of averaged weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """A model with its weights on one device, and the tokenizer it was trained with."""
+
+    source: Path
+    """The checkpoint, or the Hugging Face directory."""
+    spec: ModelSpec
+    model: Decoder
+    tokenizer: TextTokenizer
+    tokenizer_dir: Path
+    device: torch.device
+    run: ResolvedRun | None
+    """The run it comes from; None for a Hugging Face directory."""
+
+
+def open_trained(path: Path, *, device: str = "auto", dtype: str | None = None, averaged: bool = False) -> TrainedModel:
+    """Open the newest checkpoint of the run directory `path`, one checkpoint, or a Hugging Face directory, also by its
+    id on the hub where the local cache has it.
+
+    `dtype` is fp32, bf16, fp16 or fp64; by default a run's precision, and for a Hugging Face directory fp32
+    on a CPU and bf16 on a GPU. `averaged`: with the moving average of the weights that the callback `EMA` has kept.
+
+    Raises `UserError` where `path` is none of them or has no average, `CheckpointError` where a file is missing or
+    damaged.
+    """
+    place = choose_device(find_machine(device), 0)
+    if not path.exists():
+        with contextlib.suppress(ValueError):  # then it is told below
+            path = cached_snapshot(str(path), "config.json", "*.safetensors") or path
+    if (path / MANIFEST).is_file():
+        return _from_checkpoint(path, place, dtype, averaged)
+    saved = list_checkpoints(path / "checkpoints")
+    if saved:
+        return _from_checkpoint(saved[-1], place, dtype, averaged)
+    if (path / RESOLVED).is_file():
+        raise CheckpointError(f"{path}: no checkpoint was saved here yet")
+    if averaged and path.is_dir():
+        raise UserError(f"{path} is no run and no checkpoint, so it holds no averaged weights; leave --ema out")
+    if (path / "config.json").is_file():
+        return _from_hf_directory(path, place, dtype)
+    what = f"holds no {RESOLVED} and no config.json" if path.is_dir() else "no such directory"
+    raise UserError(
+        f"{path}: {what}; give a run directory, one of its checkpoints, a Hugging Face directory, or the hub's id of a "
+        "model in the local cache (hf download ID)"
+    )
+
+
+def continue_texts(
+    trained: TrainedModel, prompts: Sequence[str], *, max_tokens: int | None = None, sampling: Sampling
+) -> list[str]:
+    """What the model writes after each prompt: `max_tokens`, by default 128 or as many as it has positions for.
+
+    An empty prompt begins a document. Raises `UserError` where prompt and new tokens have no room.
+    """
+    tokenizer = trained.tokenizer
+    ids = [tokenizer.encode_prompt(prompt) or [tokenizer.eos_id] for prompt in prompts]
+    return _continued(trained, ids, {tokenizer.eos_id}, max_tokens, sampling)
+
+
+def answer_texts(
+    trained: TrainedModel,
+    prompts: Sequence[str],
+    *,
+    system: str | None = None,
+    max_tokens: int | None = None,
+    sampling: Sampling,
+) -> list[str]:
+    """What the model answers to each prompt in a conversation of its own, as the chat template of its tokenizer says.
+
+    Raises `UserError` where there is no template, or prompt and new tokens have no room.
+    """
+    ids, ends = ask(trained.tokenizer, prompts, system)
+    return _continued(trained, ids, ends, max_tokens, sampling)
+
+
+def evaluate_texts(
+    trained: TrainedModel,
+    *,
+    sources: Sequence[str] | None = None,
+    sequence_length: int | None = None,
+    num_samples: int | None = None,
+) -> Evaluation:
+    """Loss on the text of `sources` (files, globs or `stdlib`, relative to the working directory); of several also each
+    one's.
+
+    Without sources, on what the run held out. All text counts, or `num_samples` evenly spaced samples of it, of each
+    source its share.
+
+    Raises `UserError` where there is no text, or the model was not meant for `sequence_length` positions.
+    """
+    recipe = trained.run.run if trained.run else None
+    length = sequence_length or (recipe.data.sequence_length if recipe else min(1024, trained.spec.max_positions))
+    if length > trained.spec.max_positions:
+        raise UserError(f"sequence length {length}: the model is meant for at most {trained.spec.max_positions}")
+    named = _held_out(trained, length) if sources is None else _samples_of(trained, sources, length)
+    micro_batch, everything = max(1, ENOUGH_TOKENS[trained.device.type] // length), sum(map(len, named.values()))
+    parts = {}
+    for name, samples in named.items():
+        share = None if num_samples is None else -(-num_samples * len(samples) // everything)
+        batches = evaluation_batches(samples, micro_batch=micro_batch, num_samples=share, padding="cut")
+        parts[name] = evaluate(WholeModel(trained.model, NextToken()), batches, trained.device)
+    return joined(parts)
+
+
+def export_trained(
+    trained: TrainedModel, directory: Path, *, dtype: str | None = None, merge: bool = False
+) -> tuple[float, str]:
+    """Write the model as a Hugging Face directory, in `dtype` or else the precision of its run; adapters merged into
+    the weights, if `merge`.
+
+    Returns the largest difference between a logit of the model and of what was read back, and the dtype.
+
+    Raises `UserError` where `directory` exists, or the logits differ by more than rounding; then nothing is written.
+    """
+    adapted = any(row.adapter for row in trained.model.table)
+    if adapted and not merge:
+        raise UserError(
+            f"{trained.source} holds adapters: write a whole model with --merge, or the adapters with --adapter DIR"
+        )
+    model = merged_model(trained.model) if adapted else trained.model
+    if adapted:
+        prove_merge(trained.model, model)
+    ran = trained.run.run.training.dtypes.compute if trained.run else BF16
+    dtype = dtype or (FP32 if ran == FP64 else ran).name
+    difference = export_hf(
+        named_tensors(model).items(),
+        trained.spec,
+        directory,
+        tokenizer_dir=trained.tokenizer_dir,
+        dtype=torch_dtype(dtype),
+        token_ids={"eos_token_id": trained.tokenizer.eos_id},
+    )
+    assert difference is not None
+    return difference, dtype
+
+
+def export_adapter(trained: TrainedModel, directory: Path) -> int:
+    """Write what was trained beside the base as an adapter of peft's; returns the number of its parameters.
+
+    Raises `UserError` where there are no adapters, `directory` exists, or peft has no name for them.
+    """
+    finetune = None if trained.run is None else trained.run.run.finetune
+    base = None if trained.run is None else base_of(trained.run)
+    if trained.run is None or finetune is None or isinstance(finetune, FullSpec) or base is None:
+        raise UserError(f"{trained.source} holds no adapters; write the whole model with --hf DIR")
+    name = hub_id(Path(base["path"])) or base["path"] if trained.run.run.model.weights == "pretrained" else None
+    kept = {name: tensor for name, tensor in trained.model.named_parameters() if tensor.requires_grad}
+    write_adapter(directory, kept, trained.spec, finetune, base=name, fingerprint=base["fingerprint"])
+    return sum(tensor.numel() for tensor in kept.values())
+
+
+def _continued(
+    trained: TrainedModel,
+    ids: Sequence[Sequence[int]],
+    ends: Collection[int],
+    max_tokens: int | None,
+    sampling: Sampling,
+) -> list[str]:
+    if max_tokens is None:
+        max_tokens = max(1, min(MAX_TOKENS, trained.spec.max_positions - max(map(len, ids))))
+    continued = generate(trained.model, ids, max_tokens=max_tokens, eos_id=ends, sampling=sampling)
+    return [trained.tokenizer.decode(tokens) for tokens in continued]
+
+
+def _held_out(trained: TrainedModel, length: int) -> dict[str, Samples]:
+    if trained.run is None:
+        raise UserError(f"{trained.source} is no run, so it has no held-out text; say which text with --source")
+    if trained.run.run.training.preference is not None:
+        raise UserError(
+            "the run learnt from pairs of answers, whose held-out loss stands in its metrics.jsonl; "
+            "say which text to measure with --source"
+        )
+    # By its own tokenizer: on data that have changed since, `auto` would train another.
+    data = trained.run.run.data.model_copy(update={"tokenizer": str(trained.tokenizer_dir.resolve())})
+    corpus = corpus_of(trained.run.model_copy(update={"run": trained.run.run.model_copy(update={"data": data})}))
+    if not corpus.held_out:
+        raise UserError("the run held nothing out (data.held_out is 0); say which text with --source")
+    joint = held_out_samples(corpus, data.model_copy(update={"sequence_length": length}))
+    return dict(zip((stream.name for stream in corpus.streams if stream.held_out), joint.streams, strict=True))
+
+
+def _samples_of(trained: TrainedModel, sources: Sequence[str], length: int) -> dict[str, Samples]:
+    """All text of the sources, of several each by itself, packed as the run's own was."""
+    own = trained.run.run.data if trained.run else DataSpec()
+    data = DataSpec(
+        sources=tuple(SourceSpec(path=source, name=source if len(sources) > 1 else None) for source in sources),
+        tokenizer=str(trained.tokenizer_dir.resolve()),
+        sequence_length=length,
+        packing=own.packing,
+        separate_documents=own.separate_documents,
+        chat=own.chat.model_copy(update={"template": "auto"}),
+        held_out=0,
+        cache_dir=own.cache_dir,
+    )
+    if own.packing == "concatenated" and any(file.is_records for file in told_apart(find_files(data.sources, Path()))):
+        # A run on text, and a Hugging Face directory, say no packing that records can have. Not every architecture of
+        # transformers' keeps documents apart.
+        whole = {"packing": "best_fit", "separate_documents": True}
+        data = data.model_copy(update={"packing": "padded"} if trained.spec.foreign else whole)
+    corpus = prepare_corpus(data, base_dir=Path())
+    if any(stream.train.is_pairs for stream in corpus.streams):
+        raise UserError(
+            f"--source {', '.join(sources)}: holds preferences, whose loss needs the model as its training began; a "
+            "run that learns from them measures those that it holds out (data.held_out), as its metrics.jsonl tells"
+        )
+    return dict(zip((stream.name for stream in corpus.streams), all_samples(corpus, data).streams, strict=True))
+
+
+def _from_checkpoint(checkpoint: Path, device: torch.device, dtype: str | None, averaged: bool) -> TrainedModel:
+    verify_checkpoint(checkpoint)
+    records = records_of(checkpoint)
+    if records is None:
+        raise CheckpointError(f"{checkpoint}: holds no {RESOLVED}, and nor does its run directory")
+    resolved = read_resolved(records.resolved)
+    if averaged and not any(name.startswith(AVERAGED) for name in held_tensors(checkpoint)):
+        raise UserError(f"{checkpoint} holds no averaged weights; train with callbacks=[ema], or leave --ema out")
+    model = _with_weights(resolved, checkpoint, AVERAGED if averaged else "model.")
+    return TrainedModel(
+        source=checkpoint,
+        spec=resolved.model,
+        model=model.to(device, torch_dtype(dtype or resolved.run.training.dtypes.compute)).eval(),
+        tokenizer=load_tokenizer(records.tokenizer),
+        tokenizer_dir=records.tokenizer,
+        device=device,
+        run=resolved,
+    )
+
+
+def _with_weights(resolved: ResolvedRun, checkpoint: Path, trained: str) -> Decoder:
+    """The run's model on the CPU, with the weights of a verified checkpoint, and its base's where it refers to one.
+
+    `trained`: what the names of those that train begin with there.
+    """
+    dtype, finetune = torch_dtype(resolved.run.training.dtypes.master), resolved.run.finetune
+    model = build_model(resolved.model, dtype=dtype)
+    base = base_of(resolved)
+    if finetune is None or base is None:
+        model.to_empty(device="cpu")
+        kept = named_tensors(model)
+    else:
+        check_base(checkpoint, verify_checkpoint(checkpoint), base)
+        apply_finetune(model, finetune, dtype)
+        frozen = [row for row in model.table if not row.trained]
+        materialize(model, frozen, kept_weights(resolved), torch.device("cpu"))
+        kept = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        kept |= named_state(model)
+    learnt = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    places = {f"{trained if name in learnt else 'model.'}{name}": tensor.detach() for name, tensor in kept.items()}
+    load_tensors(checkpoint, places)
+    return model
+
+
+def _from_hf_directory(directory: Path, device: torch.device, dtype: str | None) -> TrainedModel:
+    spec = read_hf_directory(directory)
+    weights = HfWeights(directory, spec)
+    model = build_model(spec, dtype=torch_dtype(dtype or (BF16 if device.type == "cuda" else FP32)))
+    materialize(model, parameter_table(spec) + state_table(spec), _rows_of(weights), device)
+    return TrainedModel(
+        source=directory,
+        spec=spec,
+        model=model.eval(),
+        tokenizer=load_tokenizer(directory),
+        tokenizer_dir=directory,
+        device=device,
+        run=None,
+    )
+
+
+def _rows_of(weights: HfWeights) -> RowSource:
+    def rows(parameter: Parameter, start: int, stop: int) -> torch.Tensor:
+        return weights.read_rows(parameter.name, start, stop)
+
+    return rows

@@ -1,0 +1,20 @@
+"""The number of sequences of an optimizer step."""
+
+from meshwright.spec.errors import UserError
+from meshwright.spec.run import Run
+
+DEFAULT_GLOBAL_BATCH = 64
+"""Sequences per step where a recipe gives no batch."""
+
+
+def sequences_per_step(run: Run) -> int:
+    """Sequences per optimizer step over all ranks. Raises `UserError` where tokens are no whole sequences."""
+    tokens, length = run.training.global_batch_tokens, run.data.sequence_length
+    if tokens is None:
+        return run.training.global_batch or DEFAULT_GLOBAL_BATCH
+    if tokens % length:
+        raise UserError(
+            f"training.global_batch_tokens={tokens} is no multiple of data.sequence_length={length}; "
+            f"the nearest multiple is {max(1, round(tokens / length)) * length}"
+        )
+    return tokens // length

@@ -1,0 +1,14 @@
+"""Errors that users can mend: the only ones printed as a line instead of a stack trace."""
+
+
+class UserError(ValueError):
+    """A mistake in the command line, the recipe, the data or a file, in one sentence that says what would work.
+
+    The command line prints the sentence and exits with 2; a run that ends with it is not restarted. Every other
+    exception is a bug, ours or a library's: it shows its stack trace, and a run that crashed by it may be restarted.
+    """
+
+    def __init__(self, problem: str = "", remedy: str = "") -> None:
+        super().__init__(f"{problem}; {remedy}" if remedy else problem)
+        self.remedy = remedy
+        """What would work, where it is a sentence of its own."""

@@ -1,0 +1,175 @@
+"""Plug-ins that a recipe may name: ours, those that installed packages declare as entry points, and for the time of a
+call of `train` the objects that it was given.
+
+A recipe names a plug-in, never an import path: what can be loaded is what was installed, or is here already.
+"""
+
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from pydantic import Field, GetCoreSchemaHandler, ValidationInfo
+from pydantic_core import CoreSchema, PydanticCustomError, ValidationError, core_schema
+
+from meshwright.spec.base import Spec
+from meshwright.spec.errors import UserError
+
+OURS = {
+    "callbacks": {
+        "early_stopping": "meshwright.callbacks:EarlyStopping",
+        "ema": "meshwright.callbacks:EMA",
+        "lr_finder": "meshwright.callbacks:LRFinder",
+        "noise_scale": "meshwright.callbacks:GradientNoiseScale",
+        "profiler": "meshwright.callbacks:Profiler",
+    },
+    "trackers": {
+        "tensorboard": "meshwright.callbacks.tensorboard:TensorBoard",
+        "wandb": "meshwright.callbacks.wandb:WandB",
+    },
+}
+"""Kind -> name -> where it is, of those that are made as a user's are. Others are entry points of the group
+`meshwright.KIND`."""
+
+KINDS = ("callbacks", "trackers", "datasets", "objectives", "optimizers", "lr_schedules", "models")
+"""What can be plugged in; the groups of entry points are `meshwright.KIND`."""
+
+_given: dict[tuple[str, str], Any] = {}
+
+NEEDS = ("tensorboard", "wandb")
+"""Trackers of ours that need the package of their name, which `pip install 'meshwright[NAME]'` brings."""
+
+
+class PluginSpec(Spec):
+    """An installed plug-in and what it is made with."""
+
+    name: str
+    """The plug-in's name: one of ours, or of an entry point that an installed package declares."""
+    options: dict[str, Any] = Field(default={})
+    """Keyword arguments that it is made with."""
+
+
+def known_plugins(kind: str) -> dict[str, EntryPoint]:
+    """Every plug-in of a kind (one of `KINDS`) that is installed, by name. Loads none."""
+    group = f"meshwright.{kind}"
+    ours = [EntryPoint(name, value, group) for name, value in OURS.get(kind, {}).items()]
+    return {entry.name: entry for entry in [*entry_points(group=group), *ours]}
+
+
+def find_plugin(kind: str, name: str) -> EntryPoint:
+    """The plug-in of a name; raises `UserError` where there is none."""
+    known = known_plugins(kind)
+    if name not in known:
+        there = ", ".join(sorted(known)) or "none"
+        again = "; what Python code gave to train, it must give again" if "." in name and kind != "trackers" else ""
+        raise UserError(
+            f"{kind}: no {name!r} is installed; there are {there} (entry points of meshwright.{kind}){again}"
+        )
+    return known[name]
+
+
+def has_plugin(kind: str, name: str) -> bool:
+    """Whether there is a plug-in of a name, given or installed."""
+    return (kind, name) in _given or name in known_plugins(kind)
+
+
+def require_plugin(kind: str, name: str) -> None:
+    """Raise `UserError` where there is no plug-in of a name, or a package that it needs is missing."""
+    if (kind, name) not in _given:
+        find_plugin(kind, name)
+    if kind == "trackers" and name in NEEDS and importlib.util.find_spec(name) is None:
+        raise UserError(f"trackers: {name} is not installed; pip install 'meshwright[{name}]', or leave it out")
+
+
+@contextmanager
+def plugged_in(objects: Mapping[tuple[str, str], Any]) -> Iterator[None]:
+    """While it lasts, recipes may also name these objects: (kind, name) -> what Python code has handed over."""
+    before = dict(_given)
+    _given.update(objects)
+    try:
+        yield
+    finally:
+        _given.clear()
+        _given.update(before)
+
+
+def given_name(plugin: Any) -> str:
+    """What a recipe calls an object that Python code has handed over: module and name, so that it has a dot."""
+    named = getattr(plugin, "func", plugin)  # of a functools.partial
+    named = named if hasattr(named, "__qualname__") and hasattr(named, "__module__") else type(named)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def load_plugin(kind: str, name: str) -> Any:
+    """The object behind a name: given, or imported; raises `UserError` where it cannot be."""
+    if (kind, name) in _given:
+        return _given[kind, name]
+    try:
+        return find_plugin(kind, name).load()
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"{kind}: {name} cannot be imported ({error}); install its package again, or leave it out"
+        ) from error
+
+
+def said_of(kind: str, name: str, attribute: str, default: Any) -> Any:
+    """What a plug-in's class says of itself; the default where it says nothing, or is not here."""
+    try:
+        plugin = load_plugin(kind, name)
+    except UserError:
+        return default
+    return getattr(getattr(plugin, "func", plugin), attribute, default)
+
+
+def make_plugin(kind: str, plugin: PluginSpec) -> Any:
+    """What the plug-in's class or function makes of the options, or the object that was given; raises `UserError` where
+    it cannot be made."""
+    factory = load_plugin(kind, plugin.name)
+    if (kind, plugin.name) in _given:
+        return factory
+    try:
+        return factory(**plugin.options)
+    except TypeError as error:
+        raise UserError(f"{kind}: {plugin.name} does not take these options: {error}") from error
+
+
+def check_takes(function: Callable[..., Any], where: str, *words: str, **options: Any) -> None:
+    """Raise `UserError` where a plug-in is no function of so many arguments, called `words`, and of these options."""
+    if not callable(function):
+        raise UserError(f"{where} is {function!r}, which cannot be called; give a function of ({', '.join(words)})")
+    try:
+        inspect.signature(function).bind(*words, **options)
+    except TypeError as error:
+        raise UserError(f"{where} cannot be called with ({', '.join([*words, *options])}): {error}") from error
+    except ValueError:  # written in C, it has no signature
+        return
+
+
+@dataclass(frozen=True)
+class Pluggable:
+    """Annotates a setting whose choices (a Literal) are ours: it may also name an installed plug-in of a kind, or have
+    a dot, as the names of objects that Python code has handed over. What a run has written down is not checked again.
+    """
+
+    kind: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """See pydantic's documentation of custom types."""
+        return core_schema.with_info_wrap_validator_function(
+            self._checked, handler(source), serialization=core_schema.plain_serializer_function_ser_schema(str)
+        )
+
+    def _checked(self, value: Any, ours: Callable[[Any], Any], info: ValidationInfo) -> Any:
+        try:
+            return ours(value)
+        except ValidationError as error:
+            written = isinstance(info.context, dict) and info.context.get("written")
+            if isinstance(value, str) and value and (written or "." in value or value in known_plugins(self.kind)):
+                return value
+            expected = error.errors()[0].get("ctx", {}).get("expected", "text")
+            there = ", ".join(f"'{name}'" for name in sorted(known_plugins(self.kind))) or "none"
+            expected += f", or a plug-in of the group meshwright.{self.kind} (installed: {there})"
+            raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected}) from error

@@ -1,0 +1,94 @@
+"""The number formats of a run: the dtype that each kind of tensor has, with its bytes and its rounding.
+
+`Precision.of` makes the value from the recipe's two words (`TrainingSpec.dtypes`); planner, engine, traffic and
+tolerances read it. `models/dtypes.py` gives torch's name for a `Dtype`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+ComputeName = Literal["fp32", "bf16", "fp16", "fp64"]
+"""Dtypes that a model computes in."""
+ReduceName = Literal["fp32", "bf16"]
+"""Dtypes that gradients accumulate in under mixed precision."""
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """A number format."""
+
+    name: str
+    bytes: int
+    epsilon: float = 0.0
+    """Distance from 1 to the next number; 0 for integers."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+FP64, FP32 = Dtype("fp64", 8, 2.0**-52), Dtype("fp32", 4, 2.0**-23)
+FP16, BF16 = Dtype("fp16", 2, 2.0**-10), Dtype("bf16", 2, 2.0**-7)
+
+DTYPES = {
+    dtype.name: dtype for dtype in (FP64, FP32, FP16, BF16, Dtype("int32", 4), Dtype("int8", 1), Dtype("uint8", 1))
+}
+"""Every format that a tensor of the engine is stored in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """The dtypes of one run."""
+
+    compute: Dtype
+    """Of activations, and of operands and results of matrix products."""
+    store: Dtype
+    """Of the weights that the model computes with: gathered or copied from the masters, or frozen."""
+    master: Dtype
+    """Of the weights that the optimizer updates, their gradients and the optimizer's state."""
+    reduce: Dtype
+    """Of gradients while they accumulate over microbatches and are reduced over ranks."""
+    loss: Dtype
+    """Of softmax, losses and their sums."""
+    recipe: str | None = None
+    """The narrower format in which blocks compute their matrix products, such as fp8; None: they use `compute`."""
+
+    @classmethod
+    def of(cls, name: str, reduce: str = FP32.name) -> "Precision":
+        """What `training.precision` and `training.reduce_dtype` stand for. Any other name, such as fp8, is a recipe for
+        matrix products beside bf16, which plans know and the engine does not.
+
+        Under fp64 and fp32 all is in one dtype, and `reduce` says nothing.
+        """
+        compute = DTYPES.get(name, BF16)
+        mixed = compute.bytes < FP32.bytes
+        master = FP32 if mixed else compute
+        return cls(
+            compute=compute,
+            store=compute,
+            master=master,
+            reduce=DTYPES[reduce] if mixed else compute,
+            loss=master,
+            recipe=None if name in DTYPES else name,
+        )
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the optimizer updates wider weights than the model computes with."""
+        return self.master != self.store
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients would underflow without a loss scale: fp16 has five bits of exponent."""
+        return self.compute == FP16
+
+    @property
+    def products(self) -> str:
+        """The format of matrix products, as tables of devices name it: `recipe`, or else `compute`."""
+        return self.recipe or self.compute.name
+
+    def __str__(self) -> str:
+        return self.products
+
+
+MIXED = Precision.of(BF16.name)
+"""bf16 beside fp32 masters: what recipes and plans take where nothing is said."""

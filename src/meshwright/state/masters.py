@@ -1,0 +1,57 @@
+"""Full-precision weights beside a low-precision model, on one process; on several, FSDP2 keeps both."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from meshwright.models.dtypes import torch_dtype
+from meshwright.spec.training import TrainingSpec
+from meshwright.state.store import Bucket, StateStore
+from meshwright.torch_internals import copy_all_, keep_gradient_as_made
+
+
+class MasterWeights(StateStore):
+    """The model's parameters become copies in `store`; their masters are here.
+
+    Gradients are added to the masters' in `reduce` as soon as autograd has them, so that accumulation over microbatches
+    does not round to bf16 at each. Parameters that do not train have no master.
+    """
+
+    def masters_of(self, model: nn.Module, training: TrainingSpec) -> dict[str, torch.Tensor]:
+        """See `StateStore`: new tensors with the model's values."""
+        self.reduce_dtype = torch_dtype(training.dtypes.reduce)
+        self._copies: dict[str, torch.Tensor] = {}
+        masters: dict[str, torch.Tensor] = {}
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            master = nn.Parameter(parameter.detach().clone())
+            parameter.data = parameter.data.to(torch_dtype(training.dtypes.store))
+            keep_gradient_as_made(parameter)
+            masters[name], self._copies[name] = master, parameter
+            parameter.register_post_accumulate_grad_hook(self._accumulate_into(master))
+        return masters
+
+    def _accumulate_into(self, master: torch.Tensor):
+        def accumulate(parameter: torch.Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            if master.grad is None:
+                master.grad = gradient.to(self.reduce_dtype).to(master.dtype)
+            elif self.reduce_dtype == master.dtype:
+                master.grad.add_(gradient)
+            else:
+                master.grad.copy_(master.grad.to(self.reduce_dtype).add_(gradient))
+
+        return accumulate
+
+    @property
+    def copies(self) -> Sequence[torch.Tensor]:
+        """See `StateStore`: what trains, as the model computes with it."""
+        return tuple(self._copies.values())
+
+    @torch.no_grad()
+    def put(self, bucket: Bucket) -> None:
+        """See `StateStore`."""
+        copy_all_([self._copies[name] for name in bucket.parameters], list(bucket.parameters.values()))

@@ -1,0 +1,135 @@
+"""Master weights, gradients and optimizer state of one rank: where they live, and how they are stepped.
+
+Between steps every tensor is at home: on the device, in host memory, later on disk. A step goes bucket by bucket:
+
+    for bucket in store.buckets:
+        store.fetch(bucket)    from home to where the optimizer steps
+        bucket.optimizers.step()
+        store.put(bucket)      home again, and the new weights to the model
+
+`StateStore` is the store whose home is the place of computation, so that nothing moves and one bucket holds everything:
+torch's fused optimizers take all parameters at once. Its subclasses are one file each. One that moves state overrides
+`cut`, `fetch` and `put`: `fetch` replaces each entry of `bucket.state` by a copy where it steps (and may begin to read
+the next bucket, `self.buckets[bucket.index + 1]`), `put` writes it back and leaves the tensor of its home in the entry.
+Checkpoints read and fill homes (`tensors`), so a tensor mapped from a file is as good as any.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import OffloadPolicy
+
+from meshwright.optim.build import Builder, Optimizers, build_optimizers
+from meshwright.optim.clip import scale_gradients
+from meshwright.spec.model import Parameter
+from meshwright.spec.training import TrainingSpec
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that are fetched, stepped and put together."""
+
+    index: int
+    """Its place among the store's buckets, which are stepped in this order."""
+    parameters: dict[str, torch.Tensor]
+    """Master weights by name; their gradients are `.grad`."""
+    optimizers: Optimizers
+    """Those that update these parameters and no others."""
+
+    @property
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Name of a parameter -> its optimizer's state by key; the inner dicts are the optimizer's own."""
+        return {name: self.optimizers.state_of(parameter) for name, parameter in self.parameters.items()}
+
+
+class StateStore:
+    """State that stays where it is: of one process in full precision, or FSDP2's shards on their devices."""
+
+    def __init__(
+        self, model: nn.Module, rows: Iterable[Parameter], training: TrainingSpec, build: Builder | None = None
+    ) -> None:
+        """
+        Args:
+            model: this rank's part, with its weights.
+            rows: of its table, those that train.
+            build: see `build_optimizers`.
+        """
+        self.parameters = self.masters_of(model, training)
+        """Master weights by name, as sharded on this rank, plain or DTensor."""
+        self.buckets = tuple(
+            Bucket(
+                index,
+                {row.name: self.parameters[row.name] for row in part},
+                build_optimizers(training.optimizer, part, self.parameters, build),
+            )
+            for index, part in enumerate(self.cut(tuple(rows)))
+        )
+        self.optimizers = Optimizers.joined(bucket.optimizers for bucket in self.buckets)
+        """Of all buckets."""
+
+    @staticmethod
+    def home(device: torch.device) -> torch.device:
+        """Where master weights live, of a rank that computes on `device`."""
+        return device
+
+    @staticmethod
+    def offload_policy(device_type: str) -> OffloadPolicy:
+        """How FSDP2 is told where weights and gradients live."""
+        return OffloadPolicy()
+
+    def masters_of(self, model: nn.Module, training: TrainingSpec) -> dict[str, torch.Tensor]:
+        """The master weights of what trains: here the model's own parameters."""
+        return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+    @property
+    def copies(self) -> Sequence[torch.Tensor]:
+        """Parameters of the model that are lasting copies of masters."""
+        return ()
+
+    def cut(self, rows: tuple[Parameter, ...]) -> Iterable[tuple[Parameter, ...]]:
+        """The rows of each bucket, in order; here one."""
+        yield rows
+
+    def fetch(self, bucket: Bucket) -> None:
+        """Bring a bucket from home to where it is stepped."""
+
+    def put(self, bucket: Bucket) -> None:
+        """Bring a bucket home, and its weights to the model's copies."""
+
+    @torch.no_grad()
+    def step(self, lr_factor: float, gradient_factor: float = 1.0) -> None:
+        """Update every parameter once, with `gradient_factor` times its gradient and `lr_factor` times its peak
+        learning rate."""
+        self.optimizers.set_lr(lr_factor)
+        for bucket in self.buckets:
+            self.fetch(bucket)
+            if gradient_factor != 1:
+                scale_gradients(bucket.parameters.values(), gradient_factor)
+            bucket.optimizers.step()
+            self.put(bucket)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Give the model the masters, which something else than a step has changed: a checkpoint was loaded."""
+        for bucket in self.buckets:
+            self.fetch(bucket)
+            self.put(bucket)
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        self.optimizers.zero_grad()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Master weights at home as checkpoints name them: `model.NAME`. Call `refresh` after filling them."""
+        return {f"model.{name}": parameter.detach() for name, parameter in self.parameters.items()}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that a checkpoint keeps of the state, at home: `model.NAME` and `optimizer.NAME.KEY`."""
+        tensors = {}
+        for bucket in self.buckets:
+            for name, state in bucket.state.items():
+                tensors[f"model.{name}"] = bucket.parameters[name].detach()
+                tensors |= {f"optimizer.{name}.{key}": tensor for key, tensor in state.items()}
+        return tensors

@@ -1,0 +1,60 @@
+"""Files and folders that appear complete or not at all: written aside, flushed to disk, renamed."""
+
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from meshwright.spec.errors import UserError
+from meshwright.storage.lock import Lock
+
+
+def write_durably(path: Path, content: str | bytes) -> None:
+    """Replace `path` by `content` in one step that survives a crash; a file that holds it already is left alone.
+
+    Raises `OSError` with the file's name, and the old content stays, where the disk takes no more.
+    """
+    content = content.encode() if isinstance(content, str) else content
+    if path.is_file() and not path.is_symlink() and path.read_bytes() == content:
+        return
+    temporary = path.with_name(f".{path.name}.writing")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Flush a folder's entries to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def complete_folder(directory: Path) -> Iterator[Path]:
+    """A folder to fill, which gets the name `directory` once the block has ended well and goes away where it has not.
+
+    Of several processes that want the same one writes at a time. Raises `UserError` where `directory` exists.
+    """
+    with Lock(directory.with_name(f".{directory.name}.lock"), wait=math.inf):
+        if directory.exists():
+            raise UserError(f"{directory} exists already; export to another directory or remove it")
+        staging = directory.with_name(f".{directory.name}.writing")
+        shutil.rmtree(staging, ignore_errors=True)  # of a process that was killed
+        try:
+            staging.mkdir()
+            yield staging
+            staging.rename(directory)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)

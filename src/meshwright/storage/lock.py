@@ -1,0 +1,249 @@
+"""A lock file: one owner at a time, over processes, machines and network file systems.
+
+The owner of lock `L` is who made the file `L-N` of the highest N. Making a file that must not exist succeeds for one
+process alone, on NFS too. To take over a stale lock is to make the next one, so two that try cannot both succeed, and
+an owner that comes back to life finds out that it has lost.
+
+Whether an owner lives:
+
+- It holds `flock` on its file, and its workers inherit it. Where that is refused, somebody lives. Where it is granted
+  and the owner was a process of this machine since its last start, all are dead.
+- Of an owner on another machine only the file's time tells, which its thread renews every `BEAT` seconds. It is
+  compared with the time that the same file system gives a new file, so clocks need not agree. What has not been renewed
+  for `LEASE` seconds is stale.
+"""
+
+import fcntl
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from meshwright.spec.errors import UserError
+
+BEAT, LEASE = 5.0, 60.0
+"""Seconds between an owner's signs of life, and after which one that gives none counts as dead."""
+LOOK = 0.2
+"""Seconds between two looks at somebody else's lock."""
+
+
+class LockedError(UserError):
+    """Somebody else owns the lock."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who owns a lock, as its file says."""
+
+    token: str = ""
+    host: str = "an unknown machine"
+    boot: str = ""
+    """Another one after each start of the machine."""
+    pid: int = 0
+    since: str = "an unknown time"
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} since {self.since}"
+
+
+class Lock:
+    """The lock `path`, for one owner at a time. Use it in `with`; `path` itself never exists, only `path-N`.
+
+    Missing folders above it are made, and removed again where nothing else has come into them.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        wait: float = 0.0,
+        hint: str = "",
+        say: Callable[[str], object] = lambda text: None,
+        lost: Callable[[str], object] = lambda text: None,
+    ) -> None:
+        """`wait`: seconds to wait for an owner that lives; 0 refuses as soon as it is known to live, and adds `hint`.
+
+        `say` is told once for whom it waits; `lost`, in a thread, that somebody else has taken the lock over.
+        """
+        self.path, self._wait, self._hint, self._say, self._lost = path, wait, hint, say, lost
+        self._number, self._file = 0, -1
+        self._released = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="meshwright-lock", daemon=True)
+        self._made: list[Path] = []
+        """Folders that were missing, the deepest first."""
+
+    @property
+    def inherited(self) -> int:
+        """The descriptor to pass to children without whose end the lock shall not be free."""
+        return self._file
+
+    def __enter__(self) -> "Lock":
+        folder = self.path.parent
+        self._made = [missing for missing in (folder, *folder.parents) if not missing.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._acquire()
+        except BaseException:
+            self._tidy()
+            raise
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._released.set()
+        self._thread.join(BEAT)  # it may hang where the file system does
+        with suppress(OSError):
+            if self.owner is None:
+                self._name(self._number).unlink()
+        os.close(self._file)
+        self._tidy()
+
+    @property
+    def owner(self) -> Owner | None:
+        """Who else owns the lock now; None where nobody else does."""
+        numbers = self._numbers()
+        if not numbers:
+            return None  # somebody has removed the file
+        newest = self._name(numbers[-1])
+        return None if newest.stat().st_ino == os.fstat(self._file).st_ino else _read(newest)
+
+    def _acquire(self) -> None:
+        deadline, told, seen = time.monotonic() + self._wait, False, _Sighting()
+        while True:
+            numbers = self._numbers()
+            newest = numbers[-1] if numbers else 0
+            lives = seen.look(self._name(newest)) if newest else False
+            if lives is False and self._claim(newest):
+                return
+            in_use = f"{self.path.parent} is in use by {seen.owner}"
+            if lives and time.monotonic() >= deadline:
+                raise LockedError(in_use + self._hint)
+            if not told and (lives or seen.silence > BEAT):
+                told = True
+                self._say(f"{in_use}; waiting for its end" + ("" if lives else ", or a sign that it lives"))
+            time.sleep(1.0 if lives else LOOK)
+
+    def _claim(self, stale: int) -> bool:
+        """Try to become the owner after the stale lock of that number (0: there is none); whether it worked."""
+        mine = self._name(stale + 1)
+        try:
+            file = os.open(mine, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return False
+        try:
+            _hold(file)  # before it says whose it is: by then it must not look left behind
+            me = Owner(secrets.token_hex(8), socket.gethostname(), _boot(), os.getpid(), time.strftime("%F %T"))
+            os.write(file, json.dumps(asdict(me)).encode())
+            os.fsync(file)
+        except OSError as error:
+            mine.unlink()
+            os.close(file)
+            raise OSError(error.errno, error.strerror, str(mine)) from error
+        others = [number for number in self._numbers() if number not in (stale, stale + 1)]
+        if any(number > stale or _Sighting().look(self._name(number)) is not False for number in others):
+            mine.unlink()  # one of us was slow between looking and making; who comes last goes
+            os.close(file)
+            return False
+        self._number, self._file = stale + 1, file
+        for number in (*others, stale):
+            self._name(number).unlink(missing_ok=True)
+        return True
+
+    def _beat(self) -> None:
+        """Give signs of life; say so once the lock is lost."""
+        while not self._released.wait(BEAT):
+            with suppress(OSError):  # a file system that is away for a while: nobody can take the lock over either
+                os.utime(self._file)
+                if (owner := self.owner) is not None and not self._released.is_set():
+                    self._lost(f"{self.path.parent} was taken over by {owner}: this process had given no sign of life")
+                    return
+
+    def _name(self, number: int) -> Path:
+        return self.path.with_name(f"{self.path.name}-{number}")
+
+    def _numbers(self) -> list[int]:
+        prefix = f"{self.path.name}-"
+        names = (name.removeprefix(prefix) for name in os.listdir(self.path.parent) if name.startswith(prefix))
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def _tidy(self) -> None:
+        with suppress(OSError):
+            for folder in self._made:
+                folder.rmdir()
+
+
+class _Sighting:
+    """What is known of somebody else's lock, from one look to the next."""
+
+    def __init__(self) -> None:
+        self.owner, self.silence = Owner(), 0.0
+        """`silence`: seconds since the last sign of life, as the file system counts."""
+        self._last: tuple[str, int] | None = None
+
+    def look(self, name: Path) -> bool | None:
+        """Whether the owner of the lock file `name` lives; None where that is not known yet."""
+        try:
+            file = os.open(name, os.O_RDWR)  # opened anew each time: that is when NFS asks for the true time
+        except FileNotFoundError:
+            return None  # released or taken over just now
+        try:
+            self.owner = _read(name)
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others may be looking too
+                free = True
+            except BlockingIOError:
+                return True
+            except OSError:  # not every file system has it
+                free = False
+            if free and (self.owner.host, self.owner.boot) == (socket.gethostname(), _boot()):
+                return False
+            beaten = os.fstat(file).st_mtime_ns
+        finally:
+            os.close(file)
+        self.silence = (_now(name) - beaten) / 1e9
+        if self.silence > LEASE:
+            return False
+        before, self._last = self._last, (self.owner.token, beaten)
+        return True if before and before[0] == self.owner.token and before[1] != beaten else None
+
+
+def _hold(file: int) -> None:
+    """Lock `file` against all who look, where the file system can."""
+    for _ in range(50):
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # somebody is looking just now
+            time.sleep(0.01)
+        except OSError:
+            return None
+    return None
+
+
+def _read(name: Path) -> Owner:
+    try:
+        return Owner(**json.loads(name.read_text()))
+    except (OSError, ValueError, TypeError):
+        return Owner()
+
+
+def _now(beside: Path) -> int:
+    """The time, in ns, that the file system of `beside` gives a file now."""
+    probe = beside.with_name(f".{beside.name}.{secrets.token_hex(4)}")
+    try:
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        return probe.stat().st_mtime_ns
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _boot() -> str:
+    """What tells this start of the machine from every other; empty where the system does not say."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""

@@ -1,0 +1,325 @@
+"""The private parts of PyTorch that this project needs; a test finds any that another file uses.
+
+Each entry says what it is for, which releases have it, and what is public instead. "2.11-2.15" means: tests of
+parallelism ran on 2.13.0 and 2.15.0, and the sources of 2.11.0 and 2.14.1 have it too. A release that changes one is
+served here.
+"""
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import _distributed_c10d
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_group
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor, _utils
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils import _pytree, checkpoint
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+    _pop_mode_temporarily,
+)
+
+aten = torch.ops.aten
+
+# ---- operations ------------------------------------------------------------------------------------------------------
+
+functional_collectives = torch.ops._c10d_functional
+"""Collectives that torch.compile traces and selective recomputation sees. 2.11-2.15; public:
+`torch.distributed.nn.functional`, which neither does."""
+
+FLASH_CPU, FLASH_CPU_BACKWARD = (
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
+"""Attention on a CPU that returns the logsumexp too. 2.11-2.15; public: `F.scaled_dot_product_attention`, which hides
+it."""
+
+FLASH_CUDA, FLASH_CUDA_BACKWARD = (
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_backward,
+)
+"""The same on a GPU."""
+
+VARLEN_OPS = (torch.ops.torch_attn._varlen_attn.default,) if hasattr(torch.ops.torch_attn, "_varlen_attn") else ()
+"""The operation behind `torch.nn.attention.varlen.varlen_attn`, as a policy of recomputation meets it. 2.11-2.15."""
+
+ONEDNN_LINEAR = torch.ops.mkldnn._linear_pointwise if torch.backends.mkldnn.is_available() else None
+"""oneDNN's `a @ b.T + bias`, which `F.linear` does not use for fp32; None where torch is built without. 2.11-2.15;
+public: `torch.utils.mkldnn.to_mkldnn`, which copies the weights."""
+
+DEAR_OPS = (
+    *VARLEN_OPS,
+    aten._grouped_mm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_attention_math.default,
+)
+"""Attention and products of groups, as a policy of recomputation meets them. 2.11-2.15; public: the functions of
+`torch.nn.functional` that lead to them, which a policy does not meet."""
+
+LOCAL_SCALAR = aten._local_scalar_dense.default
+"""What `tensor.item()` asks a dispatch mode for. 2.11-2.15."""
+
+
+def linear_by_onednn(a: torch.Tensor, b_ND: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
+    """`a @ b.T + bias` by oneDNN, without autograd; see `ONEDNN_LINEAR`."""
+    assert ONEDNN_LINEAR is not None
+    return ONEDNN_LINEAR(a, b_ND, bias_N, "none", [], "")
+
+
+def softmax_backward(grad: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
+    """The gradient of the scores behind `probabilities`, softmax over the last dim, from the gradient of these, in one
+    kernel. 2.11-2.15; public: `p * (g - (g * p).sum(-1, keepdim=True))`."""
+    return torch._softmax_backward_data(grad, probabilities, -1, probabilities.dtype)
+
+
+def assert_on_device(condition: torch.Tensor, message: str) -> None:
+    """Fail where a 0-dim tensor is false, on a GPU without waiting for it. 2.11-2.15; public: `assert`, which waits."""
+    torch._assert_async(condition, message)
+
+
+def copy_all_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its target, in few kernels. 2.11-2.15; public: `copy_`, one by one."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def multiply_all_(tensors: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiply all in place, in few kernels. 2.11-2.15; public: `mul_`, one by one."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def size_varies(tensor: torch.Tensor, dim: int) -> None:
+    """Let compiled code serve every size of a dim. 2.11-2.15; public: `torch.compile(dynamic=True)`, for all dims."""
+    torch._dynamo.mark_dynamic(tensor, dim)
+
+
+# ---- dispatch modes --------------------------------------------------------------------------------------------------
+
+DispatchMode = TorchDispatchMode
+"""Sees every operation below autograd while it is entered. 2.11-2.15; documented by PyTorch, but nowhere public."""
+
+FakeTensors = FakeTensorMode
+"""Makes tensors with shapes and no numbers. 2.11-2.15; public: the meta device, whose tensors hide their device."""
+
+leaves = _pytree.tree_leaves
+"""All that is no container in nested lists, tuples and dicts. 2.11-2.15."""
+
+
+def process_group_of(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ProcessGroup | None:
+    """The process group among the arguments of an operation in the namespaces `c10d` and `_c10d_functional`.
+    2.11-2.15."""
+    for index, argument in enumerate(operation._schema.arguments):
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        if value is not None and argument.name == "process_group":
+            return ProcessGroup.unbox(value)
+        if value is not None and argument.name == "group_name":
+            return value if isinstance(value, ProcessGroup) else _resolve_process_group(value)
+    return None
+
+
+def in_backward_pass() -> bool:
+    """Whether autograd is running a backward pass on this thread, recomputation included. 2.11-2.15."""
+    return torch._C._current_graph_task_id() >= 0
+
+
+def apart_from_recompute(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """`hook` with its operations hidden from selective recomputation, which compares a block's with those of the first
+    time. 2.11-2.15; public: none."""
+
+    def unseen(*args: object) -> object:
+        selective = checkpoint._CachingTorchDispatchMode | checkpoint._CachedTorchDispatchMode
+        if not isinstance(_get_current_dispatch_mode(), selective):
+            return hook(*args)
+        with _pop_mode_temporarily():
+            return hook(*args)
+
+    return unseen
+
+
+def replace_hooks(module: nn.Module, replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put `replace(hook)` in the place of every hook before and after a module's forward pass. 2.11-2.15; public:
+    hooks can be added and removed only by who has added them."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        hooks.update({key: replace(hook) for key, hook in hooks.items()})
+
+
+# ---- meshes and distributed tensors ----------------------------------------------------------------------------------
+
+
+def unflatten(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh of one axis as one of several, with the same parent, as FSDP2 demands of meshes that one parameter lies
+    on. 2.11-2.15; public: `init_device_mesh`, whose meshes have no common parent."""
+    return mesh._unflatten(0, sizes, names)
+
+
+def local_part(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of this rank's part, and where in the global tensor it begins. 2.11-2.15; public: none for parts that two
+    strategies have split along one dim."""
+    shape, offset = _utils.compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(shape), tuple(offset)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds, itself. 2.11-2.15; public: `DTensor.to_local`, which may make a view of it."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def waited_for(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose collective has ended. 2.11-2.15; public: any operation on it waits."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+# ---- FSDP2 -----------------------------------------------------------------------------------------------------------
+
+
+def _group(module: nn.Module | FSDPModule) -> Any:
+    """The parameters that FSDP2 gathers and reduces together around `module`; None where it has none of its own."""
+    return module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+
+
+def sum_parts_in_reduce_dtype(module: FSDPModule) -> None:
+    """Have gradients brought to the dtype of reductions before FSDP2 adds those of parameters that all tensor-parallel
+    ranks keep, of which each rank has a part of the sum; up to 2.14 it adds them in the dtype of computation.
+
+    All of a group's, for FSDP2 reduces them together. 2.11-2.14; 2.15 does it by itself (`may_reduce_grad_outside_dp`).
+    """
+    group = _group(module)
+    if group is None or not hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed"):
+        return
+    usual = group.post_backward
+
+    def post_backward(*args: Any) -> None:
+        used = [parameter for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param")]
+        if any(_is_part_of_sum(parameter.unsharded_param.grad) for parameter in used):
+            for parameter in used:
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+        usual(*args)
+
+    group.post_backward = post_backward
+
+
+def keep_gradient_as_made(parameter: torch.Tensor) -> None:
+    """Let a low-precision parameter's gradient have the dtype in which autograd makes it, where FSDP2 does: since 2.15
+    a norm's fp32 gradient is not rounded to the dtype of computation. Before, nothing. Public: `grad_dtype`."""
+    if not hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed"):
+        parameter.grad_dtype = None
+
+
+def _is_part_of_sum(gradient: torch.Tensor | None) -> bool:
+    return isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements)
+
+
+def end_backward(modules: Iterable[nn.Module]) -> None:
+    """Do what FSDP2 does where a backward pass leaves a module: add up its gradients, or reduce them. 2.11-2.15;
+    public: none, and torch's own pipelining calls the same."""
+    for module in modules:
+        group = _group(module)
+        if group is not None:
+            group.post_backward()
+
+
+def end_whole_backward(root: FSDPModule) -> None:
+    """Do what FSDP2 does at the end of a backward pass: wait for reductions. 2.11-2.15; public: 2.15's
+    `finalize_backward`, which knows no reductions that wait for the last microbatch."""
+    state = root._get_fsdp_state()
+    context: Any = state._state_ctx
+    if getattr(context, "manual_backward_finalization_active", False) is None:  # 2.15: no backward pass began
+        context.manual_backward_finalization_active = False
+    state._root_post_backward_final_callback()
+
+
+def make_root(model: FSDPModule) -> None:
+    """Let FSDP2 take `model` for the outermost module, as its first forward pass would. 2.11-2.15; public: none."""
+    model._get_fsdp_state()._lazy_init()
+
+
+def passing_tensors(module: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """What FSDP2 holds between a gather and a reduction: weights and gradients. 2.11-2.15; public: none."""
+    weights: list[torch.Tensor] = []
+    gradients: list[torch.Tensor | None] = []
+    group = _group(module)
+    for parameter in group.fsdp_params if group is not None else ():
+        weights += parameter.all_gather_outputs
+        gradients.append(parameter.unsharded_accumulated_grad)
+        if hasattr(parameter, "_unsharded_param"):
+            gradients.append(parameter.unsharded_param.grad)
+    return weights, gradients
+
+
+# ---- what torch leaves on disk, and tells of itself ------------------------------------------------------------------
+
+StoredPlace = _StorageInfo
+"""In which file a part of a tensor lies, in the index of `torch.distributed.checkpoint`. 2.11-2.15; public: none."""
+
+
+def recorded_collectives() -> list[dict[str, Any]]:
+    """The entries of torch's flight recorder for gloo, and for NCCL where torch has it. 2.11-2.15; public: files that
+    `TORCH_FR_BUFFER_SIZE` and a dump on time-out leave."""
+    entries: list[dict[str, Any]] = []
+    for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if hasattr(_distributed_c10d, dump):
+            entries += json.loads(getattr(_distributed_c10d, dump)(True, False)).get("entries", [])
+    return entries
+
+
+def fake_store() -> Any:
+    """A store for the backend `fake`, whose collectives do nothing; registers it. 2.11-2.15; public: none."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's own tests, which nobody else needs
+
+    return FakeStore()
+
+
+@contextlib.contextmanager
+def resizes_told(listener: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
+    """Call `listener(storage, bytes)` whenever a storage has got another size, as FSDP2 frees what it gathered.
+    2.11-2.15; public: none, so torch's method is replaced meanwhile."""
+    original = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> None:
+        original(storage, size)
+        listener(storage, size)
+
+    with replaced(torch.UntypedStorage, "resize_", resize_):
+        yield
+
+
+@contextlib.contextmanager
+def shape_propagation_hidden() -> Iterator[None]:
+    """Hide from dispatch modes the tensors of global shape with which DTensor finds out the shapes of results.
+    2.11-2.15; public: none, so torch's method is replaced meanwhile."""
+    name = "_propagate_tensor_meta_non_cached"
+    original = getattr(ShardingPropagator, name)
+
+    @functools.wraps(original)
+    def unseen(propagator: ShardingPropagator, op_schema: Any) -> Any:
+        with _disable_current_modes():
+            return original(propagator, op_schema)
+
+    with replaced(ShardingPropagator, name, unseen):
+        yield
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Put `function` in the place of `owner.name` inside the block; for rehearsals, where torch offers no listener."""
+    original = getattr(owner, name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

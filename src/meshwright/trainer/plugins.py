@@ -1,0 +1,152 @@
+"""Plug-ins of a run: objects that Python code hands to `train`, those that the recipe names, and the way of both to
+worker processes."""
+
+import io
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.callbacks import Callback
+from meshwright.models import Model
+from meshwright.objectives import Objective
+from meshwright.spec.data import DATASET, SourceSpec
+from meshwright.spec.errors import UserError
+from meshwright.spec.plugins import PluginSpec, check_takes, given_name, make_plugin
+from meshwright.spec.run import Run
+from meshwright.spec.training import OptimizerSpec
+
+FILE = "plugins.pickle"
+
+
+@dataclass(frozen=True)
+class Plugins:
+    """What a user's code hands to `train`, beside the recipe."""
+
+    callbacks: Sequence[Callback] = ()
+    lr_schedule: Callable[[int, int], float] | None = None
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None
+    objective: Objective | None = None
+    model: type[Model] | None = None
+    dataset: Iterable[Any] | None = None
+    """Read by the process that it was given to, and handed to no other."""
+
+    def __post_init__(self) -> None:
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                what = f"the class {callback.__name__}" if isinstance(callback, type) else repr(callback)
+                raise UserError(
+                    f"callbacks: {what} is no Callback; give an instance of a subclass of meshwright.Callback"
+                )
+        if self.lr_schedule is not None:
+            check_takes(self.lr_schedule, f"lr_schedule: {given_name(self.lr_schedule)}", "step", "steps")
+        if isinstance(self.optimizer, torch.optim.Optimizer) or not callable(self.optimizer or type):
+            raise UserError(
+                f"optimizer: {type(self.optimizer).__name__} is no class; give the class, or functools.partial of it "
+                "with its settings: parameters and their shards exist only once the run has begun"
+            )
+        if self.objective is not None and not isinstance(self.objective, Objective):
+            what = "the class " * isinstance(self.objective, type) + given_name(self.objective)
+            raise UserError(
+                f"objective: {what} is no Objective; give an instance of a subclass of meshwright.Objective"
+            )
+        if self.model is not None and not (isinstance(self.model, type) and issubclass(self.model, Model)):
+            raise UserError(
+                f"model: {given_name(self.model)} is no subclass of meshwright.Model; give a class that says what its "
+                "blocks are and which dims their parameters have (docs/plugins.md)"
+            )
+
+    def objects(self) -> dict[tuple[str, str], Any]:
+        """(kind, name) -> each object that `named_in` writes into recipes by its name."""
+        given = {
+            "lr_schedules": self.lr_schedule,
+            "optimizers": self.optimizer,
+            "objectives": self.objective,
+            "models": self.model,
+            "datasets": self.dataset,
+        }
+        return {(kind, given_name(plugin)): plugin for kind, plugin in given.items() if plugin is not None}
+
+    def named_in(self, run: Run) -> Run:
+        """The recipe with the names of what was handed over, in the place of what it names itself."""
+        names, training = dict(self.objects().keys()), run.training
+        if "lr_schedules" in names:
+            schedule = training.lr_schedule.model_copy(update={"name": names["lr_schedules"], "options": {}})
+            training = training.model_copy(update={"lr_schedule": schedule})
+        if "optimizers" in names:
+            given = training.optimizer.model_dump(include={"lr", "weight_decay"}, exclude_unset=True)
+            optimizer = OptimizerSpec.model_validate({**given, "name": names["optimizers"]})
+            training = training.model_copy(update={"optimizer": optimizer})
+        if "objectives" in names:
+            update = {"objective": PluginSpec(name=names["objectives"]), "preference": None}
+            training = training.model_copy(update=update)
+        update: dict[str, Any] = {} if training is run.training else {"training": training}
+        if "datasets" in names:
+            order = run.data.order if "order" in run.data.model_fields_set else "given"
+            source = SourceSpec(path=f"{DATASET}{names['datasets']}")
+            update["data"] = run.data.model_copy(update={"sources": (source,), "order": order})
+        if "models" in names:
+            update["model"] = run.model.model_copy(update={"family": names["models"]})
+        return run.model_copy(update=update)
+
+
+def all_callbacks(run: Run, plugins: Plugins) -> list[Callback]:
+    """The callbacks that the recipe names, then those that were handed over."""
+    return [*(make_plugin("callbacks", spec) for spec in run.callbacks), *plugins.callbacks]
+
+
+def open_trackers(run: Run) -> list[Callback]:
+    """The trackers that the recipe names."""
+    return [make_plugin("trackers", PluginSpec(name=name)) for name in run.trackers]
+
+
+def write_plugins(plugins: Plugins, folder: Path) -> list[str]:
+    """Write plug-ins down for worker processes; returns the arguments that tell them. Nothing where there are none.
+
+    Classes and functions go by reference (module and name), their instances with them. Raises `UserError` for what
+    another process cannot import.
+    """
+    plugins = replace(plugins, dataset=None)
+    if not plugins.callbacks and not plugins.objects():
+        return []
+    stream = io.BytesIO()
+    try:
+        _ByReference(stream).dump(plugins)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UserError(f"a plug-in cannot be handed to the worker processes: {error}; {REMEDY}") from error
+    (folder / FILE).write_bytes(pickle.dumps((sys.path, stream.getvalue())))
+    return ["--plugins", str(folder / FILE)]
+
+
+def read_plugins(file: Path) -> Plugins:
+    """What `write_plugins` wrote, imported from where its writer imports. The file is its parent process's own."""
+    path, pickled = pickle.loads(file.read_bytes())
+    sys.path.extend(folder for folder in path if folder not in sys.path)
+    try:
+        return pickle.loads(pickled)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"a plug-in cannot be imported in a worker process: {error}; {REMEDY}") from error
+
+
+REMEDY = (
+    "put it into a module that can be imported (a file mine.py beside the script, then `from mine import ...`), or "
+    "start the script with torchrun, or train with one process"
+)
+
+
+class _ByReference(pickle.Pickler):
+    """Refuses what is defined where a worker cannot import it: in the script itself, or inside a function."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """See `pickle.Pickler`."""
+        if isinstance(obj, type | types.FunctionType) and (obj.__module__ == "__main__" or "<" in obj.__qualname__):
+            raise UserError(
+                f"{obj.__qualname__} is defined in {obj.__module__}{' inside a function' * ('<' in obj.__qualname__)}, "
+                f"where the worker processes cannot import it from; {REMEDY}"
+            )
+        return NotImplemented

@@ -1,0 +1,181 @@
+"""A run in progress: what callbacks are handed (`callbacks.Training`), and what they have asked for."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.callbacks import Callback, Training
+from meshwright.callbacks.callback import Record
+from meshwright.comm.objects import gather_everywhere
+from meshwright.data.loader import Loader
+from meshwright.data.prepare import Corpus
+from meshwright.launch.launcher import watch_store
+from meshwright.launch.signals import StopRequest
+from meshwright.launch.watchdog import Watchdog
+from meshwright.spec.errors import UserError
+from meshwright.spec.run import Run
+from meshwright.trainer.agreement import largest
+from meshwright.trainer.display import Display
+from meshwright.trainer.evaluate import Evaluation
+from meshwright.trainer.held_out import evaluate_held_out, evaluation_fields, evaluation_line
+from meshwright.trainer.metrics import Journal, new_record
+from meshwright.trainer.probes import ComingBatch, other_weights, trial_steps
+from meshwright.trainer.setup import Trainer
+
+
+class Session(Training):
+    """One rank's run in progress. Every rank makes the same calls; `journal` is None on every rank but the first."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        corpus: Corpus,
+        run_dir: Path,
+        stop: StopRequest,
+        *,
+        journal: Journal | None,
+        display: Display,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        worker = trainer.worker
+        self.trainer, self.corpus, self.run_dir, self.journal, self.display = trainer, corpus, run_dir, journal, display
+        self.rank, self.world_size, self.device = worker.rank, worker.world_size, trainer.device
+        self.callbacks = [display, *callbacks]
+        self.watchdog = Watchdog(self.run.guards, worker.rank, worker.world_size, watch_store(worker))
+        self.loader: Loader
+        """Of the training samples; set when the loop begins."""
+        self.why = ""
+        """Why callbacks have ended the run; the same on every rank."""
+        self.held_out_loss: tuple[int, float] | None = None
+        """Step and result of the last evaluation."""
+        self.evaluation_asked = self.save_asked = False
+        """Whether some rank's callback wants it at this step; the same on every rank."""
+        self._signals, self._whys = stop, list[str]()
+        self._evaluation = self._save = False  # asked here since the last agreement
+
+    @property
+    def run(self) -> Run:
+        """See `Training`."""
+        return self.trainer.resolved.run
+
+    @property
+    def is_first_rank(self) -> bool:
+        """See `Training`."""
+        return self.rank == 0
+
+    @property
+    def step(self) -> int:
+        """See `Training`."""
+        return self.trainer.step
+
+    @property
+    def model(self) -> nn.Module:
+        """See `Training`."""
+        return self.trainer.model
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """See `Training`."""
+        return self.trainer.parameters
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """See `Training`."""
+        return self.trainer.optimizers.optimizers
+
+    def stop(self, why: str) -> None:
+        """See `Training`."""
+        self._whys.append(why)
+
+    def request_evaluation(self) -> None:
+        """See `Training`."""
+        self._evaluation = True
+
+    def request_save(self) -> None:
+        """See `Training`."""
+        self._save = True
+
+    def say(self, text: str) -> None:
+        """See `Training`."""
+        self.display.say(text)
+
+    def log(self, kind: str, **fields: Any) -> Record:
+        """See `Training`."""
+        record = new_record(kind, **{"step": self.step, **fields})
+        if self.journal is not None:
+            self.journal.write(record)
+            for callback in self._hooked("on_record"):
+                callback.on_record(self, record)
+        return record
+
+    def measure(self) -> Record | None:
+        """See `Training`."""
+        found = self._measure()
+        return None if found is None else evaluation_fields(found)
+
+    def with_weights(self, tensors: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
+        """See `Training`."""
+        return other_weights(self.trainer, tensors)
+
+    @contextmanager
+    def trial_steps(self) -> Iterator[Callable[[int, float], float | None]]:
+        """See `Training`."""
+        with trial_steps(self.trainer, self.loader) as step:
+
+            def heed_signals(index: int, lr: float) -> float | None:
+                (signal,) = largest(self._signals.number)
+                self.watchdog.enter("trial step", index)
+                return None if signal else step(index, lr)
+
+            yield heed_signals
+
+    def next_batch(self) -> ComingBatch:
+        """See `Training`."""
+        return ComingBatch(self.trainer, self.loader)
+
+    def _measure(self) -> Evaluation | None:
+        if not self.corpus.held_out:
+            raise UserError("a callback measures held-out loss and no text is held out; set data.held_out")
+        return evaluate_held_out(self.trainer, self.corpus, self._signals)
+
+    def agree(self, *, writing: bool) -> tuple[int, bool]:
+        """Settle what no rank may decide alone: the signal that some rank received (or 0), whether some rank writes a
+        checkpoint, and what some rank's callback has asked for. Collective."""
+        asked = (bool(self._whys), self._evaluation, self._save)
+        signal, is_writing, stop, evaluation, save = largest(self._signals.number, writing, *asked)
+        if stop:
+            whys = [why for found in gather_everywhere(self._whys) for why in found]
+            self.why = "; ".join(dict.fromkeys(filter(None, [self.why, *whys])))
+        self.evaluation_asked |= bool(evaluation)
+        self.save_asked |= bool(save)
+        self._whys, self._evaluation, self._save = [], False, False
+        return signal, bool(is_writing)
+
+    def begin_step(self) -> None:
+        """Go on to the next step; what was asked for at the one before has happened."""
+        self.evaluation_asked = self.save_asked = False
+        self.trainer.step += 1
+        self.watchdog.enter("step", self.step)
+
+    def evaluate(self) -> None:
+        """Measure held-out loss, write it down and tell the callbacks. Collective."""
+        self.watchdog.enter("evaluation")
+        found = self._measure()
+        if found is not None:
+            self.held_out_loss = self.step, found.loss
+            self.say(evaluation_line(found, self.step))
+            self.tell("on_evaluate", self.log("evaluation", **evaluation_fields(found)))
+        self.evaluation_asked = self._evaluation = False
+
+    def tell(self, hook: str, *record: Record) -> None:
+        """Call a hook of every callback, in order."""
+        for callback in self._hooked(hook):
+            self.watchdog.enter(f"{callback.name}.{hook}")
+            getattr(callback, hook)(self, *record)
+
+    def _hooked(self, hook: str) -> list[Callback]:
+        return [each for each in self.callbacks if getattr(type(each), hook) is not getattr(Callback, hook)]

@@ -1,0 +1,1 @@
+"""The planner against published runs: tables read, doubts told, errors summed up."""

@@ -1,0 +1,211 @@
+"""Doubtful cells of published runs: not understood or contradicting others. Nothing here changes a prediction."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshwright.validate.models import MOST, MOST_DEGREE, Row
+from meshwright.validate.rows import PublishedRun
+from meshwright.validate.words import (
+    DECIMAL_COMMA,
+    NO,
+    NUMBER,
+    link_rate,
+    node_rate,
+    number_of,
+    precision_of,
+    ran_out,
+    recompute_of,
+    says_nothing,
+    says_yes,
+    zero_of,
+)
+
+SIZES = ("params_b", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "n_experts", "top_k", "seq_len")
+DEGREES = ("tp", "pp", "vpp", "cp", "ep", "dp")
+MEASURED = ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "step_time_s", "memory_gb_per_gpu")
+NUMBERS = (*SIZES, "year", "gpus", "gpus_per_node", *DEGREES, "micro_batch", "global_batch", *MEASURED)
+WORDS = (
+    "gpu",
+    "interconnect",
+    "zero_stage_or_fsdp",
+    "sequence_parallel",
+    "precision",
+    "recompute",
+    "compile",
+    "offload",
+)
+COLUMNS = ("id", "source", "model_name", *NUMBERS, *WORDS, "notes", "quality")
+"""Every column that is read; `quality` is for people."""
+
+FRACTIONS = ("params_b", *MEASURED)
+ZERO_IS_NONE = ("n_experts", "top_k", "vpp", "ep", "params_b", *MEASURED)
+"""Columns in which 0 is how tables write that there is none."""
+EVERYTHING = re.compile(
+    r"full|yes|true|\bon\b|enabl|all|block|uniform|checkpoint|layer|every|recomput|^y$|^1$|^gc$|^ac$"
+)
+"""Words for recomputing whole blocks."""
+APART = 1.25
+"""Factor between two statements of one quantity from which they contradict."""
+IMPOSSIBLE = 1.05
+"""Model FLOPs utilisation above which a measurement is a misprint."""
+WHY_CUT = {
+    "tp": "there are not so many devices",
+    "pp": "devices or layers do not suffice for so many stages",
+    "vpp": "a stage has not so many layers, or there is one stage",
+    "cp": "devices do not suffice, or the batch has fewer sequences than there are data-parallel ranks",
+    "ep": "there are not so many ranks or experts",
+}
+"""Why another degree was taken."""
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """One cell, or one row where `column` is empty."""
+
+    line: int
+    id: str
+    column: str
+    value: str
+    made: str
+    """What was made of it."""
+
+
+Found = tuple[str, str, str]
+"""(column, value, what was made of it)."""
+
+
+def cell_doubts(row: Row, run: PublishedRun) -> Iterator[Found]:
+    """Every cell of a row that its run did not take as it stands."""
+    used, said = _used(run), set[str]()
+    for column in NUMBERS:
+        text = (row.get(column) or "").strip()
+        made = _number_doubt(column, text, used.get(column))
+        if made:
+            said.add(column)
+            yield column, text, made
+    for column, made in _word_doubts(row, run):
+        yield column, (row.get(column) or "").strip(), made
+    for column, made in _contradictions(row, run, used):
+        if column not in said:
+            yield column, (row.get(column) or "").strip(), made
+
+
+def _used(run: PublishedRun) -> dict[str, int]:
+    """What the prediction took for each column that is a count."""
+    job, model = run.job, run.job.model
+    return {
+        "layers": model.num_layers,
+        "hidden": model.hidden,
+        "heads": model.num_heads,
+        "kv_heads": model.num_kv_heads,
+        "vocab": model.vocab,
+        "seq_len": job.sequence,
+        "gpus": job.world,
+        "gpus_per_node": run.cluster.per_node,
+        "tp": job.tp,
+        "pp": job.pp,
+        "cp": job.cp,
+        "ep": job.ep,
+        "dp": job.dp,
+        "vpp": job.virtual_stages,
+        "micro_batch": job.micro_batch,
+        "global_batch": job.global_batch,
+    }
+
+
+def _number_doubt(column: str, text: str, used: int | None) -> str | None:
+    """What was made of a cell that should hold one number; None where it does, or says that there is none."""
+    if says_nothing(text) or (column in MEASURED and ran_out(text)):
+        return None
+    taken = "not compared" if column in MEASURED else f"{used} taken" if used else "completed by its rule"
+    value = number_of(text)
+    if value is None:
+        zero = re.fullmatch(r"[0.,]+", text) and column in ZERO_IS_NONE
+        return None if zero else f"no number above zero; {taken}"
+    if column not in FRACTIONS:
+        if not 1 <= value <= MOST.get(column, MOST_DEGREE):
+            return f"more or less than any run has; {taken}"
+        if value != int(value):
+            return f"no whole number; {int(value)} taken"
+    number = NUMBER.search(text)
+    assert number
+    if re.search(r"\d", text.replace(number[0], "", 1)):
+        return f"read as {value:g}; the rest is passed over"
+    if DECIMAL_COMMA.match(number[1]):
+        return f"read as {value:g}: a decimal comma"
+    return None
+
+
+def _word_doubts(row: Row, run: PublishedRun) -> Iterator[tuple[str, str]]:
+    """(column, what was made of it) of cells in words that nobody understands."""
+
+    def said(column: str) -> str:
+        text = (row.get(column) or "").strip()
+        return "" if says_nothing(text) else text
+
+    job = run.job
+    if said("gpu") and run.unknown_device:
+        yield "gpu", f"no device of that name is known; {run.cluster.device} taken"
+    network = said("interconnect")
+    if re.search(r"\d", network) and node_rate(network, 8) is None and link_rate(network) is None:
+        yield "interconnect", f"no rate in it that is understood; {run.cluster.network_gb_s:g} GB/s a device taken"
+    if said("precision") and precision_of(said("precision")) is None:
+        yield "precision", f"no precision that is known; {job.precision} taken"
+    sharding = said("zero_stage_or_fsdp")
+    if sharding and zero_of(sharding) is None:
+        yield "zero_stage_or_fsdp", f"no ZeRO stage, FSDP or DDP; ZeRO-{job.zero} taken"
+    recompute = said("recompute")
+    policy = recompute_of(recompute)
+    if policy == ("full", 1.0) and not EVERYTHING.search(recompute.lower()):
+        yield "recompute", f"no policy that is known; {job.recompute} taken"
+    for column, taken in (("sequence_parallel", "by the program's habit"), ("compile", "not compiled")):
+        if said(column) and says_yes(said(column)) is None:
+            yield column, f"neither yes nor no; {taken}"
+    offload = said("offload").lower()
+    if offload and offload not in NO and "optimizer" not in offload and "alpha=" not in offload:
+        yield "offload", "neither optimizer nor activations alpha=PART; none taken"
+
+
+def _contradictions(row: Row, run: PublishedRun, used: dict[str, int]) -> Iterator[tuple[str, str]]:
+    """(column, what was made of it) of numbers that others of the row, or arithmetic, contradict."""
+
+    def number(column: str) -> float | None:
+        return number_of((row.get(column) or "").strip())
+
+    job = run.job
+    degrees = f"tp x pp x cp = {job.tp * job.pp * job.cp}"
+    for column, taken in used.items():
+        value = number(column)
+        if value is None or int(value) == taken or not 1 <= value <= MOST.get(column, MOST_DEGREE):
+            continue
+        if column == "gpus":
+            yield column, f"{degrees} does not divide it; predicted on {taken} devices"
+        elif column == "dp":
+            yield column, f"{degrees}, and {taken} data-parallel ranks make {job.world} devices; {taken} taken"
+        elif column == "global_batch":
+            if "tok" not in row[column].lower():
+                yield column, f"so many sequences are tokens; {taken} sequences taken"
+        elif column != "gpus_per_node" or taken != job.world:
+            yield column, f"{WHY_CUT.get(column, 'other cells contradict it')}; {taken} taken"
+    if job.model.num_heads % job.tp:
+        yield "tp", f"it does not divide {job.model.num_heads} heads; predicted as if it did"
+    params = number("params_b")
+    if params and (params > 1e5 or not 1 / APART < params * 1e9 / job.model.num_parameters < APART):
+        yield "params_b", f"the sizes make {job.model.num_parameters / 1e9:.3g} billion parameters; those taken"
+    yield from _measurement_doubts(run, number("step_time_s"), number("tokens_per_s_per_gpu"))
+
+
+def _measurement_doubts(run: PublishedRun, stated: float | None, rate: float | None) -> Iterator[tuple[str, str]]:
+    """Of the measured time: that two cells disagree, or that no device is so fast."""
+    if not run.seconds:
+        return
+    job, cluster = run.job, run.cluster
+    tokens = job.global_batch * job.sequence / job.world
+    if stated and rate and not 1 / APART < run.seconds * rate / tokens < APART:
+        yield "tokens_per_s_per_gpu", f"{tokens / run.seconds:.4g} by step_time_s, which is taken"
+    peak = (cluster.peak(job.precision)) * 1e12
+    utilisation = tokens * job.model.model_flops(job.sequence) / run.seconds / peak
+    if utilisation > IMPOSSIBLE:
+        column = "step_time_s" if stated else "tokens_per_s_per_gpu" if rate else "tflops_per_gpu"
+        yield column, f"{utilisation:.0%} of what the device can compute; compared as it stands"

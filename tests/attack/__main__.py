@@ -1,0 +1,153 @@
+"""The standing attack: everything that users, disks, networks and strangers do to a run, at random.
+
+Each trial damages a copy of a good folder, or a running job, and looks at what becomes of it. A trial fails where the
+result is another without a word, where a refusal does not name what is wrong, where a stack trace is shown, or where
+nothing ends. A failure prints the seed that makes it again, for --again.
+"""
+
+import argparse
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from attack.files import TARGETS, damage_trial
+from attack.good import make_good
+from attack.inputs import data_files, data_trial, drawn_trials, recipe_trial, recipes
+from attack.machines import FAULTS, disk_trial, network_trial, possible
+from attack.processes import Expected, expect, signal_trial
+from attack.trial import FAILURES, Trial
+
+FATES = ("survived", "named", "as written", *FAILURES)
+PER_KIND: Mapping[str, float] = {"killed job": 0.25, "stopped rank": 0.05, "network": 0.05, "random recipes": 2}
+"""Trials of the slow kinds and of the widest, relative to the others'."""
+
+
+class Attacks:
+    """Every kind of attack by name, on one good folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.good = folder, make_good(folder)
+        self._expected: Expected | None = None
+
+    @property
+    def expected(self) -> Expected:
+        """The job that is attacked, undisturbed."""
+        self._expected = self._expected or expect(self.good, self.place)
+        return self._expected
+
+    @property
+    def place(self) -> Path:
+        """Where this process's trials are: kinds may run side by side."""
+        place = self.folder / str(os.getpid())
+        place.mkdir(exist_ok=True)
+        return place
+
+    def trial(self, seed: str) -> Trial:
+        """The one trial of a seed that begins with its kind: `network/0/3/cut`."""
+        kind = seed.split("/", 1)[0]
+        for target in TARGETS:
+            if target.attack == kind:
+                return damage_trial(self.good, self.place, target, seed)
+        if kind == "full or read-only disk":
+            return disk_trial(self.good, self.place, seed)
+        if kind == "network":
+            return network_trial(self.good, self.place, self.expected, seed)
+        return signal_trial(self.good, self.place, self.expected, seed)
+
+    def kinds(self) -> dict[str, Callable[[int, int], Iterable[Trial]]]:
+        """What makes so many trials of each kind with a seed."""
+        drawn = {
+            "random recipes": (recipes(), recipe_trial),
+            "random records": (data_files(), data_trial),
+        }
+        found: dict[str, Callable[[int, int], Iterable[Trial]]] = {
+            target.attack: partial(self._each, target.attack) for target in TARGETS
+        }
+        for kind, (strategy, one) in drawn.items():
+            found[kind] = partial(self._drawn, strategy, one)
+        found |= {kind: partial(self._each, kind) for kind in ("killed job", "stopped rank")}
+        if not possible():
+            found |= {kind: partial(self._each, kind) for kind in ("full or read-only disk", "network")}
+        return found
+
+    def _each(self, kind: str, count: int, seed: int) -> Iterator[Trial]:
+        for number in range(count):
+            fault = f"/{FAULTS[number % len(FAULTS)]}" if kind == "network" else ""
+            yield self.trial(f"{kind}/{seed}/{number}{fault}")
+
+    def _drawn(self, strategy, one, count: int, seed: int) -> Iterable[Trial]:
+        return drawn_trials(strategy, partial(one, self.good, self.place), count, seed)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="attack", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--trials", type=int, default=120, help="of every kind; fewer of slow ones (default 120)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="kinds whose name contains this")
+    parser.add_argument("--jobs", type=int, default=2, help="kinds that are tried side by side (default 2)")
+    parser.add_argument("--again", default="", help="one trial, by the seed that its failure printed")
+    arguments = parser.parse_args(words)
+    with tempfile.TemporaryDirectory(prefix="meshwright-attack-") as folder:
+        attacks = Attacks(Path(folder))
+        if arguments.again:
+            trials = [attacks.trial(arguments.again)]
+            report(trials[0])
+        else:
+            trials = campaign(attacks, arguments.trials, arguments.seed, arguments.only, arguments.jobs)
+    print(table(trials))
+    return int(any(trial.fate in FAILURES for trial in trials))
+
+
+def campaign(attacks: Attacks, count: int, seed: int, only: str = "", jobs: int = 1) -> list[Trial]:
+    """All kinds of attack whose name contains `only`, in so many processes side by side."""
+    if why := possible():
+        print(f"no attacks by disks and networks: {why}")
+    print(f"seed {seed}", flush=True)
+    chosen = [(kind, max(1, round(count * PER_KIND.get(kind, 1)))) for kind in attacks.kinds() if only in kind]
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
+        each = [pool.submit(attack, attacks, kind, number, seed) for kind, number in chosen]
+        return [trial for found in each for trial in found.result()]
+
+
+def attack(attacks: Attacks, kind: str, count: int, seed: int) -> list[Trial]:
+    """`count` trials of one kind, failures reported as they come."""
+    began, trials = time.monotonic(), []
+    for trial in attacks.kinds()[kind](count, seed):
+        trials.append(trial)
+        if trial.fate in FAILURES:
+            report(trial)
+    print(f"{kind}: {len(trials)} in {time.monotonic() - began:.0f} s", flush=True)
+    return trials
+
+
+def report(trial: Trial) -> None:
+    """One trial, with the end of what it said."""
+    said = "".join(f"\n    {line}" for line in trial.said.splitlines()[-20:])
+    print(f"{trial.fate}: {trial.done}  (--again '{trial.seed}'){said}", flush=True)
+
+
+def table(trials: Sequence[Trial]) -> str:
+    """Kinds by fates, as Markdown."""
+    lines = [("attack", "tried", *FATES), ("---",) + ("---:",) * (len(FATES) + 1)]
+    kinds = list(dict.fromkeys(trial.attack for trial in trials))
+    for kind, count in [
+        *((kind, Counter(trial.fate for trial in trials if trial.attack == kind)) for kind in kinds),
+        ("all", Counter(trial.fate for trial in trials)),
+    ]:
+        lines.append((kind, str(count.total()), *(str(count[fate]) for fate in FATES)))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

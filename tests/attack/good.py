@@ -1,0 +1,98 @@
+"""The folder that is attacked: a recipe, its text, token cache and run, an export, adapters, and the results of all."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from attack.trial import Ended, copy, run
+
+STEPS, TUNED = 6, 2
+"""Steps of the run, and of those that tune it."""
+RECIPE: Mapping[str, Any] = {
+    "model": {"family": "llama", "weights": "random", "hidden": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2,
+              "ffn": 48, "max_positions": 32},
+    "data": {"sources": ["text.txt"], "sequence_length": 16, "tokenizer_vocab": 280, "cache_dir": "cache"},
+    "training": {"steps": STEPS, "global_batch": 4, "micro_batch": 2, "precision": "fp32", "optimizer": {"lr": 3e-3},
+                 "lr_schedule": {"warmup": 0}, "evaluation": {"batches": 0}},
+    "checkpoint": {"every": 2, "keep_last": 3},
+    "device": "cpu",
+    "run_dir": "run",
+}  # fmt: skip
+"""Three checkpoints in a fraction of a second."""
+
+TRAIN = ("train", "recipe.yaml")
+RESUME = (*TRAIN, "--resume", "auto")
+START = ("train", "start.yaml")
+GENERATE = ("--prompt", "def", "--max-tokens", "8", "--temperature", "0", "--json")
+
+
+@dataclass(frozen=True)
+class Good:
+    """The folder, and what its commands give without damage."""
+
+    folder: Path
+    trained: str
+    """The whole run's losses and last weights."""
+    started: str
+    """The same of the run that starts from the exported adapters."""
+    texts: Mapping[str, str]
+    """What `generate` prints, by the model's directory in the folder."""
+
+
+def make_good(folder: Path) -> Good:
+    """Train, export and tune in `folder/good`."""
+    good = folder / "good"
+    good.mkdir()
+    (good / "text.txt").write_text("".join(f"def f{i}(x):\n    return x * {i} + {i * i % 97}\n\n" for i in range(400)))
+    (good / "recipe.yaml").write_text(yaml.safe_dump(dict(RECIPE), sort_keys=False))
+    tune = {"method": "lora", "rank": 2}
+    training = {**RECIPE["training"], "steps": TUNED}
+    tuning = {**RECIPE, "model": {"name": "hf"}, "training": training, "finetune": tune, "run_dir": "tuned"}
+    del (data := dict(tuning["data"]))["tokenizer_vocab"]
+    (good / "tune.yaml").write_text(yaml.safe_dump({**tuning, "data": data | {"tokenizer": "hf"}}, sort_keys=False))
+    start = {**tuning, "finetune": tune | {"start_from": "adapter"}, "run_dir": "started"}
+    (good / "start.yaml").write_text(yaml.safe_dump({**start, "data": data | {"tokenizer": "hf"}}, sort_keys=False))
+    for words in (
+        TRAIN,
+        ("export", "run", "--hf", "hf"),
+        ("train", "tune.yaml"),
+        ("export", "tuned", "--adapter", "adapter"),
+        ("train", "start.yaml"),
+    ):
+        _must(run(words, good))
+    trained, started = result_of(good), result_of(good, "started", TUNED)
+    shutil.rmtree(good / "started")
+    # The run as it was when it had saved step 4: what resumes from here trains two steps.
+    last = good / "run/checkpoints/step-00000006"
+    shutil.rmtree(last)
+    (good / "run/checkpoints/latest").write_text("step-00000004\n")
+    texts = {model: _must(run(("generate", model, *GENERATE), good)).out for model in ("run", "hf")}
+    again = copy(good, folder / "again")
+    _must(run(RESUME, again))
+    assert result_of(again) == trained, "an undamaged run does not resume to the same result"
+    return Good(good, trained, started, texts)
+
+
+def result_of(folder: Path, name: str = "run", last: int = STEPS) -> str:
+    """Loss and gradient norm of every step of a run, and the checksums of its last checkpoint's tensors."""
+    steps = {}
+    try:
+        for line in (folder / name / "metrics.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            if record["kind"] == "step":
+                steps[record["step"]] = (record["loss"], record["gnorm"])
+        manifest = json.loads((folder / name / f"checkpoints/step-{last:08d}/manifest.json").read_text())
+    except (OSError, ValueError, KeyError) as error:
+        return f"no result: {error}"
+    files = {name: entry["sha256"] for name, entry in manifest["files"].items() if name.endswith(".distcp")}
+    return json.dumps([sorted(steps.items()), sorted(files.items())])
+
+
+def _must(ended: Ended) -> Ended:
+    assert ended.status == 0, ended.err
+    return ended

@@ -1,0 +1,149 @@
+"""One trial of an attack: a command in a forked process, and what became of it."""
+
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import meshwright.checkpoint.hf
+import meshwright.cli.check
+import meshwright.cli.data
+import meshwright.cli.export
+import meshwright.cli.generate
+import meshwright.cli.train
+import meshwright.serve.trained
+import meshwright.trainer.run  # noqa: F401  (all of it once, here, so that forks need not)
+from meshwright.cli.main import main
+
+Fate = Literal["survived", "named", "as written", "vague", "silent", "trace", "hang"]
+"""survived: the same result as without damage. named: refused, and the message names what is wrong. as written: a file
+without checksums still says something legal, and that was done. The others are failures: refused without a name,
+another result without a word, a stack trace, or no end within the limit."""
+
+FAILURES: tuple[Fate, ...] = ("vague", "silent", "trace", "hang")
+LIMIT = 240.0
+"""Seconds of a trial in one process, on a busy machine: most take a tenth of one."""
+PATIENCE = 20.0
+"""Seconds after which somebody looks at what a trial does."""
+MEMORY = 6 * 2**30
+"""Bytes of address space that a trial may take beyond what its process has when it starts."""
+SAID = 2000
+"""Characters of a trial's output that a report of its failure shows."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended."""
+
+    status: int | None
+    """Exit status, negative for a signal; None where the limit ended it."""
+    out: str
+    err: str
+
+    @property
+    def traced(self) -> bool:
+        """Whether it shows a stack trace, or died of a signal that nobody sent."""
+        return "Traceback (most recent call last)" in self.err or (self.status or 0) < 0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was tried, and what became of it."""
+
+    attack: str
+    seed: str
+    """What makes the same trial again."""
+    done: str
+    """The damage, in words."""
+    fate: Fate
+    said: str = ""
+    """What was printed, of a failure."""
+
+
+def run(
+    words: Sequence[str],
+    cwd: Path,
+    *,
+    limit: float = LIMIT,
+    output: Path | None = None,
+    meanwhile: Callable[[], object] | None = None,
+) -> Ended:
+    """`meshwright WORDS` in `cwd`, in a fork of this process, which has imported it: no start-up to wait for.
+
+    It leads a process group of its own. What it prints goes through files in `output`, or beside `cwd`. `meanwhile` is
+    called once, where it has not ended within `PATIENCE` seconds.
+    """
+    out, err = ((output or cwd.parent) / f"{cwd.name}.{kind}" for kind in ("out", "err"))
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        status = 70
+        try:
+            os.setsid()
+            os.chdir(cwd)
+            for path, stream in ((out, 1), (err, 2)):
+                os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), stream)
+            sys.stdout, sys.stderr = (os.fdopen(stream, "w", closefd=False) for stream in (1, 2))  # not a test's own
+            taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, resource.RLIM_INFINITY))
+            status = main(list(words))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    status = wait(child, limit, meanwhile)
+    ended = Ended(status, out.read_text(errors="replace"), err.read_text(errors="replace"))
+    for path in (out, err):
+        path.unlink()
+    return ended
+
+
+def wait(child: int, limit: float, meanwhile: Callable[[], object] | None = None) -> int | None:
+    """A child's exit status, negative for a signal; None, and its whole group killed, after `limit` seconds."""
+    began = time.monotonic()
+    while (waited := time.monotonic() - began) < limit:
+        if meanwhile and waited > PATIENCE:
+            meanwhile()
+            meanwhile = None
+        ended, code = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(code)
+        time.sleep(0.005)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def judge(ended: Ended, *, same: bool, names: Sequence[str] = (), checked: bool = True) -> tuple[Fate, str]:
+    """What became of a trial, and what it said where that is a failure.
+
+    `same`: whether the result is what it is without damage; `names`: what a refusal has to mention, one of them;
+    `checked`: whether a checksum or a reader's check must notice every change.
+    """
+    said = f"exit {ended.status}\n{ended.out[-SAID:]}\n{ended.err[-SAID:]}"
+    if ended.status is None:
+        return "hang", said
+    if ended.traced:
+        return "trace", said
+    if ended.status != 0:
+        named = not names or any(name in ended.err or name in ended.out for name in names)
+        return ("named", "") if named else ("vague", said)
+    if same:
+        return "survived", ""
+    return ("silent", said) if checked else ("as written", "")
+
+
+def copy(good: Path, folder: Path) -> Path:
+    """A fresh copy of the undamaged folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(good, folder, symlinks=True)
+    return folder

@@ -1,0 +1,48 @@
+"""The tiny runs on which mutants are tried: a layout, and what `tiny_run` is given beside it."""
+
+from typing import Any
+
+from meshwright.spec.layout import LayoutSpec
+
+MOE, DEEPSEEK = {"family": "mixtral"}, {"family": "deepseek_v3"}
+DPO = {"preference": {"beta": 0.5}}
+DORA = {"finetune": {"method": "lora", "rank": 3, "dora": True}}
+
+CASES: dict[str, tuple[LayoutSpec, dict[str, Any]]] = {
+    "ddp": (LayoutSpec(dp_replicate=2), {}),
+    "zero-1": (LayoutSpec(dp_shard=2, zero=1), {}),
+    "zero-3": (LayoutSpec(dp_shard=2), {}),
+    "zero-3 muon": (LayoutSpec(dp_shard=2), {"optimizer": {"name": "muon", "eps": 0.1}}),
+    "hybrid": (LayoutSpec(dp_replicate=2, dp_shard=2), {}),
+    "tp": (LayoutSpec(tp=2), {}),
+    "tp 4": (LayoutSpec(tp=4), {}),
+    "tp gpt2": (LayoutSpec(tp=2), {"family": "gpt2"}),
+    "tp qwen3": (LayoutSpec(tp=2), {"family": "qwen3"}),
+    "tp dora": (LayoutSpec(tp=2), DORA),
+    "tp dpo": (LayoutSpec(tp=2), DPO),
+    "tp experts": (LayoutSpec(tp=2, dp_shard=2), MOE),
+    "ring": (LayoutSpec(cp=2, cp_method="ring"), {}),
+    "ring 4": (LayoutSpec(cp=4, cp_method="ring"), {}),
+    "ring window": (LayoutSpec(cp=2, cp_method="ring"), {"family": "mistral"}),
+    "ring documents": (LayoutSpec(cp=2, cp_method="ring"), {"documents": True}),
+    "all_gather": (LayoutSpec(cp=2, cp_method="all_gather"), {}),
+    "all_gather 4": (LayoutSpec(cp=4, cp_method="all_gather"), {}),
+    "ulysses": (LayoutSpec(cp=2, cp_method="ulysses"), {}),
+    "ulysses 4": (LayoutSpec(cp=4, cp_method="ulysses"), {}),
+    "cp dpo": (LayoutSpec(cp=2), DPO),
+    "cp experts": (LayoutSpec(cp=2), MOE),
+    "dp experts": (LayoutSpec(dp_shard=2), DEEPSEEK),
+    "ep": (LayoutSpec(dp_shard=2, ep=2), MOE),
+    "pp": (LayoutSpec(pp=2), {"num_layers": 4}),
+    "pp tied": (LayoutSpec(pp=2), {"tied": True}),
+    "pp ddp": (LayoutSpec(pp=2, dp_replicate=2), {}),
+    "pp zero bubble": (
+        LayoutSpec(pp=2, schedule="interleaved-zero-bubble", stages_per_rank=1),
+        {"family": "gpt2"},
+    ),
+    "pp zero bubble zero-2": (
+        LayoutSpec(pp=2, dp_shard=2, zero=2, schedule="interleaved-zero-bubble", stages_per_rank=1),
+        {},
+    ),
+}
+"""By name. Ranks accumulate three microbatches."""

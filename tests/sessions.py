@@ -1,0 +1,49 @@
+"""Runs of tests in this process: tiny models on random tokens, with callbacks, through the training loop itself."""
+
+import io
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from meshwright.callbacks import Callback, named_callbacks
+from meshwright.launch.signals import StopRequest
+from meshwright.spec.checkpoint import CheckpointSpec
+from meshwright.spec.run import ResolvedRun
+from meshwright.spec.training import EvaluationSpec
+from meshwright.testing.equivalence import build_here
+from meshwright.testing.layouts import LAYOUTS
+from meshwright.trainer.display import Display
+from meshwright.trainer.loop import train_loop
+from meshwright.trainer.metrics import Journal
+from meshwright.trainer.session import Session
+from meshwright.trainer.state import restore
+from tiny import tiny_corpus, tiny_run
+
+STEPS = 6
+
+
+def tiny(strategy: str, *, evaluate: int = 0, checkpoint: Any = None, **run: Any) -> ResolvedRun:
+    """A tiny run of six steps under a layout, which evaluates every so many steps and after the last."""
+    resolved = tiny_run(LAYOUTS[strategy], steps=STEPS, **run)
+    training = resolved.run.training.model_copy(update={"evaluation": EvaluationSpec(batches=1, every=evaluate)})
+    update = {"training": training, "checkpoint": CheckpointSpec(keep_last=9, **(checkpoint or {}))}
+    return resolved.model_copy(update={"run": resolved.run.model_copy(update=update)})
+
+
+def train(
+    run: ResolvedRun, root: Path, callbacks: list[Callback], resume: Path | None = None, corpus: Any = None
+) -> Session:
+    """Train with these callbacks, on random tokens where there is no corpus. Collective."""
+    trainer = build_here(run)
+    trainer.peak = 1e12, "not measured"  # a second on every rank
+    trainer.callbacks = named_callbacks(callbacks)
+    if resume:
+        restore(trainer, resume)
+    first = trainer.worker.rank == 0
+    root.mkdir(exist_ok=True, parents=True)
+    display = Display(steps=STEPS, memory_bytes=1, device="cpu", enabled=first, stream=io.StringIO())
+    with Journal(root / "metrics.jsonl") if first else nullcontext() as journal:
+        stop, corpus = StopRequest(raises=True), corpus or tiny_corpus(held_out=True)
+        session = Session(trainer, corpus, root, stop, journal=journal, display=display, callbacks=callbacks)
+        train_loop(session)
+    return session

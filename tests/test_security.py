@@ -1,0 +1,96 @@
+"""What never runs, and what listens where: docs/security.md, held to what processes do."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPE = """\
+model: {family: llama, hidden: 16, num_layers: 1, num_heads: 2, max_positions: 32}
+data: {sources: "*.txt", tokenizer_vocab: 260, sequence_length: 8}
+training: {steps: 2, global_batch: 2, precision: fp32, lr_schedule: {warmup: 1}}
+layout: {dp_shard: 2}
+device: cpu
+run_dir: runs/small
+"""
+
+OTHERS = ("numpy", "torch", "yaml", "pydantic", "tokenizers", "jinja2", "safetensors", "transformers")
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """A working directory with a module of the name of everything that a program might import, each a trap."""
+    (tmp_path / "run.yaml").write_text(RECIPE)
+    (tmp_path / "a.txt").write_text("one fish two fish\n" * 30)
+    # What `python -m` itself imports from there, before anybody could stop it; docs/security.md says so.
+    code = "import runpy, sys; print(*sys.modules)"
+    before_us = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout
+    for name in {*sys.stdlib_module_names, *OTHERS} - {*before_us.split()}:
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r} + ' ')\n1 / 0\n")
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "run.yaml"),
+        ("verify", "run.yaml", "--steps", "1"),
+        ("rehearse", "run.yaml"),
+        ("data", "prepare", "run.yaml"),
+    ],
+    ids=" ".join,
+)
+def test_nothing_of_the_working_directory_is_imported(hostile: Path, words: tuple[str, ...]) -> None:
+    """By the program, its workers, proofs, rehearsals and encoders, nor by what these import."""
+    command = [sys.executable, "-m", "meshwright", *words]
+    done = subprocess.run(command, cwd=hostile, capture_output=True, text=True, timeout=300)
+    assert not (hostile / "ran").exists(), (hostile / "ran").read_text()
+    assert done.returncode == 0, done.stderr
+
+
+def test_encoders_import_nothing_of_the_working_directory(hostile: Path) -> None:
+    """They start only where there is much text."""
+    code = (
+        "from meshwright.data.encoders import Encoders, serve, _start\n"
+        "process = _start(); out, _ = process.communicate(); assert process.returncode == 0\n"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=hostile, capture_output=True, text=True, timeout=60)
+    assert not (hostile / "ran").exists(), (hostile / "ran").read_text()
+    assert done.returncode == 0, done.stderr
+
+
+def listening(pids: set[int]) -> set[str]:
+    """The addresses at which these processes accept TCP connections."""
+    sockets = {
+        os.readlink(link).removeprefix("socket:[").removesuffix("]")
+        for pid in pids
+        for link in Path(f"/proc/{pid}/fd").iterdir()
+        if link.is_symlink() and os.readlink(link).startswith("socket:[")
+    }
+    found = set()
+    for file in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{file}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in sockets:
+                found.add(fields[1].split(":")[0])
+    return found
+
+
+@pytest.mark.slow
+def test_a_run_on_one_machine_listens_to_nobody_else(hostile: Path) -> None:
+    command = [sys.executable, "-P", "-m", "meshwright", "train", "run.yaml", "training.steps=1000000"]
+    with subprocess.Popen(
+        command, cwd=hostile, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            while not process.stdout.readline().startswith("step 1/"):
+                assert process.poll() is None
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            assert len(children) == 2
+            assert listening({process.pid, *map(int, children)}) == {"0100007F"}  # 127.0.0.1
+        finally:
+            process.kill()
