@@ -74,8 +74,9 @@ class EarlyStopping(Callback):
 
     def _count(self, value: float | None, step: int) -> None:
         sign = 1 if self.mode == "min" else -1
-        known = value is not None and not math.isnan(value)
-        if known and (self.best is None or sign * value < sign * self.best - self.min_delta):
+        if value is None or math.isnan(value):
+            self.since += 1
+        elif self.best is None or sign * value < sign * self.best - self.min_delta:
             self.best, self.best_step, self.since = value, step, 0
         else:
             self.since += 1

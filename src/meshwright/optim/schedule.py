@@ -36,7 +36,7 @@ def find_shape(schedule: LrScheduleSpec) -> Shape:
 
     def shape(schedule: LrScheduleSpec, step: int, steps: int) -> float:
         factor = function(step, steps, **schedule.options)
-        if not (isinstance(factor, Real) and 0 <= factor < math.inf):
+        if not (isinstance(factor, Real) and 0 <= float(factor) < math.inf):
             raise UserError(f"{where}: of step {step} it makes {factor!r}, no factor of the learning rate from 0 up")
         return float(factor)
 
