@@ -692,7 +692,11 @@ def test_a_recipe_names_a_dataset(installed: Path, capsys: pytest.CaptureFixture
     assert "tokenizer  64 tokens, found" in told
     assert "| 1 2 3 4 5 6 7 8" in told
     assert main(["check", str(recipe), "data.sources=dataset:count"]) == 1
-    assert "datasets: no 'count' is installed; there are counted" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "datasets: no 'count' is installed; there are counted" in told
+    assert told.count("error") == 1  # not also that a file of the name is missing
+    assert main(["check", str(recipe), "callbacks=[{name: ema, options: {decay: 2}}]"]) == 1
+    assert "callbacks: EMA: decay=2 must be a number in [0, 1)" in capsys.readouterr().err
 
 
 def test_a_recipe_names_an_objective(installed: Path) -> None:

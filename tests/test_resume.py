@@ -101,12 +101,11 @@ def differences(run: ResolvedRun, root: Path, stops: Sequence[int] = STOPS) -> l
     return found
 
 
-LAYOUTS_BY_PRECISION = {"fp32": 1, "bf16": 2, "fp16": 2}
-"""Every layout in fp32, of bf16 and fp16 each layout in one of the two."""
+RESUMED = [*STRATEGIES, "zero-3-tp"]
 SAME = [
-    (strategy, precision)
-    for precision, every in LAYOUTS_BY_PRECISION.items()
-    for strategy in [*STRATEGIES, "zero-3-tp"][(precision == "fp16") :: every]
+    *((layout, "fp32") for layout in RESUMED),
+    *((layout, "bf16") for layout in RESUMED[0::2]),
+    *((layout, "fp16") for layout in RESUMED[1::2]),
 ]
 
 

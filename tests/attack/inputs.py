@@ -123,7 +123,7 @@ def data_files(draw: st.DrawFn) -> bytes:
 
 
 def recipe_trial(good: Good, folder: Path, text: str, seed: str) -> Trial:
-    """`check` of one recipe; what it approves of in one process takes a step."""
+    """`check` of one recipe."""
     attacked = copy(good.folder, folder / "attacked")
     (attacked / "recipe.yaml").write_text(text)
     ended = run(("check", "recipe.yaml"), attacked)

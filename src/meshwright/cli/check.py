@@ -13,6 +13,7 @@ from meshwright.cli.common import add_recipe_arguments, read_recipe, with_place
 from meshwright.cli.output import add_json_argument, print_json
 from meshwright.data.describe import describe_sample
 from meshwright.data.packing import build_samples
+from meshwright.data.plugged import has_datasets
 from meshwright.data.prepare import (
     encoder_of_records,
     find_tokenizer,
@@ -154,10 +155,14 @@ def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
                 facts["pipeline"] = {"stage_layers": resolved.stage_layers, "description": describe_pipeline(resolved)}
     layout = resolved.run.layout if resolved is not None else recipe.layout
     facts["layout"] = {"processes": layout.world_size, "strategy": layout.strategy}
+    written = None
     if findings.attempt(lambda: (require_plugins(recipe), True)):
-        recipe = findings.attempt(lambda: with_datasets(recipe, base_dir, most=SAMPLE_RECORDS)) or recipe
+        written = findings.attempt(lambda: with_datasets(recipe, base_dir, most=SAMPLE_RECORDS))
+    recipe = written or recipe
     model_dir = findings.attempt(lambda: pretrained_directory(recipe.model, base_dir=base_dir)) if model else None
-    files = findings.attempt(lambda: told_apart(find_files(recipe.data.sources, base_dir)))
+    files = None
+    if written or not has_datasets(recipe.data):
+        files = findings.attempt(lambda: told_apart(find_files(recipe.data.sources, base_dir)))
     if files is not None:
         formats = {file.name: file.format for file in files if file.is_records}
         facts["data"] = {"files": len(files), "bytes": sum(file.path.stat().st_size for file in files)}

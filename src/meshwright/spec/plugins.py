@@ -134,6 +134,8 @@ def make_plugin(kind: str, plugin: PluginSpec) -> Any:
         return factory(**plugin.options)
     except TypeError as error:
         raise UserError(f"{kind}: {plugin.name} does not take these options: {error}") from error
+    except UserError as error:
+        raise UserError(f"{kind}: {error}") from error
 
 
 def check_takes(function: Callable[..., Any], where: str, *words: str, **options: Any) -> None:

@@ -21,7 +21,7 @@ from meshwright.spec.data import DATASET, SMALLEST_VOCAB
 from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FullSpec
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.plugins import load_plugin, require_plugin, said_of
+from meshwright.spec.plugins import load_plugin, make_plugin, require_plugin, said_of
 from meshwright.spec.recipe import load_spec
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.training import OptimizerName, OptimizerSpec, ScheduleName
@@ -172,11 +172,11 @@ def _check_given_adapter(resolved: ResolvedRun) -> None:
 
 
 def require_plugins(run: Run) -> None:
-    """Raise `UserError` where a plug-in that the recipe names is not installed."""
+    """Raise `UserError` where a plug-in that the recipe names is not installed, or a callback refuses its options."""
     for name in run.trackers:
         require_plugin("trackers", name)
     for plugin in run.callbacks:
-        require_plugin("callbacks", plugin.name)
+        make_plugin("callbacks", plugin)
     for kind, plugged, ours in (
         ("lr_schedules", run.training.lr_schedule, ScheduleName),
         ("optimizers", run.training.optimizer, OptimizerName),
