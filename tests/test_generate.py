@@ -8,7 +8,8 @@ import torch
 from losses import logits_of
 from meshwright.families import parameter_table, resolve_model
 from meshwright.models import build_model, initialize
-from meshwright.models.generate import Sampling, choose, generate
+from meshwright.models.generate import Sampling, choose
+from meshwright.serve.engine import generate
 from meshwright.spec.model import ModelFields
 
 EOS = 0
@@ -78,6 +79,10 @@ def test_the_same_seed_repeats_and_another_differs(model):
         (Sampling(top_p=0.39), [0]),
         (Sampling(top_p=0.41), [0, 1]),
         (Sampling(top_p=0.9, top_k=3), [0, 1, 2]),
+        (Sampling(min_p=0.6), [0, 1]),
+        (Sampling(min_p=0.3, top_k=2), [0, 1]),
+        (Sampling(min_p=0.3, top_p=0.75), [0, 1, 2]),
+        (Sampling(min_p=0.3, temperature=0.5), [0, 1]),
     ],
 )
 def test_tokens_are_drawn_with_their_probability(sampling, kept):
@@ -103,7 +108,10 @@ def test_the_likeliest_token_always_stays_and_rounding_never_falls_off_the_end()
 
     logits = torch.tensor([[5.0, -2.0, 1.0, 0.0]])
     assert choose(logits, Sampling(top_p=1e-9), [Last()]).tolist() == [0]
-    assert choose(logits, Sampling(), [Last()]).tolist() == [1]
+    assert choose(logits, Sampling(), [Last()]).tolist() == [3]
+    assert choose(logits, Sampling(min_p=0.01), [Last()]).tolist() == [2]  # as likely as e^-4 of the likeliest
+    assert choose(logits, Sampling(top_k=3), [Last()]).tolist() == [3]
+    assert choose(logits, Sampling(top_k=3, min_p=0.01), [Last()]).tolist() == [2]
 
 
 @pytest.mark.parametrize(
@@ -128,6 +136,10 @@ def test_what_cannot_be_generated_is_refused(model, prompts, max_tokens, message
         ({"top_p": 0}, "top_p=0 is not allowed: must be greater than 0 and at most 1"),
         ({"top_p": float("nan")}, "top_p=nan is not allowed"),
         ({"temperature": float("nan")}, "temperature=nan is not allowed"),
+        ({"temperature": float("inf")}, "temperature=inf is not allowed: must be a finite number"),
+        ({"min_p": 1.5}, "min_p=1.5 is not allowed: must be at least 0 and at most 1"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0 is not allowed: must be greater than 0"),
+        ({"presence_penalty": float("nan")}, "presence_penalty=nan is not allowed: must be a finite number"),
     ],
 )
 def test_sampling_that_makes_no_sense_is_refused(settings, message):

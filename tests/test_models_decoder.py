@@ -13,7 +13,6 @@ from losses import logits_of, summed_loss
 from meshwright.families import PRESETS, parameter_table, resolve_model, state_table
 from meshwright.models import Cache, build_model, initialize, named_tensors
 from meshwright.parallel.compile import apply_compile
-from meshwright.spec.batch import Batch
 from meshwright.spec.model import ModelFields
 
 FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"]
@@ -99,9 +98,11 @@ def random_tokens(*shape: int) -> torch.Tensor:
     return torch.randint(97, shape, generator=torch.Generator().manual_seed(1))
 
 
-def continued(model, cache: Cache, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-    """The logits of tokens behind those that the cache has seen."""
-    return model(Batch(tokens, position_ids=positions), lambda x, head, _: head.logits(x), cache=cache)
+def continued(model, cache: Cache, new: list[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:
+    """The logits of the new tokens of some rows, each behind those that the cache has of its row."""
+    batch = cache.append([(row, tokens.tolist()) for row, tokens in new])
+    logits = model(batch, lambda x, head, _: head.logits(x), cache=cache)[0]
+    return list(logits.split([len(tokens) for _, tokens in new]))
 
 
 @torch.no_grad()
@@ -109,27 +110,39 @@ def continued(model, cache: Cache, tokens: torch.Tensor, positions: torch.Tensor
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cached_equals_uncached(family, pieces):
     model, tokens = built(windowed(family)), random_tokens(2, 12)
-    cache = Cache(model, 2, 12)
-    logits = torch.cat([continued(model, cache, part) for part in tokens.split(pieces, dim=1)], dim=1)
-    torch.testing.assert_close(logits, logits_of(model, tokens), rtol=1e-12, atol=1e-12)
-    assert cache.length == 12
+    cache = Cache(model)
+    for row in range(2):
+        found = torch.cat([continued(model, cache, [(row, part)])[0] for part in tokens[row].split(pieces)])
+        torch.testing.assert_close(found, logits_of(model, tokens)[row], rtol=1e-12, atol=1e-12)
+    assert cache.lengths == [12, 12]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
-def test_left_padding_changes_nothing(family):
-    """Rows of 12, 9 and 1 tokens in one batch, continued for 4 more, equal each row alone."""
-    model, tokens = built(windowed(family)), random_tokens(3, 16)
-    lengths = [12, 9, 1]
-    padding = torch.tensor([12 - length for length in lengths])
-    cache = Cache(model, 3, 16, padding)
-    positions = (torch.arange(16) - padding[:, None]).clamp(min=0)
-    pieces = [(0, 12), (12, 13), (13, 14), (14, 16)]
-    logits = torch.cat([continued(model, cache, tokens[:, a:b], positions[:, a:b]) for a, b in pieces], dim=1)
-    assert logits.isfinite().all()
-    for row, pad in enumerate(padding.tolist()):
-        alone = logits_of(model, tokens[row : row + 1, pad:])
-        torch.testing.assert_close(logits[row : row + 1, pad:], alone, rtol=1e-12, atol=1e-12)
+def test_rows_of_any_length_are_read_side_by_side(family):
+    """As rows come, grow, move and go, each has the logits that it has alone."""
+    model, tokens = built(windowed(family)), random_tokens(4, 30)
+    cache, read = Cache(model), dict.fromkeys(range(4), 0)
+    alone = logits_of(model, tokens)
+
+    def read_on(*counts: tuple[int, int, int]) -> None:
+        """(place, sequence, tokens)..."""
+        new = [(place, tokens[row, read[row] : read[row] + count]) for place, row, count in counts]
+        for (_, row, count), found in zip(counts, continued(model, cache, new), strict=True):
+            expected = alone[row, read[row] : read[row] + count]
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            read[row] += count
+
+    read_on((0, 0, 12))
+    read_on((0, 0, 1), (1, 1, 1), (2, 2, 9))
+    read_on((0, 0, 1), (1, 1, 1), (2, 2, 1), (3, 3, 3))
+    read_on((0, 0, 1), (1, 1, 1), (2, 2, 1), (3, 3, 20))
+    cache.move(2, 0)
+    cache.move(3, 2)
+    cache.drop_last()
+    for _ in range(3):
+        read_on((0, 2, 1), (1, 1, 1), (2, 3, 1))
+    read_on((1, 1, 1), (0, 2, 2))
 
 
 @torch.no_grad()

@@ -3,7 +3,8 @@
 import pytest
 
 from meshwright.models import Decoder
-from meshwright.models.generate import Sampling, generate
+from meshwright.models.generate import Sampling
+from meshwright.serve.engine import generate
 from meshwright.spec.layout import LayoutSpec
 from meshwright.testing.equivalence import build_here
 from meshwright.testing.layouts import EXPERT_PARALLEL, LAYOUTS

@@ -4,7 +4,7 @@ import argparse
 import re
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import ComputeName
@@ -53,6 +53,36 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: the run's precision; else bf16 on a GPU",
     )
     add_ema_argument(parser)
+
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Options that say how tokens are drawn."""
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that say how tokens are drawn, and where an answer ends."""
+    parser.add_argument(
+        "--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest token (default 0.8)"
+    )
+    parser.add_argument("--top-k", metavar="K", type=int, default=0, help="draw among the K likeliest tokens only")
+    parser.add_argument(
+        "--top-p", metavar="P", type=float, default=1.0, help="draw among the likeliest tokens of probability P only"
+    )
+    parser.add_argument(
+        "--min-p", metavar="P", type=float, default=0.0, help="draw among tokens P times as likely as the likeliest"
+    )
+    parser.add_argument(
+        "--repetition-penalty", metavar="R", type=float, default=1.0, help="above 1: make what was said less likely"
+    )
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="another seed draws other texts (default 0)")
+    parser.add_argument(
+        "--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeat it for several"
+    )
+
+
+def sampling_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What those options say, without the seed."""
+    return {name: getattr(arguments, name) for name in SAMPLING}
 
 
 def add_ema_argument(parser: argparse.ArgumentParser) -> None:

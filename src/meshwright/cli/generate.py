@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from meshwright.cli.common import add_model_arguments
+from meshwright.cli.common import add_model_arguments, add_sampling_arguments, sampling_settings
 from meshwright.cli.output import add_json_argument, print_json
 from meshwright.spec.errors import UserError
 
@@ -25,22 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", metavar="N", type=int, help="new tokens at most (default 128, if they have room)"
     )
-    parser.add_argument(
-        "--temperature",
-        metavar="T",
-        type=float,
-        default=0.8,
-        help="0: always the likeliest token (default 0.8)",
-    )
-    parser.add_argument("--top-k", metavar="K", type=int, default=0, help="draw among the K likeliest tokens only")
-    parser.add_argument(
-        "--top-p",
-        metavar="P",
-        type=float,
-        default=1.0,
-        help="draw among the likeliest tokens of probability P only",
-    )
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="another seed draws other texts (default 0)")
+    add_sampling_arguments(parser)
     add_json_argument(parser)
     parser.epilog = (
         "examples:\n"
@@ -59,16 +44,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.system and not arguments.chat:
         raise UserError("--system belongs to a conversation; say --chat as well")
-    sampling = Sampling(
-        temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, seed=arguments.seed
-    )
+    sampling = Sampling(**sampling_settings(arguments), seed=arguments.seed)
     trained = open_trained(arguments.model, device=arguments.device, dtype=arguments.dtype, averaged=arguments.ema)
+    settings = {"max_tokens": arguments.max_tokens, "sampling": sampling, "stops": arguments.stop}
     if arguments.chat:
-        texts = answer_texts(
-            trained, prompts, system=arguments.system, max_tokens=arguments.max_tokens, sampling=sampling
-        )
+        texts = answer_texts(trained, prompts, system=arguments.system, **settings)
     else:
-        texts = continue_texts(trained, prompts, max_tokens=arguments.max_tokens, sampling=sampling)
+        texts = continue_texts(trained, prompts, **settings)
     if arguments.json:
         pairs = [{"prompt": prompt, "continuation": text} for prompt, text in zip(prompts, texts, strict=True)]
         print_json({"model": str(trained.source), "texts": pairs})

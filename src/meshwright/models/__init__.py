@@ -5,7 +5,8 @@ import torch
 from meshwright.families import FAMILIES
 from meshwright.families.plugged import own_model
 from meshwright.models.attention import Attention
-from meshwright.models.decoder import Block, Cache, Decoder
+from meshwright.models.cache import Cache
+from meshwright.models.decoder import Block, Decoder
 from meshwright.models.feed_forward import FeedForward
 from meshwright.models.foreign import build_foreign
 from meshwright.models.init import draw_rows, initialize, named_state, named_tensors

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshwright.models.cache import LayerCache
 from meshwright.models.cpu_kernels import causal_attention, serves_training
 from meshwright.models.linear import Linear
 from meshwright.models.masks import Documents
@@ -25,22 +26,6 @@ varlen_attn: Any = None
 if torch.cuda.is_available():  # elsewhere it serves nothing, and its import takes 1.5 s, for it loads torch's compiler
     with contextlib.suppress(ImportError):
         from torch.nn.attention.varlen import varlen_attn
-
-
-class LayerCache:
-    """One layer's keys and values of the tokens seen so far, [B, G, length, K] of room for `capacity`."""
-
-    def __init__(self, keys_BGSK: torch.Tensor, values_BGSK: torch.Tensor):
-        self.keys_BGSK = keys_BGSK
-        self.values_BGSK = values_BGSK
-        self.length = 0
-
-    def append(self, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the new keys and values and return all of them, views of [B, G, S, K]."""
-        start, self.length = self.length, self.length + k_BGTK.shape[2]
-        self.keys_BGSK[:, :, start : self.length] = k_BGTK
-        self.values_BGSK[:, :, start : self.length] = v_BGTK
-        return self.keys_BGSK[:, :, : self.length], self.values_BGSK[:, :, : self.length]
 
 
 Mask = torch.Tensor | Documents | None
@@ -103,9 +88,10 @@ class Attention(nn.Module):
         if rope is not None:
             q_BTHK, k_BTGK = apply_rope(q_BTHK, rope), apply_rope(k_BTGK, rope)
         q_BHTK, k_BGSK, v_BGSK = (tensor.transpose(1, 2) for tensor in (q_BTHK, k_BTGK, v_BTGK))
-        if cache is not None:
-            k_BGSK, v_BGSK = cache.append(k_BGSK, v_BGSK)
-        y_BHTK = self.core(q_BHTK, k_BGSK, v_BGSK, mask)
+        if cache is None:
+            y_BHTK = self.core(q_BHTK, k_BGSK, v_BGSK, mask)
+        else:
+            y_BHTK = cache.attend(self.core, q_BHTK, k_BGSK, v_BGSK)
         return self.wo(y_BHTK.transpose(1, 2).flatten(-2))
 
     def extra_repr(self) -> str:

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from meshwright.families import parameter_table
-from meshwright.models.attention import Attention, LayerCache, Mask
+from meshwright.models.attention import Attention, Mask
 from meshwright.models.batch import TensorBatch
+from meshwright.models.cache import Cache, LayerCache
 from meshwright.models.dropout import Draws
 from meshwright.models.embedding import Embedding
 from meshwright.models.feed_forward import FeedForward
@@ -52,21 +53,6 @@ class Block(Wrapped):
 
 Read = Callable[[torch.Tensor, Head, TensorBatch], Any]
 """(hidden states [B, T, D], the head, the batch) -> what is wanted of them."""
-
-
-class Cache:
-    """Every layer's keys and values for rows of up to `capacity` tokens, and each row's padding on the left."""
-
-    def __init__(self, model: "Decoder", batch: int, capacity: int, padding_B: torch.Tensor | None = None):
-        spec, like = model.spec, model.tok_embeddings.weight
-        shape = (batch, spec.num_kv_heads, capacity, spec.head_dim)
-        self.layers = {key: LayerCache(like.new_empty(shape), like.new_empty(shape)) for key in model.layers}
-        self.padding_B = padding_B
-
-    @property
-    def length(self) -> int:
-        """Tokens seen so far, padding included."""
-        return next(iter(self.layers.values())).length
 
 
 class Decoder(nn.Module):
@@ -128,10 +114,10 @@ class Decoder(nn.Module):
         """The hidden states [B, T, D] behind `layers`; behind the last one normed, or what `read` makes of them.
 
         Args:
-            batch: its tokens, documents and positions; where there are none of the latter, they continue the cache's.
+            batch: its tokens, documents and positions; where there are none of the latter, they are counted.
             read: what is wanted of the last hidden states. It is called inside the forward pass, where the head's
                 weight is there however the model is sharded.
-            cache: keys and values of earlier tokens; the new ones are added to it.
+            cache: keys and values of earlier tokens, which made the batch (`Cache.append`) and keeps the new ones.
             layers: the layers to run; default all.
             x_BTD: the residual stream [B, T, D] that goes into `layers` where they do not begin with the first.
 
@@ -140,20 +126,17 @@ class Decoder(nn.Module):
         """
         self.tell_draws(batch)
         layers = range(self.spec.num_layers) if layers is None else layers
-        start = 0 if cache is None else cache.length
-        stop = start + batch.tokens.shape[1]
+        length = batch.tokens.shape[1]
         window, device, positions_BT = self.spec.sliding_window, batch.tokens.device, batch.position_ids
-        mask: Mask
+        mask: Mask = None  # the cache knows by itself who sees whom
         if batch.document_ids is not None:
-            assert cache is None, "generation continues one document a row"
             mask = Documents(batch.document_ids, window=window)
             positions_BT = document_positions(batch.document_ids) if positions_BT is None else positions_BT
-        else:
-            padding_B = None if cache is None else cache.padding_B
-            mask = attention_mask(stop - start, stop, window=window, padding_B=padding_B, device=device)
-            if positions_BT is None:
-                self._check_positions(stop)
-                positions_BT = torch.arange(start, stop, device=device)
+        elif cache is None:
+            mask = attention_mask(length, length, window=window, device=device)
+        if positions_BT is None:
+            self._check_positions(length)
+            positions_BT = torch.arange(length, device=device)
         y_BTD = self._embed(batch.tokens, positions_BT) if x_BTD is None else x_BTD
         rope = rope_tables(self.spec, positions_BT) if self.spec.positions == "rope" else None
         for key in map(str, layers):

@@ -1,4 +1,6 @@
-"""Generation, token by token: batched, with or without a KV cache, sampled reproducibly.
+"""Sampling: how the next token is chosen; and generation of rows that are read anew for every token.
+
+What serves a model keeps keys and values (`models/cache.py`, `serve/engine.py`).
 
 Shapes: B prompts, T their longest length, or room for all that is asked for, V vocabulary.
 """
@@ -6,13 +8,11 @@ Shapes: B prompts, T their longest length, or room for all that is asked for, V 
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf, isfinite
 from typing import Protocol
 
 import torch
 
-from meshwright.models.decoder import Cache, Decoder
-from meshwright.spec.batch import Batch
 from meshwright.spec.errors import UserError
 
 
@@ -26,6 +26,15 @@ class Sampling:
     """Only the likeliest `top_k` tokens may be drawn; 0: all."""
     top_p: float = 1.0
     """Only the likeliest tokens that together have this probability may be drawn (Holtzman et al., 2020)."""
+    min_p: float = 0.0
+    """Only tokens at least this fraction as likely as the likeliest may be drawn (Nguyen et al., 2024)."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens that stand in prompt or answer, and multiplies their negative ones (Keskar
+    et al., 2019)."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that stand in the answer."""
+    frequency_penalty: float = 0.0
+    """The same, once for each time that a token stands there."""
     seed: int = 0
     """Row i of a batch draws from a stream of its own, a pure function of (seed, i)."""
 
@@ -36,30 +45,18 @@ class Sampling:
             raise UserError(f"top_k={self.top_k} is not allowed: must be at least 0 (0 allows every token)")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p={self.top_p} is not allowed: must be greater than 0 and at most 1")
+        if not 0 <= self.min_p <= 1:
+            raise UserError(f"min_p={self.min_p} is not allowed: must be at least 0 and at most 1")
+        if not 0 < self.repetition_penalty < inf:
+            raise UserError(f"repetition_penalty={self.repetition_penalty} is not allowed: must be greater than 0")
+        for name in ("temperature", "presence_penalty", "frequency_penalty"):
+            if not isfinite(getattr(self, name)):
+                raise UserError(f"{name}={getattr(self, name)} is not allowed: must be a finite number")
 
-
-@torch.inference_mode()
-def generate(
-    model: Decoder,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_tokens: int,
-    eos_id: int | Collection[int],
-    sampling: Sampling,
-) -> list[list[int]]:
-    """Up to `max_tokens` new token ids for each prompt, ending before `eos_id` (or any of several) where it says so.
-
-    A prompt's continuation does not depend on the prompts beside it, up to rounding.
-
-    Raises:
-        UserError: an empty prompt, or more positions than the model is meant for.
-    """
-    check_room(prompts, max_tokens, model.spec.max_positions)
-    streams = [random.Random(f"{sampling.seed}/{row}") for row in range(len(prompts))]
-    ends = {eos_id} if isinstance(eos_id, int) else set(eos_id)
-    begin = CachedRows if model.spec.foreign is None else _read_anew
-    rows = begin(model, prompts, max_tokens)
-    return continue_rows(rows, max_tokens, ends, lambda logits_BV: choose(logits_BV, sampling, streams))
+    @property
+    def penalizes(self) -> bool:
+        """Whether what has been read changes the logits."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 class Rows(Protocol):
@@ -98,29 +95,6 @@ def continue_rows(
     return continued
 
 
-class CachedRows:
-    """Rows of which a whole model on one device reads every token once, padded on the left."""
-
-    def __init__(self, model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-        device, longest = model.tok_embeddings.weight.device, max(map(len, prompts))
-        padding_B = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
-        self.model = model
-        self.tokens_BT = torch.tensor(
-            [[prompt[0]] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device
-        )
-        self.positions_BT = (torch.arange(longest, device=device) - padding_B[:, None]).clamp(min=0)
-        self.cache = Cache(model, len(prompts), longest + max_tokens, padding_B if padding_B.any() else None)
-
-    def logits(self) -> torch.Tensor:
-        """See `Rows`."""
-        batch = Batch(self.tokens_BT, position_ids=self.positions_BT)
-        return self.model(batch, lambda x_BTD, head, _: head.logits(x_BTD[:, -1]), cache=self.cache)
-
-    def append(self, next_B: torch.Tensor) -> None:
-        """See `Rows`."""
-        self.tokens_BT, self.positions_BT = next_B[:, None], self.positions_BT[:, -1:] + 1
-
-
 class WholeRows:
     """Rows that are read anew for every token, padded on the right to one length: serves every model that has a forward
     pass, however it is split."""
@@ -152,33 +126,49 @@ class WholeRows:
         self.tokens_BT.scatter_(1, self.last_B1, next_B[:, None])
 
 
-def _read_anew(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> WholeRows:
-    """What transformers computes has no cache of ours."""
-    return WholeRows(
-        lambda tokens_BT, asked_BT: model(Batch(tokens_BT), lambda x, head, _: head.next_logits(x, asked_BT)),
-        prompts,
-        max_tokens,
-        multiple=1,
-        device=model.like.device,
-    )
-
-
 def choose(logits_BV: torch.Tensor, sampling: Sampling, streams: Sequence[random.Random]) -> torch.Tensor:
-    """One token id [B] per row of logits [B, V]; every row takes one number from its stream."""
-    drawn_B = torch.tensor([stream.random() for stream in streams], dtype=torch.float64, device=logits_BV.device)
+    """One token id [B] per row of logits [B, V]; each row takes one number from its stream, unless temperature is 0."""
     if sampling.temperature == 0:
         return logits_BV.argmax(-1)
-    sorted_BV, order_BV = (logits_BV.double() / sampling.temperature).sort(descending=True, stable=True)
-    if sampling.top_k:
-        sorted_BV, order_BV = sorted_BV[:, : sampling.top_k], order_BV[:, : sampling.top_k]
-    probability_BV = sorted_BV.softmax(-1)
-    before_BV = probability_BV.cumsum(-1) - probability_BV
-    # The likeliest token always stays, for nothing comes before it.
-    probability_BV = probability_BV * (before_BV < sampling.top_p)
+    drawn_B = torch.tensor([stream.random() for stream in streams], dtype=torch.float64, device=logits_BV.device)
+    probability_BV, order_BV = _allowed((logits_BV.double() / sampling.temperature).softmax(-1), sampling)
     cumulative_BV = probability_BV.cumsum(-1)
-    target_B1 = drawn_B[:, None] * cumulative_BV[:, -1:]
+    total_B1 = cumulative_BV[:, -1:]
+    # Never the total itself, which a product may be rounded to: behind it only forbidden tokens stand.
+    target_B1 = (drawn_B[:, None] * total_B1).minimum(total_B1.nextafter(torch.zeros_like(total_B1)))
     index_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
-    return order_BV.gather(-1, index_B1.clamp(max=cumulative_BV.shape[1] - 1)).squeeze(-1)
+    return (index_B1 if order_BV is None else order_BV.gather(-1, index_B1)).squeeze(-1)
+
+
+def _allowed(probability_BV: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The probabilities of tokens that may be drawn, others 0, and the tokens' ids where they are in another order.
+
+    Probabilities need not sum to 1: `top_p` is a share of what `top_k` leaves.
+    """
+    order_BV, minimum_B1 = None, sampling.min_p * probability_BV.amax(-1, keepdim=True)
+    if 0 < sampling.top_k < probability_BV.shape[1]:
+        probability_BV, order_BV = probability_BV.topk(sampling.top_k)
+    elif sampling.top_p < 1:
+        probability_BV, order_BV = probability_BV.sort(descending=True, stable=True)
+    if sampling.top_p < 1:
+        before_BV = probability_BV.cumsum(-1) - probability_BV
+        # The likeliest token always stays, for nothing comes before it.
+        within_BV = before_BV < sampling.top_p * probability_BV.sum(-1, keepdim=True)
+        probability_BV = probability_BV * within_BV
+    return probability_BV * (probability_BV >= minimum_B1), order_BV
+
+
+def penalize(logits_V: torch.Tensor, sampling: Sampling, read_V: torch.Tensor, written_V: torch.Tensor) -> torch.Tensor:
+    """The logits of one row, less likely where a token has been read (prompt and answer, bool) or written (how often in
+    the answer so far)."""
+    if sampling.repetition_penalty != 1:
+        lowered_V = torch.where(
+            logits_V < 0, logits_V * sampling.repetition_penalty, logits_V / sampling.repetition_penalty
+        )
+        logits_V = torch.where(read_V, lowered_V, logits_V)
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        logits_V = logits_V - sampling.presence_penalty * (written_V > 0) - sampling.frequency_penalty * written_V
+    return logits_V
 
 
 def check_room(prompts: Sequence[Sequence[int]], max_tokens: int, room: int) -> None:

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.models.attention import Attention, LayerCache, Mask
+from meshwright.models.attention import Attention, Mask
+from meshwright.models.cache import LayerCache
 from meshwright.models.linear import Linear
 from meshwright.models.norm import RMSNorm
 from meshwright.models.rope import RopeTables, apply_rope, attention_scale
@@ -62,9 +63,10 @@ class LatentAttention(Attention):
         k_BTHK = torch.cat((k_BTHP, k_BT1R.expand(*k_BTHP.shape[:-1], -1)), -1)
         v_BTHK = F.pad(v_BTHV, (0, k_BTHK.shape[-1] - v_BTHV.shape[-1]))
         q_BHTK, k_BHSK, v_BHSK = (tensor.transpose(1, 2) for tensor in (q_BTHK, k_BTHK, v_BTHK))
-        if cache is not None:
-            k_BHSK, v_BHSK = cache.append(k_BHSK, v_BHSK)
-        y_BHTK = self.core(q_BHTK, k_BHSK, v_BHSK, mask)
+        if cache is None:
+            y_BHTK = self.core(q_BHTK, k_BHSK, v_BHSK, mask)
+        else:
+            y_BHTK = cache.attend(self.core, q_BHTK, k_BHSK, v_BHSK)
         return self.wo(y_BHTK[..., : v_BTHV.shape[-1]].transpose(1, 2).flatten(-2))
 
 

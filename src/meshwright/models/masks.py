@@ -19,31 +19,24 @@ def attention_mask(
     num_keys: int,
     *,
     window: int | None,
-    padding_B: torch.Tensor | None,
     device: torch.device,
 ) -> torch.Tensor | None:
-    """Which keys each of the last `num_queries` positions sees: bool [T, S], or [B, 1, T, S] where prompts
-    are padded.
+    """Which keys each of the last `num_queries` positions sees: bool [T, S].
 
     None where SDPA's own causal rule says the same, which keeps its fast path.
 
     Args:
         window: keys a query sees at most, itself included.
-        padding_B: number of padding tokens on the left of each row, or None.
     """
     if window is not None and num_keys <= window:
         window = None
-    if window is None and padding_B is None and num_queries in (1, num_keys):
+    if window is None and num_queries in (1, num_keys):
         return None
     keys_S = torch.arange(num_keys, device=device)
     queries_T1 = keys_S[num_keys - num_queries :, None]
     mask = keys_S <= queries_T1
     if window is not None:
         mask = mask & (keys_S > queries_T1 - window)
-    if padding_B is not None:
-        # A padding token sees itself, because a row that sees nothing is NaN; nobody sees it.
-        mask = (mask & (keys_S >= padding_B[:, None, None])) | (keys_S == queries_T1)
-        mask = mask[:, None]
     return mask
 
 
@@ -89,7 +82,7 @@ class Documents:
     def _span_mask(self, lengths: list[int]) -> torch.Tensor | None:
         if len(lengths) == 1:
             device = self.documents_BT.device
-            return attention_mask(lengths[0], lengths[0], window=self.window, padding_B=None, device=device)
+            return attention_mask(lengths[0], lengths[0], window=self.window, device=device)
         return torch.block_diag(*(self._order(length).int() for length in lengths)).bool()
 
     def _order(self, length: int) -> torch.Tensor:

@@ -90,7 +90,7 @@ class Ulysses(_NotCompiled):
         """See `Core`. Collective."""
         if not isinstance(mask, Documents):  # then it was made for this rank's tokens alone
             length = q_BHTK.shape[2] * self.degree
-            mask = attention_mask(length, length, window=self.window, padding_B=None, device=q_BHTK.device)
+            mask = attention_mask(length, length, window=self.window, device=q_BHTK.device)
         heads, kv_heads = q_BHTK.shape[1], k_BGTK.shape[1]
         # Fewer key and value heads than ranks: copies, as few as will do.
         shares = range(1, heads // kv_heads + 1)

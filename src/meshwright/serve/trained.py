@@ -27,11 +27,12 @@ from meshwright.families.hub import cached_snapshot, hub_id
 from meshwright.finetune import apply_finetune, merged_model
 from meshwright.models import Decoder, build_model, named_state, named_tensors
 from meshwright.models.dtypes import torch_dtype
-from meshwright.models.generate import Sampling, generate
+from meshwright.models.generate import Sampling
 from meshwright.objectives import NextToken
 from meshwright.parallel import WholeModel
 from meshwright.parallel.materialize import RowSource, materialize
 from meshwright.plan.machine import find_machine
+from meshwright.serve.engine import Engine, Request
 from meshwright.spec.data import DataSpec, SourceSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FullSpec
@@ -99,15 +100,21 @@ def open_trained(path: Path, *, device: str = "auto", dtype: str | None = None, 
 
 
 def continue_texts(
-    trained: TrainedModel, prompts: Sequence[str], *, max_tokens: int | None = None, sampling: Sampling
+    trained: TrainedModel,
+    prompts: Sequence[str],
+    *,
+    max_tokens: int | None = None,
+    sampling: Sampling,
+    stops: Sequence[str] = (),
 ) -> list[str]:
-    """What the model writes after each prompt: `max_tokens`, by default 128 or as many as it has positions for.
+    """What the model writes after each prompt, up to the first of `stops`: `max_tokens`, by default 128 or as many as
+    it has positions for.
 
     An empty prompt begins a document. Raises `UserError` where prompt and new tokens have no room.
     """
     tokenizer = trained.tokenizer
     ids = [tokenizer.encode_prompt(prompt) or [tokenizer.eos_id] for prompt in prompts]
-    return _continued(trained, ids, {tokenizer.eos_id}, max_tokens, sampling)
+    return _continued(trained, ids, {tokenizer.eos_id}, max_tokens, sampling, stops)
 
 
 def answer_texts(
@@ -117,13 +124,14 @@ def answer_texts(
     system: str | None = None,
     max_tokens: int | None = None,
     sampling: Sampling,
+    stops: Sequence[str] = (),
 ) -> list[str]:
     """What the model answers to each prompt in a conversation of its own, as the chat template of its tokenizer says.
 
     Raises `UserError` where there is no template, or prompt and new tokens have no room.
     """
     ids, ends = ask(trained.tokenizer, prompts, system)
-    return _continued(trained, ids, ends, max_tokens, sampling)
+    return _continued(trained, ids, ends, max_tokens, sampling, stops)
 
 
 def evaluate_texts(
@@ -208,11 +216,16 @@ def _continued(
     ends: Collection[int],
     max_tokens: int | None,
     sampling: Sampling,
+    stops: Sequence[str],
 ) -> list[str]:
     if max_tokens is None:
         max_tokens = max(1, min(MAX_TOKENS, trained.spec.max_positions - max(map(len, ids))))
-    continued = generate(trained.model, ids, max_tokens=max_tokens, eos_id=ends, sampling=sampling)
-    return [trained.tokenizer.decode(tokens) for tokens in continued]
+    requests = [
+        Request(prompt=prompt, max_tokens=max_tokens, sampling=sampling, row=row, ends=ends, stops=stops)
+        for row, prompt in enumerate(ids)
+    ]
+    engine = Engine(trained.model, decode=trained.tokenizer.decode)
+    return [answer.text for answer in engine.run(requests)]
 
 
 def _held_out(trained: TrainedModel, length: int) -> dict[str, Samples]:

@@ -1,0 +1,292 @@
+"""The engine: requests join and leave a running batch, token by token (continuous batching).
+
+Every step is one forward pass over the next token of each answer and as many tokens of new prompts as `CHUNK` allows,
+without padding. What a request gets depends on nothing else in the batch, up to the rounding of products of another
+size: it draws from a stream of its own, and its prompt is read in the same chunks.
+
+Shapes: B rows that get a token, V vocabulary.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import torch
+
+from meshwright.models import Decoder
+from meshwright.models.generate import Sampling, check_room, choose, penalize
+from meshwright.serve.readers import Reader, reader_for
+from meshwright.serve.text import TextWriter
+
+CHUNK = 512
+"""Tokens of prompts read in one step, beside the answers' own; a longer prompt takes several steps."""
+MAX_BATCH = 64
+"""Answers written at a time, where nobody says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked for."""
+
+    prompt: Sequence[int]
+    max_tokens: int
+    sampling: Sampling
+    row: int = 0
+    """Of several answers to one question the number; each draws from a stream of its own."""
+    ends: Collection[int] = ()
+    """Tokens that end the answer and do not belong to it."""
+    stops: Sequence[str] = ()
+    """Texts that do the same; a request that has them needs an engine that can decode."""
+    logprobs: int | None = None
+    """With each token its log-probability, and this many of the likeliest instead."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token of an answer."""
+
+    id: int
+    logprob: float | None = None
+    """As the model has it, before temperature, penalties and filters."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens and theirs."""
+
+
+@dataclass
+class Answer:
+    """An answer as far as it has been written."""
+
+    request: Request
+    listener: "Callable[[Answer, list[Token], str], None] | None" = None
+    """Told of new tokens and new text, once a step at most; and of the end, when `finish` is set."""
+    tokens: list[Token] = field(default_factory=list)
+    text: str = ""
+    finish: str | None = None
+    """Why it ended: `stop` (a token or a text that ends answers), `length`, or `cancelled`."""
+
+    @property
+    def ids(self) -> list[int]:
+        """Its tokens' ids."""
+        return [token.id for token in self.tokens]
+
+
+class _Row:
+    """A request at work."""
+
+    def __init__(self, answer: Answer, decode: Callable[[Sequence[int]], str] | None, vocab: int) -> None:
+        request = answer.request
+        self.answer, self.sampling = answer, request.sampling
+        self.read = 0
+        """Tokens of the prompt that the model has read."""
+        self.stream = random.Random(f"{request.sampling.seed}/{request.row}")
+        self.writer = None if decode is None else TextWriter(decode, request.stops)
+        self.seen: tuple[torch.Tensor, torch.Tensor] | None = None
+        if request.sampling.penalizes:
+            self.seen = torch.zeros(vocab, dtype=torch.bool), torch.zeros(vocab)
+            self.seen[0][torch.tensor(request.prompt)] = True
+
+    @property
+    def chunk(self) -> Sequence[int]:
+        """The tokens that the model reads next: of the prompt, or the last one written."""
+        prompt = self.answer.request.prompt
+        if self.read < len(prompt):
+            return prompt[self.read : self.read + CHUNK]
+        return (self.answer.tokens[-1].id,)
+
+
+class Engine:
+    """A model with requests. One thread at a time may call it."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        max_batch: int = MAX_BATCH,
+        max_context: int | None = None,
+    ) -> None:
+        """`decode`: token ids to text, where text is wanted. `max_context`: tokens of prompt and answer, at most."""
+        self.model, self.max_batch, self._decode = model, max_batch, decode
+        self.max_context = min(max_context or model.spec.max_positions, model.spec.max_positions)
+        self._waiting: deque[_Row] = deque()
+        self._rows: list[_Row] = []
+        """As in the reader: first those whose prompt has been read, then at most one whose has not."""
+        self._reader: Reader = reader_for(model)
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a place in the batch."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Requests in the batch."""
+        return len(self._rows)
+
+    def submit(self, request: Request, listener: Callable[[Answer, list[Token], str], None] | None = None) -> Answer:
+        """Queue a request; `step` until its answer has a `finish`.
+
+        Raises `UserError` where prompt and answer have no room.
+        """
+        check_room([request.prompt], request.max_tokens, self.max_context)
+        assert self._decode is not None or not request.stops
+        answer = Answer(request, listener)
+        self._waiting.append(_Row(answer, self._decode, self.model.spec.vocab))
+        return answer
+
+    def cancel(self, answer: Answer) -> None:
+        """End an answer now; its place is free for the next step."""
+        if answer.finish is None:
+            answer.finish = "cancelled"
+
+    def run(self, requests: Sequence[Request]) -> list[Answer]:
+        """The answers, complete."""
+        answers = [self.submit(request) for request in requests]
+        while any(answer.finish is None for answer in answers):
+            self.step()
+        return answers
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """One forward pass; False where there is nothing to do."""
+        self._sweep()
+        self._admit()
+        if not self._rows:
+            return False
+        new = [(place, row.chunk) for place, row in enumerate(self._rows)]
+        for row, (_, tokens) in zip(self._rows, new, strict=True):
+            row.read += len(tokens)
+        writing = self._whole
+        logits_BV = self._reader.read(new, writing)
+        for row, token in zip(self._rows, self._choose(logits_BV, self._rows[:writing]), strict=False):
+            self._write(row, token)
+        self._sweep()
+        return True
+
+    def reset(self) -> list[Answer]:
+        """Forget all requests, as after an error; returns those that had not ended."""
+        lost = [row.answer for row in (*self._rows, *self._waiting) if row.answer.finish is None]
+        self._rows, self._waiting = [], deque()
+        self._reader = reader_for(self.model)
+        return lost
+
+    @property
+    def _whole(self) -> int:
+        """Rows whose prompt has been read."""
+        return sum(row.read >= len(row.answer.request.prompt) for row in self._rows)
+
+    def _admit(self) -> None:
+        """Take requests in, as long as no prompt is read in parts and this step has room for more of one."""
+        room = CHUNK
+        if self._whole < len(self._rows):
+            room -= len(self._rows[-1].chunk)
+            if self._rows[-1].read + CHUNK < len(self._rows[-1].answer.request.prompt):
+                return
+        while room > 0 and self._waiting and len(self._rows) < self.max_batch:
+            row = self._waiting.popleft()
+            self._rows.append(row)
+            room -= len(row.chunk)
+            if len(row.chunk) < len(row.answer.request.prompt):
+                return
+
+    def _choose(self, logits_BV: torch.Tensor, rows: Sequence[_Row]) -> list[Token]:
+        """The next token of each row."""
+        from_BV = logits_BV
+        if any(row.seen is not None for row in rows):
+            from_BV = torch.stack([_penalized(logits_V, row) for logits_V, row in zip(logits_BV, rows, strict=True)])
+        chosen: dict[int, int] = {}
+        order = sorted(range(len(rows)), key=lambda place: _filters(rows[place].sampling))
+        for _, group in groupby(order, key=lambda place: _filters(rows[place].sampling)):
+            places = list(group)
+            some_BV = from_BV if len(places) == len(rows) else from_BV[places]
+            found = choose(some_BV, rows[places[0]].sampling, [rows[place].stream for place in places])
+            chosen.update(zip(places, found.tolist(), strict=True))
+        return [self._told(logits_BV[place], row.answer.request, chosen[place]) for place, row in enumerate(rows)]
+
+    def _told(self, logits_V: torch.Tensor, request: Request, chosen: int) -> Token:
+        if request.logprobs is None:
+            return Token(chosen)
+        logprobs_V = logits_V.double().log_softmax(-1)
+        top = logprobs_V.topk(min(request.logprobs, len(logprobs_V)))
+        pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        return Token(chosen, float(logprobs_V[chosen]), tuple(pairs))
+
+    def _write(self, row: _Row, token: Token) -> None:
+        answer, text = row.answer, ""
+        if answer.finish is not None:
+            return
+        if token.id in answer.request.ends:
+            answer.finish = "stop"
+        else:
+            answer.tokens.append(token)
+            if row.seen is not None:
+                row.seen[0][token.id] = True
+                row.seen[1][token.id] += 1
+            if row.writer is not None:
+                text = row.writer.add(token.id)
+                answer.finish = None if row.writer.stopped is None else "stop"
+            if answer.finish is None and len(answer.tokens) == answer.request.max_tokens:
+                answer.finish = "length"
+        if answer.finish is not None and row.writer is not None:
+            text += row.writer.finish()
+            answer.finish = answer.finish if row.writer.stopped is None else "stop"
+        answer.text += text
+        if answer.listener is not None:
+            answer.listener(answer, answer.tokens[-1:] if token.id not in answer.request.ends else [], text)
+
+    def _sweep(self) -> None:
+        """Give up the places of answers that have ended; the last rows move into them."""
+        self._waiting = deque(row for row in self._waiting if row.answer.finish is None)
+        for place in reversed(range(len(self._rows))):
+            if self._rows[place].answer.finish is None:
+                continue
+            whole, last = self._whole, len(self._rows) - 1
+            if place < whole:
+                # The last one whose prompt has been read takes its place, and the one that is being read that one's.
+                self._put(whole - 1, place)
+                self._put(last, whole - 1)
+            self._rows.pop()
+            self._reader.drop_last()
+
+    def _put(self, source: int, target: int) -> None:
+        if source != target:
+            self._reader.move(source, target)
+            self._rows[target] = self._rows[source]
+
+
+def _filters(sampling: Sampling) -> tuple[float, ...]:
+    """What rows that are drawn together must have in common."""
+    if sampling.temperature == 0:
+        return (0.0,)
+    return (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+
+
+def _penalized(logits_V: torch.Tensor, row: _Row) -> torch.Tensor:
+    wide_V = logits_V.to(torch.promote_types(logits_V.dtype, torch.float32))
+    if row.seen is None:
+        return wide_V
+    return penalize(wide_V, row.sampling, *(seen_V.to(wide_V.device) for seen_V in row.seen))
+
+
+def generate(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    eos_id: int | Collection[int],
+    sampling: Sampling,
+) -> list[list[int]]:
+    """Up to `max_tokens` new token ids for each prompt, ending before `eos_id` (or any of several) where it says so.
+
+    Raises:
+        UserError: an empty prompt, or more positions than the model is meant for.
+    """
+    check_room(prompts, max_tokens, model.spec.max_positions)
+    ends = {eos_id} if isinstance(eos_id, int) else set(eos_id)
+    requests = [
+        Request(prompt=prompt, max_tokens=max_tokens, sampling=sampling, row=row, ends=ends)
+        for row, prompt in enumerate(prompts)
+    ]
+    return [answer.ids for answer in Engine(model).run(requests)]

@@ -1,0 +1,120 @@
+"""How a model reads the rows of a batch: with keys and values kept, or anew for every token.
+
+Shapes: B rows that get a token, N new tokens, T longest row, D hidden, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from meshwright.families import FAMILIES
+from meshwright.models import Cache, Decoder
+from meshwright.models.head import Head
+from meshwright.spec.batch import Batch
+
+New = Sequence[tuple[int, Sequence[int]]]
+"""(row, new tokens) of every row, in the order of rows."""
+
+
+class Reader(Protocol):
+    """Rows of tokens, as a model reads them."""
+
+    def read(self, new: New, writing: int) -> torch.Tensor:
+        """The logits [B, V] behind each of the first `writing` rows, once `new` has been read."""
+        ...
+
+    def move(self, source: int, target: int) -> None:
+        """Put row `source` into the place of row `target`."""
+        ...
+
+    def drop_last(self) -> None:
+        """Forget the last row."""
+        ...
+
+
+class CachedReader:
+    """Reads every token once."""
+
+    def __init__(self, model: Decoder) -> None:
+        self._model, self._cache = model, Cache(model)
+
+    def read(self, new: New, writing: int) -> torch.Tensor:
+        """See `Reader`."""
+        batch = self._cache.append(new)
+        ends, end = [], -1
+        for _, tokens in new:
+            end += len(tokens)
+            ends.append(end)
+        last_B = torch.tensor(ends[:writing], device=batch.tokens.device, dtype=torch.int64)
+
+        def logits(x_1ND: torch.Tensor, head: Head, _: object) -> torch.Tensor:
+            return head.logits(x_1ND[0] if len(last_B) == x_1ND.shape[1] else x_1ND[0, last_B])
+
+        return self._model(batch, logits, cache=self._cache)
+
+    def move(self, source: int, target: int) -> None:
+        """See `Reader`."""
+        self._cache.move(source, target)
+
+    def drop_last(self) -> None:
+        """See `Reader`."""
+        self._cache.drop_last()
+
+
+class WholeReader:
+    """Reads every row anew for every token: serves each model that has a forward pass."""
+
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
+        self._rows: list[list[int]] = []
+
+    def read(self, new: New, writing: int) -> torch.Tensor:
+        """See `Reader`. Padding stands behind the rows, where no token sees it."""
+        for place, tokens in new:
+            if place == len(self._rows):
+                self._rows.append([])
+            self._rows[place] = [*self._rows[place], *tokens]
+        rows, device = self._rows[:writing], self._model.like.device
+        if not rows:
+            return torch.empty(0, self._model.spec.vocab)
+        lengths_B1 = torch.tensor([[len(row)] for row in rows], device=device)
+        longest = max(map(len, rows))
+        tokens_BT = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
+        asked_BT = torch.arange(longest, device=device) == lengths_B1 - 1
+        return self._model(Batch(tokens_BT), lambda x_BTD, head, _: head.next_logits(x_BTD, asked_BT))
+
+    def move(self, source: int, target: int) -> None:
+        """See `Reader`."""
+        self._rows[target] = self._rows[source]
+
+    def drop_last(self) -> None:
+        """See `Reader`."""
+        self._rows.pop()
+
+
+PROBE = 12
+"""Tokens on which it is tried whether a user's own model may be cached."""
+
+
+def reader_for(model: Decoder) -> Reader:
+    """The reader that serves: what transformers computes has no cache of ours, and a user's own blocks may mix tokens
+    elsewhere than in attention, which shows in what they compute."""
+    if model.spec.foreign is not None:
+        return WholeReader(model)
+    if model.spec.family not in FAMILIES and not _may_be_cached(model):
+        return WholeReader(model)
+    return CachedReader(model)
+
+
+@torch.inference_mode()
+def _may_be_cached(model: Decoder) -> bool:
+    """Whether tokens read one by one have the logits that they have together."""
+    tokens = [number % model.spec.vocab for number in range(3, 3 + min(PROBE, model.spec.max_positions))]
+    whole, pieces = WholeReader(model), CachedReader(model)
+    expected_BV = whole.read([(0, tokens)], 1)
+    pieces.read([(0, tokens[:-2])], 0)
+    pieces.read([(0, tokens[-2:-1])], 0)
+    found_BV = pieces.read([(0, tokens[-1:])], 1)
+    tolerance = 1e-4 if model.like.dtype.itemsize >= 4 else 3e-2
+    return bool((found_BV - expected_BV).norm() <= tolerance * expected_BV.norm())

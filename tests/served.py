@@ -1,0 +1,96 @@
+"""Tiny models that can be served: fresh weights large enough to have opinions, a tokenizer, a chat template."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from meshwright.checkpoint.hf import export_hf
+from meshwright.data.tokenizer import TextTokenizer, train_tokenizer
+from meshwright.families import parameter_table, resolve_model
+from meshwright.finetune import apply_finetune
+from meshwright.models import Decoder, build_model, draw_rows, initialize, named_tensors
+from meshwright.spec.finetune import LoraSpec
+from meshwright.spec.model import ModelFields, ModelSpec
+
+SIZES: dict[str, Any] = {"hidden": 32, "num_layers": 2, "num_heads": 4, "max_positions": 96, "init_std": 0.3}
+VOCAB = 300
+
+CHATML = """\
+{%- if tools -%}{{- '<|im_start|>tools\\n' + tools|tojson + '<|im_end|>\\n' -}}{%- endif -%}
+{%- for m in messages -%}
+{{- '<|im_start|>' + m.role + '\\n' + (m.content or '') + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+PLAIN = """\
+{%- for m in messages -%}{{- m.role + ': ' + m.content + '\\n' -}}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- 'assistant:' -}}{%- endif -%}
+"""
+
+
+def spec_of(family: str, vocab: int = VOCAB, **more: Any) -> ModelSpec:
+    """A tiny model's spec; heads share keys and a window slides where the family has that."""
+    sizes = SIZES | {"family": family, "vocab": vocab}
+    if family not in ("gpt2", "deepseek_v3"):
+        sizes["num_kv_heads"] = 2
+    if family == "mistral":
+        sizes["sliding_window"] = 9
+    if family == "deepseek_v3":
+        sizes |= {"kv_rank": 12, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 8, "num_experts": 16}
+    return resolve_model(ModelFields(**sizes | more), base_dir=Path())
+
+
+def model_of(family: str, *, dtype: torch.dtype = torch.float64, seed: int = 1, **more: Any) -> Decoder:
+    """A tiny model with weights."""
+    spec = spec_of(family, **more)
+    model = build_model(spec, device="cpu", dtype=dtype)
+    initialize(model, parameter_table(spec), seed=seed)
+    return model.eval()
+
+
+def adapted(base: Decoder, seed: int = 2, **more: Any) -> Decoder:
+    """The base with a LoRA adapter that changes what it says."""
+    dtype = base.like.dtype
+    model = build_model(base.spec, dtype=dtype)
+    apply_finetune(model, LoraSpec(method="lora", rank=4, alpha=8.0, **more), dtype)
+    model.to_empty(device="cpu")
+    tensors = named_tensors(base)
+    with torch.no_grad():
+        for row in model.table:
+            parameter = model.get_parameter(row.name)
+            if row.name in tensors:
+                parameter.copy_(tensors[row.name])
+            else:
+                drawn = draw_rows(dataclasses.replace(row, init="normal", init_std=0.2), seed, 0, row.shape[0])
+                parameter.copy_(drawn)
+    return model.eval()
+
+
+def tokenizer_of(template: str | None = None) -> TextTokenizer:
+    """A byte-level tokenizer, which with a template has ChatML's special tokens."""
+    text = "".join(f"def add_{n}(x):\n    return x + {n}\n" for n in range(50))
+    tokenizer = train_tokenizer([text], VOCAB - 3)
+    if template is None:
+        return tokenizer
+    inner = Tokenizer.from_str(tokenizer.files["tokenizer.json"].decode())
+    inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    files = {**tokenizer.files, "tokenizer.json": inner.to_str().encode()}
+    return TextTokenizer(files, where="test").with_chat_template(template)
+
+
+def hf_directory(folder: Path, model: Decoder, tokenizer: TextTokenizer) -> Path:
+    """The model as a Hugging Face directory, in fp32."""
+    tokenizer.save(folder.parent / f"{folder.name}-tokenizer")
+    export_hf(
+        named_tensors(model).items(),
+        model.spec,
+        folder,
+        tokenizer_dir=folder.parent / f"{folder.name}-tokenizer",
+        dtype=torch.float32,
+        token_ids={"eos_token_id": tokenizer.eos_id},
+        prove=False,
+    )
+    return folder

@@ -1,0 +1,240 @@
+"""The engine: every answer is the one that its request gets alone, and transformers gets from the exported model."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from losses import logits_of
+from meshwright.finetune import merged_model
+from meshwright.models import Decoder
+from meshwright.models.generate import Sampling
+from meshwright.serve import engine as engine_module
+from meshwright.serve.engine import Answer, Engine, Request, Token, generate
+from meshwright.serve.readers import CachedReader, WholeReader, reader_for
+from meshwright.serve.text import TextWriter
+from meshwright.spec.errors import UserError
+from served import CHATML, VOCAB, adapted, hf_directory, model_of, tokenizer_of
+
+FAMILIES = ["llama", "gpt2", "mistral", "qwen3", "qwen3_moe", "deepseek_v3"]
+GREEDY = Sampling(temperature=0)
+TOKENIZER = tokenizer_of(CHATML)
+
+
+def requests_of(count: int, seed: int = 0) -> list[Request]:
+    """Of many kinds and lengths."""
+    drawn = random.Random(seed)
+    kinds = [
+        {"temperature": 0},
+        {"temperature": 0, "repetition_penalty": 1.4},
+        {"temperature": 0.8},
+        {"temperature": 1.3, "top_k": 5, "top_p": 0.9},
+        {"temperature": 1.0, "min_p": 0.1, "frequency_penalty": 0.5, "presence_penalty": 0.2},
+        {"temperature": 1.0, "top_p": 0.7},
+    ]
+    return [
+        Request(
+            prompt=[drawn.randrange(VOCAB) for _ in range(drawn.choice([1, 2, 3, 7, 12, 20, 33]))],
+            max_tokens=drawn.choice([1, 2, 5, 11, 25]),
+            sampling=Sampling(**drawn.choice(kinds), seed=drawn.randrange(4)),  # type: ignore[arg-type]
+            row=drawn.randrange(3),
+            ends={drawn.randrange(VOCAB) for _ in range(20)},
+            logprobs=drawn.choice([None, 0, 3]),
+        )
+        for _ in range(count)
+    ]
+
+
+def numbers(answer: Answer) -> tuple[Any, ...]:
+    return answer.ids, answer.finish, [[round(logprob, 9) for _, logprob in token.top] for token in answer.tokens]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_request_gets_in_a_crowd_what_it_gets_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests come while others are being answered, prompts are read in parts, some are cancelled."""
+    monkeypatch.setattr(engine_module, "CHUNK", 8)
+    model, requests, drawn = model_of(family), requests_of(14), random.Random(1)
+    alone = [numbers(Engine(model).run([request])[0]) for request in requests]
+    crowd, waiting, answers, cancelled = Engine(model, max_batch=4), list(requests), list[Answer](), list[Answer]()
+    while waiting or crowd.running or crowd.waiting:
+        for _ in range(drawn.randrange(3)):
+            if waiting:
+                answers.append(crowd.submit(waiting.pop(0)))
+                cancelled.append(crowd.submit(drawn.choice(requests)))
+        if cancelled and drawn.random() < 0.5:
+            crowd.cancel(cancelled.pop(drawn.randrange(len(cancelled))))
+        crowd.step()
+        assert crowd.running <= 4
+    assert [numbers(answer) for answer in answers] == alone
+    assert len({finish for _, finish, _ in alone}) == 2  # tokens that end, and lengths
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "mixtral", "mistral", "gpt2"])
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Any]:
+    """Our model in fp32, and transformers' of what is exported."""
+    model = model_of(request.param, dtype=torch.float32)
+    folder = hf_directory(tmp_path_factory.mktemp("hf") / request.param, model, TOKENIZER)
+    return model, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def theirs(model: Any, prompt: list[int], **settings: Any) -> list[int]:
+    """What transformers' `generate` writes behind a prompt."""
+    end = settings.pop("eos_token_id", -1)
+    found = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=20,
+        do_sample=False,
+        eos_token_id=end,
+        pad_token_id=0,
+        **settings,
+    )[0, len(prompt) :].tolist()
+    return found[: found.index(end)] if end in found else found
+
+
+PROMPTS = [[5, 6, 7, 8, 9] * 4, [3], [11, 4, 11], [250, 17, 99, 98, 97, 4, 4, 4, 4, 4, 5]]
+
+
+def test_a_batch_is_answered_as_transformers_answers_each(both: tuple[Decoder, Any]) -> None:
+    ours, model = both
+    expected = [theirs(model, prompt) for prompt in PROMPTS]
+    assert generate(ours, PROMPTS, max_tokens=20, eos_id=-1, sampling=GREEDY) == expected
+    end = expected[0][10]
+    stopped = [theirs(model, prompt, eos_token_id=end) for prompt in PROMPTS]
+    assert generate(ours, PROMPTS, max_tokens=20, eos_id=end, sampling=GREEDY) == stopped
+    penalty = Sampling(temperature=0, repetition_penalty=1.5)
+    penalized = [theirs(model, prompt, repetition_penalty=1.5) for prompt in PROMPTS]
+    assert penalized != expected
+    assert generate(ours, PROMPTS, max_tokens=20, eos_id=-1, sampling=penalty) == penalized
+
+
+def test_adapters_answer_alike_merged_unmerged_and_in_transformers(tmp_path: Path) -> None:
+    base = model_of("llama", dtype=torch.float32)
+    tuned = adapted(base)
+    merged = merged_model(tuned)
+    folder = hf_directory(tmp_path / "merged", merged, TOKENIZER)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    expected = [theirs(model, prompt) for prompt in PROMPTS]
+    for ours in (tuned, merged):
+        assert generate(ours, PROMPTS, max_tokens=20, eos_id=-1, sampling=GREEDY) == expected
+    assert generate(base, PROMPTS, max_tokens=20, eos_id=-1, sampling=GREEDY) != expected
+
+
+@torch.no_grad()
+def test_logprobs_are_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the sampling."""
+    model, prompt = model_of("llama"), [5, 6, 7]
+    sampling = Sampling(temperature=2.0, top_k=50, repetition_penalty=1.3, seed=4)
+    request = Request(prompt=prompt, max_tokens=12, sampling=sampling, logprobs=4)
+    answer = Engine(model).run([request])[0]
+    whole = logits_of(model, torch.tensor([[*prompt, *answer.ids]]))[0].log_softmax(-1)
+    for place, token in enumerate(answer.tokens, len(prompt) - 1):
+        assert token.logprob == pytest.approx(whole[place, token.id].item(), abs=1e-10)
+        top = whole[place].topk(4)
+        assert [number for number, _ in token.top] == top.indices.tolist()
+        assert [logprob for _, logprob in token.top] == pytest.approx(top.values.tolist(), abs=1e-10)
+
+
+def test_penalties_lower_what_has_been_written() -> None:
+    model, prompt = model_of("gpt2"), [5, 6, 7]
+
+    def written(**settings: Any) -> list[int]:
+        sampling = Sampling(temperature=0, **settings)
+        return generate(model, [prompt], max_tokens=60, eos_id=-1, sampling=sampling)[0]
+
+    assert len(set(written())) < 60
+    for settings in ({"presence_penalty": 1000.0}, {"frequency_penalty": 1000.0}, {"repetition_penalty": 1e6}):
+        assert len(set(written(**settings))) == 60, settings
+
+
+def test_an_answer_ends_before_a_stop_string() -> None:
+    """Wherever tokens begin and end, and whatever was held back for it is given when it did not come."""
+    model = model_of("llama")
+    request = Request(prompt=[70, 71], max_tokens=40, sampling=Sampling(seed=3))
+    free = Engine(model, decode=TOKENIZER.decode).run([request])[0]
+    assert free.text == TOKENIZER.decode(free.ids)
+    for start, length in ((3, 1), (9, 4), (20, 7)):
+        stop = free.text[start : start + length]
+        heard = list[str]()
+        engine = Engine(model, decode=TOKENIZER.decode)
+        answer = engine.submit(
+            Request(prompt=[70, 71], max_tokens=40, sampling=Sampling(seed=3), stops=["nowhere", stop]),
+            lambda _, __, text, heard=heard: heard.append(text),
+        )
+        while engine.step():
+            pass
+        assert answer.text == free.text[: free.text.index(stop)] == "".join(heard)
+        assert answer.finish == "stop"
+        assert len(answer.tokens) < 40
+
+
+@hypothesis_settings(max_examples=60, deadline=None)
+@given(st.text(max_size=40), st.lists(st.text(min_size=1, max_size=3), max_size=3), st.integers(1, 5))
+def test_text_is_whole_characters_up_to_the_first_stop(text: str, stops: list[str], width: int) -> None:
+    """Of tokens that cut characters anywhere."""
+    data = text.encode()
+    tokens = [data[start : start + width] for start in range(0, len(data), width)]
+    writer = TextWriter(lambda ids: b"".join(tokens[i] for i in ids).decode(errors="replace"), stops)
+    heard = []
+    for token in range(len(tokens)):
+        heard.append(writer.add(token))
+        if writer.stopped is not None:
+            break
+    heard.append(writer.finish())
+    places = [text.index(stop) for stop in stops if stop in text]
+    assert "".join(heard) == (text[: min(places)] if places else text)
+    assert (writer.stopped is not None) == bool(places)
+
+
+def test_a_cancelled_answer_frees_its_place_and_what_waits_takes_it() -> None:
+    model = model_of("llama")
+    engine = Engine(model, max_batch=1)
+    long, short = (Request(prompt=[5, 6], max_tokens=count, sampling=GREEDY) for count in (60, 3))
+    first, second = engine.submit(long), engine.submit(short)
+    engine.step()
+    assert (engine.running, engine.waiting) == (1, 1)
+    engine.cancel(first)
+    while engine.step():
+        pass
+    assert first.finish == "cancelled"
+    assert second.ids == Engine(model).run([short])[0].ids
+    assert (engine.running, engine.waiting) == (0, 0)
+
+
+def test_after_an_error_the_engine_begins_anew() -> None:
+    model = model_of("llama")
+    engine = Engine(model)
+    answers = [engine.submit(Request(prompt=[5, 6], max_tokens=5, sampling=GREEDY)) for _ in range(2)]
+    engine.step()
+    assert engine.reset() == answers
+    assert not engine.step()
+    request = Request(prompt=[5, 6], max_tokens=5, sampling=GREEDY)
+    assert engine.run([request])[0].ids == Engine(model).run([request])[0].ids
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_users_own_model_is_cached_only_where_that_changes_nothing(mixes: bool) -> None:
+    model = model_of("llama")
+    model.spec = model.spec.model_copy(update={"family": "mine"})
+    if mixes:  # what blocks of users' own may do: each token sees the one before it, outside of attention
+        for block in model.layers.values():
+            block.wrap(lambda compute: lambda x, *others: compute(x, *others) + F.pad(x, (0, 0, 1, 0))[:, :-1])
+    assert isinstance(reader_for(model), WholeReader if mixes else CachedReader)
+    answers = Engine(model).run([Request(prompt=prompt, max_tokens=6, sampling=GREEDY) for prompt in PROMPTS])
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        whole = logits_of(model, torch.tensor([[*prompt, *answer.ids]]))[0].argmax(-1)
+        assert answer.ids == whole[len(prompt) - 1 : -1].tolist()
+
+
+def test_what_has_no_room_is_refused() -> None:
+    engine = Engine(model_of("llama"), max_context=20)
+    with pytest.raises(UserError, match="at most 4 new tokens have room"):
+        engine.submit(Request(prompt=[1] * 16, max_tokens=5, sampling=GREEDY))
+    assert isinstance(engine.run([Request(prompt=[1] * 16, max_tokens=4, sampling=GREEDY)])[0].tokens[0], Token)
