@@ -1,11 +1,32 @@
-"""Exchange of Python objects between ranks; one process alone exchanges them with itself."""
+"""Exchange of Python objects between ranks; one process alone exchanges them with itself.
 
+Objects are pickled, and unpickling runs code: so each message is signed (HMAC-SHA256) with a secret of the run, which
+`launch/secret.py` gives every rank, and only a message with the right signature is read. torch's own exchange
+(`all_gather_object` and its kin) reads whatever arrives.
+"""
+
+import hmac
+import pickle
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
+from meshwright.spec.errors import UserError
+
 T = TypeVar("T")
+
+DIGEST = "sha256"
+DIGEST_BYTES = 32
+
+_secret = b""
+
+
+def sign_with(secret: bytes) -> None:
+    """Sign all that this process sends with `secret`, and read nothing else; every rank has the same one."""
+    global _secret
+    _secret = secret
 
 
 def rank() -> int:
@@ -22,18 +43,24 @@ def gather(value: Any) -> list[Any] | None:
     """`value` of every rank, in rank order, on rank 0; None elsewhere. Collective."""
     if not dist.is_initialized():
         return [value]
-    values = [None] * world_size() if rank() == 0 else None
-    dist.gather_object(value, values)
-    return values
+    message = _signed(value)
+    lengths = _lengths(message, None)
+    padded = _padded(message, max(lengths))
+    received = [torch.empty_like(padded) for _ in lengths] if rank() == 0 else None
+    dist.gather(padded, received)
+    return None if received is None else [_read(one[:length]) for one, length in zip(received, lengths, strict=True)]
 
 
 def gather_everywhere(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """`value` of every rank of `group`, or of all ranks, in rank order, on every rank of it. Collective."""
     if not dist.is_initialized():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+    message = _signed(value)
+    lengths = _lengths(message, group)
+    padded = _padded(message, max(lengths))
+    received = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(received, padded, group=group)
+    return [_read(one[:length]) for one, length in zip(received, lengths, strict=True)]
 
 
 def scatter(values: Sequence[Any] | None) -> Any:
@@ -41,15 +68,51 @@ def scatter(values: Sequence[Any] | None) -> Any:
     if not dist.is_initialized():
         assert values is not None
         return values[0]
-    mine: list[Any] = [None]
-    dist.scatter_object_list(mine, list(values) if values is not None else None)
-    return mine[0]
+    messages = [_signed(value) for value in values] if rank() == 0 and values is not None else []
+    lengths = torch.tensor([message.numel() for message in messages] or [0] * world_size())
+    dist.broadcast(lengths, 0)
+    longest, mine = int(lengths.max()), int(lengths[rank()])
+    received = torch.empty(longest, dtype=torch.uint8)
+    dist.scatter(received, [_padded(message, longest) for message in messages] or None)
+    return _read(received[:mine])
 
 
 def from_first(value: Any) -> Any:
     """What rank 0 brings, on every rank. Collective."""
     if not dist.is_initialized():
         return value
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
+    message = _signed(value) if rank() == 0 else torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor(message.numel())
+    dist.broadcast(length, 0)
+    received = message if rank() == 0 else torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(received, 0)
+    return value if rank() == 0 else _read(received)
+
+
+def _signed(value: Any) -> torch.Tensor:
+    """An object as a message: the signature, then the pickle; bytes."""
+    pickled = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    return torch.frombuffer(bytearray(hmac.digest(_secret, pickled, DIGEST) + pickled), dtype=torch.uint8)
+
+
+def _read(message: torch.Tensor) -> Any:
+    """The object of a message; raises `UserError`, unread, where its signature is not ours."""
+    content = message.numpy().tobytes()
+    signature, pickled = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
+    if not hmac.compare_digest(signature, hmac.digest(_secret, pickled, DIGEST)):
+        raise UserError(
+            "a message between ranks is not signed with this run's secret and was not read: run_dir is not the same "
+            "folder on all machines, or a stranger sends to this rank (docs/security.md)"
+        )
+    return pickle.loads(pickled)
+
+
+def _padded(message: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.nn.functional.pad(message, (0, length - message.numel()))
+
+
+def _lengths(message: torch.Tensor, group: dist.ProcessGroup | None) -> list[int]:
+    """The number of bytes that every rank of a group is about to send."""
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, torch.tensor([message.numel()]), group=group)
+    return [int(length) for length in lengths]

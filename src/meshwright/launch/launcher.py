@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from meshwright.comm.objects import sign_with
+from meshwright.launch.secret import new_secret, read_secret, write_secret
 from meshwright.launch.sentry import Sentry
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.status import StuckError
@@ -30,6 +32,8 @@ CHILD = "meshwright.launch.child"
 """What runs it."""
 LAUNCHER = "MESHWRIGHT_LAUNCHER"
 """The variable in which a worker finds the process id of our own launcher."""
+SECRET = "MESHWRIGHT_SECRET"
+"""The variable in which workers of one machine find the secret of their run (`secret.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +205,7 @@ def _store(host: str, port: int, patience: timedelta, *, hosts: bool) -> dist.TC
     It is kept at that one address: torch would listen at every address of the machine, and its store asks nobody who
     they are. A run on one machine so meets where nobody else can come.
     """
+    _await_name(host, patience)
     if hosts:
         try:
             listener = socket.create_server((host, port), backlog=1024)
@@ -211,11 +216,32 @@ def _store(host: str, port: int, patience: timedelta, *, hosts: bool) -> dist.TC
     return dist.TCPStore(host, port, None, False, patience, wait_for_workers=False)
 
 
+def _await_name(host: str, patience: timedelta) -> None:
+    """Wait until the name service knows `host`: a pod's name may take some seconds. Raises `UserError` where it does
+    not; torch would warn twice a second for as long."""
+    began = told = time.monotonic()
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            now, unknown = (
+                time.monotonic(),
+                f"the machine where ranks meet, {host!r}, is unknown here ({error.strerror})",
+            )
+            if now - began >= patience.total_seconds():
+                raise UserError(f"{unknown}; give its address, or mend the name service") from error
+            if now - told >= 10:
+                print(f"waiting: {unknown}", file=sys.stderr, flush=True)
+                told = now
+            time.sleep(0.5)
+
+
 def _own_machine_only() -> dict[str, str]:
-    """What makes gloo and NCCL talk over the loopback interface, unless the environment has chosen one."""
+    """A secret for the workers, and the loopback interface for gloo and NCCL, unless the environment has chosen one."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return {name: loopback for name in names if loopback and name not in os.environ}
+    return {SECRET: new_secret()} | {name: loopback for name in names if loopback and name not in os.environ}
 
 
 def join_group(worker: Worker, run: Run, device: torch.device) -> None:
@@ -234,7 +260,11 @@ def join_group(worker: Worker, run: Run, device: torch.device) -> None:
     if worker.store:
         # Each attempt under names of its own, or a rank may find the address of one that died before.
         store = dist.PrefixStore(f"attempt-{worker.attempt}", _open_store(worker, run.guards.arrive_within))
+        given = os.environ.get(SECRET, "").encode()
+        if worker.rank == 0 and not given:
+            write_secret(Path(run.run_dir))
         _await_arrivals(worker, store, run.guards.arrive_within)
+        sign_with(given or read_secret(Path(run.run_dir)))
         _watch_others(worker, run.guards.stuck_after)
     dist.init_process_group(
         backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timedelta(minutes=30)

@@ -131,7 +131,7 @@ def train(
                 raise
             status = STOPPED
     if status == STOPPED:
-        if worker is None or worker.rank == 0:
+        if _writes(worker):
             print(after_stop(Path(run.run_dir)), file=sys.stderr)
         raise TrainingStopped(status)
     if status:

@@ -1,0 +1,42 @@
+"""The secret of a run, with which its ranks sign the objects that they send one another (`comm/objects.py`).
+
+On one machine the launcher gives it to the workers in their environment. Over several, rank 0 writes it into the run
+directory, which every machine sees and only this user may read.
+"""
+
+import os
+import secrets
+from pathlib import Path
+
+from meshwright.spec.errors import UserError
+
+FILE = ".secret"
+SECRET_BYTES = 32
+
+
+def new_secret() -> str:
+    """A fresh one, as text for an environment."""
+    return secrets.token_hex(SECRET_BYTES)
+
+
+def write_secret(run_dir: Path) -> None:
+    """Leave a fresh secret in the run directory, before any other rank may read it."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    temporary = run_dir / f"{FILE}.writing"
+    temporary.unlink(missing_ok=True)
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(new_secret())
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(run_dir / FILE)
+
+
+def read_secret(run_dir: Path) -> bytes:
+    """What rank 0 has written; raises `UserError` where this rank cannot see it."""
+    try:
+        return (run_dir / FILE).read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"{run_dir / FILE}, which rank 0 has written, cannot be read here ({error.strerror}); run_dir must be the "
+            "same folder on every machine, and belong to the same user"
+        ) from error
