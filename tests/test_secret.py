@@ -4,6 +4,7 @@ import os
 import stat
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ class Planted:
     def __init__(self, path: str) -> None:
         self.path = path
 
-    def __reduce__(self) -> object:
+    def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (self.path,)
 
 

@@ -34,6 +34,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.recipe import RecipeError
 from meshwright.spec.run import ResolvedRun, Run
+from meshwright.terminal import printable
 from meshwright.trainer.display import ProgressLine, model_size, short
 from meshwright.trainer.resolve import resolve_run
 from meshwright.trainer.start import (
@@ -111,9 +112,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(line)
     sys.stdout.flush()
     for finding in findings:
-        print(f"error: {finding}", file=sys.stderr)
+        print(f"error: {printable(finding)}", file=sys.stderr)
     for warning in warned:
-        print(f"warning: {warning}", file=sys.stderr)
+        print(f"warning: {printable(warning)}", file=sys.stderr)
     if failed:
         return 1
     command = shlex.join(["meshwright", "train", str(arguments.recipe), *arguments.overrides])

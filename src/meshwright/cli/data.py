@@ -17,6 +17,7 @@ from meshwright.data.mixture import held_out_samples, training_samples
 from meshwright.data.prepare import Corpus, prepare_corpus
 from meshwright.families import pretrained_directory
 from meshwright.spec.run import ResolvedRun, Run
+from meshwright.terminal import printable
 from meshwright.trainer.display import ProgressLine, short
 from meshwright.trainer.resolve import resolve_run
 from meshwright.trainer.start import require_plugins, with_datasets
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _mending(damage: str) -> None:
-    print(f"{damage}; it is prepared again", file=sys.stderr)
+    print(f"{printable(str(damage))}; it is prepared again", file=sys.stderr)
 
 
 def _prepare(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:

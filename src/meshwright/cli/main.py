@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import meshwright
 from meshwright.spec.errors import UserError
+from meshwright.terminal import guarded_terminal, printable
 
 VERBS = {
     "init": "list the preset recipes, or print one to start from",
@@ -101,8 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         os.putenv("PYTHONSAFEPATH", "1")  # whatever Python this process starts imports nothing from the user's folder
     try:
-        status = _run(words)
-        sys.stdout.flush()  # here, so that a reader that has gone is noticed here
+        with guarded_terminal():
+            status = _run(words)
+            sys.stdout.flush()  # here, so that a reader that has gone is noticed here
         return status
     except SystemExit as stop:  # argparse, after --help
         return stop.code if isinstance(stop.code, int) else 0
@@ -118,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--debug" in words:
             traceback.print_exc()
         for line in _lines(error):
-            print(f"error: {line}", file=sys.stderr)
+            print(f"error: {printable(line)}", file=sys.stderr)
         return 2
 
 

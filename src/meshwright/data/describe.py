@@ -9,6 +9,7 @@ from meshwright.data.mixture import Mixture
 from meshwright.data.packing import NO_LABEL, BestFitSamples, Sample, Samples
 from meshwright.data.prepare import Corpus
 from meshwright.data.tokenizer import TextTokenizer
+from meshwright.terminal import printable
 
 WIDTH = 100
 """Characters shown of a line."""
@@ -124,6 +125,5 @@ def _marked_lines(inputs_T: np.ndarray, labels_T: np.ndarray, tokenizer: TextTok
 
 
 def _printable(line: str) -> str:
-    """At most WIDTH characters of a line, control characters (which would act on the terminal) escaped."""
-    shown = "".join(c if c.isprintable() or c == "\t" else ascii(c)[1:-1] for c in line[:WIDTH])
-    return shown + (" ..." if len(line) > WIDTH else "")
+    """At most WIDTH characters of a line, of which none acts on a terminal."""
+    return printable(line[:WIDTH]) + (" ..." if len(line) > WIDTH else "")

@@ -7,8 +7,10 @@ import runpy
 import sys
 
 from meshwright.launch.signals import end_with
+from meshwright.terminal import guarded_terminal
 
 if __name__ == "__main__":
     end_with(int(sys.argv[1]))
     del sys.argv[:2]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    with guarded_terminal():
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -6,11 +6,10 @@ from typing import TextIO
 
 from meshwright.callbacks import Callback, Training
 from meshwright.callbacks.callback import Record
+from meshwright.terminal import renew_line
 from meshwright.trainer.metrics import StepRecord
 from meshwright.trainer.notebook import notebook_bar
 
-CLEAR = "\r\x1b[K"
-"""Moves a terminal to the beginning of its line, and empties it."""
 BAR = 20
 """Width of a run's progress, in characters."""
 TERMINAL_SECONDS, LOG_SECONDS = 0.2, 30.0
@@ -38,7 +37,10 @@ class ProgressLine:
             speed = (done - self._first) / max(now - self._began, 1e-9)
             left = f", {duration((total - done) / speed)} left" if speed else ""
             line = f"{what}: {100 * done // max(1, total)} % of {short(total)}, {short(speed)}/s{left}"
-            sys.stderr.write(f"{CLEAR}{line}" if self._terminal else f"{line}\n")
+            if self._terminal:
+                renew_line(sys.stderr, line)
+            else:
+                sys.stderr.write(f"{line}\n")
             sys.stderr.flush()
 
     def __enter__(self) -> "ProgressLine":
@@ -46,7 +48,7 @@ class ProgressLine:
 
     def __exit__(self, *_: object) -> None:
         if self._terminal:
-            sys.stderr.write(CLEAR)
+            renew_line(sys.stderr, "")
             sys.stderr.flush()
 
 
@@ -77,7 +79,7 @@ class Display(Callback):
     def step(self, record: StepRecord) -> None:
         """Show a step: always on a terminal, about fifty times a run elsewhere."""
         if self.live:
-            self.stream.write(CLEAR + _bar(record.step, self.steps) + self.line(record))
+            renew_line(self.stream, _bar(record.step, self.steps) + self.line(record))
             self.stream.flush()
             self._open_line = True
         elif record.step in (1, self.steps) or record.step % self._every == 0:

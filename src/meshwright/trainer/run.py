@@ -34,6 +34,7 @@ from meshwright.spec.recompute import describe_recompute
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.storage.durable import write_durably
 from meshwright.storage.lock import Lock
+from meshwright.terminal import printable
 from meshwright.trainer.display import Display, ProgressLine, model_size, short
 from meshwright.trainer.loop import train_loop
 from meshwright.trainer.metrics import History, Journal, read_journal, stepped_since
@@ -124,7 +125,7 @@ def train(
             with run_lock(Path(run.run_dir), wait_for_lock) if _writes(worker) else nullcontext() as lock:
                 status = _train(run, plugins, Path(base_dir).resolve(), worker, which, stop, lock)
         except RunError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {printable(str(error))}", file=sys.stderr)
             status = error.status
         except TrainingStopped as stopped:
             if stopped.status != STOPPED:

@@ -14,6 +14,7 @@ from meshwright.launch.signals import StopRequest, end_with
 from meshwright.launch.status import MISUSE, STOPPED, RunError
 from meshwright.spec.errors import UserError
 from meshwright.spec.plugins import plugged_in
+from meshwright.terminal import printable
 from meshwright.trainer.plugins import Plugins, read_plugins
 from meshwright.trainer.run import train_rank
 from meshwright.trainer.start import read_resolved
@@ -58,7 +59,7 @@ def report_to_parent(message: str) -> None:
     if path:
         Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
     else:
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {printable(message)}", file=sys.stderr)
 
 
 if __name__ == "__main__":
