@@ -25,6 +25,7 @@ VERBS = {
     "train": "train what a recipe says, on one process or many",
     "rehearse": "run the whole job on fake ranks: memory, collectives, what would break",
     "generate": "continue prompts with a trained model",
+    "serve": "put a trained model behind OpenAI's API, with a chat page",
     "eval": "loss and perplexity of a trained model on any text",
     "export": "write a trained model for Hugging Face, or its adapters for peft",
     "doctor": "show what this machine has and what is missing",

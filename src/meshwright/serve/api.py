@@ -1,0 +1,279 @@
+"""OpenAI's API as data: requests checked, answers and errors in its shapes. No server here."""
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from meshwright.models.generate import Sampling
+from meshwright.serve.engine import Answer, Request, Token
+
+MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS = 64, 20, 16
+
+
+class ApiError(Exception):
+    """What the client is told, as OpenAI's server words it."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+    def body(self) -> dict[str, Any]:
+        """The response."""
+        kinds = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+        kind = kinds.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=False)
+
+
+class Text(_Model):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Model):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Text] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    audio: None = None
+    annotations: list[Any] | None = None
+    function_call: None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        parts = self.content
+        text = "".join(part.text for part in parts) if isinstance(parts, list) else parts or ""
+        kept = self.model_dump(exclude_none=True, include={"name", "reasoning_content", "tool_calls", "tool_call_id"})
+        return {"role": "system" if self.role == "developer" else self.role, "content": text, **kept}
+
+
+class StreamOptions(_Model):
+    """How an answer is streamed."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class ResponseFormat(_Model):
+    """What an answer looks like."""
+
+    type: Literal["text"]
+
+
+class Generation(_Model):
+    """What both kinds of requests may say."""
+
+    model: str
+    temperature: float = Field(default=1.0, ge=0, le=100)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=-1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    repetition_penalty: float = Field(default=1.0, gt=0, le=100)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    logit_bias: dict[str, float] | None = Field(default=None, max_length=0)
+    max_tokens: int | None = Field(default=None, ge=1)
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts that end an answer."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > MAX_STOPS or not all(stops):
+            raise ApiError(400, f"stop: at most {MAX_STOPS} texts, none of them empty", param="stop")
+        return stops
+
+    def sampling(self) -> Sampling:
+        """How tokens are drawn; without a seed, from a new one."""
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(0, self.top_k),
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            seed=secrets.randbits(48) if self.seed is None else self.seed,
+        )
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """New tokens at most; None: as many as have room."""
+        return self.max_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """See `Request.logprobs`."""
+        return None
+
+
+class ChatRequest(Generation):
+    """A conversation to be answered."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    store: Literal[False] | None = None
+    metadata: dict[str, str] | None = None
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """See `Generation`."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """See `Generation`."""
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionRequest(Generation):
+    """Texts, or token ids, to be continued."""
+
+    prompt: str | list[str] | list[int] | list[list[int]] = ""
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    echo: Literal[False] | None = False
+    best_of: Literal[1] | None = None
+    suffix: None = None
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """One prompt after another."""
+        given: Any = self.prompt
+        single = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
+        prompts = [given] if single else list(given)
+        if not prompts or not all(isinstance(prompt, str) or prompt for prompt in prompts):
+            raise ApiError(400, "prompt: a list without prompts, or a prompt without tokens", param="prompt")
+        return prompts
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """See `Generation`; OpenAI's own default."""
+        return self.max_tokens or 16
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """See `Generation`."""
+        return self.logprobs
+
+
+def parse(kind: type[Generation], body: bytes) -> Any:
+    """A request of this kind. Raises `ApiError` with what is wrong and where."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        # Of a field that may have several types, the places name these as well.
+        place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "str", "int")))
+        what = first["msg"]
+        if first["type"] == "json_invalid":
+            raise ApiError(400, f"the body is not JSON: {what.removeprefix('Invalid JSON: ')}") from None
+        if first["type"] == "extra_forbidden":
+            what = "this server does not know it"
+        elif first["type"] in ("literal_error", "none_required", "too_long"):
+            what = f"this server cannot do that ({what[0].lower()}{what[1:]})"
+        raise ApiError(400, f"{place or 'the body'}: {what}", param=place or None) from None
+
+
+class Wording:
+    """The answers to one request, in the shapes of one of the two kinds."""
+
+    def __init__(self, model: str, *, chat: bool, decode: Any) -> None:
+        self._model, self._chat, self._decode = model, chat, decode
+        self._id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+        self._offsets: dict[int, int] = {}
+
+    def whole(self, answers: Sequence[Answer], prompt_tokens: int) -> dict[str, Any]:
+        """All answers, complete."""
+        choices = []
+        for number, answer in enumerate(answers):
+            said = {"text": answer.text}
+            if self._chat:
+                said = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
+            logprobs = self._logprobs(number, answer.request, answer.tokens)
+            choices.append({"index": number, **said, "logprobs": logprobs, "finish_reason": answer.finish})
+        kind = "chat.completion" if self._chat else "text_completion"
+        return self._envelope(kind, choices) | {"usage": usage(answers, prompt_tokens)}
+
+    def begin(self, number: int) -> dict[str, Any]:
+        """The first chunk of an answer to a conversation."""
+        return self._chunk({"index": number, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
+
+    def part(self, number: int, request: Request, tokens: Sequence[Token], text: str) -> dict[str, Any]:
+        """New tokens and text of an answer."""
+        said: dict[str, Any] = {"delta": {"content": text}} if self._chat else {"text": text}
+        logprobs = self._logprobs(number, request, tokens)
+        return self._chunk({"index": number, **said, "logprobs": logprobs, "finish_reason": None})
+
+    def end(self, number: int, finish: str) -> dict[str, Any]:
+        """Why an answer has ended."""
+        said: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+        return self._chunk({"index": number, **said, "logprobs": None, "finish_reason": finish})
+
+    def usage(self, answers: Sequence[Answer], prompt_tokens: int) -> dict[str, Any]:
+        """The last chunk, where it is asked for."""
+        return {**self._chunk(), "usage": usage(answers, prompt_tokens)}
+
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        return self._envelope("chat.completion.chunk" if self._chat else "text_completion", list(choices))
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+
+    def _logprobs(self, number: int, request: Request, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        if request.logprobs is None:
+            return None
+        if self._chat:
+            return {"content": [self._told(token) for token in tokens], "refusal": None}
+        texts = [self._decode([token.id]) for token in tokens]
+        offsets = []
+        for text in texts:
+            offsets.append(self._offsets.get(number, 0))
+            self._offsets[number] = offsets[-1] + len(text)
+        top = [{self._decode([other]): value for other, value in token.top} for token in tokens]
+        values = [token.logprob for token in tokens]
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+
+    def _told(self, token: Token) -> dict[str, Any]:
+        top = [self._one(other, value) for other, value in token.top]
+        return {**self._one(token.id, token.logprob), "top_logprobs": top}
+
+    def _one(self, number: int, logprob: float | None) -> dict[str, Any]:
+        text = self._decode([number])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def usage(answers: Sequence[Answer], prompt_tokens: int) -> dict[str, int]:
+    """Tokens read and written."""
+    written = sum(len(answer.tokens) for answer in answers)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": written,
+        "total_tokens": prompt_tokens + written,
+    }

@@ -1,0 +1,130 @@
+"""The thread that keeps engines going, and the bounded queue before it."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from meshwright.serve.engine import Answer, Engine, Request, Token
+
+log = logging.getLogger(__name__)
+
+Listener = Callable[[int, Answer, list[Token], str], None]
+"""(number of the answer, the answer, its new tokens, its new text), called in the worker's thread."""
+
+
+class BusyError(Exception):
+    """The queue is full."""
+
+
+class Worker:
+    """One thread for all engines, each by its model's name."""
+
+    def __init__(self, engines: Mapping[str, Engine], *, max_queue: int) -> None:
+        """`max_queue`: requests of one model that may wait for a place in its batch."""
+        self._engines, self._max_queue = engines, max_queue
+        self._wake = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._unfinished = dict.fromkeys(engines, 0)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._work, name="meshwright-engine", daemon=True)
+        self.failures = 0
+        """Steps that ended with an error; their requests did, too."""
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End all answers and the thread."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are being answered."""
+        return self._thread.is_alive()
+
+    def load(self) -> dict[str, tuple[int, int]]:
+        """Of each model the requests that run and that wait."""
+        found = {}
+        for name, engine in self._engines.items():
+            unfinished, running = self._unfinished[name], engine.running
+            found[name] = (min(running, unfinished), max(0, unfinished - running))
+        return found
+
+    def submit(self, model: str, requests: Sequence[Request], listener: Listener) -> Callable[[], None]:
+        """Queue requests that were checked, all or none; returns what cancels them.
+
+        Raises `BusyError` where they have no place.
+        """
+        engine, answers = self._engines[model], list[Answer]()
+        with self._wake:
+            room = engine.max_batch + self._max_queue - self._unfinished[model]
+            if len(requests) > room or self._stopping:
+                raise BusyError
+            self._unfinished[model] += len(requests)
+
+        def hear(number: int) -> Callable[[Answer, list[Token], str], None]:
+            def tell(answer: Answer, tokens: list[Token], text: str) -> None:
+                listener(number, answer, tokens, text)
+                if answer.finish is not None:
+                    self._finished(model)
+
+            return tell
+
+        def begin() -> None:
+            answers.extend(engine.submit(request, hear(number)) for number, request in enumerate(requests))
+
+        def cancel() -> None:
+            for answer in answers:
+                if answer.finish is None:
+                    engine.cancel(answer)
+                    self._finished(model)
+
+        self._do(begin)
+        return lambda: self._do(cancel)
+
+    def _do(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    def _finished(self, model: str) -> None:
+        with self._wake:
+            self._unfinished[model] -= 1
+
+    def _work(self) -> None:
+        busy = False
+        while True:
+            with self._wake:
+                while not (busy or self._commands or self._stopping):
+                    self._wake.wait()
+                commands, stopping = list(self._commands), self._stopping
+                self._commands.clear()
+            for command in commands:
+                command()
+            if stopping:
+                for engine in self._engines.values():
+                    _end(engine.reset(), "cancelled")
+                return
+            stepped = [self._step(engine) for engine in self._engines.values()]
+            busy = any(stepped)
+
+    def _step(self, engine: Engine) -> bool:
+        try:
+            return engine.step()
+        except Exception:  # such as no memory: the requests are lost, the server goes on
+            log.exception("a step failed; the requests in it are ended")
+            self.failures += 1
+            _end(engine.reset(), "error")
+            return False
+
+
+def _end(answers: Sequence[Answer], finish: str) -> None:
+    for answer in answers:
+        answer.finish = finish
+        if answer.listener is not None:
+            answer.listener(answer, [], "")
