@@ -7,7 +7,7 @@ TORCH  ?= $(PINNED)
 VENV   := $(if $(filter $(PINNED),$(TORCH)),.venv,.venv-torch-$(TORCH))
 BIN    := $(VENV)/bin
 
-.PHONY: help install demo test test-fast mutants attack check docs clean
+.PHONY: help install demo compare test test-fast mutants attack check docs clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -28,6 +28,14 @@ install: $(VENV)/.core ## make .venv and install meshwright into it
 
 demo: $(VENV)/.core ## train a small model on the standard library's text over 2 processes
 	@$(BIN)/meshwright demo
+
+$(VENV)/.compare: $(VENV)/.core
+	@echo "installing the engines to compare with ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) -e '.[compare]'
+	@touch $@
+
+compare: $(VENV)/.compare ## train a small model in other engines beside ours, in turns: runs/compare/compare.md and .html
+	@$(BIN)/meshwright compare src/meshwright/recipes/compare.yaml --engines meshwright,bare,hf_trainer,accelerate,fabric --quick
 
 test: $(VENV)/.dev ## run every test (CPU only, several processes); TORCH=2.15.0 on that release of PyTorch
 	@$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -1,5 +1,5 @@
-"""The verb `export`: write a trained model as a Hugging Face directory, proved by comparing logits, or its adapters as
-peft's."""
+"""The verb `export`: write a trained model as a Hugging Face directory, proved by comparing logits, its adapters as
+peft's, or the run as another engine's program."""
 
 import argparse
 from pathlib import Path
@@ -7,17 +7,23 @@ from typing import get_args
 
 from meshwright.checkpoint.peft_config import unread_by_vllm
 from meshwright.cli.common import add_ema_argument, example_prompt
-from meshwright.cli.output import add_json_argument, print_json
+from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import FP32, FP64, ComputeName
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Operands and options of `export`."""
-    parser.add_argument("model", metavar="MODEL", type=Path, help="run directory or checkpoint")
+    parser.add_argument(
+        "model", metavar="MODEL", type=Path, help="run directory or checkpoint (with --program also a recipe)"
+    )
     into = parser.add_mutually_exclusive_group(required=True)
     into.add_argument("--hf", metavar="DIR", type=Path, help="write a Hugging Face directory; it must not exist")
     into.add_argument("--adapter", metavar="DIR", type=Path, help="write the adapters alone, as peft reads them")
+    into.add_argument(
+        "--program", metavar="DIR", type=Path, help="write the run as a program of --engine, with its inputs"
+    )
+    parser.add_argument("--engine", metavar="NAME", help="with --program: bare, hf_trainer, accelerate, deepspeed, ...")
     parser.add_argument("--merge", action="store_true", help="with --hf: merge adapters into the weights")
     parser.add_argument(
         "--dtype",
@@ -32,12 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "examples:\n"
         "  meshwright export runs/demo --hf runs/demo/export\n"
         "  meshwright export runs/lora --adapter runs/lora/adapter\n"
-        "  meshwright export runs/lora --hf runs/lora/merged --merge"
+        "  meshwright export runs/lora --hf runs/lora/merged --merge\n"
+        "  meshwright export run.yaml --engine deepspeed --program handed-over"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Export and say how closely the logits agree."""
+    if bool(arguments.engine) != bool(arguments.program):
+        raise UserError("--engine and --program go together: --engine deepspeed --program DIR")
+    if arguments.program:
+        return _hand_over(arguments)
     # Torch loads here, so that --help and misuse never wait for it.
     from meshwright.serve.trained import export_adapter, export_trained, open_trained
 
@@ -61,4 +72,25 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{trained.source} written to {arguments.hf} in {dtype}; logits differ by at most {difference:.1e}")
         prompt = example_prompt(has_template=trained.tokenizer.chat_template is not None)
         print(f"next        meshwright generate {arguments.hf} {prompt}")
+    return 0
+
+
+def _hand_over(arguments: argparse.Namespace) -> int:
+    """Write the run as another engine's program."""
+    from meshwright.engines.handover import hand_over, run_at
+    from meshwright.engines.registry import find_engine
+
+    if arguments.merge or arguments.dtype or arguments.ema:
+        raise UserError("--merge, --dtype and --ema are about trained models; leave them out")
+    engine = find_engine(arguments.engine)
+    with progress_on_stderr(arguments.json):
+        translation = hand_over(run_at(arguments.model), engine, arguments.program)
+    left_out = {setting.path: setting.why for setting in translation.left_out}
+    if arguments.json:
+        files = [*translation.files, "start", "data"]
+        print_json({"directory": str(arguments.program), "engine": engine.name, "files": files, "left_out": left_out})
+        return 0
+    print(f"{arguments.model} written to {arguments.program} as {translation.program}, {translation.lines} lines")
+    for path, why in left_out.items():
+        print(f"left out    {path}: {why}")
     return 0

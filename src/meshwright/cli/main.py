@@ -23,6 +23,7 @@ VERBS = {
     "verify": "prove that a recipe's layout computes what one process computes",
     "data": "tokenize a corpus, show its samples, prove what a run will see",
     "train": "train what a recipe says, on one process or many",
+    "compare": "train a recipe in several engines in turns: speed, memory, losses",
     "rehearse": "run the whole job on fake ranks: memory, collectives, what would break",
     "generate": "continue prompts with a trained model",
     "serve": "put a trained model behind OpenAI's API, with a chat page",

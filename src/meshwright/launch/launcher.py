@@ -244,6 +244,28 @@ def _own_machine_only() -> dict[str, str]:
     return {SECRET: new_secret()} | {name: loopback for name in names if loopback and name not in os.environ}
 
 
+def rank_environments(ranks: int) -> list[dict[str, str]]:
+    """The environment of every rank of a program on this machine, as torchrun gives it; of one rank, just its threads.
+
+    Hugging Face's libraries look at local files only.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    alone = {"OMP_NUM_THREADS": str(threads_per_rank(ranks)), **os.environ, "HF_HUB_OFFLINE": "1"}
+    if ranks == 1:
+        return [alone]
+    shared = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": str(os.getpid()),
+        **_own_machine_only(),
+    }
+    return [{**alone, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
 def join_group(worker: Worker, run: Run, device: torch.device) -> None:
     """Make this process one rank of the default process group; gloo serves CPUs, nccl GPUs (gloo their host copies).
 

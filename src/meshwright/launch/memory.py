@@ -17,7 +17,7 @@ class MemoryWatch:
 
     def look(self, pid: int) -> None:
         """Note what process `pid` holds now."""
-        if held := _field(self._root / f"proc/{pid}/status", "VmRSS:"):
+        if held := field_of(self._root / f"proc/{pid}/status", "VmRSS:"):
             self._held[pid] = held * 1024
 
     def explain(self, pid: int) -> str:
@@ -31,11 +31,11 @@ class MemoryWatch:
 
     def _count(self) -> int:
         """How many processes the kernel has ended for want of memory since the machine started."""
-        return _field(self._root / "proc/vmstat", "oom_kill")
+        return field_of(self._root / "proc/vmstat", "oom_kill")
 
     def _limit(self) -> int:
         """Bytes of memory of this machine, or of the control group that this process is in where that is less."""
-        limits = [_field(self._root / "proc/meminfo", "MemTotal:") * 1024]
+        limits = [field_of(self._root / "proc/meminfo", "MemTotal:") * 1024]
         with suppress(OSError):
             group = (self._root / "proc/self/cgroup").read_text().splitlines()[-1].rpartition(":")[2].strip("/")
             place = self._root / "sys/fs/cgroup" / group
@@ -45,7 +45,8 @@ class MemoryWatch:
         return min(limits)
 
 
-def _field(file: Path, name: str) -> int:
+def field_of(file: Path, name: str) -> int:
+    """The number behind `name` at the beginning of a line; 0 where there is none."""
     with suppress(OSError, ValueError, IndexError):
         for line in file.read_text().splitlines():
             if line.startswith((f"{name} ", f"{name}\t")):

@@ -1,0 +1,109 @@
+"""The verb `compare`: the same recipe in every engine, our own layouts, or several recipes, measured in turns."""
+
+import argparse
+import json
+import shlex
+import sys
+from functools import partial
+from pathlib import Path
+
+from meshwright.cli.common import positive, read_recipe
+from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
+from meshwright.spec.errors import UserError
+from meshwright.spec.problems import setting_called
+from meshwright.spec.run import Run
+
+NOT_MEASURED = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Operands and options of `compare`."""
+    parser.set_defaults(setting_called=partial(setting_called, spec=Run))
+    parser.add_argument("recipes", metavar="RECIPE", nargs="+", help="recipe files, and settings to change: a.b=c")
+    parser.add_argument("--engines", metavar="A,B", help="which engines (default: all, or ours alone with --layouts)")
+    parser.add_argument("--layouts", metavar="A,B", help="train in each: ddp, zero2, zero3:4, tp2, ...")
+    parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="turns of each engine (default 5)")
+    parser.add_argument("--turn", type=positive, default=4, metavar="N", help="steps of a turn (default 4)")
+    parser.add_argument("--warm-up", type=positive, default=3, metavar="N", help="steps before the first (default 3)")
+    parser.add_argument("--quick", action="store_true", help="3 rounds of 3 steps after 2 of warm-up")
+    parser.add_argument(
+        "--patience",
+        type=positive,
+        default=300,
+        metavar="SECONDS",
+        help="end an engine that makes no step for so long (default 300)",
+    )
+    parser.add_argument(
+        "--python",
+        action="append",
+        default=[],
+        metavar="ENGINE=PATH",
+        help="the Python that runs an engine's program: of an environment of its own, where packages clash",
+    )
+    parser.add_argument("--out", metavar="DIR", type=Path, help="folder to write to (default: runs/compare, -2, ...)")
+    add_json_argument(parser)
+    parser.epilog = (
+        "It writes DIR/compare.md, compare.html and compare.json, and in a folder of each engine its program.\n"
+        "exit status: 0 every engine that is installed or named by --engines was measured, 1 some was not, 2 misuse\n\n"
+        "examples:\n"
+        "  meshwright compare run.yaml\n"
+        "  meshwright compare run.yaml --engines meshwright,bare,hf_trainer --quick\n"
+        "  meshwright compare run.yaml --layouts ddp,zero1,zero2,zero3,tp2\n"
+        "  meshwright compare a.yaml b.yaml training.steps=100 --json"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare, print the table, write it down."""
+    recipes = read_recipes(arguments)
+    # Torch loads here, so that a mistake in a recipe is told at once.
+    from meshwright.engines.compare import Pace, compare
+    from meshwright.engines.contest import contestants, pythons
+    from meshwright.engines.page import comparison_page
+    from meshwright.engines.report import as_data, as_json, describe, markdown, text
+
+    pace = Pace(arguments.rounds, arguments.turn, arguments.warm_up)
+    if arguments.quick:
+        pace = Pace(3, 3, 2)
+    layouts = arguments.layouts.split(",") if arguments.layouts else []
+    names = arguments.engines.split(",") if arguments.engines else []
+    with progress_on_stderr(arguments.json):
+        entered = contestants(recipes, engines=names, layouts=layouts, pythons=pythons(arguments.python))
+        folder = _new_folder(arguments.out or Path("runs/compare"), given=arguments.out is not None)
+        say = partial(print, file=sys.stderr, flush=True)
+        rows = compare(entered, folder, pace=pace, patience=arguments.patience, say=say)
+    about = describe(pace, shlex.join(["meshwright", *sys.argv[1:]]))
+    (folder / "compare.json").write_text(json.dumps(as_data(rows, about), indent=1) + "\n")
+    (folder / "compare.md").write_text(markdown(rows, about))
+    (folder / "compare.html").write_text(comparison_page(rows, about))
+    if arguments.json:
+        print_json(as_json(rows))
+    else:
+        print(f"\n{text(rows)}\n\n{folder}/compare.md, compare.html and compare.json; programs beside them")
+    return NOT_MEASURED if any(row.error and (names or not row.missing) for row in rows) else 0
+
+
+def read_recipes(arguments: argparse.Namespace) -> dict[Path, Run]:
+    """Every recipe that the command line names, its overrides applied to each."""
+    paths = [Path(word) for word in arguments.recipes if "=" not in word]
+    if not paths:
+        raise UserError("compare needs a recipe: meshwright compare run.yaml")
+    if len(set(paths)) < len(paths):
+        raise UserError("compare names a recipe twice; give each once")
+    arguments.overrides, found = [word for word in arguments.recipes if "=" in word], {}
+    for path in paths:
+        arguments.recipe = path
+        found[path] = read_recipe(arguments)
+    return found
+
+
+def _new_folder(wanted: Path, *, given: bool) -> Path:
+    """A folder that did not exist: `wanted`, or where nobody gave it and it is there, `wanted-2` and so on."""
+    folder, number = wanted, 1
+    while folder.exists():
+        if given:
+            raise UserError(f"{folder} exists already; give another --out, or remove it")
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+    folder.mkdir(parents=True)
+    return folder

@@ -1,0 +1,56 @@
+"""Who takes part in a comparison: recipes times engines times layouts, each with a name of its own."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from meshwright.engines.compare import Contestant
+from meshwright.engines.layouts import layout_called
+from meshwright.engines.registry import ENGINES, find_engine
+from meshwright.spec.errors import UserError
+from meshwright.spec.run import Run
+from meshwright.trainer.resolve import resolve_run
+
+
+def contestants(
+    recipes: Mapping[Path, Run],
+    *,
+    engines: Sequence[str] = (),
+    layouts: Sequence[str] = (),
+    pythons: Mapping[str, Path] | None = None,
+) -> list[Contestant]:
+    """Every combination, recipe by recipe; ours comes first, for the others are held against the first.
+
+    Without `engines`, all of them; but ours alone where there are several layouts or recipes. Raises `UserError` for
+    unknown names and recipes that cannot be trained.
+    """
+    alone = not engines and (layouts or len(recipes) > 1)
+    names = engines or (["meshwright"] if alone else list(ENGINES))
+    chosen = [find_engine(name) for name in dict.fromkeys(names)]
+    chosen.sort(key=lambda engine: engine.name != "meshwright")
+    if unknown := [name for name in pythons or {} if name not in {engine.name for engine in chosen}]:
+        raise UserError(f"--python {unknown[0]}=...: {unknown[0]} takes no part in the comparison")
+    found = []
+    for path, run in recipes.items():
+        degree = run.layout.data_parallel if run.layout.data_parallel > 1 else 2
+        wanted = {name: layout_called(name, degree) for name in layouts} or {"": run.layout}
+        for name, layout in wanted.items():
+            resolved = resolve_run(run.model_copy(update={"layout": layout}), base_dir=path.parent.resolve())
+            for engine in chosen:
+                parts = [path.stem] * (len(recipes) > 1) + [engine.name] * (not alone or len(chosen) > 1) + [name]
+                label = " ".join(part for part in parts if part) or engine.name
+                python = (pythons or {}).get(engine.name, Path(sys.executable))
+                found.append(Contestant(name=label, engine=engine, resolved=resolved, python=python))
+    return found
+
+
+def pythons(words: Sequence[str]) -> dict[str, Path]:
+    """What `--python ENGINE=PATH` says; raises `UserError` where it says nothing that exists."""
+    found = {}
+    for word in words:
+        engine, _, path = word.partition("=")
+        find_engine(engine)
+        if not Path(path).is_file():
+            raise UserError(f"--python {word}: there is no {path or 'path'}; write ENGINE=PATH/TO/python")
+        found[engine] = Path(path).absolute()
+    return found

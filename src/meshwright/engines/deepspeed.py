@@ -1,0 +1,39 @@
+"""Engine `deepspeed`: a loop of DeepSpeed, with its ds_config.json."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from meshwright.engines.engine import Strategy, TemplateEngine, strategy_of
+from meshwright.spec.precision import FP32
+from meshwright.spec.run import ResolvedRun
+
+STAGES: Mapping[Strategy, int] = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+
+
+class DeepSpeedEngine(TemplateEngine):
+    """DeepSpeed's engine under ZeRO 0 to 3, with every setting said: its default clips gradients at 1.0."""
+
+    name = "deepspeed"
+    about = "a loop of DeepSpeed"
+    packages: ClassVar = {"transformers": "deepspeed", "deepspeed": "deepspeed"}
+    strategies: ClassVar[Mapping[Strategy, str]] = dict.fromkeys(("ddp", "zero1", "zero2", "zero3"), "")
+    precisions = (FP32.name,)
+    numel = 'getattr(parameter, "ds_numel", parameter.numel())'
+
+    def more_files(self, resolved: ResolvedRun) -> dict[str, str]:
+        """DeepSpeed's configuration."""
+        return {"ds_config.json": json.dumps(ds_config(resolved), indent=2) + "\n"}
+
+
+def ds_config(resolved: ResolvedRun) -> dict[str, Any]:
+    """DeepSpeed's configuration of a run."""
+    return {
+        "train_batch_size": resolved.global_batch,
+        "train_micro_batch_size_per_gpu": resolved.micro_batch,
+        "gradient_accumulation_steps": resolved.accumulation,
+        "gradient_clipping": resolved.run.training.clip or 0.0,
+        "zero_optimization": {"stage": STAGES[strategy_of(resolved.run.layout)]},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1_000_000,
+    }

@@ -1,0 +1,181 @@
+"""`Engine`: what it can express of a recipe, setting by setting, and the program and configuration that it becomes."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from meshwright.engines.settings import Setting, settings_of
+from meshwright.launch.launcher import threads_per_rank
+from meshwright.spec.errors import UserError
+from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.precision import BF16, FP32
+from meshwright.spec.run import ResolvedRun
+
+PROGRAMS = Path(__file__).with_name("programs")
+"""Folder of the programs' templates."""
+
+Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "hybrid"]
+"""What data-parallel ranks keep: everything, or their share of optimizer state, gradients, parameters."""
+
+
+class InexpressibleError(UserError):
+    """An engine cannot train what the recipe says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Translation:
+    """A recipe in an engine's terms."""
+
+    engine: str
+    settings: tuple[Setting, ...]
+    """Every setting of the recipe and what became of it."""
+    program: str
+    """Name of the file that is run, once a rank."""
+    files: Mapping[str, str]
+    """Text of the program and of its configuration files, by name."""
+
+    @property
+    def left_out(self) -> list[Setting]:
+        """What the program does not do, though the recipe asks for it; no loss or weight changes by it."""
+        return [setting for setting in self.settings if setting.fate == "left_out"]
+
+    @property
+    def lines(self) -> int:
+        """Lines of program and configuration files, without blank lines and comments."""
+        lines = (line.strip() for text in self.files.values() for line in text.splitlines())
+        return sum(bool(line) and not line.startswith("#") for line in lines)
+
+    def write(self, folder: Path) -> Path:
+        """Write the files into `folder`; returns the program's path."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in self.files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        return folder / self.program
+
+
+def strategy_of(layout: LayoutSpec) -> Strategy:
+    """The name of what a layout's data-parallel ranks keep."""
+    if layout.data_parallel == 1:
+        return "single"
+    if layout.zero_stage and layout.dp_replicate > 1:
+        return "hybrid"
+    names: dict[int, Strategy] = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
+    return names[layout.zero_stage]
+
+
+class Engine(ABC):
+    """A way to train what a recipe says."""
+
+    name: ClassVar[str]
+    """As `--engines` takes it."""
+    about: ClassVar[str]
+    """What it is, for people."""
+    packages: ClassVar[Mapping[str, str]] = {}
+    """Modules that its program imports, each with the extra of this project that installs it."""
+
+    def translate(self, resolved: ResolvedRun) -> Translation:
+        """The recipe in this engine's terms.
+
+        Raises `InexpressibleError`, naming every setting without which it would be another training.
+        """
+        settings = tuple(settings_of(resolved, self.cannot(resolved)))
+        refused = [setting for setting in settings if setting.fate == "refused"]
+        if refused:
+            raise InexpressibleError("; ".join(f"{setting.path}={setting.shown}: {setting.why}" for setting in refused))
+        program, files = self.files(resolved)
+        return Translation(engine=self.name, settings=settings, program=program, files=files)
+
+    @abstractmethod
+    def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
+        """Settings of this run that the engine cannot express and that change what is trained, each with the reason."""
+
+    @abstractmethod
+    def files(self, resolved: ResolvedRun) -> tuple[str, dict[str, str]]:
+        """Name of the program, and the text of every file, of a run in which `cannot` found nothing."""
+
+
+class TemplateEngine(Engine):
+    """An engine whose program is a Jinja template: one loop over transformers' model, told in the engine's terms."""
+
+    strategies: ClassVar[Mapping[Strategy, str]]
+    """Every strategy it has; the text is empty where it runs on a CPU too, and else says what happens there."""
+    precisions: ClassVar[tuple[str, ...]] = (FP32.name, BF16.name)
+    more_transformers: ClassVar[str] = ""
+    """Further names that the program imports from transformers."""
+    numel: ClassVar[str] = "parameter.numel()"
+    """How the program counts a parameter's elements, those on other ranks too."""
+
+    def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
+        """Layouts that are not in `strategies`, and precisions that are not in `precisions`."""
+        run, found = resolved.run, dict[str, str]()
+        layout, strategy = run.layout, strategy_of(run.layout)
+        for axis in ("pp", "cp", "tp", "ep"):
+            if getattr(layout, axis) > 1:
+                found[f"layout.{axis}"] = f"the program for {self.name} splits only the data"
+        if layout.offload != "none":
+            found["layout.offload"] = f"the program for {self.name} keeps everything on the device"
+        if strategy != "single" and strategy not in self.strategies:
+            found["layout.zero"] = f"{self.name} has {', '.join(self.strategies)}, not {layout.strategy}"
+        elif (reason := self.strategies.get(strategy)) and run.device == "cpu":
+            found["layout.zero"] = reason
+        if run.training.precision not in self.precisions:
+            found["training.precision"] = f"the program for {self.name} computes in {' or '.join(self.precisions)}"
+        sharded = strategy in ("zero2", "zero3", "hybrid")
+        if run.training.dtypes.mixed and run.training.reduce_dtype != FP32.name and not sharded:
+            found["training.reduce_dtype"] = "autocast keeps gradients in fp32"
+        return found
+
+    def files(self, resolved: ResolvedRun) -> tuple[str, dict[str, str]]:
+        """The template, rendered, and `more_files`."""
+        name = f"run_{self.name}_standalone.py"
+        loader = FileSystemLoader(PROGRAMS)
+        jinja = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+        jinja.keep_trailing_newline = True
+        text = jinja.get_template(f"{self.name}.py.jinja").render(**self.words(resolved, name))
+        return name, {name: text, **self.more_files(resolved)}
+
+    def more_files(self, resolved: ResolvedRun) -> dict[str, str]:
+        """Configuration files."""
+        return {}
+
+    def words(self, resolved: ResolvedRun, program: str) -> dict[str, Any]:
+        """What the template is told."""
+        run, training, schedule = resolved.run, resolved.run.training, resolved.run.training.lr_schedule
+        ranks, threads = run.layout.world_size, threads_per_rank(run.layout.world_size)
+        start = "python" if ranks == 1 else f"OMP_NUM_THREADS={threads} torchrun --nproc-per-node {ranks}"
+        warmup = schedule.warmup_steps(training.steps)
+        falls = max(warmup, training.steps - (schedule.decay or max(1, training.steps // 5)))
+        return {
+            "title": f"{resolved.model.family} of {resolved.model.num_layers} layers, {run.layout.strategy}",
+            "about": self.about,
+            "command": f"{start} {program}",
+            "more_transformers": self.more_transformers,
+            "numel": self.numel,
+            "steps": training.steps,
+            "global_batch": resolved.global_batch,
+            "micro_batch": resolved.micro_batch,
+            "length": run.data.sequence_length,
+            "lr": training.optimizer.lr,
+            "betas": training.optimizer.betas,
+            "eps": training.optimizer.eps,
+            "weight_decay": training.optimizer.weight_decay,
+            "clip": training.clip,
+            "device": run.device,
+            "warmup": warmup,
+            "schedule": schedule.name,
+            "final": schedule.final,
+            "decay_begin": falls if schedule.name == "wsd" else warmup,
+            "recompute": set(resolved.recompute) == {"full"},
+            "compiled": training.compile,
+            "precision": training.precision,
+            "reduce_dtype": "float32" if training.reduce_dtype == FP32.name else "bfloat16",
+            "seed": training.seed,
+            "deterministic": training.deterministic,
+            "strategy": strategy_of(run.layout),
+            "replicate": run.layout.dp_replicate,
+            "shard": run.layout.dp_shard,
+        }

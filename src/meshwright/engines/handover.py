@@ -1,0 +1,47 @@
+"""A run handed over to another engine: its program, configuration, weights, tokens, and what it leaves out."""
+
+from pathlib import Path
+
+from meshwright.engines.engine import Engine, Translation
+from meshwright.engines.materials import write_materials
+from meshwright.engines.ours import Ours
+from meshwright.spec.errors import UserError
+from meshwright.spec.recipe import load_recipe
+from meshwright.spec.run import ResolvedRun
+from meshwright.storage.durable import complete_folder
+from meshwright.trainer.resolve import resolve_run
+from meshwright.trainer.run import corpus_of
+from meshwright.trainer.start import RESOLVED, check_start, check_vocabulary, read_resolved
+
+LEFT_OUT = "left-out.md"
+"""The file that says what the program leaves out."""
+
+
+def run_at(path: Path) -> ResolvedRun:
+    """The run of a run directory, or of a recipe file; raises `UserError` where `path` is neither."""
+    if (path / RESOLVED).is_file():
+        return read_resolved(path / RESOLVED)
+    if path.is_file():
+        return resolve_run(load_recipe(path), base_dir=path.parent.resolve())
+    raise UserError(f"{path}: neither a run directory nor a recipe")
+
+
+def hand_over(resolved: ResolvedRun, engine: Engine, folder: Path) -> Translation:
+    """Write the whole run as `engine`'s program into `folder`, which appears when it is complete.
+
+    start/ holds the weights that the run starts from, data/ the order of the samples of all its steps; the tokens stay
+    where they are. Raises `UserError` where the engine cannot express the run or `folder` exists.
+    """
+    translation = engine.translate(resolved)
+    check_start(resolved)
+    corpus = corpus_of(resolved)
+    check_vocabulary(resolved.run, resolved.model, corpus.tokenizer.vocab_size)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with complete_folder(folder) as staging:
+        translation.write(staging)
+        if engine.name != Ours.name:
+            write_materials(resolved, corpus, staging, steps=resolved.run.training.steps)
+        lines = [f"- `{setting.path}={setting.shown}`: {setting.why}" for setting in translation.left_out]
+        about = f"# What {translation.program} leaves out of the recipe\n\n"
+        (staging / LEFT_OUT).write_text(about + "\n".join(lines or ["Nothing."]) + "\n", encoding="utf-8")
+    return translation

@@ -1,0 +1,17 @@
+"""Engine `hf_trainer`: the Trainer of Hugging Face transformers."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from meshwright.engines.engine import Strategy, TemplateEngine
+
+
+class HfTrainer(TemplateEngine):
+    """transformers' `Trainer`; sharding is transformers' own (`DistributedConfig`), because on a CPU `fsdp=` is ignored
+    in silence."""
+
+    name = "hf_trainer"
+    about = "the Trainer of Hugging Face transformers"
+    packages: ClassVar = {"transformers": "compare", "accelerate": "compare"}
+    strategies: ClassVar[Mapping[Strategy, str]] = dict.fromkeys(("ddp", "zero3", "hybrid"), "")
+    more_transformers = ", Trainer, TrainerCallback, TrainingArguments"

@@ -1,0 +1,60 @@
+"""What really ran, held against what was asked: engines that fall back in silence are not reported as what they are
+not."""
+
+from typing import Any
+
+from meshwright.engines.engine import strategy_of
+from meshwright.spec.errors import UserError
+from meshwright.spec.run import ResolvedRun
+
+
+class SilentFallbackError(UserError):
+    """A program trained in another way than the recipe says."""
+
+
+def check_what_ran(resolved: ResolvedRun, found: dict[str, Any]) -> None:
+    """Raise `SilentFallbackError` where a rank's report contradicts the layout: fewer ranks than asked, no wrapper that
+    reduces gradients, or parameters or optimizer state that are not sharded.
+
+    A share of one n-th may be padded or rounded up to whole rows, so it counts as such where it is nearer to an n-th
+    than to the whole.
+    """
+    layout, wrappers = resolved.run.layout, " in ".join(reversed(found["wrappers"]))
+    if found["world_size"] != layout.world_size:
+        raise SilentFallbackError(
+            f"{layout.world_size} ranks were asked for, but every process trained in a group of {found['world_size']}"
+        )
+    strategy = strategy_of(layout)
+    if strategy == "single" or layout.tp * layout.pp * layout.cp * layout.ep > 1:
+        return
+    whole = found["parameters"]
+    if strategy == "ddp" and found["held"] < whole:
+        raise SilentFallbackError(
+            f"DDP was asked for, but a rank holds {found['held']} of {whole} parameters ({wrappers})"
+        )
+    shares = {"parameters": (found["held"], strategy in ("zero3", "hybrid"))}
+    shares["optimizer state"] = found["state"], strategy != "ddp"
+    ranks = layout.dp_shard
+    for what, (held, sharded) in shares.items():
+        if sharded and held > whole * (1 + 1 / ranks) / 2:
+            raise SilentFallbackError(
+                f"{layout.strategy} was asked for, but a rank holds {held} of {whole} elements of {what} ({wrappers})"
+            )
+    names = ("FSDP", "DeepSpeed", *(("DistributedDataParallel",) if strategy in ("ddp", "zero1") else ()))
+    if not any(name in wrapper for wrapper in found["wrappers"] for name in names):
+        raise SilentFallbackError(
+            f"{layout.strategy} was asked for, but the model is {wrappers}, which reduces no gradient"
+        )
+
+
+def check_optimizer(resolved: ResolvedRun, found: dict[str, Any]) -> None:
+    """Raise `SilentFallbackError` where the optimizer is not the recipe's, or has other constants."""
+    wanted = resolved.run.training.optimizer
+    if wanted.name != "adamw":
+        return
+    for group in found["groups"]:
+        same = tuple(group["betas"]) == wanted.betas and group["eps"] == wanted.eps
+        if not same or group["weight_decay"] not in (0, wanted.weight_decay):
+            raise SilentFallbackError(f"the optimizer's constants are {group}, not the recipe's")
+    if "AdamW" not in found["optimizer"]:
+        raise SilentFallbackError(f"AdamW was asked for, but the optimizer is {found['optimizer']}")

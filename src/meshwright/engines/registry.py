@@ -1,0 +1,52 @@
+"""Every engine by name, and whether a Python has what its program imports."""
+
+import json
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from meshwright.engines.accelerate import AccelerateEngine
+from meshwright.engines.bare import Bare
+from meshwright.engines.deepspeed import DeepSpeedEngine
+from meshwright.engines.engine import Engine
+from meshwright.engines.fabric import FabricEngine
+from meshwright.engines.hf_trainer import HfTrainer
+from meshwright.engines.ours import Ours
+from meshwright.spec.errors import UserError
+from meshwright.spec.problems import did_you_mean
+
+ENGINES: Mapping[str, Engine] = {
+    engine.name: engine
+    for engine in (Ours(), Bare(), HfTrainer(), AccelerateEngine(), FabricEngine(), DeepSpeedEngine())
+}
+"""In the order in which comparisons list them."""
+
+
+class MissingPackageError(UserError):
+    """An engine is not installed."""
+
+
+def find_engine(name: str) -> Engine:
+    """The engine of a name; raises `UserError` where there is none."""
+    if name not in ENGINES:
+        hint = did_you_mean(name, ENGINES)
+        raise UserError(f"unknown engine '{name}'; there are {', '.join(ENGINES)}{hint}")
+    return ENGINES[name]
+
+
+def check_installed(engine: Engine, python: Path) -> None:
+    """Raise `MissingPackageError`, with the line that installs it, where `python` lacks what the engine's program
+    imports."""
+    modules = list(engine.packages)
+    code = "import importlib.util as u, json, sys; print(json.dumps([u.find_spec(m) is None for m in sys.argv[1:]]))"
+    try:
+        found = subprocess.run(
+            [python, "-P", "-c", code, *modules], capture_output=True, text=True, check=True, timeout=60
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError(f"{python} is no Python that could run {engine.name}: {error}") from error
+    for module, missing in zip(modules, json.loads(found.stdout), strict=True):
+        if missing:
+            raise MissingPackageError(
+                f"{module.replace('_', '-')} is not installed; pip install 'meshwright[{engine.packages[module]}]'"
+            )

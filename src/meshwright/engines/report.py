@@ -1,0 +1,160 @@
+"""A comparison as data, as Markdown and for the terminal."""
+
+import os
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from meshwright.engines.compare import Pace, Row
+
+PACKAGES = ("torch", "transformers", "accelerate", "lightning-fabric", "deepspeed")
+ABOUT = """\
+Every engine trained the same tokens in the same order, from the same weights, with the same optimizer and schedule.
+They took turns on one machine. x is the ratio of tokens per second to {first}'s, by the medians of all timed steps;
+rounds are the least and the largest ratio of single rounds. Differences are the largest of all steps, against {first}.
+Memory is the most that one process held. First step is the time from starting the processes to the end of the first
+step. Lines are those of program and configuration files."""
+
+
+def as_json(rows: Sequence[Row]) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {
+        "engines": [
+            {
+                "name": row.name,
+                "ratio": ratio[0] if (ratio := row.ratio_to(rows[0])) else None,
+                "tokens_per_second": row.tokens_per_second,
+                "peak_bytes": None if row.error else row.peak_bytes,
+                "max_loss_difference": row.difference_from(rows[0]),
+                "error": row.error,
+            }
+            for row in rows
+        ]
+    }
+
+
+def as_data(rows: Sequence[Row], about: dict[str, str]) -> dict[str, Any]:
+    """The same with everything that was measured, and where."""
+    data = as_json(rows)
+    for found, row in zip(data["engines"], rows, strict=True):
+        ratio = row.ratio_to(rows[0])
+        found |= {
+            "engine": row.engine,
+            "strategy": row.strategy,
+            "ratio_of_rounds": None if ratio is None else ratio[1:],
+            "first_step_seconds": row.first_step,
+            "max_gnorm_difference": row.difference_from(rows[0], "gnorms"),
+            "lines": row.translation.lines if row.translation else None,
+            "left_out": {setting.path: setting.why for setting in row.translation.left_out} if row.translation else {},
+            "what_ran": row.ran,
+            "seconds": row.turns,
+            "losses": row.losses,
+            "gnorms": row.gnorms,
+        }
+    return {**about, **data}
+
+
+def describe(pace: Pace, command: str) -> dict[str, str]:
+    """Where, when and how a comparison was made."""
+    names = [line for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")]
+    cpu = names[0].split(":")[1].strip() if names else platform.machine()
+    return {
+        "command": command,
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": f"{cpu}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f} at the end",
+        "versions": ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name))),
+        "steps": f"{pace.rounds} rounds of {pace.turn} steps, after {pace.warm_up} of warm-up",
+    }
+
+
+def table(rows: Sequence[Row]) -> list[list[str]]:
+    """Head and rows of the table; of an engine that was not measured, its name alone."""
+    head = ["engine", "tokens/s", "x", "rounds", "peak GiB", "first step s", "loss differs", "norm differs", "lines"]
+    return [head, *(_cells(row, rows[0]) for row in rows)]
+
+
+def _cells(row: Row, first: Row) -> list[str]:
+    lines = "" if row.translation is None else str(row.translation.lines)
+    if row.error or row.tokens_per_second is None:
+        return [row.name, "-", "", "", "", "", "", "", lines]
+    ratio = row.ratio_to(first)
+    loss, norm = row.difference_from(first), row.difference_from(first, "gnorms")
+    return [
+        row.name,
+        f"{row.tokens_per_second:.0f}",
+        f"{ratio[0]:.2f}" if ratio else "",
+        f"{ratio[1]:.2f}-{ratio[2]:.2f}" if ratio else "",
+        f"{(row.peak_bytes or 0) / 2**30:.2f}",
+        f"{row.first_step:.1f}" if row.first_step is not None else "",
+        f"{loss:.1e}" if loss is not None else "",
+        f"{norm:.1e}" if norm is not None else "",
+        lines,
+    ]
+
+
+def text(rows: Sequence[Row]) -> str:
+    """The table for a terminal, and why engines have no figures."""
+    cells = table(rows)
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if not column else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]
+    return "\n".join([*lines, *(f"{row.name}: {row.error}" for row in rows if row.error)])
+
+
+def markdown(rows: Sequence[Row], about: dict[str, str]) -> str:
+    """The page `compare.md`."""
+    head, *body = table(rows)
+    parts = ["# Engines side by side\n", ABOUT.format(first=rows[0].name), ""]
+    parts += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    parts += [f"| {' | '.join(cells)} |" for cells in body]
+    parts.append("")
+    parts += [f"- **{row.name}**: {row.error}" for row in rows if row.error]
+    parts += ["", "What ran, read back from the objects that did it:", ""]
+    parts += [f"- **{row.name}**: {ran(row)}" for row in rows if row.ran]
+    parts += ["", "What the recipe asks for beside training, and a program leaves out:", ""]
+    parts += [f"- **{row.name}**: {missing}" for row in rows if (missing := left_out(row))] or ["- nothing"]
+    parts += ["", "Losses of each step:", "", _losses(rows), ""]
+    return "\n".join([*parts, *(f"- {key}: {value}" for key, value in about.items()), ""])
+
+
+def ran(row: Row) -> str:
+    """What an engine said of itself, in a line."""
+    found = row.ran
+    return (
+        f"{found['world_size']} ranks, {' in '.join(reversed(found['wrappers']))} of {'/'.join(found['parameter'])} in "
+        f"{'/'.join(found['dtype'])}; a rank holds {found['held']} of {found['parameters']} parameters and "
+        f"{found['state']} of each moment; {found['optimizer']}"
+    )
+
+
+def left_out(row: Row) -> str:
+    """What its program leaves out, in a line."""
+    settings = row.translation.left_out if row.translation else []
+    return "; ".join(f"{setting.path}={setting.shown} ({setting.why})" for setting in settings)
+
+
+def _losses(rows: Sequence[Row]) -> str:
+    measured = [row for row in rows if row.losses and not row.error]
+    lines = [f"| step | {' | '.join(row.name for row in measured)} |", "|---" * (len(measured) + 1) + "|"]
+    steps = zip(*(row.losses for row in measured), strict=False)
+    lines += [f"| {number} | {' | '.join(f'{loss:.6f}' for loss in step)} |" for number, step in enumerate(steps, 1)]
+    return "\n".join(lines)
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []

@@ -1,0 +1,141 @@
+"""What becomes of every setting of a recipe in another engine's program."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from meshwright.spec.base import Spec
+from meshwright.spec.finetune import FullSpec
+from meshwright.spec.model import FamilyName
+from meshwright.spec.run import ResolvedRun, Run
+from meshwright.spec.training import ScheduleName
+
+Fate = Literal["said", "left_out", "refused"]
+"""said: the program does it, or there is nothing to do; left_out: it does not, and neither losses nor weights change by
+it; refused: without it, it would be another training."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a recipe."""
+
+    path: str
+    """As an override says it, such as `training.clip`."""
+    value: Any
+    fate: Fate
+    why: str = ""
+
+    @property
+    def shown(self) -> str:
+        """The value as a recipe says it."""
+        return "null" if self.value is None else str(self.value).lower() if self.value is True else str(self.value)
+
+
+Rule = Callable[[Any, ResolvedRun], tuple[Fate, str]]
+"""(value, run) -> what becomes of it, and why."""
+
+
+def _said(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
+    return "said", ""
+
+
+def _left_out(why: str) -> Rule:
+    """Nothing that is trained depends on it."""
+    return lambda value, resolved: ("left_out", why)
+
+
+def _only(*accepted: Any, why: str) -> Rule:
+    """Other values would be another training."""
+    return lambda value, resolved: ("said", "") if value in accepted else ("refused", why)
+
+
+def _balance(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
+    model = resolved.model
+    if model.num_experts and (model.balance_loss or model.balance_rate):
+        return "refused", "experts are balanced by another loss, or by none; set model.balance_loss=0"
+    return "said", ""
+
+
+def _finetune(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
+    finetune = resolved.run.finetune
+    if finetune is None or (isinstance(finetune, FullSpec) and not finetune.train and finetune.last_layers is None):
+        return "said", ""
+    return "refused", "the program trains every parameter"
+
+
+def _start(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
+    if value is None or resolved.run.finetune is not None:
+        return "said", ""
+    return "refused", "only of a run that is fine-tuned are the weights of a checkpoint written for others"
+
+
+def _recompute(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
+    if len(set(resolved.recompute)) == 1 and resolved.recompute[0] != "selective":
+        return "said", ""
+    return "left_out", "nothing is recomputed: the same losses with more memory"
+
+
+RULES: Mapping[str, Rule] = {
+    "model": _said,
+    "model.family": _only(*get_args(FamilyName), None, why="transformers does not have a model of a user's own"),
+    "model.balance_loss": _balance,
+    "data": _said,
+    "data.packing": _only("concatenated", why="the program reads one stream of tokens, cut into equal samples"),
+    "data.separate_documents": _only(False, why="the program's samples are read as one document"),
+    "training": _said,
+    "training.recompute": _recompute,
+    "training.optimizer.name": _only("adamw", why="the program has AdamW alone"),
+    "training.lr_schedule.name": _only(*get_args(ScheduleName), why="the program knows no plug-ins"),
+    "training.non_finite": lambda value, resolved: (
+        ("said", "") if value == "raise" else ("left_out", "the program ends where a loss is not finite")
+    ),
+    "training.objective": _only(None, why="the program predicts the next token"),
+    "training.preference": _only(None, why="the program predicts the next token"),
+    "training.evaluation": _left_out("nothing is held out"),
+    "training.samples": _left_out("nothing is generated"),
+    "finetune": _finetune,
+    "layout": _said,
+    "cluster": _said,
+    "checkpoint": _left_out("nothing is saved"),
+    "checkpoint.start_from": _start,
+    "guards": _left_out("nothing is watched"),
+    "device": _said,
+    "run_dir": _said,
+    "trackers": _left_out("the journal is not copied"),
+    "callbacks": _left_out("nothing happens beside training"),
+}
+"""The rule of a setting, or of every setting in a section that has none of its own."""
+
+
+def settings_of(resolved: ResolvedRun, cannot: Mapping[str, str]) -> Iterator[Setting]:
+    """Every setting of a run and what becomes of it; `cannot` are those that an engine cannot express.
+
+    What is left out is told only where the recipe asks for something other than the default.
+    """
+    defaults = dict(leaves(Run(model=resolved.run.model)))
+    for path, value in leaves(resolved.run):
+        fate, why = rule_of(path)(value, resolved)
+        if path in cannot:
+            fate, why = "refused", cannot[path]
+        elif fate == "left_out" and path in defaults and defaults[path] == value:
+            fate = "said"
+        yield Setting(path, value, fate, why if fate != "said" else "")
+
+
+def rule_of(path: str) -> Rule:
+    """The rule of the longest beginning of `path` that has one; raises `KeyError` where nobody thought of it."""
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        if (rule := RULES.get(".".join(parts[:length]))) is not None:
+            return rule
+    raise KeyError(path)
+
+
+def leaves(spec: Spec, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, value) of every setting, lists and mappings whole."""
+    for name in type(spec).model_fields:
+        value = getattr(spec, name)
+        if isinstance(value, Spec):
+            yield from leaves(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value

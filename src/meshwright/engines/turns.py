@@ -1,0 +1,75 @@
+"""`TakeTurns`: the callback through which our trainer tells its steps to a comparison and waits for its next turn."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshwright.callbacks import Callback, Training
+
+KEPT = ("step", "loss", "gnorm", "lr", "tokens", "mem")
+"""Figures of a step that every engine's journal has."""
+
+
+class TakeTurns(Callback):
+    """Writes what the programs of other engines write, from the same places of a step."""
+
+    def __init__(self, journal: Path, pauses: Sequence[int] = ()) -> None:
+        """`journal` receives a line a step; after the steps `pauses` every rank waits for a line of its input."""
+        self.journal, self.pauses = journal, frozenset(pauses)
+        self._began = 0.0
+
+    def on_start(self, training: Training) -> None:
+        """The first step begins."""
+        if training.is_first_rank:
+            self.journal.write_text("")
+        self._began = time.perf_counter()
+
+    def on_step(self, training: Training, record: dict[str, Any]) -> None:
+        """Write the step, then wait where it was asked for."""
+        seconds = time.perf_counter() - self._began
+        if training.is_first_rank:
+            if record["step"] == 1:
+                self._write("engine", record["time"], what_ran(training))
+            self._write("step", record["time"], {key: record[key] for key in KEPT} | {"seconds": seconds})
+        if record["step"] in self.pauses and not sys.stdin.readline():
+            os._exit(1)  # whoever gives the turns has gone
+        self._began = time.perf_counter()
+
+    def _write(self, kind: str, when: float, fields: dict[str, Any]) -> None:
+        with self.journal.open("a") as file:
+            file.write(json.dumps({"kind": kind, "time": when, **fields}) + "\n")
+
+
+def what_ran(training: Training) -> dict[str, Any]:
+    """What really trains, read off the objects: as the programs of other engines say it."""
+    parameters = list(training.parameters.values())
+    optimizers = training.optimizers
+    moments = [
+        value for optimizer in optimizers for state in optimizer.state.values() for value in [state.get("exp_avg")]
+    ]
+    return {
+        "world_size": training.world_size,
+        "wrappers": [type(training.model).__name__],
+        "parameter": sorted({type(parameter).__name__ for parameter in parameters}),
+        "dtype": sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}),
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "held": _held(parameters),
+        "state": _held(moment for moment in moments if moment is not None),
+        "optimizer": "+".join(type(optimizer).__name__ for optimizer in optimizers),
+        "groups": [
+            {key: group[key] for key in ("betas", "eps", "weight_decay") if key in group}
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+        ],
+    }
+
+
+def _held(tensors: Iterable[torch.Tensor]) -> int:
+    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel() for tensor in tensors)

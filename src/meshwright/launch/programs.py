@@ -1,0 +1,95 @@
+"""A program's ranks on this machine, which compute in turns: between two of them all ranks wait for a line of input."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshwright.launch.launcher import rank_environments
+from meshwright.launch.memory import field_of
+from meshwright.spec.errors import UserError
+
+LOOK_EVERY = 0.01
+"""Seconds between two looks at whether a turn has ended."""
+
+
+class ProgramError(UserError):
+    """A program ended, or stood still, before it had done what was asked of it."""
+
+
+class RankedProgram:
+    """The processes of one program, one a rank. Use it in `with`: they are ended at its end."""
+
+    def __init__(self, command: Sequence[str], ranks: int, log: Path) -> None:
+        """Start `command` once a rank, as torchrun would; what all of them print goes to `log`."""
+        self.log, self.began = log, time.time()
+        with log.open("wb") as output:
+            self._processes = [
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,
+                )
+                for environment in rank_environments(ranks)
+            ]
+
+    def go_on(self) -> None:
+        """Let every rank compute up to its next pause."""
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it has ended, as the next look shows
+                process.stdin.write(b"\n")
+                process.stdin.flush()
+
+    def wait_for(self, journal: Path, sign: bytes, seconds: float) -> None:
+        """Wait until a whole line of `journal` contains `sign`.
+
+        Raises `ProgramError` where a rank ends before, or where `journal` does not grow for so many seconds.
+        """
+        size, deadline = -1, time.monotonic() + seconds
+        while True:
+            ended = [process.poll() for process in self._processes]
+            content = journal.read_bytes() if journal.exists() else b""
+            if any(sign in line for line in content.split(b"\n")[:-1]):
+                return
+            if any(status is not None for status in ended):
+                raise ProgramError(self._explain(ended))
+            if len(content) != size:
+                size, deadline = len(content), time.monotonic() + seconds
+            if time.monotonic() > deadline:
+                raise ProgramError(f"no step within {seconds:g} s, so it was ended (output: {self.log})")
+            time.sleep(LOOK_EVERY)
+
+    def peak_bytes(self) -> int:
+        """Most bytes that a rank ever held in memory, of the rank that held most; 0 where there is no /proc."""
+        return max(1024 * field_of(Path(f"/proc/{process.pid}/status"), "VmHWM:") for process in self._processes)
+
+    def _explain(self, statuses: Sequence[int | None]) -> str:
+        rank, status = next((rank, status) for rank, status in enumerate(statuses) if status is not None)
+        how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        said = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "it said nothing")
+        return f"rank {rank} ended {how}: {said} (output: {self.log})"
+
+    def close(self) -> None:
+        """End every process, and whatever it has started."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+
+    def __enter__(self) -> "RankedProgram":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

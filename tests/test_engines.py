@@ -1,0 +1,213 @@
+"""Other engines: what they can express, the programs that are written for them, and what is believed of them."""
+
+import ast
+import contextlib
+import importlib.util
+import itertools
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright.engines.engine import InexpressibleError
+from meshwright.engines.layouts import layout_called
+from meshwright.engines.readback import SilentFallbackError, check_optimizer, check_what_ran
+from meshwright.engines.registry import ENGINES, MissingPackageError, check_installed, find_engine
+from meshwright.engines.settings import leaves, rule_of
+from meshwright.spec.errors import UserError
+from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.recipe import parse_spec
+from meshwright.spec.run import ResolvedRun, Run
+from meshwright.trainer.resolve import resolve_run
+
+RECIPE = """\
+model: {family: llama, hidden: 64, num_layers: 2, num_heads: 4, num_kv_heads: 2, tied_embeddings: true}
+data: {sources: "*.txt", tokenizer_vocab: 512, sequence_length: 64}
+training: {steps: 10, global_batch: 8, micro_batch: 2, precision: fp32, lr_schedule: {warmup: 3}}
+device: cpu
+"""
+OTHERS = [name for name in ENGINES if name != "meshwright"]
+
+
+def resolved(*overrides: str, layout: str = "single") -> ResolvedRun:
+    run = parse_spec(RECIPE, Run, overrides).model_copy(update={"layout": layout_called(layout)})
+    return resolve_run(run, base_dir=Path())
+
+
+def test_every_setting_of_a_recipe_has_a_rule():
+    filled = [
+        "finetune={method: lora}",
+        "training.samples={prompts: [a]}",
+        "training.preference={}",
+        "checkpoint.every=5",
+        "model.rope_scaling={kind: yarn, factor: 2, original_max_positions: 8}",
+    ]
+    paths = [path for path, _ in leaves(parse_spec(RECIPE, Run, filled))]
+    assert {"finetune.rank", "training.samples.prompts", "guards.spikes"} <= set(paths)
+    for path in paths:
+        assert rule_of(path), path
+    with pytest.raises(KeyError):
+        rule_of("something.new")
+
+
+REFUSED = {
+    "training.optimizer.name": ["training.optimizer.name=muon"],
+    "training.precision": ["training.precision=fp16"],
+    "data.packing": ["data.packing=best_fit"],
+    "data.separate_documents": ["data.separate_documents=true"],
+    "finetune.method": ["finetune={method: full, last_layers: 1}"],
+    "model.balance_loss": ["model.family=mixtral", "model.num_experts=4", "model.balance_loss=0.1"],
+    "training.preference.beta": ["training.preference={}", "data.separate_documents=true"],
+    "checkpoint.start_from": ["checkpoint.start_from=elsewhere"],
+}
+
+
+@pytest.mark.parametrize("engine", OTHERS)
+@pytest.mark.parametrize("path", REFUSED)
+def test_what_would_be_another_training_is_refused_by_name(engine, path):
+    with pytest.raises(InexpressibleError, match=f"{path}=") as refusal:
+        ENGINES[engine].translate(resolved(*REFUSED[path]))
+    assert len(str(refusal.value)) > len(path) + 10
+
+
+@pytest.mark.parametrize("engine", OTHERS)
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2"])
+def test_layouts_that_split_more_than_data_are_refused(engine, layout):
+    with pytest.raises(InexpressibleError, match=rf"layout\.{layout[:2]}=2"):
+        ENGINES[engine].translate(resolved(layout=layout))
+
+
+def test_silent_fallbacks_are_refused_before_they_happen():
+    """Accelerate's and the Trainer's own FSDP on a CPU are DDP."""
+    with pytest.raises(InexpressibleError, match=r"layout\.zero=3: accelerate has ddp"):
+        ENGINES["accelerate"].translate(resolved(layout="zero3"))
+
+
+def test_what_is_left_out_is_named_only_where_it_was_asked_for():
+    engine = ENGINES["bare"]
+    assert engine.translate(resolved()).left_out == []
+    asked = "training.evaluation.every=5", "trackers=[wandb]", "checkpoint.every=5", "training.recompute=selective"
+    left_out = {setting.path: setting.why for setting in engine.translate(resolved(*asked)).left_out}
+    assert set(left_out) == {"training.evaluation.every", "trackers", "checkpoint.every", "training.recompute"}
+    assert all(left_out.values())
+
+
+VARIANTS = [
+    [],
+    ["training.precision=bf16", "training.compile=true", "training.recompute=full", "device=auto"],
+    ["training.lr_schedule.name=wsd", "training.clip=null", "training.deterministic=true"],
+    ["training.lr_schedule.name=constant", "training.lr_schedule.warmup=0"],
+]
+
+
+def programs(folder: Path) -> Path:
+    """Every program that can be written for a few recipes in every data-parallel layout."""
+    layouts = ("single", "ddp", "zero1", "zero2", "zero3", "ddp2+zero3:2")
+    for number, (overrides, layout) in enumerate(itertools.product(VARIANTS, layouts)):
+        run = resolved(*overrides, layout=layout)
+        for engine in ENGINES.values():
+            with contextlib.suppress(InexpressibleError):
+                engine.translate(run).write(folder / f"{number}-{engine.name}")
+    return folder
+
+
+def test_programs_need_nothing_of_ours_and_say_what_the_recipe_says(tmp_path):
+    found = list(programs(tmp_path).glob("*/run_*_standalone.py"))
+    assert len(found) > 60
+    for path in found:
+        text = path.read_text()
+        imported = {
+            alias.name if isinstance(node, ast.Import) else node.module
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+        }
+        assert not [name for name in imported if name and name.startswith("meshwright")]
+        assert "STEPS, GLOBAL_BATCH, MICRO_BATCH, LENGTH = 10, 8, 2, 64" in text
+        assert "LR, BETAS, EPS, WEIGHT_DECAY = 0.0003, (0.9, 0.95), 1e-08, 0.1" in text
+
+
+@pytest.mark.skipif(shutil.which("ruff", path=str(Path(sys.executable).parent)) is None, reason="pip install ruff")
+def test_programs_are_formatted_and_free_of_what_a_linter_finds(tmp_path):
+    programs(tmp_path)
+    ruff, options = Path(sys.executable).parent / "ruff", ["--isolated", "--no-cache", "--line-length", "120"]
+    for verb in (["check", "--select", "E,F,I,UP,B,C4,SIM"], ["format", "--diff"]):
+        found = subprocess.run([ruff, *verb, *options, tmp_path], capture_output=True, text=True, timeout=60)
+        assert not found.returncode, (found.stdout + found.stderr)[-2000:]
+
+
+def said(**changes):
+    """What a program of two ranks says that shards everything."""
+    usual = {
+        "world_size": 2,
+        "wrappers": ["FSDPLlamaForCausalLM"],
+        "parameter": ["DTensor"],
+        "dtype": ["float32"],
+        "parameters": 1000,
+        "held": 510,
+        "state": 510,
+        "optimizer": "AdamW",
+        "groups": [{"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}],
+    }
+    return usual | changes
+
+
+SILENT = {
+    "DDP instead of FSDP": ("zero3", {"wrappers": ["DistributedDataParallel", "Llama"], "held": 1000, "state": 1000}),
+    "two trainings instead of one": ("ddp", {"world_size": 1, "wrappers": ["Llama"]}),
+    "no wrapper at all": ("ddp", {"wrappers": ["Llama"], "held": 1000, "state": 1000}),
+    "state that is whole": ("zero1", {"wrappers": ["DistributedDataParallel"], "held": 1000, "state": 1000}),
+    "parameters that are whole": ("zero3", {"held": 1000}),
+    "DDP instead of ZeRO-2": ("zero2", {"wrappers": ["DistributedDataParallel"], "held": 1000, "state": 500}),
+}
+
+
+@pytest.mark.parametrize("what", SILENT)
+def test_a_strategy_that_was_not_used_is_not_reported(what):
+    layout, changes = SILENT[what]
+    with pytest.raises(SilentFallbackError):
+        check_what_ran(resolved(layout=layout), said(**changes))
+
+
+def test_strategies_that_were_used_are_believed():
+    whole = {"held": 1000, "state": 1000}
+    check_what_ran(resolved(), said(world_size=1, wrappers=["Llama"], **whole))
+    check_what_ran(resolved(layout="ddp"), said(wrappers=["DistributedDataParallel", "Llama"], **whole))
+    check_what_ran(resolved(layout="zero1"), said(wrappers=["DistributedDataParallel"], held=1000))
+    check_what_ran(resolved(layout="zero2"), said())
+    check_what_ran(resolved(layout="zero3"), said())
+    check_optimizer(resolved(), said())
+
+
+@pytest.mark.parametrize("changes", [{"eps": 1e-6}, {"betas": [0.9, 0.999]}, {"weight_decay": 0.01}])
+def test_another_optimizer_is_not_reported(changes):
+    with pytest.raises(SilentFallbackError):
+        check_optimizer(resolved(), said(groups=[said()["groups"][0] | changes]))
+    with pytest.raises(SilentFallbackError):
+        check_optimizer(resolved(), said(optimizer="SGD"))
+
+
+def test_layouts_have_short_names():
+    assert layout_called("single") == LayoutSpec()
+    assert layout_called("ddp", 4) == LayoutSpec(dp_replicate=4)
+    assert layout_called("fsdp:2") == layout_called("zero3", 2) == LayoutSpec(dp_shard=2, zero=3)
+    assert layout_called("tp2+pp2+zero1:4") == LayoutSpec(tp=2, pp=2, dp_shard=4, zero=1)
+    assert layout_called("ddp2+zero3:4") == LayoutSpec(dp_replicate=2, dp_shard=4, zero=3)
+
+
+@pytest.mark.parametrize("name", ["zero4", "tp", "", "dp2", "zero3:1"])
+def test_other_names_of_layouts_are_refused(name):
+    with pytest.raises(UserError, match="layout"):
+        layout_called(name)
+
+
+def test_unknown_engines_and_missing_packages_are_one_sentence():
+    with pytest.raises(UserError, match=r"unknown engine 'acelerate'.*did you mean 'accelerate'"):
+        find_engine("acelerate")
+    missing = type("Missing", (type(ENGINES["bare"]),), {"packages": {"no_such_module": "compare"}})()
+    with pytest.raises(MissingPackageError, match=r"pip install 'meshwright\[compare\]'"):
+        check_installed(missing, Path(sys.executable))
+    if importlib.util.find_spec("transformers"):
+        check_installed(ENGINES["bare"], Path(sys.executable))
