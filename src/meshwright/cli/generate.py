@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from meshwright.cli.common import add_model_arguments, add_sampling_arguments, sampling_settings
-from meshwright.cli.output import add_json_argument, print_json
+from meshwright.cli.output import add_json_argument, print_json, visible
 from meshwright.spec.errors import UserError
 
 
@@ -58,5 +58,6 @@ def run(arguments: argparse.Namespace) -> int:
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
         if len(prompts) > 1:
             print(f"--- {number} of {len(prompts)}")
-        print(text if arguments.chat else prompt + text)
+        whole = text if arguments.chat else prompt + text
+        print(visible(whole) if sys.stdout.isatty() else whole)
     return 0

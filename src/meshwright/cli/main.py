@@ -26,6 +26,7 @@ VERBS = {
     "compare": "train a recipe in several engines in turns: speed, memory, losses",
     "rehearse": "run the whole job on fake ranks: memory, collectives, what would break",
     "generate": "continue prompts with a trained model",
+    "chat": "talk to a trained model in the terminal",
     "serve": "put a trained model behind OpenAI's API, with a chat page",
     "eval": "loss and perplexity of a trained model on any text",
     "export": "write a trained model for Hugging Face, or its adapters for peft",

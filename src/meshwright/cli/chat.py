@@ -1,0 +1,210 @@
+"""The verb `chat`: talk to a trained model in the terminal."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli.common import SAMPLING, add_model_arguments, add_sampling_arguments, positive, sampling_settings
+from meshwright.cli.output import visible
+from meshwright.spec.errors import UserError
+from meshwright.spec.problems import did_you_mean
+
+COMMANDS = {
+    "/help": "what can be typed",
+    "/undo": "take the last question and its answer back",
+    "/clear": "begin a new conversation",
+    "/more": "go on with the last text (of a model without a chat template)",
+    "/system": "TEXT: say this before the conversation, from now on; without TEXT nothing",
+    "/set": "NAME VALUE: change a setting; alone, show all",
+    "/save": "FILE: append the conversation as a line of JSON, which can be trained on",
+    "/quit": "leave, as Ctrl-D does",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Operands and options of `chat`."""
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--compare", metavar="OTHER", type=Path, help="a second model, which answers everything as well"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
+    parser.add_argument(
+        "--max-tokens", metavar="N", type=positive, help="of an answer, at most (default 512, if they have room)"
+    )
+    add_sampling_arguments(parser)
+    commands = "\n".join(f"  {name:<9} {what}" for name, what in COMMANDS.items())
+    parser.epilog = (
+        f"what can be typed besides questions:\n{commands}\n\n"
+        "Ctrl-C ends an answer. Standard input may be a file or a pipe: each line is a question.\n\n"
+        "examples:\n"
+        "  meshwright chat runs/tuned --system 'Answer in one sentence.'\n"
+        "  meshwright chat runs/tuned --compare runs/base --temperature 0"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Talk until the input ends."""
+    # Torch loads here, so that --help and misuse never wait for it.
+    from meshwright.serve.chat import Partner
+    from meshwright.serve.trained import open_trained
+
+    paths = [arguments.model, *([arguments.compare] if arguments.compare else [])]
+    opened = [
+        open_trained(path, device=arguments.device, dtype=arguments.dtype, averaged=arguments.ema) for path in paths
+    ]
+    partners = [
+        Partner(trained, label, arguments.system)
+        for trained, label in zip(opened, labels([trained.source for trained in opened]), strict=True)
+    ]
+    values = {**sampling_settings(arguments), "seed": arguments.seed, "max_tokens": arguments.max_tokens}
+    talk = Talk(partners, values, arguments.stop)
+    if arguments.system and not any(partner.chats for partner in partners):
+        raise UserError("--system belongs to a conversation, and the model has no chat template")
+    for partner in partners:
+        talk.note(*partner.about())
+    talk.note("/help shows what can be typed" if sys.stdin.isatty() else "")
+    return talk.run(questions())
+
+
+def labels(sources: list[Path]) -> list[str]:
+    """Short names that differ: the folders' own, or as much of their paths as it takes."""
+    for length in range(1, max(len(source.parts) for source in sources) + 1):
+        found = ["/".join(source.parts[-length:]) for source in sources]
+        if len(set(found)) == len(found):
+            return found
+    return [f"{source} ({number})" for number, source in enumerate(sources, 1)]
+
+
+def questions() -> Iterator[str]:
+    """Lines of standard input: typed behind a `>`, or of a file or a pipe."""
+    if not sys.stdin.isatty():
+        for line in sys.stdin:
+            yield line.rstrip("\n")
+        return
+    import readline  # noqa: F401  # lines can be edited and called back
+
+    while True:
+        try:
+            yield input("> ")
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+        except EOFError:
+            print(file=sys.stderr)
+            return
+
+
+class Talk:
+    """A conversation in a terminal."""
+
+    def __init__(self, partners: list[Any], values: dict[str, Any], stops: list[str]) -> None:
+        self.partners, self.values, self.stops = partners, values, stops
+        self.settings()  # so that values that make no sense are refused before anything is asked
+        self.status = 0
+
+    def settings(self) -> Any:
+        """The values as the engine takes them. Raises `UserError` where they make no sense."""
+        from meshwright.models.generate import Sampling
+        from meshwright.serve.chat import Settings
+
+        sampling = Sampling(**{name: self.values[name] for name in (*SAMPLING, "seed")})
+        return Settings(sampling=sampling, max_tokens=self.values["max_tokens"], stops=self.stops)
+
+    def run(self, lines: Iterator[str]) -> int:
+        """Answer every line; the exit status."""
+        for line in lines:
+            try:
+                if line.strip() == "/quit":
+                    break
+                if line.startswith("/"):
+                    self.command(*line.strip().partition(" ")[::2])
+                elif line.strip():
+                    self.answer(lambda partner, line=line: partner.say(line, self.settings()))
+            except (UserError, OSError) as error:
+                print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+                self.status = 0 if sys.stdin.isatty() else 2
+        return self.status
+
+    def answer(self, parts_of: Callable[[Any], Iterator[str]]) -> None:
+        """Show what each partner says, as it comes."""
+        for partner in self.partners:
+            if len(self.partners) > 1:
+                print(f"--- {partner.label}")
+            parts = parts_of(partner)
+            try:
+                for part in parts:
+                    print(visible(part), end="", flush=True)
+                print(flush=True)
+            except KeyboardInterrupt:
+                print(" [interrupted]", flush=True)
+            finally:
+                parts.close()  # type: ignore[attr-defined]
+
+    def command(self, name: str, rest: str) -> None:
+        """Do what a line that begins with a slash says."""
+        rest = rest.strip()
+        if name == "/help":
+            self.note(*(f"{command:<9} {what}" for command, what in COMMANDS.items()))
+        elif name == "/undo":
+            self.undo()
+        elif name == "/clear":
+            for partner in self.partners:
+                partner.turns.clear()
+            self.note("a new conversation")
+        elif name == "/more":
+            self.answer(lambda partner: partner.more(self.settings()))
+        elif name == "/system":
+            for partner in self.partners:
+                partner.system = rest or None
+            self.note(f"system message: {rest}" if rest else "no system message")
+        elif name == "/set":
+            self.set(rest)
+        elif name == "/save":
+            self.save(rest)
+        else:
+            raise UserError(f"unknown command '{name}'{did_you_mean(name, list(COMMANDS))}; /help shows all")
+
+    def undo(self) -> None:
+        """Take the last turn back."""
+        turns = [partner.turns.pop() for partner in self.partners if partner.turns]
+        if not turns:
+            raise UserError("there is no question to take back")
+        self.note(f"taken back: {visible(turns[0].asked)}")
+
+    def set(self, words: str) -> None:
+        """Change a setting, or show all."""
+        name, _, value = words.partition(" ")
+        name = name.replace("-", "_")
+        if not words:
+            self.note(*(f"{key} {'auto' if value is None else value}" for key, value in self.values.items()))
+            return
+        if name not in self.values:
+            raise UserError(f"/set {name}: no such setting; there is {', '.join(self.values)}")
+        before, whole = self.values[name], name in ("top_k", "seed", "max_tokens")
+        try:
+            self.values[name] = int(value) if whole else float(value)
+            self.settings()
+        except ValueError as error:
+            self.values[name] = before
+            is_ours = isinstance(error, UserError)
+            wrong = str(error) if is_ours else f"'{value}' is no {'whole ' if whole else ''}number"
+            raise UserError(f"/set {name}: {wrong}") from error
+        self.note(f"{name} {self.values[name]}")
+
+    def save(self, file: str) -> None:
+        """Append the conversation of each partner to a file."""
+        if not file:
+            raise UserError("/save needs a file, as in /save talk.jsonl")
+        if not any(partner.turns for partner in self.partners):
+            raise UserError("there is nothing to save yet")
+        with Path(file).open("a", encoding="utf-8") as stream:
+            for partner in self.partners:
+                stream.write(json.dumps(partner.record(), ensure_ascii=False) + "\n")
+        self.note(f"saved to {file}")
+
+    def note(self, *lines: str) -> None:
+        """Say something that is no answer."""
+        for line in filter(None, lines):
+            print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,129 @@
+"""A conversation with one trained model: its history, and answers as they are written."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.models.generate import Sampling
+from meshwright.serve.conversation import Prompts
+from meshwright.serve.engine import Engine, Request
+from meshwright.serve.trained import TrainedModel
+from meshwright.spec.errors import UserError
+
+MAX_TOKENS = 512
+"""New tokens of an answer where nobody says how many, if they have room."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How answers are written."""
+
+    sampling: Sampling
+    max_tokens: int | None = None
+    stops: Sequence[str] = ()
+
+
+@dataclass
+class Turn:
+    """A question and its answer, or a text and how it goes on."""
+
+    asked: str
+    answered: str = ""
+
+
+@dataclass
+class Partner:
+    """A model that is talked to. Without a chat template it continues each text by itself."""
+
+    trained: TrainedModel
+    label: str
+    system: str | None = None
+    turns: list[Turn] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        tokenizer = self.trained.tokenizer
+        self._prompts = Prompts(tokenizer)
+        self._engine = Engine(self.trained.model, decode=tokenizer.decode_text)
+
+    @property
+    def chats(self) -> bool:
+        """Whether there is a chat template."""
+        return self._prompts.chats
+
+    def about(self) -> list[str]:
+        """What answers, and how, for people."""
+        run = self.trained.run
+        kind = f"{self.trained.spec.family}, {'Hugging Face directory' if run is None else 'checkpoint of a run'}"
+        lines = [f"model     {self.trained.source} ({kind})"]
+        if self.chats:
+            ends = " or ".join(self._prompts.shown(self._prompts.answer_ends))
+            return [*lines, f"template  the chat template of {self.trained.tokenizer_dir}; answers end at {ends}"]
+        return [*lines, "template  none: a base model, which continues what you write; /more goes on"]
+
+    def say(self, asked: str, settings: Settings) -> Iterator[str]:
+        """The parts of the answer, as they come. What was heard when the iterator is closed stays in the history.
+
+        Raises `UserError` where the conversation has no room; then the history is as before.
+        """
+        if self.chats:
+            messages = [*self.messages(), {"role": "user", "content": asked}]
+            prompt, ends = self._prompts.conversation(messages), self._prompts.answer_ends
+        else:
+            prompt, ends = self._prompts.text(asked), self._prompts.text_ends
+        yield from self._write(Turn(asked), prompt, ends, settings)
+
+    def more(self, settings: Settings) -> Iterator[str]:
+        """The last text goes on. Raises `UserError` where there is none, or answers end by themselves."""
+        if self.chats or not self.turns:
+            raise UserError("/more goes on with the last text of a model that has no chat template")
+        last = self.turns.pop()
+        text = last.asked + last.answered
+        try:
+            yield from self._write(Turn(text), self._prompts.text(text), self._prompts.text_ends, settings)
+        except UserError:
+            self.turns.append(last)
+            raise
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation so far, in the form that data sets have."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        pairs = (
+            ({"role": "user", "content": turn.asked}, {"role": "assistant", "content": turn.answered})
+            for turn in self.turns
+        )
+        return [*system, *(message for pair in pairs for message in pair)]
+
+    def record(self) -> dict[str, Any]:
+        """What /save writes: a record of a data set."""
+        if self.chats:
+            return {"model": str(self.trained.source), "messages": self.messages()}
+        texts = [turn.asked + turn.answered for turn in self.turns]
+        return {"model": str(self.trained.source), "text": "\n".join(texts)}
+
+    def _write(self, turn: Turn, prompt: Sequence[int], ends: frozenset[int], settings: Settings) -> Iterator[str]:
+        room, wanted, parts = self._engine.max_context - len(prompt), settings.max_tokens, list[str]()
+        if room < 1:
+            raise UserError(
+                f"{self.label}: the conversation has {len(prompt)} tokens, and the model is meant for "
+                f"{self._engine.max_context}; /undo takes the last turn back, /clear begins anew"
+            )
+        request = Request(
+            prompt=prompt,
+            max_tokens=max(1, min(MAX_TOKENS, room)) if wanted is None else wanted,
+            sampling=settings.sampling,
+            row=len(self.turns),
+            ends=ends,
+            stops=settings.stops,
+        )
+        answer = self._engine.submit(request, lambda _, __, text: parts.append(text))
+        self.turns.append(turn)
+        try:
+            while self._engine.step():
+                new = "".join(parts)
+                parts.clear()
+                turn.answered += new
+                if new:
+                    yield new
+        finally:
+            if answer.finish is None:  # nobody listens any more, or Ctrl-C came in the middle of a step
+                self._engine.reset()
