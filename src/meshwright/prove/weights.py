@@ -17,6 +17,10 @@ from meshwright.trainer.weights import run_weights
 NOISE = 0.2
 """Standard deviation of what is added to constants."""
 
+ADAPTER_NOISE = 0.05
+"""Of an adapter's matrix that begins with zero: what it adds is then as large as what its base gives. Four times as
+large saturates attention, whose rounding the tolerances do not allow for."""
+
 LOUD, QUIET = 2.0, 0.1
 """What the routing weights of every other expert are multiplied by, so that tokens crowd on half of the experts."""
 
@@ -39,7 +43,8 @@ def proof_weights(resolved: ResolvedRun) -> RowSource:
 
 
 def _noise(row: Parameter, start: int, stop: int) -> torch.Tensor:
-    return draw_rows(replace(row, init="normal", init_std=NOISE), 0, start, stop)
+    size = ADAPTER_NOISE if row.adapter and row.init == "zeros" else NOISE
+    return draw_rows(replace(row, init="normal", init_std=size), 0, start, stop)
 
 
 def _by_expert(start: int, stop: int) -> torch.Tensor:
