@@ -1,10 +1,15 @@
 """A short round of the standing attack (`make attack`), and its judge."""
 
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
 import pytest
 
 from attack.__main__ import Attacks, table
 from attack.files import TARGETS
-from attack.trial import FAILURES, Ended, judge
+from attack.trial import FAILURES, Ended, Trial, judge
 
 pytestmark = pytest.mark.slow
 
@@ -12,21 +17,39 @@ ROUND = 2
 """Trials of every kind of file; `make attack` has sixty times as many, and kills, disks and networks."""
 
 
+_attacks: list[Attacks] = []
+"""In the attacking process: one."""
+
+
+def begin(folder: Path) -> None:
+    """Make what is attacked, in the attacking process."""
+    _attacks.append(Attacks(folder))
+
+
+def attack(kind: str, count: int) -> list[Trial]:
+    """So many trials of a kind, in the attacking process."""
+    return list(_attacks[0].kinds()[kind](count, 0))
+
+
 @pytest.fixture(scope="module")
-def attacks(tmp_path_factory: pytest.TempPathFactory) -> Attacks:
-    return Attacks(tmp_path_factory.mktemp("attack"))
+def attacker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
+    """A process of its own: trials are forks of it, and a fork of one that has run other tests may inherit a lock that
+    one of their threads held."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        pool.submit(begin, tmp_path_factory.mktemp("attack")).result()
+        yield pool
 
 
 @pytest.mark.parametrize("kind", [target.attack for target in TARGETS])
-def test_damaged_files_are_survived_or_named(attacks: Attacks, kind: str) -> None:
-    trials = list(attacks.kinds()[kind](ROUND, 0))
+def test_damaged_files_are_survived_or_named(attacker: ProcessPoolExecutor, kind: str) -> None:
+    trials = attacker.submit(attack, kind, ROUND).result()
     assert len(trials) == ROUND
     assert not [trial for trial in trials if trial.fate in FAILURES], table(trials)
 
 
 @pytest.mark.parametrize("kind", ["random recipes", "random records"])
-def test_drawn_inputs_are_read_or_named(attacks: Attacks, kind: str) -> None:
-    trials = list(attacks.kinds()[kind](10, 0))
+def test_drawn_inputs_are_read_or_named(attacker: ProcessPoolExecutor, kind: str) -> None:
+    trials = attacker.submit(attack, kind, 10).result()
     assert not [trial for trial in trials if trial.fate in FAILURES], table(trials)
 
 
