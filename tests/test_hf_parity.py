@@ -269,9 +269,10 @@ def test_a_round_trip_keeps_every_bit(name, dtype, tmp_path):
     assert len(files) > 1
     after = {key: value for file in files for key, value in load_file(tmp_path / "ours" / file).items()}
     assert after.keys() == before.keys() == index["weight_map"].keys()
+    state = {hf_tensors(spec)[row.name].key for row in state_table(spec)}  # few numbers, kept wide
     for key, value in before.items():
-        assert after[key].dtype == value.dtype == dtype
-        assert torch.equal(after[key], value), key
+        assert after[key].dtype == (torch.float32 if key in state else dtype)
+        assert torch.equal(after[key], value.to(after[key].dtype)), key
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
     assert again.dtype == dtype
     assert read_hf_directory(tmp_path / "ours") == spec

@@ -12,7 +12,8 @@ from meshwright.data.prepare import prepare_corpus
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.families import parameter_table, resolve_model
 from meshwright.models import build_model, initialize
-from meshwright.serve.trained import export_adapter, open_trained
+from meshwright.serve.adapters import export_adapter
+from meshwright.serve.trained import open_trained
 from meshwright.spec.model import ModelFields
 from meshwright.spec.run import Run
 from meshwright.trainer.metrics import read_journal

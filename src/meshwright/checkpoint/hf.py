@@ -14,12 +14,14 @@ import torch
 from meshwright.checkpoint.hf_proof import prove_export
 from meshwright.checkpoint.tensor_files import DTYPES, TensorFileWriter, open_tensors
 from meshwright.families import family_of, hf_tensors, model_to_hf_config, parameter_table, state_table
+from meshwright.families.hf_tensors import stored_name
 from meshwright.families.tensor_headers import INDEX, WEIGHTS, StoredTensor, stored_tensors
-from meshwright.models import Decoder, build_model, named_tensors
+from meshwright.models import Decoder, build_model, named_state, named_tensors
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 from meshwright.storage.durable import complete_folder
 
+GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -29,7 +31,7 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "vocab.json",
     "merges.txt",
-    "generation_config.json",
+    GENERATION,
 )
 """Files that belong to a tokenizer or to generation and are copied as they are where they exist."""
 
@@ -51,6 +53,7 @@ class HfWeights:
             for name, place in self._places.items()
         }
         _refuse_unknown(stored, {key for found in self._tensors.values() for key, _ in found}, spec)
+        self._twin = _second_head(stored, spec)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of our parameter `name` in our orientation and the file's dtype, on the CPU.
@@ -67,7 +70,18 @@ class HfWeights:
             return torch.stack(wanted).unflatten(0, (-1, parts)).flatten(1, 2)
         lazy = self._slice(*tensors[0])
         rows = slice(place.offset + start, place.offset + stop)
+        if self._twin is not None and self._twin[0] == name:
+            self._check_twin(lazy[rows], rows, tensors[0][0])
         return lazy[:, rows].t() if place.transposed else lazy[rows]
+
+    def _check_twin(self, embedding: torch.Tensor, rows: slice, key: str) -> None:
+        assert self._twin is not None
+        _, head, tensor = self._twin
+        if tensor.shape[1:] != embedding.shape[1:] or not torch.equal(self._slice(head, tensor)[rows], embedding):
+            raise UserError(
+                f"{tensor.file}: {head} is another matrix than {key}, but tie_word_embeddings in config.json says that "
+                'they are one; write "tie_word_embeddings": false there, or remove the tensor that is not meant'
+            )
 
     def _slice(self, key: str, tensor: StoredTensor) -> Any:
         if tensor.file not in self._handles:
@@ -106,6 +120,16 @@ def _refuse_unknown(stored: Mapping[str, StoredTensor], used: set[str], spec: Mo
             raise UserError(f"{stored[key].file}: tensor {key} has no place in the {spec.family} of config.json")
 
 
+def _second_head(stored: Mapping[str, StoredTensor], spec: ModelSpec) -> tuple[str, str, StoredTensor] | None:
+    """Where the head is the embedding and files hold one nevertheless: our name of the embedding, and the head."""
+    if not spec.tied_embeddings or "lm_head.weight" not in stored:
+        return None
+    embeddings = [row.name for row in parameter_table(spec) if row.dims[0] == "vocab"]
+    if "lm_head.weight" in embeddings:  # of a model that transformers computes without being told that they are one
+        return None
+    return embeddings[0], "lm_head.weight", stored["lm_head.weight"]
+
+
 def export_hf(
     parameters: Iterable[tuple[str, torch.Tensor]],
     spec: ModelSpec,
@@ -114,7 +138,7 @@ def export_hf(
     tokenizer_dir: Path | None,
     dtype: torch.dtype = torch.bfloat16,
     shard_bytes: int = 5 * 10**9,
-    token_ids: Mapping[str, int] | None = None,
+    token_ids: Mapping[str, int | list[int]] | None = None,
     prove: bool = True,
 ) -> float | None:
     """Write a directory that transformers 4 and 5 and this project read. It gets its name only when it is complete.
@@ -150,10 +174,10 @@ def _kept(
     parameters: Iterable[tuple[str, torch.Tensor]], reference: Decoder, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The same parameters, copied into `reference` as they pass, rounded as they will be stored."""
-    targets = named_tensors(reference)
+    targets, state = named_tensors(reference), named_state(reference)
     for name, tensor in parameters:
         if name in targets and tensor.shape == targets[name].shape:
-            targets[name].data.copy_(tensor.detach().to(dtype))
+            targets[name].data.copy_(tensor.detach() if name in state else tensor.detach().to(dtype))
         yield name, tensor
 
 
@@ -176,6 +200,10 @@ def _as_stored(parameters: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec) 
             rows = [part for _, part in sorted(waiting.pop(place.key).items())]
             whole = rows[0] if len(rows) == 1 else torch.cat(rows)
             yield place.key, whole.t() if place.transposed else whole
+    if spec.foreign is not None:
+        yield from (
+            (stored_name(name, spec.foreign.renamed), torch.tensor(value)) for name, value in spec.foreign.scalars
+        )
     if missing:
         raise UserError(f"export: {len(missing)} parameters are missing, the first is {next(iter(missing))}")
 
@@ -184,15 +212,23 @@ def _write_weights(
     tensors: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec, directory: Path, dtype: torch.dtype, shard_bytes: int
 ) -> None:
     """One file, or several with their index. All are open at once, because tensors come in any order."""
-    shapes = {key: place.shape for place in hf_tensors(spec).values() for key in place.keys}
-    sizes = {key: prod(shape) * dtype.itemsize for key, shape in shapes.items()}
+    places = hf_tensors(spec)
+    shapes = {key: place.shape for place in places.values() for key in place.keys}
+    exact = {places[row.name].key for row in state_table(spec)}  # few numbers that decide much
+    if spec.foreign is not None:
+        scalars = {stored_name(name, spec.foreign.renamed): () for name, _ in spec.foreign.scalars}
+        exact, shapes = exact | scalars.keys(), shapes | scalars
+    dtypes = {key: torch.promote_types(dtype, torch.float32) if key in exact else dtype for key in shapes}
+    sizes = {key: prod(shape) * dtypes[key].itemsize for key, shape in shapes.items()}
     shards = _plan_shards(sizes, shard_bytes)
     files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     files = files if len(shards) > 1 else [WEIGHTS]
     weight_map = {key: file for file, keys in zip(files, shards, strict=True) for key in keys}
     with ExitStack() as stack:
         writers = {
-            file: stack.enter_context(TensorFileWriter(directory / file, {key: shapes[key] for key in keys}, dtype))
+            file: stack.enter_context(
+                TensorFileWriter(directory / file, {key: (shapes[key], dtypes[key]) for key in keys})
+            )
             for file, keys in zip(files, shards, strict=True)
         }
         for key, tensor in tensors:
@@ -216,14 +252,27 @@ def _plan_shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
 
 
 def _write_configs(
-    spec: ModelSpec, directory: Path, dtype: torch.dtype, tokenizer_dir: Path | None, token_ids: dict[str, int]
+    spec: ModelSpec, directory: Path, dtype: torch.dtype, tokenizer_dir: Path | None, token_ids: dict[str, Any]
 ) -> None:
     config = model_to_hf_config(spec, dtype=str(dtype).removeprefix("torch."), **token_ids)
     _write_json(directory / "config.json", config)
-    _write_json(directory / "generation_config.json", token_ids)
     for name in TOKENIZER_FILES:
         if tokenizer_dir is not None and (tokenizer_dir / name).is_file():
             shutil.copyfile(tokenizer_dir / name, directory / name)
+    _write_generation(directory / GENERATION, token_ids)
+
+
+def _write_generation(path: Path, token_ids: dict[str, Any]) -> None:
+    """Write what generation needs, or add to the tokenizer's file what it does not say."""
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+        missing = {key: value for key, value in token_ids.items() if given.get(key) is None}
+    except FileNotFoundError:
+        given, missing = {}, token_ids
+    except (ValueError, AttributeError):  # whose it is, nobody here knows
+        return
+    if missing or not given:
+        _write_json(path, given | missing)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

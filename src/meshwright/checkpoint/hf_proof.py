@@ -47,12 +47,12 @@ def prove_export(reference: Decoder, directory: Path, open_weights: Callable[[Mo
     tensors = named_tensors(reread)
     for row in parameter_table(found) + state_table(found):
         tensors[row.name].copy_(read_rows(row.name, 0, row.shape[0]))
-    worst = _compare(expected_BTV, reread.logits(batch), "read back")
+    worst = compare_logits(expected_BTV, reread.logits(batch), "read back")
     del reread, tensors
 
     if find_spec("transformers") is not None:
         theirs_BTV = _transformers_logits(directory, batch.tokens)
-        worst = max(worst, _compare(expected_BTV, theirs_BTV, "read by transformers"))
+        worst = max(worst, compare_logits(expected_BTV, theirs_BTV, "read by transformers"))
     return worst
 
 
@@ -61,7 +61,7 @@ def prove_merge(adapted: Decoder, merged: Decoder) -> float:
     """Compare the logits of a model and of the same with its adapters merged, both in fp32; returns the largest
     difference. Raises `UserError` where they differ by more than rounding."""
     batch = Batch(probe_tokens(adapted.spec))
-    return _compare(adapted.logits(batch), merged.logits(batch), "adapters merged")
+    return compare_logits(adapted.logits(batch), merged.logits(batch), "adapters merged")
 
 
 def probe_tokens(spec: ModelSpec) -> torch.Tensor:
@@ -80,11 +80,13 @@ def _transformers_logits(directory: Path, tokens_BT: torch.Tensor) -> torch.Tens
     return model(tokens_BT).logits
 
 
-def _compare(expected_BTV: torch.Tensor, found_BTV: torch.Tensor, how: str) -> float:
+def compare_logits(expected_BTV: torch.Tensor, found_BTV: torch.Tensor, how: str, *, what: str = "the export") -> float:
+    """The largest difference of two logits; raises `UserError`, which says `what` was read `how`, where it is more than
+    rounding."""
     difference = (expected_BTV - found_BTV).abs().max().item()
     if not difference <= TOLERANCE * expected_BTV.abs().max().item():
         raise UserError(
-            f"the export was refused: {how}, its logits differ from the model's by {difference:.3g} "
+            f"{what} was refused: {how}, its logits differ from the model's by {difference:.3g} "
             f"(the largest logit is {expected_BTV.abs().max().item():.3g})"
         )
     return difference

@@ -5,7 +5,7 @@ A tensor's key is `base_model.model.`, the Hugging Face name of its module, and 
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from meshwright.checkpoint.peft_config import (
     adapter_config,
     check_adapter_config,
     hf_module,
+    tied_head,
 )
 from meshwright.checkpoint.tensor_files import DTYPES, open_tensors
 from meshwright.families import Adapter, find_adapters, finetuned_table, hf_tensors
@@ -68,6 +69,7 @@ def write_adapter(
     *,
     base: str | None,
     fingerprint: str,
+    prove: Callable[[Path], None] | None = None,
 ) -> None:
     """Write everything that trains as an adapter that peft loads; the directory appears complete or not at all.
 
@@ -75,16 +77,21 @@ def write_adapter(
         tensors: every row of the table that trains, by our names, whole.
         base: what `base_model_name_or_path` says.
         fingerprint: of the base, so that the adapter is not continued on another one.
+        prove: raises where the files, at a path that it is given, are not right; then nothing is written.
 
     Raises `UserError` where the directory exists or peft has no names for this adapter.
     """
     places = stored_places(model, finetune)
     config = adapter_config(model, finetune, base)
     stored = {place.key: place.to_file(tensors[name].detach().cpu()) for name, place in places.items()}
+    if keys := tied_keys(model, finetune):
+        stored[keys[1]] = stored[keys[0]].clone()
     with complete_folder(directory) as staging:
         (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         metadata = {"format": "pt", BASE: fingerprint, DIGEST: _digest(stored)}
         save_file(stored, staging / WEIGHTS, metadata=metadata)
+        if prove is not None:
+            prove(staging)
 
 
 def read_adapter(
@@ -99,7 +106,9 @@ def read_adapter(
     file = directory / WEIGHTS
     header = read_header(file)
     places, shapes = stored_places(model, finetune), {row.name: row.shape for row in finetuned_table(model, finetune)}
-    keys = {place.key for place in places.values()}
+    keys, tied = {place.key for place in places.values()}, tied_keys(model, finetune)
+    if tied and tied[1] in header:
+        keys.add(tied[1])
     strange = [key for key in header if key not in keys and not key.endswith(".base_layer.weight")]
     for key in strange:
         raise AdapterError(f"{file}: tensor {key} has no place in the recipe's adapter{did_you_mean(key, keys)}")
@@ -122,7 +131,39 @@ def read_adapter(
         raise AdapterError(
             f"{directory} was trained on another base ({metadata[BASE]}) than the recipe's ({fingerprint})"
         )
+    if tied:
+        _check_tied(directory, found, tied, ours=BASE in metadata)
     return {name: place.from_file(found[place.key], shapes[name]) for name, place in places.items()}
+
+
+def tied_keys(model: ModelSpec, finetune: AdapterSpec) -> tuple[str, str] | None:
+    """Keys of embedding and head in an adapter's file, where they are one matrix and train; None elsewhere."""
+    head = tied_head(model, finetune)
+    if head is None:
+        return None
+    embedding = next(row.name for row in finetuned_table(model, finetune) if row.dims[0] == "vocab" and row.trained)
+    return f"{PREFIX}{hf_tensors(model)[embedding].key}", f"{PREFIX}{head}.weight"
+
+
+def _check_tied(directory: Path, found: Mapping[str, torch.Tensor], tied: tuple[str, str], *, ours: bool) -> None:
+    """Raise `AdapterError` where peft computes with another head than the embedding, which is one matrix here.
+
+    `ours`: written here; earlier versions left the head out.
+    """
+    embedding, head = tied
+    if head in found:
+        if not torch.equal(found[head], found[embedding]):
+            raise AdapterError(
+                f"{directory}: {head} and {embedding} differ, but in this model they are one matrix (tied); "
+                "merge the adapter in peft and train the merged model"
+            )
+        return
+    config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    if not ours and not config.get("ensure_weight_tying"):
+        raise AdapterError(
+            f"{directory}: {embedding} was trained in peft beside a head that stayed as it was, but in this model they "
+            "are one matrix (tied); merge the adapter in peft and train the merged model"
+        )
 
 
 def stored_places(model: ModelSpec, finetune: AdapterSpec) -> dict[str, Stored]:

@@ -13,11 +13,26 @@ from meshwright.spec.model import ModelSpec
 
 CONFIG = "adapter_config.json"
 
-MUST_BE_FALSE = (
-    *("layers_to_transform", "layer_replication", "alora_invocation_tokens", "target_parameters", "lora_bias"),
-    *("trainable_token_indices", "use_qalora", "use_bdlora", "velora_config", "kasa_config", "monteclora_config"),
+COMPARED = frozenset(
+    {"peft_type", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "feedforward_modules"}
+    | {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights", "bias"}
+    | {"modules_to_save", "ensure_weight_tying"}
 )
-"""Keys of a configuration that would make an adapter compute what ours do not."""
+"""Keys of a configuration that are compared with the recipe, or with the tensors beside it."""
+
+WITHOUT_EFFECT = frozenset(
+    {"base_model_name_or_path", "revision", "task_type", "auto_mapping", "peft_version", "inference_mode"}
+    | {"fan_in_fan_out", "lora_dropout", "megatron_config", "megatron_core", "runtime_config", "qalora_group_size"}
+    | {"init_ia3_weights", "eva_config", "corda_config", "lora_ga_config", "loftq_config"}
+)
+"""Keys that change nothing of what saved tensors compute: of how the adapter began, was trained or is kept. Any other
+key that is set is refused by its name."""
+
+INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` under which peft leaves the base as it is."""
+
+CONVERTIBLE = ("pissa", "olora", "corda", "lora_ga")
+"""How others begin that peft can convert; it takes what the adapter begins as from the base."""
 
 AdapterSpec = LoraSpec | Ia3Spec
 
@@ -47,6 +62,7 @@ def adapter_config(model: ModelSpec, finetune: AdapterSpec, base: str | None) ->
         for row in finetuned_table(model, finetune)
         if row.trained and not row.adapter
     }
+    head = tied_head(model, finetune)
     return config | {
         "peft_type": "LORA",
         "r": finetune.rank,
@@ -56,10 +72,21 @@ def adapter_config(model: ModelSpec, finetune: AdapterSpec, base: str | None) ->
         "use_rslora": finetune.rslora,
         "use_dora": finetune.dora,
         "init_lora_weights": True,
-        "modules_to_save": sorted(set(saved.values())) or None,
+        "modules_to_save": sorted({*saved.values(), *([head] if head else [])}) or None,
         "rank_pattern": {modules[a]: a.rank for a in adapters if a.rank != finetune.rank},
         "alpha_pattern": {modules[a]: a.alpha for a in adapters if a.alpha != finetune.alpha},
     }
+
+
+def tied_head(model: ModelSpec, finetune: AdapterSpec) -> str | None:
+    """Hugging Face's name of the head, where it is the embedding and trains with it; None elsewhere.
+
+    peft gives each module that trains a copy of its own, so files have to hold such a matrix under both names.
+    """
+    trained = (row for row in finetuned_table(model, finetune) if row.trained and not row.adapter)
+    if not model.tied_embeddings or not any(row.dims[0] == "vocab" for row in trained):
+        return None
+    return "lm_head" if model.foreign else family_of(model).hf_modules["output"]
 
 
 def unread_by_vllm(directory: Path) -> list[str]:
@@ -88,17 +115,39 @@ def check_adapter_config(directory: Path, model: ModelSpec, finetune: AdapterSpe
         raise AdapterError(f"{file} is no configuration of an adapter: {error}") from error
     if kind != ("IA3" if isinstance(finetune, Ia3Spec) else "LORA"):
         raise AdapterError(f"{directory} is an adapter of the kind {kind}, the recipe's finetune.method another one")
-    for key in MUST_BE_FALSE:
-        if config.get(key):
-            raise AdapterError(f"{file}: {key} is set, which this adapter cannot be continued with")
+    _check_keys(config, file)
     differences = list(_differences(config, model, finetune))
     if differences:
         raise AdapterError(f"{directory} does not fit the recipe: {'; '.join(differences)}")
 
 
+def _check_keys(config: dict[str, Any], file: Path) -> None:
+    """Raise `AdapterError` where a key asks for what adapters here do not do."""
+    for key, value in config.items():
+        given = not (value is None or value is False or value in ([], {}, ""))
+        if given and key not in COMPARED | WITHOUT_EFFECT:
+            raise AdapterError(f"{file}: {key} is set, which adapters here do not have, so it cannot be continued")
+    if config.get("bias") not in (None, "none"):
+        raise AdapterError(
+            f"{file}: bias is {config['bias']!r}; biases that peft trains cannot be continued, only none"
+        )
+    init = config.get("init_lora_weights", True)
+    if init in INITS:
+        return
+    if isinstance(init, str) and init.startswith(CONVERTIBLE):
+        raise AdapterError(
+            f"{file}: init_lora_weights is {init!r}, so it belongs to a base that peft has changed, not to model.name; "
+            "convert it to plain LoRA in peft: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        )
+    raise AdapterError(
+        f"{file}: init_lora_weights is {init!r}, an adapter that only peft computes; merge it there "
+        "(merge_and_unload) and name the merged model in model.name"
+    )
+
+
 def _check_kinds(config: dict[str, Any]) -> None:
     """Raise `TypeError`, or `re.error`, where a value is not what peft writes there."""
-    for key in ("target_modules", "feedforward_modules"):
+    for key in ("target_modules", "exclude_modules", "feedforward_modules", "layers_pattern"):
         value = config.get(key)
         if isinstance(value, str):
             re.compile(value)
@@ -110,6 +159,9 @@ def _check_kinds(config: dict[str, Any]) -> None:
             raise TypeError(f"{key} is {value!r}, no numbers by pattern")
         for pattern in value:
             re.compile(pattern)
+    layers = config.get("layers_to_transform")
+    if not all(type(layer) is int for layer in (layers if isinstance(layers, list) else [layers or 0])):
+        raise TypeError(f"layers_to_transform is {layers!r}, neither a number nor a list of numbers")
     for key in ("r", "lora_alpha"):
         if type(config.get(key, 8)) not in (int, float):
             raise TypeError(f"{key} is {config[key]!r}, no number")
@@ -147,7 +199,7 @@ def _differences(config: dict[str, Any], model: ModelSpec, finetune: AdapterSpec
     modules = [hf_module(model, adapter) for adapter in adapters]
     known = {place.key.rpartition(".")[0] for place in hf_tensors(model).values()}
     given = config.get("target_modules")
-    targets = [module for module in known if _targeted(module, given)]
+    targets = [module for module in known if _targeted(module, given) and not _left_out(module, config)]
     if not targets and given != "all-linear":
         named = given if isinstance(given, str) else ", ".join(given or [])
         yield f"its modules ({named}) are not in {model.family}, so it is of another base"
@@ -180,6 +232,19 @@ def _targeted(module: str, targets: Any) -> bool:
     if isinstance(targets, str):
         return re.fullmatch(targets, module) is not None
     return any(module == target or module.endswith(f".{target}") for target in targets or [])
+
+
+def _left_out(module: str, config: dict[str, Any]) -> bool:
+    """Whether peft leaves out a module that `target_modules` means: by name, or because of its layer."""
+    if _targeted(module, config.get("exclude_modules")):
+        return True
+    wanted, lists = config.get("layers_to_transform"), config.get("layers_pattern")
+    if wanted is None or wanted == []:
+        return False
+    for name in [lists] if isinstance(lists, str) else lists or [r"[^.]*"]:
+        if found := re.match(rf"(?:^|.*?\.){name}\.(\d+)\.", module):
+            return int(found[1]) not in (wanted if isinstance(wanted, list) else [wanted])
+    return True
 
 
 def _by_pattern(patterns: Any, module: str, default: float) -> float:

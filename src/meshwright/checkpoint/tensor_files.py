@@ -28,28 +28,29 @@ def open_tensors(file: Path) -> Any:
 
 
 class TensorFileWriter:
-    """Writes one safetensors file whose tensors are known by name and shape beforehand and come in any
+    """Writes one safetensors file whose tensors are known by name, shape and dtype beforehand and come in any
     order."""
 
-    def __init__(self, file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype):
+    def __init__(self, file: Path, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]):
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         self._offsets: dict[str, int] = {}
         end = 0
-        for name, shape in shapes.items():
+        # By falling size of a number, as safetensors orders them, so that each lies where its numbers are aligned.
+        for name, (shape, dtype) in sorted(tensors.items(), key=lambda item: -item[1][1].itemsize):
             begin, end = end, end + prod(shape) * dtype.itemsize
             header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
             self._offsets[name] = begin
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # the data starts aligned
-        self._dtype = dtype
+        self._dtypes = {name: dtype for name, (_, dtype) in tensors.items()}
         self._stream = file.open("wb")
         self._stream.write(len(text).to_bytes(8, "little") + text)
         self._data = self._stream.tell()
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Store one tensor, rounded to the file's dtype."""
+        """Store one tensor, rounded to its dtype."""
         self._stream.seek(self._data + self._offsets.pop(name))
-        stored = tensor.detach().to("cpu", self._dtype).contiguous()
+        stored = tensor.detach().to("cpu", self._dtypes[name]).contiguous()
         self._stream.write(stored.view(-1).view(torch.uint8).numpy().data)
 
     def __enter__(self) -> "TensorFileWriter":

@@ -53,6 +53,16 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: the run's precision; else bf16 on a GPU",
     )
     add_ema_argument(parser)
+    add_family_argument(parser)
+
+
+def add_family_argument(parser: argparse.ArgumentParser) -> None:
+    """The option that asks for transformers' code where ours refuses a model."""
+    parser.add_argument(
+        "--family",
+        choices=["transformers"],
+        help="let transformers compute a Hugging Face directory's model, also where it is of one of our families",
+    )
 
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

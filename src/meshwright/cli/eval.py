@@ -35,7 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
     # Torch loads here, so that --help and misuse never wait for it.
     from meshwright.serve.trained import evaluate_texts, open_trained
 
-    trained = open_trained(arguments.model, device=arguments.device, dtype=arguments.dtype, averaged=arguments.ema)
+    trained = open_trained(
+        arguments.model, device=arguments.device, dtype=arguments.dtype, averaged=arguments.ema, family=arguments.family
+    )
     result = evaluate_texts(
         trained,
         sources=arguments.source,

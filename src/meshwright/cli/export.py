@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 from meshwright.checkpoint.peft_config import unread_by_vllm
-from meshwright.cli.common import add_ema_argument, example_prompt
+from meshwright.cli.common import add_ema_argument, add_family_argument, example_prompt
 from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import FP32, FP64, ComputeName
@@ -15,7 +15,10 @@ from meshwright.spec.precision import FP32, FP64, ComputeName
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Operands and options of `export`."""
     parser.add_argument(
-        "model", metavar="MODEL", type=Path, help="run directory or checkpoint (with --program also a recipe)"
+        "model",
+        metavar="MODEL",
+        type=Path,
+        help="run directory, checkpoint or Hugging Face directory (with --program also a recipe)",
     )
     into = parser.add_mutually_exclusive_group(required=True)
     into.add_argument("--hf", metavar="DIR", type=Path, help="write a Hugging Face directory; it must not exist")
@@ -31,10 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the stored weights (default: the run's precision)",
     )
     add_ema_argument(parser)
+    add_family_argument(parser)
     add_json_argument(parser)
     parser.epilog = (
-        "The directory appears only when the model read back from it gives the same logits, in transformers too\n"
-        "where that is installed; merged, only when its logits are those of base and adapters.\n\n"
+        "The directory appears only when the model read back from it gives the same logits, in transformers (of\n"
+        "adapters: peft) too where that is installed; merged, only when its logits are those of base and adapters.\n\n"
         "examples:\n"
         "  meshwright export runs/demo --hf runs/demo/export\n"
         "  meshwright export runs/lora --adapter runs/lora/adapter\n"
@@ -50,17 +54,24 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.program:
         return _hand_over(arguments)
     # Torch loads here, so that --help and misuse never wait for it.
-    from meshwright.serve.trained import export_adapter, export_trained, open_trained
+    from meshwright.serve.adapters import export_adapter
+    from meshwright.serve.trained import export_trained, open_trained
 
     if arguments.adapter and (arguments.merge or arguments.dtype):
         raise UserError("--merge and --dtype are about whole models, written with --hf; leave them out")
-    trained = open_trained(arguments.model, device="cpu", dtype=FP32.name, averaged=arguments.ema)
+    trained = open_trained(
+        arguments.model, device="cpu", dtype=FP32.name, averaged=arguments.ema, family=arguments.family
+    )
     if arguments.adapter:
-        parameters = export_adapter(trained, arguments.adapter)
+        parameters, difference = export_adapter(trained, arguments.adapter)
         if arguments.json:
-            print_json({"model": str(trained.source), "adapter": str(arguments.adapter), "parameters": parameters})
+            figures = {"parameters": parameters, "largest_logit_difference": difference}
+            print_json({"model": str(trained.source), "adapter": str(arguments.adapter), **figures})
         else:
-            print(f"{trained.source} written to {arguments.adapter}: {parameters} parameters, in fp32")
+            print(
+                f"{trained.source} written to {arguments.adapter}: {parameters} parameters, in fp32; logits differ by "
+                f"at most {difference:.1e}"
+            )
             if reasons := unread_by_vllm(arguments.adapter):
                 print(f"not for vLLM: it does not read {' and '.join(reasons)}; for it, export --hf DIR --merge")
         return 0

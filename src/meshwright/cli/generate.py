@@ -45,7 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.system and not arguments.chat:
         raise UserError("--system belongs to a conversation; say --chat as well")
     sampling = Sampling(**sampling_settings(arguments), seed=arguments.seed)
-    trained = open_trained(arguments.model, device=arguments.device, dtype=arguments.dtype, averaged=arguments.ema)
+    trained = open_trained(
+        arguments.model, device=arguments.device, dtype=arguments.dtype, averaged=arguments.ema, family=arguments.family
+    )
     settings = {"max_tokens": arguments.max_tokens, "sampling": sampling, "stops": arguments.stop}
     if arguments.chat:
         texts = answer_texts(trained, prompts, system=arguments.system, **settings)

@@ -241,7 +241,7 @@ def open_token_file(path: Path, tokenizer: TextTokenizer, *, rebuild: str = "") 
     Raises UserError when they do not fit one another, or another tokenizer made them; the message ends with `rebuild`.
     """
     try:
-        about = json.loads(_about_path(path).read_bytes()) if rebuild or _about_path(path).exists() else None
+        about = json.loads(_about_path(path).read_bytes()) if rebuild else _about(path)
         made_by = about and about["tokenizer"]
         found = open_indexed(path, remedy=rebuild if rebuild else None)
     except UserError as error:
@@ -375,6 +375,16 @@ def _open_to_continue(path: Path, num_bytes: int) -> BinaryIO:
     file.truncate(num_bytes)
     file.seek(num_bytes)
     return file
+
+
+def _about(path: Path) -> dict[str, Any] | None:
+    """What was written here beside a file of tokens; None where a .json beside it is somebody else's, or none is."""
+    try:
+        found = json.loads(_about_path(path).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    ours = {"num_tokens", "dtype", "num_documents", "tokenizer"}
+    return found if isinstance(found, dict) and ours <= found.keys() else None
 
 
 def _about_path(path: Path) -> Path:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields, ModelSpec
@@ -58,6 +58,9 @@ class Family:
     """What a key means that config.json does not give (a key absent here as well is required)."""
     hf_accepts: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys that must have one of these values where they are given; the first is what is written."""
+    hf_window: Literal["given", "switched", "by_layer"] = "given"
+    """What makes the sliding window of config.json hold: that it is given, use_sliding_window as well, or for each
+    layer also max_window_layers or layer_types."""
     hf_modules: Mapping[str, str]
     """Our module -> the module that holds it in a checkpoint, `{i}` for the layer. Modules that share one are stacked
     there, rows below rows, in the parameter table's order. With `{e}` each expert has a module of its own there. A

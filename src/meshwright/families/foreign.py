@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.families.tensor_headers import FLOATS, stored_tensors
+from meshwright.families.tensor_headers import FLOATS, read_scalar, stored_tensors
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ForeignModel, ModelSpec, Parameter
 
@@ -29,9 +29,28 @@ SPELLINGS = {
 }
 """Field of `ModelSpec` -> keys of config.json that say it, by architecture."""
 
-STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Parameter of transformers' module -> what it holds of each expert, as the files name it (`stacks` of
+STACKS = (
+    ("gate_up_proj", ("gate_proj", "up_proj")),
+    ("gate_up_proj", ("w1", "w3")),
+    ("down_proj", ("down_proj",)),
+    ("down_proj", ("w2",)),
+)
+"""Parameter of transformers' module, and what it holds of each expert, as the files name it (`stacks` of
 `ForeignModel`)."""
+
+LIKE_MIXTRAL = (".mlp.", ".block_sparse_moe.")
+RENAMED = {
+    **dict.fromkeys(("mixtral", "minimax", "minimax_m2", "phimoe"), LIKE_MIXTRAL),
+    "ernie4_5_moe": (".mlp.gate.moe_statics.", ".mlp.moe_statics."),
+    "exaone_moe": (".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),
+}
+"""model_type -> a part of names in transformers' module, and how files spell it."""
+
+BUFFERS = (
+    *("e_score_correction_bias", "expert_bias", "balancing_biases", "layer_scalar"),
+    *("slope_rate", "query_decay", "key_decay", "diagonal_decay"),
+)
+"""Last parts of the names of stored tensors that transformers' modules keep and do not train."""
 
 ROUTERS = (".gate.weight", ".router.weight")
 """Ends of the names of matrices that choose experts, where they have a row for each."""
@@ -63,15 +82,28 @@ def read_foreign(directory: Path, config: Mapping[str, Any], *, where: str) -> M
         if type(sizes[field]) is not int or sizes[field] < 1:
             raise UserError(f"{where}: no {' or '.join(SPELLINGS[field])} that is a positive integer")
     tied = bool(config.get("tie_word_embeddings"))
-    tensors = {
-        name: tensor.shape
+    theirs, files = RENAMED.get(str(config.get("model_type")), ("", ""))
+    stored = {
+        name: tensor
         for name, tensor in stored_tensors(directory)[0].items()
-        if tensor.dtype in FLOATS and tensor.shape and not name.endswith(NO_WEIGHTS[: 3 if tied else 2])
+        if tensor.dtype in FLOATS and not name.endswith(NO_WEIGHTS[: 3 if tied else 2])
     }
+    renamed = ((theirs, files),) if files and any(files in name for name in stored) else ()
+    names = {name: name.replace(files, theirs) if renamed else name for name in stored}
+    tensors = {names[name]: tensor.shape for name, tensor in stored.items() if tensor.shape}
     blocks = _blocks(tensors, sizes["num_layers"], where)
+    buffers = {name: tensors.pop(name) for name in list(tensors) if name.rpartition(".")[2] in BUFFERS}
     tensors, stacks = _stacked(tensors)
     foreign = ForeignModel(
-        config=json.dumps(config), blocks=blocks, tensors=tuple(sorted(tensors.items())), stacks=tuple(stacks.items())
+        config=json.dumps(config),
+        blocks=blocks,
+        tensors=tuple(sorted(tensors.items())),
+        stacks=tuple(stacks.items()),
+        buffers=tuple(sorted(buffers.items())),
+        scalars=tuple(
+            (names[name], read_scalar(one.file, name)) for name, one in sorted(stored.items()) if not one.shape
+        ),
+        renamed=renamed,
     )
     heads = [name for name, shape in tensors.items() if shape == (sizes["vocab"], sizes["hidden"])]
     known = {
@@ -105,6 +137,13 @@ def foreign_table(foreign: ForeignModel, vocab: int) -> tuple[Parameter, ...]:
     )
 
 
+def foreign_state(foreign: ForeignModel) -> tuple[Parameter, ...]:
+    """Every stored tensor that is no parameter, as `foreign_table`."""
+    return tuple(
+        Parameter(name=name, dims=("other",) * len(shape), shape=shape, init="zeros") for name, shape in foreign.buffers
+    )
+
+
 def _stacked(
     tensors: Mapping[str, tuple[int, ...]],
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, ...]]]:
@@ -119,7 +158,7 @@ def _stacked(
             parts.setdefault((found[1], found[3]), {})[int(found[2])] = shape
     rest, stacks = dict(tensors), {}
     for experts in {experts for experts, _ in parts}:
-        for stack, names in STACKS.items():
+        for stack, names in STACKS:
             shapes = [parts.get((experts, name), {}) for name in names]
             numbers = range(len(shapes[0]))
             if not numbers or any(of != dict.fromkeys(numbers, shapes[0].get(0)) for of in shapes):

@@ -11,6 +11,11 @@ from meshwright.families.registry import FAMILIES, family_of
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 
+
+class UnsupportedError(UserError):
+    """A setting of config.json that our family does not compute; transformers may."""
+
+
 NEEDED_SCALING = {"factor": "factor", "original_max_positions": "original_max_position_embeddings"}
 
 SCALINGS = {
@@ -70,7 +75,11 @@ def _value(config: Mapping[str, Any], key: str, family: Family, where: str) -> A
 def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -> None:
     for key, accepted in family.hf_accepts.items():
         if key in config and config[key] not in accepted:
-            raise UserError(f"{where}: {key}={config[key]!r} is not supported for {family.name}, only {accepted[0]!r}")
+            raise UnsupportedError(
+                f"{where}: {key}={config[key]!r} is not supported for {family.name}, only {accepted[0]!r}"
+            )
+    if config.get("is_causal") is False:
+        raise UserError(f"{where}: is_causal=false is not supported: only causal language models can be trained")
     if config.get("quantization_config"):
         raise UserError(f"{where}: quantized weights are not supported; use the unquantized model")
 
@@ -83,36 +92,42 @@ def _rope(config: Mapping[str, Any], family: Family, where: str) -> dict[str, An
     theta = rope.get("rope_theta", _value(config, "rope_theta", family, where))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default" and kind not in SCALINGS:
-        raise UserError(f"{where}: rope type {kind!r} is not supported, only 'default', 'llama3' and 'yarn'")
+        raise UnsupportedError(f"{where}: rope type {kind!r} is not supported, only 'default', 'llama3' and 'yarn'")
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise UserError(f"{where}: partial_rotary_factor is not supported, only rotation of the whole head")
+        raise UnsupportedError(f"{where}: partial_rotary_factor is not supported, only rotation of the whole head")
     if kind == "default":
         return {"rope_theta": theta}
     if not rope.get("truncate", True):
-        raise UserError(f"{where}: truncate=false is not supported for rope type 'yarn', only true")
+        raise UnsupportedError(f"{where}: truncate=false is not supported for rope type 'yarn', only true")
     keys = SCALINGS[kind]
     needed = keys if kind == "llama3" else NEEDED_SCALING
     missing = [key for key in needed.values() if key not in rope]
     if missing:
-        raise UserError(f"{where}: rope type {kind!r} needs {', '.join(missing)}")
+        raise UnsupportedError(f"{where}: rope type {kind!r} needs {', '.join(missing)}")
     given = {field: rope[key] for field, key in keys.items() if rope.get(key) is not None}
     return {"rope_theta": theta, "rope_scaling": {"kind": kind, **given}}
 
 
 def _slides(config: Mapping[str, Any], family: Family, num_layers: int, where: str) -> bool:
     """Whether every layer has the sliding window (some and not others are refused)."""
+    if family.hf_window == "given":
+        return True
     if not _value(config, "use_sliding_window", family, where):
         return False
+    if family.hf_window == "switched":
+        return True
     layers = config.get("layer_types")
     if layers is None:
         full = min(_value(config, "max_window_layers", family, where), num_layers)
         layers = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)
-    if len(set(layers)) > 1:
-        raise UserError(f"{where}: a sliding window on some layers only is not supported, just on all or none")
+    if set(layers) not in ({"full_attention"}, {"sliding_attention"}):
+        raise UnsupportedError(f"{where}: a sliding window on some layers only is not supported, just on all or none")
     return layers[0] == "sliding_attention"
 
 
-def model_to_hf_config(spec: ModelSpec, *, dtype: str = "float32", **token_ids: int | None) -> dict[str, Any]:
+def model_to_hf_config(
+    spec: ModelSpec, *, dtype: str = "float32", **token_ids: int | list[int] | None
+) -> dict[str, Any]:
     """config.json of `spec`: what transformers 4 and 5 spell differently is there in both spellings.
 
     Args:
@@ -132,7 +147,7 @@ def model_to_hf_config(spec: ModelSpec, *, dtype: str = "float32", **token_ids: 
     config |= {key: accepted[0] for key, accepted in family.hf_accepts.items()}
     if spec.positions == "rope":
         config |= _rope_keys(spec)
-    if family.hf_absent.get("use_sliding_window") is False:  # the family slides only where it is told to
+    if family.hf_window != "given":
         slides = spec.sliding_window is not None
         config |= {"use_sliding_window": slides, "max_window_layers": 0 if slides else spec.num_layers}
     config |= {"dtype": dtype, "torch_dtype": dtype, "use_cache": True}

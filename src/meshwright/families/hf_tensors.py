@@ -39,10 +39,10 @@ def hf_tensors(spec: ModelSpec) -> dict[str, HfTensor]:
     """Our tensor's name -> where it lies, for every row of the parameter table, in its order, and of the state's."""
     table = parameter_table(spec) + state_table(spec)
     if spec.foreign is not None:  # its names are Hugging Face's
-        stacks = dict(spec.foreign.stacks)
-        return {row.name: _of_foreign(row, stacks.get(row.name)) for row in table}
+        stacks, renamed = dict(spec.foreign.stacks), spec.foreign.renamed
+        return {row.name: _of_foreign(row, stacks.get(row.name), renamed) for row in table}
     if spec.family not in FAMILIES:  # a user's own, which adapters name as it does
-        return {row.name: _of_foreign(row, None) for row in table}
+        return {row.name: _of_foreign(row, None, ()) for row in table}
     family = FAMILIES[spec.family]
     keys = {parameter.name: _hf_key(family, parameter.name) for parameter in table}
     offsets: dict[str, int] = {}
@@ -71,11 +71,19 @@ def hf_tensors(spec: ModelSpec) -> dict[str, HfTensor]:
     return places
 
 
-def _of_foreign(row: Parameter, parts: tuple[str, ...] | None) -> HfTensor:
+def stored_name(name: str, renamed: tuple[tuple[str, str], ...]) -> str:
+    """How files spell the name of a tensor of transformers' module."""
+    for theirs, files in renamed:
+        name = name.replace(theirs, files)
+    return name
+
+
+def _of_foreign(row: Parameter, parts: tuple[str, ...] | None, renamed: tuple[tuple[str, str], ...]) -> HfTensor:
+    name = stored_name(row.name, renamed)
     if parts is None:
-        return HfTensor(key=row.name, shape=row.shape)
+        return HfTensor(key=name, shape=row.shape)
     experts, rows, columns = row.shape
-    key = f"{row.name.rpartition('.')[0]}.{{e}}.{{part}}.weight"
+    key = f"{name.rpartition('.')[0]}.{{e}}.{{part}}.weight"
     return HfTensor(key=key, shape=(rows // len(parts), columns), experts=experts, parts=parts)
 
 

@@ -21,8 +21,6 @@ MISTRAL = Family(
         **HF_ABSENT,
         "num_key_value_heads": 8,
         "sliding_window": 4096,
-        "use_sliding_window": True,
-        "max_window_layers": 0,
     },
     hf_accepts={"hidden_act": ("silu", "swish")},
     hf_modules=HF_MODULES,

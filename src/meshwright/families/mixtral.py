@@ -41,8 +41,6 @@ MIXTRAL = Family(
         "num_experts_per_tok": 2,
         "router_aux_loss_coef": 0.001,
         "sliding_window": None,
-        "use_sliding_window": True,
-        "max_window_layers": 0,
     },
     hf_accepts={"hidden_act": ("silu", "swish"), "router_jitter_noise": (0.0,)},
     hf_modules={

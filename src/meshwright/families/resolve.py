@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from meshwright.families import foreign
 from meshwright.families.family import Family
-from meshwright.families.hf_config import model_from_hf_config
+from meshwright.families.hf_config import UnsupportedError, model_from_hf_config
 from meshwright.families.hub import cached_snapshot
 from meshwright.families.plugged import own_family
 from meshwright.families.registry import FAMILIES, PRESETS
@@ -106,7 +106,18 @@ def read_hf_directory(directory: Path, *, family: str | None = None) -> ModelSpe
         raise UserError(f"{path}: model_type is {config['model_type']!r}, not a name")
     if family == foreign.FAMILY or ("model_type" in config and config["model_type"] not in FAMILIES):
         return foreign.read_foreign(directory, config, where=str(path))
-    return model_from_hf_config(config, where=str(path))
+    try:
+        return model_from_hf_config(config, where=str(path))
+    except UnsupportedError as error:
+        try:
+            foreign.read_foreign(directory, config, where=str(path))
+        except UserError:  # its files do not serve either, so only the first is worth telling
+            raise error from None
+        remedy = (
+            "transformers computes it: set model.family=transformers (of eval, generate and export: --family "
+            "transformers)"
+        )
+        raise UnsupportedError(str(error), remedy) from error
 
 
 def _from_directory(fields: ModelFields, directory: Path, weights: Literal["random", "pretrained"]) -> ModelSpec:

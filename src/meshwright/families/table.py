@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import sqrt
 from typing import Literal
 
-from meshwright.families.foreign import foreign_table
+from meshwright.families.foreign import foreign_state, foreign_table
 from meshwright.families.plugged import own_table
 from meshwright.families.registry import FAMILIES
 from meshwright.spec.model import ModelSpec, Parameter
@@ -60,6 +60,8 @@ def active_numel(spec: ModelSpec, row: Parameter) -> int:
 
 def state_table(spec: ModelSpec) -> tuple[Parameter, ...]:
     """Every tensor that is kept and saved like a parameter, but not trained: the module's buffers, in their order."""
+    if spec.foreign is not None:
+        return foreign_state(spec.foreign)
     moe_layers = (i for i in range(spec.num_layers) if spec.router_bias and spec.is_moe(i))
     rows = _Rows(spec)
     return tuple(rows.row(f"layers.{i}.feed_forward.router.bias", "experts", init="zeros") for i in moe_layers)

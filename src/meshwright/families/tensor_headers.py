@@ -5,6 +5,7 @@ place, and the tensors' bytes in C order.
 """
 
 import json
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -89,6 +90,19 @@ def _checked(file: Path, name: str, entry: Mapping[str, Any], available: int) ->
     if size is not None and prod(shape) * size != end - begin:
         raise UserError(f"{file}: tensor {name} of shape {list(shape)} does not fill its {end - begin:,} bytes")
     return StoredTensor(file, entry["dtype"], shape)
+
+
+def read_scalar(file: Path, name: str) -> float:
+    """The value of a tensor of no dims, of a file whose header has been read, in one of FLOATS."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        entry = json.loads(stream.read(length))[name]
+        begin, end = entry["data_offsets"]
+        stream.seek(8 + length + begin)
+        content = stream.read(end - begin)
+    if entry["dtype"] == "BF16":  # the upper half of an F32
+        return struct.unpack("<f", bytes(2) + content)[0]
+    return struct.unpack({"F64": "<d", "F32": "<f", "F16": "<e"}[entry["dtype"]], content)[0]
 
 
 def stored_tensors(directory: Path) -> tuple[dict[str, StoredTensor], Path]:

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.families import parameter_table
+from meshwright.families import parameter_table, state_table
 from meshwright.models.batch import TensorBatch
 from meshwright.models.decoder import Decoder, Read
 from meshwright.models.head import HeadSplit, LogitsHead
+from meshwright.models.init import named_tensors
 from meshwright.models.masks import document_positions
 from meshwright.models.slots import Wrapped
 from meshwright.spec.batch import Batch
@@ -27,6 +28,10 @@ _MIXES_DOCUMENTS = (
     "packing with separate documents and pairs of answers (training.preference) need; use "
     "data.separate_documents=false, or data.packing=padded"
 )
+
+
+PROBE = 8
+"""Tokens of a document that a model is tried with."""
 
 
 class ForeignBlock(Wrapped):
@@ -73,19 +78,54 @@ class ForeignDecoder(Decoder):
         return nn.ModuleDict({str(number): block for number, block in enumerate(blocks)})
 
     @torch.no_grad()
+    def check_causal(self) -> None:
+        """Raise `UserError` where a token's logits depend on tokens behind it; collective where the model is sharded.
+
+        The last token of a row is changed: the logits before it must stay as they are.
+        """
+        row_BT = self._probe(0)
+        changed_BT = row_BT.clone()
+        changed_BT[:, -1] = (changed_BT[:, -1] + 1) % self.spec.vocab
+        before, after = (self(Batch(tokens_BT)).double()[:, :-1] for tokens_BT in (row_BT, changed_BT))
+        if not self._same(before, after, same_shapes=True):
+            raise UserError(
+                f"transformers' {self._class} is no causal language model as config.json has it: what it makes of a "
+                "token depends on tokens behind it, so next-token training would learn to copy; use another model, or "
+                "the settings that make it causal (is_decoder, is_causal)"
+            )
+
+    @torch.no_grad()
     def check_documents(self) -> None:
         """Raise `UserError` where a document of a row is not read as if it stood alone; collective where the model is
         sharded.
 
-        The same tokens stand twice in a row, as two documents: both must have the same logits.
+        Two documents stand in a row: the second must have the logits that it has alone and behind any other.
         """
-        generator = torch.Generator().manual_seed(0)
-        once_BT = torch.randint(self.spec.vocab, (1, 8), generator=generator).to(self.like.device)
-        documents_BT = torch.arange(2, device=once_BT.device).repeat_interleave(8)[None]
-        first, second = self(Batch(once_BT.repeat(1, 2), document_ids=documents_BT)).double().chunk(2, dim=1)
-        tolerance = 1e-4 if self.like.dtype.itemsize >= 4 else 2e-2
-        if not (first - second).norm() <= tolerance * first.norm():
+        first_BT, second_BT, other_BT = self._probe(1), self._probe(2), self._probe(3)
+        documents_BT = torch.arange(2, device=first_BT.device).repeat_interleave(PROBE)[None]
+
+        def behind(before_BT: torch.Tensor) -> torch.Tensor:
+            row = Batch(torch.cat((before_BT, second_BT), 1), document_ids=documents_BT)
+            return self(row).double()[:, PROBE:]
+
+        behind_first, behind_other = behind(first_BT), behind(other_BT)
+        alone = self(Batch(second_BT)).double()
+        if not (self._same(behind_first, behind_other, same_shapes=True) and self._same(behind_first, alone)):
             raise UserError(_MIXES_DOCUMENTS)
+
+    @property
+    def _class(self) -> str:
+        return type(self).__name__.removeprefix("Foreign")
+
+    def _probe(self, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(self.spec.vocab, (1, PROBE), generator=generator).to(self.like.device)
+
+    def _same(self, left: torch.Tensor, right: torch.Tensor, *, same_shapes: bool = False) -> bool:
+        """Whether logits differ by rounding alone. What is computed in the `same_shapes` is rounded alike, but where
+        experts get more or fewer rows."""
+        room = 1e-4 if self.like.dtype.itemsize >= 4 else 2e-2
+        return bool((left - right).norm() <= (room / 10 if same_shapes else room) * left.norm())
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """What `to` and `to_empty` do; constants keep their values and dtypes, parameters that are one stay one."""
@@ -98,9 +138,8 @@ class ForeignDecoder(Decoder):
                 module._buffers[name] = value.to(moved.device)
         for (module, name), (first, first_name) in ties:
             module._parameters[name] = first._parameters[first_name]
-        theirs, foreign = cast(Any, self), self.spec.foreign
-        if foreign is not None and foreign.stacks and self.like.dtype == torch.float64:
-            theirs.set_experts_implementation("eager")  # torch's product of all experts at once has no fp64
+        if self.like.dtype == torch.float64:  # torch's product of all experts at once has none
+            cast(Any, self).set_experts_implementation("eager")
         return self
 
 
@@ -129,6 +168,7 @@ def build_foreign(spec: ModelSpec) -> ForeignDecoder:
         for name, parameter in module._parameters.items():
             module._parameters[name] = on_meta.get(parameter)
         module._non_persistent_buffers_set.update(module._buffers)
+    _take_state(model, spec.foreign)
     theirs = type(model)
     table = parameter_table(spec)
     renamed = "lm_head" in model._modules and any(row.name == "embed_out.weight" for row in table)
@@ -182,15 +222,36 @@ class _MatricesOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _take_state(model: nn.Module, foreign: ForeignModel) -> None:
+    """Make what files hold beside parameters the state of the model, in memory; and give scalars the files' values."""
+    modules = dict(model.named_modules())
+    for name, shape in foreign.buffers:
+        path, _, last = name.rpartition(".")
+        module = modules.get(path)
+        if module is None or not hasattr(module, last):
+            continue  # told with the parameters that do not fit
+        kept = module._buffers.get(last)
+        if kept is None and not getattr(module, last).requires_grad:  # transformers has it as a frozen parameter
+            del module._parameters[last]
+            module.register_buffer(last, torch.zeros(shape))
+        module._non_persistent_buffers_set.discard(last)
+    for name, value in foreign.scalars:
+        path, _, last = name.rpartition(".")
+        kept = modules[path]._buffers.get(last) if path in modules else None
+        if kept is None or kept.shape:
+            raise UserError(f"{name}, a single number in the files, is no constant of transformers' module")
+        kept.fill_(value)
+
+
 def _check_parameters(model: ForeignDecoder) -> None:
     """Raise where the module's parameters are not those of the files, which would then not be what it computes with."""
-    built = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    stored = {row.name: row.shape for row in model.table}
+    built = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
+    stored = {row.name: row.shape for row in (*model.table, *state_table(model.spec))}
     for name in sorted(built.keys() | stored.keys()):
         if built.get(name) != stored.get(name):
             theirs, files = (f"as {list(of[name])}" if name in of else "not at all" for of in (built, stored))
             raise UserError(
-                f"{name} is in transformers' {type(model).__name__.removeprefix('Foreign')} {theirs} and in the files "
+                f"{name} is in transformers' {model._class} {theirs} and in the files "
                 f"{files}; only models whose files hold the parameters as they are computed with can be trained here "
                 "(loading and saving them once with transformers may help)"
             )

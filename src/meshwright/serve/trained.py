@@ -1,9 +1,11 @@
 """A trained model, opened from a run or a Hugging Face directory, in use."""
 
 import contextlib
+import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,7 +14,6 @@ from meshwright.checkpoint.dcp import held_tensors, load_tensors
 from meshwright.checkpoint.hf import HfWeights, export_hf
 from meshwright.checkpoint.hf_proof import prove_merge
 from meshwright.checkpoint.manifest import MANIFEST, CheckpointError, list_checkpoints
-from meshwright.checkpoint.peft import write_adapter
 from meshwright.checkpoint.verify import verify_checkpoint
 from meshwright.data.chat import ask
 from meshwright.data.loader import evaluation_batches
@@ -22,20 +23,21 @@ from meshwright.data.prepare import prepare_corpus
 from meshwright.data.readers import told_apart
 from meshwright.data.sources import find_files
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
-from meshwright.families import parameter_table, read_hf_directory, state_table
-from meshwright.families.hub import cached_snapshot, hub_id
+from meshwright.families import parameter_table, pretrained_directory, read_hf_directory, state_table
+from meshwright.families.hub import cached_snapshot
 from meshwright.finetune import apply_finetune, merged_model
 from meshwright.models import Decoder, build_model, named_state, named_tensors
 from meshwright.models.dtypes import torch_dtype
+from meshwright.models.foreign import ForeignDecoder
 from meshwright.models.generate import Sampling
 from meshwright.objectives import NextToken
 from meshwright.parallel import WholeModel
 from meshwright.parallel.materialize import RowSource, materialize
 from meshwright.plan.machine import find_machine
 from meshwright.serve.engine import Engine, Request
+from meshwright.serve.token_ids import end_ids, model_config, token_ids
 from meshwright.spec.data import DataSpec, SourceSpec
 from meshwright.spec.errors import UserError
-from meshwright.spec.finetune import FullSpec
 from meshwright.spec.model import ModelSpec, Parameter
 from meshwright.spec.precision import BF16, FP32, FP64
 from meshwright.spec.run import ResolvedRun
@@ -67,12 +69,15 @@ class TrainedModel:
     """The run it comes from; None for a Hugging Face directory."""
 
 
-def open_trained(path: Path, *, device: str = "auto", dtype: str | None = None, averaged: bool = False) -> TrainedModel:
+def open_trained(
+    path: Path, *, device: str = "auto", dtype: str | None = None, averaged: bool = False, family: str | None = None
+) -> TrainedModel:
     """Open the newest checkpoint of the run directory `path`, one checkpoint, or a Hugging Face directory, also by its
     id on the hub where the local cache has it.
 
     `dtype` is fp32, bf16, fp16 or fp64; by default a run's precision, and for a Hugging Face directory fp32
     on a CPU and bf16 on a GPU. `averaged`: with the moving average of the weights that the callback `EMA` has kept.
+    `family`: transformers, to let that library compute a Hugging Face directory's model whatever it is.
 
     Raises `UserError` where `path` is none of them or has no average, `CheckpointError` where a file is missing or
     damaged.
@@ -81,6 +86,8 @@ def open_trained(path: Path, *, device: str = "auto", dtype: str | None = None, 
     if not path.exists():
         with contextlib.suppress(ValueError):  # then it is told below
             path = cached_snapshot(str(path), "config.json", "*.safetensors") or path
+    if family is not None and ((path / MANIFEST).is_file() or (path / RESOLVED).is_file()):
+        raise UserError(f"{path} is of a run, whose recipe says what computes it; leave --family out")
     if (path / MANIFEST).is_file():
         return _from_checkpoint(path, place, dtype, averaged)
     saved = list_checkpoints(path / "checkpoints")
@@ -91,7 +98,7 @@ def open_trained(path: Path, *, device: str = "auto", dtype: str | None = None, 
     if averaged and path.is_dir():
         raise UserError(f"{path} is no run and no checkpoint, so it holds no averaged weights; leave --ema out")
     if (path / "config.json").is_file():
-        return _from_hf_directory(path, place, dtype)
+        return _from_hf_directory(path, place, dtype, family)
     what = f"holds no {RESOLVED} and no config.json" if path.is_dir() else "no such directory"
     raise UserError(
         f"{path}: {what}; give a run directory, one of its checkpoints, a Hugging Face directory, or the hub's id of a "
@@ -114,7 +121,8 @@ def continue_texts(
     """
     tokenizer = trained.tokenizer
     ids = [tokenizer.encode_prompt(prompt) or [tokenizer.eos_id] for prompt in prompts]
-    return _continued(trained, ids, {tokenizer.eos_id}, max_tokens, sampling, stops)
+    ends = end_ids(tokenizer, _config_of(trained))
+    return _continued(trained, ids, ends, max_tokens, sampling, stops)
 
 
 def answer_texts(
@@ -131,6 +139,7 @@ def answer_texts(
     Raises `UserError` where there is no template, or prompt and new tokens have no room.
     """
     ids, ends = ask(trained.tokenizer, prompts, system)
+    ends |= end_ids(trained.tokenizer, _config_of(trained))
     return _continued(trained, ids, ends, max_tokens, sampling, stops)
 
 
@@ -189,25 +198,22 @@ def export_trained(
         directory,
         tokenizer_dir=trained.tokenizer_dir,
         dtype=torch_dtype(dtype),
-        token_ids={"eos_token_id": trained.tokenizer.eos_id},
+        token_ids=token_ids(trained.tokenizer, _config_of(trained)),
     )
     assert difference is not None
     return difference, dtype
 
 
-def export_adapter(trained: TrainedModel, directory: Path) -> int:
-    """Write what was trained beside the base as an adapter of peft's; returns the number of its parameters.
-
-    Raises `UserError` where there are no adapters, `directory` exists, or peft has no name for them.
-    """
-    finetune = None if trained.run is None else trained.run.run.finetune
-    base = None if trained.run is None else base_of(trained.run)
-    if trained.run is None or finetune is None or isinstance(finetune, FullSpec) or base is None:
-        raise UserError(f"{trained.source} holds no adapters; write the whole model with --hf DIR")
-    name = hub_id(Path(base["path"])) or base["path"] if trained.run.run.model.weights == "pretrained" else None
-    kept = {name: tensor for name, tensor in trained.model.named_parameters() if tensor.requires_grad}
-    write_adapter(directory, kept, trained.spec, finetune, base=name, fingerprint=base["fingerprint"])
-    return sum(tensor.numel() for tensor in kept.values())
+def _config_of(trained: TrainedModel) -> dict[str, Any]:
+    """The config.json that the model began with; empty where it began without, or where that is gone."""
+    if trained.spec.foreign is not None:
+        return json.loads(trained.spec.foreign.config)
+    if trained.run is None:
+        return model_config(trained.source)
+    directory = None
+    with contextlib.suppress(UserError):
+        directory = pretrained_directory(trained.run.run.model, base_dir=Path(trained.run.base_dir))
+    return model_config(directory)
 
 
 def _continued(
@@ -316,11 +322,13 @@ def _with_weights(resolved: ResolvedRun, checkpoint: Path, trained: str) -> Deco
     return model
 
 
-def _from_hf_directory(directory: Path, device: torch.device, dtype: str | None) -> TrainedModel:
-    spec = read_hf_directory(directory)
+def _from_hf_directory(directory: Path, device: torch.device, dtype: str | None, family: str | None) -> TrainedModel:
+    spec = read_hf_directory(directory, family=family)
     weights = HfWeights(directory, spec)
     model = build_model(spec, dtype=torch_dtype(dtype or (BF16 if device.type == "cuda" else FP32)))
     materialize(model, parameter_table(spec) + state_table(spec), _rows_of(weights), device)
+    if isinstance(model, ForeignDecoder):
+        model.eval().check_causal()
     return TrainedModel(
         source=directory,
         spec=spec,

@@ -125,6 +125,12 @@ class ForeignModel(Spec):
     stacks: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Parameters `X.experts.NAME` that hold tensors `X.experts.N.PART.weight` of all experts, and which parts: their
     rows follow one another in each expert's matrix."""
+    buffers: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Tensors that belong to the model and do not train, such as the biases of routers: name and shape."""
+    scalars: tuple[tuple[str, float], ...] = ()
+    """Stored tensors of no dims, and their values."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Parts of names in transformers' module that the files spell otherwise, and how."""
 
 
 FamilyName = Literal[

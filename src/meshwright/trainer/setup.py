@@ -148,10 +148,11 @@ def build_trainer(
         use_deterministic_kernels()
     passes = build_parallel_model(resolved, meshes)
     trainer = give_state(passes, resolved, worker, device, meshes, weights or run_weights(resolved))
-    keeps_apart = resolved.run.data.separate_documents or passes.objective.needs_pairs
-    if isinstance(passes.model, ForeignDecoder) and keeps_apart:
+    if isinstance(passes.model, ForeignDecoder):
         with evaluating(passes.model):
-            passes.model.check_documents()
+            passes.model.check_causal()
+            if resolved.run.data.separate_documents or passes.objective.needs_pairs:
+                passes.model.check_documents()
         release_gathered(passes.model)
     return trainer
 

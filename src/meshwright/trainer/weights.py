@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -135,14 +134,15 @@ def _with_given_adapters(fresh: RowSource, resolved: ResolvedRun, finetune: Adap
     """Everything that trains from a peft adapter, or a checkpoint of adapters, at `path`."""
     base = base_of(resolved)
     assert base is not None
-    given: Callable[[Parameter, int, int], torch.Tensor]
     if (path / CONFIG).is_file() or not path.is_dir():
         tensors = read_adapter(path, resolved.model, finetune, fingerprint=base["fingerprint"])
-        given = lambda parameter, start, stop: tensors[parameter.name][start:stop]  # noqa: E731
-    else:
-        checkpoint = checkpoint_at(path, "finetune.start_from")
-        check_base(checkpoint, verify_checkpoint(checkpoint), base)
-        given = _rows_of_checkpoint(checkpoint)
+        # The state of routers is none of peft's.
+        return lambda row, start, stop: (
+            tensors[row.name][start:stop] if row.name in tensors else fresh(row, start, stop)
+        )
+    checkpoint = checkpoint_at(path, "finetune.start_from")
+    check_base(checkpoint, verify_checkpoint(checkpoint), base)
+    given = _rows_of_checkpoint(checkpoint)
     return lambda row, start, stop: (given if row.trained else fresh)(row, start, stop)
 
 

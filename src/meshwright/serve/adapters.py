@@ -1,0 +1,92 @@
+"""Adapters of a trained model written as peft's, and proved."""
+
+import itertools
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from meshwright.checkpoint.hf import export_hf
+from meshwright.checkpoint.peft import read_adapter, write_adapter
+from meshwright.checkpoint.peft_proof import prove_adapter
+from meshwright.families import parameter_table, pretrained_directory, state_table
+from meshwright.families.hub import hub_id
+from meshwright.finetune import apply_finetune
+from meshwright.models import Decoder, build_model, named_state
+from meshwright.parallel.materialize import materialize
+from meshwright.serve.trained import TrainedModel
+from meshwright.spec.errors import UserError
+from meshwright.spec.finetune import FullSpec, LoraSpec
+from meshwright.spec.run import ResolvedRun
+from meshwright.trainer.weights import base_of, base_weights
+
+
+def export_adapter(trained: TrainedModel, directory: Path) -> tuple[int, float]:
+    """Write what was trained beside the base as an adapter of peft's.
+
+    Returns the number of its parameters, and the largest difference between a logit of the model and of what was read
+    back, by peft too where it is installed.
+
+    Raises `UserError` where there are no adapters, `directory` exists, peft has no name for them, or the logits differ
+    by more than rounding; then nothing is written.
+    """
+    run = trained.run
+    finetune = None if run is None else run.run.finetune
+    base = None if run is None else base_of(run)
+    if run is None or finetune is None or isinstance(finetune, FullSpec) or base is None:
+        raise UserError(f"{trained.source} holds no adapters; write the whole model with --hf DIR")
+    fingerprint = base["fingerprint"]
+    name = hub_id(Path(base["path"])) or base["path"] if run.run.model.weights == "pretrained" else None
+    kept = {name: tensor for name, tensor in trained.model.named_parameters() if tensor.requires_grad}
+    differences = []
+
+    def prove(written: Path) -> None:
+        reference = _on_plain_base(trained, run, kept)
+        with tempfile.TemporaryDirectory(dir=written.parent, prefix=f"{written.name}-base-") as folder:
+            differences.append(
+                prove_adapter(
+                    reference,
+                    written,
+                    lambda place: read_adapter(place, trained.spec, finetune, fingerprint=fingerprint),
+                    lambda: _base_directory(trained, run, Path(folder)),
+                )
+            )
+
+    write_adapter(directory, kept, trained.spec, finetune, base=name, fingerprint=fingerprint, prove=prove)
+    return sum(tensor.numel() for tensor in kept.values()), differences[0]
+
+
+@torch.no_grad()
+def _on_plain_base(trained: TrainedModel, run: ResolvedRun, kept: Mapping[str, torch.Tensor]) -> Decoder:
+    """The model beside its base as files have it; a copy where the run kept the base in few bits."""
+    finetune = run.run.finetune
+    if not isinstance(finetune, LoraSpec) or finetune.base == "plain":
+        return trained.model
+    model = build_model(trained.spec, dtype=torch.float32)
+    apply_finetune(model, finetune.model_copy(update={"base": "plain"}), torch.float32)
+    frozen = [*(row for row in model.table if not row.trained), *state_table(trained.spec)]
+    materialize(model, frozen, base_weights(run), torch.device("cpu"))
+    parameters = dict(model.named_parameters())
+    for name, tensor in kept.items():
+        parameters[name].copy_(tensor)
+    return model.eval()
+
+
+def _base_directory(trained: TrainedModel, run: ResolvedRun, folder: Path) -> Path:
+    """The base as a Hugging Face directory: the one that the run began with, or else written into `folder`."""
+    if run.run.model.weights == "pretrained" and not run.run.checkpoint.start_from:
+        directory = pretrained_directory(run.run.model, base_dir=Path(run.base_dir))
+        assert directory is not None  # else the model would not have resolved
+        return directory
+    rows = base_weights(run)
+    whole = ((row.name, rows(row, 0, row.shape[0])) for row in parameter_table(trained.spec))
+    export_hf(
+        itertools.chain(whole, named_state(trained.model).items()),
+        trained.spec,
+        folder / "base",
+        tokenizer_dir=None,
+        dtype=torch.float32,
+        prove=False,
+    )
+    return folder / "base"

@@ -1,0 +1,58 @@
+"""The special tokens that a model's files name by their ids: read, so that no export loses one."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.data.tokenizer import TextTokenizer
+
+GENERATION = "generation_config.json"
+KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+TokenIds = dict[str, int | list[int]]
+
+
+def end_ids(tokenizer: TextTokenizer, *configs: Mapping[str, Any]) -> set[int]:
+    """Every token that ends a text: the tokenizer's own, and those that its generation_config.json and `configs` (of
+    the model) name, where they name that one among them; else they are another tokenizer's."""
+    declared = [_ids(config.get("eos_token_id")) for config in (_generation(tokenizer), *configs)]
+    return {tokenizer.eos_id}.union(*(ids for ids in declared if tokenizer.eos_id in ids))
+
+
+def token_ids(tokenizer: TextTokenizer, config: Mapping[str, Any]) -> TokenIds:
+    """What an export says: beginning, ends and padding, as the tokenizer's files and the model's `config` name them."""
+    ends = end_ids(tokenizer, config)
+    ordered = [tokenizer.eos_id, *sorted(ends - {tokenizer.eos_id})]
+    found: TokenIds = {"eos_token_id": ordered if len(ordered) > 1 else ordered[0]}
+    # The model's own say nothing of a tokenizer that it was not made with.
+    same = tokenizer.eos_id in _ids(config.get("eos_token_id"))
+    for key in ("bos_token_id", "pad_token_id"):
+        token = tokenizer.named_tokens.get(key.removesuffix("_id"))
+        named = None if token is None else tokenizer.token_id(token)
+        declared = [_generation(tokenizer).get(key), config.get(key) if same else None]
+        ids = [one for one in (named, *declared) if type(one) is int and 0 <= one < tokenizer.vocab_size]
+        if ids:
+            found[key] = ids[0]
+    return found
+
+
+def model_config(directory: Path | None) -> dict[str, Any]:
+    """The config.json in a directory; empty where there is none."""
+    try:
+        found = json.loads((directory / "config.json").read_bytes()) if directory else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _generation(tokenizer: TextTokenizer) -> dict[str, Any]:
+    try:
+        found = json.loads(tokenizer.files.get(GENERATION, b"{}"))
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _ids(given: Any) -> list[int]:
+    return [one for one in (given if isinstance(given, list) else [given]) if type(one) is int]

@@ -1,0 +1,284 @@
+"""Draws configurations over the whole schema that transformers has of each of our families, and compares logits.
+
+    python tests/config_fuzz.py --rounds 100 --seed 0 [--family llama]
+
+A configuration is equal, refused in a sentence (by us), impossible (transformers itself fails on it), or different,
+which is the one thing that must not be. Every round is decided by its family and seed alone.
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from meshwright.checkpoint.hf import HfWeights
+from meshwright.families import FAMILIES, parameter_table, read_hf_directory, state_table
+from meshwright.models import build_model, named_tensors
+from meshwright.spec.batch import Batch
+from meshwright.spec.errors import UserError
+
+LENGTH, VOCAB = 24, 61
+TOLERANCE = 2e-4
+"""Of the largest logit, in fp32."""
+
+Draw = Callable[[random.Random], Any]
+
+
+def one_of(*values: Any) -> Draw:
+    return lambda drawn: drawn.choice(values)
+
+
+def mostly(*values: Any, rarely: tuple[Any, ...]) -> Draw:
+    """What we compute, and now and then what we refuse."""
+    return lambda drawn: drawn.choice(rarely if drawn.random() < 0.04 else values)
+
+
+def rope(drawn: random.Random) -> dict[str, Any]:
+    kind = mostly("default", "llama3", "yarn", rarely=("linear", "dynamic", "longrope"))(drawn)
+    found: dict[str, Any] = {"rope_type": kind, "rope_theta": drawn.choice([100.0, 10000.0, 500000.0])}
+    if kind != "default":
+        found["factor"] = drawn.choice([1.0, 2.0, 8.0])
+    if kind in ("llama3", "yarn", "longrope"):
+        found["original_max_position_embeddings"] = drawn.choice([8, 16, 32])
+    if kind == "llama3":
+        found |= {"low_freq_factor": drawn.choice([1.0, 2.0]), "high_freq_factor": drawn.choice([4.0, 8.0])}
+    if kind == "yarn":
+        optional = {"beta_fast": 8.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 1.3, "attention_factor": 1.1}
+        found |= {key: value for key, value in optional.items() if drawn.random() < 0.3}
+        if drawn.random() < 0.2:
+            found["truncate"] = mostly(True, rarely=(False,))(drawn)
+    if drawn.random() < 0.1:
+        found["partial_rotary_factor"] = mostly(1.0, rarely=(0.5,))(drawn)
+    return found
+
+
+def layer_types(drawn: random.Random) -> list[str] | None:
+    kinds = drawn.choice(
+        [None, None, ["full_attention"], ["sliding_attention"], ["full_attention", "sliding_attention"]]
+    )
+    return kinds and [kinds[layer % len(kinds)] for layer in range(LAYERS)]
+
+
+LAYERS = 3
+ENDS: dict[str, Draw] = {
+    "bos_token_id": one_of(None, 1),
+    "eos_token_id": one_of(None, 2, [2, 3]),
+    "pad_token_id": one_of(None, 0),
+    "tie_word_embeddings": one_of(False, True),
+    "use_cache": one_of(True, False),
+    "vocab_size": one_of(VOCAB),
+    "initializer_range": one_of(0.02, 0.5),
+}
+WIDTHS: dict[str, Draw] = ENDS | {
+    "hidden_size": one_of(32, 48),
+    "intermediate_size": one_of(24, 40),
+    "num_hidden_layers": one_of(LAYERS),
+    "num_attention_heads": one_of(4),
+    "num_key_value_heads": one_of(1, 2, 4, None),
+    "hidden_act": mostly("silu", "swish", rarely=("gelu", "relu")),
+    "max_position_embeddings": one_of(32, 64),
+    "rms_norm_eps": one_of(1e-6, 1e-5, 1e-1),
+    "rope_parameters": rope,
+    "attention_dropout": one_of(0.0, 0.1),
+}
+HEAD_DIM = {"head_dim": one_of(None, 8, 12)}
+BIAS = {"attention_bias": one_of(False, True)}
+WINDOW = {"sliding_window": one_of(None, 3, 7, 4096)}
+SWITCH = WINDOW | {"use_sliding_window": one_of(False, True)}
+BY_LAYER = SWITCH | {"max_window_layers": one_of(0, 1, 3, 28), "layer_types": layer_types}
+ROUTING = {
+    "num_experts_per_tok": one_of(1, 2, 3),
+    "output_router_logits": one_of(False, True),
+    "router_aux_loss_coef": one_of(0.0, 0.02),
+}
+SCHEMA: dict[str, dict[str, Draw]] = {
+    "gpt2": ENDS
+    | {
+        "n_positions": one_of(32, 64),
+        "n_embd": one_of(32, 48),
+        "n_layer": one_of(LAYERS),
+        "n_head": one_of(4, 2),
+        "n_inner": one_of(None, 40),
+        "activation_function": mostly("gelu_new", "gelu_pytorch_tanh", rarely=("gelu", "relu")),
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_dropout"), one_of(0.0, 0.1)),
+        "layer_norm_epsilon": one_of(1e-5, 1e-2),
+        "summary_type": one_of("cls_index"),
+        "summary_use_proj": one_of(True, False),
+        "summary_activation": one_of(None),
+        "summary_proj_to_labels": one_of(True),
+        "scale_attn_weights": mostly(True, rarely=(False,)),
+        "scale_attn_by_inverse_layer_idx": mostly(False, rarely=(True,)),
+        "reorder_and_upcast_attn": one_of(False, True),
+        "add_cross_attention": mostly(False, rarely=(True,)),
+    },
+    "llama": WIDTHS | HEAD_DIM | BIAS | {"mlp_bias": one_of(False, True), "pretraining_tp": one_of(1, 2)},
+    "mistral": WIDTHS | HEAD_DIM | WINDOW,
+    "mixtral": WIDTHS
+    | HEAD_DIM
+    | WINDOW
+    | ROUTING
+    | {"num_local_experts": one_of(4, 6), "router_jitter_noise": mostly(0.0, rarely=(0.1,))},
+    "qwen2": WIDTHS | BY_LAYER,
+    "qwen3": WIDTHS | {"head_dim": one_of(8, 12)} | BIAS | BY_LAYER,
+    "qwen3_moe": WIDTHS
+    | {"num_key_value_heads": one_of(1, 2, 4)}
+    | BIAS
+    | SWITCH
+    | ROUTING
+    | {
+        "decoder_sparse_step": mostly(1, rarely=(2,)),
+        "moe_intermediate_size": one_of(16, 24),
+        "num_experts": one_of(4, 6),
+        "norm_topk_prob": one_of(False, True),
+        "mlp_only_layers": mostly(None, [], rarely=([0],)),
+    },
+    "deepseek_v3": WIDTHS
+    | {
+        "num_key_value_heads": one_of(4, None),
+        "attention_bias": mostly(False, rarely=(True,)),
+        "moe_intermediate_size": one_of(16, 24),
+        "n_shared_experts": one_of(1, 2),
+        "n_routed_experts": one_of(8, 16),
+        "output_router_logits": one_of(False, True),
+        "routed_scaling_factor": one_of(1.0, 2.5),
+        "kv_lora_rank": one_of(16),
+        "q_lora_rank": one_of(None, 12),
+        "qk_rope_head_dim": one_of(4, 8),
+        "qk_nope_head_dim": one_of(6, 8),
+        "v_head_dim": one_of(6, 8),
+        "n_group": one_of(1, 2, 4),
+        "topk_group": one_of(1, 2),
+        "num_experts_per_tok": one_of(1, 2, 3),
+        "first_k_dense_replace": one_of(0, 1, 3),
+        "norm_topk_prob": one_of(True, False),
+        "pretraining_tp": one_of(1, 2),
+        "rope_interleave": mostly(True, rarely=(False,)),
+        "num_mtp_layers": one_of(0, 1),
+    },
+}
+"""Family -> every field that transformers' configuration of it adds to what all have, and what is drawn for it."""
+
+STRAY: dict[str, Draw] = {
+    "is_causal": one_of(True, False),
+    "use_sliding_window": one_of(True, False),
+    "max_window_layers": one_of(0, 2),
+    "partial_rotary_factor": one_of(1.0, 0.5),
+    "chunk_size_feed_forward": one_of(0, 4),
+    "head_dim": one_of(8),
+    "scoring_func": one_of("sigmoid", "softmax"),
+}
+"""Keys that files have beside the schema: a tenth of the configurations gets each."""
+
+
+def schema_of(family: str) -> set[str]:
+    """The fields that transformers' configuration of a family adds."""
+    shared = {field.name for field in fields(transformers.PreTrainedConfig)}
+    return {field.name for field in fields(CONFIG_MAPPING[family]) if field.name not in shared}
+
+
+def draw_config(family: str, seed: int) -> dict[str, Any]:
+    """A config.json: every field drawn or left out, in the spelling of transformers 4 or 5."""
+    drawn = random.Random(f"{family} {seed}")
+    config = {key: draw(drawn) for key, draw in SCHEMA[family].items()}
+    config |= {key: draw(drawn) for key, draw in STRAY.items() if drawn.random() < 0.03 and key not in config}
+    if drawn.random() < 0.5 and "rope_parameters" in config:
+        scaling = config.pop("rope_parameters")
+        config["rope_theta"] = scaling.pop("rope_theta")
+        config["rope_scaling"] = None if scaling == {"rope_type": "default"} else scaling
+    small = {"num_key_value_heads", "head_dim", "layer_types", "use_cache", "rms_norm_eps", "sliding_window"}
+    for key in small & config.keys():
+        if drawn.random() < 0.15:
+            del config[key]
+    return {"model_type": family, "architectures": [FAMILIES[family].hf_architecture], **config}
+
+
+def write_model(family: str, seed: int, directory: Path) -> None:
+    """A directory that transformers has saved, its config.json as it was drawn. Raises what transformers raises."""
+    config = draw_config(family, seed)
+    parsed = CONFIG_MAPPING[family].from_dict(config)
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(parsed, dtype=torch.float32)
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point():
+            tensor.normal_(std=0.2)
+            if name.endswith("norm.weight"):
+                tensor.add_(1)
+    model.save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+TOKENS_BT = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(7))
+
+
+@torch.no_grad()
+def their_logits(directory: Path) -> torch.Tensor:
+    """transformers' [B, T, V]. Raises what transformers raises."""
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return theirs(TOKENS_BT, use_cache=False).logits
+
+
+@torch.no_grad()
+def compare(directory: Path, expected_BTV: torch.Tensor) -> float:
+    """The largest difference of two logits, as a part of the largest. Raises `UserError` where we refuse the model."""
+    spec = read_hf_directory(directory)
+    weights = HfWeights(directory, spec)
+    ours = build_model(spec, device="cpu")
+    for row in parameter_table(spec) + state_table(spec):
+        named_tensors(ours)[row.name].copy_(weights.read_rows(row.name, 0, row.shape[0]))
+    return ((ours.logits(Batch(TOKENS_BT)) - expected_BTV).abs().max() / expected_BTV.abs().max()).item()
+
+
+def one_round(family: str, seed: int) -> tuple[str, str]:
+    """(equal, refused, impossible or different; and what was said)."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "model"
+        try:
+            write_model(family, seed, directory)
+            expected_BTV = their_logits(directory)
+        except Exception as error:  # whatever transformers finds wrong with its own configuration
+            return "impossible", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        try:
+            difference = compare(directory, expected_BTV)
+        except UserError as error:
+            return "refused", str(error).replace(folder, "")
+    return ("equal" if difference <= TOLERANCE else "different"), f"{difference:.1e}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=100, help="of each family")
+    parser.add_argument("--seed", type=int, default=0, help="of the first round")
+    parser.add_argument("--family", choices=sorted(SCHEMA), action="append")
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    failed = False
+    for family in arguments.family or SCHEMA:
+        found: Counter[str] = Counter()
+        said: Counter[str] = Counter()
+        for seed in range(arguments.seed, arguments.seed + arguments.rounds):
+            outcome, message = one_round(family, seed)
+            found[outcome] += 1
+            if outcome == "different":
+                failed = True
+                print(f"DIFFERENT  {family} seed {seed}: {message}\n  {json.dumps(draw_config(family, seed))}")
+            elif outcome != "equal":
+                said[f"{outcome}: {message.split('; transformers computes')[0]}"] += 1
+        print(f"{family:12} " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(found.items())))
+        for message, count in said.most_common():
+            print(f"  {count:4} {message[:150]}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
