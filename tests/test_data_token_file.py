@@ -1,6 +1,7 @@
 """Token files: byte for byte what Megatron's builder writes, and whatever it writes can be read."""
 
 import importlib.util
+import json
 import struct
 import subprocess
 import sys
@@ -9,7 +10,15 @@ import numpy as np
 import pytest
 
 from meshwright.data import token_file
-from meshwright.data.token_file import Mark, TokenWriter, file_in_memory, open_indexed, scan_tokens, write_index
+from meshwright.data.token_file import (
+    Mark,
+    TokenWriter,
+    file_in_memory,
+    open_indexed,
+    open_token_file,
+    scan_tokens,
+    write_index,
+)
 
 DOCUMENTS = [[5, 6, 7], [], [9] * 20, [3, 2]]
 EOS = 1
@@ -66,6 +75,18 @@ def test_documents_of_several_sequences(tmp_path):
         assert [file.document_at(i) for i in range(7)] == [0, 0, 0, 0, 0, 2, 2]
         part = file.part(1, 3)
         assert (part.tokens.tolist(), part.starts().tolist(), part.begin) == ([5, 6], [0, 0, 2], 1)
+
+
+def test_a_json_of_somebody_elses_beside_tokens_does_not_matter(tmp_path):
+    """As preprocessing tools leave there; ours says which tokenizer made the tokens, and still counts."""
+    write(tmp_path / "x.bin", 100)
+    about = json.loads((tmp_path / "x.json").read_bytes())
+    for foreign in (b"[]", b"{", b'{"tokenizer": "gpt2", "args": {}}', b'"text"', b"\xff"):
+        (tmp_path / "x.json").write_bytes(foreign)
+        assert open_token_file(tmp_path / "x.bin", Tokenizer(100)).num_documents == 4
+    (tmp_path / "x.json").write_text(json.dumps(about | {"tokenizer": "another"}))
+    with pytest.raises(ValueError, match="was made by another tokenizer"):
+        open_token_file(tmp_path / "x.bin", Tokenizer(100))
 
 
 def test_indexes_are_written_in_blocks(tmp_path, monkeypatch):

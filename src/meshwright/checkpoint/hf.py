@@ -138,7 +138,7 @@ def export_hf(
     tokenizer_dir: Path | None,
     dtype: torch.dtype = torch.bfloat16,
     shard_bytes: int = 5 * 10**9,
-    token_ids: Mapping[str, int | list[int]] | None = None,
+    token_ids: Mapping[str, int | list[int] | None] | None = None,
     prove: bool = True,
 ) -> float | None:
     """Write a directory that transformers 4 and 5 and this project read. It gets its name only when it is complete.
@@ -254,12 +254,12 @@ def _plan_shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
 def _write_configs(
     spec: ModelSpec, directory: Path, dtype: torch.dtype, tokenizer_dir: Path | None, token_ids: dict[str, Any]
 ) -> None:
-    config = model_to_hf_config(spec, dtype=str(dtype).removeprefix("torch."), **token_ids)
-    _write_json(directory / "config.json", config)
+    config = model_to_hf_config(spec, dtype=str(dtype).removeprefix("torch."))
+    _write_json(directory / "config.json", config | token_ids)
     for name in TOKENIZER_FILES:
         if tokenizer_dir is not None and (tokenizer_dir / name).is_file():
             shutil.copyfile(tokenizer_dir / name, directory / name)
-    _write_generation(directory / GENERATION, token_ids)
+    _write_generation(directory / GENERATION, {key: value for key, value in token_ids.items() if value is not None})
 
 
 def _write_generation(path: Path, token_ids: dict[str, Any]) -> None:

@@ -53,7 +53,6 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: the run's precision; else bf16 on a GPU",
     )
     add_ema_argument(parser)
-    add_family_argument(parser)
 
 
 def add_family_argument(parser: argparse.ArgumentParser) -> None:

@@ -3,13 +3,14 @@
 import argparse
 from typing import Any
 
-from meshwright.cli.common import add_model_arguments, positive
+from meshwright.cli.common import add_family_argument, add_model_arguments, positive
 from meshwright.cli.output import add_json_argument, print_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Operands and options of `eval`."""
     add_model_arguments(parser)
+    add_family_argument(parser)
     parser.add_argument(
         "--source",
         metavar="PATH",

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from meshwright.cli.common import add_model_arguments, add_sampling_arguments, sampling_settings
+from meshwright.cli.common import add_family_argument, add_model_arguments, add_sampling_arguments, sampling_settings
 from meshwright.cli.output import add_json_argument, print_json, visible
 from meshwright.spec.errors import UserError
 
@@ -11,6 +11,7 @@ from meshwright.spec.errors import UserError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Operands and options of `generate`."""
     add_model_arguments(parser)
+    add_family_argument(parser)
     parser.add_argument(
         "--prompt",
         metavar="TEXT",

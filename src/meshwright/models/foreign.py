@@ -163,12 +163,15 @@ def build_foreign(spec: ModelSpec) -> ForeignDecoder:
     """
     assert spec.foreign is not None
     model: Any = _build(spec.foreign)
+    _take_state(model, spec.foreign)
+    state = {name for name, _ in spec.foreign.buffers}
     on_meta = {parameter: nn.Parameter(parameter.to("meta")) for parameter in model.parameters()}
-    for module in model.modules():
+    for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             module._parameters[name] = on_meta.get(parameter)
-        module._non_persistent_buffers_set.update(module._buffers)
-    _take_state(model, spec.foreign)
+        constants = {name for name in module._buffers if f"{path}.{name}" not in state}
+        module._non_persistent_buffers_set.difference_update(module._buffers.keys() - constants)
+        module._non_persistent_buffers_set.update(constants)
     theirs = type(model)
     table = parameter_table(spec)
     renamed = "lm_head" in model._modules and any(row.name == "embed_out.weight" for row in table)
@@ -234,7 +237,6 @@ def _take_state(model: nn.Module, foreign: ForeignModel) -> None:
         if kept is None and not getattr(module, last).requires_grad:  # transformers has it as a frozen parameter
             del module._parameters[last]
             module.register_buffer(last, torch.zeros(shape))
-        module._non_persistent_buffers_set.discard(last)
     for name, value in foreign.scalars:
         path, _, last = name.rpartition(".")
         kept = modules[path]._buffers.get(last) if path in modules else None

@@ -8,9 +8,8 @@ from typing import Any
 from meshwright.data.tokenizer import TextTokenizer
 
 GENERATION = "generation_config.json"
-KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
-TokenIds = dict[str, int | list[int]]
+TokenIds = dict[str, int | list[int] | None]
 
 
 def end_ids(tokenizer: TextTokenizer, *configs: Mapping[str, Any]) -> set[int]:
@@ -21,7 +20,8 @@ def end_ids(tokenizer: TextTokenizer, *configs: Mapping[str, Any]) -> set[int]:
 
 
 def token_ids(tokenizer: TextTokenizer, config: Mapping[str, Any]) -> TokenIds:
-    """What an export says: beginning, ends and padding, as the tokenizer's files and the model's `config` name them."""
+    """What an export says: beginning, ends and padding, as the model's `config` and the tokenizer's files name them;
+    None where neither does, for transformers has a default of its own for every family."""
     ends = end_ids(tokenizer, config)
     ordered = [tokenizer.eos_id, *sorted(ends - {tokenizer.eos_id})]
     found: TokenIds = {"eos_token_id": ordered if len(ordered) > 1 else ordered[0]}
@@ -29,11 +29,9 @@ def token_ids(tokenizer: TextTokenizer, config: Mapping[str, Any]) -> TokenIds:
     same = tokenizer.eos_id in _ids(config.get("eos_token_id"))
     for key in ("bos_token_id", "pad_token_id"):
         token = tokenizer.named_tokens.get(key.removesuffix("_id"))
-        named = None if token is None else tokenizer.token_id(token)
-        declared = [_generation(tokenizer).get(key), config.get(key) if same else None]
-        ids = [one for one in (named, *declared) if type(one) is int and 0 <= one < tokenizer.vocab_size]
-        if ids:
-            found[key] = ids[0]
+        named = tokenizer.token_id(token) if token is not None and key == "bos_token_id" else None
+        declared = (config.get(key) if same else None, _generation(tokenizer).get(key), named)
+        found[key] = next((one for one in declared if type(one) is int and 0 <= one < tokenizer.vocab_size), None)
     return found
 
 

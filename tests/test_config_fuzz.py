@@ -1,0 +1,38 @@
+"""A short round of the fuzzer of configurations, which `python tests/config_fuzz.py` runs at any length."""
+
+from dataclasses import replace
+
+import pytest
+import transformers
+
+from config_fuzz import SCHEMA, one_round, schema_of
+from meshwright.families import FAMILIES, registry
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers thinks of its own configurations
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_whole_schema_is_drawn(family: str) -> None:
+    """A field that transformers adds is drawn, or this fails."""
+    assert schema_of(family) == SCHEMA[family].keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_configuration_computes_something_else(family: str) -> None:
+    found = {one_round(family, seed)[0] for seed in range(1000, 1004)}
+    assert "different" not in found
+    assert "equal" in found
+
+
+def test_the_fuzzer_finds_a_window_that_is_read_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Qwen3-MoE's was: by layer, which transformers does not."""
+    wrong = replace(
+        FAMILIES["qwen3_moe"],
+        hf_window="by_layer",
+        hf_absent=FAMILIES["qwen3"].hf_absent | FAMILIES["qwen3_moe"].hf_absent,
+    )
+    monkeypatch.setitem(registry.FAMILIES, "qwen3_moe", wrong)
+    assert "different" in {one_round("qwen3_moe", seed)[0] for seed in range(1000, 1012)}
