@@ -209,3 +209,11 @@ def test_text_without_a_place_to_cut_stays_whole(trained, monkeypatch):
     monkeypatch.setattr(tokenizer_module, "PIECE", 100)
     assert trained.pieces("x" * 1000) == ["x" * 1000]
     assert trained.pieces("") == [""]
+
+
+def test_a_long_word_is_learnt_piece_by_piece() -> None:
+    """Learning it whole takes the square of its length: 40 s for 262,144 characters."""
+    word = "x" * (1 << 14)
+    tokenizer = train_tokenizer([word, " " * len(word)], 300)
+    assert 256 < max(len(tokenizer.decode([token])) for token in range(tokenizer.vocab_size)) <= 1000
+    assert tokenizer.decode(tokenizer.encode(word)) == word

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from meshwright.spec.errors import UserError
 from meshwright.storage.durable import write_durably
@@ -218,13 +218,19 @@ def load_tokenizer(path: Path) -> TextTokenizer:
     return TextTokenizer(files, where=where)
 
 
+LONG_WORD = r"\S{1000}|\s{1000}"
+"""Of a longer word tokens are learnt piece by piece: training takes the square of a word's length."""
+
+
 def train_tokenizer(texts: Iterable[str], vocab: int) -> TextTokenizer:
     """Train a byte-level BPE (GPT-2's kind: any text, no unknown token) of at most `vocab` tokens.
 
     The same texts give the same tokenizer. Few texts give fewer tokens than `vocab`.
     """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    cut = pre_tokenizers.Split(Regex(LONG_WORD), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, by_bytes])  # pyright: ignore
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
@@ -233,6 +239,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> TextTokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.pre_tokenizer = by_bytes  # pyright: ignore
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END_OF_TEXT,

@@ -9,7 +9,6 @@ import json
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from meshwright.checkpoint.manifest import checkpoint_name, list_checkpoints, st
 from meshwright.launch.memory import MemoryWatch
 from meshwright.launch.signals import STOP_SIGNALS, StopRequest, signal_name
 from meshwright.launch.status import CRASH_LOOP, FINAL, STOPPED, TrainingStopped
+from meshwright.storage.scratch import scratch_folder
 
 T = TypeVar("T")
 
@@ -143,12 +143,12 @@ def _run_attempt(job: Job, attempt: int, stop: StopRequest) -> _Failure | None:
     """Start the workers once and wait until they have ended; what failed first, if anything did."""
     began = time.time()
     again = ["--resume", "auto"] if attempt else []
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+    with scratch_folder("workers") as folder:
         workers: list[_Worker] = []
         memory = MemoryWatch()
         try:
             for environment in job.environments(attempt):
-                last_words = Path(folder) / environment["RANK"]
+                last_words = folder / environment["RANK"]
                 environment = {**environment, "TORCHELASTIC_ERROR_FILE": str(last_words)}
                 process = subprocess.Popen([*job.command, *again], env=environment, pass_fds=job.inherited)
                 workers.append(_Worker(int(environment["RANK"]), process, last_words, memory))

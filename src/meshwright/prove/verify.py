@@ -1,7 +1,6 @@
 """The proof that a recipe's layout equals one process, or where it first differs."""
 
 import pickle
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import dump_recipe
 from meshwright.spec.run import ResolvedRun
 from meshwright.spec.training import OptimizerSpec
+from meshwright.storage.scratch import scratch_folder
 
 RESOLVED, PROOF = "resolved.yaml", "proof.pickle"
 
@@ -56,8 +56,7 @@ def verify(resolved: ResolvedRun, *, steps: int) -> Proof:
     if find_worker() is not None:
         raise UserError("verify starts the layout's processes itself; run it without torchrun or srun")
     resolved = for_proof(resolved)
-    with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as name:
-        folder = Path(name)
+    with scratch_folder("verify") as folder:
         with StopRequest(raises=True):
             reference = train_reference(resolved, folder, steps)
             if resolved.run.training.dtypes.mixed:

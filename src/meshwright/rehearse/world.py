@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import AXES, LayoutSpec
 from meshwright.spec.run import ResolvedRun, Run
+from meshwright.storage.scratch import scratch_folder
 
 SHOWN_STAGES = 4
 """Pipeline stages of which each is rehearsed; of more, the first two and the last two are."""
@@ -53,8 +53,8 @@ def rehearse(resolved: ResolvedRun, ranks: Sequence[int], *, on_gpu: bool) -> li
     world_size = resolved.run.layout.world_size
     if outside := [rank for rank in ranks if not 0 <= rank < world_size]:
         raise UserError(f"--ranks: {outside[0]} is none of the ranks 0 to {world_size - 1}")
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        path = Path(folder) / "resolved.json"
+    with scratch_folder("rehearse") as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        path = folder / "resolved.json"
         path.write_text(resolved.model_dump_json())
         return list(pool.map(lambda rank: _rehearse_apart(path, rank, on_gpu=on_gpu), ranks))
 

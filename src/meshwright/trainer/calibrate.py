@@ -3,10 +3,8 @@
 import multiprocessing
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,6 +18,7 @@ from meshwright.plan.hardware import local_cluster
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.spec.cluster import ClusterSpec, CollectiveCost, Measured
 from meshwright.spec.precision import BF16, FP32
+from meshwright.storage.scratch import scratch_folder
 
 LARGE = {"cpu": 1024, "cuda": 8192}
 SMALL = {"cpu": 64, "cuda": 256}
@@ -40,9 +39,9 @@ def calibrate(machine: Machine | None = None, *, ranks: int | None = None, secon
     ranks = ranks or machine.devices
     cluster = local_cluster(machine, ranks)
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder, context.Pool(ranks) as pool:
+    with scratch_folder("calibrate") as folder, context.Pool(ranks) as pool:
         threads = max(1, len(os.sched_getaffinity(0)) // ranks)
-        store = f"file://{Path(folder) / 'store'}"
+        store = f"file://{folder / 'store'}"
         jobs = [(rank, ranks, machine.kind, threads, store, seconds) for rank in range(ranks)]
         found = pool.map(_measure_rank, jobs, chunksize=1)
     slowest = {name: _slowest(name, [measured[name] for measured in found]) for name in found[0]}

@@ -2,7 +2,6 @@
 
 import functools
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ from meshwright.spec.recompute import describe_recompute
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.storage.durable import write_durably
 from meshwright.storage.lock import Lock
+from meshwright.storage.scratch import scratch_folder
 from meshwright.terminal import printable
 from meshwright.trainer.display import Display, ProgressLine, model_size, short
 from meshwright.trainer.loop import train_loop
@@ -171,10 +171,10 @@ def _train(
             corpus = corpus_of(resolved, progress)
         _check_corpus(resolved, corpus, resume)
         # The run directory's own files are written once the ranks have begun: a refused run leaves it untouched.
-        with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
-            write_run_files(resolved, Path(folder))
-            arguments = ["--resolved", str(Path(folder) / RESOLVED), *(["--resume", resume] if resume else [])]
-            arguments += write_plugins(plugins, Path(folder))
+        with scratch_folder("run") as folder:
+            write_run_files(resolved, folder)
+            arguments = ["--resolved", str(folder / RESOLVED), *(["--resume", resume] if resume else [])]
+            arguments += write_plugins(plugins, folder)
             with following(run_dir / "metrics.jsonl", run.training.steps):
                 return start_workers(
                     resolved.run,

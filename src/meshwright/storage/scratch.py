@@ -1,0 +1,36 @@
+"""Temporary folders that do not pile up: what a killed process has left, the next one removes."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PREFIX = "meshwright-"
+OWNER = ".owner"
+"""A file that the owner of a folder holds `flock` on for as long as it lives; a process's number would not do, where
+containers share a temporary directory."""
+
+
+@contextmanager
+def scratch_folder(purpose: str) -> Iterator[Path]:
+    """A new folder in the system's temporary directory, `meshwright-PURPOSE-...`, gone after the block. Of this user's
+    folders of that kind, those go too whose owner is dead."""
+    _remove_abandoned(Path(tempfile.gettempdir()))
+    made = tempfile.TemporaryDirectory(prefix=f"{PREFIX}{purpose}-", ignore_cleanup_errors=True)
+    with made as name, (Path(name) / OWNER).open("w") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        yield Path(name)
+
+
+def _remove_abandoned(where: Path) -> None:
+    for folder in where.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # it is somebody else's, or goes away meanwhile
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            with (folder / OWNER).open() as owner:
+                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
