@@ -77,6 +77,23 @@ DeepSpeed plug-ins and the Trainer's `fsdp=` are `DistributedDataParallel` in si
 `meshwright export run.yaml --engine deepspeed --program handed-over` writes the program of a whole run, with its
 configuration, its first weights and the order of all its samples.
 
+## Held to the truth
+
+`meshwright verify run.yaml --engine hf_trainer` trains a shrunk model for two steps in the engine's program and on
+our one process, from the same weights on the same random tokens, in fp32. The program dumps every gradient and every
+weight after the step by its Hugging Face name. They are compared with [the tolerance of verify](verify.md), times the
+number of the step, because the program goes on from its own weights. The first difference in the order of computation
+is named: the loss, the gradient of a parameter, the norm, or the update of a parameter.
+
+```
+$ meshwright verify run.yaml --engine hf_trainer
+$ meshwright verify run.yaml --engine deepspeed layout.dp_shard=2
+```
+
+Tests plant faults in three engines' programs, and each is located: a loss over a token too few of each row (the
+loss), a forgotten factor of the accumulation (the gradients, by that factor), a default clip (the clipped gradient),
+weight decay on norms (their update).
+
 ## What each engine can express
 
 **yes**: in the program. *left out*: the program does without, and no loss changes by it. no: refused by name, because

@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
 
 ROOMS = {
     "cli": "Floor 7: the verbs people type",
-    "engines": "Floor 6: other engines beside ours",
+    "engines": "Between: other engines beside ours",
     "prove": "Floor 6: a layout against one process",
     "rehearse": "Floor 6: the whole job on fake ranks",
     "serve": "Floor 6: a trained model in use",

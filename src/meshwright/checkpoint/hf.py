@@ -162,7 +162,7 @@ def export_hf(
     with complete_folder(out_dir) as staging:
         reference = build_model(spec, device="cpu") if prove else None
         kept = parameters if reference is None else _kept(parameters, reference, dtype)
-        _write_weights(_as_stored(kept, spec), spec, staging, dtype, shard_bytes)
+        _write_weights(as_stored(kept, spec), spec, staging, dtype, shard_bytes)
         _write_configs(spec, staging, dtype, tokenizer_dir, dict(token_ids or {}))
         difference = None
         if reference is not None:
@@ -181,7 +181,7 @@ def _kept(
         yield name, tensor
 
 
-def _as_stored(parameters: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
+def as_stored(parameters: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
     """Every stored tensor, in its orientation, as soon as all parameters that share it have come."""
     places = hf_tensors(spec)
     missing = {row.name: row.shape for row in parameter_table(spec) + state_table(spec)}

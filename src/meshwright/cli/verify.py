@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from pathlib import Path
 from typing import Any, get_args
 
 from meshwright.cli.common import add_recipe_arguments, read_recipe
@@ -40,6 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help=f"prove a layout of more than {MOST_RANKS} ranks as it is, not each pair of its axes by itself",
     )
+    parser.add_argument(
+        "--engine", metavar="NAME", help="hold another engine's program to our one process, in fp32: deepspeed, ..."
+    )
+    parser.add_argument("--python", metavar="PATH", help="with --engine: the Python that runs its program")
     add_json_argument(parser)
     parser.epilog = (
         "It runs on this machine's CPUs, one process a rank, on random tokens.\n"
@@ -47,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "examples:\n"
         "  meshwright verify run.yaml\n"
         "  meshwright verify run.yaml layout.cp=2 training.recompute=full --steps 3\n"
-        "  meshwright verify run.yaml --no-shrink --precision recipe"
+        "  meshwright verify run.yaml --no-shrink --precision recipe\n"
+        "  meshwright verify run.yaml --engine hf_trainer"
     )
 
 
@@ -56,6 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
     if not 1 <= arguments.steps <= 64:
         raise UserError(f"--steps {arguments.steps}: from 1 to 64 steps can be compared")
     recipe = read_recipe(arguments)
+    if arguments.engine:
+        return _prove_engine(recipe, arguments)
+    if arguments.python:
+        raise UserError("--python is the Python of another engine's program; give --engine too")
     resolved = _prepare(recipe, arguments)
     if resolved.run.layout.asynchronous:
         return _not_equal_by_design(resolved, arguments)
@@ -109,6 +119,42 @@ def _prove(resolved: ResolvedRun, arguments: argparse.Namespace) -> tuple[int, d
             print("\n".join(_step(comparison)))
         print(_conclusion(proof))
     return 0 if proof.equal else DIFFERENT, {"strategy": resolved.run.layout.strategy, **proof.as_data()}
+
+
+def _prove_engine(recipe: Run, arguments: argparse.Namespace) -> int:
+    """Hold another engine to our one process, report, and say by the exit status whether it differs."""
+    # Torch loads here, so that a mistake in the recipe is told at once.
+    from meshwright.engines.parity import verify_engine
+    from meshwright.engines.registry import find_engine
+
+    engine = find_engine(arguments.engine)
+    training = recipe.training.model_copy(update={"precision": FP32.name, "reduce_dtype": FP32.name})
+    resolved = resolve_run(recipe.model_copy(update={"training": training}), base_dir=arguments.recipe.parent)
+    resolved = shrink(resolved) if arguments.shrink else resolved
+    if not arguments.json:
+        print(f"engine     {engine.name}: {engine.about}\n{_what(resolved, arguments)}", flush=True)
+    with progress_on_stderr(arguments.json):
+        python = Path(arguments.python or sys.executable)
+        proof = verify_engine(resolved, engine, steps=arguments.steps, python=python)
+    if arguments.json:
+        print_json({"engine": engine.name, "strategy": resolved.run.layout.strategy, **proof.as_data()})
+    else:
+        for step in range(1, arguments.steps + 1):
+            worst = [proof.worst(step, what) for what in ("loss", "gradient", "norm", "update")]
+            lines = (
+                f"  {one.what:<10}differs by {_amount(one.difference)}{one.name and ', ' + one.name}" for one in worst
+            )
+            print("\n".join([f"step {step}, the worst of each", *lines]))
+        print(_engine_conclusion(proof))
+    return 0 if proof.first is None else DIFFERENT
+
+
+def _engine_conclusion(proof: Any) -> str:
+    first = proof.first
+    if first is None:
+        return f"\nequal: every difference is within {proof.relative:.1e} in the first step, which rounding explains"
+    name = f" of {first.name}" if first.name else ""
+    return f"\ndifferent; first in step {first.step}, the {first.what}{name}\n           by {_amount(first.difference)}"
 
 
 def _not_equal_by_design(resolved: ResolvedRun, arguments: argparse.Namespace) -> int:

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from meshwright.data.loader import Loader
+from meshwright.data.mixture import Mixture
+from meshwright.data.packing import Samples
 from meshwright.launch.launcher import Worker
 from meshwright.models.init import named_state
 from meshwright.optim import shards
@@ -95,12 +97,14 @@ def alone(resolved: ResolvedRun) -> ResolvedRun:
     return resolved.model_copy(update={"run": run, "accumulation": accumulation, "stage_layers": ()})
 
 
-def train_reference(resolved: ResolvedRun, folder: Path, steps: int) -> Reference:
-    """Train `steps` steps on this process and keep what they computed."""
+def train_reference(
+    resolved: ResolvedRun, folder: Path, steps: int, samples: Samples | Mixture | None = None
+) -> Reference:
+    """Train `steps` steps on this process, on `samples` or else random ones, and keep what they computed."""
     reference, trainer = Reference(folder), build_alone(resolved)
     _save_weights(reference, trainer, 0)
     factor = 0.0
-    with loader_for(trainer) as loader:
+    with loader_for(trainer, samples) as loader:
         for step in range(1, steps + 1):
             loss, _ = trainer.train_step.gradients(loader.microbatches(step - 1))
             gnorm = trainer.train_step.gradient_norm()
@@ -180,9 +184,9 @@ def trace_reference(resolved: ResolvedRun, reference: Reference, step: int) -> N
     (reference.folder / "trace" / "losses.json").write_text(json.dumps(losses.terms()))
 
 
-def loader_for(trainer: Trainer) -> Loader:
-    """This rank's microbatches of random samples, packed as the recipe says."""
-    return Loader.of_run(samples_for(trainer), trainer.resolved, trainer.data_rank, trainer.places)
+def loader_for(trainer: Trainer, samples: Samples | Mixture | None = None) -> Loader:
+    """This rank's microbatches of `samples`, or else of random ones, packed as the recipe says."""
+    return Loader.of_run(samples or samples_for(trainer), trainer.resolved, trainer.data_rank, trainer.places)
 
 
 def samples_for(trainer: Trainer) -> RandomSamples:
