@@ -27,6 +27,7 @@ ROOMS = {
     "models": "Floor 2: the model on one device; no mesh, no rank",
     "plan": "Floor 2: what can be known without running; no torch",
     "comm": "Floor 1: what ranks send one another",
+    "imports": "Floor 1: files of other systems that become recipes; no torch",
     "families": "Floor 1: architectures and published sizes as data; no torch",
     "spec": "Floor 0: what a run is; no torch",
     ".": "Floor 0: beside the rooms",

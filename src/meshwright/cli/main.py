@@ -18,6 +18,7 @@ from meshwright.terminal import guarded_terminal, printable
 
 VERBS = {
     "init": "list the preset recipes, or print one to start from",
+    "import": "turn configuration files of other systems into a recipe",
     "check": "find what is wrong with a recipe, without training",
     "plan": "predict what fits, how fast and at what cost, without training",
     "verify": "prove that a recipe's layout computes what one process computes",

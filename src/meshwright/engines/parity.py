@@ -19,7 +19,7 @@ from meshwright.engines.materials import DATA, START, write_order, write_start
 from meshwright.engines.ours import Ours
 from meshwright.engines.readback import check_what_ran
 from meshwright.engines.registry import check_installed
-from meshwright.families import parameter_table, state_table
+from meshwright.families import family_of, parameter_table, state_table
 from meshwright.launch.programs import RankedProgram
 from meshwright.prove.difference import Difference, measure
 from meshwright.prove.reference import Reference, train_reference
@@ -84,7 +84,7 @@ def verify_engine(
         raise UserError("verify holds our own layouts to one process without --engine; leave it out")
     if resolved.run.training.steps < steps:
         raise UserError(f"--steps {steps}, but training.steps={resolved.run.training.steps}; give fewer")
-    resolved = for_proof(resolved)
+    resolved = for_proof(_as_files_say(resolved))
     translation = engine.translate(resolved)
     check_installed(engine, python)
     with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as name:
@@ -102,6 +102,15 @@ def verify_engine(
         for record in (record for record in records if record["kind"] == "step"):
             compared += _compare_step(resolved, reference, folder, record, tolerance)
     return EngineProof(tolerance.relative, compared)
+
+
+def _as_files_say(resolved: ResolvedRun) -> ResolvedRun:
+    """The run, its heads as wide as the model over their number where Hugging Face's files (GPT-2's) say no width:
+    shrinking makes them narrower."""
+    model = resolved.model
+    if model.foreign is not None or model.kv_rank is not None or "head_dim" in family_of(model).hf_fields:
+        return resolved
+    return resolved.model_copy(update={"model": model.model_copy(update={"head_dim": model.hidden // model.num_heads})})
 
 
 def _write_inputs(resolved: ResolvedRun, folder: Path, steps: int) -> Mixture:

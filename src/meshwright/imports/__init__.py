@@ -1,0 +1,1 @@
+"""Configuration files of other systems, which become recipes: nothing in them is dropped in silence."""

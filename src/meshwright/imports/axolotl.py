@@ -1,0 +1,149 @@
+"""axolotl's YAML configuration."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.imports.hf_arguments import RULES as HF_RULES
+from meshwright.imports.hf_arguments import take_defaults
+from meshwright.imports.reading import Reading, Rule, fact, nothing, positive, when
+
+FORMATS = {
+    "alpaca": "alpaca",
+    "sharegpt": "sharegpt",
+    "chat_template": "messages",
+    "completion": "text",
+    "input_output": "prompt_completion",
+}
+
+
+def _datasets(reading: Reading, value: Any, origin: str) -> None:
+    sources = []
+    for dataset in value:
+        known = {"path", "type", "split", "name", "field_messages", "ds_type", "data_files"}
+        for key in dataset.keys() - known:
+            reading.give_up(f"{origin.split('=')[0]}: {key}={dataset[key]}", "say it under data.sources by hand")
+        files = dataset.get("data_files")
+        path = files[0] if isinstance(files, list) and len(files) == 1 else files or dataset["path"]
+        local = str(path).startswith((".", "/")) or "." in str(path).rsplit("/", 1)[-1]
+        source = {"path": str(path) if local else f"hub:{path}"}
+        kind = str(dataset.get("type", "")).split(":")[0]
+        if kind in FORMATS:
+            source["format"] = FORMATS[kind]
+        elif kind:
+            reading.give_up(f"{origin.split('=')[0]}: type={kind}", f"there are {', '.join(FORMATS)}")
+        source |= {"split": dataset["split"]} if "split" in dataset else {}
+        source |= {"subset": dataset["name"]} if "name" in dataset else {}
+        sources.append(source)
+    reading.set("data.sources", sources, f"{origin.split('=')[0]}")
+
+
+def _packing(reading: Reading, value: Any, origin: str) -> None:
+    reading.set("data.packing", "best_fit" if value else "padded", origin)
+    if value:
+        reading.set("data.separate_documents", True, origin)
+
+
+def _adapter(reading: Reading, value: Any, origin: str) -> None:
+    if value in ("lora", "qlora"):
+        reading.set("finetune.method", value, origin)
+    else:
+        reading.give_up(origin, "there are lora and qlora")
+
+
+def _batch(reading: Reading, value: Any, origin: str) -> None:
+    reading.set("training.micro_batch", value, origin)
+
+
+def _evaluation(reading: Reading, value: Any, origin: str) -> None:
+    if isinstance(value, float) and value < 1:
+        reading.set("data.held_out", value, origin)
+    else:
+        reading.set("data.held_out", 0, origin) if not value else reading.give_up(origin, "data.held_out is a share")
+
+
+def _per_epoch(path: str) -> Rule:
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        reading.give_up(origin, f"{path} is counted in steps")
+
+    return rule
+
+
+LEFT_TO_US = (
+    *("flash_attention", "sdp_attention", "xformers_attention", "dataset_prepared_path", "tf32", "logging_steps"),
+    *("group_by_length", "pad_to_sequence_len", "strict", "trust_remote_code", "model_type", "tokenizer_type"),
+    *("is_llama_derived_model", "gradient_checkpointing_kwargs", "train_on_inputs", "dataset_processes"),
+    *("eval_sample_packing", "save_safetensors", "debug", "wandb_entity", "wandb_watch", "wandb_name", "local_rank"),
+)
+
+RULES: Mapping[str, Rule] = {
+    "base_model": "model.name",
+    "tokenizer_config": "data.tokenizer",
+    "datasets": _datasets,
+    "chat_template": lambda reading, value, origin: (
+        reading.set("data.chat.template", value, origin)
+        if value in ("chatml", "llama3", "mistral", "qwen")
+        else reading.give_up(origin, "the tokenizer's own template is taken")
+    ),
+    "sequence_len": "data.sequence_length",
+    "sample_packing": _packing,
+    "adapter": _adapter,
+    "load_in_4bit": when("finetune.base", "nf4"),
+    "load_in_8bit": lambda reading, value, origin: reading.set("finetune.base", "int8", origin) if value else None,
+    "lora_r": "finetune.rank",
+    "lora_alpha": "finetune.alpha",
+    "lora_dropout": "finetune.dropout",
+    "lora_target_modules": "finetune.targets",
+    "lora_target_linear": when("finetune.targets", "all-linear"),
+    "lora_modules_to_save": "finetune.train",
+    "peft_use_dora": when("finetune.dora", True),
+    "peft_use_rslora": when("finetune.rslora", True),
+    "micro_batch_size": _batch,
+    "gradient_accumulation_steps": fact("accumulation"),
+    "num_epochs": fact("epochs"),
+    "max_steps": HF_RULES["max_steps"],
+    "optimizer": HF_RULES["optim"],
+    "lr_scheduler": HF_RULES["lr_scheduler_type"],
+    "learning_rate": "training.optimizer.lr",
+    "weight_decay": "training.optimizer.weight_decay",
+    "adam_beta1": fact("beta1"),
+    "adam_beta2": fact("beta2"),
+    "adam_epsilon": "training.optimizer.eps",
+    "max_grad_norm": positive("training.clip"),
+    "warmup_steps": "training.lr_schedule.warmup",
+    "warmup_ratio": fact("warmup_ratio"),
+    "bf16": when("training.precision", "bf16"),
+    "fp16": when("training.precision", "fp16"),
+    "gradient_checkpointing": when("training.recompute", "full"),
+    "torch_compile": when("training.compile", True),
+    "seed": "training.seed",
+    "val_set_size": _evaluation,
+    "output_dir": "run_dir",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep_last",
+    "eval_steps": "training.evaluation.every",
+    "saves_per_epoch": _per_epoch("checkpoint.every"),
+    "evals_per_epoch": _per_epoch("training.evaluation.every"),
+    "wandb_project": lambda reading, value, origin: reading.set("trackers", ["wandb"], origin) if value else None,
+    "deepspeed": HF_RULES["deepspeed"],
+    "fsdp": HF_RULES["fsdp"],
+    "special_tokens": nothing("the tokenizer's own special tokens are taken"),
+    "early_stopping_patience": nothing("the callback early_stopping does this (docs/callbacks.md)"),
+    **dict.fromkeys(LEFT_TO_US, nothing("nothing that is trained depends on it, or our trainer decides it")),
+}
+
+
+def is_axolotl(values: Mapping[str, Any]) -> bool:
+    """Whether these are the keys of an axolotl configuration."""
+    return "base_model" in values
+
+
+def read_axolotl(reading: Reading, values: Mapping[str, Any], file: str) -> None:
+    """Take everything that an axolotl configuration says."""
+    reading.take(values, RULES, file)
+    take_defaults(reading, values, f"{file} (axolotl's default)", "lr_scheduler", "cosine")
+    if "bf16" not in values:
+        reading.default("training.precision", "fp32", f"{file} (neither bf16 nor fp16)")
+    if "sequence_len" in values and not values.get("sample_packing"):
+        reading.set("data.packing", "padded", f"{file} (axolotl's default: sample_packing=false)")
+    if "adapter" not in values:
+        reading.set("finetune.method", "full", f"{file} (no adapter)")

@@ -1,0 +1,110 @@
+"""DeepSpeed's JSON configuration."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.imports.reading import Reading, Rule, fact, flat, nothing, positive, when, words
+
+OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "fusedadam": "adamw", "muon": "muon"}
+SCHEDULES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
+COMMUNICATION = "buckets and overlap of communication are chosen by PyTorch"
+
+
+def _betas(reading: Reading, value: Any, origin: str) -> None:
+    reading.set("training.optimizer.betas", list(value), origin)
+
+
+def _offload(reading: Reading, value: Any, origin: str) -> None:
+    if value == "cpu":
+        reading.set("layout.offload", "cpu", origin)
+    elif value != "none":
+        reading.give_up(origin, "state is kept on the device or in host memory")
+
+
+RULES: Mapping[str, Rule] = {
+    "train_batch_size": "training.global_batch",
+    "train_micro_batch_size_per_gpu": "training.micro_batch",
+    "gradient_accumulation_steps": fact("accumulation"),
+    "gradient_clipping": positive("training.clip"),
+    "optimizer.type": words("training.optimizer.name", OPTIMIZERS),
+    "optimizer.params.lr": "training.optimizer.lr",
+    "optimizer.params.betas": _betas,
+    "optimizer.params.eps": "training.optimizer.eps",
+    "optimizer.params.weight_decay": "training.optimizer.weight_decay",
+    "optimizer.params.adam_w_mode": lambda reading, value, origin: (
+        None if value else reading.give_up(origin, "weight decay is always decoupled")
+    ),
+    "optimizer.params.torch_adam": lambda reading, value, origin: None,
+    "scheduler.type": words("training.lr_schedule.name", SCHEDULES),
+    "scheduler.params.warmup_num_steps": "training.lr_schedule.warmup",
+    "scheduler.params.total_num_steps": "training.steps",
+    "scheduler.params.warmup_max_lr": "training.optimizer.lr",
+    "scheduler.params.warmup_min_lr": nothing("warm-up begins at 0"),
+    "scheduler.params.warmup_type": nothing("warm-up is linear"),
+    "scheduler.params.warmup_min_ratio": nothing("warm-up begins at 0"),
+    "scheduler.params.cos_min_ratio": "training.lr_schedule.final",
+    "bf16.enabled": when("training.precision", "bf16"),
+    "fp16.enabled": when("training.precision", "fp16"),
+    **{
+        f"fp16.{key}": nothing("fp16's loss scale is dynamic, with constants of its own")
+        for key in ("loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis", "min_loss_scale")
+    },
+    "fp16.consecutive_hysteresis": nothing("fp16's loss scale is dynamic, with constants of its own"),
+    "fp16.auto_cast": nothing("the model computes in the precision of the recipe"),
+    "communication_data_type": words("training.reduce_dtype", {"fp32": "fp32", "bf16": "bf16", "bfp16": "bf16"}),
+    "data_types.grad_accum_dtype": words("training.reduce_dtype", {"fp32": "fp32", "bf16": "bf16"}),
+    "zero_optimization.stage": fact("zero"),
+    "zero_optimization.offload_optimizer.device": _offload,
+    "zero_optimization.offload_param.device": _offload,
+    "zero_optimization.zero_hpz_partition_size": fact("shard"),
+    "zero_optimization.mics_shard_size": lambda reading, value, origin: (
+        reading.fact("shard", value, origin) if value and value > 0 else None
+    ),
+    **{
+        f"zero_optimization.{key}": nothing(COMMUNICATION)
+        for key in (
+            *("overlap_comm", "contiguous_gradients", "reduce_bucket_size", "allgather_bucket_size", "reduce_scatter"),
+            *("allgather_partitions", "stage3_prefetch_bucket_size", "stage3_max_live_parameters", "sub_group_size"),
+            *("stage3_max_reuse_distance", "stage3_param_persistence_threshold", "round_robin_gradients"),
+        )
+    },
+    **{
+        f"zero_optimization.{part}.{key}": nothing("host memory is pinned where it can be")
+        for part in ("offload_optimizer", "offload_param")
+        for key in ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "fast_init", "ratio")
+    },
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": nothing("`meshwright export` gathers weights"),
+    "zero_optimization.zero_quantized_weights": nothing("collectives are not quantized"),
+    "zero_optimization.zero_quantized_gradients": nothing("collectives are not quantized"),
+    "activation_checkpointing.partition_activations": nothing("say training.recompute where the model used it"),
+    "activation_checkpointing.cpu_checkpointing": nothing("activations are not offloaded"),
+    "tensorboard.enabled": when("trackers", ["tensorboard"]),
+    "wandb.enabled": when("trackers", ["wandb"]),
+    "tensor_parallel.autotp_size": "layout.tp",
+    "steps_per_print": nothing("progress is shown by time"),
+    "wall_clock_breakdown": nothing("the callback profiler shows where time goes"),
+    "zero_allow_untested_optimizer": lambda reading, value, origin: None,
+    "zero_force_ds_cpu_optimizer": nothing("offloaded state is stepped by PyTorch's AdamW"),
+    "prescale_gradients": nothing("gradients are sums in fp32"),
+    "dump_state": nothing("resolved.yaml has every setting"),
+}
+
+
+def is_deepspeed(values: Mapping[str, Any]) -> bool:
+    """Whether these are the keys of a DeepSpeed configuration."""
+    marks = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_clipping")
+    return any(key in values for key in marks) and "compute_environment" not in values
+
+
+def read_deepspeed(reading: Reading, values: Mapping[str, Any], file: str) -> None:
+    """Take everything that a DeepSpeed configuration says."""
+    reading.take(flat(values), RULES, file)
+    if "optimizer" in values:
+        reading.default("training.optimizer.betas", [0.9, 0.999], f"{file} (DeepSpeed's default)")
+        reading.default("training.optimizer.weight_decay", 0.0, f"{file} (DeepSpeed's default)")
+    reading.default("training.precision", "fp32", f"{file} (neither bf16 nor fp16 is enabled)")
+    if "gradient_clipping" not in values:
+        reading.notes.append(
+            f"{file} has no gradient_clipping: DeepSpeed 0.19 then clips at 1.0, earlier releases do not clip; the "
+            "recipe's default is 1.0"
+        )

@@ -1,0 +1,130 @@
+"""TrainingArguments of Hugging Face transformers, as YAML or JSON."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.imports.reading import Reading, Rule, fact, nothing, positive, when, words
+
+SCHEDULES = {
+    "linear": ("linear", 0.0),
+    "cosine": ("cosine", 0.0),
+    "constant": ("constant", None),
+    "constant_with_warmup": ("constant", None),
+    "warmup_stable_decay": ("wsd", 0.0),
+}
+OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw"), "adamw"),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit"), "adamw_8bit"),
+    "paged_adamw_32bit": "paged_adamw",
+    "muon": "muon",
+}
+
+
+def _schedule(reading: Reading, value: Any, origin: str) -> None:
+    found = SCHEDULES.get(str(value))
+    if found is None:
+        reading.give_up(origin, f"there are {', '.join(SCHEDULES)}")
+        return
+    reading.set("training.lr_schedule.name", found[0], origin)
+    if found[1] is not None:
+        reading.set("training.lr_schedule.final", found[1], origin)
+
+
+def _trackers(reading: Reading, value: Any, origin: str) -> None:
+    names = [value] if isinstance(value, str) else list(value or [])
+    known = [name for name in names if name in ("tensorboard", "wandb")]
+    if known:
+        reading.set("trackers", known, origin)
+    for name in names:
+        if name not in (*known, "none"):
+            reading.give_up(origin, f"{name} is no tracker that ships; a plug-in can be one (docs/plugins.md)")
+
+
+def _sharding(reading: Reading, value: Any, origin: str) -> None:
+    words = value.split() if isinstance(value, str) else [str(word) for word in value or []]
+    stages = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "no_shard": 0}
+    for word in words:
+        if word in stages:
+            reading.fact("zero", stages[word], origin)
+        elif word == "offload":
+            reading.set("layout.offload", "cpu", origin)
+        elif word != "auto_wrap":
+            reading.give_up(origin, "blocks are sharded one by one")
+
+
+def _saves(reading: Reading, value: Any, origin: str) -> None:
+    if value == "epoch":
+        reading.give_up(origin, "checkpoints are counted in steps")
+
+
+NOT_TIED_TO_NUMBERS = (
+    *("logging_steps", "logging_dir", "logging_strategy", "logging_first_step", "run_name", "disable_tqdm"),
+    *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "remove_unused_columns"),
+    *("overwrite_output_dir", "do_train", "do_eval", "ddp_timeout", "ddp_find_unused_parameters", "tf32", "use_cpu"),
+    *("push_to_hub", "hub_model_id", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+    *("save_safetensors", "gradient_checkpointing_kwargs", "per_device_eval_batch_size", "save_only_model"),
+)
+
+RULES: Mapping[str, Rule] = {
+    "learning_rate": "training.optimizer.lr",
+    "weight_decay": "training.optimizer.weight_decay",
+    "adam_beta1": fact("beta1"),
+    "adam_beta2": fact("beta2"),
+    "adam_epsilon": "training.optimizer.eps",
+    "max_grad_norm": positive("training.clip"),
+    "optim": words("training.optimizer.name", OPTIMIZERS),
+    "lr_scheduler_type": _schedule,
+    "warmup_steps": "training.lr_schedule.warmup",
+    "warmup_ratio": fact("warmup_ratio"),
+    "max_steps": lambda reading, value, origin: reading.set("training.steps", value, origin) if value > 0 else None,
+    "num_train_epochs": fact("epochs"),
+    "per_device_train_batch_size": "training.micro_batch",
+    "gradient_accumulation_steps": fact("accumulation"),
+    "bf16": when("training.precision", "bf16"),
+    "fp16": when("training.precision", "fp16"),
+    "gradient_checkpointing": when("training.recompute", "full"),
+    "torch_compile": when("training.compile", True),
+    "seed": "training.seed",
+    "data_seed": nothing("training.seed is also the seed of the data's order"),
+    "full_determinism": when("training.deterministic", True),
+    "save_steps": "checkpoint.every",
+    "save_strategy": _saves,
+    "evaluation_strategy": _saves,
+    "eval_strategy": _saves,
+    "save_total_limit": "checkpoint.keep_last",
+    "eval_steps": "training.evaluation.every",
+    "output_dir": "run_dir",
+    "report_to": _trackers,
+    "fsdp": _sharding,
+    "deepspeed": lambda reading, value, origin: reading.notes.append(f"{origin}: give that file beside this one"),
+    "label_smoothing_factor": nothing("labels are not smoothed"),
+    "neftune_noise_alpha": nothing("embeddings get no noise"),
+    "group_by_length": nothing("best_fit packing leaves no padding to save"),
+    **dict.fromkeys(NOT_TIED_TO_NUMBERS, nothing("nothing that is trained depends on it")),
+}
+
+
+def is_hf_arguments(values: Mapping[str, Any]) -> bool:
+    """Whether these are the keys of TrainingArguments."""
+    return "per_device_train_batch_size" in values or ("output_dir" in values and "learning_rate" in values)
+
+
+def read_hf_arguments(reading: Reading, values: Mapping[str, Any], file: str) -> None:
+    """Take everything that TrainingArguments say; what they leave out has the Trainer's defaults, where ours differ."""
+    reading.take(values, RULES, file)
+    take_defaults(reading, values, f"{file} (the Trainer's default)", "lr_scheduler_type", "linear")
+    reading.default("training.precision", "fp32", f"{file} (neither bf16 nor fp16)")
+
+
+def take_defaults(reading: Reading, values: Mapping[str, Any], origin: str, schedule_key: str, schedule: str) -> None:
+    """What the Trainer does, and systems over it, where `values` say nothing."""
+    reading.default("training.optimizer.weight_decay", 0.0, origin)
+    if "adam_beta2" not in values:
+        reading.fact("beta2", 0.999, origin)
+    if schedule_key not in values:
+        name, final = SCHEDULES[schedule]
+        reading.default("training.lr_schedule.name", name, origin)
+        reading.default("training.lr_schedule.final", final, origin)
+    if "warmup_ratio" not in values:
+        reading.default("training.lr_schedule.warmup", 0, origin)
+    reading.default("training.seed", 42, origin)

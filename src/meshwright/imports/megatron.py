@@ -1,0 +1,165 @@
+"""Megatron-LM's command line, from a shell script or a file of flags."""
+
+import re
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.imports.reading import Reading, Rule, fact, nothing, positive, when, words
+
+DECIDED_BY_US = (
+    *("overlap-grad-reduce", "overlap-param-gather", "use-flash-attn", "transformer-impl", "use-mcore-models"),
+    *("no-gradient-accumulation-fusion", "no-masked-softmax-fusion", "attention-softmax-in-fp32", "log-interval"),
+    *("distributed-backend", "tokenizer-type", "dataloader-type", "num-workers", "log-throughput", "ckpt-format"),
+    *("make-vocab-size-divisible-by", "distributed-timeout-minutes", "vocab-file", "merge-file"),
+    "no-async-tensor-model-parallel-allreduce",
+)
+
+
+def _data(reading: Reading, value: Any, origin: str) -> None:
+    parts = str(value).split()
+    pairs = [(None, parts[0])] if len(parts) == 1 else list(zip(parts[::2], parts[1::2], strict=False))
+    sources = [
+        {"path": f"{path}.bin"} | ({} if weight is None else {"weight": float(weight)}) for weight, path in pairs
+    ]
+    reading.set("data.sources", sources, origin)
+
+
+def _recompute(reading: Reading, value: Any, origin: str) -> None:
+    reading.set("training.recompute", {"full": "full", "selective": "selective"}.get(value, "full"), origin)
+
+
+def _split(reading: Reading, value: Any, origin: str) -> None:
+    shares = [float(share) for share in str(value).split(",")]
+    reading.set("data.held_out", round(sum(shares[1:]) / sum(shares), 6), origin)
+
+
+RULES: Mapping[str, Rule] = {
+    "nproc_per_node": fact("ranks of a node"),
+    "nproc-per-node": fact("ranks of a node"),
+    "nnodes": fact("nodes"),
+    **dict.fromkeys(("node_rank", "node-rank", "master_addr", "master_port"), nothing("the launcher says it")),
+    "num-layers": "model.num_layers",
+    "hidden-size": "model.hidden",
+    "num-attention-heads": "model.num_heads",
+    "num-query-groups": "model.num_kv_heads",
+    "group-query-attention": lambda reading, value, origin: None,
+    "ffn-hidden-size": "model.ffn",
+    "kv-channels": "model.head_dim",
+    "max-position-embeddings": "model.max_positions",
+    "seq-length": "data.sequence_length",
+    "rotary-base": "model.rope_theta",
+    "norm-epsilon": "model.norm_eps",
+    "init-method-std": "model.init_std",
+    "num-experts": "model.num_experts",
+    "moe-router-topk": "model.experts_per_token",
+    "moe-aux-loss-coeff": "model.balance_loss",
+    "moe-ffn-hidden-size": "model.expert_ffn",
+    "swiglu": fact("swiglu"),
+    "normalization": fact("normalization"),
+    "position-embedding-type": fact("positions"),
+    "use-rotary-position-embeddings": lambda reading, value, origin: reading.fact("positions", "rope", origin),
+    "untie-embeddings-and-output-weights": when("model.tied_embeddings", False),
+    "disable-bias-linear": lambda reading, value, origin: None,
+    "micro-batch-size": "training.micro_batch",
+    "global-batch-size": "training.global_batch",
+    "train-iters": "training.steps",
+    "train-samples": fact("samples"),
+    "lr": "training.optimizer.lr",
+    "min-lr": fact("min_lr"),
+    "lr-decay-style": words(
+        "training.lr_schedule.name", {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "wsd"}
+    ),
+    "lr-warmup-iters": "training.lr_schedule.warmup",
+    "lr-warmup-fraction": fact("warmup_ratio"),
+    "lr-decay-iters": fact("decay steps"),
+    "weight-decay": "training.optimizer.weight_decay",
+    "adam-beta1": fact("beta1"),
+    "adam-beta2": fact("beta2"),
+    "adam-eps": "training.optimizer.eps",
+    "clip-grad": positive("training.clip"),
+    "optimizer": words("training.optimizer.name", {"adam": "adamw", "muon": "muon"}),
+    "bf16": when("training.precision", "bf16"),
+    "fp16": when("training.precision", "fp16"),
+    "seed": "training.seed",
+    "tensor-model-parallel-size": "layout.tp",
+    "pipeline-model-parallel-size": "layout.pp",
+    "num-layers-per-virtual-pipeline-stage": nothing("say layout.schedule=interleaved-1f1b and layout.stages_per_rank"),
+    "context-parallel-size": "layout.cp",
+    "expert-model-parallel-size": "layout.ep",
+    "sequence-parallel": lambda reading, value, origin: None,  # always with tp
+    "use-distributed-optimizer": lambda reading, value, origin: reading.fact("zero", 1, origin),
+    "use-torch-fsdp2": lambda reading, value, origin: reading.fact("zero", 3, origin),
+    "recompute-activations": when("training.recompute", "selective"),
+    "recompute-granularity": _recompute,
+    "recompute-method": nothing("give training.recompute as {full: LAYERS} instead"),
+    "recompute-num-layers": nothing("give training.recompute as {full: LAYERS} instead"),
+    "data-path": _data,
+    "split": _split,
+    "tokenizer-model": "data.tokenizer",
+    "save": "run_dir",
+    "save-interval": "checkpoint.every",
+    "eval-interval": "training.evaluation.every",
+    "eval-iters": "training.evaluation.batches",
+    "load": nothing("`meshwright train --resume` goes on from the newest checkpoint"),
+    "tensorboard-dir": lambda reading, value, origin: reading.set("trackers", ["tensorboard"], origin),
+    "hidden-dropout": nothing("models have no dropout"),
+    "attention-dropout": nothing("models have no dropout"),
+    "reset-attention-mask": when("data.separate_documents", True),
+    "reset-position-ids": when("data.separate_documents", True),
+    **dict.fromkeys(DECIDED_BY_US, nothing("our trainer decides it")),
+}
+
+
+def is_flags(text: str) -> bool:
+    """Whether a text holds Megatron's flags."""
+    return bool(re.search(r"--(num-layers|hidden-size|tensor-model-parallel-size)\b", text))
+
+
+def read_flags(text: str) -> dict[str, Any]:
+    """Every `--flag value` of a script or command line; variables that the script sets to words are put in."""
+    variables = dict(re.findall(r"^\s*(?:export\s+)?(\w+)=([\w./:,+-]+)\s*$", text, flags=re.MULTILINE))
+    text = re.sub(r"\$\{?(\w+)\}?", lambda found: variables.get(found[1], found[0]), text)
+    lines = [line for line in text.replace("\\\n", " ").splitlines() if not line.lstrip().startswith("#")]
+    found: dict[str, Any] = {}
+    name = ""
+    for word in shlex.split(" ".join(lines).replace("(", " ").replace(")", " "), comments=False, posix=True):
+        if re.fullmatch(r"--[a-z][\w-]*(=.*)?", word):
+            name, equals, value = word[2:].partition("=")
+            found[name] = _number(value) if equals else True
+        elif name:
+            before = found[name]
+            found[name] = _number(word) if before is True else f"{before} {word}"
+            name = name if name == "data-path" else ""
+    return found
+
+
+def read_megatron(reading: Reading, values: Mapping[str, Any], file: str) -> None:
+    """Take everything that Megatron's flags say."""
+    open_ones = {flag: value for flag, value in values.items() if "$" in str(value)}
+    for flag, value in open_ones.items():
+        reading.give_up(f"{file}: {flag}={value}", "a variable of the shell that the file does not set")
+    reading.take({flag: value for flag, value in values.items() if flag not in open_ones}, RULES, file)
+    defaults = {"training.optimizer.betas": [0.9, 0.999], "training.optimizer.weight_decay": 0.01}
+    defaults |= {"training.precision": "fp32", "training.lr_schedule.final": 0.0, "training.lr_schedule.warmup": 0}
+    defaults |= {"training.lr_schedule.name": "linear", "training.seed": 1234}
+    for path, default in defaults.items():
+        reading.default(path, default, f"{file} (Megatron's default)")
+    gated = reading.known("swiglu") or reading.known("positions") == "rope"
+    kind = "llama" if gated else "gpt2"
+    if "num-experts" in values:
+        kind = "mixtral"
+    origins = [reading.facts[name][1] for name in ("swiglu", "positions", "normalization") if name in reading.facts]
+    reading.set("model.family", kind, "; ".join(origins) or f"{file} (no flag asks for another activation)")
+    if ranks := reading.known("ranks of a node"):
+        nodes, where = reading.facts.get("nodes", (1, "one node"))
+        reading.fact("ranks", ranks * nodes, f"{reading.facts['ranks of a node'][1]}; {where}")
+
+
+def _number(word: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word

@@ -1,0 +1,110 @@
+"""`Reading`: what was read of other systems' files: settings of ours, each with its origin, and what has none."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Rule = str | Callable[["Reading", Any, str], None]
+"""What becomes of a key: the path of our setting, which takes its value; or a function of (reading, value, origin)."""
+
+
+@dataclass
+class Reading:
+    """Settings, facts and leftovers of one or more files."""
+
+    settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """Path of a setting of ours -> (value, where it comes from)."""
+    facts: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """What becomes a setting only together with other facts: ranks, accumulation, epochs, a kind of sharding."""
+    defaults: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """The same, taken where no file says anything."""
+    without: list[tuple[str, str]] = field(default_factory=list)
+    """(key and value, why nothing of ours says it)."""
+    notes: list[str] = field(default_factory=list)
+    """What was assumed."""
+
+    def set(self, path: str, value: Any, origin: str) -> None:
+        """Note a setting; where files disagree the first holds, and the other is told."""
+        self._note(self.settings, path, value, origin)
+
+    def fact(self, name: str, value: Any, origin: str) -> None:
+        """Note a fact, by the same rule."""
+        self._note(self.facts, name, value, origin)
+
+    def _note(self, known: dict[str, tuple[Any, str]], name: str, value: Any, origin: str) -> None:
+        before, where = known.get(name, (value, ""))
+        if before != value:
+            self.give_up(origin, f"{where} says {name}={before}")
+        elif origin not in where:
+            known[name] = value, f"{where}; {origin}" if where else origin
+
+    def known(self, name: str, default: Any = None) -> Any:
+        """A fact's value."""
+        return self.facts.get(name, (default, ""))[0]
+
+    def default(self, path: str, value: Any, origin: str) -> None:
+        """Note what a system does where none of its files says anything, if that is not what a recipe does."""
+        self.defaults.setdefault(path, (value, origin))
+
+    def give_up(self, origin: str, why: str) -> None:
+        """Note what has no counterpart."""
+        self.without.append((origin, why))
+
+    def take(self, values: Mapping[str, Any], rules: Mapping[str, Rule], file: str) -> None:
+        """Apply a rule to every key of `values`; keys without one have no counterpart that is known."""
+        for key, value in values.items():
+            origin = f"{file}: {key}={value}"
+            rule = rules.get(key)
+            if value in ("auto", None) and rule is not None:
+                self.notes.extend([f"{origin}: what another file says, or the recipe's default"] * (value == "auto"))
+                continue
+            if rule is None:
+                self.give_up(origin, "unknown, or nothing of ours says it")
+            elif isinstance(rule, str):
+                self.set(rule, value, origin)
+            else:
+                rule(self, value, origin)
+
+
+def fact(name: str) -> Rule:
+    """Keeps the value as a fact."""
+    return lambda reading, value, origin: reading.fact(name, value, origin)
+
+
+def nothing(why: str) -> Rule:
+    """No counterpart, for a reason; told unless the value switches it off."""
+    return lambda reading, value, origin: reading.give_up(origin, why) if value else None
+
+
+def positive(path: str) -> Rule:
+    """The setting takes the value where it is above 0, and null otherwise."""
+    return lambda reading, value, origin: reading.set(path, value if value and value > 0 else None, origin)
+
+
+def when(path: str, result: Any) -> Rule:
+    """The setting becomes `result` where the value is true."""
+    return lambda reading, value, origin: reading.set(path, result, origin) if value is True else None
+
+
+def words(path: str, known: Mapping[str, Any]) -> Rule:
+    """The setting by a table of words; other words have no counterpart."""
+
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        word = str(value).lower().replace("-", "_")
+        if word in known:
+            reading.set(path, known[word], origin)
+        else:
+            reading.give_up(origin, f"there are {', '.join(sorted(known))}")
+
+    return rule
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Every leaf of nested mappings by its dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

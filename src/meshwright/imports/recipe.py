@@ -1,0 +1,186 @@
+"""Files of other systems become one recipe, with the origin of every line beside it."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshwright.imports.accelerate_yaml import is_accelerate, read_accelerate
+from meshwright.imports.axolotl import is_axolotl, read_axolotl
+from meshwright.imports.deepspeed import is_deepspeed, read_deepspeed
+from meshwright.imports.hf_arguments import is_hf_arguments, read_hf_arguments
+from meshwright.imports.megatron import is_flags, read_flags, read_megatron
+from meshwright.imports.nanogpt import read_assignments, read_nanogpt
+from meshwright.imports.reading import Reading
+from meshwright.spec.document import write_yaml
+from meshwright.spec.errors import UserError
+from meshwright.spec.recipe import parse_spec
+from meshwright.spec.run import Run
+
+FORMATS = (
+    "a DeepSpeed JSON, transformers' TrainingArguments (YAML or JSON), an Accelerate YAML, an axolotl YAML, a nanoGPT "
+    "configuration (.py) or a script with Megatron-LM's flags"
+)
+COLUMN = 44
+"""Where the origin of a line begins."""
+
+
+def import_files(paths: Sequence[Path], *, ranks: int | None = None, model: str | None = None) -> tuple[str, Reading]:
+    """The recipe that the files mean together, as text, and what was read; `ranks` and `model` where no file says them.
+
+    Raises `UserError` for files of another kind, and where the recipe lacks something or makes no sense.
+    """
+    reading = Reading()
+    if ranks is not None:
+        reading.fact("ranks", ranks, f"--ranks {ranks}")
+    if model is not None:
+        reading.set("model.name", model, f"--model {model}")
+    for path in paths:
+        _read(reading, path)
+    _finish(reading)
+    for path, (value, origin) in reading.defaults.items():
+        if path not in reading.settings:
+            reading.set(path, value, origin)
+    text = _written(reading, paths)
+    parse_spec(text, Run, source="the imported recipe")
+    return text, reading
+
+
+def _read(reading: Reading, path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        return read_nanogpt(reading, read_assignments(text, path.name), path.name)
+    if path.suffix not in (".json", ".yaml", ".yml") and is_flags(text):
+        return read_megatron(reading, read_flags(text), path.name)
+    try:
+        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+    if isinstance(values, Mapping):
+        values = {str(key): _plain(value) for key, value in values.items()}
+        kinds = ((is_accelerate, read_accelerate), (is_axolotl, read_axolotl), (is_hf_arguments, read_hf_arguments))
+        for known, read in (*kinds, (is_deepspeed, read_deepspeed)):
+            if known(values):
+                return read(reading, values, path.name)
+    raise UserError(f"{path}: its kind is not known; there can be {FORMATS}")
+
+
+def _plain(value: Any) -> Any:
+    """YAML 1.1 leaves `1e-5` a text; numbers that are written so are numbers."""
+    if isinstance(value, str):
+        try:
+            return float(value) if "e" in value.lower() and value[:1] in "0123456789.-+" else value
+        except ValueError:
+            return value
+    return {key: _plain(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
+
+
+def _finish(reading: Reading) -> None:
+    """Settings that follow from several facts."""
+    ranks, origin = reading.facts.get("ranks", (None, ""))
+    settings = reading.settings
+    degrees = [settings.get(f"layout.{axis}", (1, ""))[0] for axis in ("tp", "pp", "cp")]
+    split = degrees[0] * degrees[1] * degrees[2]
+    stage, why = reading.facts.get("zero", (0, origin))
+    if ranks is None and stage:
+        reading.give_up(why, "of how many ranks is not said; give --ranks N")
+    elif ranks is not None:
+        if ranks % split:
+            raise UserError(f"{ranks} ranks cannot be split by tp x pp x cp = {split}; give another --ranks")
+        _data_parallel(reading, ranks // split, stage, f"{origin}; {why}" if why != origin else origin)
+    replicas = (ranks or split) // split
+    _batch(reading, replicas)
+    betas = {name: reading.facts.get(name) for name in ("beta1", "beta2")}
+    if any(betas.values()):
+        values = [found[0] if found else default for found, default in zip(betas.values(), (0.9, 0.95), strict=True)]
+        reading.set("training.optimizer.betas", values, "; ".join(found[1] for found in betas.values() if found))
+    steps = settings.get("training.steps", (None, ""))[0]
+    if "warmup_ratio" in reading.facts:
+        ratio, origin = reading.facts["warmup_ratio"]
+        if steps:
+            reading.set("training.lr_schedule.warmup", int(ratio * steps), origin)
+        else:
+            reading.give_up(origin, "of how many steps is not said; set training.lr_schedule.warmup")
+    if "min_lr" in reading.facts and (lr := settings.get("training.optimizer.lr", (None, ""))[0]):
+        floor, origin = reading.facts["min_lr"]
+        reading.set("training.lr_schedule.final", float(f"{floor / lr:.6g}"), f"{origin}, of the peak {lr}")
+    if "decay steps" in reading.facts and reading.facts["decay steps"][0] != steps:
+        reading.give_up(reading.facts["decay steps"][1], "schedules end with the last step")
+    if "samples" in reading.facts:
+        reading.give_up(reading.facts["samples"][1], "set training.steps to them over the global batch")
+    if "epochs" in reading.facts and not steps:
+        reading.give_up(reading.facts["epochs"][1], "a run is counted in steps; set training.steps")
+
+
+def _data_parallel(reading: Reading, replicas: int, stage: int, origin: str) -> None:
+    shard = reading.known("shard") or replicas
+    if replicas == 1:
+        return
+    if not stage:
+        reading.set("layout.dp_replicate", replicas, origin)
+        return
+    reading.set("layout.dp_shard", shard, origin)
+    reading.set("layout.zero", stage, origin)
+    if shard < replicas:
+        reading.set("layout.dp_replicate", replicas // shard, reading.facts["shard"][1])
+
+
+def _batch(reading: Reading, replicas: int) -> None:
+    """The global batch of micro batch, accumulation and ranks, where nobody says it."""
+    settings = reading.settings
+    micro, origin = settings.get("training.micro_batch", (None, ""))
+    accumulation, why = reading.facts.get("accumulation", (None, ""))
+    if "accumulation of all ranks" in reading.facts:
+        whole, why = reading.facts["accumulation of all ranks"]
+        if whole % replicas:
+            reading.give_up(why, f"{whole} microbatches cannot be split over {replicas} ranks")
+            return
+        accumulation = whole // replicas
+    if micro is not None and "training.global_batch" not in settings:
+        made = micro * (accumulation or 1) * replicas
+        reading.set(
+            "training.global_batch", made, f"{origin}; {why or 'no accumulation'}; {replicas} data-parallel ranks"
+        )
+    elif micro is not None and accumulation is not None:
+        batch = settings["training.global_batch"]
+        if batch[0] != micro * accumulation * replicas:
+            reading.give_up(why, f"{batch[1]} with micro batch {micro} and {replicas} ranks makes another accumulation")
+
+
+def _written(reading: Reading, paths: Sequence[Path]) -> str:
+    """The recipe as text."""
+    if not any(path.startswith("model.") for path in reading.settings):
+        raise UserError(
+            "no file says which model is trained; give --model, a published name or a Hugging Face directory"
+        )
+    tree: dict[str, Any] = {}
+    for path, (value, origin) in reading.settings.items():
+        *around, last = path.split(".")
+        place = tree
+        for part in around:
+            place = place.setdefault(part, {})
+        place[last] = (value, origin)
+    lines = [f"# Imported from {', '.join(path.name for path in paths)}"]
+    lines += [f"# assumed: {note}" for note in reading.notes]
+    lines += [f"# no counterpart: {origin}: {why}" for origin, why in reading.without]
+    order = {name: number for number, name in enumerate(Run.model_fields)}
+    for name in sorted(tree, key=lambda name: order.get(name, len(order))):
+        lines += _lines(name, tree[name], "")
+    return "\n".join(lines) + "\n"
+
+
+def _lines(name: str, value: Any, indent: str) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield f"{indent}{name}:"
+        for inner, content in value.items():
+            yield from _lines(inner, content, f"{indent}  ")
+    else:
+        setting, origin = value
+        entry = f"{indent}{name}: {_flow(setting)}"
+        yield f"{entry:<{COLUMN}}  # {' '.join(origin.split())}"
+
+
+def _flow(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, list | dict) else write_yaml([value]).strip()[1:-1]
