@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from meshwright.data import tokenizer as tokenizer_module
 from meshwright.data.tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer, train_tokenizer
@@ -217,3 +217,13 @@ def test_a_long_word_is_learnt_piece_by_piece() -> None:
     tokenizer = train_tokenizer([word, " " * len(word)], 300)
     assert 256 < max(len(tokenizer.decode([token])) for token in range(tokenizer.vocab_size)) <= 1000
     assert tokenizer.decode(tokenizer.encode(word)) == word
+
+
+def test_a_regular_expression_that_never_ends_is_told() -> None:
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, END_OF_TEXT: 2}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("^(a|a)*$"), "isolated")  # pyright: ignore
+    ours = TextTokenizer({"tokenizer.json": tokenizer.to_str().encode()}, where="here")
+    for encode in (ours.encode, lambda text: ours.encode_batch([text]), lambda text: ours.encode_marked([text])):
+        with pytest.raises(UserError, match=r"tokenizer.json cannot be used: .*retry-limit"):
+            encode("a" * 40 + "b")
+    assert ours.encode("ab") == [0, 1]

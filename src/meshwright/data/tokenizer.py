@@ -3,7 +3,8 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -85,18 +86,21 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of one text."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with _panics_told():
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of many texts, on all cores."""
-        return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        with _panics_told():
+            return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """(token ids, characters that each stands for) of texts in which special tokens are meant as such: those that a
         chat template has written."""
         self._tokenizer.encode_special_tokens = False
         try:
-            found = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+            with _panics_told():
+                found = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = True
         return [(encoding.ids, encoding.offsets) for encoding in found]
@@ -134,7 +138,8 @@ class TextTokenizer:
         borders = [0, *(border for part in plain for border in part), len(text)]
         for number, (start, end) in enumerate(pairwise(borders)):
             if number % 2:
-                found = self._tokenizer.encode(text[start:end], add_special_tokens=False)
+                with _panics_told():
+                    found = self._tokenizer.encode(text[start:end], add_special_tokens=False)
                 part = (found.ids, found.offsets)
             else:
                 part = self.encode_marked([text[start:end]])[0]
@@ -216,6 +221,18 @@ def load_tokenizer(path: Path) -> TextTokenizer:
     if "tokenizer.json" not in files:
         raise UserError(f"{where}: this folder has no tokenizer.json")
     return TextTokenizer(files, where=where)
+
+
+@contextmanager
+def _panics_told() -> Iterator[None]:
+    """Turn a panic of the library's into a `UserError`: as when a regular expression of tokenizer.json takes more than
+    its ten million attempts."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # it has no module to import it from
+            raise
+        raise UserError(f"tokenizer.json cannot be used: its library gave up on a text ({error})") from None
 
 
 LONG_WORD = r"\S{1000}|\s{1000}"
