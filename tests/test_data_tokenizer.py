@@ -8,6 +8,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 
 from meshwright.data import tokenizer as tokenizer_module
 from meshwright.data.tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer, train_tokenizer
+from meshwright.spec.errors import UserError
 
 TEXTS = [
     "def main():\n    return 42\n" * 20,
