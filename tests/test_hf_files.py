@@ -1,6 +1,7 @@
 """Hugging Face directories that are damaged, hostile or unfinished; exports that are complete or absent."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from meshwright.checkpoint.hf import INDEX, WEIGHTS, HfWeights, export_hf
 from meshwright.checkpoint.hf_proof import probe_tokens
 from meshwright.families import hf_tensors, model_to_hf_config, parameter_table, read_hf_directory, resolve_model
 from meshwright.models import build_model, initialize
+from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields, ModelSpec
 
 SIZES = {"hidden": 32, "num_layers": 2, "num_heads": 4, "vocab": 60, "max_positions": 32, "init_std": 0.2}
@@ -137,6 +139,15 @@ def test_tensors_that_do_not_cover_the_file(llama):
     rewritten_header(file, lambda header: header.update(__metadata__={"a": 1}))  # which only safetensors looks at
     with pytest.raises(ValueError, match=rf"{WEIGHTS} is no safetensors file: "):
         HfWeights(llama, spec_of("llama")).read_rows("tok_embeddings.weight", 0, 1)
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, INDEX, "config.json"])
+def test_a_pipe_is_not_waited_for(llama, name):
+    (llama / WEIGHTS).unlink()
+    (llama / name).unlink(missing_ok=True)
+    os.mkfifo(llama / name)
+    with pytest.raises(UserError, match=rf"{name} is a pipe or a device, not a file"):
+        HfWeights(llama, read_hf_directory(llama))
 
 
 def test_a_file_cut_short(llama):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.spec.errors import UserError
-from meshwright.storage.durable import sync_folder, write_durably
+from meshwright.storage.durable import regular, sync_folder, write_durably
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -118,7 +118,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = json.loads(regular(path).read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path}: missing, so this checkpoint was never completed") from None
     except (ValueError, RecursionError):

@@ -10,6 +10,7 @@ from meshwright.families import Adapter, family_of, find_adapters, finetuned_tab
 from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import Ia3Spec, LoraSpec
 from meshwright.spec.model import ModelSpec
+from meshwright.storage.durable import regular
 
 CONFIG = "adapter_config.json"
 
@@ -106,7 +107,7 @@ def check_adapter_config(directory: Path, model: ModelSpec, finetune: AdapterSpe
     """Raise `AdapterError` where the configuration describes another adapter than the recipe does."""
     file = directory / CONFIG
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(regular(file).read_text(encoding="utf-8"))
         kind = config["peft_type"]
         _check_kinds(config)
     except FileNotFoundError as error:

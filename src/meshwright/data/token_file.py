@@ -23,6 +23,7 @@ import numpy as np
 from meshwright.data.checksums import Checked, Sums, write_sums
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.spec.errors import UserError
+from meshwright.storage.durable import regular
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
@@ -336,7 +337,7 @@ def looks_wider(tokens: np.ndarray) -> bool:
 
 def _open_index(path: Path, remedy: str | None = None) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
     """(dtype of the tokens, lengths, places, first sequences) of an .idx."""
-    with path.open("rb") as file:
+    with regular(path).open("rb") as file:
         header = file.read(HEADER.size)
     if len(header) < HEADER.size or not header.startswith(MAGIC):
         raise UserError(f"{path} is no index of tokens: it does not begin with MMIDIDX")
@@ -372,8 +373,7 @@ def _map(path: Path, dtype: np.dtype, offset: int, count: int, sums: Sums | None
 
 def _open_to_continue(path: Path, num_bytes: int) -> BinaryIO:
     file = path.open("r+b" if path.exists() else "w+b")
-    file.truncate(num_bytes)
-    file.seek(num_bytes)
+    file.seek(file.truncate(num_bytes))
     return file
 
 

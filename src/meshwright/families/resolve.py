@@ -16,6 +16,7 @@ from meshwright.families.table import parameter_table
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelFields, ModelSpec
 from meshwright.spec.plugins import has_plugin, known_plugins
+from meshwright.storage.durable import regular
 
 SIZES = [field for field in ModelFields.model_fields if field not in ("name", "weights", "family")]
 """The fields that say how large a model is and with what constants."""
@@ -91,11 +92,13 @@ def read_hf_directory(directory: Path, *, family: str | None = None) -> ModelSpe
     """
     path = directory / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(regular(path).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         is_run = (directory / "checkpoints").is_dir()
         hint = f"; of a run's model make one: meshwright export {directory} --hf {directory}/export" if is_run else ""
         raise UserError(f"{directory} is no Hugging Face model directory: it has no config.json{hint}") from error
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
     except RecursionError as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.spec.errors import UserError
+from meshwright.storage.durable import regular
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -41,7 +42,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         UserError: the file is missing, cut short, no safetensors file, or has a header beyond HEADER_LIMIT.
     """
     try:
-        size = file.stat().st_size
+        size = regular(file).stat().st_size
         with file.open("rb") as stream:
             start = stream.read(8)
             length = int.from_bytes(start, "little")
@@ -122,8 +123,10 @@ def stored_tensors(directory: Path) -> tuple[dict[str, StoredTensor], Path]:
 
 def _from_index(index: Path) -> dict[str, StoredTensor]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(regular(index).read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(weight_map.values()))
+    except UserError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} is no index of weights: it has no valid weight_map") from error
     headers: dict[str, dict[str, StoredTensor]] = {}

@@ -32,6 +32,13 @@ def write_durably(path: Path, content: str | bytes) -> None:
     sync_folder(path.parent)
 
 
+def regular(path: Path) -> Path:
+    """`path`; raises `UserError` where it is a pipe or a device, which a reader may wait for without end."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UserError(f"{path} is a pipe or a device, not a file")
+    return path
+
+
 def sync_folder(path: Path) -> None:
     """Flush a folder's entries to disk."""
     descriptor = os.open(path, os.O_RDONLY)
