@@ -1,15 +1,24 @@
 """Writes docs/engines.md from docs/engines.json, which is the compare.json of two comparisons (see `RUNS`)."""
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from meshwright.engines.engine import InexpressibleError, TemplateEngine
 from meshwright.engines.layouts import layout_called
 from meshwright.engines.registry import ENGINES
+from meshwright.families import PRESETS, resolve_model
+from meshwright.plan.blueprint import blueprint
+from meshwright.plan.candidate import evaluate
+from meshwright.plan.hardware import resolve_cluster
+from meshwright.plan.job import MESHWRIGHT, Job
+from meshwright.spec.precision import Precision
 from meshwright.spec.recipe import load_recipe
 from meshwright.spec.run import Run
 from meshwright.trainer.resolve import resolve_run
+from meshwright.validate.software import EAGER, FSDP, MEGATRON
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS = (Path(__file__).with_name(name) for name in ("engines.md", "engines.json"))
@@ -118,7 +127,7 @@ def page() -> str:
         lines += ["", "## Measured", "", MEASURED]
     for result in results:
         lines += [*_measured(result), ""]
-    return "\n".join([*lines, "", NOT_YET])
+    return "\n".join([*lines, PREDICTED, *_predicted(), "", NOT_YET])
 
 
 def _verdict(engine: str, run: Run, path: str = "") -> str:
@@ -136,6 +145,58 @@ A Llama of 4 layers and width 256 (`recipes/compare.yaml`), fp32, on a small mac
 the same time. These are ratios on a CPU with a small model; they say nothing about GPUs.
 "Loss differs" is the largest difference of a step's loss, in nats, from our trainer's.
 """
+
+PREDICTED = """\
+## What the web says of 8 GPUs
+
+Comparisons on the web give one table for an 8B model on 8 x H100: NeMo in fp8 is 100 % at 40 GB, NeMo in bf16 60 % at
+60 GB, DeepSpeed 55 % at 45 GB, FSDP 50 % at 50 GB, Hugging Face DDP 40 % at 70 GB. How it was measured is not said.
+These are **predictions** of our planner, not measurements: each program with the habits that its published runs were
+fitted to ([how far off such predictions are](plan-validation.md)), 8192 tokens a sample, 16 samples a GPU and step, the
+fastest recomputation that fits. Ranges are those of the row; the range of NeMo in fp8, the unit, comes on top.
+
+| | speed, claimed | predicted | memory, claimed | predicted | |
+|---|---:|---:|---:|---:|---|"""
+
+
+def _predicted() -> Iterator[str]:
+    """A line for each program."""
+    eight, h100 = (
+        blueprint(resolve_model(PRESETS["llama-3-8b"], base_dir=Path())),
+        resolve_cluster("8xh100", base_dir=Path()),
+    )
+    base = Job(model=eight, sequence=8192, global_batch=128, micro_batch=1, dp_shard=8, zero=3)
+    tuned = replace(MEGATRON, overlap_tensor=True)
+    jobs = {
+        "NeMo, fp8": (1.0, 40, replace(base, zero=1, precision=Precision.of("fp8"),
+                                       stack=replace(tuned, gradient_bytes=2.0, reduce_bytes=2.0))),
+        "NeMo, bf16": (0.6, 60, replace(base, zero=1, stack=tuned)),
+        "DeepSpeed ZeRO-3": (0.55, 45, replace(base, stack=EAGER)),
+        "FSDP": (0.5, 50, replace(base, stack=FSDP)),
+        "Hugging Face DDP": (0.4, 70, replace(base, dp_shard=1, dp_replicate=8, zero=0, stack=EAGER)),
+        "Meshwright ZeRO-3": (None, None, replace(base, stack=MESHWRIGHT)),
+    }  # fmt: skip
+    whole = None
+    for name, (speed, memory, job) in jobs.items():
+        policies = [evaluate(replace(job, recompute=policy), h100) for policy in ("none", "selective", "full")]
+        fitting = [found for found in policies if found.verdict != "does not fit"]
+        best = min(fitting or policies[-1:], key=lambda found: found.cost)
+        whole = whole or best.time.total
+        low, high = whole / best.seconds.high, whole / best.seconds.low
+        held = (
+            f"{best.memory.total / 1e9:.0f} GB ({best.memory_bytes.low / 1e9:.0f}-{best.memory_bytes.high / 1e9:.0f})"
+        )
+        fast = f"{whole / best.time.total:.0%} ({low:.0%}-{high:.0%})" if fitting else "-"
+        if not fitting:
+            verdict = "does not fit, whatever is recomputed"
+        elif speed is None:
+            verdict = ""
+        else:
+            where = "inside" if low <= speed <= high else "above" if speed > high else "below"
+            verdict = "the unit" if speed == 1 else f"the claimed speed is {where} the range"
+        shown = ("", "") if speed is None else (f"{speed:.0%}", f"{memory} GB")
+        yield f"| {name} | {shown[0]} | {fast} | {shown[1]} | {held}, recompute {best.job.recompute} | {verdict} |"
+
 
 NOT_YET = """\
 ## Not yet
