@@ -7,7 +7,7 @@ TORCH  ?= $(PINNED)
 VENV   := $(if $(filter $(PINNED),$(TORCH)),.venv,.venv-torch-$(TORCH))
 BIN    := $(VENV)/bin
 
-.PHONY: help install demo compare test test-fast mutants attack check docs clean
+.PHONY: help install demo compare test test-engines test-fast mutants attack check docs clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -35,10 +35,18 @@ $(VENV)/.compare: $(VENV)/.core
 	@touch $@
 
 compare: $(VENV)/.compare ## train a small model in other engines beside ours, in turns: runs/compare/compare.md and .html
-	@$(BIN)/meshwright compare src/meshwright/recipes/compare.yaml --engines meshwright,bare,hf_trainer,accelerate,fabric --quick
+	@$(BIN)/meshwright compare src/meshwright/recipes/compare.yaml training.global_batch=4 --engines meshwright,bare,hf_trainer,accelerate,fabric --quick
 
 test: $(VENV)/.dev ## run every test (CPU only, several processes); TORCH=2.15.0 on that release of PyTorch
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
+
+$(VENV)/.engines: $(VENV)/.dev
+	@echo "installing the engines to test with ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) -e '.[compare,deepspeed]'
+	@touch $@
+
+test-engines: $(VENV)/.engines ## run the tests of other engines, DeepSpeed's too, which compiles at first use
+	@$(BIN)/python -m pytest tests/test_engines.py tests/test_compare.py tests/test_engines_parity.py
 
 test-fast: $(VENV)/.dev ## run what finds most mistakes, in minutes: of tests over several ranks one case each
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --fast

@@ -22,7 +22,10 @@ ROOM = 10 * 10**9
 EXTRAS = {
     "tensorboard": "trackers: [tensorboard]",
     "wandb": "trackers: [wandb]",
-    "transformers": "comparing an exported model with Hugging Face's own code",
+    "transformers": "comparing an exported model with Hugging Face's own code, and for other engines",
+    "accelerate": "comparing with Accelerate and the Trainer",
+    "lightning-fabric": "comparing with Lightning Fabric",
+    "deepspeed": "comparing with DeepSpeed",
 }
 """Optional packages and what each is for."""
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from meshwright.engines.engine import Strategy, TemplateEngine, strategy_of
-from meshwright.spec.precision import FP32
+from meshwright.spec.precision import BF16
 from meshwright.spec.run import ResolvedRun
 
 STAGES: Mapping[Strategy, int] = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
@@ -18,7 +18,6 @@ class DeepSpeedEngine(TemplateEngine):
     about = "a loop of DeepSpeed"
     packages: ClassVar = {"transformers": "deepspeed", "deepspeed": "deepspeed"}
     strategies: ClassVar[Mapping[Strategy, str]] = dict.fromkeys(("ddp", "zero1", "zero2", "zero3"), "")
-    precisions = (FP32.name,)
     numel = 'getattr(parameter, "ds_numel", parameter.numel())'
 
     def more_files(self, resolved: ResolvedRun) -> dict[str, str]:
@@ -28,11 +27,18 @@ class DeepSpeedEngine(TemplateEngine):
 
 def ds_config(resolved: ResolvedRun) -> dict[str, Any]:
     """DeepSpeed's configuration of a run."""
+    training = resolved.run.training
+    mixed = {
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": training.reduce_dtype},
+        "communication_data_type": training.reduce_dtype,
+    }
     return {
+        **(mixed if training.precision == BF16.name else {}),
         "train_batch_size": resolved.global_batch,
         "train_micro_batch_size_per_gpu": resolved.micro_batch,
         "gradient_accumulation_steps": resolved.accumulation,
-        "gradient_clipping": resolved.run.training.clip or 0.0,
+        "gradient_clipping": training.clip or 0.0,
         "zero_optimization": {"stage": STAGES[strategy_of(resolved.run.layout)]},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1_000_000,
