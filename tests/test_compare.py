@@ -146,6 +146,15 @@ def test_figures_are_medians_of_the_timed_steps_and_differences_the_largest_of_a
     assert [row["ratio"] for row in as_json([first, second])["engines"]] == [1.0, 0.5]
 
 
+def test_where_the_first_is_not_measured_the_next_is_the_reference():
+    broken = Row(name="a", engine="a", strategy="", error="no")
+    others = [Row(name=name, engine=name, strategy="", tokens_per_step=8, losses=[1.0], turns=[[1.0]]) for name in "bc"]
+    others[1].losses, others[1].turns = [1.5], [[4.0]]
+    found = as_json([broken, *others])["engines"]
+    assert [row["ratio"] for row in found] == [None, 1.0, 0.25]
+    assert [row["max_loss_difference"] for row in found] == [None, 0.0, 0.5]
+
+
 def test_reports_show_every_engine_and_need_no_other_file(folder):
     rows, _ = contest(folder, Fake(), Fake(shift=0.25), Fake("sys.exit('<b>broken</b>')"))
     about = describe(Pace(2, 3, 2), "meshwright compare run.yaml")

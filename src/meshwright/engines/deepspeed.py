@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from meshwright.engines.engine import Strategy, TemplateEngine, strategy_of
-from meshwright.spec.precision import BF16
+from meshwright.spec.precision import BF16, FP32
 from meshwright.spec.run import ResolvedRun
 
 STAGES: Mapping[Strategy, int] = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
@@ -19,6 +19,16 @@ class DeepSpeedEngine(TemplateEngine):
     packages: ClassVar = {"transformers": "deepspeed", "deepspeed": "deepspeed"}
     strategies: ClassVar[Mapping[Strategy, str]] = dict.fromkeys(("ddp", "zero1", "zero2", "zero3"), "")
     numel = 'getattr(parameter, "ds_numel", parameter.numel())'
+
+    def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
+        """As any; and bf16 without ZeRO, where gradients accumulate in bf16 alone."""
+        found, training = dict(super().cannot(resolved)), resolved.run.training
+        whole = strategy_of(resolved.run.layout) in ("single", "ddp")
+        if whole and training.precision == BF16.name and training.reduce_dtype == FP32.name:
+            found["training.precision"] = (
+                "without ZeRO DeepSpeed accumulates gradients of bf16 in bf16; use layout.zero"
+            )
+        return found
 
     def more_files(self, resolved: ResolvedRun) -> dict[str, str]:
         """DeepSpeed's configuration."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from meshwright.engines.compare import Row
-from meshwright.engines.report import ABOUT, left_out, ran, table
+from meshwright.engines.report import ABOUT, left_out, ran, reference, table
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999999", "#ee8866")
 WIDTH, HEIGHT, LEFT, BOTTOM = 640, 260, 60, 24
@@ -22,7 +22,7 @@ h2{font-size:1.1em;margin:1.6em 0 .3em}pre{overflow:auto;background:#f6f6f6;padd
 
 def comparison_page(rows: Sequence[Row], about: dict[str, str]) -> str:
     """The page of a comparison."""
-    first, measured = rows[0], [row for row in rows if row.losses and not row.error]
+    first, measured = reference(rows), [row for row in rows if row.losses and not row.error]
     head, *body = table(rows)
     parts = ["<h1>Engines side by side</h1>", f"<p>{escape(ABOUT.format(first=first.name))}</p>", "<table><tr>"]
     parts += [f"<th>{escape(cell)}</th>" for cell in head]

@@ -19,16 +19,22 @@ Memory is the most that one process held. First step is the time from starting t
 step. Lines are those of program and configuration files."""
 
 
+def reference(rows: Sequence[Row]) -> Row:
+    """The row that others are held against: the first that was measured."""
+    return next((row for row in rows if row.error is None), rows[0])
+
+
 def as_json(rows: Sequence[Row]) -> dict[str, Any]:
     """What `--json` prints."""
+    first = reference(rows)
     return {
         "engines": [
             {
                 "name": row.name,
-                "ratio": ratio[0] if (ratio := row.ratio_to(rows[0])) else None,
+                "ratio": ratio[0] if (ratio := row.ratio_to(first)) else None,
                 "tokens_per_second": row.tokens_per_second,
                 "peak_bytes": None if row.error else row.peak_bytes,
-                "max_loss_difference": row.difference_from(rows[0]),
+                "max_loss_difference": row.difference_from(first),
                 "error": row.error,
             }
             for row in rows
@@ -38,15 +44,15 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
 
 def as_data(rows: Sequence[Row], about: dict[str, str]) -> dict[str, Any]:
     """The same with everything that was measured, and where."""
-    data = as_json(rows)
+    data, first = as_json(rows), reference(rows)
     for found, row in zip(data["engines"], rows, strict=True):
-        ratio = row.ratio_to(rows[0])
+        ratio = row.ratio_to(first)
         found |= {
             "engine": row.engine,
             "strategy": row.strategy,
             "ratio_of_rounds": None if ratio is None else ratio[1:],
             "first_step_seconds": row.first_step,
-            "max_gnorm_difference": row.difference_from(rows[0], "gnorms"),
+            "max_gnorm_difference": row.difference_from(first, "gnorms"),
             "lines": row.translation.lines if row.translation else None,
             "left_out": {setting.path: setting.why for setting in row.translation.left_out} if row.translation else {},
             "what_ran": row.ran,
@@ -73,7 +79,7 @@ def describe(pace: Pace, command: str) -> dict[str, str]:
 def table(rows: Sequence[Row]) -> list[list[str]]:
     """Head and rows of the table; of an engine that was not measured, its name alone."""
     head = ["engine", "tokens/s", "x", "rounds", "peak GiB", "first step s", "loss differs", "norm differs", "lines"]
-    return [head, *(_cells(row, rows[0]) for row in rows)]
+    return [head, *(_cells(row, reference(rows)) for row in rows)]
 
 
 def _cells(row: Row, first: Row) -> list[str]:
@@ -112,7 +118,7 @@ def text(rows: Sequence[Row]) -> str:
 def markdown(rows: Sequence[Row], about: dict[str, str]) -> str:
     """The page `compare.md`."""
     head, *body = table(rows)
-    parts = ["# Engines side by side\n", ABOUT.format(first=rows[0].name), ""]
+    parts = ["# Engines side by side\n", ABOUT.format(first=reference(rows).name), ""]
     parts += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     parts += [f"| {' | '.join(cells)} |" for cells in body]
     parts.append("")
