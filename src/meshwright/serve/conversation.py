@@ -9,6 +9,7 @@ from typing import Any
 from meshwright.data.chat import ChatTemplate, find_template
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.data.tools import calls_of, tools_of
+from meshwright.serve.token_ids import end_ids
 from meshwright.spec.data import ChatSpec
 from meshwright.spec.errors import UserError
 
@@ -19,14 +20,14 @@ class Prompts:
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer, self._lock = tokenizer, threading.Lock()
         self._template: ChatTemplate | None = None
-        self.text_ends = frozenset({tokenizer.eos_id})
+        self.text_ends = frozenset(end_ids(tokenizer))
         """Tokens that end a text."""
         self.answer_ends = self.text_ends
         """Tokens that end what the assistant says."""
         if tokenizer.chat_template is not None:
             today = ChatSpec(date=date.today().isoformat())
             self._template = find_template("auto", tokenizer, Path(), today)
-            self.answer_ends = frozenset({tokenizer.eos_id, *self._template.ends_of_turn()})
+            self.answer_ends = self.text_ends.union(self._template.ends_of_turn())
 
     @property
     def chats(self) -> bool:
