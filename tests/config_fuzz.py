@@ -63,6 +63,9 @@ def rope(drawn: random.Random) -> dict[str, Any]:
 
 
 def layer_types(drawn: random.Random) -> list[str] | None:
+    """By far most often none, for without a window transformers takes no layer that slides."""
+    if drawn.random() < 0.7:
+        return None
     kinds = drawn.choice(
         [None, None, ["full_attention"], ["sliding_attention"], ["full_attention", "sliding_attention"]]
     )
@@ -91,6 +94,7 @@ WIDTHS: dict[str, Draw] = ENDS | {
     "rope_parameters": rope,
     "attention_dropout": one_of(0.0, 0.1),
 }
+GROUPS = {"num_key_value_heads": one_of(1, 2, 4)}
 HEAD_DIM = {"head_dim": one_of(None, 8, 12)}
 BIAS = {"attention_bias": one_of(False, True)}
 WINDOW = {"sliding_window": one_of(None, 3, 7, 4096)}
@@ -122,8 +126,9 @@ SCHEMA: dict[str, dict[str, Draw]] = {
         "add_cross_attention": mostly(False, rarely=(True,)),
     },
     "llama": WIDTHS | HEAD_DIM | BIAS | {"mlp_bias": one_of(False, True), "pretraining_tp": one_of(1, 2)},
-    "mistral": WIDTHS | HEAD_DIM | WINDOW,
+    "mistral": WIDTHS | GROUPS | HEAD_DIM | WINDOW,
     "mixtral": WIDTHS
+    | GROUPS
     | HEAD_DIM
     | WINDOW
     | ROUTING
@@ -131,7 +136,7 @@ SCHEMA: dict[str, dict[str, Draw]] = {
     "qwen2": WIDTHS | BY_LAYER,
     "qwen3": WIDTHS | {"head_dim": one_of(8, 12)} | BIAS | BY_LAYER,
     "qwen3_moe": WIDTHS
-    | {"num_key_value_heads": one_of(1, 2, 4)}
+    | GROUPS
     | BIAS
     | SWITCH
     | ROUTING
@@ -195,8 +200,10 @@ def draw_config(family: str, seed: int) -> dict[str, Any]:
         scaling = config.pop("rope_parameters")
         config["rope_theta"] = scaling.pop("rope_theta")
         config["rope_scaling"] = None if scaling == {"rope_type": "default"} else scaling
-    small = {"num_key_value_heads", "head_dim", "layer_types", "use_cache", "rms_norm_eps", "sliding_window"}
-    for key in small & config.keys():
+    left_out = ["head_dim", "layer_types", "rms_norm_eps", "sliding_window", "tie_word_embeddings"]
+    # What other families mean by leaving this out is more heads than a small model has.
+    left_out += ["num_key_value_heads"] if family in ("llama", "deepseek_v3") else []
+    for key in (key for key in left_out if key in config):
         if drawn.random() < 0.15:
             del config[key]
     return {"model_type": family, "architectures": [FAMILIES[family].hf_architecture], **config}
