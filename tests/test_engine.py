@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM
 from losses import logits_of
 from meshwright.finetune import merged_model
 from meshwright.models import Decoder
+from meshwright.models import packed as packed_module
 from meshwright.models.generate import Sampling
+from meshwright.models.packed import pack
 from meshwright.serve import engine as engine_module
 from meshwright.serve.engine import Answer, Engine, Request, Token, generate
 from meshwright.serve.readers import CachedReader, WholeReader, reader_for
@@ -231,6 +233,39 @@ def test_a_users_own_model_is_cached_only_where_that_changes_nothing(mixes: bool
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         whole = logits_of(model, torch.tensor([[*prompt, *answer.ids]]))[0].argmax(-1)
         assert answer.ids == whole[len(prompt) - 1 : -1].tolist()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "qwen2", "qwen3", "mixtral", "deepseek_v3"])
+def test_packed_models_compute_the_same(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every weight through oneDNN's order, whatever its size."""
+    monkeypatch.setattr(packed_module, "SMALL", 0)
+    plain = model_of(family, dtype=torch.float32)
+    packed = model_of(family, dtype=torch.float32)
+    for model in (plain, packed):
+        model.to(dtype)
+    pack(packed)
+    assert "packed" in repr(packed.layers["0"])
+    new = [(row, prompt) for row, prompt in enumerate(PROMPTS)]
+    singles = [(row, [row + 9]) for row in range(len(PROMPTS))]
+    ours, theirs = CachedReader(packed), CachedReader(plain)
+    for tokens in (new, singles, singles):
+        found, expected = ours.read(tokens, len(PROMPTS)).double(), theirs.read(tokens, len(PROMPTS)).double()
+        error, size = (found - expected).norm() / expected.norm(), torch.finfo(dtype).eps
+        assert error <= 20 * size, error
+
+
+def test_what_has_adapters_or_other_precision_is_not_packed() -> None:
+    base = model_of("llama", dtype=torch.float32)
+    tuned = adapted(base)
+    expected = generate(tuned, PROMPTS, max_tokens=9, eos_id=-1, sampling=GREEDY)
+    pack(tuned)
+    assert generate(tuned, PROMPTS, max_tokens=9, eos_id=-1, sampling=GREEDY) == expected
+    assert expected != generate(base, PROMPTS, max_tokens=9, eos_id=-1, sampling=GREEDY)
+    wide = model_of("llama")
+    pack(wide)
+    assert "packed" not in repr(wide)
 
 
 def test_what_has_no_room_is_refused() -> None:

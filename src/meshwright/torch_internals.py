@@ -81,6 +81,12 @@ def linear_by_onednn(a: torch.Tensor, b_ND: torch.Tensor, bias_N: torch.Tensor |
     return ONEDNN_LINEAR(a, b_ND, bias_N, "none", [], "")
 
 
+def reorder_for_onednn(weight_ND: torch.Tensor, rows: int) -> torch.Tensor:
+    """A copy of the weight in the order in which oneDNN reads it for a product with about `rows` rows, for
+    `linear_by_onednn`. 2.11-2.15; public: none."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight_ND.contiguous(), rows)
+
+
 def softmax_backward(grad: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
     """The gradient of the scores behind `probabilities`, softmax over the last dim, from the gradient of these, in one
     kernel. 2.11-2.15; public: `p * (g - (g * p).sum(-1, keepdim=True))`."""

@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens of a row that are here, D hidden, V vocabulary; N = B * T tokens.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -38,16 +39,20 @@ class SplitSequence(Protocol):
 
 
 class HeadSplit(nn.Module):
-    """The slots of a head that is split over ranks: who has the rest of its vocabulary and of its sequences."""
+    """The slots of a head: where it is split over ranks, who has the rest of its vocabulary and of its sequences; and
+    how logits are computed where they alone are wanted."""
 
     def __init__(self) -> None:
         super().__init__()
         self.vocabulary: SplitVocabulary | None = None
         self.sequence: SplitSequence | None = None
+        self.product: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """Hidden states [B, D] to logits [B, V]; None: by the head's weight."""
 
     def extra_repr(self) -> str:
         """What stands in the slots."""
-        return f"vocabulary={self.vocabulary or 'whole'}, sequence={self.sequence or 'whole'}"
+        product = "" if self.product is None else f", product={self.product}"
+        return f"vocabulary={self.vocabulary or 'whole'}, sequence={self.sequence or 'whole'}{product}"
 
 
 class Head:
@@ -104,7 +109,7 @@ class Head:
         return parts if self.split.sequence is None else self.split.sequence.sum(parts)
 
     def _project(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        return F.linear(x_BTD, self.weight_VD)
+        return F.linear(x_BTD, self.weight_VD) if self.split.product is None else self.split.product(x_BTD)
 
     def _whole(self, x_BTD: torch.Tensor) -> torch.Tensor:
         return x_BTD if self.split.vocabulary is None else self.split.vocabulary.gather_sequence(x_BTD)

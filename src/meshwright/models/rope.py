@@ -3,6 +3,7 @@
 Shapes: B batch (or 1), T sequence, H heads, K rotated width of a head, R = K / 2 rotated pairs.
 """
 
+import functools
 import math
 
 import torch
@@ -21,6 +22,11 @@ class RopeTables:
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor):
         self.cos = cos
         self.sin = sin
+
+    @functools.cached_property
+    def wide(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and signed sine of every number of a head: x and x turned by half a head are multiplied by them."""
+        return torch.cat((self.cos, self.cos), -1), torch.cat((-self.sin, self.sin), -1)
 
 
 def rope_frequencies(spec: ModelSpec, device: torch.device) -> torch.Tensor:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.models.generate import Sampling
+from meshwright.models.packed import pack
 from meshwright.serve.conversation import Prompts
 from meshwright.serve.engine import Engine, Request
 from meshwright.serve.trained import TrainedModel
@@ -43,6 +44,7 @@ class Partner:
     def __post_init__(self) -> None:
         tokenizer = self.trained.tokenizer
         self._prompts = Prompts(tokenizer)
+        pack(self.trained.model)
         self._engine = Engine(self.trained.model, decode=tokenizer.decode_text)
 
     @property

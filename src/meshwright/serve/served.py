@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from meshwright.models.dtypes import torch_dtype
+from meshwright.models.packed import pack
 from meshwright.serve.conversation import Prompts
 from meshwright.serve.engine import Engine
 from meshwright.serve.http import Served
@@ -23,6 +24,7 @@ def open_served(
     """
     if name in adapters:
         raise UserError(f"--adapter {name}=...: the model itself is called so; choose another name, or --name")
+    pack(trained.model)  # adapters keep the weights that they share, in memory once
     others = {other: open_adapter(trained, path) for other, path in adapters.items()}
     return [
         serve_as(each, one, max_batch=max_batch, max_context=max_context)

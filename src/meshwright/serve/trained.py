@@ -30,6 +30,7 @@ from meshwright.models import Decoder, build_model, named_state, named_tensors
 from meshwright.models.dtypes import torch_dtype
 from meshwright.models.foreign import ForeignDecoder
 from meshwright.models.generate import Sampling
+from meshwright.models.packed import pack
 from meshwright.objectives import NextToken
 from meshwright.parallel import WholeModel
 from meshwright.parallel.materialize import RowSource, materialize
@@ -230,6 +231,7 @@ def _continued(
         Request(prompt=prompt, max_tokens=max_tokens, sampling=sampling, row=row, ends=ends, stops=stops)
         for row, prompt in enumerate(ids)
     ]
+    pack(trained.model)
     engine = Engine(trained.model, decode=trained.tokenizer.decode)
     return [answer.text for answer in engine.run(requests)]
 

@@ -1,0 +1,198 @@
+"""Blocks packed for generation on a CPU: fewer and larger products, with weights in the order that oneDNN reads.
+
+A step of generation multiplies a few rows with every weight, so each operation's own cost and the order of weights in
+memory decide. `pack` wraps blocks: where a cache is given, they compute with copies of their weights, queries, keys and
+values in one product and both gates in another. What has an adapter, a quantized weight or a form of its own stays as
+it is.
+
+Shapes: N tokens, D in, O out, H heads, G key and value heads, K head_dim.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright.models.attention import Attention, Core
+from meshwright.models.cache import LayerCache
+from meshwright.models.decoder import Block, Decoder
+from meshwright.models.feed_forward import FeedForward
+from meshwright.models.linear import Linear, Plain
+from meshwright.models.norm import LayerNorm, RMSNorm
+from meshwright.models.rope import RopeTables
+from meshwright.models.slots import View
+from meshwright.torch_internals import ONEDNN_LINEAR, linear_by_onednn, reorder_for_onednn
+
+SMALL = 2**16
+"""Numbers of a weight up to which torch's own product is faster: oneDNN's costs ten microseconds to call."""
+DTYPES = (torch.float32, torch.bfloat16)
+"""What oneDNN has fast products for."""
+ROWS = 8
+"""Rows that weights are ordered for; others are computed as well."""
+PACKED_BYTES = 4 * 2**30
+"""Weights of a model that are copied at most; a larger one stays as it is."""
+
+
+class PackedLinear:
+    """The products of one input with several layers, as one."""
+
+    def __init__(self, layers: Sequence[Linear]) -> None:
+        self._weight_OD = torch.cat([layer.weight.detach() for layer in layers])
+        biases = [layer.bias for layer in layers]
+        self._bias_O = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+        self._packed = None
+        if self._weight_OD.numel() > SMALL:
+            self._packed = reorder_for_onednn(self._weight_OD, ROWS)
+            self._weight_OD = torch.empty(0)
+
+    def __call__(self, x_1ND: torch.Tensor) -> torch.Tensor:
+        """[1, N, D] to [1, N, O]."""
+        if self._packed is None:
+            return F.linear(x_1ND, self._weight_OD, self._bias_O)
+        return linear_by_onednn(x_1ND, self._packed, self._bias_O)
+
+
+class PackedAttention:
+    """`Attention` with one product for queries, keys and values."""
+
+    def __init__(self, attention: Attention) -> None:
+        self._into = PackedLinear([attention.wq, attention.wk, attention.wv])
+        self._out, self._core = PackedLinear([attention.wo]), attention.core
+        width = attention.head_dim
+        self._heads, self._groups = attention.wq.out_features // width, attention.wk.out_features // width
+        self._width, self._norms = width, (attention.q_norm, attention.k_norm)
+
+    def __call__(self, x_1ND: torch.Tensor, rope: RopeTables | None, cache: LayerCache) -> torch.Tensor:
+        """[1, N, D] to [1, N, D]."""
+        heads_1NHK = self._into(x_1ND).unflatten(-1, (-1, self._width))
+        both = self._heads + self._groups
+        qk, v_1NGK = heads_1NHK[:, :, :both], heads_1NHK[:, :, both:]
+        q_norm, k_norm = self._norms
+        if q_norm is not None and k_norm is not None:
+            qk = torch.cat((q_norm(qk[:, :, : self._heads]), k_norm(qk[:, :, self._heads :])), 2)
+        if rope is not None:
+            cos, sin = rope.wide
+            # Pairs lie half a head apart, so that each one's other half is where a turn by half a head puts it.
+            qk = torch.addcmul(qk * cos, qk.roll(self._width // 2, -1), sin).to(v_1NGK.dtype)
+        q, k = qk[:, :, : self._heads], qk[:, :, self._heads :]
+        y_1HNK = cache.attend(self._core, q.transpose(1, 2), k.transpose(1, 2), v_1NGK.transpose(1, 2))
+        return self._out(y_1HNK.transpose(1, 2).flatten(-2))
+
+
+class PackedFeedForward:
+    """`FeedForward` with one product for both gates."""
+
+    def __init__(self, layer: FeedForward) -> None:
+        self._into = PackedLinear([layer.w1] if layer.w3 is None else [layer.w1, layer.w3])
+        self._out, self._gated = PackedLinear([layer.w2]), layer.w3 is not None
+
+    def __call__(self, x_1ND: torch.Tensor) -> torch.Tensor:
+        """[1, N, D] to [1, N, D]."""
+        h = self._into(x_1ND)
+        if not self._gated:
+            return self._out(F.gelu(h, approximate="tanh"))
+        gate, up = h.chunk(2, -1)
+        return self._out(F.silu(gate).mul_(up))
+
+
+class PackedBlock:
+    """A wrapper of a block: with a cache it computes with packed parts, else as before."""
+
+    def __init__(self, block: Block) -> None:
+        self._norms = [_norm(block.attention_norm), _norm(block.feed_forward_norm)]
+        attention, feed_forward = block.attention, block.feed_forward
+        self._attention = PackedAttention(attention) if _may_pack_attention(attention) else None
+        self._module = attention
+        self._feed_forward: Callable[[torch.Tensor], torch.Tensor] = feed_forward
+        if isinstance(feed_forward, FeedForward) and _may_pack_feed_forward(feed_forward):
+            self._feed_forward = PackedFeedForward(feed_forward)
+
+    def __call__(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """The block's forward pass."""
+
+        def run(
+            x: torch.Tensor, rope: RopeTables | None = None, mask: Any = None, cache: LayerCache | None = None
+        ) -> torch.Tensor:
+            if cache is None:
+                return compute(x, rope, mask, cache)
+            before, between = self._norms
+            h = before(x)
+            attended = (
+                self._module(h, rope, mask, cache) if self._attention is None else self._attention(h, rope, cache)
+            )
+            x = x + attended
+            return x + self._feed_forward(between(x))
+
+        return run
+
+    def __repr__(self) -> str:
+        return "packed"
+
+
+class PackedHead:
+    """The rows of the head for the last hidden states of a step."""
+
+    def __init__(self, weight_VD: torch.Tensor) -> None:
+        self._packed = reorder_for_onednn(weight_VD.detach(), ROWS)
+
+    def __call__(self, x_BD: torch.Tensor) -> torch.Tensor:
+        """[B, D] to [B, V]."""
+        return linear_by_onednn(x_BD, self._packed, None)
+
+    def __repr__(self) -> str:
+        return "packed"
+
+
+def pack(model: Decoder) -> None:
+    """Fill the slots of a model that from now on is used for generation only: later changes of its weights would not be
+    seen.
+
+    Nothing happens where there is nothing to win: on a GPU, in other precisions than fp32 and bf16, in models that
+    transformers computes, and where the copies would take much memory.
+    """
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    like = model.like
+    if (
+        ONEDNN_LINEAR is None
+        or model.spec.foreign is not None
+        or like.device.type != "cpu"
+        or like.dtype not in DTYPES
+        or weights > PACKED_BYTES
+    ):
+        return
+    for block in model.layers.values():
+        if type(block) is Block and not block.wrappers:
+            block.wrap(PackedBlock(block))
+    model.head_split.product = PackedHead(model.head_weight)
+
+
+def _norm(norm: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The norm without what a module's call costs."""
+    if type(norm) is RMSNorm and _is_plain_view(norm):
+        return partial(F.rms_norm, normalized_shape=list(norm.normalized_shape), weight=norm.weight, eps=norm.eps)
+    if type(norm) is LayerNorm and _is_plain_view(norm):
+        shape = list(norm.normalized_shape)
+        return partial(F.layer_norm, normalized_shape=shape, weight=norm.weight, bias=norm.bias, eps=norm.eps)
+    return norm
+
+
+def _may_pack_attention(attention: nn.Module) -> bool:
+    if type(attention) is not Attention or attention.entry is not None or type(attention.core) is not Core:
+        return False
+    return _all_plain(attention.wq, attention.wk, attention.wv, attention.wo)
+
+
+def _may_pack_feed_forward(layer: FeedForward) -> bool:
+    gates = [layer.w1] if layer.w3 is None else [layer.w1, layer.w3]
+    return type(layer) is FeedForward and layer.entry is None and _all_plain(*gates, layer.w2)
+
+
+def _all_plain(*layers: Linear) -> bool:
+    return all(len(layer.ops) == 1 and type(layer.ops[0]) is Plain and _is_plain_view(layer) for layer in layers)
+
+
+def _is_plain_view(module: Any) -> bool:
+    return type(module.view) is View
