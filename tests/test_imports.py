@@ -265,6 +265,26 @@ def test_ranks_must_fit_and_files_must_agree(tmp_path):
     assert any("fp16=True" in origin for origin, _ in reading.without)
 
 
+def test_values_of_several_words_are_kept(tmp_path):
+    path = tmp_path / "grows.sh"
+    path.write_text(MEGATRON.replace("--bf16", "--bf16 --rampup-batch-size 16 16 5859375"))
+    text, reading = import_files([path])
+    assert any(origin.endswith("rampup-batch-size=16 16 5859375") for origin, _ in reading.without)
+    run = parse_spec(text, Run)
+    assert [(source.path, source.weight) for source in run.data.sources] == [
+        ("one_text_document.bin", 0.3),
+        ("other_text_document.bin", 0.7),
+    ]
+
+
+def test_a_constant_rate_has_no_floor_and_no_warm_up(tmp_path):
+    path = tmp_path / "finetune.py"
+    path.write_text("learning_rate = 3e-5\ndecay_lr = False\n")
+    run = parse_spec(import_files([path], ranks=1)[0], Run)
+    assert run.training.lr_schedule.name == "constant"
+    assert run.training.lr_schedule.warmup == 0
+
+
 def test_python_is_read_and_never_run(tmp_path):
     assert read_assignments("a = 2 * 3\nb = a + 1\nc = 'x'\n", "f") == {"a": 6, "b": 7, "c": "x"}
     assert read_assignments("name = 'run' + str(time.time())\n", "f") == {"name": "'run' + str(time.time())"}

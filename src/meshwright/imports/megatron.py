@@ -63,6 +63,7 @@ RULES: Mapping[str, Rule] = {
     "disable-bias-linear": lambda reading, value, origin: None,
     "micro-batch-size": "training.micro_batch",
     "global-batch-size": "training.global_batch",
+    "rampup-batch-size": nothing("the batch does not grow"),
     "train-iters": "training.steps",
     "train-samples": fact("samples"),
     "lr": "training.optimizer.lr",
@@ -129,8 +130,12 @@ def read_flags(text: str) -> dict[str, Any]:
             found[name] = _number(value) if equals else True
         elif name:
             before = found[name]
-            found[name] = _number(word) if before is True else f"{before} {word}"
-            name = name if name == "data-path" else ""
+            if before is True:
+                found[name] = _number(word)
+            elif name == "data-path" or not isinstance(_number(word), str):  # a list, as of a batch that grows
+                found[name] = f"{before} {word}"
+            else:
+                name = ""
     return found
 
 

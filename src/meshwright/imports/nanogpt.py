@@ -23,6 +23,12 @@ def _floor(reading: Reading, value: Any, origin: str) -> None:
     reading.fact("min_lr", value, origin)
 
 
+def _decay(reading: Reading, value: Any, origin: str) -> None:
+    if not value:  # then there is no warm-up either
+        reading.set("training.lr_schedule.name", "constant", origin)
+        reading.set("training.lr_schedule.warmup", 0, origin)
+
+
 def _trackers(reading: Reading, value: Any, origin: str) -> None:
     if value:
         reading.set("trackers", ["wandb"], origin)
@@ -44,9 +50,7 @@ RULES: Mapping[str, Rule] = {
     "beta2": fact("beta2"),
     "grad_clip": positive("training.clip"),
     "max_iters": "training.steps",
-    "decay_lr": lambda reading, value, origin: (
-        None if value else reading.set("training.lr_schedule.name", "constant", origin)
-    ),
+    "decay_lr": _decay,
     "warmup_iters": "training.lr_schedule.warmup",
     "lr_decay_iters": fact("decay steps"),
     "min_lr": _floor,
@@ -106,9 +110,13 @@ def _constant(node: ast.expr, known: Mapping[str, Any], file: str) -> Any:
 
 def read_nanogpt(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Take everything that a nanoGPT configuration says; what it leaves out has the defaults of its train.py."""
-    reading.set("model.family", "gpt2", f"{file} (nanoGPT's model)")
-    given = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "learning_rate": 6e-4, "max_iters": 600000}
-    given |= {"warmup_iters": 2000, "min_lr": 6e-5, "batch_size": 12, "gradient_accumulation_steps": 40}
+    given = {"block_size": 1024, "learning_rate": 6e-4, "max_iters": 600000, "bias": False}
+    given |= {"batch_size": 12, "gradient_accumulation_steps": 40}
+    if values.get("decay_lr", True):
+        given |= {"warmup_iters": 2000, "min_lr": 6e-5}
+    if "model.name" not in reading.settings:
+        reading.set("model.family", "gpt2", f"{file} (nanoGPT's model)")
+        given |= {"n_layer": 12, "n_head": 12, "n_embd": 768}
     reading.take(values, RULES, file)
     left = {key: value for key, value in given.items() if key not in values}
     reading.take(left, RULES, f"{file} (nanoGPT's default)")

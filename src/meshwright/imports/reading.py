@@ -55,8 +55,10 @@ class Reading:
         for key, value in values.items():
             origin = f"{file}: {key}={value}"
             rule = rules.get(key)
-            if value in ("auto", None) and rule is not None:
-                self.notes.extend([f"{origin}: what another file says, or the recipe's default"] * (value == "auto"))
+            if value is None:  # as if it were not there
+                continue
+            if value == "auto" and rule is not None:
+                self.notes.append(f"{origin}: what another file says, or the recipe's default")
                 continue
             if rule is None:
                 self.give_up(origin, "unknown, or nothing of ours says it")
