@@ -197,14 +197,20 @@ EMBEDDING = {"train": ["tok_embeddings"]}
 
 
 def test_a_tied_embedding_trained_in_peft(bases: Path, tmp_path: Path) -> None:
-    """With its head it is read; beside a head that stays, it would be another model, and is refused."""
-    for name, config in {"with": {"ensure_weight_tying": True}, "beside": {}}.items():
+    """With its head it is read; beside a head that stays, or trains by itself, it is another model, and refused."""
+    for name, saved, config in (
+        ("with", ["embed_tokens"], {"ensure_weight_tying": True}),
+        ("beside", ["embed_tokens"], {}),
+        ("both", ["embed_tokens", "lm_head"], {}),
+    ):
         (tmp_path / name).mkdir()
-        expected = made(bases / "tied", tmp_path / name / "adapter", modules_to_save=["embed_tokens"], **config)
+        expected = made(bases / "tied", tmp_path / name / "adapter", modules_to_save=saved, **config)
         if config:
             assert close(ours(bases / "tied", tmp_path / name / "adapter", **EMBEDDING), expected)
         else:
-            assert "one matrix (tied)" in refusal(bases / "tied", tmp_path / name / "adapter", **EMBEDDING)
+            told = refusal(bases / "tied", tmp_path / name / "adapter", **EMBEDDING)
+            assert ("was trained in peft beside a head" if "beside" in name else "lm_head.weight and") in told
+            assert "one matrix (tied)" in told
 
 
 def recipe(folder: Path, directory: Path, **finetune: Any) -> Run:
@@ -241,6 +247,12 @@ def test_a_tied_embedding_that_trained_here_is_exported_as_peft_computes_it(
     with pytest.raises(ValueError, match="the adapter was refused: read by peft, its logits differ"):
         export_adapter(trained, tmp_path / "wrong")
     assert not [path for path in tmp_path.iterdir() if "wrong" in path.name]
+
+    # Earlier versions wrote such files, and meant both.
+    monkeypatch.setattr("meshwright.checkpoint.peft_proof.find_spec", lambda name: None)
+    export_adapter(trained, tmp_path / "old")
+    monkeypatch.undo()
+    assert close(ours(bases / "tied", tmp_path / "old", **EMBEDDING), expected)
 
 
 @pytest.mark.parametrize("base", ["nf4", "plain"])
