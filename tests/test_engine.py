@@ -246,7 +246,10 @@ def test_packed_models_compute_the_same(family: str, dtype: torch.dtype, monkeyp
     for model in (plain, packed):
         model.to(dtype)
     pack(packed)
-    assert "packed" in repr(packed.layers["0"])
+    product = packed.head_split.product
+    pack(packed)  # a second time changes nothing
+    assert packed.head_split.product is product
+    assert "run: packed" in repr(packed.layers["0"])
     new = [(row, prompt) for row, prompt in enumerate(PROMPTS)]
     singles = [(row, [row + 9]) for row in range(len(PROMPTS))]
     ours, theirs = CachedReader(packed), CachedReader(plain)

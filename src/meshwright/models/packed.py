@@ -166,7 +166,8 @@ def pack(model: Decoder) -> None:
     for block in model.layers.values():
         if type(block) is Block and not block.wrappers:
             block.wrap(PackedBlock(block))
-    model.head_split.product = PackedHead(model.head_weight)
+    if model.head_split.product is None:
+        model.head_split.product = PackedHead(model.head_weight)
 
 
 def _norm(norm: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
