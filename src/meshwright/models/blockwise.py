@@ -159,13 +159,22 @@ def _pairs(device: torch.device) -> torch.Tensor:
     return torch.stack([book[byte >> 4], book[byte & 15]], 1)
 
 
+POWERS = 7
+"""Of ten in the dynamic map: 10**-6 to 1."""
+
+
+def code_of_zero(name: str) -> int:
+    """The code of 0 in the dynamic map `signed`, where all negative numbers stand before it, or `unsigned`."""
+    return sum(2**power for power in range(POWERS)) if name == "signed" else 0
+
+
 def _dynamic_map(*, signed: bool) -> list[float]:
     """256 numbers in [-1, 1], or [0, 1]: the lower the power of ten, the fewer bits are left for the fraction.
 
-    Seven powers of ten, 10**-6 to 1; the fractions of a power are the middles of equal parts of [0.1, 1].
+    The fractions of a power are the middles of equal parts of [0.1, 1].
     """
     values = [0.0, 1.0]
-    for power in range(7):
+    for power in range(POWERS):
         parts = 2 ** (power if signed else power + 1)
         edges = torch.linspace(0.1, 1, parts + 1, dtype=torch.float32)
         fractions = (10 ** (power - 6) * ((edges[:-1] + edges[1:]) / 2)).tolist()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright.models.blockwise import code_book, encode_blocks
+from meshwright.models.blockwise import code_book, code_of_zero, encode_blocks
 from meshwright.optim.parameterwise import Parameterwise
 from meshwright.optim.shards import local
 
@@ -46,8 +46,7 @@ class AdamW8bit(Parameterwise):
             if block is None:
                 state[name] = torch.zeros_like(parameter, dtype=torch.float32)
                 continue
-            zero = int((code_book(book, torch.device("cpu")) == 0).nonzero())
-            state[name] = torch.full_like(parameter, zero, dtype=torch.uint8)
+            state[name] = torch.full_like(parameter, code_of_zero(book), dtype=torch.uint8)
             state[f"{name}_scale"] = _zero_scales(parameter, block)
         return state
 
