@@ -127,12 +127,17 @@ def test_a_callback_that_the_checkpoint_does_not_know_begins_anew(ranks: RankPoo
 # ---- how callbacks reach a run
 
 MINE = """
+import torch
 from meshwright import Callback
 
 
 class Early(Callback):
     def __init__(self, after=2):
         self.after = after
+
+    def on_start(self, training):
+        with open(f"drawn-{training.rank}", "w") as file:
+            file.write(str(torch.rand(3).tolist()))
 
     def on_step(self, training, record):
         if training.step == self.after and training.rank == training.world_size - 1:
@@ -186,6 +191,10 @@ def test_a_script_s_callback_reaches_its_workers(folder: Path) -> None:
     found = subprocess.run(words, cwd=folder, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert found.stdout.splitlines()[-1] == "3 enough of True 3"
+    # PyTorch's own generator begins from training.seed and the rank.
+    for rank in range(2):
+        torch.manual_seed(rank)
+        assert (folder / f"drawn-{rank}").read_text() == str(torch.rand(3).tolist())
 
 
 def test_what_cannot_be_imported_elsewhere_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,7 @@ class TrainingSpec(Spec):
     samples: SampleSpec | None = None
     """Texts that the model continues now and then, printed and logged."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the weights and of the data's order."""
+    """Seed of the weights, of the data's order, of dropout, and of PyTorch's own generator on every rank."""
     deterministic: bool = False
     """Use only deterministic kernels, so that a repeated run is equal bit for bit."""
 

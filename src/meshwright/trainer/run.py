@@ -65,7 +65,7 @@ from meshwright.trainer.start import (
     run_lock,
     with_datasets,
 )
-from meshwright.trainer.state import AUTO, NEWEST, begin, check_continues, choose_checkpoint
+from meshwright.trainer.state import AUTO, NEWEST, begin, check_continues, choose_checkpoint, seed_generators
 
 
 @dataclass(frozen=True)
@@ -205,6 +205,7 @@ def train_rank(
         check_same(corpus)
     _check_corpus(resolved, corpus, resume)
     trainer = build_trainer(resolved, worker, device, mesh)
+    seed_generators(trainer)
     trainer.callbacks = named_callbacks(all_callbacks(run, plugins))
     if first:  # who writes it down, and tells
         trainer.data = corpus.identity()

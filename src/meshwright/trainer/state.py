@@ -321,6 +321,12 @@ def _same_ranks(trainer: Trainer, saved: dict[str, Any]) -> bool:
     return LayoutSpec.model_validate(saved["layout"]).world_size == trainer.worker.world_size
 
 
+def seed_generators(trainer: Trainer) -> None:
+    """Begin this rank's generators from training.seed and the rank: PyTorch's own are seeded anew in every process.
+    Nothing of ours draws from them; objectives, models and callbacks of users may."""
+    torch.manual_seed(((trainer.resolved.run.training.seed << 20) + trainer.worker.rank) % 2**63)
+
+
 def random_state(trainer: Trainer) -> dict[str, torch.Tensor]:
     """This rank's generators, under names that no other rank has."""
     states = {f"random.cpu.{trainer.worker.rank}": torch.get_rng_state()}
