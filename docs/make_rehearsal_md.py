@@ -194,8 +194,9 @@ BEGIN = """\
 `meshwright rehearse` runs the program that trains, as one rank of the whole job, and counts the bytes of every tensor
 and of every collective ([how](verbs.md#rehearse)); `meshwright plan` computes both from the parameter table
 ([how](plan.md)). A test holds the rehearsed peak to what PyTorch's own allocator counts in a real process: within 2 %
-(on a CPU, with a GPU's operations). Here they stand side by side: bytes that live at the peak, without what an allocator and libraries
-add, of the pipeline stage that is furthest off; and what the first rank sends in a step. All as on GPUs, in bf16.
+(on a CPU, with a GPU's operations). Here they stand side by side: bytes that live at the peak, without what an
+allocator and libraries add, of the pipeline stage that is furthest off; and what the first rank sends in a step. All as
+on GPUs, in bf16.
 
 {cells} cells, {ranks} ranks: memory is {worst:.1%} off at worst, {median:.2%} in the median; what is not predicted are
 tokens, masks, tables of angles and some messages under way. {exact} of {predicted} sums of traffic agree to the byte,
