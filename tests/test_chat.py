@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.cli.output import visible
 from meshwright.models.generate import Sampling
 from meshwright.serve.chat import Partner, Settings
 from meshwright.serve.engine import Engine, Request
@@ -67,7 +66,7 @@ def test_each_question_is_answered_with_the_conversation_before_it(talk: Talk, m
     status, answers, notes = talk(["def f", "return", ""])
     first = expected(models, "def f")
     second = expected(models, "def f", first, "return")
-    assert (status, answers) == (0, f"{visible(first)}\n{visible(second)}\n")
+    assert (status, answers) == (0, f"{first}\n{second}\n")
     assert second != expected(models, "return")
     assert f"model     {models}/tuned (llama, Hugging Face directory)" in notes
     assert "<|im_end|>" in notes
@@ -78,9 +77,9 @@ def test_undo_clear_and_system(talk: Talk, models: Path) -> None:
     told = expected(models, "return", system="Be brief.")
     lines = ["def f", "/undo", "return", "/clear", "return", "/clear", "/system Be brief.", "return", "/system"]
     status, answers, notes = talk(lines)
-    assert answers == "".join(f"{visible(text)}\n" for text in (first, alone, alone, told))
+    assert answers == "".join(f"{text}\n" for text in (first, alone, alone, told))
     assert "taken back: def f" in notes
-    assert talk(["return"], "tuned", "--system", "Be brief.")[1] == f"{visible(told)}\n"
+    assert talk(["return"], "tuned", "--system", "Be brief.")[1] == f"{told}\n"
     assert status == 0
 
 
@@ -88,7 +87,7 @@ def test_settings_are_changed_and_refused(talk: Talk, models: Path) -> None:
     status, answers, notes = talk(
         ["/set max-tokens 3", "def f", "/set", "/set top_p 2", "/set top_k x", "/set colour 1"]
     )
-    assert answers == visible(expected(models, "def f", tokens=3)) + "\n"
+    assert answers == expected(models, "def f", tokens=3) + "\n"
     assert status == 2
     assert "max_tokens 3\n" in notes
     assert "temperature 0.0" in notes
@@ -118,7 +117,7 @@ def test_a_base_model_continues_texts(talk: Talk, models: Path) -> None:
     status, answers, notes = talk(["def f", "return", "/more", "/help"], "base")
     first, second = continued("def f"), continued("return")
     third = continued("return" + second)
-    assert (status, answers) == (0, "".join(f"{visible(text)}\n" for text in (first, second, third)))
+    assert (status, answers) == (0, "".join(f"{text}\n" for text in (first, second, third)))
     assert "template  none: a base model" in notes
     assert talk([], "base", "--system", "x")[0] == 2
     assert "/more goes on with the last text of a model that has no chat template" in talk(["/more"])[2]
@@ -132,7 +131,7 @@ def test_two_models_answer_each_in_its_own_conversation(talk: Talk, models: Path
         for name, history in (("tuned", ours), ("other", theirs)):
             history.append(question)
             history.append(expected(models, *history, name=name))
-            said += f"--- {name}\n{visible(history[-1])}\n"
+            said += f"--- {name}\n{history[-1]}\n"
     assert (status, answers) == (0, said)
     assert ours != theirs
 
@@ -140,7 +139,7 @@ def test_two_models_answer_each_in_its_own_conversation(talk: Talk, models: Path
 def test_a_conversation_without_room_is_told_and_can_go_on(talk: Talk, models: Path) -> None:
     status, answers, notes = talk(["def f", "x" * 300, "/undo", "return"])
     assert "and the model is meant for 160; /undo takes the last turn back" in notes
-    assert answers == f"{visible(expected(models, 'def f'))}\n{visible(expected(models, 'return'))}\n"
+    assert answers == f"{expected(models, 'def f')}\n{expected(models, 'return')}\n"
     assert status == 2
 
 
@@ -159,12 +158,6 @@ def test_a_closed_answer_stays_in_the_history(models: Path) -> None:
     with pytest.raises(UserError, match="is meant for 160"):
         next(partner.say("x" * 300, settings))
     assert len(partner.turns) == 2
-
-
-def test_what_would_control_a_terminal_is_shown() -> None:
-    assert visible("\x1b[2J\x1b]0;title\x07 a\tb\nc\r\x00\x7f\x9b2J \u202egnp.exe é 中") == (
-        "␛[2J␛]0;title␇ a\tb\nc␍␀␡\\x9b2J \\u202egnp.exe é 中"
-    )
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.terminal import printable
 
-EVIL = "\x1b]0;title\x07\x1b[2J\x9b2Jred\u202egnp\rerror"
-SHOWN = r"\x1b]0;title\x07\x1b[2J\x9b2Jred\u202egnp\rerror"
+EVIL = "\u200e\x1b]0;title\x07\x1b[2J\x9b2Jred\u202egnp\rerror"
+SHOWN = r"\u200e\x1b]0;title\x07\x1b[2J\x9b2Jred\u202egnp\rerror"
 
 
 def test_what_acts_is_written_out() -> None:

@@ -14,7 +14,7 @@ from typing import TextIO
 CLEAR = "\r\x1b[K"
 """Moves a terminal to the beginning of its line, and empties it."""
 
-ACTS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+ACTS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """What acts on a terminal: C0 and C1 control characters but tab and newline, and changes of writing direction."""
 
 

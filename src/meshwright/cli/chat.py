@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli.common import SAMPLING, add_model_arguments, add_sampling_arguments, positive, sampling_settings
-from meshwright.cli.output import visible
 from meshwright.spec.errors import UserError
 from meshwright.spec.problems import did_you_mean
+from meshwright.terminal import printable
 
 COMMANDS = {
     "/help": "what can be typed",
@@ -123,7 +123,7 @@ class Talk:
                 elif line.strip():
                     self.answer(lambda partner, line=line: partner.say(line, self.settings()))
             except (UserError, OSError) as error:
-                print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+                print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
                 self.status = 0 if sys.stdin.isatty() else 2
         return self.status
 
@@ -135,7 +135,7 @@ class Talk:
             parts = parts_of(partner)
             try:
                 for part in parts:
-                    print(visible(part), end="", flush=True)
+                    print(part, end="", flush=True)
                 print(flush=True)
             except KeyboardInterrupt:
                 print(" [interrupted]", flush=True)
@@ -171,7 +171,7 @@ class Talk:
         turns = [partner.turns.pop() for partner in self.partners if partner.turns]
         if not turns:
             raise UserError("there is no question to take back")
-        self.note(f"taken back: {visible(turns[0].asked)}")
+        self.note(f"taken back: {turns[0].asked}")
 
     def set(self, words: str) -> None:
         """Change a setting, or show all."""
@@ -207,4 +207,4 @@ class Talk:
     def note(self, *lines: str) -> None:
         """Say something that is no answer."""
         for line in filter(None, lines):
-            print(line, file=sys.stderr, flush=True)
+            print(printable(line), file=sys.stderr, flush=True)

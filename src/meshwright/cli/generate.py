@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from meshwright.cli.common import add_family_argument, add_model_arguments, add_sampling_arguments, sampling_settings
-from meshwright.cli.output import add_json_argument, print_json, visible
+from meshwright.cli.output import add_json_argument, print_json
 from meshwright.spec.errors import UserError
 
 
@@ -62,5 +62,5 @@ def run(arguments: argparse.Namespace) -> int:
         if len(prompts) > 1:
             print(f"--- {number} of {len(prompts)}")
         whole = text if arguments.chat else prompt + text
-        print(visible(whole) if sys.stdout.isatty() else whole)
+        print(whole)
     return 0
