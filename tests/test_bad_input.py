@@ -312,7 +312,7 @@ AFTER_TRAINING = {
     "generate runs/small --prompt x --max-tokens 99": "at most 31 new tokens have room",
     "generate runs/small --prompt x --seed y": "argument --seed: invalid int value: 'y'",
     "generate runs/small --prompt x --dtype fp8": "argument --dtype: invalid choice: 'fp8'",
-    "export runs/small": "one of the arguments --hf --adapter is required; see 'meshwright export --help'",
+    "export runs/small": "one of the arguments --hf --adapter --program is required; see 'meshwright export --help'",
     "export runs/small --hf runs": "runs exists already; export to another directory or remove it",
     "eval runs/small --source nowhere.txt": "data source nowhere.txt matches no file",
     "eval runs/small --sequence-length 64": "sequence length 64: the model is meant for at most 32",

@@ -454,9 +454,18 @@ def test_adapters_share_the_weights_of_their_base(runs: Path) -> None:
         open_served(base, "x", {"x": runs / "lora"}, max_batch=1, max_context=None)
 
 
+SERVE = """
+import signal, sys
+from meshwright.cli.main import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(main())
+"""
+"""`meshwright`, also where the tests were started by a shell that ignores SIGINT, as for a job in the background."""
+
+
 @pytest.mark.slow
 def test_the_verb_serves_runs_until_it_is_told_to_stop(runs: Path) -> None:
-    command = [sys.executable, "-m", "meshwright", "serve", str(runs / "base"), "--adapter", f"lora={runs / 'lora'}"]
+    command = [sys.executable, "-c", SERVE, "serve", str(runs / "base"), "--adapter", f"lora={runs / 'lora'}"]
     process = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
