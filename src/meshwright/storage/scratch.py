@@ -1,10 +1,11 @@
-"""Temporary folders that do not pile up: what a killed process has left, the next one removes."""
+"""Temporary folders that do not pile up: what a killed process has left, later ones remove."""
 
 import contextlib
 import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +15,16 @@ OWNER = ".owner"
 """A file that the owner of a folder holds `flock` on for as long as it lives; a process's number would not do, where
 containers share a temporary directory."""
 
+ABANDONED = ".abandoned"
+"""A file that whoever first finds the owner dead leaves in the folder."""
+GRACE = 60.0
+"""Seconds after that in which processes that the owner has started may still read."""
+
 
 @contextmanager
 def scratch_folder(purpose: str) -> Iterator[Path]:
     """A new folder in the system's temporary directory, `meshwright-PURPOSE-...`, gone after the block. Of this user's
-    folders of that kind, those go too whose owner is dead."""
+    folders of that kind, those go too whose owner was found dead a minute ago."""
     _remove_abandoned(Path(tempfile.gettempdir()))
     made = tempfile.TemporaryDirectory(prefix=f"{PREFIX}{purpose}-", ignore_cleanup_errors=True)
     with made as name, (Path(name) / OWNER).open("w") as owner:
@@ -33,4 +39,8 @@ def _remove_abandoned(where: Path) -> None:
                 continue
             with (folder / OWNER).open() as owner:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder)
+                mark = folder / ABANDONED
+                if not mark.exists():
+                    mark.touch()
+                elif time.time() - mark.stat().st_mtime > GRACE:
+                    shutil.rmtree(folder)
