@@ -4,12 +4,14 @@ Loading torch takes seconds, in which a launcher may be killed; so the parent is
 """
 
 import runpy
+import signal
 import sys
 
 from meshwright.launch.signals import end_with
 from meshwright.terminal import guarded_terminal
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `StopRequest` listens: no trace from the middle of an import
     end_with(int(sys.argv[1]))
     del sys.argv[:2]
     with guarded_terminal():
