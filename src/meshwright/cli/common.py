@@ -78,7 +78,11 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         "--top-p", metavar="P", type=float, default=1.0, help="draw among the likeliest tokens of probability P only"
     )
     parser.add_argument(
-        "--min-p", metavar="P", type=float, default=0.0, help="draw among tokens P times as likely as the likeliest"
+        "--min-p",
+        metavar="P",
+        type=float,
+        default=0.0,
+        help="draw among tokens at least P times as likely as the likeliest",
     )
     parser.add_argument(
         "--repetition-penalty", metavar="R", type=float, default=1.0, help="above 1: make what was said less likely"

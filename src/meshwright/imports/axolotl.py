@@ -5,7 +5,7 @@ from typing import Any
 
 from meshwright.imports.hf_arguments import RULES as HF_RULES
 from meshwright.imports.hf_arguments import take_defaults
-from meshwright.imports.reading import Reading, Rule, fact, nothing, positive, when
+from meshwright.imports.reading import Reading, Rule, fact, nothing, when
 
 FORMATS = {
     "alpaca": "alpaca",
@@ -75,6 +75,31 @@ LEFT_TO_US = (
     *("eval_sample_packing", "save_safetensors", "debug", "wandb_entity", "wandb_watch", "wandb_name", "local_rank"),
 )
 
+SHARED = (
+    "gradient_accumulation_steps",
+    "max_steps",
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+    "warmup_steps",
+    "warmup_ratio",
+    "bf16",
+    "fp16",
+    "gradient_checkpointing",
+    "torch_compile",
+    "seed",
+    "output_dir",
+    "save_steps",
+    "save_total_limit",
+    "eval_steps",
+    "deepspeed",
+    "fsdp",
+)
+"""Keys that axolotl hands to the Trainer as they are."""
+
 RULES: Mapping[str, Rule] = {
     "base_model": "model.name",
     "tokenizer_config": "data.tokenizer",
@@ -98,34 +123,14 @@ RULES: Mapping[str, Rule] = {
     "peft_use_dora": when("finetune.dora", True),
     "peft_use_rslora": when("finetune.rslora", True),
     "micro_batch_size": _batch,
-    "gradient_accumulation_steps": fact("accumulation"),
     "num_epochs": fact("epochs"),
-    "max_steps": HF_RULES["max_steps"],
+    **{name: HF_RULES[name] for name in SHARED},
     "optimizer": HF_RULES["optim"],
     "lr_scheduler": HF_RULES["lr_scheduler_type"],
-    "learning_rate": "training.optimizer.lr",
-    "weight_decay": "training.optimizer.weight_decay",
-    "adam_beta1": fact("beta1"),
-    "adam_beta2": fact("beta2"),
-    "adam_epsilon": "training.optimizer.eps",
-    "max_grad_norm": positive("training.clip"),
-    "warmup_steps": "training.lr_schedule.warmup",
-    "warmup_ratio": fact("warmup_ratio"),
-    "bf16": when("training.precision", "bf16"),
-    "fp16": when("training.precision", "fp16"),
-    "gradient_checkpointing": when("training.recompute", "full"),
-    "torch_compile": when("training.compile", True),
-    "seed": "training.seed",
     "val_set_size": _evaluation,
-    "output_dir": "run_dir",
-    "save_steps": "checkpoint.every",
-    "save_total_limit": "checkpoint.keep_last",
-    "eval_steps": "training.evaluation.every",
     "saves_per_epoch": _per_epoch("checkpoint.every"),
     "evals_per_epoch": _per_epoch("training.evaluation.every"),
     "wandb_project": lambda reading, value, origin: reading.set("trackers", ["wandb"], origin) if value else None,
-    "deepspeed": HF_RULES["deepspeed"],
-    "fsdp": HF_RULES["fsdp"],
     "special_tokens": nothing("the tokenizer's own special tokens are taken"),
     "early_stopping_patience": nothing("the callback early_stopping does this (docs/callbacks.md)"),
     **dict.fromkeys(LEFT_TO_US, nothing("nothing that is trained depends on it, or our trainer decides it")),

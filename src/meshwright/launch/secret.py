@@ -15,7 +15,7 @@ SECRET_BYTES = 32
 
 
 def new_secret() -> str:
-    """A fresh one, as text for an environment."""
+    """A fresh secret, as text for an environment variable."""
     return secrets.token_hex(SECRET_BYTES)
 
 
@@ -32,7 +32,7 @@ def write_secret(run_dir: Path) -> None:
 
 
 def read_secret(run_dir: Path) -> bytes:
-    """What rank 0 has written; raises `UserError` where this rank cannot see it."""
+    """The secret that rank 0 has written; raises `UserError` where this rank cannot read it."""
     try:
         return (run_dir / FILE).read_bytes()
     except OSError as error:

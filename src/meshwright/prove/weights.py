@@ -18,8 +18,8 @@ NOISE = 0.2
 """Standard deviation of what is added to constants."""
 
 ADAPTER_NOISE = 0.05
-"""Of an adapter's matrix that begins with zero: what it adds is then as large as what its base gives. Four times as
-large saturates attention, whose rounding the tolerances do not allow for."""
+"""The same for the zero matrix of an adapter, which then adds about as much as its base computes. Four times as much
+saturates attention, and its rounding exceeds the tolerances."""
 
 LOUD, QUIET = 2.0, 0.1
 """What the routing weights of every other expert are multiplied by, so that tokens crowd on half of the experts."""

@@ -23,8 +23,8 @@ GRACE = 60.0
 
 @contextmanager
 def scratch_folder(purpose: str) -> Iterator[Path]:
-    """A new folder in the system's temporary directory, `meshwright-PURPOSE-...`, gone after the block. Of this user's
-    folders of that kind, those go too whose owner was found dead a minute ago."""
+    """A new folder in the system's temporary directory, `meshwright-PURPOSE-...`, gone after the block. Also
+    removes this user's folders whose owner was found dead more than a minute ago."""
     _remove_abandoned(Path(tempfile.gettempdir()))
     made = tempfile.TemporaryDirectory(prefix=f"{PREFIX}{purpose}-", ignore_cleanup_errors=True)
     with made as name, (Path(name) / OWNER).open("w") as owner:
