@@ -7,7 +7,7 @@ TORCH  ?= $(PINNED)
 VENV   := $(if $(filter $(PINNED),$(TORCH)),.venv,.venv-torch-$(TORCH))
 BIN    := $(VENV)/bin
 
-.PHONY: help install demo compare test test-engines test-fast mutants attack check docs clean
+.PHONY: help install demo compare test test-engines test-slurm test-fast mutants attack check docs clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -47,6 +47,9 @@ $(VENV)/.engines: $(VENV)/.dev
 
 test-engines: $(VENV)/.engines ## run the tests of other engines, DeepSpeed's too, which compiles at first use
 	@$(BIN)/python -m pytest tests/test_engines.py tests/test_compare.py tests/test_engines_parity.py
+
+test-slurm: $(VENV)/.dev ## run the documented Slurm script on a Slurm of two machines (root; apt install slurm-wlm munge)
+	@$(BIN)/python -m pytest tests/test_slurm.py --slurm -rs
 
 test-fast: $(VENV)/.dev ## run what finds most mistakes, in minutes: of tests over several ranks one case each
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --fast

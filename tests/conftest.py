@@ -21,6 +21,7 @@ def ranks() -> Iterator[RankPool]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="what `make test-fast` runs")
+    parser.addoption("--slurm", action="store_true", help="what `make test-slurm` runs: it starts Slurm's daemons")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

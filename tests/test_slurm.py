@@ -1,6 +1,7 @@
 """The documented Slurm script on a real Slurm: two machines on one host, stopped and requeued, lose no step.
 
-Needs Debian's slurm-wlm and munge, and root. Everything lives in one folder but munge's socket.
+`make test-slurm` runs it; it needs Debian's slurm-wlm and munge, and root. Everything lives in one folder but munge's
+socket.
 """
 
 import json
@@ -72,8 +73,10 @@ run_dir: run
 
 
 @pytest.fixture
-def slurm(tmp_path: Path) -> Iterator[Callable[..., str]]:
+def slurm(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., str]]:
     """Runs one of Slurm's commands on a cluster of two machines, in `tmp_path`."""
+    if not request.config.getoption("--slurm"):
+        pytest.skip("make test-slurm runs it")
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
     ports = [listener.getsockname()[1] for listener in listeners]
     for listener in listeners:
@@ -104,6 +107,9 @@ def slurm(tmp_path: Path) -> Iterator[Callable[..., str]]:
         wait(lambda: "2" in slurm("sinfo", "--noheader", "--states=idle", "--format=%D"))
         yield slurm
     finally:
+        for log in ("job.txt", "slurmctld.log"):  # shown where the test fails
+            if (tmp_path / log).exists():
+                print(f"== {log}", *(tmp_path / log).read_text().splitlines()[-40:], sep="\n")
         for daemon in reversed(daemons):
             daemon.terminate()
             daemon.wait(30)
