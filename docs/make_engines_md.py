@@ -14,6 +14,7 @@ from meshwright.plan.blueprint import blueprint
 from meshwright.plan.candidate import evaluate
 from meshwright.plan.hardware import resolve_cluster
 from meshwright.plan.job import MESHWRIGHT, Job
+from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.precision import Precision
 from meshwright.spec.recipe import load_recipe
 from meshwright.spec.run import Run
@@ -166,15 +167,15 @@ def _predicted() -> Iterator[str]:
         blueprint(resolve_model(PRESETS["llama-3-8b"], base_dir=Path())),
         resolve_cluster("8xh100", base_dir=Path()),
     )
-    base = Job(model=eight, sequence=8192, global_batch=128, micro_batch=1, dp_shard=8, zero=3)
+    base = Job(model=eight, sequence=8192, global_batch=128, micro_batch=1, layout=LayoutSpec(dp_shard=8, zero=3))
     tuned = replace(MEGATRON, overlap_tensor=True)
     jobs = {
-        "NeMo, fp8": (1.0, 40, replace(base, zero=1, precision=Precision.of("fp8"),
+        "NeMo, fp8": (1.0, 40, replace(base.with_layout(zero=1), precision=Precision.of("fp8"),
                                        stack=replace(tuned, gradient_bytes=2.0, reduce_bytes=2.0))),
-        "NeMo, bf16": (0.6, 60, replace(base, zero=1, stack=tuned)),
+        "NeMo, bf16": (0.6, 60, replace(base.with_layout(zero=1), stack=tuned)),
         "DeepSpeed ZeRO-3": (0.55, 45, replace(base, stack=EAGER)),
         "FSDP": (0.5, 50, replace(base, stack=FSDP)),
-        "Hugging Face DDP": (0.4, 70, replace(base, dp_shard=1, dp_replicate=8, zero=0, stack=EAGER)),
+        "Hugging Face DDP": (0.4, 70, replace(base.with_layout(dp_shard=1, dp_replicate=8, zero=0), stack=EAGER)),
         "Meshwright ZeRO-3": (None, None, replace(base, stack=MESHWRIGHT)),
     }  # fmt: skip
     whole = None

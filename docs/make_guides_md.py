@@ -14,6 +14,7 @@ from meshwright.plan.memory import predict_memory
 from meshwright.plan.methods import METHODS, by_method
 from meshwright.plan.search import search
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.precision import Precision
 from meshwright.validate.models import Completion, published_model
 
@@ -89,7 +90,9 @@ def _claims() -> Iterator[str]:
 
 def _state_claims() -> Iterator[str]:
     eight = model("llama-3-8b")
-    ddp = Job(model=eight, sequence=4096, global_batch=8, micro_batch=1, dp_replicate=8, recompute="full")
+    ddp = Job(
+        model=eight, sequence=4096, global_batch=8, micro_batch=1, recompute="full", layout=LayoutSpec(dp_replicate=8)
+    )
     use = predict_memory(ddp)
     yield _line(
         "8B model, 8 x H100: DDP with AdamW in 70 GB",
@@ -109,12 +112,12 @@ def _state_claims() -> Iterator[str]:
                       kinds=(Block((Matrix("w", 7_500_000_000, 1, split=True),), 0),), pattern=(0,))  # fmt: skip
     sizes = []
     for zero in range(4):
-        job = Job(model=paper, sequence=1, global_batch=64, micro_batch=1, zero=zero, stack=PAPER,
-                  dp_shard=64 if zero else 1, dp_replicate=1 if zero else 64)  # fmt: skip
+        layout = LayoutSpec(zero=zero, dp_shard=64) if zero else LayoutSpec(dp_replicate=64)
+        job = Job(model=paper, sequence=1, global_batch=64, micro_batch=1, stack=PAPER, layout=layout)
         sizes.append(f"{predict_memory(job).states / GB:.1f}")
     yield _line("7.5B on 64 devices: 120 / 31.4 / 16.6 / 1.9 GB by ZeRO stage", " / ".join(sizes) + " GB", "reproduced")
     big = gpt(12288, 96, 96)
-    base = Job(model=big, sequence=2048, global_batch=1024, micro_batch=1, dp_shard=1024, zero=3)
+    base = Job(model=big, sequence=2048, global_batch=1024, micro_batch=1, layout=LayoutSpec(dp_shard=1024, zero=3))
     none, full = predict_memory(base), predict_memory(replace(base, recompute="full"))
     yield _line(
         "175B, ZeRO-3 on 1024 A100: about 100 GB of activations, does not fit",
@@ -122,8 +125,8 @@ def _state_claims() -> Iterator[str]:
         f"it ({full.total / GB:.0f} GB in all)",
         "true only without recomputation; with it, it fits easily",
     )
-    megatron = replace(base, dp_shard=8, tp=8, pp=16, zero=0, dp_replicate=8, recompute="full")
-    use = predict_memory(replace(megatron, dp_shard=1, stack=PAPER))
+    megatron = replace(base.with_layout(dp_shard=8, tp=8, pp=16, zero=0, dp_replicate=8), recompute="full")
+    use = predict_memory(replace(megatron.with_layout(dp_shard=1), stack=PAPER))
     yield _line(
         "the same, TP 8 x PP 16 x DP 8: 5.5 + 5.5 + 16.5 + about 10 GB",
         f"weights {use.weights / GB:.1f}, gradients {use.gradients / GB:.1f}, optimizer {use.optimizer / GB:.1f}, "
@@ -134,7 +137,7 @@ def _state_claims() -> Iterator[str]:
 
 def _speed_claims() -> Iterator[str]:
     eight, h100 = model("llama-3-8b"), cluster("8xh100")
-    base = Job(model=eight, sequence=8192, global_batch=128, micro_batch=1, dp_shard=8, zero=3)
+    base = Job(model=eight, sequence=8192, global_batch=128, micro_batch=1, layout=LayoutSpec(dp_shard=8, zero=3))
     bf16, fp8 = evaluate(base, h100), evaluate(replace(base, precision=Precision.of("fp8")), h100)
     yield _line(
         "8B on 8 x H100: bf16 has 60 % of fp8's speed",
@@ -161,8 +164,8 @@ def _speed_claims() -> Iterator[str]:
         "reproduced; flash attention and no need to recompute everything make today's better",
     )
     step = evaluate(
-        Job(model=gpt(20480, 128, 105), sequence=2048, global_batch=2240, micro_batch=1, tp=8, pp=35, dp_shard=8,
-            zero=1, recompute="full"),
+        Job(model=gpt(20480, 128, 105), sequence=2048, global_batch=2240, micro_batch=1, recompute="full",
+            layout=LayoutSpec(tp=8, pp=35, dp_shard=8, zero=1)),
         cluster("2240xa100-80g"),
     )  # fmt: skip
     yield _line(
@@ -181,7 +184,14 @@ def _speed_claims() -> Iterator[str]:
 
 def _network_claims() -> Iterator[str]:
     forty, base_rate = gpt(8192, 64, 48), 400
-    job = Job(model=forty, sequence=2048, global_batch=64, micro_batch=4, dp_shard=16, zero=3, recompute="full")
+    job = Job(
+        model=forty,
+        sequence=2048,
+        global_batch=64,
+        micro_batch=4,
+        recompute="full",
+        layout=LayoutSpec(dp_shard=16, zero=3),
+    )
     sent = 3 * 2 * forty.num_parameters * (1 - 1 / 2)
     yield _line(
         "ZeRO-3 on N nodes sends 48 M / N bits a step and node: 40B on 2 nodes, 120 GB",
@@ -191,7 +201,7 @@ def _network_claims() -> Iterator[str]:
     shares = []
     for rate in (100, base_rate, 1600, 3200):
         where = cluster(f"16xa100-80g@{rate}Gb/s")
-        found, hybrid = evaluate(job, where), evaluate(replace(job, dp_shard=8, dp_replicate=2), where)
+        found, hybrid = evaluate(job, where), evaluate(job.with_layout(dp_shard=8, dp_replicate=2), where)
         share, ratio = found.time.data / found.time.total, hybrid.time.total / found.time.total
         shares.append(f"{rate} Gb/s: {share:.0%}, {ratio:.2f}x")
     yield _line(
@@ -201,12 +211,12 @@ def _network_claims() -> Iterator[str]:
         "reproduced in direction; hybrid keeps a whole copy a node, which 40B of AdamW state does not fit",
     )
     long = Job(
-        model=model("llama-3-8b"), sequence=131072, global_batch=64, micro_batch=1, dp_shard=64, zero=3,
-        recompute="full",
+        model=model("llama-3-8b"), sequence=131072, global_batch=64, micro_batch=1, recompute="full",
+        layout=LayoutSpec(dp_shard=64, zero=3),
     )  # fmt: skip
     rows = []
     for cp in (1, 2, 4, 8):
-        found = evaluate(replace(long, cp=cp, dp_shard=64 // cp), cluster("64xh100"))
+        found = evaluate(long.with_layout(cp=cp, dp_shard=64 // cp), cluster("64xh100"))
         rows.append(f"cp={cp}: {found.memory.total / GB:.0f} GB, {found.time.total:.0f} s")
     yield _line(
         "ring attention for long contexts",
@@ -214,7 +224,14 @@ def _network_claims() -> Iterator[str]:
         "reproduced: it is memory that asks for it",
     )
     tensor = evaluate(
-        Job(model=gpt(12288, 96, 96), sequence=2048, global_batch=64, micro_batch=1, tp=8, pp=8, recompute="full"),
+        Job(
+            model=gpt(12288, 96, 96),
+            sequence=2048,
+            global_batch=64,
+            micro_batch=1,
+            recompute="full",
+            layout=LayoutSpec(tp=8, pp=8),
+        ),
         cluster("64xa100-80g"),
     )
     yield _line(
@@ -247,7 +264,9 @@ def _small_claims() -> Iterator[str]:
 
 
 def _first_claims() -> Iterator[str]:
-    job = Job(model=model("llama-3-8b"), sequence=8192, global_batch=64, micro_batch=1, dp_shard=8, zero=3)
+    job = Job(
+        model=model("llama-3-8b"), sequence=8192, global_batch=64, micro_batch=1, layout=LayoutSpec(dp_shard=8, zero=3)
+    )
     h100 = cluster("8xh100")
     plain = evaluate(job, h100)
     variants = {
@@ -273,7 +292,10 @@ def _first_claims() -> Iterator[str]:
         f"{rate:.0f} TFLOP/s fit published training runs best, forward and backward, masked scores not counted",
         "a kernel's best case; in training runs it is three fifths of that",
     )
-    wide = [evaluate(replace(job, global_batch=8 * n, dp_shard=8 * n), cluster(f"{8 * n}xh100")) for n in (1, 16, 128)]
+    wide = [
+        evaluate(replace(job.with_layout(dp_shard=8 * n), global_batch=8 * n), cluster(f"{8 * n}xh100"))
+        for n in (1, 16, 128)
+    ]
     yield _line(
         "scaling efficiency 85 to 92 %",
         "8B, ZeRO-3, 1 sequence a device: "
@@ -295,8 +317,8 @@ def _finetune_claims() -> Iterator[str]:
     one = Job(model=model("llama-3.2-1b"), sequence=2048, global_batch=16, micro_batch=4)
     single, four = evaluate(one, cluster("1xa100-80g")), cluster("4xa100-80g")
     ratios = {
-        "DDP on 4": evaluate(replace(one, dp_replicate=4, global_batch=64), four),
-        "FSDP2 on 4": evaluate(replace(one, dp_shard=4, zero=3, global_batch=64), four),
+        "DDP on 4": evaluate(replace(one.with_layout(dp_replicate=4), global_batch=64), four),
+        "FSDP2 on 4": evaluate(replace(one.with_layout(dp_shard=4, zero=3), global_batch=64), four),
         "LoRA": evaluate(by_method(one, METHODS[1]), cluster("1xa100-80g")),
         "QLoRA": evaluate(by_method(one, METHODS[2]), cluster("1xa100-80g")),
     }
@@ -323,7 +345,14 @@ def _finetune_claims() -> Iterator[str]:
         "true of 1B to 3B; 8B needs a 24 GB card for LoRA and 12 GB for QLoRA",
     )
     falcon = known_model("falcon-180b")
-    job = Job(model=falcon, sequence=2048, global_batch=64, micro_batch=1, dp_shard=8, zero=3, recompute="full")
+    job = Job(
+        model=falcon,
+        sequence=2048,
+        global_batch=64,
+        micro_batch=1,
+        recompute="full",
+        layout=LayoutSpec(dp_shard=8, zero=3),
+    )
     found = evaluate(by_method(job, METHODS[1]), cluster("8xa100-80g"))
     minutes = 15000 * 3 * 2048 / (found.tokens_per_second * 8) / 60
     yield _line(
@@ -344,8 +373,8 @@ def _offload_claims() -> Iterator[str]:
     v100 = cluster("1xv100-32g")
     ten = gpt(4096, 32, 50)
     job = Job(model=ten, sequence=1024, global_batch=32, micro_batch=4, recompute="full",
-              precision=Precision.of("fp16"), offload="cpu", zero=2)  # fmt: skip
-    found, none = evaluate(job, v100), evaluate(replace(job, offload="none"), v100)
+              precision=Precision.of("fp16")).with_layout(offload="cpu", zero=2)  # fmt: skip
+    found, none = evaluate(job, v100), evaluate(job.with_layout(offload="none"), v100)
     done = 8 * ten.num_parameters * found.tokens_per_second / 1e12
     yield _line(
         "ZeRO-Offload: 10B on one V100-32GB at 40 TFLOP/s; DDP reaches 1.4B at 30",

@@ -150,7 +150,10 @@ def _lines(summary: dict[str, Any], judged: Sequence[Judged], refused: dict[str,
 def _old_zero3(judged: Sequence[Judged]) -> int:
     """Rows of the V100 cluster under ZeRO-3 that ran and are predicted not to fit."""
     return sum(
-        row.run.job.zero == 3 and not row.fits and not row.run.out_of_memory and row.run.id.startswith("v1-")
+        row.run.job.layout.zero_stage == 3
+        and not row.fits
+        and not row.run.out_of_memory
+        and row.run.id.startswith("v1-")
         for row in judged
     )
 

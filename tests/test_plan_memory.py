@@ -15,6 +15,7 @@ from meshwright.plan.blueprint import Block, Blueprint, Matrix, blueprint
 from meshwright.plan.job import MESHWRIGHT, Job, Stack
 from meshwright.plan.memory import predict_memory, stage_memory
 from meshwright.plan.stages import balanced_stages, layer_costs
+from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.precision import Precision
 from meshwright.spec.recompute import Policy
 from meshwright.spec.schedule import SCHEDULES, build_schedule, nearest_microbatches
@@ -48,7 +49,9 @@ def gpt(hidden: int = 6144, heads: int = 64, layers: int = 4) -> Blueprint:
 
 
 def job(model: Blueprint, stack: Stack = PAPER, **changes) -> Job:
-    return Job(**{"model": model, "sequence": 1, "global_batch": 64, "micro_batch": 1, "stack": stack, **changes})
+    layout = {field: changes.pop(field) for field in LayoutSpec.model_fields if field in changes}
+    plain = Job(**{"model": model, "sequence": 1, "global_batch": 64, "micro_batch": 1, "stack": stack, **changes})
+    return plain.with_layout(**layout)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +109,7 @@ def test_microbatches_in_flight_are_those_of_the_schedule(name: str) -> None:
             continue
         batch = nearest_microbatches(name, ranks, 6 * ranks, virtual)
         schedule = build_schedule(name, ranks=ranks, microbatches=batch, stages_per_rank=virtual)
-        run = job(gpt(layers=24), pp=ranks, virtual_stages=virtual, schedule=name, global_batch=batch)
+        run = job(gpt(layers=24), pp=ranks, stages_per_rank=virtual, schedule=name, global_batch=batch)
         held = [microbatches_in_flight(run, rank) * virtual for rank in range(ranks)]
         assert held == pytest.approx(list(in_flight(schedule)))
 
@@ -119,7 +122,7 @@ def test_stages_are_cut_where_the_engine_cuts_them(preset: str) -> None:
         cut = balanced_stages(layer_costs(spec, 2048), ranks * virtual)
         schedule = build_schedule(name, ranks=ranks, microbatches=4 * ranks, stages_per_rank=virtual)
         expected = [sum(cut[stage] for stage in schedule.stages_of(rank)) for rank in range(ranks)]
-        run = job(model, MESHWRIGHT, sequence=2048, pp=ranks, virtual_stages=virtual, schedule=name)
+        run = job(model, MESHWRIGHT, sequence=2048, pp=ranks, stages_per_rank=virtual, schedule=name)
         assert list(run.stage_layers) == expected
         assert run.head_rank == schedule.placement[-1]
 
@@ -148,12 +151,12 @@ def test_sharding_recomputation_and_smaller_microbatches_need_less() -> None:
         predict_memory(changed).total
         for changed in (
             base,
-            replace(base, zero=2),
-            replace(base, zero=3),
-            replace(base, zero=3, recompute="selective"),
-            replace(base, zero=3, recompute="full"),
-            replace(base, zero=3, recompute="full", micro_batch=1),
-            replace(base, zero=3, recompute="full", micro_batch=1, tp=2),
+            base.with_layout(zero=2),
+            base.with_layout(zero=3),
+            replace(base.with_layout(zero=3), recompute="selective"),
+            replace(base.with_layout(zero=3), recompute="full"),
+            replace(base.with_layout(zero=3), recompute="full", micro_batch=1),
+            replace(base.with_layout(zero=3, tp=2), recompute="full", micro_batch=1),
         )
     ]
     assert totals == sorted(totals, reverse=True)

@@ -20,7 +20,7 @@ from meshwright.plan import search as search_module
 from meshwright.plan.account import explain_field
 from meshwright.plan.blueprint import Block, Blueprint, Matrix, blueprint
 from meshwright.plan.candidate import Candidate, complexity, evaluate, family_name
-from meshwright.plan.engine import engine_job, engine_layout, layout_check, runs_today
+from meshwright.plan.engine import engine_job, layout_check, refusal, runs_today
 from meshwright.plan.explain import bandwidth, binding, relief, why_not
 from meshwright.plan.flops import flops_per_token
 from meshwright.plan.hardware import device_cluster, resolve_cluster
@@ -108,7 +108,7 @@ def simplest(every: Sequence[Candidate], runs: Callable[[Job], bool]) -> Candida
     limit = 1.03 * min((candidate.cost for candidate in running), default=0.0)
     return min(
         (candidate for candidate in running if candidate.cost <= limit),
-        key=lambda one: (one.verdict == "tight", complexity(one.job), one.cost, one.memory.total),
+        key=lambda one: (one.verdict == "tight", complexity(one.job.layout), one.cost, one.memory.total),
         default=None,
     )
 
@@ -120,7 +120,7 @@ def test_the_pruned_search_is_brute_force(monkeypatch: pytest.MonkeyPatch) -> No
     skipped, found, simpler = 0, Counter(), 0
     for seed in range(200):
         job, cluster, limits = instance(seed)
-        runs = (lambda job: job.tp == 1) if seed % 3 else lambda job: True
+        runs = (lambda job: job.layout.tp == 1) if seed % 3 else lambda job: True
         fast = search(job, cluster, top=3, limits=limits, runs=runs)
         with monkeypatch.context() as patch:
             patch.setattr(search_module, "least_recompute", every_recomputation)
@@ -142,7 +142,9 @@ def test_the_pruned_search_is_brute_force(monkeypatch: pytest.MonkeyPatch) -> No
 def test_ranks_may_be_looked_at_alone() -> None:
     """No mix of what the ranks of a pipeline recompute is faster than each with its own least."""
     model = blueprint(resolve_model(PRESETS["llama-3-8b"], base_dir=Path()))
-    job = Job(model=replace(model, pattern=(0,) * 10), sequence=8192, global_batch=64, micro_batch=4, pp=2)
+    job = Job(
+        model=replace(model, pattern=(0,) * 10), sequence=8192, global_batch=64, micro_batch=4, layout=LayoutSpec(pp=2)
+    )
     cluster = device_cluster("h100", 2)
     found, times = frugal(job, cluster), []
     assert found.recompute == RecomputeSpec(full=(2, 0), selective=(3, 0))
@@ -171,14 +173,14 @@ def test_every_layout_is_legal_and_different() -> None:
                global_batch=64, micro_batch=1)  # fmt: skip
     cluster = device_cluster("h100", 32)
     found = list(layouts(base, cluster, Limits()))
-    assert len({tuple(sorted(choice.items(), key=str)) for choice in found}) == len(found) > 500
-    for choice in found:
-        job = replace(base, **choice)
-        assert job.world == 32
-        assert job.global_batch == job.dp * job.micro_batch * job.microbatches
+    assert len(set(found)) == len(found) > 500
+    for layout, micro_batch in found:
+        job = replace(base, layout=layout, micro_batch=micro_batch)
+        assert job.layout.world_size == 32
+        assert job.global_batch == job.layout.data_parallel * job.micro_batch * job.microbatches
         assert sum(job.stage_layers) == base.model.num_layers
-        assert family_name(choice)
-    assert {choice["ep"] for choice in found} == {1, 2, 4, 8, 16, 32}
+        assert family_name(layout)
+    assert {layout.ep for layout, _ in found} == {1, 2, 4, 8, 16, 32}
     assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
 
 
@@ -190,7 +192,7 @@ def test_a_large_job_is_planned_in_the_time_of_a_keystroke() -> None:
     found = search(base, device_cluster("h100", 1024), top=5)
     best = found.ranked[0]
     assert best.verdict == "fits"
-    assert best.job.tp <= 8  # tensor parallelism stays in the node
+    assert best.job.layout.tp <= 8  # tensor parallelism stays in the node
     assert 0.35 < best.mfu < 0.6
     assert found.looked_at < 0.75 * found.legal
     assert {"DDP", "ZeRO-1", "ZeRO-3"} <= set(found.strategies)
@@ -239,13 +241,13 @@ def test_speed_outranks_what_stays_free() -> None:
     slow = resolve_cluster("16xh100@25Gb/s", base_dir=Path())
     chosen = search(base, slow).chosen
     assert chosen
-    assert (chosen.verdict, chosen.job.offload) == ("fits", "cpu")
+    assert (chosen.verdict, chosen.job.layout.offload) == ("fits", "cpu")
     assert chosen.time.total < 30
     bare = search(base, slow.model_copy(update={"host_memory_gb": 1.0}))
     assert bare.chosen
     assert bare.chosen.verdict == "tight"
     assert bare.chosen.time.total < 30
-    fitting = evaluate(replace(base, dp_shard=2, tp=8, zero=3, recompute="full"), slow)
+    fitting = evaluate(replace(base.with_layout(dp_shard=2, tp=8, zero=3), recompute="full"), slow)
     assert fitting.verdict == "fits"
     assert fitting.time.total > 3000
 
@@ -253,7 +255,7 @@ def test_speed_outranks_what_stays_free() -> None:
 def test_the_cheapest_relief_is_one_that_fits() -> None:
     model = blueprint(resolve_model(PRESETS["llama-3-8b"], base_dir=Path()))
     cluster = device_cluster("h100", 8)
-    job = Job(model=model, sequence=8192, global_batch=128, micro_batch=2, dp_shard=8, zero=3)
+    job = Job(model=model, sequence=8192, global_batch=128, micro_batch=2, layout=LayoutSpec(dp_shard=8, zero=3))
     assert evaluate(job, cluster).verdict == "does not fit"
     words = relief(job, cluster, 0.1)
     assert words is not None
@@ -270,18 +272,25 @@ def test_the_simplest_of_equally_fast_layouts_is_chosen_and_written(recipe: Path
     chosen, fastest = plan.chosen, plan.found.fastest
     assert chosen
     assert fastest
-    assert complexity(chosen.job) < complexity(fastest.job)
+    assert complexity(chosen.job.layout) < complexity(fastest.job.layout)
     assert fastest.time.total < chosen.time.total <= 1.03 * fastest.time.total
     assert facts["fastest"]["text"] != facts["chosen"]["text"]
     assert "the simplest within 3% of the fastest of " in choice_reason(plan)
     written = planned_run(run, plan).layout
-    assert (written.pp, written.tp, written.schedule) == (chosen.job.pp, chosen.job.tp, chosen.job.schedule_name)
+    assert written == chosen.job.layout
 
 
 def test_a_slow_network_is_told_how_slow() -> None:
     model = blueprint(resolve_model(PRESETS["llama-3-70b"], base_dir=Path()))
     slow = resolve_cluster("64xh100@100Gb/s", base_dir=Path())
-    job = Job(model=model, sequence=4096, global_batch=64, micro_batch=1, dp_shard=64, zero=3, recompute="full")
+    job = Job(
+        model=model,
+        sequence=4096,
+        global_batch=64,
+        micro_batch=1,
+        recompute="full",
+        layout=LayoutSpec(dp_shard=64, zero=3),
+    )
     words = bandwidth(evaluate(job, slow))
     assert words is not None
     assert "ZeRO-3 over this network (100 Gb/s a node) needs" in words
@@ -290,13 +299,19 @@ def test_a_slow_network_is_told_how_slow() -> None:
 
 def test_what_the_engine_cannot_run_is_said() -> None:
     spec = resolve_model(PRESETS["llama-3-8b"], base_dir=Path())
-    job = Job(model=blueprint(spec), sequence=8192, global_batch=128, micro_batch=1, dp_shard=8, zero=3)
+    job = Job(
+        model=blueprint(spec), sequence=8192, global_batch=128, micro_batch=1, layout=LayoutSpec(dp_shard=8, zero=3)
+    )
     check = layout_check(Run(model=ModelFields(name="llama-3-8b"), data=DataSpec(sequence_length=8192)), spec)
-    assert engine_layout(job, check).dp_shard == 8
-    assert runs_today(replace(job, dp_shard=4, tp=2), check)
-    assert not runs_today(replace(job, dp_shard=1, tp=64, zero=0), check)
-    with pytest.raises(ValueError, match="32 query heads cannot be split evenly over 64 ranks"):
-        engine_layout(replace(job, dp_shard=1, tp=64, zero=0), check)
+    assert refusal(job, check) is None
+    assert runs_today(job.with_layout(dp_shard=4, tp=2), check)
+    assert not runs_today(job.with_layout(dp_shard=1, tp=64, zero=0), check)
+    misfit = refusal(job.with_layout(dp_shard=1, tp=64, zero=0), check)
+    assert misfit is not None
+    assert "32 query heads cannot be split evenly over 64 ranks" in misfit
+    illegal = refusal(job.with_layout(dp_replicate=8, dp_shard=1), check)
+    assert illegal is not None
+    assert illegal.startswith("zero=3 with dp_shard=1")
 
 
 @pytest.mark.slow
@@ -410,7 +425,14 @@ def test_a_host_too_small_to_offload_to_is_the_reason(recipe: Path, capsys: pyte
 def test_what_takes_most_binds() -> None:
     """Computation where it does, the optimizer where offloading makes it; then the next."""
     model = blueprint(resolve_model(PRESETS["llama-3-8b"], base_dir=Path()))
-    job = Job(model=model, sequence=8192, global_batch=128, micro_batch=1, dp_shard=4, tp=2, zero=3, recompute="full")
+    job = Job(
+        model=model,
+        sequence=8192,
+        global_batch=128,
+        micro_batch=1,
+        recompute="full",
+        layout=LayoutSpec(dp_shard=4, tp=2, zero=3),
+    )
     cluster = device_cluster("h100", 8)
     found = evaluate(job, cluster)
     said = re.fullmatch(
@@ -421,7 +443,7 @@ def test_what_takes_most_binds() -> None:
     assert said
     parts = found.time.compute, found.time.recompute, found.time.tensor
     assert [int(share) for share in said.groups()] == [round(100 * part / found.time.total) for part in parts]
-    alone = Job(model=model, sequence=512, global_batch=1, micro_batch=1, offload="cpu")
+    alone = Job(model=model, sequence=512, global_batch=1, micro_batch=1, layout=LayoutSpec(offload="cpu"))
     assert binding(evaluate(alone, device_cluster("h100", 1))).startswith(
         "the optimizer and its state's way to the host"
     )
@@ -519,7 +541,12 @@ def test_a_plan_never_loads_torch(recipe: Path) -> None:
 def test_a_calibrated_machine_replaces_the_datasheet() -> None:
     model = blueprint(resolve_model(PRESETS["gpt2"], base_dir=Path()))
     job = Job(
-        model=model, sequence=1024, global_batch=16, micro_batch=2, dp_shard=2, zero=3, precision=Precision.of("fp32")
+        model=model,
+        sequence=1024,
+        global_batch=16,
+        micro_batch=2,
+        precision=Precision.of("fp32"),
+        layout=LayoutSpec(dp_shard=2, zero=3),
     )
     guess = device_cluster("a100", 2)
     measured = Measured(
@@ -598,11 +625,11 @@ def test_whatever_the_search_calls_runnable_is_not_refused(recipe: Path, words: 
     spec = resolve_model(run.model, base_dir=recipe.parent)
     check = layout_check(run, spec)
     base = engine_job(run, blueprint(spec), global_batch=4, micro_batch=1, layout=LayoutSpec(dp_replicate=2))
-    everything = [replace(base, **c) for c in layouts(base, device_cluster("h100", 4), Limits(micro_batch=False))]
+    found = layouts(base, device_cluster("h100", 4), Limits(micro_batch=False))
+    everything = [replace(base, layout=layout, micro_batch=micro) for layout, micro in found]
     runnable = [job for job in everything if runs_today(job, check)]
     for job in runnable:
-        layout = engine_layout(job, check)
-        resolved = resolve_run(run.model_copy(update={"layout": layout}), base_dir=recipe.parent, machine=machine)
+        resolved = resolve_run(run.model_copy(update={"layout": job.layout}), base_dir=recipe.parent, machine=machine)
         assert resolved.accumulation == job.microbatches
     assert len(runnable) > 10
     assert (len(runnable) < len(everything)) == (words == "finetune={method: qlora}")

@@ -12,6 +12,7 @@ from meshwright.plan.interval import NOMINAL, Interval, time_sigma
 from meshwright.plan.job import Job, Stack
 from meshwright.plan.pipeline import PROBE_RANKS, pipeline_seconds
 from meshwright.plan.step_time import predict_step_time
+from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.precision import Precision
 from meshwright.spec.schedule import SCHEDULES, build_schedule, nearest_microbatches
 from meshwright.spec.timeline import StageCosts, simulate
@@ -19,8 +20,8 @@ from meshwright.spec.timeline import StageCosts, simulate
 H100 = device_cluster("h100", 64)
 MODEL = blueprint(resolve_model(PRESETS["llama-3-70b"], base_dir=Path()))
 JOB = Job(
-    model=MODEL, sequence=4096, global_batch=512, micro_batch=1, dp_shard=64, zero=3, recompute="full",
-    stack=Stack(name="test"),
+    model=MODEL, sequence=4096, global_batch=512, micro_batch=1, recompute="full", stack=Stack(name="test"),
+    layout=LayoutSpec(dp_shard=64, zero=3),
 )  # fmt: skip
 
 
@@ -56,13 +57,13 @@ def test_the_pipelines_time_is_its_schedules(name: str, ranks: int) -> None:
         {"dp_shard": 8, "dp_replicate": 8},
         {"dp_shard": 1, "dp_replicate": 8, "zero": 0, "tp": 8},
         {"dp_shard": 2, "zero": 1, "tp": 8, "pp": 4},
-        {"dp_shard": 2, "zero": 1, "tp": 4, "pp": 8, "virtual_stages": 5},
+        {"dp_shard": 2, "zero": 1, "tp": 4, "pp": 8, "schedule": "interleaved-1f1b", "stages_per_rank": 5},
         {"dp_shard": 4, "cp": 4, "tp": 4, "zero": 1},
     ],
 )
 def test_the_parts_add_up(layout: dict) -> None:
-    job = replace(JOB, **layout)
-    assert job.world == 64
+    job = JOB.with_layout(**layout)
+    assert job.layout.world_size == 64
     time = predict_step_time(job, H100)
     parts = (time.compute, time.tensor, time.context, time.expert, time.data, time.pipeline, time.bubble, time.update)
     assert min(parts) >= 0
@@ -77,44 +78,44 @@ def test_what_must_cost_more_costs_more() -> None:
     slow = H100.model_copy(update={"network_gb_s": 1.0})
     assert seconds(JOB, slow) > 1.5 * seconds(JOB)
     # Sharding inside the node alone is the cure for a slow network.
-    assert seconds(replace(JOB, dp_shard=8, dp_replicate=8), slow) < 0.8 * seconds(JOB, slow)
+    assert seconds(JOB.with_layout(dp_shard=8, dp_replicate=8), slow) < 0.8 * seconds(JOB, slow)
     assert seconds(replace(JOB, precision=Precision.of("fp32"))) > 5 * seconds(JOB)
 
 
 def test_tensor_parallelism_pays_where_it_leaves_the_node() -> None:
-    inside = replace(JOB, tp=8, dp_shard=8, zero=1)
-    across = replace(JOB, tp=16, dp_shard=4, zero=1)
+    inside = JOB.with_layout(tp=8, dp_shard=8, zero=1)
+    across = JOB.with_layout(tp=16, dp_shard=4, zero=1)
     # Twice the microbatches, and each collective slower.
     assert predict_step_time(across, H100).tensor > 1.3 * 2 * predict_step_time(inside, H100).tensor
 
 
 def test_what_the_host_cannot_issue_in_time_hides_messages() -> None:
     """Of a small model: the device sends while it waits, so faster wires save nothing."""
-    small = replace(JOB, model=blueprint(resolve_model(PRESETS["gpt2"], base_dir=Path())), sequence=512, tp=4,
-                    dp_shard=16, zero=0)  # fmt: skip
+    gpt2 = blueprint(resolve_model(PRESETS["gpt2"], base_dir=Path()))
+    small = replace(JOB.with_layout(tp=4, dp_shard=16, zero=0), model=gpt2, sequence=512)
     fast = H100.model_copy(update={"link_gb_s": 2 * H100.link_gb_s})
     bound, free = predict_step_time(small, H100), predict_step_time(small, fast)
     assert free.tensor < bound.tensor
     assert free.tensor + free.host == pytest.approx(bound.tensor + bound.host)
-    assert predict_step_time(replace(JOB, tp=4, dp_shard=16), H100).host == 0
+    assert predict_step_time(JOB.with_layout(tp=4, dp_shard=16), H100).host == 0
 
 
 def test_more_microbatches_shrink_the_bubble() -> None:
-    few = predict_step_time(replace(JOB, pp=8, dp_shard=8, zero=1, global_batch=64), H100)
-    many = predict_step_time(replace(JOB, pp=8, dp_shard=8, zero=1, global_batch=512), H100)
+    few = predict_step_time(replace(JOB.with_layout(pp=8, dp_shard=8, zero=1), global_batch=64), H100)
+    many = predict_step_time(replace(JOB.with_layout(pp=8, dp_shard=8, zero=1), global_batch=512), H100)
     assert few.bubble / few.total > 2 * many.bubble / many.total
 
 
 def test_experts_cost_their_dispatch() -> None:
     model = blueprint(resolve_model(PRESETS["qwen3-30b-a3b"], base_dir=Path()))
-    job = replace(JOB, model=model, ep=8, zero=1, dp_shard=64)
-    near, far = predict_step_time(job, H100), predict_step_time(replace(job, ep=64), H100)
+    job = replace(JOB.with_layout(ep=8, zero=1, dp_shard=64), model=model)
+    near, far = predict_step_time(job, H100), predict_step_time(job.with_layout(ep=64), H100)
     assert 0 < near.expert < far.expert
-    assert predict_step_time(replace(job, ep=1), H100).expert == 0
+    assert predict_step_time(job.with_layout(ep=1), H100).expert == 0
 
 
 def test_adapters_read_and_write_beside_their_matrices() -> None:
-    whole = replace(JOB, dp_shard=1, zero=0, recompute="none", global_batch=8)
+    whole = replace(JOB.with_layout(dp_shard=1, zero=0), recompute="none", global_batch=8)
     few, none = (replace(whole, adapters=1e7, stack=replace(JOB.stack, adapts_all=all_)) for all_ in (False, True))
     bare = replace(whole, adapters=1e7, model=replace(MODEL, kinds=tuple(
         replace(kind, matrices=tuple(replace(m, name=f"x.{m.name}") for m in kind.matrices)) for kind in MODEL.kinds

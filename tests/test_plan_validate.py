@@ -89,7 +89,8 @@ def test_a_complete_row_is_read_as_it_is() -> None:
     run = read_row(row(interconnect="8x200 Gbps"))
     assert run.completed == ()
     assert run.job.model.num_parameters == pytest.approx(8.03e9, rel=0.001)
-    assert (run.job.zero, run.job.dp_shard, run.job.stack.attention, run.job.recompute_share) == (3, 64, "flash", 0.5)
+    assert (run.job.layout.zero, run.job.layout.dp_shard) == (3, 64)
+    assert (run.job.stack.attention, run.job.recompute_share) == ("flash", 0.5)
     assert run.seconds == pytest.approx(64 * 8192 / (2973 * 64))
     assert run.cluster.network_gb_s == 25
 
@@ -274,8 +275,8 @@ def test_devices_are_known_by_their_words(gpu: str, name: str, memory_gb: int, c
 def test_a_pipeline_that_does_not_fit_is_not_sharded_further() -> None:
     huge = {"tp": "1", "pp": "8", "zero_stage_or_fsdp": "", "recompute": "", "micro_batch": "8", "seq_len": "16384"}
     run = read_row(row(**huge))
-    assert (run.job.zero, run.job.recompute) == (1, "selective")
-    assert read_row(row(**huge | {"pp": "1"})).job.zero == 3
+    assert (run.job.layout.zero_stage, run.job.recompute) == (1, "selective")
+    assert read_row(row(**huge | {"pp": "1"})).job.layout.zero_stage == 3
 
 
 @pytest.mark.slow

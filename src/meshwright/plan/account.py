@@ -40,14 +40,14 @@ def _explain_memory(plan: Plan, chosen: Candidate) -> list[str]:
     trained = (
         f"a parameter of adapters ({job.adapters / 1e6:.3g} million)" if job.adapters is not None else "a parameter"
     )
-    offloaded = "" if job.offload == "none" else ", in the node's own memory"
+    offloaded = "" if job.layout.offload == "none" else ", in the node's own memory"
     notes = {
         "weights": _kept_weights(job)
-        + (", gathered a layer at a time (see communication)" if job.zero == 3 and job.shards > 1 else ""),
+        + (", gathered a layer at a time (see communication)" if job.layout.zero_stage == 3 and job.shards > 1 else ""),
         "gradients": f"{job.stack.gradient_bytes:g} bytes {trained}"
-        + (f", split over {job.shards} ranks" if job.zero >= 2 else ""),
+        + (f", split over {job.shards} ranks" if job.layout.zero_stage >= 2 else ""),
         "optimizer": f"{job.stack.state_bytes:g} bytes {trained}: master weights and moments"
-        + (f", split over {job.shards} ranks" if job.zero >= 1 else "")
+        + (f", split over {job.shards} ranks" if job.layout.zero_stage >= 1 else "")
         + offloaded,
         "activations": f"recompute={recomputes(job)}, {job.micro_batch} x {job.sequence} tokens a microbatch",
         "logits": "a chunk of logits, and the loss's gradient" + ("" if job.frozen else ", and the head's in fp32"),
@@ -93,7 +93,7 @@ def _explain_time(plan: Plan, chosen: Candidate) -> list[str]:
         ("expert", time.expert, "exposed: tokens to their experts and back"),
         ("data", time.data, "exposed: weights gathered, gradients reduced"),
         ("pipeline", time.pipeline, "messages in and out"),
-        ("bubble", time.bubble, f"schedule {job.schedule}, {job.pp} stages"),
+        ("bubble", time.bubble, f"schedule {job.layout.schedule}, {job.layout.pp} stages"),
         ("update", time.update, "clipping, optimizer, what a step costs once"),
     ]
     lines = [f"  {name:<14}{seconds:>10.4g} s  {note}" for name, seconds, note in parts]

@@ -4,7 +4,8 @@ After Korthikanti et al. ("Reducing Activation Recomputation in Large Transforme
 that flash attention, gated feed-forward layers, experts and each recomputation policy are sums of the same items.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from math import inf
 
 from meshwright.plan.blueprint import Block
@@ -29,38 +30,45 @@ def saved_activations(job: Job, stage: int, one_pass: float, *, at_loss: bool = 
     flying = microbatches_in_flight(job, stage, at_loss=at_loss)
     total = flying * one_pass * (1 - job.offload_activations)
     if job.offload_activations:  # one chunk on its way to the host, one on its way back
-        total += 2 * one_pass / job.virtual_stages
+        total += 2 * one_pass / job.layout.virtual_stages
     if job.stack.dropout and stage == 0:
-        total += flying * stream_tokens(job) * job.model.hidden
+        total += flying * job.stream_tokens * job.model.hidden
     # What goes into the first block, counted as the first block's; what comes out of the last one is kept as well.
-    return total + flying * stream_bytes(job) * job.virtual_stages
+    return total + flying * job.stream_bytes * job.layout.virtual_stages
 
 
 def microbatches_in_flight(job: Job, stage: int, *, at_loss: bool = False) -> float:
     """Microbatches whose activations a rank of a stage holds at its peak, or when it computes losses, in whole passes
     through the rank."""
-    if job.pp == 1:
+    if job.layout.pp == 1:
         return 1
-    return most_in_flight(job.schedule_name, stage, job.microbatches, job.virtual_stages, job.cut, at_loss=at_loss)
+    return most_in_flight(
+        job.layout.schedule, stage, job.microbatches, job.layout.virtual_stages, job.cut, at_loss=at_loss
+    )
 
 
-def stream_tokens(job: Job) -> float:
-    """Tokens of the residual stream that one rank keeps."""
-    return job.tokens / (job.tp if job.sequence_parallel else 1)
+def _once(figure: Callable[[Job, Block, Policy], float]) -> Callable[[Job, Block, Policy], float]:
+    """Remember a job's figure of a block: all pipeline ranks ask for the same ones."""
+
+    @functools.wraps(figure)
+    def remembered(job: Job, block: Block, policy: Policy) -> float:
+        key = figure, id(block), policy
+        found = job.of_blocks.get(key)
+        if found is None:
+            found = job.of_blocks[key] = figure(job, block, policy)
+        return found
+
+    return remembered
 
 
-def stream_bytes(job: Job) -> float:
-    """The residual stream between two blocks."""
-    return stream_tokens(job) * job.model.hidden * job.width
-
-
+@_once
 def block_activations(job: Job, block: Block, policy: Policy) -> float:
     """Bytes that one block keeps of one microbatch for its backward pass, by recomputation policy."""
     if policy == "none":
         return _saved_everything(job, block) + _beside(job, block, policy)
     if policy == "full":
         share = job.recompute_share
-        kept = share * stream_bytes(job) + (0.0 if share == 1 else (1 - share) * _saved_everything(job, block))
+        kept = share * job.stream_bytes + (0.0 if share == 1 else (1 - share) * _saved_everything(job, block))
         return kept + _beside(job, block, policy)
     if job.stack.attention == "unfused":  # selective as Korthikanti et al. mean it: all but the scores
         return _saved_everything(job, block) - _score_bytes(job)
@@ -75,7 +83,7 @@ def passing_activations(job: Job, stages: Sequence[Groups]) -> tuple[float, floa
         freed = 0.0
         for policy, kinds in reversed(groups):
             blocks = [job.model.kinds[kind] for kind, _ in kinds]
-            passing = max([recomputed(job, block, policy) + backward_bytes(job, block) for block in blocks])
+            passing = max([_passing(job, block, policy) for block in blocks])
             if not freed:
                 last = max(last, passing)
             if freed or len(groups) == 1 or sum([count for _, count in kinds]) > 1:
@@ -86,34 +94,33 @@ def passing_activations(job: Job, stages: Sequence[Groups]) -> tuple[float, floa
     return last, before
 
 
-def recomputed(job: Job, block: Block, policy: Policy) -> float:
-    """What one block computes again before its backward pass, besides what it has kept."""
-    if policy == "none":
-        return 0.0
-    return block_activations(job, block, "none") - block_activations(job, block, policy)
-
-
-def backward_bytes(job: Job, block: Block) -> float:
-    """Gradients of activations while the feed-forward layer's backward pass runs: that of the stream, and of what the
-    layer computes inside more than what it frees meanwhile."""
-    inner = inner_bytes(job, block)
+@_once
+def _passing(job: Job, block: Block, policy: Policy) -> float:
+    """What one block computes again before its backward pass, besides what it has kept, and gradients of activations
+    while the feed-forward layer's backward pass runs: that of the stream, and of what the layer computes inside more
+    than what it frees meanwhile."""
+    inner, again = inner_bytes(job, block), 0.0
+    if policy != "none":
+        again = block_activations(job, block, "none") - block_activations(job, block, policy)
     if not job.stack.chunked_loss:  # other programs' fused operators free what they read only when they have ended
-        return 2 * inner + 2 * stream_bytes(job)
-    return stream_bytes(job) + (max(2 * inner, inner + _whole(job)) if job.model.gated else inner + _whole(job))
+        return again + (2 * inner + 2 * job.stream_bytes)
+    return again + (
+        job.stream_bytes + (max(2 * inner, inner + _whole(job)) if job.model.gated else inner + _whole(job))
+    )
 
 
 def inner_bytes(job: Job, block: Block) -> float:
     """A tensor as wide as the widest feed-forward layer of a block."""
     widest = max((inner * per_token for inner, per_token, _ in _inner_widths(job, block)), default=0)
-    return job.tokens / job.tp * widest * job.width
+    return job.tokens / job.layout.tp * widest * job.width
 
 
 def _saved_everything(job: Job, block: Block) -> float:
     """Norms' inputs and outputs, attention's operands and result, the feed-forward layer's steps."""
-    width, tokens = job.width, job.tokens / job.tp
-    saved = 2 * stream_bytes(job) + _normed(job)
+    width, tokens = job.width, job.tokens / job.layout.tp
+    saved = 2 * job.stream_bytes + _normed(job)
     if job.stack.dropout:
-        saved += 2 * stream_tokens(job) * job.model.hidden
+        saved += 2 * job.stream_tokens * job.model.hidden
     saved += tokens * (_projected(job, block) + _attended(job))
     if job.stack.attention == "unfused":
         saved += _score_bytes(job)
@@ -126,15 +133,15 @@ def _saved_everything(job: Job, block: Block) -> float:
 
 def _saved_selectively(job: Job, block: Block) -> float:
     """The block's input, and the results of matrix products and attention."""
-    model, width, tokens = job.model, job.width, job.tokens / job.tp
+    model, width, tokens = job.model, job.width, job.tokens / job.layout.tp
     if not job.stack.saves_products:  # norms and activation functions are computed again, all else is kept
-        saved = 2 * stream_bytes(job) + tokens * width * (2 * model.num_heads + 2 * kv_heads(job)) * model.head_dim
+        saved = 2 * job.stream_bytes + tokens * width * (2 * model.num_heads + 2 * kv_heads(job)) * model.head_dim
         return saved + sum(
             tokens * width * per_token * inner * (2 if model.gated else 1)
             for inner, per_token, _ in _inner_widths(job, block)
         )
     # Of a row-wise product its whole result too, before ranks add it up and each keeps a part.
-    saved = 3 * stream_bytes(job) + (2 * _whole(job) if job.stack.keeps_gathered else 0.0)
+    saved = 3 * job.stream_bytes + (2 * _whole(job) if job.stack.keeps_gathered else 0.0)
     saved += tokens * (_queries_and_keys(job) + width * kv_heads(job) * model.head_dim + _attended(job))
     for inner, per_token, routed in _inner_widths(job, block):
         saved += tokens * width * per_token * (inner * (2 if model.gated else 1) + (2 * model.hidden if routed else 0))
@@ -148,28 +155,28 @@ def _beside(job: Job, block: Block, policy: Policy) -> float:
         return 0.0
     matrices, rank = adapted(block, job.adapter_rank), job.adapter_rank
     inputs, outputs = (sum(getattr(matrix, side) for matrix in matrices) for side in ("into", "out"))
-    saved = job.width * rank * inputs / job.tp if job.alone else 0.0
+    saved = job.width * rank * inputs / job.layout.tp if job.alone else 0.0
     if policy != "full":
         saved += job.width * rank * job.tokens * len(matrices)
     if policy == "none":
-        saved += job.width * rank * outputs / job.tp
+        saved += job.width * rank * outputs / job.layout.tp
         saved += job.tokens * inputs * (job.width + 1) if job.adapter_dropout else 0.0
     return saved
 
 
 def _normed(job: Job) -> float:
     """Both norms' outputs, which matrix products read; those of all tensor-parallel ranks, where they stay gathered."""
-    return 2 * (_whole(job) if job.stack.keeps_gathered and job.tp > 1 else stream_bytes(job))
+    return 2 * (_whole(job) if job.stack.keeps_gathered and job.layout.tp > 1 else job.stream_bytes)
 
 
 def _whole(job: Job) -> float:
     """The residual stream of all tensor-parallel ranks, where they share it."""
-    return job.tokens * job.model.hidden * job.width if job.tp > 1 and job.sequence_parallel else 0.0
+    return job.tokens * job.model.hidden * job.width if job.layout.tp > 1 and job.sequence_parallel else 0.0
 
 
 def kv_heads(job: Job) -> float:
     """Key heads of all tensor-parallel ranks together: copies count."""
-    return max(job.model.num_kv_heads, job.tp) if job.stack.keeps_gathered else job.model.num_kv_heads
+    return max(job.model.num_kv_heads, job.layout.tp) if job.stack.keeps_gathered else job.model.num_kv_heads
 
 
 def _queries_and_keys(job: Job) -> float:
@@ -185,14 +192,14 @@ def _projected(job: Job, block: Block) -> float:
 def _attended(job: Job) -> float:
     """Of a token, attention's result, and the logarithm of each head's sum in fp32. Under context parallelism the
     result is copied on its way to the matrix product behind."""
-    model, copies = job.model, 2 if job.cp > 1 and job.stack.keeps_gathered else 1
+    model, copies = job.model, 2 if job.layout.cp > 1 and job.stack.keeps_gathered else 1
     return job.width * copies * model.num_heads * model.head_dim + 4 * model.num_heads
 
 
 def _score_bytes(job: Job) -> float:
     """Softmax, its dropout mask and result: 5 bytes per score."""
     span = min(job.sequence, job.model.window or job.sequence)
-    return 5 * job.tokens / job.tp * span * job.model.num_heads
+    return 5 * job.tokens / job.layout.tp * span * job.model.num_heads
 
 
 def _inner_widths(job: Job, block: Block) -> list[tuple[int, float, bool]]:

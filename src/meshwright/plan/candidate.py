@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from meshwright.plan.interval import Interval, memory_sigma, time_sigma
 from meshwright.plan.job import Job
 from meshwright.plan.memory import MemoryUse, predict_memory
 from meshwright.plan.step_time import Cache, StepModel, StepTime
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.layout import LayoutSpec
 
 Verdict = Literal["fits", "tight", "does not fit"]
 VERDICTS: tuple[Verdict, ...] = ("fits", "tight", "does not fit")
@@ -91,33 +92,39 @@ def verdict(memory: MemoryUse, cluster: ClusterSpec, margin: float) -> Verdict:
 
 def strategy_name(job: Job) -> str:
     """`ZeRO-3`, `hybrid ZeRO-3`, `TP + ZeRO-1`, `PP + TP + DDP` and so on."""
-    if job.zero == 0 or job.shards == 1:
-        state = "DDP" if job.dp > 1 else ""
+    layout = job.layout
+    if layout.zero_stage == 0 or job.shards == 1:
+        state = "DDP" if layout.data_parallel > 1 else ""
     else:
-        state = f"{'hybrid ' if job.dp_replicate > 1 else ''}ZeRO-{job.zero}"
-    axes = [axis.upper() for axis in AXES if getattr(job, axis) > 1]
-    name = " + ".join([*axes, *([state] if state else [])]) or "one device"
-    return name + (" + CPU offload" if job.offload != "none" else "")
+        state = _zero_name(layout)
+    name = " + ".join([*_split_axes(layout), *([state] if state else [])]) or "one device"
+    return name + (" + CPU offload" if layout.offload != "none" else "")
 
 
-def family_name(choice: dict[str, Any]) -> str:
+def family_name(layout: LayoutSpec) -> str:
     """What a layout is compared as: offloading, the axes that split the model, or its data-parallel strategy."""
-    if choice["offload"] != "none":
+    if layout.offload != "none":
         return OFFLOADED
-    axes = [axis.upper() for axis in AXES if choice[axis] > 1]
-    if axes:
+    if axes := _split_axes(layout):
         return " + ".join(axes)
-    if choice["dp_replicate"] * choice["dp_shard"] == 1:
+    if layout.data_parallel == 1:
         return "one device"
-    if choice["zero"] == 0:
-        return "DDP"
-    return f"{'hybrid ' if choice['dp_replicate'] > 1 else ''}ZeRO-{choice['zero']}"
+    return "DDP" if layout.zero_stage == 0 else _zero_name(layout)
 
 
-def complexity(job: Job) -> int:
+def _split_axes(layout: LayoutSpec) -> list[str]:
+    return [axis.upper() for axis in AXES if getattr(layout, axis) > 1]
+
+
+def _zero_name(layout: LayoutSpec) -> str:
+    return f"{'hybrid ' if layout.dp_replicate > 1 else ''}ZeRO-{layout.zero_stage}"
+
+
+def complexity(layout: LayoutSpec) -> int:
     """In how many ways a layout splits the work, by which the simplest of equally fast ones is chosen."""
-    axes = sum(degree > 1 for degree in (job.pp, job.tp, job.cp, job.ep, job.virtual_stages, job.dp_replicate))
-    return axes + (job.pp > 1 and job.schedule_name != "1f1b") + (job.offload != "none")
+    degrees = (layout.pp, layout.tp, layout.cp, layout.ep, layout.virtual_stages, layout.dp_replicate)
+    other_schedule = layout.pp > 1 and layout.schedule != "1f1b"
+    return sum(degree > 1 for degree in degrees) + other_schedule + (layout.offload != "none")
 
 
 def evaluate(job: Job, cluster: ClusterSpec, margin: float = MARGIN, cache: Cache | None = None) -> Candidate:

@@ -5,21 +5,17 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, Literal, get_args
 
-from pydantic import ValidationError
-
 from meshwright.families import finetuned_table
 from meshwright.families.adapters import adapter_misfit
 from meshwright.families.quantized import split_misfit
 from meshwright.plan.blueprint import Blueprint
 from meshwright.plan.job import MESHWRIGHT, QUANTIZED, Job, Stack, adapter_parameters
-from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FinetuneSpec
 from meshwright.spec.fit import batch_misfits, find_misfits
-from meshwright.spec.layout import AXES, LayoutSpec
+from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plugins import said_of
 from meshwright.spec.run import Run
-from meshwright.spec.schedule import schedule_kind
 from meshwright.spec.training import OptimizerName, TrainingSpec
 
 MOMENT_BYTES = {"adamw_8bit": 2 * (1 + 4 / 256)}
@@ -49,18 +45,9 @@ def engine_job(
         sequence=run.data.sequence_length,
         global_batch=global_batch,
         micro_batch=micro_batch,
-        pp=layout.pp,
-        dp_replicate=layout.dp_replicate,
-        dp_shard=layout.dp_shard,
-        cp=layout.cp,
-        tp=layout.tp,
-        ep=layout.ep,
-        zero=layout.zero_stage,
+        layout=layout,
         recompute=training.recompute,
         precision=training.dtypes,
-        offload="cpu" if layout.offload == "cpu" else "none",
-        schedule=layout.schedule,
-        virtual_stages=_stages_per_rank(layout),
         stack=engine_stack(training, alone=layout.world_size == 1 and layout.offload == "none", device=device),
         **method_fields(run.finetune, model),
     )
@@ -80,14 +67,6 @@ def method_fields(finetune: FinetuneSpec | None, model: Blueprint) -> dict[str, 
         "adapter_dropout": finetune.dropout > 0,
         "frozen_bytes": {"plain": None, "nf4": QUANTIZED, "int8": 1.0}[finetune.base],
     }
-
-
-def _stages_per_rank(layout: LayoutSpec) -> int:
-    if layout.pp == 1 or layout.schedule.endswith(".csv"):
-        return 1
-    return (
-        schedule_kind(layout.schedule).stages_per_rank if layout.stages_per_rank == "auto" else layout.stages_per_rank
-    )
 
 
 def engine_stack(training: TrainingSpec, *, alone: bool, device: Literal["cpu", "cuda"] = "cuda") -> Stack:
@@ -136,26 +115,13 @@ def layout_check(run: Run, model: ModelSpec, device: Literal["cpu", "cuda"] = "c
     return check
 
 
-def engine_layout(job: Job, check: LayoutCheck) -> LayoutSpec:
-    """The layout as a recipe's section. Raises `UserError` saying why where the engine of today cannot run it."""
-    fields: dict[str, Any] = {axis: getattr(job, axis) for axis in (*AXES, "ep")}
-    fields |= {"zero": job.zero, "offload": "cpu" if job.offload == "cpu" else "none"}
-    if job.pp > 1:
-        fields |= {"schedule": job.schedule_name, "stages_per_rank": job.virtual_stages}
-    try:
-        layout = LayoutSpec.model_validate(fields)
-    except ValidationError as error:
-        raise UserError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
-    misfits = check(layout) or batch_misfits(layout, job.global_batch)
-    if misfits:
-        raise UserError(misfits[0])
-    return layout
+def refusal(job: Job, check: LayoutCheck) -> str | None:
+    """Why the engine of today cannot run the layout; None where it can."""
+    if problem := job.layout.problem:
+        return problem
+    return next(iter(check(job.layout) or batch_misfits(job.layout, job.global_batch)), None)
 
 
 def runs_today(job: Job, check: LayoutCheck) -> bool:
     """Whether the engine of today can run the layout."""
-    try:
-        engine_layout(job, check)
-    except UserError:
-        return False
-    return True
+    return refusal(job, check) is None

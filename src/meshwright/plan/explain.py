@@ -7,6 +7,7 @@ from meshwright.plan.job import Job
 from meshwright.plan.layouts import Limits, divisors, layouts
 from meshwright.plan.search import frugal
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.layout import AXES
 from meshwright.spec.recompute import describe_recompute, layer_policies
 
 GB = 1e9
@@ -33,18 +34,16 @@ def short(number: float) -> str:
 
 def describe(job: Job) -> str:
     """The layout in the recipe's words, degrees of one left out."""
-    degrees = [
-        f"{axis}={getattr(job, axis)}"
-        for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
-        if getattr(job, axis) > 1
-    ]
-    if job.pp > 1 and job.schedule_name != "1f1b":
-        degrees.append(f"schedule={job.schedule_name}")
-    if job.virtual_stages > 1:
-        degrees.append(f"stages_per_rank={job.virtual_stages}")
-    if job.offload != "none":
-        degrees.append(f"offload={job.offload}")
-    return " ".join([*degrees, f"zero={job.zero}", f"micro_batch={job.micro_batch}", f"recompute={recomputes(job)}"])
+    layout = job.layout
+    degrees = [f"{axis}={getattr(layout, axis)}" for axis in (*AXES, "ep") if getattr(layout, axis) > 1]
+    if layout.pp > 1 and layout.schedule != "1f1b":
+        degrees.append(f"schedule={layout.schedule}")
+    if layout.virtual_stages > 1:
+        degrees.append(f"stages_per_rank={layout.virtual_stages}")
+    if layout.offload != "none":
+        degrees.append(f"offload={layout.offload}")
+    rest = f"zero={layout.zero_stage}", f"micro_batch={job.micro_batch}", f"recompute={recomputes(job)}"
+    return " ".join((*degrees, *rest))
 
 
 def recomputes(job: Job) -> str:
@@ -106,7 +105,7 @@ def binding(candidate: Candidate) -> str:
     """What takes most of the step, what takes most of the rest, and how full the memory is."""
     time, share = candidate.time, candidate.memory.total / candidate.capacity
     names = {"compute": "computation"} | {cause: name for cause, name in CAUSES.items() if cause != "recompute"}
-    if candidate.job.offload != "none":
+    if candidate.job.layout.offload != "none":
         names["update"] = "the optimizer and its state's way to the host and back (offloading)"
     parts = {cause: getattr(time, cause) / time.total for cause in names}
     first, second, *_ = sorted(parts, key=lambda cause: -parts[cause])
@@ -162,21 +161,21 @@ def _reliefs(job: Job, cluster: ClusterSpec, margin: float) -> list[tuple[str, J
         found.append((f"recompute={recomputes(again)}", again, cluster))
     if job.micro_batch > 1:
         found.append((f"micro_batch={job.micro_batch // 2}", replace(job, micro_batch=job.micro_batch // 2), cluster))
-    if job.dp > 1:
-        for zero in range(max(1, job.zero + 1), 4):
-            sharded = replace(job, zero=zero, dp_shard=job.dp, dp_replicate=1)
-            found.append((f"zero={zero}, dp_shard={job.dp}", sharded, cluster))
+    layout, dp = job.layout, job.layout.data_parallel
+    if dp > 1:
+        for zero in range(max(1, layout.zero_stage + 1), 4):
+            sharded = job.with_layout(zero=zero, dp_shard=dp, dp_replicate=1)
+            found.append((f"zero={zero}, dp_shard={dp}", sharded, cluster))
             again = frugal(sharded, cluster, margin)
             found.append((f"zero={zero} and recompute={recomputes(again)}", again, cluster))
-    if job.offload == "none":
-        offloaded = replace(
-            job, offload="cpu", zero=max(job.zero, 3 if job.dp > 1 else 0), dp_shard=job.dp, dp_replicate=1
-        )
+    if layout.offload == "none":
+        zero = max(layout.zero_stage, 3 if dp > 1 else 0)
+        offloaded = job.with_layout(offload="cpu", zero=zero, dp_shard=dp, dp_replicate=1)
         found.append(("offload=cpu", offloaded, cluster))
-    if job.zero >= 1 and job.dp_replicate == 1 and job.global_batch % (job.dp + cluster.per_node) == 0:
+    if layout.zero_stage >= 1 and layout.dp_replicate == 1 and job.global_batch % (dp + cluster.per_node) == 0:
         more = cluster.model_copy(update={"devices": cluster.devices + cluster.per_node})
-        shards = job.dp_shard + cluster.per_node // (job.tp * job.cp * job.pp)
-        found.append((f"one node more (dp_shard={shards})", replace(job, dp_shard=shards), more))
+        shards = layout.dp_shard + cluster.per_node // (layout.tp * layout.cp * layout.pp)
+        found.append((f"one node more (dp_shard={shards})", job.with_layout(dp_shard=shards), more))
     return found
 
 
@@ -189,7 +188,7 @@ def bandwidth(candidate: Candidate) -> str | None:
         faster = cluster.model_copy(update={"network_gb_s": cluster.network_gb_s * factor})
         if evaluate(job, faster, candidate.margin).time.data < 0.05 * time.total:
             rate = cluster.network_gb_s * cluster.per_node * 8
-            cure = "shard inside the node alone (hybrid)" if job.dp_replicate == 1 else "larger microbatches"
+            cure = "shard inside the node alone (hybrid)" if job.layout.dp_replicate == 1 else "larger microbatches"
             return (
                 f"{strategy_name(job)} over this network ({short(rate)} Gb/s a node) needs {factor:g} times what you "
                 f"have to hide its traffic; or {cure}"

@@ -10,37 +10,37 @@ def held_parameters(job: Job, stage: int) -> tuple[float, float]:
     dense = experts = 0.0
     for kind, count in job.stage_kinds[stage]:
         block = model.kinds[kind]
-        dense += count * block.on_rank(job.tp, model.num_kv_heads)
+        dense += count * block.on_rank(job.layout.tp, model.num_kv_heads)
         experts += count * block.experts / _expert_split(job)
     return dense + end_parameters(job, stage), experts
 
 
 def expert_shards(job: Job) -> int:
     """Ranks over which ZeRO splits what a rank has of the experts."""
-    if job.ep == 1 and job.stack.splits_experts:
+    if job.layout.ep == 1 and job.stack.splits_experts:
         return job.shards
-    return max(1, job.dp_shard * job.cp * job.tp // job.ep)
+    return max(1, job.layout.dp_shard * job.layout.cp * job.layout.tp // job.layout.ep)
 
 
 def _expert_split(job: Job) -> int:
     """Ranks among which the experts are divided before ZeRO divides what is left."""
-    return job.ep if job.ep > 1 or not job.stack.splits_experts else job.tp
+    return job.layout.ep if job.layout.ep > 1 or not job.stack.splits_experts else job.layout.tp
 
 
 def end_parameters(job: Job, stage: int) -> float:
     """Parameters of embeddings, last norm and head on one rank of a stage."""
     model, first, head = job.model, stage == 0, stage == job.head_rank
     tables = first + (head and not (model.tied and first))
-    return first * model.positions * model.hidden + head * model.final + tables * model.embedding / job.tp
+    return first * model.positions * model.hidden + head * model.final + tables * model.embedding / job.layout.tp
 
 
 def block_parameters(job: Job, block: Block) -> float:
     """Parameters of one block on one rank, with all experts that the rank computes."""
-    return block.on_rank(job.tp, job.model.num_kv_heads) + block.experts / job.ep
+    return block.on_rank(job.layout.tp, job.model.num_kv_heads) + block.experts / job.layout.ep
 
 
 def first_weights(job: Job, block: Block) -> float:
     """Parameters of one block on one rank whose gradients are there when most activations still are: those of all
     experts, or of the feed-forward layer's last matrix."""
     last = (m.numel for m in block.matrices if m.out == job.model.hidden and not m.name.startswith("attention"))
-    return block.experts / job.ep if block.experts else sum(last) / job.tp
+    return block.experts / job.layout.ep if block.experts else sum(last) / job.layout.tp

@@ -60,7 +60,7 @@ def time_sigma(time: StepTime, job: Job, cluster: ClusterSpec, completed: int = 
         0.36 * time.exposed / total,
         0.36 * time.bubble / total,
         0.54 * (time.host + time.update) / total,
-        0.3 if job.offload != "none" else 0.0,
+        0.3 if job.layout.offload != "none" else 0.0,
         0.18 if job.model.top_k else 0.0,
         0.15 if job.frozen else 0.0,
         0.25 if job.precision.recipe == "fp4" else 0.0,

@@ -3,14 +3,15 @@
 import functools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 from meshwright.plan.blueprint import Block, Blueprint, Matrix
 from meshwright.plan.flops import finetuning_flops
 from meshwright.plan.stages import balanced_stages
+from meshwright.spec.layout import AXES, LayoutSpec
 from meshwright.spec.precision import MIXED, Precision
 from meshwright.spec.recompute import Counts, Policy, RecomputeSpec, stage_counts
 from meshwright.spec.schedule import SCHEDULES
@@ -24,6 +25,8 @@ Kinds = tuple[tuple[int, int], ...]
 """(kind of block, number of them)."""
 Groups = tuple[tuple[Policy, Kinds], ...]
 """A stage's layers by recomputation policy, first to last."""
+
+ONE_RANK = LayoutSpec()
 
 RANK = 16
 """Of adapters, where nobody says."""
@@ -53,6 +56,8 @@ class Stack:
     dropout: bool = False
     overlap_gradients: bool = True
     """Whether gradients travel while the backward pass still computes."""
+    offloads_gradients: bool = True
+    """Whether offloading moves gradients and parameters to the host too, not the optimizer alone."""
     overlap_tensor: bool = False
     """Whether tensor-parallel collectives are cut up and hidden behind matrix products."""
     expert_relay: bool = False
@@ -112,23 +117,14 @@ class Job:
     """Sequences per optimizer step."""
     micro_batch: int
     """Sequences that a data-parallel rank runs at once."""
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
-    virtual_stages: int = 1
-    """Stages that a pipeline rank runs in turn."""
-    schedule: str = "1f1b"
-    zero: int = 0
+    layout: LayoutSpec = ONE_RANK
+    """Not always a legal one: a search tries layouts before it asks, and published runs were other programs'."""
     sequence_parallel: bool = True
     """Whether tensor-parallel ranks split the sequence between matrix products."""
     recompute: Policy | RecomputeSpec = "none"
     recompute_share: float = 1.0
     """Share of the blocks that recompute, all over the model, where `recompute` is a word."""
     precision: Precision = MIXED
-    offload: Literal["none", "optimizer", "cpu"] = "none"
     offload_activations: float = 0.0
     """Share of the activations that is kept in host memory."""
     adapters: float | None = None
@@ -141,25 +137,19 @@ class Job:
     """Bytes of a weight that is not trained, where it is stored in fewer than those that are computed with."""
     stack: Stack = MESHWRIGHT
 
-    @property
-    def dp(self) -> int:
-        """Ranks that read different samples."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def world(self) -> int:
-        """All ranks."""
-        return self.pp * self.dp * self.cp * self.tp
+    def with_layout(self, **changes: Any) -> "Job":
+        """The same job in another layout, whether that is legal or not (`LayoutSpec.problem`)."""
+        return replace(self, layout=self.layout.model_copy(update=changes))
 
     @cached_property
     def microbatches(self) -> int:
         """Microbatches of a data-parallel rank and step, at least one."""
-        return max(1, -(-self.global_batch // (self.dp * self.micro_batch)))
+        return max(1, -(-self.global_batch // (self.layout.data_parallel * self.micro_batch)))
 
     @cached_property
     def tokens(self) -> float:
         """Tokens of a microbatch on one rank."""
-        return self.micro_batch * self.sequence / self.cp
+        return self.micro_batch * self.sequence / self.layout.cp
 
     @cached_property
     def width(self) -> int:
@@ -167,20 +157,35 @@ class Job:
         return self.precision.compute.bytes
 
     @cached_property
+    def stream_tokens(self) -> float:
+        """Tokens of the residual stream that one rank keeps."""
+        return self.tokens / (self.layout.tp if self.sequence_parallel else 1)
+
+    @cached_property
+    def stream_bytes(self) -> float:
+        """The residual stream between two blocks."""
+        return self.stream_tokens * self.model.hidden * self.width
+
+    @cached_property
+    def of_blocks(self) -> dict[Any, float]:
+        """What `plan/activations.py` has found for this job's blocks."""
+        return {}
+
+    @cached_property
     def shards(self) -> int:
         """Ranks over which ZeRO splits what it splits."""
-        return self.dp_shard * (self.cp if self.stack.group_shards else 1)
+        return self.layout.dp_shard * (self.layout.cp if self.stack.group_shards else 1)
 
     @property
     def communicators(self) -> int:
         """Groups of ranks that a rank communicates with."""
-        axes = (self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp, self.ep)
-        return sum(degree > 1 for degree in axes) + (self.world > 1)
+        several = sum(getattr(self.layout, axis) > 1 for axis in (*AXES, "ep"))
+        return several + (self.layout.world_size > 1)
 
-    @property
+    @cached_property
     def alone(self) -> bool:
         """Whether one process trains without any group of ranks."""
-        return self.world == 1 and self.offload == "none"
+        return self.layout.world_size == 1 and self.layout.offload == "none"
 
     @property
     def frozen(self) -> bool:
@@ -195,15 +200,10 @@ class Job:
             return whole
         return finetuning_flops(whole, self.model.active_parameters, self.adapters if self.adapter_rank else 0.0)
 
-    @property
-    def schedule_name(self) -> str:
-        """The schedule, by the name that fits its virtual stages."""
-        return "interleaved-1f1b" if self.schedule == "1f1b" and self.virtual_stages > 1 else self.schedule
-
-    @property
+    @cached_property
     def head_rank(self) -> int:
         """The pipeline rank that holds the last stage: the first one, where stages go there and back."""
-        return 0 if self.pp > 1 and _is_v(self.schedule) else self.pp - 1
+        return 0 if self.layout.pp > 1 and _is_v(self.layout.schedule) else self.layout.pp - 1
 
     @cached_property
     def stage_layers(self) -> tuple[int, ...]:
@@ -218,12 +218,12 @@ class Job:
     @cached_property
     def spans(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Of every pipeline rank, the first layer of each of its stages and the one behind its last."""
-        return _spans(self.cut, self.pp, _is_v(self.schedule))
+        return _spans(self.cut, self.layout.pp, _is_v(self.layout.schedule))
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
         """Of every pipeline rank, the numbers of its stages."""
-        return _places(len(self.cut), self.pp, _is_v(self.schedule))
+        return _places(len(self.cut), self.layout.pp, _is_v(self.layout.schedule))
 
     @cached_property
     def counts(self) -> tuple[Counts, ...]:
@@ -244,8 +244,8 @@ class Job:
 
     @cached_property
     def cut(self) -> tuple[int, ...]:
-        """Layers of every stage; a rank has `virtual_stages` of them."""
-        stages = self.pp * self.virtual_stages
+        """Layers of every stage; a rank has `layout.virtual_stages` of them."""
+        stages = self.layout.pp * self.layout.virtual_stages
         if not self.stack.balanced or self.model.num_layers < stages:
             return _even_cut(self.model.num_layers, stages)
         costs = [block_flops(self.model, kind, self.sequence) for kind in range(len(self.model.kinds))]

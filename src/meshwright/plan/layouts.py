@@ -7,6 +7,7 @@ from typing import Any
 from meshwright.plan.candidate import MARGIN
 from meshwright.plan.job import Job
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.schedule import schedule_kind
 
 MOST_TENSOR = 16
@@ -33,15 +34,20 @@ class Limits:
     """Whether the microbatch is open."""
 
 
-def layouts(base: Job, cluster: ClusterSpec, limits: Limits) -> Iterator[dict[str, Any]]:
-    """Every legal layout of all devices with the microbatches that are open, as fields of a Job."""
+def layouts(base: Job, cluster: ClusterSpec, limits: Limits) -> Iterator[tuple[LayoutSpec, int]]:
+    """Every legal layout of all devices, with each of the microbatches that are open."""
+    plain = LayoutSpec()
     for degrees in _degrees(base, cluster.devices):
         for state in _states(degrees, cluster, limits):
+            made: dict[tuple[str, int], LayoutSpec] = {}
             dp = state["dp_replicate"] * state["dp_shard"]
             for micro in _micro_batches(base, base.global_batch // dp, limits):
                 microbatches = base.global_batch // dp // micro
                 for schedule, virtual in _schedules(base, degrees["pp"], microbatches):
-                    yield degrees | state | {"micro_batch": micro, "virtual_stages": virtual, "schedule": schedule}
+                    if (schedule, virtual) not in made:
+                        fields = {"schedule": schedule, "stages_per_rank": virtual} if degrees["pp"] > 1 else {}
+                        made[schedule, virtual] = plain.model_copy(update=degrees | state | fields)
+                    yield made[schedule, virtual], micro
 
 
 def divisors(number: int) -> list[int]:
@@ -110,9 +116,9 @@ def _schedules(base: Job, pp: int, microbatches: int) -> list[tuple[str, int]]:
     Compiled blocks compute both parts of a backward pass at once, so they cannot be split.
     """
     if pp == 1:
-        return [(base.schedule, 1)]
-    if base.schedule != "1f1b":
-        options = [(base.schedule, base.virtual_stages)]
+        return [("1f1b", 1)]
+    if base.layout.schedule != "1f1b":
+        options = [(base.layout.schedule, base.layout.virtual_stages)]
     else:
         whole = [virtual for virtual in VIRTUAL_STAGES if base.model.num_layers % (pp * virtual) == 0]
         options = [("1f1b", 1), *(("interleaved-1f1b", virtual) for virtual in whole)]

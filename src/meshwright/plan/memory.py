@@ -11,7 +11,6 @@ from math import inf
 from meshwright.plan.held import end_parameters, expert_shards, held_parameters
 from meshwright.plan.job import Groups, Job
 from meshwright.plan.moments import peak_moment
-from meshwright.spec.schedule import is_asynchronous
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "fragmentation", "context")
 
@@ -75,18 +74,18 @@ def predict_memory(job: Job, *, enough: float = inf) -> MemoryUse:
 def _telling_ranks(job: Job) -> Sequence[int]:
     """Behind the first rank, those that may need most. Of ranks with equal blocks the first one does, or the last."""
     if not isinstance(job.recompute, str):
-        return range(1, job.pp)
+        return range(1, job.layout.pp)
     alike = {job.stage_kinds.index(kinds) for kinds in set(job.stage_kinds)} if len(job.model.kinds) > 1 else set()
-    return sorted(({1, job.pp - 1} | alike) & set(range(1, job.pp)))
+    return sorted(({1, job.layout.pp - 1} | alike) & set(range(1, job.layout.pp)))
 
 
 def stage_memory(job: Job, stage: int, groups: Sequence[Groups] | None = None) -> MemoryUse:
     """Peak bytes of a rank of pipeline stage `stage`; `groups` replaces what its stages recompute."""
-    stack, shards = job.stack, job.shards
+    stack, shards, zero = job.stack, job.shards, job.layout.zero_stage
     held, experts = held_parameters(job, stage)
 
     def sharded(from_stage: int, bytes_each: float) -> float:
-        if job.zero >= from_stage:
+        if zero >= from_stage:
             return bytes_each * (held / shards + experts / expert_shards(job))
         return bytes_each * (held + experts)
 
@@ -94,24 +93,24 @@ def stage_memory(job: Job, stage: int, groups: Sequence[Groups] | None = None) -
     if job.frozen:  # kept in the precision of computation; matrices of blocks perhaps in fewer bits
         saved = stack.weight_bytes - (job.frozen_bytes or stack.weight_bytes)
         packed = held - end_parameters(job, stage)
-        weights = sharded(3, stack.weight_bytes) - saved * packed / (shards if job.zero >= 3 else 1)
-        if stack.casts_when_gathering and not job.alone and job.zero < 3:  # what is gathered stays beside what is kept
-            weights += sharded(1, stack.weight_bytes) - saved * packed / (shards if job.zero >= 1 else 1)
+        weights = sharded(3, stack.weight_bytes) - saved * packed / (shards if zero >= 3 else 1)
+        if stack.casts_when_gathering and not job.alone and zero < 3:  # what is gathered stays beside what is kept
+            weights += sharded(1, stack.weight_bytes) - saved * packed / (shards if zero >= 1 else 1)
             weights += stack.weight_bytes * (held + experts) * trainable  # the copy of adapters that computes
     else:
-        weights = 0.0 if job.zero >= 3 and stack.casts_when_gathering else sharded(3, stack.weight_bytes)
+        weights = 0.0 if zero >= 3 and stack.casts_when_gathering else sharded(3, stack.weight_bytes)
     optimizer = sharded(1, stack.state_bytes) * trainable
     # Gradients of one microbatch are reduced as they come; those of several are added up whole until the last.
     whole_from = 1 if stack.chunked_loss and job.microbatches == 1 else 2
     gradients = sharded(whole_from, stack.gradient_bytes) * trainable
-    if is_asynchronous(job.schedule):  # the weights and the gradient of two batches
+    if job.layout.asynchronous:  # the weights and the gradient of two batches
         weights, gradients = 2 * weights, 2 * gradients
     host = 0.0
-    if job.offload != "none":
+    if job.layout.offload != "none":
         host, optimizer = optimizer, 0.0
-    if job.offload == "cpu":
+    if job.layout.offload == "cpu" and stack.offloads_gradients:
         host += sharded(1, stack.gradient_bytes) * trainable
-        if whole_from == 1 or job.zero >= 2:  # else they are added up whole on the device before they are reduced
+        if whole_from == 1 or zero >= 2:  # else they are added up whole on the device before they are reduced
             gradients = 0.0
     peak = peak_moment(job, stage, weights, gradients, job.groups(stage) if groups is None else groups)
     return MemoryUse(
@@ -120,7 +119,7 @@ def stage_memory(job: Job, stage: int, groups: Sequence[Groups] | None = None) -
         optimizer=optimizer,
         activations=peak.activations,
         logits=peak.logits,
-        communication=peak.transit + (stack.bucket_bytes if job.dp > 1 and job.zero < 3 else 0.0),
+        communication=peak.transit + (stack.bucket_bytes if job.layout.data_parallel > 1 and zero < 3 else 0.0),
         fragmentation=stack.fragmentation * (peak.activations + peak.logits + peak.transit),
         context=stack.context_bytes + job.communicators * stack.communicator_bytes,
         host=host,

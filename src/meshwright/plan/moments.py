@@ -17,7 +17,6 @@ from meshwright.plan.activations import (
     pass_activations,
     passing_activations,
     saved_activations,
-    stream_bytes,
 )
 from meshwright.plan.blueprint import Block
 from meshwright.plan.held import block_parameters, end_parameters, first_weights
@@ -58,8 +57,8 @@ def _all_logits(job: Job, stage: int, weights: float, gradients: float, groups: 
     transit, layer = 0.0, max(block_parameters(job, block) for block in job.model.kinds)
     if job.frozen_bytes:
         transit = job.stack.weight_bytes * layer
-    if job.zero >= 3 and job.shards > 1:
-        ends = job.model.embedding * (1 if job.model.tied else 2) / job.tp
+    if job.layout.zero_stage >= 3 and job.shards > 1:
+        ends = job.model.embedding * (1 if job.model.tied else 2) / job.layout.tp
         # Two layers' weights, one used and one arriving, and a layer's gradient on its way out.
         transit = 2 * job.stack.weight_bytes * max(layer, ends / 2)
         transit += (job.stack.weight_bytes + job.stack.reduce_bytes) * layer
@@ -74,13 +73,13 @@ def _all_logits(job: Job, stage: int, weights: float, gradients: float, groups: 
 
 def all_logits_bytes(job: Job) -> float:
     """Logits of all tokens and their gradient, and the last norm's tensors."""
-    return 2 * stream_bytes(job) + job.tokens * job.model.vocab / job.tp * job.stack.logit_bytes
+    return 2 * job.stream_bytes + job.tokens * job.model.vocab / job.layout.tp * job.stack.logit_bytes
 
 
 def _decoded(job: Job, block: Block) -> float:
     """What the largest of a block's matrices that are kept in few bits takes, decoded, in its backward pass beyond the
     one tensor that the feed-forward layer's backward pass holds only later."""
-    largest = max((m.numel / (job.tp if m.split else 1) for m in block.matrices if not m.experts), default=0.0)
+    largest = max((m.numel / (job.layout.tp if m.split else 1) for m in block.matrices if not m.experts), default=0.0)
     return max(0.0, job.stack.weight_bytes * largest - inner_bytes(job, block)) if job.frozen_bytes else 0.0
 
 
@@ -91,7 +90,7 @@ class _Engine:
         self.job, self.stage, self.weights, self.end_gradients = job, stage, weights, gradients
         stack, self.width = job.stack, job.width
         self.head = stage == job.head_rank
-        self.vocab = ceil(job.model.vocab / job.tp)
+        self.vocab = ceil(job.model.vocab / job.layout.tp)
         self.table = 0 if job.frozen else self.vocab * job.model.hidden
         """Parameters of the head whose gradient is here."""
         self.ends = end_parameters(job, stage)
@@ -106,13 +105,13 @@ class _Engine:
         self.one_pass = pass_activations(job, groups)
         self.saved = saved_activations(job, stage, self.one_pass) + self._messages()
         self.passing, self.passing_before = passing_activations(job, groups)
-        gathers = job.zero >= 3 and not self.job.alone
+        gathers = job.layout.zero_stage >= 3 and not self.job.alone
         self.gathered = stack.weight_bytes if gathers else 0.0
         self.gathered_layer = (job.frozen_bytes or stack.weight_bytes) * self.layer if gathers else 0.0
         self.decoded = max((_decoded(job, block) for block in blocks), default=0.0)
         self.reduced = 0.0 if self.job.alone or job.frozen else stack.reduce_bytes
         # Tensor-parallel ranks' gradients are widened before they are added up (`parallel/data.py`).
-        self.fresh = self.reduced if job.tp > 1 else float(self.width)
+        self.fresh = self.reduced if job.layout.tp > 1 else float(self.width)
         # Of one microbatch nothing is kept before its own backward pass.
         self.kept = 0.0 if job.microbatches == 1 else gradients
 
@@ -127,18 +126,20 @@ class _Engine:
 
     def _messages(self) -> float:
         """What comes early from other stages, and what is on its way to the previous one."""
-        return stream_bytes(self.job) * ((self.job.pp > 1) + (self.stage > 0))
+        return self.job.stream_bytes * ((self.job.layout.pp > 1) + (self.stage > 0))
 
     def _loss(self) -> Iterator[Moment]:
         """All is saved. Gathered are embedding and head; the last block's weights, as they came, are still there."""
         job, hidden = self.job, self.job.model.hidden
         saved = saved_activations(job, self.stage, self.one_pass, at_loss=True) + self._messages()
         transit = self.gathered * self.ends + self.gathered_layer
-        if 0 < job.zero < 3 and job.shards > 1 and job.microbatches == 1:  # later ones find all weights gathered
+        if (
+            0 < job.layout.zero_stage < 3 and job.shards > 1 and job.microbatches == 1
+        ):  # later ones find all weights gathered
             transit = job.stack.weight_bytes * self.layer
         tokens, stride = ceil(job.tokens), ceil(self.vocab / 64) * 64
         states = self.width * hidden * tokens  # of which the loss's gradient is kept
-        normed = stream_bytes(job) + (states if job.tp > 1 else 0.0)
+        normed = job.stream_bytes + (states if job.layout.tp > 1 else 0.0)
         wide = job.precision.loss.bytes
         rows = max(1, int(job.stack.wide_bytes // (wide * hidden)))  # of the head's gradient, at a time
         most = max(1, int(job.stack.chunk_bytes // (stride * self.width)))
@@ -161,9 +162,9 @@ class _Engine:
             transit += self.width * self.table
         if not (self.job.alone or self.job.frozen):
             transit += self.width * self.first
-        saved = self.saved - (stream_bytes(self.job) if self.head else 0.0)  # what the last norm read has gone
+        saved = self.saved - (self.job.stream_bytes if self.head else 0.0)  # what the last norm read has gone
         yield self._moment(saved + max(self.passing, self.passing_before), transit)
-        if self.job.zero < 2 or self.job.alone or self.job.frozen:
+        if self.job.layout.zero_stage < 2 or self.job.alone or self.job.frozen:
             return
         # A block's weights go before its gradients are copied to be reduced; that copy stays until the next one's.
         yield self._moment(saved - self.block, transit + (self.fresh + self.reduced - self.gathered) * self.layer)
@@ -173,14 +174,14 @@ class _Engine:
         """Embedding and head are reduced: under ZeRO-2 and 3 after every microbatch, else after the last, when weights
         that were gathered have gone."""
         flying = microbatches_in_flight(self.job, self.stage)
-        left = self.saved * (flying - 1 / self.job.virtual_stages) / flying
+        left = self.saved * (flying - 1 / self.job.layout.virtual_stages) / flying
         ends = 0.0 if self.job.frozen else self.ends
         if self.job.alone:
             yield self._ended(left, self.width * min(ends, self.table), self.weights)
             return
         yield self._moment(left, self.gathered * ends + self.width * ends)
-        if self.job.zero >= 2:
-            gone = self.job.zero == 2 and self.job.microbatches == 1
+        if self.job.layout.zero_stage >= 2:
+            gone = self.job.layout.zero_stage == 2 and self.job.microbatches == 1
             yield self._ended(left, (self.fresh + self.reduced) * ends, 0.0 if gone else self.weights)
             return
         # What was added up is copied to be reduced; one rank alone copies it twice.

@@ -6,7 +6,7 @@ from typing import Any
 from meshwright.families import resolve_model
 from meshwright.plan.blueprint import blueprint
 from meshwright.plan.candidate import TIGHT
-from meshwright.plan.engine import engine_job, engine_layout
+from meshwright.plan.engine import engine_job
 from meshwright.plan.explain import describe, short
 from meshwright.plan.hardware import resolve_cluster
 from meshwright.plan.layouts import Limits
@@ -70,8 +70,8 @@ def planned_run(run: Run, plan: Plan) -> Run:
     training = run.training.model_copy(
         update={"micro_batch": chosen.job.micro_batch, "recompute": chosen.job.recompute}
     )
-    layout = engine_layout(chosen.job, plan.check)
-    return Run.model_validate(run.model_dump(exclude_unset=True) | {"layout": layout, "training": training})
+    sections = {"layout": chosen.job.layout, "training": training}
+    return Run.model_validate(run.model_dump(exclude_unset=True) | sections)
 
 
 def choice_reason(plan: Plan) -> str:

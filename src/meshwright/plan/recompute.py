@@ -21,14 +21,14 @@ def least_recompute(model: StepModel, enough: Enough, beaten: Callable[[Recomput
     """The recomputation of `model`'s job, whatever it recomputes itself, that takes least time and with which all ranks
     have enough memory; None where a part of it is `beaten` already, or where no recomputation suffices."""
     job, counts = model.job, [(0, 0)] * len(model.job.cut)
-    for rank in range(job.pp):
+    for rank in range(job.layout.pp):
         found = _least_of_rank(model, rank, enough)
         if found is None:
             return None
         for stage in job.stages[rank]:
             full = min(found[0], job.cut[stage])
             counts[stage] = full, min(found[1], job.cut[stage] - full)
-        if rank == 0 < job.pp - 1 and beaten(of_counts(counts, job.cut)):
+        if rank == 0 < job.layout.pp - 1 and beaten(of_counts(counts, job.cut)):
             return None
     return of_counts(counts, job.cut)
 

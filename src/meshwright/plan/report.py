@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.plan.candidate import Candidate, evaluate
-from meshwright.plan.engine import LayoutCheck, engine_layout, layout_check, runs_today
+from meshwright.plan.engine import LayoutCheck, layout_check, refusal, runs_today
 from meshwright.plan.explain import bandwidth, binding, describe, no_layout, relief, why_not
 from meshwright.plan.interval import NOMINAL, Interval
 from meshwright.plan.job import Job
@@ -13,7 +13,6 @@ from meshwright.plan.methods import method_facts
 from meshwright.plan.search import Found, search
 from meshwright.plan.what_if import in_fp8, on_nvme
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.recompute import plain_recompute
 from meshwright.spec.run import Run
@@ -63,11 +62,7 @@ class Plan:
 
     def refusal(self, candidate: Candidate) -> str | None:
         """Why the engine of today does not run a layout; None where it does."""
-        try:
-            engine_layout(candidate.job, self.check)
-        except UserError as error:
-            return str(error)
-        return None
+        return refusal(candidate.job, self.check)
 
     def reason(self, candidate: Candidate) -> str:
         """Why a strategy's best layout is not the chosen one."""
@@ -101,7 +96,11 @@ def make_plan(
     limits = limits or Limits()
     check = layout_check(run, spec, "cpu" if cluster.device == "cpu" else "cuda")
     found = search(base, cluster, top=top, limits=limits, runs=lambda job: runs_today(job, check))
-    own = evaluate(given, cluster.model_copy(update={"devices": given.world}), limits.margin) if given else None
+    own = (
+        evaluate(given, cluster.model_copy(update={"devices": given.layout.world_size}), limits.margin)
+        if given
+        else None
+    )
     return Plan(run, spec, cluster, base, limits, check, found, own)
 
 
@@ -143,7 +142,9 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
 def compiled_gain(candidate: Candidate) -> float | None:
     """The part of the step that `training.compile` would save; None where it is on, or cannot be."""
     job = candidate.job
-    if job.stack.fused or (job.pp > 1 and job.schedule_name in ("interleaved-zero-bubble", "zbv", "dualpipev")):
+    if job.stack.fused or (
+        job.layout.pp > 1 and job.layout.schedule in ("interleaved-zero-bubble", "zbv", "dualpipev")
+    ):
         return None
     fused = evaluate(replace(job, stack=replace(job.stack, fused=True)), candidate.cluster, candidate.margin)
     return 1 - fused.time.total / candidate.time.total
@@ -152,14 +153,13 @@ def compiled_gain(candidate: Candidate) -> float | None:
 def candidate_facts(plan: Plan, candidate: Candidate) -> dict[str, Any]:
     """One layout's predictions."""
     time, cost, missing = candidate.time, plan.cost(candidate), plan.refusal(candidate)
-    layout = None if missing else engine_layout(candidate.job, plan.check)
     return {
         "strategy": candidate.strategy,
         "text": describe(candidate.job),
         "verdict": candidate.verdict,
-        "runs_today": layout is not None,
+        "runs_today": missing is None,
         "missing": missing,
-        "layout": layout.model_dump(mode="json", exclude_defaults=True) if layout else None,
+        "layout": None if missing else candidate.job.layout.model_dump(mode="json", exclude_defaults=True),
         "micro_batch": candidate.job.micro_batch,
         "accumulation": candidate.job.microbatches,
         "recompute": plain_recompute(candidate.job.recompute),

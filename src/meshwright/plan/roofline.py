@@ -93,7 +93,7 @@ class Device:
         operators = constants.block_operators * (2.0 if block.num_experts else 1.0)
         if job.frozen:
             operators += ADAPTER_OPERATORS * sum(self._adapted(matrix) for matrix in block.matrices)
-        if job.tp > 1:  # both halves' sums over ranks, or, where ranks share the sequence, gathers and scatters
+        if job.layout.tp > 1:  # both halves' sums over ranks, or, where ranks share the sequence, gathers and scatters
             operators += (4 if job.sequence_parallel else 2) * constants.collective_operators
         return self.host * operators
 
@@ -105,7 +105,7 @@ class Device:
     def head(self) -> Pass:
         """Output head and loss of one microbatch."""
         job = self.job
-        vocab, tokens = job.model.vocab / job.tp, job.tokens
+        vocab, tokens = job.model.vocab / job.layout.tp, job.tokens
         product = self._product(tokens, vocab, job.model.hidden, self.rate, quantized=False)
         traffic = tokens * vocab * self.constants.logit_bytes / self.bandwidth / 3
         return product + Pass(traffic, 2 * traffic)
@@ -123,7 +123,7 @@ class Device:
     def _matrix(self, matrix: Matrix, tokens: float) -> Pass:
         out, into = matrix.out, matrix.into
         if matrix.split:  # which of the two is split changes nothing but the traffic, and that little
-            out, into = (out / self.job.tp, into) if out >= into else (out, into / self.job.tp)
+            out, into = (out / self.job.layout.tp, into) if out >= into else (out, into / self.job.layout.tp)
         product = self._product(tokens, out, into, self.linear_rate, quantized=self.quantized)
         return product + self._adapter(tokens, out, into) if self._adapted(matrix) else product
 
@@ -141,12 +141,14 @@ class Device:
     def _experts(self, matrix: Matrix, tokens: float) -> Pass:
         """Grouped products over this rank's experts, the busiest rank's load."""
         job, constants = self.job, self.constants
-        share = job.tp if job.ep == 1 else 1  # without expert parallelism, tensor parallelism splits the experts
-        routed = tokens * job.model.top_k * constants.imbalance / (1 if job.ep == 1 else job.tp)
-        rows = routed * job.ep / matrix.experts
+        share = (
+            job.layout.tp if job.layout.ep == 1 else 1
+        )  # without expert parallelism, tensor parallelism splits the experts
+        routed = tokens * job.model.top_k * constants.imbalance / (1 if job.layout.ep == 1 else job.layout.tp)
+        rows = routed * job.layout.ep / matrix.experts
         rate = self.linear_rate * constants.expert_matmul
         one = self._product(rows, matrix.out / share, matrix.into, rate, quantized=self.quantized)
-        return one.scaled(matrix.experts / job.ep)
+        return one.scaled(matrix.experts / job.layout.ep)
 
     def _product(self, rows: float, out: float, into: float, rate: float, *, quantized: bool) -> Pass:
         """`rows` tokens times a matrix [out, into]; backward computes two such products and adds a gradient."""
@@ -171,11 +173,11 @@ class Device:
         """Scores and weighted values of one layer."""
         job, model, constants = self.job, self.job.model, self.constants
         unfused = job.stack.attention == "unfused"
-        flops = tokens * model.attention_flops(job.sequence, causal=not unfused) / job.tp
+        flops = tokens * model.attention_flops(job.sequence, causal=not unfused) / job.layout.tp
         forward, backward = flops / self.attention_rate, constants.attention_backward * flops / self.attention_rate
         if unfused:
             span = min(job.sequence, model.window or job.sequence)
-            scores = tokens * span * model.num_heads / job.tp
+            scores = tokens * span * model.num_heads / job.layout.tp
             traffic = scores * constants.score_bytes / self.bandwidth
             forward, backward = forward + traffic, 2 * flops / self.attention_rate + 1.5 * traffic
         return Pass(forward, backward)
@@ -185,16 +187,16 @@ class Device:
         job, model = self.job, self.job.model
         stream = 10 * model.hidden + (5 * model.hidden if job.stack.dropout else 0)
         if job.sequence_parallel:
-            stream /= job.tp
-        inner = 2.0 * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim / job.tp
+            stream /= job.layout.tp
+        inner = 2.0 * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim / job.layout.tp
         routed = 0.0
         for matrix in block.matrices:
             if matrix.into != model.hidden and matrix.out == model.hidden and not matrix.name.startswith("attention"):
                 steps = 5 if model.gated else 2
                 per_token = model.top_k if matrix.experts else 1
-                inner += steps * matrix.into * per_token / job.tp
+                inner += steps * matrix.into * per_token / job.layout.tp
                 routed += (self.constants.route_bytes / self.width) * per_token * model.hidden if matrix.experts else 0
-        return tokens * self.width * (stream + inner + routed / job.tp) * self.fusion
+        return tokens * self.width * (stream + inner + routed / job.layout.tp) * self.fusion
 
 
 def _rate(cluster: ClusterSpec, dtype: str, constants: Constants) -> float:

@@ -7,7 +7,6 @@ the best found so far, neither they nor any that follow can win. So the result i
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
 
 from meshwright.plan.candidate import (
     MARGIN,
@@ -25,12 +24,11 @@ from meshwright.plan.pipeline import schedule_waiting
 from meshwright.plan.recompute import least_recompute
 from meshwright.plan.step_time import Cache, StepModel
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.recompute import recompute_misfit
 
 ALIKE = 0.03
 """Part of a step by which two layouts may differ without one being known to be faster: predictions are off by more."""
-SPLITS = ("pp", "virtual_stages", "schedule", "tp", "cp", "ep", "dp_replicate", "dp_shard", "zero")
-"""What the optimizer's share of a rank depends on."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class _Best:
         """Rank a layout that fits or is tight."""
         if name not in self.strategies or _rank(candidate) < _rank(self.strategies[name]):
             self.strategies[name] = candidate
-        key = candidate.verdict == "tight", complexity(candidate.job)
+        key = candidate.verdict == "tight", complexity(candidate.job.layout)
         rival = self.running.get(key)
         if (rival is None or _rank(candidate) < _rank(rival)) and (self.runs is None or self.runs(candidate.job)):
             self.running[key] = candidate
@@ -120,10 +118,9 @@ def search(
     cache: Cache = {}
     base = replace(base, recompute="none") if limits.recompute else base
     bounded, best, looked_at = _bounded(base, cluster, limits, cache), _Best(top, runs), 0
-    for least, choice in bounded:
-        name = family_name(choice)
-        job = replace(base, **choice)
-        plain = complexity(job)
+    for least, layout, micro in bounded:
+        name, plain = family_name(layout), complexity(layout)
+        job = replace(base, layout=layout, micro_batch=micro)
         if (prune and best.beaten(least, name, plain)) or recompute_misfit(job.recompute, job.cut):
             continue
         looked_at += 1
@@ -149,39 +146,39 @@ def search(
     return Found(tuple(best.ranked), strategies, best.chosen(), best.fastest(), looked_at, len(bounded))
 
 
-def _bounded(base: Job, cluster: ClusterSpec, limits: Limits, cache: Cache) -> list[tuple[float, dict[str, Any]]]:
-    """Every legal layout behind the seconds that it cannot undercut, the least first."""
+def _bounded(base: Job, cluster: ClusterSpec, limits: Limits, cache: Cache) -> list[tuple[float, LayoutSpec, int]]:
+    """Every legal layout and microbatch behind the seconds that they cannot undercut, the least first."""
     microbatch: dict[tuple[int, ...], float] = {}
-    update: dict[tuple[Any, ...], float] = {}
+    update: dict[int, float] = {}
     quantized, found = base.precision.recipe is not None, []
-    for choice in layouts(base, cluster, limits):
-        key = (choice["tp"], choice["cp"], choice["ep"], choice["micro_batch"])
+    for layout, micro in layouts(base, cluster, limits):
+        key = (layout.tp, layout.cp, layout.ep, micro)
         if quantized:  # once for all microbatches
-            key = (*key, choice["dp_replicate"] * choice["dp_shard"])
+            key = (*key, layout.data_parallel)
         if key not in microbatch:
-            microbatch[key] = StepModel(replace(base, **choice), cluster, cache=cache).microbatch()
-        least = _least(microbatch[key], base, choice)
-        if choice["offload"] != "none":
-            split = tuple(choice[name] for name in SPLITS)
-            if split not in update:
-                model = StepModel(replace(base, **choice), cluster, cache=cache)
-                update[split] = min(model.update(stage) for stage in range(choice["pp"]))
-            least += update[split]
-        found.append((least, choice))
+            microbatch[key] = StepModel(
+                replace(base, layout=layout, micro_batch=micro), cluster, cache=cache
+            ).microbatch()
+        least = _least(microbatch[key], base, layout, micro)
+        if layout.offload != "none":
+            if id(layout) not in update:  # the same for all microbatches
+                model = StepModel(replace(base, layout=layout, micro_batch=micro), cluster, cache=cache)
+                update[id(layout)] = min(model.update(stage) for stage in range(layout.pp))
+            least += update[id(layout)]
+        found.append((least, layout, micro))
     return sorted(found, key=lambda entry: entry[0])
 
 
-def _least(microbatch: float, base: Job, choice: dict[str, Any]) -> float:
+def _least(microbatch: float, base: Job, layout: LayoutSpec, micro: int) -> float:
     """Seconds that no arrangement of stages can undercut: all of them equally long, nothing exchanged between ranks.
 
     A stage longer than the others costs more than it saves in the bubble, for there are more microbatches than stages
     that wait.
     """
-    pp, dp = choice["pp"], choice["dp_replicate"] * choice["dp_shard"]
-    microbatches = base.global_batch // (dp * choice["micro_batch"])
+    pp, microbatches = layout.pp, base.global_batch // (layout.data_parallel * micro)
     if pp == 1:
         return microbatch * microbatches
-    share = schedule_waiting(choice["schedule"], pp, microbatches, choice["virtual_stages"]).share
+    share = schedule_waiting(layout.schedule, pp, microbatches, layout.virtual_stages).share
     return microbatch / pp * (microbatches + (pp - 1) * min(share, microbatches))
 
 

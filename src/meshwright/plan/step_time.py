@@ -84,10 +84,11 @@ class StepModel:
         self.job, self.cluster, self.constants = job, cluster, constants
         self.wires = Wires.of(cluster, constants)
         self.device = Device(cluster, job, constants)
-        self.shard = axis_group(cluster, job.shards, job.tp if job.stack.group_shards else job.tp * job.cp)
-        self.replicate = axis_group(cluster, job.dp_replicate, job.tp * job.cp * job.dp_shard)
+        layout, sharers = job.layout, job.layout.tp * job.layout.cp
+        self.shard = axis_group(cluster, job.shards, layout.tp if job.stack.group_shards else sharers)
+        self.replicate = axis_group(cluster, layout.dp_replicate, sharers * layout.dp_shard)
         casts = job.microbatches if self.device.quantized else 1  # share one quantization of the weights
-        key = (job.tp, job.cp, job.ep, job.micro_batch, casts, job.recompute_share, job.precision)
+        key = (layout.tp, layout.cp, layout.ep, job.micro_batch, casts, job.recompute_share, job.precision)
         found = None if cache is None else cache.get(key)
         self.parts = found or self._parts()
         if cache is not None:
@@ -95,8 +96,8 @@ class StepModel:
 
     def _parts(self) -> Parts:
         job, device, kinds = self.job, self.device, self.job.model.kinds
-        tp, cp = axis_group(self.cluster, job.tp, 1), axis_group(self.cluster, job.cp, job.tp)
-        ep = axis_group(self.cluster, job.ep, 1)
+        tp, cp = axis_group(self.cluster, job.layout.tp, 1), axis_group(self.cluster, job.layout.cp, job.layout.tp)
+        ep = axis_group(self.cluster, job.layout.ep, 1)
         tensor = tuple(self._tensor(block, tp) for block in kinds)
         expert = tuple(self._expert(block, ep) for block in kinds)
         sent = tuple(one + other for one, other in zip(tensor, expert, strict=True))
@@ -151,9 +152,9 @@ class StepModel:
             forward.append(f + exposed.forward)
             backward.append(b + exposed.backward)
             gathering.append(exposed)
-        busiest = max(range(job.pp), key=lambda stage: forward[stage] + backward[stage])
+        busiest = max(range(job.layout.pp), key=lambda stage: forward[stage] + backward[stage])
         timeline = pipeline_seconds(
-            forward, backward, job.microbatches, job.virtual_stages, self._send(), job.schedule_name
+            forward, backward, job.microbatches, job.layout.virtual_stages, self._send(), job.layout.schedule
         )
         return self._account(timeline, busiest, gathering[busiest], backward[busiest])
 
@@ -185,8 +186,8 @@ class StepModel:
         """Seconds in which a rank of a stage clips and steps what it trains, offloaded state moved there and back."""
         job = self.job
         trained = 1.0 if job.adapters is None else job.adapters / job.model.num_parameters
-        parameters = sum(held_parameters(job, stage)) * trained / (job.shards if job.zero >= 1 else 1)
-        if job.offload != "none":
+        parameters = sum(held_parameters(job, stage)) * trained / (job.shards if job.layout.zero_stage >= 1 else 1)
+        if job.layout.offload != "none":
             return parameters * OFFLOAD_BYTES / (self.constants.offload_gb_s * 1e9)
         return self.device.update(parameters)
 
@@ -205,10 +206,10 @@ class StepModel:
     def _tensor(self, block: Block, group: Group) -> Pass:
         """Two all-reduces (or their halves, with sequence parallelism) a pass, one for each half of the block."""
         job = self.job
-        if job.tp == 1:
+        if job.layout.tp == 1:
             return Pass(0.0, 0.0)
         payload = job.tokens * job.model.hidden * self.device.width
-        visits = 1 if block.num_experts and job.ep > 1 else 2
+        visits = 1 if block.num_experts and job.layout.ep > 1 else 2
         both = visits * self.wires.all_reduce(group, payload)
         # With sequence parallelism each is cut in two halves, and the backward pass gathers once more.
         shown = 1 - self.constants.tensor_hidden if job.stack.overlap_tensor else 1.0
@@ -217,10 +218,12 @@ class StepModel:
     def _context(self, group: Group) -> Pass:
         """Keys and values travel around the ring behind the attention of the part before."""
         job, model = self.job, self.job.model
-        if job.cp == 1:
+        if job.layout.cp == 1:
             return Pass(0.0, 0.0)
-        payload = 2 * job.micro_batch * job.sequence * model.num_kv_heads * model.head_dim / job.tp * self.device.width
-        ring = self.wires.all_gather(group, payload) + (job.cp - 2) * self.wires.link_s
+        payload = (
+            2 * job.micro_batch * job.sequence * model.num_kv_heads * model.head_dim / job.layout.tp * self.device.width
+        )
+        ring = self.wires.all_gather(group, payload) + (job.layout.cp - 2) * self.wires.link_s
         behind = self.device.attention(job.tokens).scaled(self.constants.overlap)
         shown = []
         for wire, time in ((ring, behind.forward), (2 * ring, behind.backward)):
@@ -231,29 +234,35 @@ class StepModel:
     def _expert(self, block: Block, group: Group) -> Pass:
         """Tokens travel to their experts and back, in both passes."""
         job = self.job
-        if not block.num_experts or job.ep == 1:
+        if not block.num_experts or job.layout.ep == 1:
             return Pass(0.0, 0.0)
-        payload = job.tokens / job.tp * job.model.hidden * self.device.width
-        copies = job.model.top_k if job.stack.expert_relay else min(job.model.top_k, job.ep)
+        payload = job.tokens / job.layout.tp * job.model.hidden * self.device.width
+        copies = job.model.top_k if job.stack.expert_relay else min(job.model.top_k, job.layout.ep)
         trip = self.wires.all_to_all(group, copies, payload, relay=job.stack.expert_relay)
         return Pass(2 * trip * self.constants.imbalance, 2 * trip * self.constants.imbalance)
 
     def _gathered_per_microbatch(self) -> tuple[float, float] | None:
         """ZeRO-3's seconds a layer: gathering weights and, as ZeRO-2 does too, reducing gradients."""
         job = self.job
-        if job.zero < 2 or job.shards == 1:
+        if job.layout.zero_stage < 2 or job.shards == 1:
             return None
         model = job.model
         blocks = sum(
-            count * (block.on_rank(job.tp, model.num_kv_heads) + block.experts / job.ep)
+            count * (block.on_rank(job.layout.tp, model.num_kv_heads) + block.experts / job.layout.ep)
             for block, count in zip(model.kinds, model.kind_counts, strict=True)
         )
-        numel = (blocks + model.embedding * (1 if model.tied else 2) / job.tp) / model.num_layers
-        gather = self.wires.all_gather(self.shard, numel * job.stack.weight_bytes) if job.zero == 3 else 0.0
+        numel = (blocks + model.embedding * (1 if model.tied else 2) / job.layout.tp) / model.num_layers
+        gather = (
+            self.wires.all_gather(self.shard, numel * job.stack.weight_bytes) if job.layout.zero_stage == 3 else 0.0
+        )
         reduce = 0.0 if job.frozen else self.wires.all_gather(self.shard, numel * job.stack.reduce_bytes)
-        if job.offload == "cpu" and self.cluster.device != "cpu":  # shards come from the host, and gradients go there
+        moved = job.layout.offload == "cpu" and job.stack.offloads_gradients
+        if moved and self.cluster.device != "cpu":  # shards come from the host, and gradients go there
             each = numel * job.stack.gradient_bytes / job.shards / HOST_LINK
-            gather, reduce = gather + (each if job.zero == 3 else 0.0), reduce + (0.0 if job.frozen else each)
+            gather, reduce = (
+                gather + (each if job.layout.zero_stage == 3 else 0.0),
+                reduce + (0.0 if job.frozen else each),
+            )
         return gather, reduce
 
     def _hide_gathering(self, sharded: tuple[float, float] | None, layers: int, f: float, b: float) -> Pass:
@@ -274,14 +283,17 @@ class StepModel:
         held = sum(held_parameters(job, 0))
         if job.frozen:
             return 0.0, 0.0
-        if job.zero >= 3:
+        if job.layout.zero_stage >= 3:
             wire = self.wires.all_reduce(self.replicate, held * job.stack.reduce_bytes / job.shards)
-        elif job.zero == 0 or job.shards == 1:
-            group = Group(job.dp * job.cp, max(self.shard.local, self.replicate.local * max(1, self.shard.local)))
+        elif job.layout.zero_stage == 0 or job.shards == 1:
+            group = Group(
+                job.layout.data_parallel * job.layout.cp,
+                max(self.shard.local, self.replicate.local * max(1, self.shard.local)),
+            )
             wire = self.wires.all_reduce(group, held * job.stack.reduce_bytes)
         else:
             wire = self.wires.all_gather(self.shard, held * job.stack.weight_bytes)
-            if job.zero == 1:
+            if job.layout.zero_stage == 1:
                 wire += self.wires.all_gather(self.shard, held * job.stack.reduce_bytes)
             wire += self.wires.all_reduce(self.replicate, held * job.stack.reduce_bytes / job.shards)
         if not job.stack.overlap_gradients:
@@ -292,12 +304,12 @@ class StepModel:
     def _send(self) -> float:
         """Seconds of one message between stages."""
         job = self.job
-        if job.pp == 1:
+        if job.layout.pp == 1:
             return 0.0
         # Tensor-parallel ranks send a share each, also where all of them hold the whole (Narayanan et al., 2021).
-        payload = job.tokens * job.model.hidden * self.device.width / job.tp
+        payload = job.tokens * job.model.hidden * self.device.width / job.layout.tp
         calls = 1e-6 * self.constants.message_us * job.stack.python
-        return calls + self.wires.send(payload, far=job.world // job.pp >= self.cluster.domain)
+        return calls + self.wires.send(payload, far=job.layout.world_size // job.layout.pp >= self.cluster.domain)
 
 
 def predict_step_time(job: Job, cluster: ClusterSpec, constants: Constants = FITTED) -> StepTime:

@@ -74,10 +74,14 @@ class LayoutSpec(Spec):
 
     @model_validator(mode="after")
     def _legal(self) -> "LayoutSpec":
-        problems = list(self._problems())
-        if problems:
-            raise UserError("; ".join(problems))
+        if problem := self.problem:
+            raise UserError(problem)
         return self
+
+    @property
+    def problem(self) -> str | None:
+        """Why the layout is illegal, as one that `model_copy` has made may be; None where it is not."""
+        return "; ".join(self._problems()) or None
 
     def _problems(self) -> Iterator[str]:
         if self.choose and self.model_dump() != LayoutSpec().model_dump() | {"choose": True}:
@@ -200,6 +204,15 @@ class LayoutSpec(Spec):
     def zero_stage(self) -> int:
         """The ZeRO stage with `auto` resolved."""
         return (3 if self.dp_shard > 1 else 0) if self.zero == "auto" else self.zero
+
+    @property
+    def virtual_stages(self) -> int:
+        """Pipeline stages that each rank holds, with `auto` resolved; 1 where a file has the schedule."""
+        if self.pp == 1 or self.schedule.endswith(".csv"):
+            return 1
+        if self.stage_layers != "auto":
+            return len(self.stage_layers) // self.pp
+        return SCHEDULES[self.schedule].stages_per_rank if self.stages_per_rank == "auto" else self.stages_per_rank
 
     def pipeline_schedule(self, *, microbatches: int, base_dir: Path) -> Schedule:
         """What the pipeline's ranks do in a step; a file's path is relative to `base_dir`.

@@ -175,7 +175,9 @@ def _stage_layers(run: Run, model: ModelSpec, microbatches: int, base_dir: Path)
 
 def _recompute_advice(job: Job, limit: float) -> str:
     """The least recomputation with which a job would take no more than `limit` bytes, if there is any."""
-    model = StepModel(job, device_cluster("a100", job.world))  # only which policy saves more for its time is asked
+    model = StepModel(
+        job, device_cluster("a100", job.layout.world_size)
+    )  # only which policy saves more for its time is asked
     least = least_recompute(model, lambda use: use.total <= limit, lambda part: False)
     if least is None or least == "none":
         return ""

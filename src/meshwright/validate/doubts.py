@@ -101,14 +101,14 @@ def _used(run: PublishedRun) -> dict[str, int]:
         "kv_heads": model.num_kv_heads,
         "vocab": model.vocab,
         "seq_len": job.sequence,
-        "gpus": job.world,
+        "gpus": job.layout.world_size,
         "gpus_per_node": run.cluster.per_node,
-        "tp": job.tp,
-        "pp": job.pp,
-        "cp": job.cp,
-        "ep": job.ep,
-        "dp": job.dp,
-        "vpp": job.virtual_stages,
+        "tp": job.layout.tp,
+        "pp": job.layout.pp,
+        "cp": job.layout.cp,
+        "ep": job.layout.ep,
+        "dp": job.layout.data_parallel,
+        "vpp": job.layout.virtual_stages,
         "micro_batch": job.micro_batch,
         "global_batch": job.global_batch,
     }
@@ -154,7 +154,7 @@ def _word_doubts(row: Row, run: PublishedRun) -> Iterator[tuple[str, str]]:
         yield "precision", f"no precision that is known; {job.precision} taken"
     sharding = said("zero_stage_or_fsdp")
     if sharding and zero_of(sharding) is None:
-        yield "zero_stage_or_fsdp", f"no ZeRO stage, FSDP or DDP; ZeRO-{job.zero} taken"
+        yield "zero_stage_or_fsdp", f"no ZeRO stage, FSDP or DDP; ZeRO-{job.layout.zero_stage} taken"
     recompute = said("recompute")
     policy = recompute_of(recompute)
     if policy == ("full", 1.0) and not EVERYTHING.search(recompute.lower()):
@@ -174,7 +174,7 @@ def _contradictions(row: Row, run: PublishedRun, used: dict[str, int]) -> Iterat
         return number_of((row.get(column) or "").strip())
 
     job = run.job
-    degrees = f"tp x pp x cp = {job.tp * job.pp * job.cp}"
+    degrees = f"tp x pp x cp = {job.layout.tp * job.layout.pp * job.layout.cp}"
     for column, taken in used.items():
         value = number(column)
         if value is None or int(value) == taken or not 1 <= value <= MOST.get(column, MOST_DEGREE):
@@ -182,13 +182,16 @@ def _contradictions(row: Row, run: PublishedRun, used: dict[str, int]) -> Iterat
         if column == "gpus":
             yield column, f"{degrees} does not divide it; predicted on {taken} devices"
         elif column == "dp":
-            yield column, f"{degrees}, and {taken} data-parallel ranks make {job.world} devices; {taken} taken"
+            yield (
+                column,
+                f"{degrees}, and {taken} data-parallel ranks make {job.layout.world_size} devices; {taken} taken",
+            )
         elif column == "global_batch":
             if "tok" not in row[column].lower():
                 yield column, f"so many sequences are tokens; {taken} sequences taken"
-        elif column != "gpus_per_node" or taken != job.world:
+        elif column != "gpus_per_node" or taken != job.layout.world_size:
             yield column, f"{WHY_CUT.get(column, 'other cells contradict it')}; {taken} taken"
-    if job.model.num_heads % job.tp:
+    if job.model.num_heads % job.layout.tp:
         yield "tp", f"it does not divide {job.model.num_heads} heads; predicted as if it did"
     params = number("params_b")
     if params and (params > 1e5 or not 1 / APART < params * 1e9 / job.model.num_parameters < APART):
@@ -201,7 +204,7 @@ def _measurement_doubts(run: PublishedRun, stated: float | None, rate: float | N
     if not run.seconds:
         return
     job, cluster = run.job, run.cluster
-    tokens = job.global_batch * job.sequence / job.world
+    tokens = job.global_batch * job.sequence / job.layout.world_size
     if stated and rate and not 1 / APART < run.seconds * rate / tokens < APART:
         yield "tokens_per_s_per_gpu", f"{tokens / run.seconds:.4g} by step_time_s, which is taken"
     peak = (cluster.peak(job.precision)) * 1e12

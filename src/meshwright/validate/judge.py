@@ -19,8 +19,7 @@ from meshwright.validate.rows import PublishedRun
 SWEEP = 3
 """Layouts of one job from which a rank correlation is worth the name, and rows of a source from which a factor is."""
 
-DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "virtual_stages", "schedule", "zero", "micro_batch")
-HABITS = ("sequence_parallel", "recompute", "recompute_share", "offload", "offload_activations")
+CHOICES = ("layout", "micro_batch", "sequence_parallel", "recompute", "recompute_share", "offload_activations")
 """What makes layouts of one job different; rows that agree in all of it are one layout, measured again."""
 
 
@@ -162,7 +161,7 @@ def sweeps(rows: Iterable[Judged], quantity: str, least: int) -> list[tuple[Judg
             job, model = row.run.job, row.run.job.model
             batch = job.global_batch if quantity == "step_time" else 0
             size = model.num_parameters, model.active_parameters, job.sequence, row.run.cluster.devices, batch
-            layout = tuple(getattr(job, field) for field in DEGREES + HABITS)
+            layout = tuple(getattr(job, field) for field in CHOICES)
             groups[(source_name(row.run.source), *size)][layout].append(row)
     return [
         (next(iter(layouts.values()))[0], [_tried(repeats, quantity) for repeats in layouts.values()])
@@ -177,7 +176,7 @@ def _tried(repeats: Sequence[Judged], quantity: str) -> Tried:
         predicted=statistics.median(row.pairs(quantity)[0].value for row in repeats),
         measured=statistics.median(_measured(row, quantity) for row in repeats),
         fits=any(row.fits for row in repeats),
-        complexity=complexity(repeats[0].run.job),
+        complexity=complexity(repeats[0].run.job.layout),
     )
 
 

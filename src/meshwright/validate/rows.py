@@ -12,6 +12,7 @@ from meshwright.plan.hardware import device_cluster, is_known, nearest_device
 from meshwright.plan.job import QUANTIZED, Job, Stack
 from meshwright.plan.memory import predict_memory
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.precision import BF16, Precision
 from meshwright.validate.models import Completion, Row, published_model
 from meshwright.validate.software import FSDP, LEGACY, MEGATRON, software
@@ -67,12 +68,12 @@ def read_row(row: Row) -> PublishedRun:
     precision = Precision.of(precision_of(read.text("precision")) or read.rule("precision", BF16.name))
     stack = software(read, precision)
     job = _layout(read, model, precision, stack)
-    cluster = _cluster(read, job.world)
+    cluster = _cluster(read, job.layout.world_size)
     job = _fitting(read, job, cluster)
     gib = 2**30 / 1e9 if "GiB" in notes + memory or "MiB" in memory else 1.0
     kind = "states" if "ANALYTIC" in notes else "allocated" if "llocated" in notes else "device"
     if kind == "states":  # the ZeRO paper's 16 bytes per parameter, no gradient in fp32
-        job = replace(job, stack=replace(stack, state_bytes=12.0))
+        job = replace(job, stack=replace(job.stack, state_bytes=12.0))
     measured = None if ran_out(memory) else gigabytes(memory)
     return PublishedRun(
         id=row["id"],
@@ -107,28 +108,33 @@ def _layout(read: Completion, model: Blueprint, precision: Precision, stack: Sta
     ep = min(read.degree("ep"), dp * cp * tp)
     words = (read.text("model_name") + " " + read.text("notes")).lower()
     experts = max(block.num_experts for block in model.kinds)
+    virtual = min(read.degree("vpp"), max(1, model.num_layers // pp)) if pp > 1 else 1
+    layout = {
+        "pp": pp,
+        "dp_replicate": dp // shard,
+        "dp_shard": shard,
+        "cp": cp,
+        "tp": tp,
+        "ep": min(ep, experts) if experts else 1,
+        "schedule": "interleaved-1f1b" if virtual > 1 else "1f1b",
+        "stages_per_rank": virtual,
+        "zero": zero if dp > 1 else min(zero, 1),
+        "offload": "cpu" if _offloads(read) else "none",
+    }
     return Job(
         model=model,
         sequence=sequence,
         global_batch=_sequences(read, sequence) or read.rule("global_batch", micro * dp),
         micro_batch=micro,
-        pp=pp,
-        dp_replicate=dp // shard,
-        dp_shard=shard,
-        cp=cp,
-        tp=tp,
-        ep=min(ep, experts) if experts else 1,
-        virtual_stages=min(read.degree("vpp"), max(1, model.num_layers // pp)) if pp > 1 else 1,
-        zero=zero if dp > 1 else min(zero, 1),
+        layout=LayoutSpec().model_copy(update=layout),
         sequence_parallel=stack.name != LEGACY.name if parallel is None else parallel,
         recompute=recompute,
         recompute_share=share,
         precision=precision,
-        offload="optimizer" if _offloads(read) else "none",
         offload_activations=_alpha(read.text("offload")),
         adapters=ADAPTERS * model.num_parameters if "lora" in words.replace("lora-required", "") else None,
         frozen_bytes=QUANTIZED if "qlora" in words else None,
-        stack=stack,
+        stack=replace(stack, offloads_gradients=False),
     )
 
 
@@ -171,9 +177,10 @@ def _fitting(read: Completion, job: Job, cluster: ClusterSpec) -> Job:
     Pipelines are not sharded further. FSDP's "selective" alone means some of the blocks: as few quarters as fit.
     """
     quarters = [replace(job, recompute="full", recompute_share=quarter / 4) for quarter in (1, 2, 3, 4)]
-    stages = [job.zero]
-    if not read.row.get("zero_stage_or_fsdp") and job.dp > 1 and job.pp == 1:
-        stages += [stage for stage in (1, 2, 3) if stage > job.zero]
+    layout = job.layout
+    stages = [layout.zero_stage]
+    if not read.row.get("zero_stage_or_fsdp") and layout.data_parallel > 1 and layout.pp == 1:
+        stages += [stage for stage in (1, 2, 3) if stage > layout.zero_stage]
     policies = [job]
     if job.recompute == "selective" and job.stack.name == FSDP.name:
         policies = quarters
@@ -182,14 +189,14 @@ def _fitting(read: Completion, job: Job, cluster: ClusterSpec) -> Job:
     tried = job
     for stage in stages:
         for policy in policies:
-            shard = job.dp_shard if stage == job.zero else job.dp
-            tried = replace(policy, zero=stage, dp_shard=shard, dp_replicate=job.dp // shard)
+            shard = layout.dp_shard if stage == layout.zero_stage else layout.data_parallel
+            tried = policy.with_layout(zero=stage, dp_shard=shard, dp_replicate=layout.data_parallel // shard)
             if predict_memory(tried).total <= cluster.memory_gb * 1e9:
                 break
         else:
             continue
         break
-    if tried.zero != job.zero:
+    if tried.layout.zero_stage != layout.zero_stage:
         read.completed.append("zero_stage_or_fsdp")
     return tried
 
@@ -229,7 +236,7 @@ def usual_device(year: int) -> str:
 def _seconds(read: Completion, job: Job, cluster: ClusterSpec) -> float | None:
     """Measured seconds of a step: as stated, from tokens per second, or from FLOP/s by the source's own convention."""
     stated, rate = read.number("step_time_s"), read.number("tokens_per_s_per_gpu")
-    gpus = read.count("gpus") or job.world
+    gpus = read.count("gpus") or job.layout.world_size
     tokens = job.global_batch * job.sequence
     if stated:
         return stated / 1e3 if re.search(r"\d ?ms\b", read.text("step_time_s")) else stated
