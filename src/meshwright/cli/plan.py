@@ -235,7 +235,7 @@ def _chosen(facts: dict[str, Any], chosen: dict[str, Any]) -> Iterator[str]:
     if facts["compile"] and facts["compile"] > 0.01:
         yield f"compile    training.compile=true would save {facts['compile']:.0%} of the step"
     if fp8 := facts["fp8"]:
-        yield f"fp8        not run by this version: {fp8['step_time']:.3g} s a step, {fp8['saved']:.0%} less"
+        yield f"fp8        with training.precision=fp8: {fp8['step_time']:.3g} s a step, {fp8['saved']:.0%} less"
     if facts["bandwidth"]:
         yield f"network    {facts['bandwidth']}"
 

@@ -117,7 +117,7 @@ def _prove(resolved: ResolvedRun, arguments: argparse.Namespace) -> tuple[int, d
     if not arguments.json:
         for comparison in proof.comparisons:
             print("\n".join(_step(comparison)))
-        print(_conclusion(proof))
+        print("\n".join([*_cost(proof), _conclusion(proof)]))
     return 0 if proof.equal else DIFFERENT, {"strategy": resolved.run.layout.strategy, **proof.as_data()}
 
 
@@ -128,7 +128,7 @@ def _prove_engine(recipe: Run, arguments: argparse.Namespace) -> int:
     from meshwright.engines.registry import find_engine
 
     engine = find_engine(arguments.engine)
-    training = recipe.training.model_copy(update={"precision": FP32.name, "reduce_dtype": FP32.name})
+    training = recipe.training.computing_in(FP32.name)
     resolved = resolve_run(recipe.model_copy(update={"training": training}), base_dir=arguments.recipe.parent)
     resolved = shrink(resolved) if arguments.shrink else resolved
     if not arguments.json:
@@ -171,9 +171,7 @@ def _not_equal_by_design(resolved: ResolvedRun, arguments: argparse.Namespace) -
 
 def _prepare(recipe: Run, arguments: argparse.Namespace) -> ResolvedRun:
     if arguments.precision == FP64.name:
-        recipe = recipe.model_copy(
-            update={"training": recipe.training.model_copy(update={"precision": FP64.name, "reduce_dtype": FP32.name})}
-        )
+        recipe = recipe.model_copy(update={"training": recipe.training.computing_in(FP64.name)})
     resolved = resolve_run(recipe, base_dir=arguments.recipe.parent)
     return shrink(resolved) if arguments.shrink else resolved
 
@@ -185,7 +183,7 @@ def _what(resolved: ResolvedRun, arguments: argparse.Namespace) -> str:
     return (
         f"{plugged}"
         f"layout     {run.layout.strategy}; processes: {run.layout.world_size}\n"
-        f"against    one process, {arguments.steps} steps, {run.training.precision}\n"
+        f"against    one process, {arguments.steps} steps, {run.training.arithmetic}\n"
         f"model      {how}{model.family}, {model.num_layers} layers, width {model.hidden}, {model.num_heads} heads, "
         f"{model.num_kv_heads} of keys and values, vocabulary {model.vocab}\n"
         f"batch      {resolved.global_batch} sequences of {run.data.sequence_length} = {run.layout.data_parallel} "
@@ -214,6 +212,18 @@ def _step(comparison: Any) -> list[str]:
         f"  norm       {comparison.reference['gnorm']:.6f}, differs by {_amount(comparison.gnorm)}",
         f"  updates    {tensors(comparison.updates)}",
         f"  state      {tensors(comparison.state)}",
+    ]
+
+
+def _cost(proof: Any) -> list[str]:
+    """What low precision does, beside the proof."""
+    if (cost := proof.cost) is None:
+        return []
+    loss = proof.comparisons[-1].reference["loss"] if proof.comparisons[-1:] else cost.loss
+    return [
+        f"low precision itself, in step {cost.step} on one process",
+        f"  loss       {cost.loss:.6f} in {cost.beside}, {loss - cost.loss:+.1e} with it",
+        f"  gradients  {cost.gradients:.1%} from those in {cost.beside}; the worst {cost.worst}: {cost.worst_by:.1%}",
     ]
 
 

@@ -7,7 +7,8 @@
 | `all_to_all(x, group)` | entry r of every rank's x, which has N entries in dim 0 | `all_to_all` |
 | `all_to_all_rows(x, received, sent, group)` | the same for runs of rows of any length | `all_to_all_rows` |
 | `all_reduce(x, group)` | the sum of the ranks' x | the identity |
-| `all_reduce_(x, group, op)` | the same, or the maximum, in place | none |
+| `maximum(x, group)` | the largest of the ranks' x, element by element | none |
+| `all_reduce_(x, group, op)` | the sum, or the maximum, in place | none |
 | `send`, `receive`, `Hop` | messages between two ranks, and once round a ring | none |
 
 A sum of which every rank computes the same loss has the identity as its gradient (g of Megatron-LM, Shoeybi et al.,
@@ -118,6 +119,12 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any):
         return grad_outputs[0], None
+
+
+@torch.no_grad()
+def maximum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The largest over ranks, element by element; no gradient."""
+    return functional.wait_tensor(functional.all_reduce(x.contiguous(), "max", group.group_name))
 
 
 def all_reduce_(

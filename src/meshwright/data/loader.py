@@ -90,7 +90,7 @@ class Loader:
             world_size=resolved.run.layout.data_parallel,
             places=places,
             padding=padding_of(resolved),
-            numbered=getattr(resolved.run.finetune, "dropout", 0) > 0,
+            numbered=draws(resolved),
         )
 
     def microbatches(self, step: int) -> list[HostBatch]:
@@ -132,6 +132,11 @@ class Loader:
                 for batch, rows in zip(found, microbatches, strict=True)
             ]
         return [_repadded(batch, self._padding) for batch in found]
+
+
+def draws(resolved: ResolvedRun) -> bool:
+    """Whether anything of a run is drawn by tokens' numbers: dropout, or how gradients in four bits are rounded."""
+    return getattr(resolved.run.finetune, "dropout", 0) > 0 or resolved.run.training.rounds_at_random
 
 
 def _numbers(positions: range, length: int, places: np.ndarray | None) -> np.ndarray:

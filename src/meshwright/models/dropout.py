@@ -52,16 +52,21 @@ class Dropout(nn.Module):
     @torch.no_grad()
     def dropped(self, numbers_N: torch.Tensor, features: int) -> torch.Tensor:
         """Which of `features` features of each token, bool [N, D]."""
-        first = self.part * features
-        features_D = torch.arange(first, first + features, device=numbers_N.device, dtype=torch.int32) * ODD_32
-        mixed_N = (numbers_N + self.key) * ODD_64
-        keys_N1 = (mixed_N ^ (mixed_N >> 32)).to(torch.int32)[:, None]
-        rows = max(1, AT_ONCE // features)
-        return torch.cat([_mix(keys_R1 ^ features_D) < int(self.share * 2**31) for keys_R1 in keys_N1.split(rows)])
+        return drawn_bits(self.key, numbers_N, self.part * features, features) < int(self.share * 2**31)
 
     def extra_repr(self) -> str:
         """The share."""
         return f"{self.share:g}"
+
+
+def drawn_bits(key: int, numbers_N: torch.Tensor, first: int, features: int) -> torch.Tensor:
+    """Evenly in [0, 2**31), int32 [N, D]: a hash of a key, the numbers of tokens and `features` features from `first`
+    on."""
+    features_D = torch.arange(first, first + features, device=numbers_N.device, dtype=torch.int32) * ODD_32
+    mixed_N = (numbers_N + key) * ODD_64
+    keys_N1 = (mixed_N ^ (mixed_N >> 32)).to(torch.int32)[:, None]
+    rows = max(1, AT_ONCE // features)
+    return torch.cat([_mix(keys_R1 ^ features_D) for keys_R1 in keys_N1.split(rows)])
 
 
 def _mix(bits: torch.Tensor) -> torch.Tensor:

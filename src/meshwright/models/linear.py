@@ -20,10 +20,15 @@ class Product(Op):
 
     place = Place.PRODUCT
     names: tuple[str, ...] = ("weight",)
-    """The parameters that make up the matrix W; only the first may train."""
+    """The parameters that make up the matrix W, of which only the first may train, and what `noted` adds."""
+
+    def noted(self, weights: Weights) -> Weights:
+        """The parameters, and beside them what of the moment of the forward pass the gradients must know."""
+        return weights
 
     def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
         """[..., D] to [..., N]; only what makes up W waits for the backward pass, and x where W trains."""
+        weights = self.noted(weights)
         matrix = (weights.get(name) for name in self.names)
         y = _Apart.apply(x, weights.get("bias"), self, *matrix)
         assert isinstance(y, torch.Tensor)

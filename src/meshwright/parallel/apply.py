@@ -18,6 +18,7 @@ from meshwright.parallel.data import (
     set_gradient_sync,
 )
 from meshwright.parallel.expert import apply_expert_parallel
+from meshwright.parallel.low_precision import apply_low_precision
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.passes import Passes, WholeModel
 from meshwright.parallel.pipedream import apply_pipedream
@@ -38,8 +39,8 @@ def apply_parallelism(
 
     The pipeline comes first, for the others then have less to do. Each strategy then fills its slots: the ops of linear
     layers and embeddings (whose order `models/slots.py` states, whoever comes first), the cores of attention, the
-    dispatch of experts. What wraps whole blocks comes after these, recomputation inside compilation. Data parallelism
-    comes last, for it shards whatever the others made.
+    dispatch of experts; products in few bits learn there which ranks share a layer. What wraps whole blocks comes after
+    these, recomputation inside compilation. Data parallelism comes last, for it shards whatever the others made.
 
     Returns what takes batches through the model, for `objective`.
     """
@@ -51,6 +52,7 @@ def apply_parallelism(
         apply_pipeline(model, stages, pp.get_local_rank())
     if tp is not None:
         apply_tensor_parallel(model, tp)
+    apply_low_precision(model, run.training, tp, cp)
     if stages is not None and stages.schedule.splits_backward:
         weights = WeightGradients(model)
     if cp is not None:

@@ -68,6 +68,7 @@ class Deferred(Op):
         assert isinstance(product, Product)
         if not torch.is_grad_enabled():
             return product.forward(x, weights)
+        weights = product.noted(weights)
         trained = any(tensor is not None and tensor.requires_grad for tensor in weights.values())
         y = _InputGradientAlone.apply(x, x.new_zeros((), requires_grad=trained), weights, product, self.leave)
         assert isinstance(y, torch.Tensor)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, Literal, get_args
 
-from meshwright.families import finetuned_table
+from meshwright.families import finetuned_table, low_precision_misfits, parameter_table
 from meshwright.families.adapters import adapter_misfit
 from meshwright.families.quantized import split_misfit
 from meshwright.plan.blueprint import Blueprint
@@ -101,6 +101,8 @@ def layout_check(run: Run, model: ModelSpec, device: Literal["cpu", "cuda"] = "c
     table = finetuned_table(model, run.finetune) if run.finetune else ()
     split = cache(lambda tp: split_misfit(table, model, tp))
     adapted = tuple(row for row in table if row.adapter)
+    narrow, length = run.training.product_recipe is not None, run.data.sequence_length
+    whole = parameter_table(model) if narrow else ()
 
     def check(layout: LayoutSpec) -> list[str]:
         pages = device == "cuda" and layout.world_size == 1 and layout.offload == "none"
@@ -110,7 +112,10 @@ def layout_check(run: Run, model: ModelSpec, device: Literal["cpu", "cuda"] = "c
                 "memory anywhere, and layout.offload=cpu takes none of the GPU's"
             ]
         found = split(layout.tp), adapter_misfit(adapted, layout)
-        return [*find_misfits(layout, model, run.data.sequence_length), *(misfit for misfit in found if misfit)]
+        misfits = [*find_misfits(layout, model, length), *(misfit for misfit in found if misfit)]
+        if misfits or not narrow:
+            return misfits
+        return low_precision_misfits(run.training, whole, model, run.finetune, layout, length)
 
     return check
 

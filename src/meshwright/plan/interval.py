@@ -63,7 +63,7 @@ def time_sigma(time: StepTime, job: Job, cluster: ClusterSpec, completed: int = 
         0.3 if job.layout.offload != "none" else 0.0,
         0.18 if job.model.top_k else 0.0,
         0.15 if job.frozen else 0.0,
-        0.25 if job.precision.recipe == "fp4" else 0.0,
+        0.25 if job.precision.products == "fp4" else 0.0,
         0.024 * completed,
         job.stack.spread,
         _device_spread(cluster),

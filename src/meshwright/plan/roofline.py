@@ -47,13 +47,13 @@ class Device:
 
     def __init__(self, cluster: ClusterSpec, job: Job, constants: Constants) -> None:
         self.job, self.constants = job, constants
-        measured, low, recipe = cluster.measured, job.precision.compute.name, job.precision.recipe
+        measured, low, products = cluster.measured, job.precision.compute.name, job.precision.products
         self.hopper = cluster.device.startswith(HOPPER)
         self.rate = _rate(cluster, low, constants)
         self.linear_rate = self.rate
-        if recipe is not None and recipe in cluster.tflops:
-            self.linear_rate = max(self.rate, _rate(cluster, recipe, constants))
-        if recipe == "fp4":
+        if products != low and products in cluster.tflops:
+            self.linear_rate = max(self.rate, _rate(cluster, products, constants))
+        if products == "fp4":
             self.linear_rate = 1 / ((1 - KEPT_WIDE) / self.linear_rate + KEPT_WIDE / self.rate)
         self.quantized = self.linear_rate > self.rate
         self.bandwidth = 1e9 * (measured.memory_gb_s or cluster.memory_gb_s * constants.memory)

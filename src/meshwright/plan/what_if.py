@@ -1,4 +1,4 @@
-"""What-ifs: the effect of features that this engine does not have."""
+"""What-ifs: the effect of what a recipe does not ask for, or this engine does not have."""
 
 from collections.abc import Callable
 from dataclasses import replace

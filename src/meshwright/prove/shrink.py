@@ -9,13 +9,16 @@ from math import gcd, lcm
 from pathlib import Path
 from typing import Any
 
+from meshwright.families import low_precision_layers, low_precision_misfits, parameter_table
 from meshwright.spec.actions import ScheduleError
 from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FullSpec
 from meshwright.spec.fit import find_misfits
+from meshwright.spec.low_precision import BLOCKS
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.recompute import Recompute, of_counts, stage_counts
 from meshwright.spec.run import ResolvedRun
+from meshwright.spec.training import TrainingSpec
 
 HEAD_DIM, HIDDEN, FFN, LENGTH, VOCAB, EXPERTS = 8, 32, 48, 288, 96, 4
 """Sizes that no layout enlarges. The length has positions that bf16 and a byte cannot tell apart."""
@@ -35,7 +38,9 @@ def shrink(resolved: ResolvedRun) -> ResolvedRun:
     stages = _stage_layers(resolved.stage_layers)
     layers = sum(stages) if stages else min(2, resolved.model.num_layers)
     for model, length in _candidates(resolved, layers):
-        if not find_misfits(layout, model, length):
+        training = _kept_layers(run.training, model)
+        misfits = low_precision_misfits(training, parameter_table(model), model, run.finetune, layout, length)
+        if not find_misfits(layout, model, length) and not misfits:
             break
     else:
         raise UserError(f"no small model was found that fits the layout {layout.strategy}; use --no-shrink")
@@ -49,7 +54,7 @@ def shrink(resolved: ResolvedRun) -> ResolvedRun:
     if run.finetune is not None and not isinstance(run.finetune, FullSpec):
         run = run.model_copy(update={"finetune": run.finetune.model_copy(update={"start_from": None})})
     recompute = _recompute(resolved, stages or (layers,))
-    run = run.model_copy(update={"training": run.training.model_copy(update={"recompute": recompute})})
+    run = run.model_copy(update={"training": training.model_copy(update={"recompute": recompute})})
     micro_batch, accumulation = min(resolved.micro_batch, 2), _accumulation(resolved)
     return resolved.model_copy(
         update={
@@ -61,6 +66,25 @@ def shrink(resolved: ResolvedRun) -> ResolvedRun:
             "stage_layers": stages,
         }
     )
+
+
+def _kept_layers(training: TrainingSpec, model: ModelSpec) -> TrainingSpec:
+    """The same with those patterns of layers in full precision alone that mean any of a small model's."""
+    if training.product_recipe is None:
+        return training
+
+    def keeping(patterns: list[str]) -> TrainingSpec:
+        low_precision = training.low_precision.model_copy(update={"keep": tuple(patterns)})
+        return training.model_copy(update={"low_precision": low_precision})
+
+    table, patterns = parameter_table(model), list[str]()
+    for pattern in training.low_precision.keep:
+        try:
+            low_precision_layers(table, keeping([*patterns, pattern]))
+        except UserError:
+            continue
+        patterns.append(pattern)
+    return keeping(patterns)
 
 
 def _stage_layers(large: tuple[int, ...]) -> tuple[int, ...]:
@@ -99,15 +123,18 @@ def _candidates(resolved: ResolvedRun, layers: int) -> Iterator[tuple[ModelSpec,
     model, layout = resolved.model, resolved.run.layout
     blocks = resolved.run.training.optimizer.name == "adamw_8bit" and layout.tp == 1
     hidden, ffn = (HIDDEN_OF_BLOCKS, HIDDEN_OF_BLOCKS) if blocks else (HIDDEN, FFN)
+    block = BLOCKS.get(resolved.run.training.product_recipe or "", 1)
     sharers = layout.dp_shard * layout.cp * layout.tp
-    length = _like(resolved.run.data.sequence_length, LENGTH, 2 * layout.cp * layout.tp)
+    columns = lcm(sharers, layout.tp * block if layout.tp > 1 else 1)
+    runs = lcm(layout.tp, block if layout.cp > 1 else 1)
+    length = _like(resolved.run.data.sequence_length, LENGTH, 2 * layout.cp * runs)
     sizes: dict[str, Any] = {
         "hidden": _like(model.hidden, hidden, sharers),
-        "ffn": _like(model.ffn, ffn, sharers),
+        "ffn": _like(model.ffn, ffn, columns),
         "vocab": _like(model.vocab, VOCAB, sharers),
         "num_layers": layers,
         "max_positions": min(model.max_positions, length),
-        "head_dim": min(model.head_dim, HEAD_DIM),
+        "head_dim": _like(model.head_dim, HEAD_DIM, block) if layout.tp > 1 else min(model.head_dim, HEAD_DIM),
     }
     if model.sliding_window is not None:
         whole = resolved.run.data.sequence_length
@@ -117,7 +144,7 @@ def _candidates(resolved: ResolvedRun, layers: int) -> Iterator[tuple[ModelSpec,
         # Twice as many as are chosen, of which half are crowded: the others are left without any token at times.
         fewest = max(EXPERTS, 2 * chosen + 2, 2 * groups, -(-chosen // model.router_top_groups) * groups)
         sizes["num_experts"] = _like(model.num_experts, fewest, lcm(layout.ep, groups))
-        sizes["expert_ffn"] = _like(model.expert_ffn, FFN, sharers)
+        sizes["expert_ffn"] = _like(model.expert_ffn, FFN, columns)
         sizes["dense_layers"] = min(model.dense_layers, layers - 1)
     if model.kv_rank is not None:
         sizes |= {"kv_rank": 2 * HEAD_DIM, "q_rank": model.q_rank and HEAD_DIM + 4}

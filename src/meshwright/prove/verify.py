@@ -1,7 +1,7 @@
 """The proof that a recipe's layout equals one process, or where it first differs."""
 
 import pickle
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from meshwright.launch.signals import StopRequest
 from meshwright.launch.status import STOPPED, TrainingStopped
 from meshwright.optim.build import OPTIMIZERS
 from meshwright.prove.compare import StepComparison, compare_start, compare_steps
+from meshwright.prove.cost import Cost, measure_cost
 from meshwright.prove.locate import Location, locate, locate_start
 from meshwright.prove.reference import Reference, trace_reference, train_reference
 from meshwright.prove.rounding import measure_rounding
@@ -35,6 +36,8 @@ class Proof:
     relative: float
     """The largest relative difference that rounding explains."""
     location: Location | None = None
+    cost: Cost | None = None
+    """What low precision does to the last step, where the run has any."""
 
     @property
     def equal(self) -> bool:
@@ -61,13 +64,14 @@ def verify(resolved: ResolvedRun, *, steps: int) -> Proof:
             reference = train_reference(resolved, folder, steps)
             if resolved.run.training.dtypes.mixed:
                 measure_rounding(resolved, reference, steps)
+            cost = measure_cost(resolved, reference, steps)
         proof = _under_layout(resolved, folder, steps, trace=0)
         if not proof.equal and proof.location is None:
             step = proof.comparisons[-1].step
             with StopRequest(raises=True):
                 trace_reference(resolved, reference, step)
             proof = _under_layout(resolved, folder, steps, trace=step)
-    return proof
+    return replace(proof, cost=cost)
 
 
 def for_proof(resolved: ResolvedRun) -> ResolvedRun:

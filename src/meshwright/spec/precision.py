@@ -9,6 +9,8 @@ from typing import Literal
 
 ComputeName = Literal["fp32", "bf16", "fp16", "fp64"]
 """Dtypes that a model computes in."""
+PrecisionName = Literal["fp32", "bf16", "fp16", "fp64", "fp8", "mxfp8", "nvfp4"]
+"""What a run computes in: one of these dtypes, or bf16 with matrix products in fewer bits."""
 ReduceName = Literal["fp32", "bf16"]
 """Dtypes that gradients accumulate in under mixed precision."""
 
@@ -34,6 +36,9 @@ DTYPES = {
 }
 """Every format that a tensor of the engine is stored in."""
 
+NARROW = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
+"""Formats of matrix products alone, by what tables of devices call their rate."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
@@ -53,13 +58,13 @@ class Precision:
     """The narrower format in which blocks compute their matrix products, such as fp8; None: they use `compute`."""
 
     @classmethod
-    def of(cls, name: str, reduce: str = FP32.name) -> "Precision":
-        """What `training.precision` and `training.reduce_dtype` stand for. Any other name, such as fp8, is a recipe for
-        matrix products beside bf16, which plans know and the engine does not.
+    def of(cls, name: str, reduce: str = FP32.name, beside: str = BF16.name) -> "Precision":
+        """What `training.precision` and `training.reduce_dtype` stand for. A name that is no dtype, such as fp8, is the
+        format of matrix products; all else is then in `beside`.
 
         Under fp64 and fp32 all is in one dtype, and `reduce` says nothing.
         """
-        compute = DTYPES.get(name, BF16)
+        compute = DTYPES.get(name) or DTYPES[beside]
         mixed = compute.bytes < FP32.bytes
         master = FP32 if mixed else compute
         return cls(
@@ -83,11 +88,11 @@ class Precision:
 
     @property
     def products(self) -> str:
-        """The format of matrix products, as tables of devices name it: `recipe`, or else `compute`."""
-        return self.recipe or self.compute.name
+        """The format of matrix products, as tables of devices name it: of `recipe`, or else `compute`."""
+        return self.compute.name if self.recipe is None else NARROW.get(self.recipe, self.recipe)
 
     def __str__(self) -> str:
-        return self.products
+        return self.recipe or self.compute.name
 
 
 MIXED = Precision.of(BF16.name)

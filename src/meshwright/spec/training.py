@@ -6,8 +6,9 @@ from pydantic import Field, field_validator, model_validator
 
 from meshwright.spec.base import Spec
 from meshwright.spec.errors import UserError
+from meshwright.spec.low_precision import LowPrecisionSpec
 from meshwright.spec.plugins import Pluggable, PluginSpec
-from meshwright.spec.precision import ComputeName, Precision, ReduceName
+from meshwright.spec.precision import NARROW, Precision, PrecisionName, ReduceName
 from meshwright.spec.recompute import Policy, RecomputeSpec
 
 MOST_WARMUP = 100
@@ -115,9 +116,12 @@ class TrainingSpec(Spec):
     micro_batch: int | Literal["auto"] = "auto"
     """Sequences a rank runs at a time; what is left of the global batch becomes gradient accumulation.
     auto: the largest divisor whose estimated activations fit in memory."""
-    precision: ComputeName = "bf16"
+    precision: PrecisionName = "bf16"
     """Compute dtype. bf16 and fp16 keep fp32 master weights and optimizer state; fp16 scales its loss dynamically;
-    fp64 is for proofs."""
+    fp64 is for proofs. fp8, mxfp8 and nvfp4 are bf16 with the products of blocks' linear layers in eight or four
+    bits."""
+    low_precision: LowPrecisionSpec = LowPrecisionSpec()
+    """Of precision fp8, mxfp8 and nvfp4: how operands are scaled, and which layers stay in bf16."""
     reduce_dtype: ReduceName = "fp32"
     """Dtype in which gradients accumulate and are reduced over ranks under bf16 and fp16."""
     recompute: Policy | RecomputeSpec = "none"
@@ -151,7 +155,42 @@ class TrainingSpec(Spec):
     @property
     def dtypes(self) -> Precision:
         """What `precision` and `reduce_dtype` stand for."""
-        return Precision.of(self.precision, self.reduce_dtype)
+        return Precision.of(self.precision, self.reduce_dtype, self.low_precision.compute)
+
+    @property
+    def product_recipe(self) -> str | None:
+        """How operands of blocks' matrix products are brought to few bits; None: they are not."""
+        if self.precision not in NARROW:
+            return None
+        return self.low_precision.recipe if self.precision == "fp8" else self.precision
+
+    @property
+    def rounds_at_random(self) -> bool:
+        """Whether gradients are rounded up or down at random."""
+        return self.product_recipe == "nvfp4"
+
+    @property
+    def arithmetic(self) -> str:
+        """What is computed in which format, in words."""
+        if self.product_recipe is None:
+            return self.precision
+        recipe = "" if self.product_recipe == self.precision else f" ({self.product_recipe})"
+        return f"{self.precision}{recipe} beside {self.low_precision.compute}"
+
+    def computing_in(self, dtype: str) -> "TrainingSpec":
+        """The same training with everything in `dtype` but what is in few bits, gradients reduced in fp32."""
+        changes: dict[str, Any] = {"precision": dtype, "reduce_dtype": "fp32"}
+        if self.product_recipe is not None:
+            low_precision = self.low_precision.model_copy(update={"compute": dtype})
+            changes |= {"precision": self.precision, "low_precision": low_precision}
+        return self.model_copy(update=changes)
+
+    def without_low_precision(self) -> "TrainingSpec":
+        """The same training with all products in the dtype of everything else."""
+        if self.product_recipe is None:
+            return self
+        changes = {"precision": self.low_precision.compute, "low_precision": LowPrecisionSpec()}
+        return self.model_copy(update=changes)
 
     @field_validator("objective", mode="before")
     @classmethod
@@ -164,6 +203,21 @@ class TrainingSpec(Spec):
             raise UserError("objective and preference both say what is minimised; give one of the two")
         if self.global_batch is not None and self.global_batch_tokens is not None:
             raise UserError("global_batch and global_batch_tokens say the same thing twice; give one of the two")
+        low, usual = self.low_precision, LowPrecisionSpec()
+        given = {name for name in LowPrecisionSpec.model_fields if getattr(low, name) != getattr(usual, name)}
+        if given and self.precision not in NARROW:
+            raise UserError(
+                f"low_precision is of precision {', '.join(NARROW)}, not of {self.precision}; leave it out, or set "
+                "precision=fp8"
+            )
+        if "recipe" in given and self.precision != "fp8":
+            raise UserError(
+                f"low_precision.recipe={low.recipe} is a recipe of fp8, and {self.precision} has its own; leave it "
+                "out, or set precision=fp8"
+            )
+        for name in ("amax_history", "margin"):
+            if name in given and self.product_recipe != "delayed":
+                raise UserError(f"low_precision.{name} is of recipe=delayed alone; leave it out")
         warmup = self.lr_schedule.warmup_steps(self.steps)
         if warmup > self.steps:
             raise UserError(

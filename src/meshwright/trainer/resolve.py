@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from meshwright.families import resolve_model, starting_weights
+from meshwright.families import describe_low_precision, parameter_table, resolve_model, starting_weights
 from meshwright.plan.blueprint import blueprint
 from meshwright.plan.engine import engine_job, layout_check
 from meshwright.plan.hardware import device_cluster
@@ -72,6 +72,8 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
         reasons["training.lr_schedule.warmup"] = f"{warmup}: a tenth of all steps, but not more than {MOST_WARMUP}"
     if stage_layers and run.layout.stage_layers == "auto":
         reasons["layout.stage_layers"] = "no other cut has a lighter heaviest stage, by operations, the head's included"
+    if run.training.product_recipe is not None:
+        reasons["training.precision"] = describe_low_precision(parameter_table(model), run.training)
     if notes := tensor_notes(run.layout, model):
         reasons["layout.tp"] = notes
     if run.layout.cp > 1:

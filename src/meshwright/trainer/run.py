@@ -17,12 +17,14 @@ from meshwright.data.describe import describe_formats, describe_mixture
 from meshwright.data.mixture import training_samples
 from meshwright.data.plugged import has_datasets
 from meshwright.data.prepare import Corpus, prepare_corpus
-from meshwright.families import count_trained, parameter_table, pretrained_directory
+from meshwright.families import count_trained, describe_low_precision, parameter_table, pretrained_directory
 from meshwright.launch.launcher import Worker, find_nodes, find_worker, join_all, leave_group, start_workers
 from meshwright.launch.signals import StopRequest, end_with, signal_name
 from meshwright.launch.status import STOPPED, RunError, TrainingFailed, TrainingStopped
 from meshwright.launch.supervise import after_stop
 from meshwright.models import Model
+from meshwright.models.dtypes import torch_dtype
+from meshwright.models.low_precision import RECIPES, has_kernel
 from meshwright.objectives import Objective
 from meshwright.plan.stages import describe_pipeline
 from meshwright.spec.errors import UserError
@@ -267,14 +269,25 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
         f"{resolved.accumulation} microbatches x {resolved.micro_batch} sequences x {run.data.sequence_length}",
         "length": f"{run.training.steps} steps, {warmup} of them warm-up, {mixture}",
         "objective": str(trainer.train_step.passes.objective),
-        "strategy": f"{run.layout.strategy}, {run.training.precision}, "
+        "strategy": f"{run.layout.strategy}, {run.training.arithmetic}, "
         f"recompute {describe_recompute(resolved.recompute)}" + (", compiled" if run.training.compile else ""),
+        **({"products": narrow} if (narrow := _products(trainer)) else {}),
         **({"pipeline": describe_pipeline(resolved)} if run.layout.pp > 1 else {}),
         "devices": f"{trainer.worker.world_size} x {trainer.machine.name}, "
         f"mfu against {peak / 1e12:.2f} TFLOP/s ({origin})",
         "writes": run.run_dir,
     }
     return "\n".join(f"{name:<10}{text}" for name, text in lines.items())
+
+
+def _products(trainer: Trainer) -> str:
+    """Which matrix products are in few bits, and by what; empty where none is."""
+    resolved, training = trainer.resolved, trainer.resolved.run.training
+    if training.product_recipe is None:
+        return ""
+    kernel = has_kernel(RECIPES[training.product_recipe], trainer.device, torch_dtype(training.dtypes.compute))
+    how = "by this GPU's kernels" if kernel else "emulated, for this device has no kernel that is used for it"
+    return f"{describe_low_precision(parameter_table(resolved.model), training)}; {how}"
 
 
 def _kept_base(run: Run) -> str | None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from meshwright.callbacks import Callback
-from meshwright.families import finetuned_table, state_table
+from meshwright.families import finetuned_table, low_precision_state, state_table
 from meshwright.finetune import apply_finetune
 from meshwright.launch.launcher import Worker, join_group, threads_per_rank
 from meshwright.models import build_model, named_tensors
@@ -183,7 +183,8 @@ def give_state(
     run, training = resolved.run, resolved.run.training
     model, table = passes.model, finetuned_table(resolved.model, run.finetune)
     names = named_tensors(model).keys()
-    here, state = ([row for row in rows if row.name in names] for rows in (table, state_table(resolved.model)))
+    kept = (*state_table(resolved.model), *low_precision_state(table, training))
+    here, state = ([row for row in rows if row.name in names] for rows in (table, kept))
     kind = choose_store(run.layout, training.dtypes, alone=meshes is None)
     materialize(model, (*here, *state), weights, kind.home(device))
     store = kind(model, [row for row in here if row.trained], training)

@@ -8,9 +8,11 @@ import torch
 
 from meshwright.comm import collectives
 from meshwright.data.loader import HostBatch
+from meshwright.families import low_precision_state
 from meshwright.models.batch import to_device
 from meshwright.optim.balance import ExpertBalance
 from meshwright.optim.clip import global_gradient_norm
+from meshwright.optim.delayed_scaling import DelayedScaling
 from meshwright.optim.loss_scale import LossScaler
 from meshwright.optim.schedule import find_shape, lr_factor
 from meshwright.optim.spikes import SpikeGuard
@@ -67,6 +69,8 @@ class TrainStep:
         self.passes, self.store, self.device = passes, store, device
         self.repeats_loss = repeats_loss or not passes.has_loss
         self.balance = ExpertBalance(passes.model, device)
+        delayed = low_precision_state(passes.model.table, run.training)
+        self.scaling = DelayedScaling(passes.model, len(delayed), device)
         self.scaler = LossScaler() if run.training.dtypes.scales_loss else None
         self.spikes = None if run.guards.spikes == "off" else SpikeGuard()
         self.shape = find_shape(run.training.lr_schedule)
@@ -153,6 +157,7 @@ class TrainStep:
         trained, self.tokens = max(1, counts[0]), counts[1]
         sequences = sum(len(microbatch.tokens) for microbatch in microbatches) * self.run.layout.data_parallel
         self.balance.begin(self._scale / sequences)
+        self.scaling.begin()
         batches = [to_device(microbatch, self.device) for microbatch in microbatches]
         loss_sum = self.passes.train(batches, self._scale / trained).to(self.device)
         return self._sum_over_ranks(loss_sum).item() / trained, trained
@@ -171,6 +176,7 @@ class TrainStep:
         """
         self.store.step(self.lr_factor(step) if lr is None else lr, self.gradient_factor(gnorm))
         self.balance.update()
+        self.scaling.update()
 
     def gradient_factor(self, gnorm: float) -> float:
         """What the gradients in `store`, whose unscaled norm is `gnorm`, are multiplied by before the optimizer has

@@ -1,0 +1,135 @@
+"""Which linear layers of a model multiply in few bits, what state their scales have, and where they cannot."""
+
+import re
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+
+from meshwright.families.split import TP_SPLITS, split_dim
+from meshwright.spec.errors import UserError
+from meshwright.spec.finetune import FinetuneSpec
+from meshwright.spec.fit import context_method
+from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.low_precision import BLOCKS, DELAYED
+from meshwright.spec.model import ModelSpec, Parameter
+from meshwright.spec.training import TrainingSpec
+
+OPERANDS = 3
+"""Of a layer's products: input, weight and gradient."""
+
+
+def low_precision_layers(table: Iterable[Parameter], training: TrainingSpec) -> tuple[str, ...]:
+    """The linear layers of blocks whose products are in few bits, by name, in the table's order.
+
+    Raises `UserError` where a pattern of `keep` names no layer, or none is left.
+    """
+    if training.product_recipe is None:
+        return ()
+    linear = [row.name.removesuffix(".weight") for row in table if _is_linear(row)]
+    blocks = 1 + max((int(name.split(".")[1]) for name in linear), default=0)
+    kept: set[str] = set()
+    for pattern in training.low_precision.keep:
+        counted = re.sub(r"^layers\.-(\d+)", lambda found: f"layers.{blocks - int(found[1])}", pattern)
+        named = {name for name in linear if fnmatchcase(name, counted) or fnmatchcase(name, f"{counted}.*")}
+        if not named:
+            raise UserError(
+                f"training.low_precision.keep: {pattern!r} names no linear layer of a block; "
+                f"there are {linear[0]}, ..., {linear[-1]}"
+            )
+        kept |= named
+    if not kept < set(linear):
+        raise UserError(
+            f"training.low_precision.keep leaves no layer in {training.precision}; use training.precision=bf16"
+        )
+    return tuple(name for name in linear if name not in kept)
+
+
+def describe_low_precision(table: Iterable[Parameter], training: TrainingSpec) -> str:
+    """Which layers are in few bits, in words."""
+    rows = tuple(table)
+    chosen, everything = low_precision_layers(rows, training), sum(map(_is_linear, rows))
+    experts = f"; experts stay in {training.low_precision.compute}" if any(len(row.dims) == 3 for row in rows) else ""
+    return f"{training.arithmetic} in {len(chosen)} of {everything} linear layers of blocks{experts}"
+
+
+def low_precision_state(table: Iterable[Parameter], training: TrainingSpec) -> tuple[Parameter, ...]:
+    """What delayed scales are made of: state, kept and saved like a parameter but not trained."""
+    if training.product_recipe != DELAYED:
+        return ()
+    shape = OPERANDS, training.low_precision.amax_history
+    return tuple(
+        Parameter(name=f"{layer}.scaling.amax_history", dims=("operands", "steps"), shape=shape, init="zeros")
+        for layer in low_precision_layers(table, training)
+    )
+
+
+def low_precision_misfits(
+    training: TrainingSpec,
+    table: Iterable[Parameter],
+    model: ModelSpec,
+    finetune: FinetuneSpec | None,
+    layout: LayoutSpec,
+    sequence_length: int,
+) -> list[str]:
+    """Every reason why a layout cannot multiply a model's matrices in few bits, each a sentence that begins with the
+    setting; empty where it can."""
+    recipe = training.product_recipe
+    if recipe is None:
+        return []
+    where = f"training.precision={training.precision}"
+    if model.foreign is not None:
+        return [f"{where}: the products of a model that transformers computes are its own; use bf16"]
+    base = getattr(finetune, "base", "plain")
+    if base != "plain":
+        return [f"{where} with finetune.base={base}: the frozen matrices are in few bits already; use one of the two"]
+    chosen = set(low_precision_layers(table, training))
+    rows = [row for row in table if _is_linear(row) and row.name.removesuffix(".weight") in chosen]
+    found = []
+    if recipe == DELAYED and layout.asynchronous:
+        found.append(
+            f"training.low_precision.recipe={recipe} with layout.schedule={layout.schedule}: scales would change "
+            "between a forward pass and its backward pass; use recipe=tensorwise, or schedule=1f1b"
+        )
+    if layout.tp > 1:
+        found += _tensor_misfits(f"{where} with layout.tp={layout.tp}", rows, model, layout.tp, BLOCKS.get(recipe, 1))
+    if layout.cp > 1 and recipe in BLOCKS:
+        found += _context_misfits(f"{where} with layout.cp={layout.cp}", model, layout, sequence_length, BLOCKS[recipe])
+    return found
+
+
+def _is_linear(row: Parameter) -> bool:
+    """Whether it is the matrix of a linear layer of a block; a router's is not."""
+    ours = row.name.startswith("layers.") and row.name.endswith(".weight")
+    return ours and len(row.dims) == 2 and "experts" not in row.dims
+
+
+def _tensor_misfits(where: str, rows: list[Parameter], model: ModelSpec, tp: int, block: int) -> Iterator[str]:
+    split = {row.name: split_dim(row, model, tp) for row in rows}
+    whole = sorted({row.name.split(".", 2)[2].removesuffix(".weight") for row in rows if split[row.name] is None})
+    if whole:
+        keep = ", ".join(f"*.{name}" for name in whole)
+        yield (
+            f"{where}: {', '.join(whole)} are whole on every rank, where they get a share of the gradient each, and no "
+            f"rank knows the scale of their sum; set training.low_precision.keep=[{keep}]"
+        )
+    for row in rows:
+        dim = split[row.name]
+        if dim is not None and (row.shape[dim] // tp) % block:
+            assert row.dims[dim] in TP_SPLITS
+            yield (
+                f"{where}: a rank's {row.shape[dim] // tp} of the {row.shape[dim]} "
+                f"{'outputs' if dim == 0 else 'inputs'} of {row.name.removesuffix('.weight')} are no multiple of "
+                f"{block}, the numbers that share a scale; use another degree, or keep the layer in bf16"
+            )
+            return
+
+
+def _context_misfits(
+    where: str, model: ModelSpec, layout: LayoutSpec, sequence_length: int, block: int
+) -> Iterator[str]:
+    method, _ = context_method(layout, model, sequence_length)
+    chunk = sequence_length // layout.cp // (1 if method == "ulysses" else 2)
+    if chunk % block:
+        yield (
+            f"{where}: a rank's tokens come in runs of {chunk}, no multiple of {block}, the tokens that share a scale; "
+            f"use a data.sequence_length that is a multiple of {sequence_length // chunk * block}"
+        )

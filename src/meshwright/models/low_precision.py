@@ -1,0 +1,259 @@
+"""Linear layers whose three products take operands in few bits: fp8, MXFP8 and NVFP4, by published recipes.
+
+    output          x   W^T    sums over inputs
+    input gradient  g   W      sums over outputs
+    weight gradient g^T x      sums over tokens
+
+Each product brings its operands to few bits along the dim that it sums over, multiplies them with sums in fp32 and
+rounds the result to the dtype of its inputs. Where the device has a kernel for it (`has_kernel`), that multiplies the
+codes; elsewhere what they stand for is multiplied in fp32: the same numbers, whatever the device.
+
+A recipe's scales are those of whole matrices, wherever their parts are. A strategy whose ranks share the tokens of a
+microbatch, the inputs or the outputs of a layer says in `LowPrecision.over` how a maximum is taken over all of them.
+
+Shapes: M rows (tokens of a microbatch), D in, N out; K kept and S summed over by a product.
+"""
+
+import functools
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright.models.cpu_kernels import linear, matmul
+from meshwright.models.dropout import Draws, drawn_bits
+from meshwright.models.linear import Product
+from meshwright.models.scaling import E2M1, E4M3, E5M2, Encoded, Scaling, Spread, delayed_scale, encode, hadamard
+from meshwright.models.slots import Weights
+
+Dim = Literal["tokens", "in", "out"]
+Role = Literal["input", "weight", "gradient"]
+ROLES: tuple[Role, ...] = ("input", "weight", "gradient")
+Pair = tuple[Scaling, Scaling]
+"""Of a product's operands, the one of the result's rows first."""
+
+KERNEL_SIZES = 16
+"""What K and S must be multiples of for a kernel."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the operands of a layer's products are brought to few bits."""
+
+    name: str
+    forward: Pair
+    """Of input and weight."""
+    input_gradient: Pair
+    """Of gradient and weight."""
+    weight_gradient: Pair | None
+    """Of gradient and input; None: in the dtype of the layer."""
+    four_bits: bool = False
+    """Weight gradients' operands go through a random Hadamard transform, and gradients are rounded at random."""
+    kernel: tuple[int, int] | None = None
+    """The compute capability from which on GPUs have kernels; None: no kernel is used."""
+
+    @property
+    def delayed(self) -> bool:
+        """Whether scales are made of the largest values of the steps before."""
+        return self.forward[0].scale == "delayed"
+
+
+def _alike(name: str, one: Scaling, weight: Scaling, kernel: tuple[int, int] | None = None) -> Recipe:
+    """A recipe that scales inputs and gradients alike."""
+    return Recipe(name, (one, weight), (one, weight), (one, one), kernel=kernel)
+
+
+_TENSOR, _GRADIENTS = Scaling(E4M3, None, None), Scaling(E5M2, None, None)
+_ROWS = Scaling(E4M3, 1, None, "power_of_two")
+_TILES, _BLOCK = Scaling(E4M3, 1, 128), Scaling(E4M3, 128, 128)
+_PAST = replace(_TENSOR, scale="delayed")
+_PAST_GRADIENTS = replace(_GRADIENTS, scale="delayed")
+_MX, _FOUR = Scaling(E4M3, 1, 32, "e8m0"), Scaling(E2M1, 1, 16, "nvfp4")
+
+RECIPES: Mapping[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("tensorwise", (_TENSOR, _TENSOR), (_GRADIENTS, _TENSOR), (_GRADIENTS, _TENSOR), kernel=(8, 9)),
+        _alike("rowwise", _ROWS, _ROWS, kernel=(9, 0)),
+        Recipe("rowwise_with_gw_hp", (_ROWS, _ROWS), (_ROWS, replace(_TENSOR, scale="power_of_two")), None),
+        _alike("blockwise", _TILES, _BLOCK),
+        Recipe("delayed", (_PAST, _PAST), (_PAST_GRADIENTS, _PAST), (_PAST_GRADIENTS, _PAST), kernel=(8, 9)),
+        _alike("mxfp8", _MX, _MX),
+        replace(_alike("nvfp4", _FOUR, replace(_FOUR, rows=16)), four_bits=True),
+    )
+}
+
+
+class AmaxHistory(nn.Module):
+    """The largest absolute values of a layer's input, weight and gradient in the last steps: state, from which delayed
+    scales are made."""
+
+    amax_history: torch.Tensor
+    """fp32 [3, H], the newest first; 0 where there was no step."""
+    current: torch.Tensor
+    """fp32 [3]: of the step that is computed, on this rank."""
+
+    def __init__(self, steps: int, margin: int, place: int) -> None:
+        """`steps`: H; `place`: of the layer among all that have such a history, wherever they are."""
+        super().__init__()
+        self.margin, self.place = margin, place
+        self.register_buffer("amax_history", torch.zeros(len(ROLES), steps, device="meta"))
+        self.register_buffer("current", torch.zeros(len(ROLES), device="meta"), persistent=False)
+
+    def scale(self, role: Role, scaling: Scaling) -> torch.Tensor:
+        """What numbers of this kind are multiplied by now."""
+        return delayed_scale(self.amax_history[ROLES.index(role)].amax(), scaling.format, self.margin)
+
+    @torch.no_grad()
+    def see(self, role: Role, tensor: torch.Tensor) -> None:
+        """Take note of the largest value, in training only; twice of the same tensor is as good as once."""
+        if self.training:
+            seen = self.current[ROLES.index(role)]
+            seen.copy_(torch.maximum(seen, tensor.abs().amax().float()))
+
+    @torch.no_grad()
+    def turn(self, amax_3: torch.Tensor) -> None:
+        """Begin the next step; `amax_3` [3] are this step's values over all ranks. Others than finite ones are not
+        kept."""
+        newest_31 = amax_3.where(amax_3.isfinite(), self.amax_history[:, 0])[:, None]
+        self.amax_history.copy_(torch.cat([newest_31, self.amax_history[:, :-1]], 1))
+
+
+def everywhere(maxima: torch.Tensor) -> torch.Tensor:
+    """What `LowPrecision.over` is for a dim that is here as a whole."""
+    return maxima
+
+
+class LowPrecision(Product):
+    """A product whose operands are brought to few bits."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        name: str = "",
+        *,
+        seed: int = 0,
+        draws: Draws | None = None,
+        history: AmaxHistory | None = None,
+    ) -> None:
+        """
+        Args:
+            recipe: how.
+            name: the layer's, and `seed`, the run's: by both it draws for itself.
+            draws: tells the numbers of tokens, by which gradients are rounded at random.
+            history: for delayed scales; a module of the layer's, so that it knows whether the layer trains.
+        """
+        self.recipe, self.draws, self.history = recipe, draws, history
+        self.names = ("weight", "numbers") if recipe.four_bits else ("weight",)
+        self.over: dict[Dim, Spread] = {"tokens": everywhere, "in": everywhere, "out": everywhere}
+        """A slot: how a maximum over what is here of a dim becomes that over all of it."""
+        self.part = 0
+        """A slot: which part of the outputs is here, where ranks have equal parts of them."""
+        self._keys = {use: _key(seed, name, use) for use in ("input gradient", "weight gradient")}
+
+    def noted(self, weights: Weights) -> Weights:
+        """See `Product`: the numbers of the tokens that are computed now."""
+        if not self.recipe.four_bits or self.draws is None:
+            return weights
+        return {**weights, "numbers": self.draws.numbers}
+
+    def compute(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """[..., D] to [..., N]."""
+        x_MD, weight_ND = x.flatten(0, -2), weights["weight"]
+        one, other = self.recipe.forward
+        left = self._encode("input", x_MD, one, ("tokens", "in"))
+        right = self._encode("weight", weight_ND, other, ("out", "in"))
+        y, bias_N = self._multiply(left, right, x.dtype).view(*x.shape[:-1], -1), weights.get("bias")
+        return y if bias_N is None else y + bias_N
+
+    def input_gradient(self, grad: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """[..., N] to [..., D]."""
+        grad_MN, weight_DN = grad.flatten(0, -2), weights["weight"].t()
+        one, other = self.recipe.input_gradient
+        uniform_MN = self._uniform("input gradient", grad_MN.shape[1], weights)
+        left = self._encode("gradient", grad_MN, one, ("tokens", "out"), uniform_MN)
+        right = self._encode("weight", weight_DN, other, ("in", "out"))
+        return self._multiply(left, right, grad.dtype).view(*grad.shape[:-1], -1)
+
+    def weight_gradient(self, x: torch.Tensor, grad: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """[N, D]."""
+        grad_NM, x_DM = grad.flatten(0, -2).t(), x.flatten(0, -2).t()
+        if self.recipe.weight_gradient is None:
+            return matmul(grad_NM, x_DM.t())
+        one, other = self.recipe.weight_gradient
+        uniform_MN = self._uniform("weight gradient", len(grad_NM), weights)
+        uniform_NM = None if uniform_MN is None else uniform_MN.t()
+        if self.recipe.four_bits:
+            grad_NM, x_DM = hadamard(grad_NM), hadamard(x_DM)
+            uniform_NM = None if uniform_NM is None else F.pad(uniform_NM, (0, grad_NM.shape[1] - uniform_NM.shape[1]))
+        left = self._encode("gradient", grad_NM, one, ("out", "tokens"), uniform_NM)
+        right = self._encode("input", x_DM, other, ("in", "tokens"))
+        return self._multiply(left, right, grad.dtype)
+
+    def _encode(
+        self,
+        role: Role,
+        tensor_KS: torch.Tensor,
+        scaling: Scaling,
+        dims: tuple[Dim, Dim],
+        uniform_KS: torch.Tensor | None = None,
+    ) -> Encoded:
+        spread = self.over[dims[0]], self.over[dims[1]]
+        scale = None
+        if self.history is not None:
+            self.history.see(role, tensor_KS)
+            scale = self.history.scale(role, scaling)
+        return encode(tensor_KS, scaling, spread, amax=scale, uniform_KS=uniform_KS)
+
+    def _multiply(self, left: Encoded, right: Encoded, dtype: torch.dtype) -> torch.Tensor:
+        """[K, S] times [N, S], transposed: [K, N]."""
+        sizes = (*left.shape, right.shape[0])
+        if has_kernel(self.recipe, left.codes.device, dtype) and not any(size % KERNEL_SIZES for size in sizes):
+            return _by_kernel(left, right, dtype)
+        return linear(left.decode(), right.decode()).to(dtype)
+
+    def _uniform(self, use: str, features: int, weights: Weights) -> torch.Tensor | None:
+        """Numbers in [0, 1) of 24 bits [M, features], which depend on the run's seed, layer, use, token and output, and
+        on nothing else; None where gradients are rounded to the nearest."""
+        if not self.recipe.four_bits:
+            return None
+        numbers = weights.get("numbers")
+        assert numbers is not None, "gradients are rounded by the numbers of tokens, and this batch has none"
+        bits = drawn_bits(self._keys[use], numbers.flatten(), self.part * features, features)
+        return (bits >> 7).float() * 2.0**-24
+
+    def __repr__(self) -> str:
+        return f"{self.recipe.name} in few bits"
+
+
+def has_kernel(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of this recipe are a kernel's on this device, and not emulated."""
+    if device.type != "cuda" or dtype != torch.bfloat16 or recipe.kernel is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= recipe.kernel
+
+
+def _by_kernel(left: Encoded, right: Encoded, dtype: torch.dtype) -> torch.Tensor:
+    """The product of codes that have one scale, or one a row."""
+    scaling = F.ScalingType.TensorWise if left.scales.numel() == 1 else F.ScalingType.RowWise
+    (a_KS, scale_a), (b_NS, scale_b) = ((one.whole(one.codes), 1 / one.scales) for one in (left, right))
+    shapes = ((), ()) if left.scales.numel() == 1 else ((-1, 1), (1, -1))
+    return F.scaled_mm(
+        a_KS.contiguous(),
+        b_NS.contiguous().t(),
+        scale_a=scale_a.reshape(shapes[0]),
+        scale_recipe_a=scaling,
+        scale_b=scale_b.reshape(shapes[1]),
+        scale_recipe_b=scaling,
+        output_dtype=dtype,
+    )
+
+
+@functools.cache
+def _key(seed: int, name: str, use: str) -> int:
+    digest = hashlib.blake2b(f"{seed}/{name}/{use}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

@@ -1,0 +1,198 @@
+"""Numbers in few bits with scales: formats, scales, codes, and what they stand for, bit for bit on any device.
+
+A matrix is scaled in blocks. A block's scale is made of its largest absolute value, so that this fits the format:
+
+| scale        | code      | made as                                                                            |
+|--------------|-----------|------------------------------------------------------------------------------------|
+| fp32         | x s       | s = the format's largest / amax, in fp32 (torchao; DeepSeek-AI, "DeepSeek-V3", 2024) |
+| power_of_two | x s       | the same, rounded down to a power of two (torchao's rowwise recipes)               |
+| delayed      | x s       | s = largest / amax of steps before / 2^margin; before the first 1 (Transformer Engine) |
+| e8m0         | x 2^-e    | e = floor(log2 amax) - the exponent of the format's largest (OCP MX 1.0, section 6.3) |
+| nvfp4        | x / (t s) | t = amax of the whole matrix / (6 * 448), in fp32; s = amax / 6 / t, in e4m3       |
+
+Numbers that a scale makes too large become the largest. Computed in fp32, or fp64 where the matrix is.
+
+Shapes: a matrix [K, S]: K rows that a product keeps, S columns that it sums over; blocks of r x c.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+SMALLEST = 1e-12
+"""A block of zeros is scaled as if this were its largest value."""
+
+LEAST_E4M3 = 2.0**-6
+"""The least scale of NVFP4's blocks: e4m3's smallest normal number."""
+
+HADAMARD = 16
+"""Numbers that a Hadamard transform mixes."""
+
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""The signs of the random Hadamard transform, drawn once and for all, as in Transformer Engine."""
+
+Spread = Callable[[torch.Tensor], torch.Tensor]
+"""Makes of the maxima over what is here of a dim those over all of it."""
+
+
+class Format(NamedTuple):
+    """A number format of a few bits."""
+
+    name: str
+    largest: float
+    exponent: int
+    """The largest number's."""
+    dtype: torch.dtype | None
+    """torch's; None for e2m1, whose codes are kept as the numbers that they stand for."""
+
+
+E4M3 = Format("e4m3", 448.0, 8, torch.float8_e4m3fn)
+E5M2 = Format("e5m2", 57344.0, 15, torch.float8_e5m2)
+E2M1 = Format("e2m1", 6.0, 2, None)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How an operand of a product is brought to few bits."""
+
+    format: Format
+    rows: int | None
+    """Of a block, along the dim that the product keeps; None: all."""
+    columns: int | None
+    """Of a block, along the dim that it sums over; None: all."""
+    scale: Literal["fp32", "power_of_two", "delayed", "e8m0", "nvfp4"] = "fp32"
+
+
+class Encoded(NamedTuple):
+    """A matrix in few bits: blocks of codes [K / r, r, S / c, c], the last ones padded with zeros, and a scale of
+    each."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    """[K / r, 1, S / c, 1], fp32."""
+    shape: tuple[int, int]
+    """K and S."""
+    multiplies: bool
+    """Whether a code times the scale is the number, and not a code by the scale."""
+
+    def decode(self) -> torch.Tensor:
+        """The matrix [K, S], in fp32 (fp64)."""
+        codes = self.codes.to(torch.promote_types(self.scales.dtype, torch.float32))
+        blocks = codes * self.scales if self.multiplies else codes / self.scales
+        return self.whole(blocks)
+
+    def whole(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Blocks as a matrix, the padding left out."""
+        rows, columns = self.shape
+        return blocks.flatten(2).flatten(0, 1)[:rows, :columns].contiguous()
+
+
+def encode(
+    x_KS: torch.Tensor,
+    scaling: Scaling,
+    spread: tuple[Spread, Spread],
+    *,
+    amax: torch.Tensor | None = None,
+    uniform_KS: torch.Tensor | None = None,
+) -> Encoded:
+    """A matrix in few bits.
+
+    Args:
+        x_KS: the matrix; of one that ranks share, what is here.
+        scaling: how.
+        spread: over dim 0, and over dim 1.
+        amax: with delayed scales the largest value to expect; 0 where none is known.
+        uniform_KS: numbers in [0, 1), by which numbers are rounded up or down at random; None: to the nearest, ties to
+            even. For e2m1 alone.
+    """
+    wide = torch.promote_types(x_KS.dtype, torch.float32)
+    blocks = _blocks(x_KS.to(wide), scaling)
+    if scaling.scale == "delayed":
+        assert amax is not None
+        scales, factors, multiplies = amax.to(torch.float32).expand(1, 1, 1, 1), None, False
+    else:
+        largest = _largest(blocks, scaling, spread)
+        scales, factors, multiplies = _scales(largest, scaling, spread)
+    scales = scales.to(wide)
+    scaled = blocks * (scales if factors is None else factors.to(wide))
+    scaled = scaled.clamp(-scaling.format.largest, scaling.format.largest)
+    if scaling.format.dtype is not None:
+        codes = scaled.to(scaling.format.dtype)
+    else:
+        codes = round_e2m1(scaled, None if uniform_KS is None else _blocks(uniform_KS.to(wide), scaling))
+    return Encoded(codes, scales, (x_KS.shape[0], x_KS.shape[1]), multiplies)
+
+
+def delayed_scale(amax: torch.Tensor, format: Format, margin: int) -> torch.Tensor:
+    """Transformer Engine's: largest / amax / 2^margin, fp32; 1 where there has been nothing but zeros."""
+    scale = (format.largest / amax) / 2.0**margin
+    scale = torch.where(amax > 0, scale, torch.ones_like(scale))
+    return torch.where(scale.isinf(), torch.full_like(scale, torch.finfo(torch.float32).max), scale)
+
+
+def round_e2m1(x: torch.Tensor, uniform: torch.Tensor | None = None) -> torch.Tensor:
+    """Numbers in [-6, 6] to 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and their negatives: to the nearest, ties to the even code,
+    or up or down with the chances that leave the mean as it is."""
+    size = x.abs()
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    steps = size / step
+    return (steps.round() if uniform is None else (steps + uniform).floor()).mul(step).copysign(x)
+
+
+def hadamard(x_KS: torch.Tensor) -> torch.Tensor:
+    """Every 16 columns mixed by the random Hadamard transform, the last ones beside zeros. It is orthogonal, so a
+    product over the columns of two matrices stays the same."""
+    blocks = F.pad(x_KS, (0, -x_KS.shape[1] % HADAMARD)).unflatten(1, (-1, HADAMARD))
+    wide = torch.promote_types(x_KS.dtype, torch.float32)
+    return (blocks.to(wide) @ _hadamard_matrix(x_KS.device, wide)).flatten(1)
+
+
+@functools.cache
+def _hadamard_matrix(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    matrix = torch.ones(1, 1)
+    while len(matrix) < HADAMARD:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return (torch.tensor(SIGNS)[:, None] * matrix / HADAMARD**0.5).to(device, dtype)
+
+
+def _blocks(x_KS: torch.Tensor, scaling: Scaling) -> torch.Tensor:
+    """[K / r, r, S / c, c]."""
+    rows, columns = scaling.rows or x_KS.shape[0], scaling.columns or x_KS.shape[1]
+    room = -x_KS.shape[0] % rows, -x_KS.shape[1] % columns
+    padded = F.pad(x_KS, (0, room[1], 0, room[0])) if any(room) else x_KS
+    return padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+
+
+def _largest(blocks: torch.Tensor, scaling: Scaling, spread: tuple[Spread, Spread]) -> torch.Tensor:
+    """Of every block, wherever its numbers are: [K / r, 1, S / c, 1]."""
+    amax = blocks.abs().amax((1, 3), keepdim=True)
+    for size, over in zip((scaling.rows, scaling.columns), spread, strict=True):
+        amax = over(amax) if size is None else amax
+    return amax
+
+
+def _scales(
+    amax: torch.Tensor, scaling: Scaling, spread: tuple[Spread, Spread]
+) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
+    """The scales of blocks; what numbers are multiplied by before they are rounded, where it is not the scale; and
+    whether codes are multiplied by the scale to get the numbers back."""
+    if scaling.scale == "e8m0":
+        exponents = (amax.float().view(torch.int32) >> 23 & 255) - 127 - scaling.format.exponent
+        return torch.exp2(-exponents.clamp(-126, 127).float()), None, False
+    if scaling.scale == "nvfp4":
+        whole = amax.amax()
+        for over in spread:
+            whole = over(whole)
+        tensor = (whole.float() / (E4M3.largest * E2M1.largest)).clamp(min=torch.finfo(torch.float32).tiny)
+        of_blocks = (amax.float() / E2M1.largest / tensor).clamp(LEAST_E4M3, E4M3.largest)
+        of_blocks = of_blocks.to(torch.float8_e4m3fn).float()
+        return of_blocks * tensor, 1 / tensor / of_blocks, True
+    # By way of fp64, for compiled and eager divisions differ in fp32's last bit.
+    scales = (scaling.format.largest / amax.double().clamp(min=SMALLEST)).float()
+    if scaling.scale == "power_of_two":
+        scales = torch.exp2(torch.floor(torch.log2(scales)))
+    return scales, None, False

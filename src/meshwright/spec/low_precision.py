@@ -1,0 +1,35 @@
+"""Low precision of matrix products, as a recipe says it: how operands are scaled, and which layers stay as they are."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from meshwright.spec.base import Spec
+
+Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "delayed"]
+"""Ways to scale operands in fp8."""
+
+BLOCKS = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16}
+"""Numbers in a row that share a scale, by recipe; no block may lie on two ranks."""
+
+DELAYED = "delayed"
+"""The recipe whose scales are made of the steps before."""
+
+
+class LowPrecisionSpec(Spec):
+    """How linear layers of blocks multiply under precision fp8, mxfp8 or nvfp4."""
+
+    recipe: Fp8Recipe = "tensorwise"
+    """How fp8 operands are scaled. tensorwise: one scale a tensor; gradients in e5m2. rowwise: one a row, all in e4m3.
+    rowwise_with_gw_hp: the same, with the weight's gradient in bf16. blockwise: 128 x 128 numbers of a weight and 1 x
+    128 of all else (DeepSeek-V3). delayed: one a tensor, of the largest values in the steps before (Transformer
+    Engine). mxfp8 and nvfp4 have one recipe each."""
+    keep: tuple[str, ...] = ()
+    """Linear layers of blocks that stay in bf16, by name: layers.0 (the first block), layers.-1 (the last),
+    *.attention.wo, ... Embeddings, head, norms, routers and experts always do."""
+    amax_history: int = Field(default=1024, ge=1)
+    """delayed only: steps whose largest values decide the scale."""
+    margin: int = Field(default=0, ge=0)
+    """delayed only: powers of two that are left free above the largest value."""
+    compute: Literal["bf16", "fp32", "fp64"] = "bf16"
+    """Dtype of everything else. fp64 is for proofs."""
