@@ -1,7 +1,6 @@
 """Optimizers, schedules and the gradient norm, against torch's own and against formulas."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -135,6 +134,8 @@ def test_ranks_keep_between_steps_what_the_table_predicts(ranks: RankPool, name:
     layout = STRATEGIES[name]
     run = tiny_run(layout, precision="fp32")
     job = engine_job(run.run, blueprint(run.model), global_batch=run.global_batch, micro_batch=1, device="cpu")
-    predicted = predict_memory(replace(job, offload="none"))  # kept somewhere: on the device or, offloaded, beside it
+    predicted = predict_memory(
+        job.with_layout(offload="none")
+    )  # kept somewhere: on the device or, offloaded, beside it
     kept = ranks.run(layout.world_size, bytes_kept, name)
     assert sum(kept) / len(kept) == pytest.approx(predicted.optimizer, rel=1e-4)
