@@ -79,7 +79,7 @@ def draw(rows: list[dict[str, float]]) -> str:
 
 def table(rows: list[dict[str, float]]) -> str:
     """The same as a table for docs/plan.md."""
-    head = "| devices | legal layouts | looked at | time | memory of the process | fastest |\n|---|---|---|---|---|---|"
+    head = "| devices | legal layouts | predicted | time | memory of the process | fastest |\n|---|---|---|---|---|---|"
     return "\n".join(
         [head]
         + [

@@ -78,7 +78,7 @@ def test_undo_clear_and_system(talk: Talk, models: Path) -> None:
     lines = ["def f", "/undo", "return", "/clear", "return", "/clear", "/system Be brief.", "return", "/system"]
     status, answers, notes = talk(lines)
     assert answers == "".join(f"{text}\n" for text in (first, alone, alone, told))
-    assert "taken back: def f" in notes
+    assert "removed: def f" in notes
     assert talk(["return"], "tuned", "--system", "Be brief.")[1] == f"{told}\n"
     assert status == 0
 
@@ -177,13 +177,13 @@ def test_in_a_terminal_answers_are_streamed_and_ctrl_c_ends_one(models: Path) ->
             seen += os.read(parent, 4096).decode(errors="replace")
 
     try:
-        wait_for(r"/help shows.*> ")
+        wait_for(r"/help lists.*> ")
         os.write(parent, b"def f\n")
         wait_for(r"> def f\r\n.+")
         process.send_signal(signal.SIGINT)
         wait_for(r"> def f\r\n.*> $")
         os.write(parent, b"/undo\n")
-        wait_for(r"taken back: def f.*> $")
+        wait_for(r"removed: def f.*> $")
         os.write(parent, b"\x04")
         assert process.wait(timeout=30) == 0
     finally:

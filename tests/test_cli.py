@@ -57,7 +57,7 @@ def test_help_of_a_verb_has_an_example_and_never_loads_torch(verb):
 
 def test_check_never_loads_torch(folder):
     text, modules = loaded_modules("check", "run.yaml")
-    assert "nothing is wrong" in text
+    assert "no errors" in text
     assert "torch" not in modules
 
 
@@ -113,7 +113,7 @@ def test_a_check_reports_sizes_batch_data_and_a_sample(folder, capsys):
     assert "128 tokens a step = 2 ranks x 1 microbatches x 4 sequences x 16; 4 steps, 512 tokens" in text
     assert "2 files" in text
     assert "\n  . the\n" in text or "\n  . t\n" in text
-    assert "nothing is wrong; train it with: meshwright train run.yaml" in text
+    assert "no errors; train it with: meshwright train run.yaml" in text
 
 
 def test_a_check_for_machines(folder, capsys):
@@ -171,7 +171,7 @@ MISUSES = {
     (
         "check",
         "demo",
-    ): "'demo' is a preset, not a file; write it down first: meshwright init demo > demo.yaml",
+    ): "'demo' is a preset, not a file; save it first: meshwright init demo > demo.yaml",
     ("check", "run.yaml", "--jsn"): "unknown option '--jsn'; did you mean '--json'?",
     ("init", "dmo"): "there is no preset 'dmo'; did you mean 'demo'?",
     ("init", "gpt2"): "'gpt2' is a model; name it in any recipe, as in meshwright init gpt2-124m model=gpt2",

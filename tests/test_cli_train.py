@@ -206,7 +206,7 @@ def test_the_demo_trains_measures_writes_and_never_overwrites_an_earlier_one(tmp
     recipe = ["training.lr_schedule={warmup: 1}", "training.global_batch=2", "run_dir=runs/demo"]
     assert main(["demo", *sizes, *data, *recipe]) == 0
     text = capsys.readouterr().out
-    assert "On files it has not seen, its perplexity is " in text
+    assert "Perplexity on held-out files: " in text
     assert all(f"    {prompt.splitlines()[0]}" in text for prompt in demo.PROMPTS)
     assert "meshwright generate runs/demo --prompt" in text
     assert main(["demo", *sizes, *data, *recipe]) == 0

@@ -409,7 +409,7 @@ def test_a_layout_that_fits_only_by_offloading_says_so(recipe: Path, capsys: pyt
     assert main(["plan", str(recipe), "training.global_batch=8", "--cluster", "1xh100", "--top", "1"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^\* .* offload=cpu ", shown, re.MULTILINE)
-    assert re.search(r"^memory .* GB; 128\.\d GB a device of the node's own$", shown, re.MULTILINE)
+    assert re.search(r"^memory .* GB; 128\.\d GB per device in host memory$", shown, re.MULTILINE)
 
 
 def test_a_host_too_small_to_offload_to_is_the_reason(recipe: Path, capsys: pytest.CaptureFixture) -> None:
@@ -478,7 +478,7 @@ def test_a_tight_choice_is_called_tight(recipe: Path, capsys: pytest.CaptureFixt
     words = ["model=gpt2", "data.sequence_length=512", "cluster=bare.yaml"]
     assert main(["plan", str(recipe), "--margin", "0.9", "--top", "1", *words]) == 0
     shown = capsys.readouterr().out
-    assert "may run out of memory; nothing that leaves 90% of it free (--margin) takes less than 2 times" in shown
+    assert "may run out of memory; every layout that leaves 90% of it free (--margin) takes at least 2 times" in shown
     assert re.search(r"^\* .* tight +", shown, re.MULTILINE)
     plan, _ = plan_recipe(load_recipe(recipe, words), base_dir=recipe.parent, top=1, limits=Limits(margin=0.9))
     assert plan.chosen
@@ -506,7 +506,7 @@ def test_the_layout_that_is_asked_about_is_explained(recipe: Path, capsys: pytes
 
 def test_nothing_fits_is_a_finding(recipe: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["plan", str(recipe), "--cluster", "1xt4"]) == 1
-    assert "nothing that this version's engine runs fits" in capsys.readouterr().out
+    assert "no layout that this version's trainer supports fits" in capsys.readouterr().out
     assert main(["plan", str(recipe), "--margin", "2"]) == 2
     assert main(["plan", str(recipe), "--cluster", "8xabacus"]) == 2
 
@@ -570,7 +570,7 @@ def test_what_this_version_cannot_run_is_said_beside(recipe: Path, capsys: pytes
     words = ["model=llama-3-70b", "cluster=2xh100", "training.global_batch=8"]
     assert main(["plan", str(recipe), *words, "data.sequence_length=2048"]) == 1
     text = capsys.readouterr().out
-    assert "nvme       not run by this version: with offloading to NVMe it fits 2 devices (" in text
+    assert "nvme       not supported by this version: with offloading to NVMe it fits 2 devices (" in text
 
 
 @pytest.mark.slow

@@ -408,7 +408,7 @@ def test_many_odd_cells_are_grouped(tmp_path: Path, capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().out.splitlines()
     assert shown[-12].startswith("cells not understood, or contradicted by others (15)")
     assert shown[-11].endswith(":2: gpus=eight: no number above zero; 1 taken (and in 2 more rows)")
-    assert shown[-1] == "  ... and 3 kinds more; --json has all"
+    assert shown[-1] == "  ... and 3 more kinds; --json has all"
 
 
 def test_the_documented_table_is_read_as_documented(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -489,8 +489,8 @@ def test_where_others_could_connect_a_key_is_required(tmp_path: Path, capsys: py
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for words, message in (
-            (["--host", "0.0.0.0"], "give the key that they must send"),
-            (["--host", "::"], "give the key that they must send"),
+            (["--host", "0.0.0.0"], "set the key that clients must send"),
+            (["--host", "::"], "set the key that clients must send"),
             (["--port", port], "address already in use; give another --port"),
             (["--port", "99999"], "at most 65535"),
             (["--adapter", "x"], "'x' is not allowed: must be NAME=RUN"),
@@ -501,4 +501,4 @@ def test_where_others_could_connect_a_key_is_required(tmp_path: Path, capsys: py
             assert message in capsys.readouterr().err
     (tmp_path / "key").write_text(" ")
     assert main(["serve", str(tmp_path), "--api-key-file", str(tmp_path / "key")]) == 2
-    assert "holds no key" in capsys.readouterr().err
+    assert "no key found" in capsys.readouterr().err

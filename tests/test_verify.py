@@ -294,4 +294,4 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     assert "the layout's processes failed, so there is nothing to compare" in capsys.readouterr().err
     monkeypatch.setattr(verify_module, "start_workers", lambda *_, **__: STOPPED)
     assert main(["verify", str(recipe), "--steps", "1"]) == STOPPED
-    assert capsys.readouterr().err == "stopped; run it again to know\n"
+    assert capsys.readouterr().err == "stopped before the proof was complete\n"

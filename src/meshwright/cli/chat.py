@@ -1,4 +1,4 @@
-"""The verb `chat`: talk to a trained model in the terminal."""
+"""The verb `chat`: chat with a trained model in the terminal."""
 
 import argparse
 import json
@@ -13,32 +13,30 @@ from meshwright.spec.problems import did_you_mean
 from meshwright.terminal import printable
 
 COMMANDS = {
-    "/help": "what can be typed",
-    "/undo": "take the last question and its answer back",
-    "/clear": "begin a new conversation",
-    "/more": "go on with the last text (of a model without a chat template)",
-    "/system": "TEXT: say this before the conversation, from now on; without TEXT nothing",
+    "/help": "list the commands",
+    "/undo": "remove the last question and its answer",
+    "/clear": "start a new conversation",
+    "/more": "continue the last text (of a model without a chat template)",
+    "/system": "TEXT: set the system message; without TEXT, remove it",
     "/set": "NAME VALUE: change a setting; alone, show all",
-    "/save": "FILE: append the conversation as a line of JSON, which can be trained on",
-    "/quit": "leave, as Ctrl-D does",
+    "/save": "FILE: append the conversation to a file as a training record (a line of JSON)",
+    "/quit": "quit, as Ctrl-D does",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Operands and options of `chat`."""
+    """Add the operands and options of `chat`."""
     add_model_arguments(parser)
+    parser.add_argument("--compare", metavar="OTHER", type=Path, help="a second model that answers every question too")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument(
-        "--compare", metavar="OTHER", type=Path, help="a second model, which answers everything as well"
-    )
-    parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
-    parser.add_argument(
-        "--max-tokens", metavar="N", type=positive, help="of an answer, at most (default 512, if they have room)"
+        "--max-tokens", metavar="N", type=positive, help="longest answer (default 512, or the rest of the context)"
     )
     add_sampling_arguments(parser)
     commands = "\n".join(f"  {name:<9} {what}" for name, what in COMMANDS.items())
     parser.epilog = (
-        f"what can be typed besides questions:\n{commands}\n\n"
-        "Ctrl-C ends an answer. Standard input may be a file or a pipe: each line is a question.\n\n"
+        f"commands:\n{commands}\n\n"
+        "Ctrl-C stops an answer. Standard input may be a file or a pipe: each line is a question.\n\n"
         "examples:\n"
         "  meshwright chat runs/tuned --system 'Answer in one sentence.'\n"
         "  meshwright chat runs/tuned --compare runs/base --temperature 0"
@@ -46,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Talk until the input ends."""
+    """Chat until the input ends."""
     # Torch loads here, so that --help and misuse never wait for it.
     from meshwright.serve.chat import Partner
     from meshwright.serve.trained import open_trained
@@ -62,15 +60,15 @@ def run(arguments: argparse.Namespace) -> int:
     values = {**sampling_settings(arguments), "seed": arguments.seed, "max_tokens": arguments.max_tokens}
     talk = Talk(partners, values, arguments.stop)
     if arguments.system and not any(partner.chats for partner in partners):
-        raise UserError("--system belongs to a conversation, and the model has no chat template")
+        raise UserError("--system needs a chat template, and the model has none")
     for partner in partners:
         talk.note(*partner.about())
-    talk.note("/help shows what can be typed" if sys.stdin.isatty() else "")
+    talk.note("/help lists the commands" if sys.stdin.isatty() else "")
     return talk.run(questions())
 
 
 def labels(sources: list[Path]) -> list[str]:
-    """Short names that differ: the folders' own, or as much of their paths as it takes."""
+    """Distinct short names: the folders' names, with parent folders where needed."""
     for length in range(1, max(len(source.parts) for source in sources) + 1):
         found = ["/".join(source.parts[-length:]) for source in sources]
         if len(set(found)) == len(found):
@@ -79,12 +77,12 @@ def labels(sources: list[Path]) -> list[str]:
 
 
 def questions() -> Iterator[str]:
-    """Lines of standard input: typed behind a `>`, or of a file or a pipe."""
+    """Lines of standard input: typed at a `> ` prompt, or from a file or a pipe."""
     if not sys.stdin.isatty():
         for line in sys.stdin:
             yield line.rstrip("\n")
         return
-    import readline  # noqa: F401  # lines can be edited and called back
+    import readline  # noqa: F401  # line editing and history
 
     while True:
         try:
@@ -101,11 +99,11 @@ class Talk:
 
     def __init__(self, partners: list[Any], values: dict[str, Any], stops: list[str]) -> None:
         self.partners, self.values, self.stops = partners, values, stops
-        self.settings()  # so that values that make no sense are refused before anything is asked
+        self.settings()  # so that invalid values are refused before the first question
         self.status = 0
 
     def settings(self) -> Any:
-        """The values as the engine takes them. Raises `UserError` where they make no sense."""
+        """The values in the engine's form. Raises `UserError` if one is invalid."""
         from meshwright.models.generate import Sampling
         from meshwright.serve.chat import Settings
 
@@ -128,7 +126,7 @@ class Talk:
         return self.status
 
     def answer(self, parts_of: Callable[[Any], Iterator[str]]) -> None:
-        """Show what each partner says, as it comes."""
+        """Print each partner's answer as it is generated."""
         for partner in self.partners:
             if len(self.partners) > 1:
                 print(f"--- {partner.label}")
@@ -143,7 +141,7 @@ class Talk:
                 parts.close()  # type: ignore[attr-defined]
 
     def command(self, name: str, rest: str) -> None:
-        """Do what a line that begins with a slash says."""
+        """Run a command: a line that begins with a slash."""
         rest = rest.strip()
         if name == "/help":
             self.note(*(f"{command:<9} {what}" for command, what in COMMANDS.items()))
@@ -164,14 +162,14 @@ class Talk:
         elif name == "/save":
             self.save(rest)
         else:
-            raise UserError(f"unknown command '{name}'{did_you_mean(name, list(COMMANDS))}; /help shows all")
+            raise UserError(f"unknown command '{name}'{did_you_mean(name, list(COMMANDS))}; /help lists all")
 
     def undo(self) -> None:
-        """Take the last turn back."""
+        """Remove the last turn."""
         turns = [partner.turns.pop() for partner in self.partners if partner.turns]
         if not turns:
-            raise UserError("there is no question to take back")
-        self.note(f"taken back: {turns[0].asked}")
+            raise UserError("there is no question to undo")
+        self.note(f"removed: {turns[0].asked}")
 
     def set(self, words: str) -> None:
         """Change a setting, or show all."""
@@ -181,7 +179,7 @@ class Talk:
             self.note(*(f"{key} {'auto' if value is None else value}" for key, value in self.values.items()))
             return
         if name not in self.values:
-            raise UserError(f"/set {name}: no such setting; there is {', '.join(self.values)}")
+            raise UserError(f"/set {name}: no such setting; the settings are {', '.join(self.values)}")
         before, whole = self.values[name], name in ("top_k", "seed", "max_tokens")
         try:
             self.values[name] = int(value) if whole else float(value)
@@ -189,7 +187,7 @@ class Talk:
         except ValueError as error:
             self.values[name] = before
             is_ours = isinstance(error, UserError)
-            wrong = str(error) if is_ours else f"'{value}' is no {'whole ' if whole else ''}number"
+            wrong = str(error) if is_ours else f"'{value}' is not {'an integer' if whole else 'a number'}"
             raise UserError(f"/set {name}: {wrong}") from error
         self.note(f"{name} {self.values[name]}")
 
@@ -205,6 +203,6 @@ class Talk:
         self.note(f"saved to {file}")
 
     def note(self, *lines: str) -> None:
-        """Say something that is no answer."""
+        """Print lines that are not answers to standard error."""
         for line in filter(None, lines):
             print(printable(line), file=sys.stderr, flush=True)

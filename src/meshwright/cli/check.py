@@ -1,4 +1,4 @@
-"""The verb `check`: everything that can be known about a recipe without training, torch or a GPU."""
+"""The verb `check`: reports every error in a recipe, and its facts, without training, torch or a GPU."""
 
 import argparse
 import re
@@ -48,29 +48,29 @@ from meshwright.trainer.start import (
 )
 
 READ_BYTES = 1 << 28
-"""Of a larger corpus only the beginning is read: a check takes seconds."""
+"""Bytes of the corpus that are read, so that a check takes seconds."""
 
 SAMPLE_CHARACTERS = 1 << 18
-"""Text that the shown sample is taken from and that a tokenizer is trained on for it; more where samples are longer."""
+"""Characters for the shown sample, and for a tokenizer trained for it; more if samples are longer."""
 
 CHARACTERS_PER_TOKEN = 8
-"""More than tokens stand for on average, in any language."""
+"""An upper bound of the average, in any language."""
 
 SAMPLE_RECORDS = 1000
-"""Records that are looked at."""
+"""Records that are read."""
 
 ResultT = TypeVar("ResultT")
 
 
 class Findings(list[str]):
-    """Problems found so far with the recipe that the command line names."""
+    """The problems found so far in the recipe."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         super().__init__()
         self._arguments = arguments
 
     def attempt(self, work: Callable[[], ResultT]) -> ResultT | None:
-        """What `work` returns, or None where it found a problem, which is noted."""
+        """The result of `work`, or None if it raised a user error, which is added to the findings."""
         try:
             return work()
         except (UserError, OSError) as error:
@@ -82,18 +82,18 @@ class Findings(list[str]):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Operands and options of `check`."""
+    """Add the operands and options of `check`."""
     add_recipe_arguments(parser)
     add_json_argument(parser)
     parser.add_argument("--strict", action="store_true", help="treat warnings as errors: exit status 1")
     parser.epilog = (
-        "exit status: 0 nothing is wrong, 1 something is (with --strict also a warning), 2 misuse\n\n"
+        "exit status: 0 no error, 1 an error (with --strict also a warning), 2 invalid command line\n\n"
         "examples:\n  meshwright check run.yaml\n  meshwright check run.yaml layout.dp_shard=4"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check a recipe, report, and say by the exit status whether anything is wrong."""
+    """Check a recipe and report; the exit status is 1 if anything is wrong."""
     findings, facts = Findings(arguments), {}
     try:
         recipe = read_recipe(arguments)
@@ -118,20 +118,20 @@ def run(arguments: argparse.Namespace) -> int:
     if failed:
         return 1
     command = shlex.join(["meshwright", "train", str(arguments.recipe), *arguments.overrides])
-    verdict = "no mistake was found, but see the warning" if warned else "nothing is wrong"
+    verdict = "no errors, but see the warning" if warned else "no errors"
     print(f"\n{verdict}; train it with: {command}")
     return 0
 
 
 def _besides(rest: Run, wrong: Collection[str], arguments: argparse.Namespace) -> list[str]:
-    """What else is wrong with a recipe of which only `rest` could be read, but for sections that are not complete."""
+    """Further problems of a recipe of which only `rest` could be read, without those of incomplete sections."""
     findings = Findings(arguments)
     examine(rest, arguments.recipe.parent, findings)
     return [finding for finding in findings if not set(re.findall(r"\b(\w+)\.\w", finding)) & set(wrong)]
 
 
 def examine(recipe: Run, base_dir: Path, findings: Findings) -> dict[str, Any]:
-    """All facts about a recipe as plain data; what is wrong is added to `findings`, its facts left out."""
+    """All facts about a recipe as plain data. Problems are added to `findings`, and their facts left out."""
     facts: dict[str, Any] = {}
     findings.attempt(lambda: check_writable(Path(recipe.run_dir)))
     vocab = recipe.data.tokenizer_vocab
@@ -207,8 +207,8 @@ def _sample(
 ) -> dict[str, Any]:
     """The tokenizer, and the first sample of the corpus as it would be trained on.
 
-    Reads the corpus up to READ_BYTES, so that text which is not text is found. Where the tokenizer would be
-    trained, one is trained here on its beginning alone; training's own will cut a little better.
+    Reads the corpus up to READ_BYTES to find files that are not text. If a tokenizer would be trained, one is trained
+    here on the beginning of the corpus; the run's own will differ a little.
     """
     tokenizer = find_tokenizer(recipe.data, base_dir=base_dir, model_dir=model_dir)
     given = [file for file in files if file.is_tokens]
@@ -230,13 +230,13 @@ def _sample(
         encoder = encoder_of_records(recipe.data, tokenizer, base_dir)
         if encoder.template is not None and not encoder.template.may_end_turns():
             notes["note"] = (
-                f"chat template {encoder.template.name} puts no special token behind what the assistant says, so that "
-                "nothing teaches the model to stop; write {{ eos_token }} there"
+                f"chat template {encoder.template.name} puts no special token after the assistant's turn, so the model "
+                "will not learn to stop; add {{ eos_token }} there"
             )
         parts[:0] = [first_records(group, encoder, SAMPLE_RECORDS) for group in groups.values() if group[0].is_records]
     elif texts:
         parts.insert(0, file_in_memory([[*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(texts)]))
-        if sum(map(len, texts)) < characters:  # this is all there is, and training adds no padding to it
+        if sum(map(len, texts)) < characters:  # the whole corpus: it must fill at least one sample
             build_samples(parts[0], recipe.data)
     samples = [build_samples(part, recipe.data, keep_tail=True) for part in parts]
     _, *lines = describe_sample(samples[0], 0, tokenizer)
@@ -244,7 +244,7 @@ def _sample(
 
 
 def _beginning(files: list[SourceFile], characters: int) -> list[str]:
-    """The first documents, so many characters together; more of the corpus is read and only looked at."""
+    """The first documents, up to so many characters in all. More of the corpus is read, but only checked."""
     texts, num_bytes = [], 0
     total = min(READ_BYTES, sum(file.path.stat().st_size for file in files))
     with ProgressLine() as tell:
@@ -260,7 +260,7 @@ def _beginning(files: list[SourceFile], characters: int) -> list[str]:
 
 
 def _report(facts: dict[str, Any]) -> Iterator[str]:
-    """The facts as lines for people."""
+    """The facts as lines of text."""
     if model := facts.get("model"):
         active = f", {short(model['active_parameters'])} active a token" if model["num_experts"] else ""
         size = model_size(model["parameters"], model["adapter_parameters"], model["trained_parameters"])
@@ -290,5 +290,5 @@ def _report(facts: dict[str, Any]) -> Iterator[str]:
     if note := facts.get("note"):
         yield f"note       {note}"
     if sample := facts.get("sample"):
-        yield "sample     the first; behind | what is in the loss, behind . what is only read"
+        yield "sample     the first; trained text after |, context after ."
         yield from (f"  {line}" for line in sample)

@@ -22,27 +22,27 @@ def presets() -> dict[str, Path]:
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    """The operands `RECIPE [a.b=c ...]`."""
-    parser.set_defaults(setting_called=partial(setting_called, spec=Run))  # for who writes one as an option
+    """Add the operands `RECIPE [a.b=c ...]`."""
+    parser.set_defaults(setting_called=partial(setting_called, spec=Run))  # for a setting written as an option
     parser.add_argument("recipe", metavar="RECIPE", type=Path, help="recipe file (YAML)")
     parser.add_argument(
         "overrides",
         metavar="a.b=c",
         nargs="*",
         default=[],
-        help="change one setting of the recipe, as in training.steps=100 or 'layout={dp_shard: 2}'",
+        help="override a setting of the recipe, as in training.steps=100 or 'layout={dp_shard: 2}'",
     )
 
 
 def positive(text: str) -> int:
-    """A whole number above 0, for an option; raises what argparse reports with the option's name."""
+    """Parse an option's positive integer; raise an error that argparse reports with the option's name."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"'{text}' is not allowed: must be a whole number, at least 1")
     return int(text)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The operand that names a trained model, and where and in what precision it computes."""
+    """Add the operand MODEL and the options for its device and precision."""
     parser.add_argument("model", metavar="MODEL", type=Path, help="run directory, checkpoint or Hugging Face directory")
     parser.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: a GPU if there is one"
@@ -56,68 +56,68 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_family_argument(parser: argparse.ArgumentParser) -> None:
-    """The option that asks for transformers' code where ours refuses a model."""
+    """Add the option that makes transformers compute the model."""
     parser.add_argument(
         "--family",
         choices=["transformers"],
-        help="let transformers compute a Hugging Face directory's model, also where it is of one of our families",
+        help="compute a Hugging Face directory's model with transformers, even if it is of one of our families",
     )
 
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Options that say how tokens are drawn."""
+"""Options of sampling."""
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that say how tokens are drawn, and where an answer ends."""
+    """Add the options of sampling and the stop texts."""
     parser.add_argument(
         "--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest token (default 0.8)"
     )
-    parser.add_argument("--top-k", metavar="K", type=int, default=0, help="draw among the K likeliest tokens only")
+    parser.add_argument("--top-k", metavar="K", type=int, default=0, help="sample from the K likeliest tokens")
     parser.add_argument(
-        "--top-p", metavar="P", type=float, default=1.0, help="draw among the likeliest tokens of probability P only"
+        "--top-p", metavar="P", type=float, default=1.0, help="sample from the likeliest tokens of total probability P"
     )
     parser.add_argument(
         "--min-p",
         metavar="P",
         type=float,
         default=0.0,
-        help="draw among tokens at least P times as likely as the likeliest",
+        help="sample from tokens at least P times as likely as the likeliest",
     )
     parser.add_argument(
-        "--repetition-penalty", metavar="R", type=float, default=1.0, help="above 1: make what was said less likely"
+        "--repetition-penalty", metavar="R", type=float, default=1.0, help="above 1: make repeated tokens less likely"
     )
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="another seed draws other texts (default 0)")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of sampling (default 0)")
     parser.add_argument(
-        "--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeat it for several"
+        "--stop", metavar="TEXT", action="append", default=[], help="stop before this text; may be repeated"
     )
 
 
 def sampling_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What those options say, without the seed."""
+    """The values of these options, without the seed."""
     return {name: getattr(arguments, name) for name in SAMPLING}
 
 
 def add_ema_argument(parser: argparse.ArgumentParser) -> None:
-    """The option that asks for averaged weights."""
+    """Add the option for averaged weights."""
     parser.add_argument(
-        "--ema", action="store_true", help="take the moving average of the weights, which the callback ema has kept"
+        "--ema", action="store_true", help="use the moving average of the weights (of a run with the callback ema)"
     )
 
 
 def example_prompt(*, has_template: bool) -> str:
-    """Words for `generate` that suit a model whose tokenizer has a chat template, or none."""
+    """Arguments of `generate` for a model with or without a chat template."""
     return "--chat --prompt 'What is a tuple?'" if has_template else "--prompt 'Once upon a time'"
 
 
 def read_recipe(arguments: argparse.Namespace) -> Run:
-    """The recipe that the command line names, its overrides applied.
+    """The recipe of the command line, with overrides applied.
 
-    Raises UserError for everything that is wrong with it, and where it is a preset's name instead of a file.
+    Raises UserError for an invalid recipe, and if the name is a preset's instead of a file's.
     """
     path: Path = arguments.recipe
     if not path.exists() and str(path) in presets():
-        raise UserError(f"'{path}' is a preset, not a file; write it down first: meshwright init {path} > {path}.yaml")
+        raise UserError(f"'{path}' is a preset, not a file; save it first: meshwright init {path} > {path}.yaml")
     if not path.exists():
         there = [one.name for one in path.parent.glob("*.y*ml")]
         raise UserError(f"{path}: no such file or directory{did_you_mean(path.name, there, likeness=0.75)}")
@@ -125,10 +125,10 @@ def read_recipe(arguments: argparse.Namespace) -> Run:
 
 
 def with_place(message: str, arguments: argparse.Namespace) -> str:
-    """`run.yaml:12: ...` where the message begins with a setting, or a section, that line 12 of the recipe gives."""
+    """The message, prefixed by `run.yaml:12: ` if it begins with a setting or section on line 12 of the recipe."""
     found = re.match(r"\w+(\.\w+)*", message)
     setting = found[0] if found else ""
-    # Other things that messages begin with have dots too: model.safetensors, or a recipe that is called data.yaml.
+    # File names at the start of a message have dots too: model.safetensors, or a recipe named data.yaml.
     if not is_setting(setting, Run) or any(override.startswith(setting) for override in arguments.overrides):
         return message
     path = setting.split(".")

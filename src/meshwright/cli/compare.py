@@ -1,4 +1,4 @@
-"""The verb `compare`: the same recipe in every engine, our own layouts, or several recipes, measured in turns."""
+"""The verb `compare`: measures a recipe in several engines, in several layouts, or several recipes, in turns."""
 
 import argparse
 import json
@@ -17,34 +17,35 @@ NOT_MEASURED = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Operands and options of `compare`."""
+    """Add the operands and options of `compare`."""
     parser.set_defaults(setting_called=partial(setting_called, spec=Run))
-    parser.add_argument("recipes", metavar="RECIPE", nargs="+", help="recipe files, and settings to change: a.b=c")
-    parser.add_argument("--engines", metavar="A,B", help="which engines (default: all, or ours alone with --layouts)")
-    parser.add_argument("--layouts", metavar="A,B", help="train in each: ddp, zero2, zero3:4, tp2, ...")
+    parser.add_argument("recipes", metavar="RECIPE", nargs="+", help="recipe files, and overrides of settings: a.b=c")
+    parser.add_argument("--engines", metavar="A,B", help="engines (default: all, or ours alone with --layouts)")
+    parser.add_argument("--layouts", metavar="A,B", help="layouts to compare: ddp, zero2, zero3:4, tp2, ...")
     parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="turns of each engine (default 5)")
-    parser.add_argument("--turn", type=positive, default=4, metavar="N", help="steps of a turn (default 4)")
-    parser.add_argument("--warm-up", type=positive, default=3, metavar="N", help="steps before the first (default 3)")
+    parser.add_argument("--turn", type=positive, default=4, metavar="N", help="steps per turn (default 4)")
+    parser.add_argument("--warm-up", type=positive, default=3, metavar="N", help="steps before timing (default 3)")
     parser.add_argument("--quick", action="store_true", help="3 rounds of 3 steps after 2 of warm-up")
     parser.add_argument(
         "--patience",
         type=positive,
         default=300,
         metavar="SECONDS",
-        help="end an engine that makes no step for so long (default 300)",
+        help="end an engine that makes no step for this long (default 300)",
     )
     parser.add_argument(
         "--python",
         action="append",
         default=[],
         metavar="ENGINE=PATH",
-        help="the Python that runs an engine's program: of an environment of its own, where packages clash",
+        help="the Python that runs an engine's program, for an engine in a separate environment",
     )
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder to write to (default: runs/compare, -2, ...)")
     add_json_argument(parser)
     parser.epilog = (
-        "It writes DIR/compare.md, compare.html and compare.json, and in a folder of each engine its program.\n"
-        "exit status: 0 every engine that is installed or named by --engines was measured, 1 some was not, 2 misuse\n\n"
+        "Writes DIR/compare.md, compare.html and compare.json, and each engine's program into a folder of DIR.\n"
+        "exit status: 0 every engine that is installed or named by --engines was measured, 1 one was not,\n"
+        "2 invalid command line\n\n"
         "examples:\n"
         "  meshwright compare run.yaml\n"
         "  meshwright compare run.yaml --engines meshwright,bare,hf_trainer --quick\n"
@@ -54,9 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare, print the table, write it down."""
+    """Compare, print the table and write the pages."""
     recipes = read_recipes(arguments)
-    # Torch loads here, so that a mistake in a recipe is told at once.
+    # Torch loads here, so that errors in a recipe are reported at once.
     from meshwright.engines.compare import Pace, compare
     from meshwright.engines.contest import contestants, pythons
     from meshwright.engines.page import comparison_page
@@ -84,12 +85,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_recipes(arguments: argparse.Namespace) -> dict[Path, Run]:
-    """Every recipe that the command line names, its overrides applied to each."""
+    """Every recipe of the command line, with the overrides applied to each."""
     paths = [Path(word) for word in arguments.recipes if "=" not in word]
     if not paths:
         raise UserError("compare needs a recipe: meshwright compare run.yaml")
     if len(set(paths)) < len(paths):
-        raise UserError("compare names a recipe twice; give each once")
+        raise UserError("a recipe is named twice; name each once")
     arguments.overrides, found = [word for word in arguments.recipes if "=" in word], {}
     for path in paths:
         arguments.recipe = path
@@ -98,7 +99,7 @@ def read_recipes(arguments: argparse.Namespace) -> dict[Path, Run]:
 
 
 def _new_folder(wanted: Path, *, given: bool) -> Path:
-    """A folder that did not exist: `wanted`, or where nobody gave it and it is there, `wanted-2` and so on."""
+    """A new folder: `wanted`; if it exists and was not given by the user, `wanted-2` and so on."""
     folder, number = wanted, 1
     while folder.exists():
         if given:

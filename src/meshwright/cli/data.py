@@ -1,4 +1,4 @@
-"""The verb `data`: tokenize a recipe's corpus, look at what is trained on, prove that it is right."""
+"""The verb `data`: tokenizes a recipe's corpus, shows its samples, audits the batches of a run."""
 
 import argparse
 import sys
@@ -26,22 +26,22 @@ ACTIONS = ("prepare", "show", "audit")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Operands and options of `data`."""
-    parser.add_argument("action", choices=ACTIONS, help="tokenize the corpus; show samples; prove the planned run")
+    """Add the operands and options of `data`."""
+    parser.add_argument("action", choices=ACTIONS, help="tokenize the corpus; show samples; audit the run's batches")
     add_recipe_arguments(parser)
-    parser.add_argument("--processes", type=positive, help="prepare: encode in so many processes (default: one a core)")
-    parser.add_argument("--samples", type=positive, default=2, help="show: so many of the first samples (default 2)")
-    parser.add_argument("--steps", type=positive, help="audit: only the first so many steps (default: the whole run)")
+    parser.add_argument("--processes", type=positive, help="prepare: encoding processes (default: one per core)")
+    parser.add_argument("--samples", type=positive, default=2, help="show: number of samples (default 2)")
+    parser.add_argument("--steps", type=positive, help="audit: number of steps (default: the whole run)")
     add_json_argument(parser)
     parser.epilog = (
-        "exit status: 0 done and nothing is wrong, 1 audit found something, 2 misuse\n\n"
+        "exit status: 0 success, 1 audit found a fault, 2 invalid command line\n\n"
         "examples:\n  meshwright data prepare run.yaml\n  meshwright data show run.yaml data.packing=best_fit\n"
         "  meshwright data audit run.yaml --steps 100"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the action says."""
+    """Run the action."""
     recipe = read_recipe(arguments)
     require_plugins(recipe)
     recipe = with_datasets(recipe, arguments.recipe.parent)
@@ -109,7 +109,7 @@ def _show(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
         return 0
     if formats := describe_formats(corpus):
         print(formats)
-    print("behind | what is in the loss, behind . what is only read")
+    print("trained text after |, context after .")
     for sample in samples:
         print(f"\nposition {sample['position']}, {sample['stream']}, " + "\n  ".join(sample["lines"]))
     print("\ntokens of a document    documents")
@@ -141,7 +141,7 @@ def _audit(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
 
 
 def plan(resolved: ResolvedRun, corpus: Corpus, steps: int | None, stack: ExitStack) -> PlannedRun:
-    """The run as its ranks would read it, up to `steps`."""
+    """The run as its ranks would read it, up to step `steps`."""
     run = resolved.run
     mixture = training_samples(corpus, run.data)
     steps = run.training.steps if steps is None else min(steps, run.training.steps)
@@ -165,8 +165,8 @@ def plan(resolved: ResolvedRun, corpus: Corpus, steps: int | None, stack: ExitSt
 
 
 def attention_sees(documents_bT: np.ndarray) -> np.ndarray:
-    """Who sees whom in the model's own attention, bool [b, T, T]: its weights, equal for all that is seen, read off by
-    values that are the rows of an identity matrix."""
+    """The model's own attention mask, bool [b, T, T]: with equal logits and an identity matrix as values, the output is
+    the attention weights."""
     import torch
 
     from meshwright.models.attention import attend_documents

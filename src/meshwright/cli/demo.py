@@ -1,4 +1,4 @@
-"""The verb `demo`: the whole of training, small, on this machine: what `make demo` runs."""
+"""The verb `demo`: trains, evaluates and samples a small model on this machine; `make demo` runs it."""
 
 import argparse
 import math
@@ -12,15 +12,15 @@ PROMPTS = ("def main(", "import os\n", "class Error(Exception):\n", "# Return th
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Operands of `demo`."""
+    """Add the operands of `demo`."""
     parser.add_argument(
-        "overrides", metavar="a.b=c", nargs="*", default=[], help="change one setting of the demo's recipe"
+        "overrides", metavar="a.b=c", nargs="*", default=[], help="override a setting of the demo's recipe"
     )
     parser.epilog = "examples:\n  meshwright demo\n  meshwright demo training.steps=100"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train the recipe `demo`, measure it on text it has not seen, let it write, and say what to try next."""
+    """Train the recipe `demo`, evaluate it on held-out text, generate, and print the next commands."""
     recipe = load_recipe(presets()["demo"], arguments.overrides)
     run_dir = _new_run_dir(Path(recipe.run_dir))
     recipe = recipe.model_copy(update={"run_dir": str(run_dir)})
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
         "A small Llama learns Python from the standard library of this Python, over 2 processes.\n",
         flush=True,
     )
-    # Torch loads here, so that the first line comes at once.
+    # Torch loads here, so that the first line appears at once.
     from meshwright.launch.status import TrainingFailed
     from meshwright.models.generate import Sampling
     from meshwright.serve.trained import continue_texts, open_trained
@@ -42,8 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     texts = continue_texts(trained, PROMPTS, max_tokens=64, sampling=Sampling(temperature=0.7, top_p=0.95))
     if result.held_out_loss is not None:
         perplexity, guessing = math.exp(result.held_out_loss), trained.spec.vocab
-        print(f"\nOn files it has not seen, its perplexity is {perplexity:.1f}; guessing would have {guessing}.")
-    print("\nIt writes:")
+        print(f"\nPerplexity on held-out files: {perplexity:.1f}; random guessing would have {guessing}.")
+    print("\nGenerated text:")
     for prompt, text in zip(PROMPTS, texts, strict=True):
         print("\n" + "\n".join(f"    {line}" for line in (prompt + text).splitlines()))
     print(_whats_next(run_dir))
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _new_run_dir(wanted: Path) -> Path:
-    """`wanted`, or where an earlier demo lies there, `wanted-2`, `wanted-3` and so on."""
+    """`wanted`; if it exists, `wanted-2`, `wanted-3` and so on."""
     run_dir, number = wanted, 1
     while run_dir.exists():
         number += 1
@@ -62,10 +62,10 @@ def _new_run_dir(wanted: Path) -> Path:
 def _whats_next(run_dir: Path) -> str:
     return f"""
 {run_dir}
-  recipe.yaml, resolved.yaml   what was trained, as given and with every setting
-  metrics.jsonl                every step's figures
-  checkpoints/                 weights, optimizer and position, to continue from
-  tokenizer/                   the tokenizer it learned
+  recipe.yaml, resolved.yaml   the recipe, as given and with every setting
+  metrics.jsonl                the metrics of every step
+  checkpoints/                 weights, optimizer and position, to resume from
+  tokenizer/                   the tokenizer trained on this text
 
 Try next:
   meshwright generate {run_dir} --prompt 'def main('

@@ -1,4 +1,4 @@
-"""The verb `doctor`: what this machine has for training, what is missing, and how to mend it."""
+"""The verb `doctor`: reports what this machine has for training, what is missing, and how to install it."""
 
 import argparse
 import importlib.metadata
@@ -18,7 +18,7 @@ from meshwright.plan.machine import find_machine
 
 PYTHON = (3, 11)
 ROOM = 10 * 10**9
-"""Bytes on disk below which checkpoints soon find no room."""
+"""Free bytes on disk below which `doctor` warns that checkpoints may not fit."""
 EXTRAS = {
     "tensorboard": "trackers: [tensorboard]",
     "wandb": "trackers: [wandb]",
@@ -27,7 +27,7 @@ EXTRAS = {
     "lightning-fabric": "comparing with Lightning Fabric",
     "deepspeed": "comparing with DeepSpeed",
 }
-"""Optional packages and what each is for."""
+"""Optional packages and the purpose of each."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Finding:
 
     name: str
     state: Literal["ok", "optional", "missing"]
-    """optional: not there, and only some settings need it. missing: training fails without it."""
+    """optional: not installed, and only some settings need it. missing: training fails without it."""
     detail: str
     fix: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `doctor`."""
+    """Add the options of `doctor`."""
     add_json_argument(parser)
     parser.epilog = "exit status: 0 ready to train, 1 something required is missing\n\nexample:\n  meshwright doctor"
 
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine() -> Iterator[Finding]:
-    """Everything that `doctor` looks at, in the order in which it prints it."""
+    """All findings, in the order in which they are printed."""
     yield _python()
     yield from _requirements()
     yield from _host()
@@ -82,7 +82,7 @@ def _python() -> Finding:
 
 
 def _requirements() -> Iterator[Finding]:
-    """The packages that meshwright declares, at the versions it declares."""
+    """The packages that meshwright requires, at the required versions."""
     for requirement in importlib.metadata.requires("meshwright") or []:
         if "extra ==" in requirement:
             continue
@@ -99,7 +99,7 @@ def _requirements() -> Iterator[Finding]:
 
 
 def _satisfies(version: str, bounds: str) -> bool:
-    """Whether a release lies within bounds such as `>=2.11,<2.14`, the only two signs we declare."""
+    """Whether a release is within bounds such as `>=2.11,<2.14`; other operators are not used."""
     release = _release(version)
     for bound in filter(None, bounds.split(",")):
         sign, limit = bound[:1], _release(bound.lstrip("<>="))
@@ -121,15 +121,15 @@ def _host() -> Iterator[Finding]:
     free = shutil.disk_usage(folder).free
     detail = f"{free / 10**9:.0f} GB free in {folder.resolve()}"
     if not os.access(folder, os.W_OK):
-        yield Finding("disk", "missing", f"{folder.resolve()} cannot be written", "start from a folder that is yours")
+        yield Finding("disk", "missing", f"{folder.resolve()} is not writable", "start from a folder that is writable")
     elif free < ROOM:
-        yield Finding("disk", "optional", detail, "make room, or set run_dir to a larger disk: checkpoints are large")
+        yield Finding("disk", "optional", detail, "free space, or set run_dir to a larger disk: checkpoints are large")
     else:
         yield Finding("disk", "ok", detail)
 
 
 def _torch() -> Iterator[Finding]:
-    """What torch itself can use; imports torch."""
+    """The devices and backends that torch can use; imports torch."""
     import torch
     import torch.distributed as dist
 
@@ -157,7 +157,7 @@ def _torch() -> Iterator[Finding]:
 
 
 def _compiler() -> Finding:
-    """torch.compile writes C++ on the CPU; Triton, on GPUs, needs a C compiler too."""
+    """The C++ compiler: torch.compile generates C++ on the CPU, and Triton on GPUs needs a C compiler."""
     compiler = next(filter(shutil.which, ("g++", "clang++", "c++")), None)
     if compiler:
         return Finding("compiler", "ok", f"{compiler}, for training.compile: true")

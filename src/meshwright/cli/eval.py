@@ -1,4 +1,4 @@
-"""The verb `eval`: loss and perplexity of a trained model on any text."""
+"""The verb `eval`: measures loss and perplexity of a trained model on any text."""
 
 import argparse
 from typing import Any
@@ -8,21 +8,20 @@ from meshwright.cli.output import add_json_argument, print_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Operands and options of `eval`."""
+    """Add the operands and options of `eval`."""
     add_model_arguments(parser)
     add_family_argument(parser)
     parser.add_argument(
         "--source",
         metavar="PATH",
         action="append",
-        help="text file, .jsonl file, glob in quotes, or stdlib; repeat it for several. "
-        "Without it: what the run held out",
+        help="text file, .jsonl file, quoted glob, or stdlib; may be repeated (default: the run's held-out text)",
     )
     parser.add_argument(
         "--sequence-length",
         metavar="T",
         type=positive,
-        help="tokens the model sees at once (default: the run's, or 1024)",
+        help="tokens per sequence (default: the run's, or 1024)",
     )
     parser.add_argument("--samples", metavar="N", type=positive, help="only N evenly spaced samples (default: all)")
     add_json_argument(parser)

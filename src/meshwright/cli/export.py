@@ -1,5 +1,5 @@
-"""The verb `export`: write a trained model as a Hugging Face directory, proved by comparing logits, its adapters as
-peft's, or the run as another engine's program."""
+"""The verb `export`: writes a trained model as a Hugging Face directory checked by its logits, its adapters in peft's
+format, or the run as another engine's program."""
 
 import argparse
 from pathlib import Path
@@ -13,7 +13,7 @@ from meshwright.spec.precision import FP32, FP64, ComputeName
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Operands and options of `export`."""
+    """Add the operands and options of `export`."""
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     into = parser.add_mutually_exclusive_group(required=True)
     into.add_argument("--hf", metavar="DIR", type=Path, help="write a Hugging Face directory; it must not exist")
-    into.add_argument("--adapter", metavar="DIR", type=Path, help="write the adapters alone, as peft reads them")
+    into.add_argument("--adapter", metavar="DIR", type=Path, help="write the adapters alone, in peft's format")
     into.add_argument(
         "--program", metavar="DIR", type=Path, help="write the run as a program of --engine, with its inputs"
     )
@@ -31,14 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=[name for name in get_args(ComputeName) if name != FP64.name],
-        help="of the stored weights (default: the run's precision)",
+        help="dtype of the stored weights (default: the run's precision)",
     )
     add_ema_argument(parser)
     add_family_argument(parser)
     add_json_argument(parser)
     parser.epilog = (
-        "The directory appears only when the model read back from it gives the same logits, in transformers (of\n"
-        "adapters: peft) too where that is installed; merged, only when its logits are those of base and adapters.\n\n"
+        "Before the directory gets its name, the model is read back and its logits are compared, also in transformers\n"
+        "(or peft, for adapters) if it is installed. A merged model must have the logits of base and adapters.\n\n"
         "examples:\n"
         "  meshwright export runs/demo --hf runs/demo/export\n"
         "  meshwright export runs/lora --adapter runs/lora/adapter\n"
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Export and say how closely the logits agree."""
+    """Export and print the largest difference of the logits."""
     if bool(arguments.engine) != bool(arguments.program):
         raise UserError("--engine and --program go together: --engine deepspeed --program DIR")
     if arguments.program:
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     from meshwright.serve.trained import export_trained, open_trained
 
     if arguments.adapter and (arguments.merge or arguments.dtype):
-        raise UserError("--merge and --dtype are about whole models, written with --hf; leave them out")
+        raise UserError("--merge and --dtype apply only to --hf; leave them out with --adapter")
     trained = open_trained(
         arguments.model, device="cpu", dtype=FP32.name, averaged=arguments.ema, family=arguments.family
     )
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
                 f"at most {difference:.1e}"
             )
             if reasons := unread_by_vllm(arguments.adapter):
-                print(f"not for vLLM: it does not read {' and '.join(reasons)}; for it, export --hf DIR --merge")
+                print(f"vLLM does not read {' and '.join(reasons)}; for vLLM, export --hf DIR --merge")
         return 0
     difference, dtype = export_trained(trained, arguments.hf, dtype=arguments.dtype, merge=arguments.merge)
     if arguments.json:
@@ -92,7 +92,7 @@ def _hand_over(arguments: argparse.Namespace) -> int:
     from meshwright.engines.registry import find_engine
 
     if arguments.merge or arguments.dtype or arguments.ema:
-        raise UserError("--merge, --dtype and --ema are about trained models; leave them out")
+        raise UserError("--merge, --dtype and --ema do not apply to --program; leave them out")
     engine = find_engine(arguments.engine)
     with progress_on_stderr(arguments.json):
         translation = hand_over(run_at(arguments.model), engine, arguments.program)

@@ -1,4 +1,4 @@
-"""The verb `generate`: continue prompts with a trained model."""
+"""The verb `generate`: continues prompts with a trained model."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ from meshwright.spec.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Operands and options of `generate`."""
+    """Add the operands and options of `generate`."""
     add_model_arguments(parser)
     add_family_argument(parser)
     parser.add_argument(
@@ -17,14 +17,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         action="append",
         required=True,
-        help="text to continue; repeat it to continue several in one batch; - reads one from standard input",
+        help="text to continue; may be repeated, in one batch; - reads one from standard input",
     )
     parser.add_argument(
-        "--chat", action="store_true", help="each prompt is what a user says; the model's chat template is used"
+        "--chat", action="store_true", help="each prompt is a user's message, rendered by the model's chat template"
     )
     parser.add_argument("--system", metavar="TEXT", help="with --chat: a system message before the prompt")
     parser.add_argument(
-        "--max-tokens", metavar="N", type=int, help="new tokens at most (default 128, if they have room)"
+        "--max-tokens", metavar="N", type=int, help="most new tokens (default 128, or the rest of the context)"
     )
     add_sampling_arguments(parser)
     add_json_argument(parser)
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     from meshwright.serve.trained import answer_texts, continue_texts, open_trained
 
     if arguments.system and not arguments.chat:
-        raise UserError("--system belongs to a conversation; say --chat as well")
+        raise UserError("--system needs --chat")
     sampling = Sampling(**sampling_settings(arguments), seed=arguments.seed)
     trained = open_trained(
         arguments.model, device=arguments.device, dtype=arguments.dtype, averaged=arguments.ema, family=arguments.family

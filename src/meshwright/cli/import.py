@@ -1,4 +1,4 @@
-"""The verb `import`: configuration files of other systems become a recipe; nothing in them is dropped in silence."""
+"""The verb `import`: converts configuration files of other systems to a recipe; no key is dropped silently."""
 
 import argparse
 import sys
@@ -11,16 +11,16 @@ from meshwright.spec.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Operands and options of `import`."""
+    """Add the operands and options of `import`."""
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="files that describe one training together")
-    parser.add_argument("--ranks", type=positive, metavar="N", help="processes in all, where no file says it")
-    parser.add_argument("--model", metavar="NAME", help="a published name or a Hugging Face directory, likewise")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the recipe there (default: print it)")
+    parser.add_argument("--ranks", type=positive, metavar="N", help="number of processes, if no file gives it")
+    parser.add_argument("--model", metavar="NAME", help="published name or Hugging Face directory, if no file gives it")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the recipe to FILE (default: print it)")
     add_json_argument(parser)
     parser.epilog = (
-        f"It reads {FORMATS}.\n"
-        "Every line of the recipe says where it comes from; what has no counterpart is listed at its top and told on\n"
-        "standard error. No file is run.\n\n"
+        f"Reads {FORMATS}.\n"
+        "A comment on every line of the recipe names its origin. Keys without a counterpart are listed at the top and\n"
+        "on standard error. No file is executed.\n\n"
         "examples:\n"
         "  meshwright import ds_config.json training_args.json --model llama-3.2-1b --ranks 8 > run.yaml\n"
         "  meshwright import axolotl.yml --ranks 4 --write run.yaml\n"
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print or write the recipe, and tell what has no counterpart."""
+    """Print or write the recipe, and report keys without a counterpart."""
     for path in arguments.files:
         if not path.is_file():
             raise UserError(f"{path}: no such file")

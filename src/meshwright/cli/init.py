@@ -1,4 +1,4 @@
-"""The verb `init`: the preset recipes, as a list or as one recipe with every setting and what it means."""
+"""The verb `init`: lists the preset recipes, or prints one with every setting explained."""
 
 import argparse
 import difflib
@@ -22,14 +22,14 @@ from meshwright.spec.run import Run
 
 WIDTH = 110
 COMMENT_COLUMN = 36
-"""Comments begin here, below where the value is longer."""
+"""Comments begin in this column; after a longer value, on the next line."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Operands and options of `init`."""
-    parser.add_argument("preset", metavar="PRESET", nargs="?", help="print this one; without it, list all")
+    parser.add_argument("preset", metavar="PRESET", nargs="?", help="preset to print (default: list all)")
     parser.add_argument(
-        "overrides", metavar="a.b=c", nargs="*", default=[], help="change one setting of the printed recipe"
+        "overrides", metavar="a.b=c", nargs="*", default=[], help="override a setting of the printed recipe"
     )
     add_json_argument(parser)
     parser.epilog = "examples:\n  meshwright init\n  meshwright init demo > run.yaml"
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def find_preset(name: str) -> Path:
-    """The file of a preset recipe; raises UserError with the nearest name where there is none."""
+    """The file of a preset recipe; raises UserError with the nearest name if it does not exist."""
     known = presets()
     if name in known:
         return known[name]
@@ -91,18 +91,18 @@ def _list(*, as_json: bool) -> None:
     width = max(map(len, titles))
     for name, title in titles.items():
         print(f"{name:<{width}}  {title}")
-    print("\nmeshwright init PRESET > run.yaml   writes one down, every setting explained")
+    print("\nmeshwright init PRESET > run.yaml   saves one, with every setting explained")
     print(textwrap.fill(f"Models that a recipe can name: {', '.join(MODELS)}", WIDTH))
 
 
 def _title(path: Path) -> str:
-    """A preset's first line is a comment that says what it is."""
+    """The preset's description: the comment on its first line."""
     with path.open(encoding="utf-8") as file:
         return file.readline().removeprefix("#").strip()
 
 
 def _section(section: Spec, indent: str, inherited: Mapping[str, Any]) -> Iterator[str]:
-    """The lines of one section; `inherited` is what its settings are where they are not given."""
+    """The lines of one section; `inherited` has the values of settings that are not given."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, Spec):
@@ -128,7 +128,7 @@ def _entry(name: str, value: Any) -> str:
 
 
 def _meaning(field: FieldInfo) -> str:
-    """A field's description, and its choices where the description does not name them."""
+    """A field's description, and its choices if the description does not name them."""
     meaning = " ".join((field.description or "").split())
     choices = [str(choice) for choice in get_args(field.annotation)] if get_origin(field.annotation) is Literal else []
     if len(choices) > 1 and not all(choice in meaning for choice in choices):
@@ -137,7 +137,7 @@ def _meaning(field: FieldInfo) -> str:
 
 
 def _beside(entry: str, comment: str) -> Iterator[str]:
-    """An entry with its comment on the right, going on below where it is long."""
+    """An entry with its comment on the right, continued on the next lines."""
     first, *others = textwrap.wrap(f"# {comment}", WIDTH - COMMENT_COLUMN, subsequent_indent="# ")
     if len(entry) + 2 <= COMMENT_COLUMN:
         yield f"{entry:<{COMMENT_COLUMN}}{first}"

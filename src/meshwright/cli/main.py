@@ -18,18 +18,18 @@ from meshwright.terminal import guarded_terminal, printable
 
 VERBS = {
     "init": "list the preset recipes, or print one to start from",
-    "import": "turn configuration files of other systems into a recipe",
-    "check": "find what is wrong with a recipe, without training",
-    "plan": "predict what fits, how fast and at what cost, without training",
-    "verify": "prove that a recipe's layout computes what one process computes",
-    "data": "tokenize a corpus, show its samples, prove what a run will see",
-    "train": "train what a recipe says, on one process or many",
-    "compare": "train a recipe in several engines in turns: speed, memory, losses",
+    "import": "convert configuration files of other systems to a recipe",
+    "check": "report every error in a recipe, without training",
+    "plan": "predict which layouts fit, their speed and cost, without training",
+    "verify": "prove that a recipe's layout computes the same as one process",
+    "data": "tokenize a corpus, show its samples, prove which tokens a run will see",
+    "train": "train a recipe, on one process or many",
+    "compare": "train a recipe in several engines: speed, memory, losses",
     "rehearse": "run the whole job on fake ranks: memory, collectives, what would break",
     "generate": "continue prompts with a trained model",
-    "chat": "talk to a trained model in the terminal",
-    "serve": "put a trained model behind OpenAI's API, with a chat page",
-    "eval": "loss and perplexity of a trained model on any text",
+    "chat": "chat with a trained model in the terminal",
+    "serve": "serve a trained model with OpenAI's API and a chat page",
+    "eval": "measure loss and perplexity of a trained model on any text",
     "export": "write a trained model for Hugging Face, or its adapters for peft",
     "doctor": "show what this machine has and what is missing",
     "demo": "train, evaluate and sample a small model on this machine",
@@ -46,21 +46,22 @@ first steps:
 """
 
 EXIT = """\
-exit status: 0 done; 1 something was found: wrong (check, data audit), different (verify), breaking (rehearse),
-missing (doctor), or nothing fits (plan); 2 a mistake in the command line, the recipe or the data; train has more
+exit status: 0 success; 1 a finding: an error (check, data audit), a difference (verify), a failure (rehearse),
+something missing (doctor), or nothing fits (plan); 2 an error in the command line, the recipe or the data;
+130 interrupted; train has more
 """
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
-"""What a shell reports for a program that SIGINT or SIGPIPE ended."""
+"""Exit statuses that a shell reports for a program ended by SIGINT or SIGPIPE."""
 
 
 class UsageError(UserError):
-    """A command line that makes no sense."""
+    """An invalid command line."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Argparse, but mistakes are raised as `UsageError` and unknown options get a suggestion."""
+    """An argparse parser that raises `UsageError` and suggests a name for unknown options."""
 
     def __init__(self, verb: str) -> None:
         super().__init__(
@@ -72,26 +73,26 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--debug", action="store_true", help="show the stack trace of an error")
 
     def error(self, message: str) -> NoReturn:
-        """Called by argparse where it cannot go on."""
+        """Called by argparse on an error."""
         raise UsageError(f"{message}; see '{self.prog} --help'")
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Options and operands in any order; everything must be known."""
+        """Parse options and operands in any order; raise `UsageError` for unknown ones."""
         arguments, unknown = self.parse_known_intermixed_args(list(self._completed(words)))
         for word in unknown:
             if not word.startswith("-"):
                 self.error(f"unexpected '{word}'")
             name = word.lstrip("-").split("=")[0]
             if "setting_called" in arguments and (setting := arguments.setting_called(name)):
-                raise UsageError(f"unknown option '{word}'; a setting of the recipe is changed by {setting}=VALUE")
+                raise UsageError(f"unknown option '{word}'; to change a setting of the recipe, write {setting}=VALUE")
             hint = _did_you_mean(word.split("=")[0], self._option_string_actions) or f"; see '{self.prog} --help'"
             raise UsageError(f"unknown option '{word}'{hint}")
         return arguments
 
     def _completed(self, words: Sequence[str]) -> Iterator[str]:
-        """The words, in which an option whose value may be left out takes only what can be its value.
+        """The words, with the default inserted after an option whose optional value does not follow it.
 
-        In `--resume training.steps=500`, argparse would take the setting for a checkpoint.
+        In `--resume training.steps=500`, argparse would read the setting as a checkpoint.
         """
         for word, following in zip(words, [*words[1:], ""], strict=False):
             action = self._option_string_actions.get(word)
@@ -104,21 +105,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
-        os.putenv("PYTHONSAFEPATH", "1")  # whatever Python this process starts imports nothing from the user's folder
+        os.putenv("PYTHONSAFEPATH", "1")  # child Python processes import nothing from the user's folder
     try:
         with guarded_terminal():
             status = _run(words)
-            sys.stdout.flush()  # here, so that a reader that has gone is noticed here
+            sys.stdout.flush()  # so that a closed pipe raises here
         return status
     except SystemExit as stop:  # argparse, after --help
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt as stop:
-        status = getattr(stop, "status", None)  # a `TrainingStopped` has one, and has said what happened
+        status = getattr(stop, "status", None)  # a `TrainingStopped` has one, and has printed the reason
         if status is None:
             print("interrupted", file=sys.stderr)
         return INTERRUPTED if status is None else status
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more can be said at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's flush at exit succeeds
         return BROKEN_PIPE
     except (UserError, OSError) as error:
         if "--debug" in words:
@@ -152,7 +153,7 @@ def _run(words: list[str]) -> int:
     except UserError as error:
         if not getattr(arguments, "recipe", None) or not arguments.recipe.is_file():
             raise
-        # The verb has imported both.
+        # Already imported by the verb.
         from meshwright.cli.common import with_place
         from meshwright.spec.recipe import RecipeError
 
@@ -179,7 +180,7 @@ def _did_you_mean(word: str, known: Sequence[str] | dict) -> str:
 
 
 def _lines(error: UserError | OSError) -> list[str]:
-    """What went wrong: one line per problem of a recipe, else one line."""
+    """The error as lines: one per problem of a recipe, else one."""
     if isinstance(error, OSError) and error.filename is not None:
         return [f"{error.filename}: {(error.strerror or 'cannot be used').lower()}"]
     problems = getattr(error, "problems", None)

@@ -10,18 +10,18 @@ from typing import Any
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    """The option `--json`."""
+    """Add the option `--json`."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def print_json(value: Any) -> None:
-    """`value` as one indented JSON object on standard output."""
+    """Print `value` as one indented JSON object."""
     print(json.dumps(value, indent=2))
 
 
 @contextlib.contextmanager
 def progress_on_stderr(wanted: bool) -> Iterator[None]:
-    """Where `wanted`, send what is printed meanwhile, by child processes too, to standard error."""
+    """If `wanted`, redirect standard output, of child processes too, to standard error."""
     if not wanted:
         yield
         return

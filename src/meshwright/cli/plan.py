@@ -1,4 +1,4 @@
-"""The verb `plan`: what fits, how fast and at what cost, and how far off such predictions are."""
+"""The verb `plan`: ranks layouts by predicted memory, speed and cost, and measures the error of predictions."""
 
 import argparse
 from collections.abc import Iterator
@@ -20,16 +20,16 @@ from meshwright.validate.table import read_table
 
 GB = 1e9
 DEGREES = ("pp=", "dp_", "cp=", "tp=", "ep=", "zero=")
-"""Words of a layout that say which ranks share what."""
+"""Prefixes of a layout's parallel degrees in its text."""
 MOST_DOUBTS = 10
-"""Kinds of odd cells that are listed for people."""
+"""Kinds of unclear cells that are printed."""
 EPILOG = """\
 forms:
   meshwright plan RECIPE [a.b=c ...]    rank the layouts of a recipe on a cluster
   meshwright plan calibrate FILE.yaml   measure this machine in about a minute and write a cluster file
-  meshwright plan validate FILE.csv     predict every row of a table of published runs, and say how far off
+  meshwright plan validate FILE.csv     predict every row of a table of published runs, and report the errors
 
-exit status: 0 there is a layout that fits, or at least a tight one (the plan says so), 1 there is none, 2 misuse
+exit status: 0 a layout fits or is tight (the plan says which), 1 none does, 2 invalid command line
 
 examples:
   meshwright plan run.yaml --cluster 8xh100
@@ -40,22 +40,22 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Operands and options of `plan`."""
+    """Add the operands and options of `plan`."""
     parser.add_argument("what", metavar="RECIPE", help="recipe file (YAML); or calibrate or validate")
-    parser.add_argument("words", metavar="a.b=c", nargs="*", help="change one setting of the recipe; or the FILE")
+    parser.add_argument("words", metavar="a.b=c", nargs="*", help="override a setting of the recipe; or the FILE")
     parser.add_argument("--cluster", help="8xh100, 64xa100-80g@400Gb/s, a file, or local (default: the recipe's)")
-    parser.add_argument("--top", type=int, default=8, metavar="N", help="candidates to show (default 8)")
+    parser.add_argument("--top", type=int, default=8, metavar="N", help="layouts to show (default 8)")
     parser.add_argument(
         "--margin",
         type=float,
         default=MARGIN,
-        help=f"part of a device's memory to leave free; what fits only without is called tight (default {MARGIN})",
+        help=f"fraction of device memory to leave free; a layout that needs it is called tight (default {MARGIN})",
     )
     parser.add_argument(
-        "--explain", metavar="FIELD", help="where a figure comes from: memory, time, mfu, cost or search"
+        "--explain", metavar="FIELD", help="derive a figure term by term: memory, time, mfu, cost or search"
     )
     parser.add_argument("--write", metavar="FILE", type=Path, help="write the recipe with the chosen layout")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="draw the plan as one offline page")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write the plan as one offline page")
     add_json_argument(parser)
     parser.epilog = EPILOG
 
@@ -86,15 +86,17 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     print(f"{cluster.devices} ranks at once, each: {rates}, memory {measured.memory_gb_s:.3g} GB/s")
     for kind, cost in measured.collectives.items():
         print(f"{kind}: {cost.latency_us:.0f} us, {cost.bandwidth_gb_s:.3g} GB/s")
-    print(f"written to {path}; use it with: meshwright plan run.yaml --cluster {path}")
+    print(f"saved to {path}; use it with: meshwright plan run.yaml --cluster {path}")
     return 0
 
 
 def _plan(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.margin < 1:
-        raise UserError(f"--margin {arguments.margin}: a part of the memory, from 0 to 1; the default is {MARGIN}")
+        raise UserError(
+            f"--margin {arguments.margin} is not a fraction of memory: at least 0, below 1 (default {MARGIN})"
+        )
     if arguments.top < 1:
-        raise UserError(f"--top {arguments.top}: show at least 1 candidate")
+        raise UserError(f"--top {arguments.top} is not allowed: show at least 1 layout")
     path = Path(arguments.what)
     recipe = load_recipe(path, arguments.words)
     plan, facts = plan_recipe(
@@ -118,14 +120,14 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _table(facts: dict[str, Any]) -> Iterator[str]:
-    """The plan for people."""
+    """The plan as lines of text."""
     cluster, chosen = facts["cluster"], facts["chosen"]
     searched = facts["searched"]
     count = f"{cluster['devices']} x "
     name = cluster["name"] if cluster["name"].startswith(count) else f"{cluster['name']}: {count}{cluster['device']}"
     yield (
         f"{name}, {cluster['memory_gb']:.1f} GB each; {searched['legal']} layouts, "
-        f"{searched['predicted']} looked at; ranges hold {facts['interval']:.0%}"
+        f"{searched['predicted']} predicted; ranges cover {facts['interval']:.0%}"
     )
     yield ""
     yield f"  {'step':>16}{'tok/s/dev':>10}{'MFU':>6}{'memory GB':>16}  {'':<6} layout"
@@ -141,7 +143,7 @@ def _table(facts: dict[str, Any]) -> Iterator[str]:
         yield _candidate(">", given)
     yield ""
     own = "   > the recipe's own, on the devices it asks for" if runs else ""
-    yield f"* chosen   - faster or not, this version's engine cannot run it yet{own}"
+    yield f"* chosen   - not supported by this version's trainer{own}"
     if given and not runs:
         yield f"refused    the recipe's own layout: {given['missing']}"
     if chosen and chosen["verdict"] == "tight":
@@ -152,35 +154,35 @@ def _table(facts: dict[str, Any]) -> Iterator[str]:
         yield f"no layout  {facts['problem']}"
         return
     elif facts["problem"]:
-        yield f"no layout  of those that fit runs; the fastest is refused: {facts['problem']}"
+        yield f"no layout  that fits can run; the fastest is refused: {facts['problem']}"
     else:
-        yield "nothing that this version's engine runs fits; see the strategies below"
+        yield "no layout that this version's trainer supports fits; see the strategies below"
         if nvme := facts.get("nvme"):
             yield (
-                f"nvme       not run by this version: with offloading to NVMe it fits {nvme['devices']} devices "
+                f"nvme       not supported by this version: with offloading to NVMe it fits {nvme['devices']} devices "
                 f"({nvme['strategy'].replace('CPU', 'NVMe')}), {nvme['disk'] / GB:.0f} GB a device on disk, "
                 f"about {nvme['step_time']:.3g} s a step"
             )
     if facts.get("relief"):
         yield f"relief     the recipe's layout does not fit with its margin; cheapest: {facts['relief']}"
     yield ""
-    yield "strategies, each at its best:"
+    yield "the best layout of each strategy:"
     yield from _strategies(facts["strategies"])
     if facts.get("methods"):
         yield ""
         yield (
-            "methods, each in its fastest layout that fits, else the one that needs least "
-            "(adapters of rank 16 beside every matrix; qlora: 4 bits):"
+            "methods, each in its fastest layout that fits, else the one that needs least memory "
+            "(adapters of rank 16 on every matrix; qlora: 4 bits):"
         )
         yield from (_method(name, best) for name, best in facts["methods"].items())
 
 
 def _tight(facts: dict[str, Any], chosen: dict[str, Any]) -> str:
-    """What choosing a tight layout means."""
+    """The warning that the chosen layout is tight."""
     return (
         f"tight      the chosen layout needs {chosen['memory_total']['value'] / GB:.1f} of "
-        f"{chosen['memory_available'] / GB:.1f} GB and may run out of memory; nothing that leaves "
-        f"{facts['margin']:.0%} of it free (--margin) takes less than {TIGHT:g} times as long"
+        f"{chosen['memory_available'] / GB:.1f} GB and may run out of memory; every layout that leaves "
+        f"{facts['margin']:.0%} of it free (--margin) takes at least {TIGHT:g} times as long"
     )
 
 
@@ -205,7 +207,7 @@ def _method(name: str, best: dict[str, Any]) -> str:
 
 
 def _strategies(strategies: dict[str, Any]) -> Iterator[str]:
-    """Each strategy with its verdict and reason; what it needs and the degrees behind its name."""
+    """Each strategy with its verdict, reason, memory and degrees."""
     names = max(map(len, strategies), default=0)
     reasons = max((len(candidate["reason"]) for candidate in strategies.values()), default=0)
     for name, candidate in strategies.items():
@@ -222,7 +224,7 @@ def _chosen(facts: dict[str, Any], chosen: dict[str, Any]) -> Iterator[str]:
     shown = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts.items() if seconds >= 0.005 * total)
     yield f"time       {shown}"
     sizes = chosen["memory"].items()
-    host = f"; {chosen['host_memory'] / GB:.1f} GB a device of the node's own" if chosen["host_memory"] else ""
+    host = f"; {chosen['host_memory'] / GB:.1f} GB per device in host memory" if chosen["host_memory"] else ""
     kinds = ", ".join(f"{kind} {size / GB:.1f}" for kind, size in sizes if size >= 0.05 * GB)
     yield f"memory     {kinds} GB{host}"
     run, cost = chosen["run_seconds"], chosen["run_cost"]
@@ -231,7 +233,7 @@ def _chosen(facts: dict[str, Any], chosen: dict[str, Any]) -> Iterator[str]:
     yield f"binding    {facts['binding']}"
     if (found := facts["fastest"]) and found["verdict"] == chosen["verdict"]:
         faster = 1 - found["step_time"]["value"] / chosen["step_time"]["value"]
-        yield f"simplest   of those about as fast; {faster:.1%} faster, less than predictions are off: {found['text']}"
+        yield f"simplest   of those about as fast; {faster:.1%} faster, within the prediction error: {found['text']}"
     if facts["compile"] and facts["compile"] > 0.01:
         yield f"compile    training.compile=true would save {facts['compile']:.0%} of the step"
     if fp8 := facts["fp8"]:
@@ -241,7 +243,7 @@ def _chosen(facts: dict[str, Any], chosen: dict[str, Any]) -> Iterator[str]:
 
 
 def _money(cost: dict[str, float]) -> str:
-    """What a run costs, as many digits as say something."""
+    """A run's cost with its range, in significant digits."""
     value, low, high = (
         f"{cost[key]:,.0f}" if cost["value"] >= 100 else f"{cost[key]:.3g}" for key in ("value", "low", "high")
     )
@@ -271,7 +273,7 @@ def _validate(arguments: argparse.Namespace) -> int:
 
 
 def _doubts(path: Path, doubts: list[Doubt]) -> Iterator[str]:
-    """Cells that were not understood, equal ones in one line with the first of them."""
+    """Cells that were not understood; equal ones share a line."""
     if not doubts:
         return
     groups: dict[tuple[str, str, str], list[Doubt]] = {}
@@ -288,13 +290,13 @@ def _doubts(path: Path, doubts: list[Doubt]) -> Iterator[str]:
         more = f" (and in {len(alike) - 1} more rows)" if len(alike) > 1 else ""
         yield f"  {path}:{alike[0].line}: {cell}{made}{more}"
     if len(groups) > MOST_DOUBTS:
-        yield f"  ... and {len(groups) - MOST_DOUBTS} kinds more; --json has all"
+        yield f"  ... and {len(groups) - MOST_DOUBTS} more kinds; --json has all"
 
 
 def _validation(summary: dict[str, Any], judged: list[Judged]) -> Iterator[str]:
-    """The summary as a table, a source a line."""
+    """The summary as a table with one line per source."""
     counted = f"{summary['rows']} rows, {summary['completed']} completed by rules, {summary['refused']} not predictable"
-    yield f"{counted}; intervals meant to hold {summary['nominal_coverage']:.0%}"
+    yield f"{counted}; intervals should cover {summary['nominal_coverage']:.0%}"
     yield ""
     head = f"{'median':>7}{'mean':>7}{'skill':>7}{'rank':>7}{'inside':>7}{'calib.':>7}"
     yield f"{'':<62}{'rows':>5}{head}"
@@ -307,17 +309,17 @@ def _validation(summary: dict[str, Any], judged: list[Judged]) -> Iterator[str]:
     memory = summary["memory"]
     yield ""
     yield (
-        f"out of memory: {memory['oom_rows']} rows ran out, {memory['oom_predicted']} were predicted to; "
+        f"out of memory: {memory['oom_rows']} rows, {memory['oom_predicted']} predicted; "
         f"precision {_percent(memory['oom_precision'])}, recall {_percent(memory['oom_recall'])}"
     )
     if summary["unknown_devices"]:
         named = (f"{name} ({rows})" for name, rows in summary["unknown_devices"].items())
-        yield f"devices that nobody knows, each with its rows: {', '.join(named)}"
+        yield f"unknown devices, each with its rows: {', '.join(named)}"
     regrets = [sweep["regret"] for sweep in regret(judged)]
     if regrets:
         mean = sum(regrets) / len(regrets)
         yield f"regret over {len(regrets)} measured sweeps: mean {mean:.1%}, largest {max(regrets):.1%}"
-    yield "furthest off in time: " + ", ".join(
+    yield "largest errors in time: " + ", ".join(
         f"{row.run.id} ({row.seconds.value / row.run.seconds:.2f}x)"
         for row in worst(judged, "step_time")
         if row.run.seconds

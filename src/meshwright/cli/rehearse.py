@@ -1,4 +1,4 @@
-"""The verb `rehearse`: the whole job on fake ranks: what each holds and sends, and what would break."""
+"""The verb `rehearse`: runs the whole job on fake ranks; reports memory, traffic and what would break."""
 
 import argparse
 from typing import Any
@@ -14,20 +14,20 @@ from meshwright.trainer.resolve import resolve_run
 
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 ORDER = ("weights", "gathered weights", "gradients", "optimizer", "activations")
-"""Kinds of memory in the order in which they are printed."""
+"""Kinds of memory in printing order."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of `rehearse`."""
+    """Add the operands and options of `rehearse`."""
     add_recipe_arguments(parser)
     parser.add_argument("--world", type=positive, metavar="N", help="grow the data-parallel axis to N ranks in all")
-    parser.add_argument("--cluster", metavar="NAME", help="such as 1024xh100: what fits, and what crosses nodes")
+    parser.add_argument("--cluster", metavar="NAME", help="cluster to check against, such as 1024xh100")
     parser.add_argument(
         "--ranks", type=_ranks, metavar="R,R", help="ranks to rehearse (default: the first of each pipeline stage)"
     )
     add_json_argument(parser)
     parser.epilog = (
-        "exit status: 0 nothing would break, 1 something would, 2 misuse\n\n"
+        "exit status: 0 nothing would break, 1 something would, 2 invalid command line\n\n"
         "examples:\n"
         "  meshwright rehearse run.yaml --cluster 8xh100\n"
         "  meshwright rehearse run.yaml --world 1024 --cluster 1024xh100 --ranks 0,1023"
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Rehearse; exit status 0, or 1 where something would break."""
+    """Rehearse; the exit status is 1 if something would break."""
     from meshwright.rehearse.world import fill_world, findings, rehearse, typical_ranks
 
     recipe = read_recipe(arguments)
@@ -62,7 +62,7 @@ def _ranks(text: str) -> list[int]:
 
 
 def _machine(cluster: ClusterSpec) -> Machine:
-    """One of the cluster's nodes, for what `auto` depends on."""
+    """One node of the cluster, for resolving `auto`."""
     memory_bytes = int(cluster.memory_gb * 1e9)
     if cluster.device == "cpu":
         return Machine("cpu", "cpu", cluster.per_node, memory_bytes * cluster.per_node)
@@ -86,7 +86,7 @@ def _lines(resolved: ResolvedRun, reports: list[dict[str, Any]]) -> list[str]:
             f"  peak       {size_text(report['peak'])} in the {report['peak_phase']}: {_parts(report['peak_by_kind'])}",
             f"  computes   {report['flops'] / 1e12:.2f} TFLOP a step",
             f"  checkpoint {report['checkpoint']['pieces']} pieces, {size_text(report['checkpoint']['bytes'])}, "
-            "copies that other ranks hold too included",
+            "including replicas that other ranks hold too",
         ]
         lines += [
             f"  {'sends' if index == 0 else '':10} {entry['kind']:14} over {entry['axis']:16} "
@@ -101,7 +101,7 @@ def _parts(by_kind: dict[str, int]) -> str:
 
 
 def size_text(size: int) -> str:
-    """`12.6 GiB`, `0.432 GiB`, `51.2 MiB`, `3.4 KiB`, `24 B`: in the unit in which digits show."""
+    """A size in a readable unit: `12.6 GiB`, `0.432 GiB`, `51.2 MiB`, `3.4 KiB`, `24 B`."""
     if size < 100:
         return f"{size} B"
     unit, number = next((unit, size / one) for unit, one in UNITS.items() if size >= one / 10)

@@ -1,4 +1,4 @@
-"""The verb `serve`: a trained model behind OpenAI's API."""
+"""The verb `serve`: serves a trained model with OpenAI's API."""
 
 import argparse
 import re
@@ -12,38 +12,36 @@ LOCALHOST = "127.0.0.1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Operands and options of `serve`."""
+    """Add the operands and options of `serve`."""
     add_model_arguments(parser)
-    parser.add_argument("--name", help="what requests call the model (default: the name of its folder)")
+    parser.add_argument("--name", help="the model's name in requests (default: the name of its folder)")
     parser.add_argument(
         "--adapter",
         metavar="NAME=RUN",
         type=named,
         action="append",
         default=[],
-        help="adapters of the same base, which requests call NAME; repeat it for several",
+        help="a run of adapters on the same base, named NAME in requests; may be repeated",
     )
-    parser.add_argument("--host", default=LOCALHOST, help="address to listen at; another than localhost needs a key")
-    parser.add_argument("--port", metavar="N", type=port, default=8000, help="0: any that is free (default 8000)")
-    parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="file that holds the key clients must send")
-    parser.add_argument(
-        "--max-batch", metavar="N", type=positive, default=32, help="answers written at a time (default 32)"
-    )
+    parser.add_argument("--host", default=LOCALHOST, help="address to listen at; any but localhost needs a key")
+    parser.add_argument("--port", metavar="N", type=port, default=8000, help="0: any free port (default 8000)")
+    parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="file with the key that clients must send")
+    parser.add_argument("--max-batch", metavar="N", type=positive, default=32, help="concurrent answers (default 32)")
     parser.add_argument(
         "--max-queue",
         metavar="N",
         type=positive,
         default=64,
-        help="requests that may wait; others get 429 (default 64)",
+        help="waiting requests; further ones get 429 (default 64)",
     )
     parser.add_argument(
         "--max-context", metavar="N", type=positive, help="tokens of prompt and answer (default: the model's positions)"
     )
     parser.add_argument(
-        "--max-body", metavar="BYTES", type=positive, default=4 * 2**20, help="of a request (default 4 MiB)"
+        "--max-body", metavar="BYTES", type=positive, default=4 * 2**20, help="largest request (default 4 MiB)"
     )
     parser.epilog = (
-        "A chat page stands at /, metrics for Prometheus at /metrics.\n\n"
+        "/ is a chat page, /metrics has metrics for Prometheus.\n\n"
         "examples:\n"
         "  meshwright serve runs/tuned\n"
         "  meshwright serve path/to/base --adapter sql=runs/sql --adapter chat=runs/chat\n"
@@ -52,14 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def port(text: str) -> int:
-    """A port's number; raises what argparse reports with the option's name."""
+    """Parse a port number; raise an error that argparse reports with the option's name."""
     if not text.isdecimal() or int(text) >= 2**16:
         raise argparse.ArgumentTypeError(f"'{text}' is not allowed: must be a whole number, at most 65535")
     return int(text)
 
 
 def named(text: str) -> tuple[str, Path]:
-    """`NAME=RUN`; raises what argparse reports with the option's name."""
+    """Parse `NAME=RUN`; raise an error that argparse reports with the option's name."""
     found = re.fullmatch(r"([^=\s]+)=(.+)", text)
     if found is None:
         raise argparse.ArgumentTypeError(f"'{text}' is not allowed: must be NAME=RUN")
@@ -76,21 +74,21 @@ def run(arguments: argparse.Namespace) -> int:
         if (error.name or "").split(".")[0] not in ("starlette", "uvicorn"):
             raise
         raise UserError("serve needs starlette and uvicorn: pip install 'meshwright[serve]'") from error
-    # Torch loads here, so that --help and misuse never wait for it.
+    # Torch loads here, so that --help and usage errors never wait for it.
     from meshwright.serve.served import default_name, open_served
     from meshwright.serve.trained import open_trained
 
     key = read_key(arguments.api_key_file)
     if arguments.host not in LOCAL and key is None:
         raise UserError(
-            f"--host {arguments.host}: others could reach the model there; give the key that they must send with "
+            f"--host {arguments.host}: other machines could reach the model; set the key that clients must send with "
             "--api-key-file FILE, or listen at localhost"
         )
     adapters = dict(arguments.adapter)
     if len(adapters) < len(arguments.adapter):
-        raise UserError("--adapter: a name is given twice")
+        raise UserError("--adapter: a name is given twice; give each adapter its own")
     limits = Limits(max_body=arguments.max_body, max_queue=arguments.max_queue, api_key=key)
-    with listen(arguments.host, arguments.port) as listening:  # before anything is loaded: a port may be taken
+    with listen(arguments.host, arguments.port) as listening:  # before loading, because the port may be in use
         trained = open_trained(arguments.model, device=arguments.device, dtype=arguments.dtype, averaged=arguments.ema)
         models = open_served(
             trained,
@@ -111,17 +109,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_key(file: Path | None) -> str | None:
-    """The key that stands in a file. Raises `UserError` where it holds none."""
+    """The key in a file. Raises `UserError` if it holds none."""
     if file is None:
         return None
     key = file.read_text(encoding="utf-8").strip()
     if not key or not key.isascii() or any(character.isspace() for character in key):
-        raise UserError(f"{file}: holds no key; a key is one word of ASCII characters")
+        raise UserError(f"{file}: no key found; a key is one word of ASCII characters")
     return key
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to the address. Raises `UserError` where that cannot be."""
+    """A socket bound to the address. Raises `UserError` if that fails."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)

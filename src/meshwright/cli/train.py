@@ -1,4 +1,4 @@
-"""The verb `train`: run a recipe to its last step, or continue one."""
+"""The verb `train`: trains a recipe to its last step, or resumes a run."""
 
 import argparse
 import re
@@ -11,7 +11,7 @@ from meshwright.spec.run import Run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Operands and options of `train`."""
+    """Add the operands and options of `train`."""
     add_recipe_arguments(parser)
     parser.add_argument(
         "--resume",
@@ -19,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="newest",
         type=checkpoint,
         metavar="CHECKPOINT",
-        help="continue from the run's newest checkpoint; from the one that is named (step-00000400); or, with auto, "
-        "from the newest good one, and from the beginning where there is none",
+        help="resume from the run's newest checkpoint, from the named one (step-00000400), or with auto from the "
+        "newest undamaged one, or from the start if there is none",
     )
     parser.add_argument(
         "--wait-for-lock",
@@ -29,13 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         type=seconds,
         metavar="SECONDS",
-        help="where another process is at work in run_dir, wait until it has ended, at most so long (default: refuse)",
+        help="if another process uses run_dir, wait until it ends, at most this long (default: refuse)",
     )
     add_json_argument(parser)
     parser.epilog = (
-        "It starts the processes that the layout needs, or is one of torchrun's, Slurm's or Kubeflow's.\n"
-        "exit status: 0 trained, 2 a mistake in recipe or data, 75 stopped by a signal with everything saved;\n"
-        "all others mean failures (docs/stopping.md)\n\n"
+        "Starts the processes that the layout needs; under torchrun, Slurm or Kubeflow it runs as one of theirs.\n"
+        "exit status: 0 trained, 2 an error in recipe or data, 75 stopped by a signal with everything saved;\n"
+        "all others are failures (docs/stopping.md)\n\n"
         "examples:\n"
         "  meshwright train run.yaml\n"
         "  meshwright train run.yaml training.steps=500 layout.dp_shard=4\n"
@@ -46,28 +46,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def checkpoint(word: str) -> str:
-    """What `--resume` takes: newest, auto, or a checkpoint's name or step; raises `UserError` for anything else."""
+    """The value of `--resume`: newest, auto, or a checkpoint's name or step; raises `UserError` for anything else."""
     if not re.fullmatch(r"newest|auto|(step-)?\d+", word):
-        raise UserError(f"{word} is no checkpoint")
+        raise UserError(f"{word} is not a checkpoint")
     return word
 
 
 def seconds(word: str) -> float:
-    """What `--wait-for-lock` takes; raises `UserError` for anything else."""
+    """The value of `--wait-for-lock`; raises `UserError` for anything but a number."""
     if not re.fullmatch(r"\d+(\.\d*)?|inf", word):
-        raise UserError(f"{word} is no number of seconds")
+        raise UserError(f"{word} is not a number of seconds")
     return float(word)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, then say how it ended and what to try next."""
+    """Train, then print the result and the next commands."""
     if arguments.resume and (strange := [word for word in arguments.overrides if "=" not in word]):
         raise UserError(
             f"'{strange[0]}' is neither a checkpoint nor a setting: --resume takes auto, or a step such as "
             "step-00000400 or 400 (without one, the newest checkpoint); a setting is written training.steps=100"
         )
     recipe = read_recipe(arguments)
-    # Torch loads here, so that a mistake in the recipe is told at once.
+    # Torch loads here, so that errors in the recipe are reported at once.
     from meshwright.data.tokenizer import load_tokenizer
     from meshwright.launch.launcher import find_worker
     from meshwright.launch.status import TrainingFailed
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
                 wait_for_lock=arguments.wait_for_lock,
             )
     except TrainingFailed as failure:
-        return failure.status  # a worker has said what went wrong
+        return failure.status  # a worker has printed the error
     worker = find_worker()
     if worker is not None and worker.rank > 0:
         return 0
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def whats_next(run: Run, *, has_template: bool) -> str:
-    """What can be done with a trained run, a line each; `has_template`: its tokenizer keeps a chat template."""
+    """Commands to try on a trained run; `has_template`: its tokenizer has a chat template."""
     place = run.run_dir
     lines = [f"meshwright generate {place} {example_prompt(has_template=has_template)}"]
     if run.data.held_out and run.training.preference is None:

@@ -1,4 +1,4 @@
-"""The verb `verify`: the recipe's layout against one process, from the same weights on the same data."""
+"""The verb `verify`: compares the recipe's layout with one process, from the same weights on the same data."""
 
 import argparse
 import sys
@@ -21,34 +21,35 @@ DIFFERENT = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Operands and options of `verify`."""
+    """Add the operands and options of `verify`."""
     add_recipe_arguments(parser)
     parser.add_argument("--steps", type=int, default=2, metavar="N", help="steps to compare (default 2)")
     parser.add_argument(
         "--shrink",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="compare with a small model that meets the same conditions (default), or with the recipe's own",
+        help="use a small model under the same layout conditions (default), or the recipe's own",
     )
     parser.add_argument(
         "--precision",
         choices=[FP64.name, "recipe"],
         default=FP64.name,
-        help="fp64 (default) tells rounding from mistakes; recipe computes as the recipe says",
+        help="fp64 (default) separates rounding from faults; recipe uses the recipe's precision",
     )
     parser.add_argument(
         "--full",
         action="store_true",
-        help=f"prove a layout of more than {MOST_RANKS} ranks as it is, not each pair of its axes by itself",
+        help=f"prove a layout of more than {MOST_RANKS} ranks as a whole instead of by pairs of its axes",
     )
     parser.add_argument(
-        "--engine", metavar="NAME", help="hold another engine's program to our one process, in fp32: deepspeed, ..."
+        "--engine", metavar="NAME", help="compare another engine's program with one process, in fp32: deepspeed, ..."
     )
     parser.add_argument("--python", metavar="PATH", help="with --engine: the Python that runs its program")
     add_json_argument(parser)
     parser.epilog = (
-        "It runs on this machine's CPUs, one process a rank, on random tokens.\n"
-        "exit status: 0 equal, 1 different, 2 misuse, 70 the layout's processes failed, 75 stopped by a signal\n\n"
+        "Runs on this machine's CPUs, one process per rank, on random tokens.\n"
+        "exit status: 0 equal, 1 different, 2 invalid command line, 70 the layout's processes failed,\n"
+        "75 stopped by a signal\n\n"
         "examples:\n"
         "  meshwright verify run.yaml\n"
         "  meshwright verify run.yaml layout.cp=2 training.recompute=full --steps 3\n"
@@ -58,14 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prove the layout, report, and say by the exit status whether it differs."""
+    """Prove the layout and report; the exit status is 1 if it differs."""
     if not 1 <= arguments.steps <= 64:
-        raise UserError(f"--steps {arguments.steps}: from 1 to 64 steps can be compared")
+        raise UserError(f"--steps {arguments.steps} is not allowed: must be from 1 to 64")
     recipe = read_recipe(arguments)
     if arguments.engine:
         return _prove_engine(recipe, arguments)
     if arguments.python:
-        raise UserError("--python is the Python of another engine's program; give --engine too")
+        raise UserError("--python needs --engine: it runs that engine's program")
     resolved = _prepare(recipe, arguments)
     if resolved.run.layout.asynchronous:
         return _not_equal_by_design(resolved, arguments)
@@ -78,11 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prove_pairs(recipe: Run, whole: ResolvedRun, arguments: argparse.Namespace) -> int:
-    """Prove each pair of axes, up to the first that differs."""
+    """Prove each pair of axes, up to the first difference."""
     layouts, answers = pair_layouts(whole.run.layout), []
     said = sys.stderr if arguments.json else sys.stdout
     what = f"{whole.run.layout.strategy} has {whole.run.layout.world_size} ranks"
-    print(f"{what}: {len(layouts)} pairs of its axes are proved by themselves (--full: all together)", file=said)
+    print(f"{what}: {len(layouts)} pairs of its axes are proved one by one (--full: all together)", file=said)
     status, began = 0, time.monotonic()
     for number, layout in enumerate(layouts):
         left = (time.monotonic() - began) / number * (len(layouts) - number) if number else None
@@ -99,8 +100,8 @@ def _prove_pairs(recipe: Run, whole: ResolvedRun, arguments: argparse.Namespace)
 
 
 def _prove(resolved: ResolvedRun, arguments: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
-    """Prove one layout and report it; its exit status, and what machines read where it was compared."""
-    # Torch loads here, so that a mistake in the recipe is told at once.
+    """Prove one layout and report it; returns the exit status, and the JSON data if it was compared."""
+    # Torch loads here, so that errors in the recipe are reported at once.
     from meshwright.prove.verify import LayoutFailed, verify
 
     if not arguments.json:
@@ -112,7 +113,7 @@ def _prove(resolved: ResolvedRun, arguments: argparse.Namespace) -> tuple[int, d
         print("error: the layout's processes failed, so there is nothing to compare", file=sys.stderr)
         return CRASH_LOOP, None
     except TrainingStopped:
-        print("stopped; run it again to know", file=sys.stderr)
+        print("stopped before the proof was complete", file=sys.stderr)
         raise
     if not arguments.json:
         for comparison in proof.comparisons:
@@ -122,8 +123,8 @@ def _prove(resolved: ResolvedRun, arguments: argparse.Namespace) -> tuple[int, d
 
 
 def _prove_engine(recipe: Run, arguments: argparse.Namespace) -> int:
-    """Hold another engine to our one process, report, and say by the exit status whether it differs."""
-    # Torch loads here, so that a mistake in the recipe is told at once.
+    """Compare another engine with one process and report; the exit status is 1 if it differs."""
+    # Torch loads here, so that errors in the recipe are reported at once.
     from meshwright.engines.parity import verify_engine
     from meshwright.engines.registry import find_engine
 
@@ -144,7 +145,7 @@ def _prove_engine(recipe: Run, arguments: argparse.Namespace) -> int:
             lines = (
                 f"  {one.what:<10}differs by {_amount(one.difference)}{one.name and ', ' + one.name}" for one in worst
             )
-            print("\n".join([f"step {step}, the worst of each", *lines]))
+            print("\n".join([f"step {step}, the largest difference of each kind", *lines]))
         print(_engine_conclusion(proof))
     return 0 if proof.first is None else DIFFERENT
 
@@ -159,8 +160,8 @@ def _engine_conclusion(proof: Any) -> str:
 
 def _not_equal_by_design(resolved: ResolvedRun, arguments: argparse.Namespace) -> int:
     why = (
-        f"layout.schedule={resolved.run.layout.schedule} steps with the gradient of the batch before, so by design it "
-        "is not the training of one process; nothing was run. layout.schedule=1f1b has the same stages and messages"
+        f"layout.schedule={resolved.run.layout.schedule} applies the gradient of the previous batch, so by design it "
+        "differs from one process; nothing was run. layout.schedule=1f1b has the same stages and messages"
     )
     if arguments.json:
         print_json({"strategy": resolved.run.layout.strategy, "equal": False, "by_design": why, "comparisons": []})
@@ -179,26 +180,26 @@ def _prepare(recipe: Run, arguments: argparse.Namespace) -> ResolvedRun:
 def _what(resolved: ResolvedRun, arguments: argparse.Namespace) -> str:
     run, model = resolved.run, resolved.model
     how, optimizer = "shrunk: " if arguments.shrink else "", run.training.optimizer.name
-    plugged = "" if optimizer in get_args(OptimizerName) else f"optimizer  adamw, in the place of {optimizer}\n"
+    plugged = "" if optimizer in get_args(OptimizerName) else f"optimizer  adamw instead of {optimizer}\n"
     return (
         f"{plugged}"
         f"layout     {run.layout.strategy}; processes: {run.layout.world_size}\n"
         f"against    one process, {arguments.steps} steps, {run.training.arithmetic}\n"
         f"model      {how}{model.family}, {model.num_layers} layers, width {model.hidden}, {model.num_heads} heads, "
-        f"{model.num_kv_heads} of keys and values, vocabulary {model.vocab}\n"
+        f"{model.num_kv_heads} key/value heads, vocabulary {model.vocab}\n"
         f"batch      {resolved.global_batch} sequences of {run.data.sequence_length} = {run.layout.data_parallel} "
         f"data-parallel ranks x {resolved.accumulation} microbatches x {resolved.micro_batch}"
     )
 
 
 def _step(comparison: Any) -> list[str]:
-    """A step in four lines."""
+    """A step as a few lines."""
 
     def tensors(differences: dict[str, Any]) -> str:
         worst = max(differences, key=lambda name: differences[name].share)
         wrong = sum(not difference.equal for difference in differences.values())
         equal = f"{len(differences) - wrong} of {len(differences)} equal"
-        return f"{equal}; the worst {worst}: by {_amount(differences[worst])}"
+        return f"{equal}; largest difference in {worst}: {_amount(differences[worst])}"
 
     lines = [
         f"step {comparison.step}",
