@@ -321,7 +321,7 @@ AFTER_TRAINING = {
 
 WORDS = {
     # command line: what the one line says
-    "train run.yaml --steps 5": "unknown option '--steps'; to change a setting of the recipe, write training.steps=VALUE",
+    "train run.yaml --steps 5": "'--steps'; to change a setting of the recipe, write training.steps=VALUE",
     "train run.yaml --learning-rate=1": "to change a setting of the recipe, write training.optimizer.lr=VALUE",
     "check run.yml": "run.yml: no such file or directory; did you mean 'run.yaml'?",
     "train run.yaml layout={tp:2}": "layout.tp:2: unknown key; in 'tp: 2' a space follows the colon",

@@ -186,7 +186,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_script_s_callback_reaches_its_workers(folder: Path) -> None:
     words = [sys.executable, str(folder / "script.py")]
     refused = subprocess.run([*words, "here"], cwd=folder, capture_output=True, text=True)
-    assert "UserError: Here is defined in __main__, where the worker processes cannot import it from" in refused.stderr
+    assert "UserError: Here is defined in __main__, so worker processes cannot import it" in refused.stderr
     assert "put it into a module that can be imported" in refused.stderr
     found = subprocess.run(words, cwd=folder, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
@@ -209,14 +209,14 @@ def test_what_cannot_be_imported_elsewhere_is_refused(folder: Path, monkeypatch:
         write_plugins(Plugins(callbacks=(early,)), folder)
     early.function = io.StringIO
     early.file = (folder / "mine.py").open()
-    with pytest.raises(UserError, match=r"cannot be handed to the worker processes: .*TextIOWrapper"):
+    with pytest.raises(UserError, match=r"cannot be sent to the worker processes: .*TextIOWrapper"):
         write_plugins(Plugins(callbacks=(early,)), folder)
     early.file.close()
     del early.file
     _, file = write_plugins(Plugins(callbacks=(early,)), folder)
     assert read_plugins(Path(file)).callbacks[0].after == 3
     assert write_plugins(Plugins(), folder) == []
-    with pytest.raises(UserError, match="the class Early is no Callback; give an instance"):
+    with pytest.raises(UserError, match="the class Early is not a Callback; pass an instance"):
         Plugins(callbacks=(mine.Early,))
 
 

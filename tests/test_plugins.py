@@ -289,7 +289,7 @@ def test_an_optimizer_that_says_nothing_trains_where_all_is_whole(ranks: RankPoo
     plugins = Plugins(optimizer=Silent)
     assert refusal(plugged_run(plugins), plugins, tmp_path) == ""
     assert ranks.run(2, refusal, plugged_run(plugins, LayoutSpec(dp_replicate=2)), plugins, tmp_path / "b") == ["", ""]
-    with pytest.raises(UserError, match="optimizer: SGD is no class; give the class"):
+    with pytest.raises(UserError, match="optimizer: SGD is not a class; pass the class"):
         Plugins(optimizer=torch.optim.SGD([torch.zeros(1)]))  # pyright: ignore[reportArgumentType]
 
 
@@ -364,7 +364,7 @@ def test_what_is_no_objective_is_refused(tmp_path: Path, objective: Any, why: st
 
 
 def test_an_objective_is_an_instance_that_fits_the_data() -> None:
-    with pytest.raises(UserError, match=r"objective: the class test_plugins.ZLoss is no Objective; give an instance"):
+    with pytest.raises(UserError, match=r"objective: the class test_plugins.ZLoss is not an Objective; pass an instance"):
         Plugins(objective=ZLoss)  # pyright: ignore[reportArgumentType]
     with pytest.raises(UserError, match="objective and preference both say what is minimised"):
         parse_spec("model: gpt2\ntraining: {objective: x, preference: {}}", Run)
@@ -470,7 +470,7 @@ def other_data(first: int) -> str:
 def test_ranks_that_have_read_other_data_say_so(ranks: RankPool) -> None:
     assert ranks.run(2, other_data, 0) == ["", ""]
     for found in ranks.run(2, other_data, 1):
-        assert found.startswith("rank 1 has read other data than rank 0; a dataset must give the same items")
+        assert found.startswith("rank 1 has read other data than rank 0; a dataset must yield the same items")
 
 
 # ---- models
@@ -570,7 +570,7 @@ def table_of(model: Any) -> None:
         (Undescribed, r"layers.0.gate.weight has shape \[24, 24\] and no dims; name them, as in dims = {'gate.weight'"),
         (Based, "test_plugins.Based: base = 'lama' is none of gpt2, llama"),
         (Switched, "switches has 'activate', which no model has"),
-        (GatedBlock, "model: test_plugins.GatedBlock is no subclass of meshwright.Model; give a class"),
+        (GatedBlock, "model: test_plugins.GatedBlock is not a subclass of meshwright.Model; pass a class"),
     ],
 )
 def test_a_model_that_cannot_be_is_refused_by_name(model: Any, why: str) -> None:

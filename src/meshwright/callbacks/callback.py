@@ -95,7 +95,7 @@ class Training(Protocol):
         """Held-out loss of the weights as they are now: `loss`, `perplexity`, `tokens` and more, as in an evaluation's
         record. Nothing is written. Collective: every rank must call it.
 
-        None where a signal cut it short. Raises `UserError` where the run has no held-out text.
+        None if a signal cut it short. Raises `UserError` if the run has no held-out text.
         """
         ...
 
@@ -107,7 +107,7 @@ class Training(Protocol):
     def trial_steps(self) -> AbstractContextManager[Callable[[int, float], float | None]]:
         """In `with training.trial_steps() as step`, `step(i, lr)` makes the i-th optimizer step (the first is 0) from
         here off the record, with the learning rate `lr` (AdamW's; others keep their ratio to it). It returns the
-        step's loss, NaN where it is not finite, and None where a signal came. Collective.
+        step's loss, NaN if it is not finite, and None if a signal came. Collective.
 
         At the end of the `with`, weights, optimizer and random state are what they were. Raises `UserError` under an
         asynchronous pipeline.

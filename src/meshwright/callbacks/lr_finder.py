@@ -39,7 +39,7 @@ class LRFinder(Callback):
         self.curve: list[dict[str, Any]] = []
         """`lr`, `loss`, `smoothed` of each step of the sweep."""
         self.suggestion: float | None = None
-        """The learning rate; None where the loss never fell."""
+        """The learning rate; None if the loss never fell."""
 
     def on_start(self, training: Training) -> None:
         """Sweep."""
@@ -82,7 +82,7 @@ class LRFinder(Callback):
 
 def steepest(curve: list[dict[str, Any]]) -> float | None:
     """The rate at which the smoothed loss falls most steeply over log(rate), by central differences, before its least
-    value; None where it never falls."""
+    value; None if it never falls."""
     losses = [point["smoothed"] for point in curve]
     falls = [
         ((losses[i + 1] - losses[i - 1]) / math.log(curve[i + 1]["lr"] / curve[i - 1]["lr"]), curve[i]["lr"])

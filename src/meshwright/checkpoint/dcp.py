@@ -85,7 +85,7 @@ class _PartsPlanner(DefaultSavePlanner):
 def load_tensors(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Fill `tensors` in place from a verified checkpoint, whatever layout wrote it. Each rank reads by itself.
 
-    Raises `CheckpointError` where a tensor is missing or has another shape.
+    Raises `CheckpointError` if a tensor is missing or has another shape.
     """
     reader = SafeReader(checkpoint)
     metadata = reader.read_metadata()
@@ -101,7 +101,7 @@ def load_tensors(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def check_shapes(checkpoint: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raise `CheckpointError` where `load_tensors` would, for a tensor that is missing or of another shape."""
+    """Raise `CheckpointError` if `load_tensors` would, for a tensor that is missing or of another shape."""
     _check_shapes(checkpoint, SafeReader(checkpoint).read_metadata(), shapes)
 
 

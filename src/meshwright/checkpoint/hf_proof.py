@@ -26,7 +26,7 @@ RowReader = Callable[[str, int, int], torch.Tensor]
 @torch.no_grad()
 def prove_export(reference: Decoder, directory: Path, open_weights: Callable[[ModelSpec], RowReader]) -> float:
     """Compare the logits of `reference` (fp32, with the weights as they were rounded for export) with those
-    of the model in `directory`: read by us and, where it is installed, by transformers.
+    of the model in `directory`: read by us and, if it is installed, by transformers.
 
     Args:
         open_weights: from the model that config.json describes to a reader of its parameters' rows.
@@ -59,7 +59,7 @@ def prove_export(reference: Decoder, directory: Path, open_weights: Callable[[Mo
 @torch.no_grad()
 def prove_merge(adapted: Decoder, merged: Decoder) -> float:
     """Compare the logits of a model and of the same with its adapters merged, both in fp32; returns the largest
-    difference. Raises `UserError` where they differ by more than rounding."""
+    difference. Raises `UserError` if they differ by more than rounding."""
     batch = Batch(probe_tokens(adapted.spec))
     return compare_logits(adapted.logits(batch), merged.logits(batch), "adapters merged")
 
@@ -71,7 +71,7 @@ def probe_tokens(spec: ModelSpec) -> torch.Tensor:
 
 
 def _transformers_logits(directory: Path, tokens_BT: torch.Tensor) -> torch.Tensor:
-    # Heavy and optional, so it is imported only where an export is proved.
+    # Heavy and optional, so it is imported only if an export is proved.
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

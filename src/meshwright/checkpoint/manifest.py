@@ -66,7 +66,7 @@ def remove_checkpoint(checkpoint: Path) -> None:
 
 
 def latest_checkpoint(root: Path) -> Path:
-    """The newest published checkpoint; raises `CheckpointError` where there is none."""
+    """The newest published checkpoint; raises `CheckpointError` if there is none."""
     published = list_checkpoints(root)
     if not published:
         raise CheckpointError(f"{root}: no checkpoint to continue from; start without --resume")
@@ -113,7 +113,7 @@ def point_at(checkpoint: Path) -> None:
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """The manifest of a checkpoint: `step` and `files`, name -> bytes and sha256.
 
-    Raises `CheckpointError` where it is missing, damaged, or that of a checkpoint of another step than the folder's
+    Raises `CheckpointError` if it is missing, damaged, or that of a checkpoint of another step than the folder's
     name says.
     """
     path = checkpoint / MANIFEST
@@ -143,7 +143,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_trainer(checkpoint: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """The value in `trainer.json`; raises `CheckpointError` where it is none, or of another step than the manifest."""
+    """The value in `trainer.json`; raises `CheckpointError` if it is none, or of another step than the manifest."""
     path = checkpoint / TRAINER
     try:
         values = json.loads(path.read_bytes())
@@ -155,7 +155,7 @@ def read_trainer(checkpoint: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def verify_files(checkpoint: Path, files: dict[str, dict[str, Any]]) -> None:
-    """Compare `files` (name -> bytes, sha256) with what is on disk; raises `CheckpointError` where they differ."""
+    """Compare `files` (name -> bytes, sha256) with what is on disk; raises `CheckpointError` if they differ."""
     for name, expected in files.items():
         path = checkpoint / name
         if not path.is_file():
@@ -169,7 +169,7 @@ def verify_files(checkpoint: Path, files: dict[str, dict[str, Any]]) -> None:
 
 
 def verify_no_foreign_files(checkpoint: Path, manifest: dict[str, Any]) -> None:
-    """Raise `CheckpointError` where the folder holds a file that the manifest does not name."""
+    """Raise `CheckpointError` if the folder holds a file that the manifest does not name."""
     for path in sorted(checkpoint.iterdir()):
         if path.name != MANIFEST and path.name not in manifest["files"]:
             raise CheckpointError(f"{path}: not part of this checkpoint; remove it to continue")

@@ -27,7 +27,7 @@ class SafeReader(dcp.FileSystemReader):
     """DCP's reader of files, but for `.metadata`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index of all tensors; raises `CheckpointError` where it is anything else."""
+        """The index of all tensors; raises `CheckpointError` if it is anything else."""
         path = Path(self.path) / METADATA
         try:
             metadata = _SafeUnpickler(io.BytesIO(path.read_bytes())).load()
@@ -43,7 +43,7 @@ class SafeReader(dcp.FileSystemReader):
 
 
 def _check(metadata: Any) -> None:
-    """Raise `ValueError` where unpickled metadata is not what DCP writes, in any part that it reads."""
+    """Raise `ValueError` if unpickled metadata is not what DCP writes, in any part that it reads."""
 
     def must(true: bool, what: str) -> None:
         if not true:

@@ -79,7 +79,7 @@ def write_adapter(
         fingerprint: of the base, so that the adapter is not continued on another one.
         prove: raises where the files, at a path that it is given, are not right; then nothing is written.
 
-    Raises `UserError` where the directory exists or peft has no names for this adapter.
+    Raises `UserError` if the directory exists or peft has no names for this adapter.
     """
     places = stored_places(model, finetune)
     config = adapter_config(model, finetune, base)
@@ -99,7 +99,7 @@ def read_adapter(
 ) -> dict[str, torch.Tensor]:
     """The tensors of a peft adapter by our names, whole, on the CPU.
 
-    Raises `AdapterError` where a file is missing or damaged, where the adapter is of another kind than the recipe's,
+    Raises `AdapterError` if a file is missing or damaged, where the adapter is of another kind than the recipe's,
     or where it was made for another base.
     """
     check_adapter_config(directory, model, finetune)
@@ -146,7 +146,7 @@ def tied_keys(model: ModelSpec, finetune: AdapterSpec) -> tuple[str, str] | None
 
 
 def _check_tied(directory: Path, found: Mapping[str, torch.Tensor], tied: tuple[str, str], *, ours: bool) -> None:
-    """Raise `AdapterError` where peft computes with another head than the embedding, which is one matrix here.
+    """Raise `AdapterError` if peft computes with another head than the embedding, which is one matrix here.
 
     `ours`: written here; earlier versions left the head out.
     """

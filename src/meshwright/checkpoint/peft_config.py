@@ -104,7 +104,7 @@ def unread_by_vllm(directory: Path) -> list[str]:
 
 
 def check_adapter_config(directory: Path, model: ModelSpec, finetune: AdapterSpec) -> None:
-    """Raise `AdapterError` where the configuration describes another adapter than the recipe does."""
+    """Raise `AdapterError` if the configuration describes another adapter than the recipe does."""
     file = directory / CONFIG
     try:
         config = json.loads(regular(file).read_text(encoding="utf-8"))
@@ -123,7 +123,7 @@ def check_adapter_config(directory: Path, model: ModelSpec, finetune: AdapterSpe
 
 
 def _check_keys(config: dict[str, Any], file: Path) -> None:
-    """Raise `AdapterError` where a key asks for what adapters here do not do."""
+    """Raise `AdapterError` if a key asks for what adapters here do not do."""
     for key, value in config.items():
         given = not (value is None or value is False or value in ([], {}, ""))
         if given and key not in COMPARED | WITHOUT_EFFECT:
@@ -171,7 +171,7 @@ def _check_kinds(config: dict[str, Any]) -> None:
 def hf_module(model: ModelSpec, adapter: Adapter) -> str:
     """Hugging Face's name of the module that an adapter belongs to.
 
-    Raises `UserError` where several of our modules are one of theirs.
+    Raises `UserError` if several of our modules are one of theirs.
     """
     place = hf_tensors(model)[adapter.weight.name]
     if sorted(place.shape) != sorted(adapter.weight.shape) or place.offset:

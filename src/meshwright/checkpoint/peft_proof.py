@@ -1,4 +1,4 @@
-"""Proof of an adapter's export: read back by us, and by peft where it is installed, it gives the model's logits."""
+"""Proof of an adapter's export: read back by us, and by peft if it is installed, it gives the model's logits."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ def prove_adapter(
 
     Args:
         read: everything that trains, by our names, from the adapter's directory.
-        write_base: where the base lies as a Hugging Face directory; called only where peft is there to compare.
+        write_base: where the base lies as a Hugging Face directory; called only if peft is there to compare.
 
     Returns:
         the largest difference found.
@@ -48,7 +48,7 @@ def prove_adapter(
 
 
 def _peft_logits(base: Path, adapter: Path, tokens_BT: torch.Tensor) -> torch.Tensor:
-    # Heavy and optional, so they are imported only where an adapter is proved.
+    # Heavy and optional, so they are imported only if an adapter is proved.
     import peft
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

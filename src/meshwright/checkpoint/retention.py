@@ -40,7 +40,7 @@ def prune(root: Path, spec: CheckpointSpec) -> None:
 
 
 def held_out_loss(checkpoint: Path) -> float | None:
-    """What the evaluation right before the checkpoint measured; None where there was none or it cannot be read."""
+    """What the evaluation right before the checkpoint measured; None if there was none or it cannot be read."""
     try:
         loss = json.loads((checkpoint / TRAINER).read_text())[HELD_OUT_LOSS]
     except (OSError, ValueError, KeyError, TypeError):

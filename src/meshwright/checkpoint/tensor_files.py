@@ -20,7 +20,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def open_tensors(file: Path) -> Any:
-    """A file whose header has been read, as safetensors opens it. Raises `UserError` where it finds more amiss."""
+    """A file whose header has been read, as safetensors opens it. Raises `UserError` if it finds more amiss."""
     try:
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:

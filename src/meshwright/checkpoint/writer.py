@@ -39,7 +39,7 @@ class SaveOutcome:
 
     step: int
     path: Path | None
-    """The published checkpoint; None where there is none."""
+    """The published checkpoint; None if there is none."""
     problem: str | None
     """What went wrong, if something did; a published checkpoint may have one too (old ones could not be removed)."""
     blocked_seconds: float

@@ -66,7 +66,7 @@ def commented_recipe(recipe: Run, *, title: str) -> str:
 
     A size of the model that its name or family decides stands as a comment, with the value that it has.
 
-    Raises UserError where the model does not exist.
+    Raises UserError if the model does not exist.
     """
     model = resolve_model(recipe.model, base_dir=Path(), vocab=recipe.data.tokenizer_vocab)
     sizes = {

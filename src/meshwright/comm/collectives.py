@@ -132,7 +132,7 @@ def all_reduce_(
 ) -> torch.Tensor:
     """Make `x` in place the sum over ranks, or the maximum, and return it; no gradient.
 
-    Without a group: over all ranks of the run, and nothing where one process trains alone.
+    Without a group: over all ranks of the run, and nothing if one process trains alone.
     """
     if group is not None or dist.is_initialized():
         dist.all_reduce(x, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], group=group)

@@ -247,7 +247,7 @@ def _write_journal(directory: Path, split: Split, commit: Commit | None) -> None
 
 
 def _read_journal(directory: Path) -> tuple[Split | None, Commit | None]:
-    """The split and the last commit, where there are any; a line that was cut off while written does not count."""
+    """The split and the last commit, if there are any; a line that was cut off while written does not count."""
     if not (directory / JOURNAL).is_file():
         return None, None
     lines: list[dict[str, Any]] = []

@@ -42,7 +42,7 @@ def cached(cache: Path, about: Any, build: Callable[[Path], None]) -> Path:
 
 
 def damage_of(directory: Path) -> str:
-    """What is damaged in a folder of the cache; nothing where all is as it was written."""
+    """What is damaged in a folder of the cache; nothing if all is as it was written."""
     names = [TRAIN, HELD_OUT] if (directory / HELD_OUT).exists() else [TRAIN]
     try:
         for path in (directory / name for name in names):

@@ -36,7 +36,7 @@ class ChatTemplate:
     def __init__(self, source: str, tokenizer: TextTokenizer, *, name: str, chat: ChatSpec | None = None):
         """`name` is what messages call it; `chat` gives the template's date and arguments.
 
-        Raises UserError where it is no Jinja.
+        Raises UserError if it is no Jinja.
         """
         chat = chat or ChatSpec()
         self.source, self.name = source, name
@@ -51,7 +51,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], *, tools: Any = None, answer: bool = False) -> str:
         """The conversation as text; `answer` puts behind it what makes the assistant speak next.
 
-        Raises UserError where the template refuses the conversation.
+        Raises UserError if the template refuses the conversation.
         """
         return self._render(self.prepared(messages), tools, answer).replace(BEGIN, "").replace(END, "")
 
@@ -63,7 +63,7 @@ class ChatTemplate:
     def turns(self, messages: Sequence[Message], wanted: Sequence[int], *, tools: Any = None) -> Conversation:
         """The conversation as text, and of the messages with the numbers `wanted` what each wrote.
 
-        Raises UserError where the template refuses the conversation, leaves some of it out, or writes a turn so that
+        Raises UserError if the template refuses the conversation, leaves some of it out, or writes a turn so that
         nobody can tell what was written.
         """
         self._check(messages, tools)
@@ -82,10 +82,10 @@ class ChatTemplate:
             raise UserError(str(error) if known else f"the chat template {self.name} {error}") from error
 
     def ends_of_turn(self) -> list[int]:
-        """Ids of the special tokens that end what the assistant writes, last or not; nothing where the template has
+        """Ids of the special tokens that end what the assistant writes, last or not; nothing if the template has
         none.
 
-        Raises UserError where the template refuses a conversation of one question.
+        Raises UserError if the template refuses a conversation of one question.
         """
         asked, said = {"role": "user", "content": "?"}, {"role": "assistant", "content": "x"}
         ends = list[str]()
@@ -152,7 +152,7 @@ def find_template(named: str, tokenizer: TextTokenizer, base_dir: Path, chat: Ch
     """The template that `data.chat.template` names: `auto`, a name, or a file relative to `base_dir`; `chat` as in
     `ChatTemplate`.
 
-    Raises UserError where there is none, or the tokenizer lacks its tokens.
+    Raises UserError if there is none, or the tokenizer lacks its tokens.
     """
     if named == "auto":
         if tokenizer.chat_template is None:
@@ -179,7 +179,7 @@ def ask(
 ) -> tuple[list[list[int]], set[int]]:
     """(token ids of a conversation with each prompt, up to where the assistant speaks; tokens that end what it says).
 
-    Raises UserError where the tokenizer has no chat template.
+    Raises UserError if the tokenizer has no chat template.
     """
     template = find_template("auto", tokenizer, Path())
     before = [{"role": "system", "content": system}] if system else []

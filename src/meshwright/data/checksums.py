@@ -71,7 +71,7 @@ class Sums:
     """The checksums of one file that is mapped into memory, and which of its blocks have been compared."""
 
     def __init__(self, path: Path, sums: np.ndarray, remedy: str):
-        """`remedy` ends what is said of damage. Raises UserError where there are not as many sums as blocks."""
+        """`remedy` ends what is said of damage. Raises UserError if there are not as many sums as blocks."""
         self._path, self._sums, self._remedy = path, sums, remedy
         self._bytes: np.ndarray = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
         if len(sums) != -(-len(self._bytes) // BLOCK):
@@ -81,7 +81,7 @@ class Sums:
 
     @classmethod
     def beside(cls, path: Path, remedy: str) -> "Sums":
-        """Those that lie beside a file. Raises UserError where there are none."""
+        """Those that lie beside a file. Raises UserError if there are none."""
         try:
             return cls(path, np.fromfile(sums_path(path), "<u4"), remedy)
         except OSError as error:
@@ -94,13 +94,13 @@ class Sums:
         return found
 
     def compare(self, part: np.ndarray) -> None:
-        """Raise UserError where a block that holds some of `part`, one piece of the file, is damaged."""
+        """Raise UserError if a block that holds some of `part`, one piece of the file, is damaged."""
         if len(part):
             start = _address(part) - self._begin
             self._compare(start // BLOCK, (start + part.nbytes - 1) // BLOCK + 1)
 
     def compare_all(self) -> None:
-        """Raise UserError where any block is damaged."""
+        """Raise UserError if any block is damaged."""
         self._compare(0, len(self._sums))
 
     def _compare(self, first: int, last: int) -> None:

@@ -16,7 +16,7 @@ WIDTH = 100
 
 
 def describe_mixture(corpus: Corpus, mixture: Mixture, num_samples: int) -> str:
-    """What a run of so many samples sees: epochs, where there are several streams also their shares of the tokens, and
+    """What a run of so many samples sees: epochs, if there are several streams also their shares of the tokens, and
     how full best-fit samples are."""
     counts, epochs = mixture.counts(num_samples), mixture.epochs(num_samples)
     tokens = [count * stream.num_tokens / len(stream) for count, stream in zip(counts, mixture.streams, strict=True)]
@@ -29,7 +29,7 @@ def describe_mixture(corpus: Corpus, mixture: Mixture, num_samples: int) -> str:
 
 
 def describe_formats(corpus: Corpus) -> str:
-    """What each stream's records are, and how many of them were cut off or left out; nothing where all is text."""
+    """What each stream's records are, and how many of them were cut off or left out; nothing if all is text."""
     parts = []
     for stream in corpus.streams:
         if stream.formats not in (("text",), ("tokens",)) or stream.train.counts:

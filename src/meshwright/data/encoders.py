@@ -96,7 +96,7 @@ def _send(value: Any, stream: Any) -> None:
 
 def _packed(encoded: Sequence[Encoded]) -> tuple[bytes, bytes, bytes, list[tuple[str, str]]]:
     """As bytes: how many documents each text has, how many tokens each document, all tokens; and what is told of each
-    text, nothing where nothing is told of any."""
+    text, nothing if nothing is told of any."""
     documents = [ids for found in encoded for ids in found.documents]
     counts = np.array([len(found.documents) for found in encoded], np.int32)
     lengths = np.array([len(ids) for ids in documents], np.int32)

@@ -21,7 +21,7 @@ class Encoded(NamedTuple):
     """The tokens of one text."""
 
     documents: tuple[np.ndarray, ...]
-    """int32 each; of a record, ~id where a token is only read. Nothing where the record is left out."""
+    """int32 each; of a record, ~id where a token is only read. Nothing if the record is left out."""
     note: str = ""
     """What happened to a record: nothing, `truncated`, or why it is left out, `overlong`, `unlabelled`, `unweighted` or
     `spelled`."""
@@ -58,7 +58,7 @@ class RecordEncoder:
     """Records as `records.py` writes them; conversations by a chat template."""
 
     def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate | None, chat: ChatSpec, max_labels: int):
-        """`template` may be None where no record is a conversation; a document has at most `max_labels` labels, those
+        """`template` may be None if no record is a conversation; a document has at most `max_labels` labels, those
         of a preference's two sides together."""
         self.tokenizer, self.template, self.chat, self.max_labels = tokenizer, template, chat, max_labels
         self._special = tokenizer.special_pattern
@@ -198,7 +198,7 @@ def build_encoder(settings: Mapping[str, Any]) -> Encoder:
 def record_encoder(tokenizer: TextTokenizer, chat: ChatSpec, *, base_dir: Path, max_labels: int) -> RecordEncoder:
     """What makes tokens of records as the recipe says; without a template only a conversation is an error.
 
-    Raises UserError where the recipe names a template that cannot be used.
+    Raises UserError if the recipe names a template that cannot be used.
     """
     template = None
     if chat.template != "auto" or tokenizer.chat_template is not None:

@@ -240,7 +240,7 @@ def _stack(samples: Sequence[Sample], places: np.ndarray | None) -> HostBatch:
 
 
 def _side_by_side(rows: Sequence[np.ndarray | None]) -> np.ndarray:
-    """References of rows [B, P], NaN where one has fewer than the others."""
+    """References of rows [B, P], NaN if one has fewer than the others."""
     together = np.full((len(rows), max(0 if row is None else len(row) for row in rows)), np.nan)
     for row, references in zip(together, rows, strict=True):
         if references is not None:

@@ -27,7 +27,7 @@ class Sample(NamedTuple):
     """Where documents are kept apart: a number for each position, the same throughout a document and another than
     its neighbours'; padding is a document of its own. None: the sample is read as one document."""
     references: np.ndarray | None = None
-    """Of pairs of answers, float64 [P]: as in `TokenFile`, NaN where the sample has no such pair."""
+    """Of pairs of answers, float64 [P]: as in `TokenFile`, NaN if the sample has no such pair."""
 
 
 class Piece(NamedTuple):
@@ -145,7 +145,7 @@ class BestFitSamples:
     def __init__(self, file: TokenFile, sequence_length: int, *, separate: bool, alone: bool = False):
         """`separate`: keep the documents of a sample apart; `alone`: every document is a sample of its own.
 
-        Raises UserError where no document has two tokens.
+        Raises UserError if no document has two tokens.
         """
         self.sequence_length = sequence_length
         self._file, self._separate = file, separate
@@ -234,7 +234,7 @@ class PairSamples:
 def packed_sample(
     tokens: np.ndarray, pieces: Sequence[Piece], sequence_length: int, trained: np.ndarray | None = None
 ) -> Sample:
-    """Pieces of a stream one behind another, then padding; labels only where `trained` (None: everywhere) is 1."""
+    """Pieces of a stream one behind another, then padding; labels only if `trained` (None: everywhere) is 1."""
     sample = blank_sample(sequence_length)
     place = 0
     for start, length in pieces:

@@ -37,7 +37,7 @@ def has_datasets(data: DataSpec) -> bool:
 
 
 def write_datasets(data: DataSpec, *, samples: int, vocab: int, numbers: bool) -> DataSpec:
-    """The data with files in the place of the datasets that are plugged in.
+    """The data with files instead of the datasets that are plugged in.
 
     Args:
         samples: how many the run will see; no more is read of a dataset.

@@ -156,7 +156,7 @@ def prepare_corpus(
 
 
 def encoder_of_records(data: DataSpec, tokenizer: TextTokenizer, base_dir: Path) -> RecordEncoder:
-    """What makes tokens of the recipe's records. Raises UserError where they would be cut or have no template."""
+    """What makes tokens of the recipe's records. Raises UserError if they would be cut or have no template."""
     if data.packing == "concatenated":
         raise UserError(
             "data.packing=concatenated would cut conversations anywhere; set data.packing=best_fit and "

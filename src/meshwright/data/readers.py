@@ -67,7 +67,7 @@ def read_documents(files: Iterable[SourceFile], *, skip: int = 0) -> Iterator[Do
 def told_apart(files: Iterable[SourceFile]) -> list[SourceFile]:
     """The files with the format of their records where a source leaves it open: what the columns of the first say.
 
-    Raises UserError where they are those of several formats, or nearly those of one.
+    Raises UserError if they are those of several formats, or nearly those of one.
     """
     return [_told_apart(file) for file in files]
 

@@ -54,7 +54,7 @@ KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 def format_of(columns: Iterable[str], text_key: str, where: str) -> Format:
     """The format that has these columns; text, where none has, for then text may be missed under its key.
 
-    Raises UserError where they are those of several formats, or nearly those of one.
+    Raises UserError if they are those of several formats, or nearly those of one.
     """
     names = set(columns)
     found: list[Format] = [format for format, needed in COLUMNS.items() if names.issuperset(needed)]
@@ -227,7 +227,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 
 
 def _weight(fields: Mapping[str, Any], where: str) -> int:
-    """0 where a record or message is only read, else 1."""
+    """0 if a record or message is only read, else 1."""
     weights = []
     for name in ("weight", "train"):
         value = fields.get(name)

@@ -45,7 +45,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
     def __init__(self, source: str, *, today: date):
-        """Compile a template. `today` is what `strftime_now` tells. Raises UserError where it is no Jinja."""
+        """Compile a template. `today` is what `strftime_now` tells. Raises UserError if it is no Jinja."""
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_as_text
         )
@@ -78,13 +78,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(parts)
 
     def spend(self, steps: int = 1) -> None:
-        """Count steps. Raises TemplateError where they are too many."""
+        """Count steps. Raises TemplateError if they are too many."""
         self._left -= steps
         if self._left < 0:
             raise TemplateError(f"it takes more than {STEPS} rounds of its loops")
 
     def bounded(self, value: Any) -> Any:
-        """The value, its size counted. Raises TemplateError where it is too large."""
+        """The value, its size counted. Raises TemplateError if it is too large."""
         if isinstance(value, str | list | tuple):
             size = len(value) * (1 if isinstance(value, str) else ITEM)
             _check_size(size)

@@ -1,4 +1,4 @@
-"""Thoughts before answers: left out, or kept in every turn, also where a chat template forgets earlier ones."""
+"""Thoughts before answers: left out, or kept in every turn, even if a chat template forgets earlier ones."""
 
 import re
 from collections.abc import Callable, Sequence

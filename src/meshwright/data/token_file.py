@@ -312,7 +312,7 @@ def scan_tokens(tokens: np.ndarray, *, eos_id: int) -> tuple[int, np.ndarray]:
 
 
 def check_places(file: TokenFile, lengths: np.ndarray) -> None:
-    """Raise UserError where sequences of `lengths` do not lie one right behind another, as every known builder puts
+    """Raise UserError if sequences of `lengths` do not lie one right behind another, as every known builder puts
     them, or documents do not begin in order."""
     for first in range(0, max(0, len(file.places) - 1), BLOCK):
         places = np.array(file.places[first : first + BLOCK + 1])
@@ -378,7 +378,7 @@ def _open_to_continue(path: Path, num_bytes: int) -> BinaryIO:
 
 
 def _about(path: Path) -> dict[str, Any] | None:
-    """What was written here beside a file of tokens; None where a .json beside it is somebody else's, or none is."""
+    """What was written here beside a file of tokens; None if a .json beside it is somebody else's, or none is."""
     try:
         found = json.loads(_about_path(path).read_bytes())
     except (OSError, ValueError, RecursionError):

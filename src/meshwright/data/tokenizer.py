@@ -111,7 +111,7 @@ class TextTokenizer:
         """As `encode_marked`, of one text; but a special token that is spelled inside of `texts` (characters from, to)
         is read as the letters it is.
 
-        Raises UserError where this tokenizer would make other tokens of the text around it.
+        Raises UserError if this tokenizer would make other tokens of the text around it.
         """
         special = list(self.special_pattern.finditer(text))
         spelled = [found for found in special if any(a <= found.start() and found.end() <= b for a, b in texts)]
@@ -148,7 +148,7 @@ class TextTokenizer:
         return ids, offsets
 
     def token_id(self, token: str) -> int | None:
-        """Id of a token of the vocabulary; None where it is none."""
+        """Id of a token of the vocabulary; None if it is none."""
         return self._tokenizer.token_to_id(token)
 
     def extends(self, other: "TextTokenizer") -> bool:

@@ -3,7 +3,7 @@
 The one form is OpenAI's, with arguments as an object: a message's `tool_calls` are
 {"type": "function", "function": {"name": ..., "arguments": {...}}}, `tools` are {"type": "function", "function": ...}.
 Templates differ in what they take: some write arguments down themselves, some want them as JSON text; some look at a
-call only where the message has no content; some need calls to have ids. A probe tells which.
+call only if the message has no content; some need calls to have ids. A probe tells which.
 """
 
 import json

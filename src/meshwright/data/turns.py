@@ -55,7 +55,7 @@ class TurnFinder:
         self._behind: dict[Any, set[str]] = {}
 
     def find(self, messages: Sequence[Message], write: Write, wanted: Collection[int]) -> Conversation:
-        """The conversation, and the turns of the messages `wanted`. Raises UserError where they cannot be told."""
+        """The conversation, and the turns of the messages `wanted`. Raises UserError if they cannot be told."""
         plain = Marker(empty=False, roles=()).read(write(messages, False))
         marker, written = self._written(messages, write, plain)
         if marker is None or written is None:
@@ -89,7 +89,7 @@ class TurnFinder:
         return self._splits[key]
 
     def end_known(self, key: Any, gap: str) -> int | None:
-        """Where a turn ends in `gap`, told by how the next one begins; None where that is not known yet."""
+        """Where a turn ends in `gap`, told by how the next one begins; None if that is not known yet."""
         behind = max((known for known in self._behind.get(key, ()) if gap.endswith(known)), key=len, default=None)
         if behind is None:
             return None
@@ -285,7 +285,7 @@ def _meet(one: Span, other: Span) -> bool:
 
 
 def _check_written(messages: Sequence[Message], written: Written, wanted: Collection[int]) -> None:
-    """Raise UserError where a message's words are left out; an answer that is not wanted may be."""
+    """Raise UserError if a message's words are left out; an answer that is not wanted may be."""
     marked = any(messages[text.message]["role"] != "assistant" for _, text in written.places)
     for number, message in enumerate(messages):
         region, role = written.regions.get(number), message["role"]

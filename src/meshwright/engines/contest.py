@@ -21,7 +21,7 @@ def contestants(
 ) -> list[Contestant]:
     """Every combination, recipe by recipe; ours comes first, for the others are held against the first.
 
-    Without `engines`, all of them; but ours alone where there are several layouts or recipes. Raises `UserError` for
+    Without `engines`, all of them; but ours alone if there are several layouts or recipes. Raises `UserError` for
     unknown names and recipes that cannot be trained.
     """
     alone = not engines and (layouts or len(recipes) > 1)
@@ -45,7 +45,7 @@ def contestants(
 
 
 def pythons(words: Sequence[str]) -> dict[str, Path]:
-    """What `--python ENGINE=PATH` says; raises `UserError` where it says nothing that exists."""
+    """What `--python ENGINE=PATH` says; raises `UserError` if it says nothing that exists."""
     found = {}
     for word in words:
         engine, _, path = word.partition("=")

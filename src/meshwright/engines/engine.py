@@ -102,7 +102,7 @@ class TemplateEngine(Engine):
     """An engine whose program is a Jinja template: one loop over transformers' model, told in the engine's terms."""
 
     strategies: ClassVar[Mapping[Strategy, str]]
-    """Every strategy it has; the text is empty where it runs on a CPU too, and else says what happens there."""
+    """Every strategy it has; the text is empty if it runs on a CPU too, and else says what happens there."""
     precisions: ClassVar[tuple[str, ...]] = (FP32.name, BF16.name)
     more_transformers: ClassVar[str] = ""
     """Further names that the program imports from transformers."""

@@ -18,7 +18,7 @@ LEFT_OUT = "left-out.md"
 
 
 def run_at(path: Path) -> ResolvedRun:
-    """The run of a run directory, or of a recipe file; raises `UserError` where `path` is neither."""
+    """The run of a run directory, or of a recipe file; raises `UserError` if `path` is neither."""
     if (path / RESOLVED).is_file():
         return read_resolved(path / RESOLVED)
     if path.is_file():
@@ -30,7 +30,7 @@ def hand_over(resolved: ResolvedRun, engine: Engine, folder: Path) -> Translatio
     """Write the whole run as `engine`'s program into `folder`, which appears when it is complete.
 
     start/ holds the weights that the run starts from, data/ the order of the samples of all its steps; the tokens stay
-    where they are. Raises `UserError` where the engine cannot express the run or `folder` exists.
+    where they are. Raises `UserError` if the engine cannot express the run or `folder` exists.
     """
     translation = engine.translate(resolved)
     check_start(resolved)

@@ -16,7 +16,7 @@ DATA = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 def layout_called(name: str, ranks: int = 2) -> LayoutSpec:
     """The layout of a short name; `ranks` is the degree of data parallelism where the name gives none.
 
-    Raises `UserError` where the name or the layout makes no sense.
+    Raises `UserError` if the name or the layout makes no sense.
     """
     given: dict[str, Any] = {}
     for word in name.split("+"):

@@ -57,7 +57,7 @@ class EngineProof:
 
     @property
     def first(self) -> Compared | None:
-        """The first that differs; None where all are equal."""
+        """The first that differs; None if all are equal."""
         return next((one for one in self.compared if not one.difference.equal), None)
 
     def worst(self, step: int, what: What) -> Compared:
@@ -77,7 +77,7 @@ def verify_engine(
     """Train `steps` steps in the engine's program and on our one process, from the same weights on the same random
     tokens, in fp32, and compare.
 
-    Raises `InexpressibleError`, `MissingPackageError`, `ProgramError` or `SilentFallbackError` where there is nothing
+    Raises `InexpressibleError`, `MissingPackageError`, `ProgramError` or `SilentFallbackError` if there is nothing
     to compare.
     """
     if engine.name == Ours.name:
@@ -164,7 +164,7 @@ def _theirs(resolved: ResolvedRun, reference: Reference, *place: str) -> dict[st
 
 
 def _pairs(path: Path, expected: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor that a program has written, by name. Raises `UserError` where the names are not the files'."""
+    """Every tensor that a program has written, by name. Raises `UserError` if the names are not the files'."""
     with np.load(path) as found:
         if unknown := [name for name in found.files if name not in expected]:
             raise UserError(

@@ -13,7 +13,7 @@ class SilentFallbackError(UserError):
 
 
 def check_what_ran(resolved: ResolvedRun, found: dict[str, Any]) -> None:
-    """Raise `SilentFallbackError` where a rank's report contradicts the layout: fewer ranks than asked, no wrapper that
+    """Raise `SilentFallbackError` if a rank's report contradicts the layout: fewer ranks than asked, no wrapper that
     reduces gradients, or parameters or optimizer state that are not sharded.
 
     A share of one n-th may be padded or rounded up to whole rows, so it counts as such where it is nearer to an n-th
@@ -48,7 +48,7 @@ def check_what_ran(resolved: ResolvedRun, found: dict[str, Any]) -> None:
 
 
 def check_optimizer(resolved: ResolvedRun, found: dict[str, Any]) -> None:
-    """Raise `SilentFallbackError` where the optimizer is not the recipe's, or has other constants."""
+    """Raise `SilentFallbackError` if the optimizer is not the recipe's, or has other constants."""
     wanted = resolved.run.training.optimizer
     if wanted.name != "adamw":
         return

@@ -27,7 +27,7 @@ class MissingPackageError(UserError):
 
 
 def find_engine(name: str) -> Engine:
-    """The engine of a name; raises `UserError` where there is none."""
+    """The engine of a name; raises `UserError` if there is none."""
     if name not in ENGINES:
         hint = did_you_mean(name, ENGINES)
         raise UserError(f"unknown engine '{name}'; there are {', '.join(ENGINES)}{hint}")

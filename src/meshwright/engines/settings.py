@@ -110,7 +110,7 @@ RULES: Mapping[str, Rule] = {
 def settings_of(resolved: ResolvedRun, cannot: Mapping[str, str]) -> Iterator[Setting]:
     """Every setting of a run and what becomes of it; `cannot` are those that an engine cannot express.
 
-    What is left out is told only where the recipe asks for something other than the default.
+    What is left out is told only if the recipe asks for something other than the default.
     """
     defaults = dict(leaves(Run(model=resolved.run.model)))
     for path, value in leaves(resolved.run):
@@ -123,7 +123,7 @@ def settings_of(resolved: ResolvedRun, cannot: Mapping[str, str]) -> Iterator[Se
 
 
 def rule_of(path: str) -> Rule:
-    """The rule of the longest beginning of `path` that has one; raises `KeyError` where nobody thought of it."""
+    """The rule of the longest beginning of `path` that has one; raises `KeyError` if nobody thought of it."""
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
         if (rule := RULES.get(".".join(parts[:length]))) is not None:

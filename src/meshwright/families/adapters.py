@@ -79,7 +79,7 @@ def finetuned_table(model: ModelSpec, finetune: FinetuneSpec | None) -> tuple[Pa
     Without adapters' rows it is `parameter_table`; those that do not train say so, and frozen matrices in few bits are
     replaced by what is kept of them.
 
-    Raises `UserError` where a pattern matches nothing, with the nearest name, or a module that cannot have an adapter.
+    Raises `UserError` if a pattern matches nothing, with the nearest name, or a module that cannot have an adapter.
     """
     table = parameter_table(model)
     if finetune is None:

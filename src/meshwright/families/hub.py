@@ -19,7 +19,7 @@ def cached_snapshot(name: str, *needs: str) -> Path | None:
     """
     if not HUB_ID.fullmatch(name) or name.endswith(".json"):  # which is a file
         return None
-    # Heavy to import, so only where something may be found there.
+    # Heavy to import, so only if something may be found there.
     from huggingface_hub import constants, try_to_load_from_cache
 
     found = try_to_load_from_cache(name, "config.json") or try_to_load_from_cache(name, "tokenizer.json")

@@ -32,7 +32,7 @@ class OwnModel(Protocol):
 
 
 def own_model(name: str) -> Any:
-    """The user's model of a family's name (an `OwnModel`); raises `UserError` where there is none."""
+    """The user's model of a family's name (an `OwnModel`); raises `UserError` if there is none."""
     return _made(load_plugin("models", name), name)
 
 

@@ -50,7 +50,7 @@ def quantized_rows(weight: Parameter, kept_as: str, *, double: bool) -> Iterator
 
 
 def split_misfit(table: Iterable[Parameter], model: ModelSpec, tp: int) -> str | None:
-    """Why `tp` ranks cannot split what is kept of the matrices of a table, and what would work; None where they can."""
+    """Why `tp` ranks cannot split what is kept of the matrices of a table, and what would work; None if they can."""
     for row in table if tp > 1 else ():
         where = f"layout.tp={tp} with finetune.base=nf4: "
         if row.dims == ("groups",):

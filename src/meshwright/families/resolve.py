@@ -44,7 +44,7 @@ def resolve_model(fields: ModelFields, *, base_dir: Path, vocab: int | None = No
 
 def pretrained_directory(fields: ModelFields, *, base_dir: Path) -> Path | None:
     """The Hugging Face directory that `model.name` is the path of, or the snapshot in the local cache of the model that
-    it is the hub's id of; None where it is a preset or not given.
+    it is the hub's id of; None if it is a preset or not given.
 
     A preset's name wins over a directory of the same name, and that over the hub's; `./gpt2` is always the directory.
 

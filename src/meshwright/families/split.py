@@ -11,7 +11,7 @@ parallel, on its in side row-wise."""
 
 
 def split_dim(row: Parameter, model: ModelSpec, tp: int) -> int | None:
-    """Index of the dim of `row` that `tp` ranks split; None where each of them keeps the whole.
+    """Index of the dim of `row` that `tp` ranks split; None if each of them keeps the whole.
 
     Where a model has fewer key and value heads than there are ranks, every rank keeps all of them and computes the one
     that its query heads need.

@@ -70,7 +70,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _check_cover(file: Path, spans: Mapping[str, tuple[int, int]], available: int) -> None:
-    """Raise `UserError` where tensors do not lie one right behind another, from the first byte to the last: the
+    """Raise `UserError` if tensors do not lie one right behind another, from the first byte to the last: the
     format's own rule."""
     place = 0
     for name, (begin, end) in sorted(spans.items(), key=lambda item: tuple(item[1])):

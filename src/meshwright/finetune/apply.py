@@ -60,7 +60,7 @@ def linear_at(model: nn.Module, path: str, setting: str) -> Linear:
 
 
 def _quantize(model: Decoder, path: str, rows: list[Parameter]) -> None:
-    """Put `rows` in the place of a linear layer's weight."""
+    """Put `rows` instead of a linear layer's weight."""
     layer = linear_at(model, path, "finetune.base")
     others = dict(layer._parameters)
     del others["weight"]

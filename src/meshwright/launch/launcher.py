@@ -51,7 +51,7 @@ class Worker:
     attempt: int = 0
     """How often the workers were started again before."""
     parent: int = 0
-    """The process without which this one is not to go on: our launcher or torchrun's agent; 0 where there is none."""
+    """The process without which this one is not to go on: our launcher or torchrun's agent; 0 if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +66,9 @@ class Nodes:
 
 
 def find_worker(environment: Mapping[str, str] = os.environ) -> Worker | None:
-    """The place that torchrun, or srun with one task per rank, gave this process; None where nobody did.
+    """The place that torchrun, or srun with one task per rank, gave this process; None if nobody did.
 
-    Raises `UserError` where the variables are there but make no sense.
+    Raises `UserError` if the variables are there but make no sense.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         world_size = _integer(environment, "WORLD_SIZE")
@@ -119,7 +119,7 @@ def find_nodes(environment: Mapping[str, str] = os.environ) -> Nodes:
 def _started_by_srun(environment: Mapping[str, str]) -> bool:
     """Whether this process is a task of srun, not the batch script itself, which has most of the same variables.
 
-    Raises `UserError` where others were started beside it, or should have been, that it cannot find.
+    Raises `UserError` if others were started beside it, or should have been, that it cannot find.
     """
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if "SLURM_STEP_ID" not in environment and _integer(environment, name, 1) > 1:
@@ -151,7 +151,7 @@ def start_workers(
 ) -> int:
     """Run `python -m MODULE ARGUMENTS` once per local rank until the run has ended, after crashes `restarts` times.
 
-    `run_dir` is where their checkpoints are; None where they keep nothing to continue from. `stepped` says whether a
+    `run_dir` is where their checkpoints are; None if they keep nothing to continue from. `stepped` says whether a
     training step was recorded since a time: workers that crash before the first one are not started again. They inherit
     the file descriptors `inherited`. Returns the exit status (`status.py`); what there is to say about it has been
     printed, but for a stop.
@@ -217,7 +217,7 @@ def _store(host: str, port: int, patience: timedelta, *, hosts: bool) -> dist.TC
 
 
 def _await_name(host: str, patience: timedelta) -> None:
-    """Wait until the name service knows `host`: a pod's name may take some seconds. Raises `UserError` where it does
+    """Wait until the name service knows `host`: a pod's name may take some seconds. Raises `UserError` if it does
     not; torch would warn twice a second for as long."""
     began = told = time.monotonic()
     while True:

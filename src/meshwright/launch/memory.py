@@ -46,7 +46,7 @@ class MemoryWatch:
 
 
 def field_of(file: Path, name: str) -> int:
-    """The number behind `name` at the beginning of a line; 0 where there is none."""
+    """The number behind `name` at the beginning of a line; 0 if there is none."""
     with suppress(OSError, ValueError, IndexError):
         for line in file.read_text().splitlines():
             if line.startswith((f"{name} ", f"{name}\t")):

@@ -50,7 +50,7 @@ class RankedProgram:
     def wait_for(self, journal: Path, sign: bytes, seconds: float) -> None:
         """Wait until a whole line of `journal` contains `sign`.
 
-        Raises `ProgramError` where a rank ends before, or where `journal` does not grow for so many seconds.
+        Raises `ProgramError` if a rank ends before, or where `journal` does not grow for so many seconds.
         """
         size, deadline = -1, time.monotonic() + seconds
         while True:
@@ -67,7 +67,7 @@ class RankedProgram:
             time.sleep(LOOK_EVERY)
 
     def peak_bytes(self) -> int:
-        """Most bytes that a rank ever held in memory, of the rank that held most; 0 where there is no /proc."""
+        """Most bytes that a rank ever held in memory, of the rank that held most; 0 if there is no /proc."""
         return max(1024 * field_of(Path(f"/proc/{process.pid}/status"), "VmHWM:") for process in self._processes)
 
     def _explain(self, statuses: Sequence[int | None]) -> str:

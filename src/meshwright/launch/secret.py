@@ -32,7 +32,7 @@ def write_secret(run_dir: Path) -> None:
 
 
 def read_secret(run_dir: Path) -> bytes:
-    """The secret that rank 0 has written; raises `UserError` where this rank cannot read it."""
+    """The secret that rank 0 has written; raises `UserError` if this rank cannot read it."""
     try:
         return (run_dir / FILE).read_bytes()
     except OSError as error:

@@ -40,7 +40,7 @@ class StopRequest:
     def __init__(self, *, raises: bool) -> None:
         self.raises = raises
         self.number = 0
-        """The signal that asked; 0 where none did."""
+        """The signal that asked; 0 if none did."""
         self._nothing_to_save = True
         self._when = 0.0
         self._before: dict[int, Any] = {}

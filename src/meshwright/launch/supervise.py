@@ -113,7 +113,7 @@ def _agreed(job: Job, key: str, mine: Verdict) -> Verdict:
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """What `call` returns; raises `TimeoutError` where it takes longer, and leaves it to itself."""
+    """What `call` returns; raises `TimeoutError` if it takes longer, and leaves it to itself."""
     answers: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
 
     def ask() -> None:
@@ -270,6 +270,6 @@ def after_stop(run_dir: Path) -> str:
 
 
 def _newest_step(run_dir: Path | None) -> int:
-    """Step of the newest checkpoint; 0 where there is none."""
+    """Step of the newest checkpoint; 0 if there is none."""
     published = list_checkpoints(run_dir / "checkpoints") if run_dir else []
     return step_of(published[-1]) if published else 0

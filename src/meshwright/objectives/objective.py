@@ -70,7 +70,7 @@ class Objective(ABC):
 
 
 def check_sums(objective: Objective, sums: Sums) -> Sums:
-    """The sums; raises `UserError` where an objective has made something else."""
+    """The sums; raises `UserError` if an objective has made something else."""
     where = f"training.objective: {given_name(objective)}.sums"
     if not isinstance(sums, Sums):
         raise UserError(f"{where} returns {type(sums).__name__}; return meshwright.Sums(loss, metrics)")
@@ -84,7 +84,7 @@ def check_sums(objective: Objective, sums: Sums) -> Sums:
 
 
 def check_count(objective: Objective, count: Any) -> int:
-    """The number of terms; raises `UserError` where an objective has counted something else."""
+    """The number of terms; raises `UserError` if an objective has counted something else."""
     if isinstance(count, bool) or not isinstance(count, Integral) or count < 0:
         where = f"training.objective: {given_name(objective)}.count"
         raise UserError(f"{where} returns {count!r}; return how many terms the batch has, a whole number from 0 up")

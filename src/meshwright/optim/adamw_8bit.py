@@ -68,7 +68,7 @@ class AdamW8bit(Parameterwise):
 
 
 def block_size(parameter: torch.Tensor) -> int | None:
-    """Numbers of a parameter's moments that share a scale; None where they stay fp32: where there are few of them, or
+    """Numbers of a parameter's moments that share a scale; None if they stay fp32: where there are few of them, or
     where tensor parallelism cuts blocks, so that a checkpoint would depend on where."""
     block = gcd(BLOCK, parameter.shape[-1]) if parameter.dim() > 1 else 0
     splits_blocks = block and local(parameter).shape[-1] % block

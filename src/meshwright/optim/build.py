@@ -27,7 +27,7 @@ class Optimizers:
     """The optimizers of one run, driven together; every parameter belongs to exactly one."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Raises `UserError` where an optimizer does not say how its state begins."""
+        """Raises `UserError` if an optimizer does not say how its state begins."""
         for optimizer in optimizers:
             if not isinstance(optimizer, Parameterwise | Plugged | torch.optim.AdamW):
                 raise UserError(
@@ -49,7 +49,7 @@ class Optimizers:
         return cls([optimizer for part in parts for optimizer in part.optimizers])
 
     def check_layout(self, layout: LayoutSpec) -> None:
-        """Raise `UserError` where a user's optimizer does not say that it may step what a rank of the layout holds."""
+        """Raise `UserError` if a user's optimizer does not say that it may step what a rank of the layout holds."""
         splits = layout.world_size > layout.dp_replicate
         for optimizer in self.optimizers:
             if splits and isinstance(optimizer, Plugged) and optimizer.elementwise is None:
@@ -96,7 +96,7 @@ def build_optimizers(
 
     Args:
         table: the rows that train.
-        build: makes them, in the place of what `OPTIMIZERS` has for `spec.name`.
+        build: makes them, instead of what `OPTIMIZERS` has for `spec.name`.
     """
     return Optimizers((build or OPTIMIZERS.get(spec.name, _plugged))(spec, tuple(table), parameters))
 

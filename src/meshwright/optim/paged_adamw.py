@@ -20,7 +20,7 @@ class PagedAdamW(Parameterwise):
     def __init__(
         self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0
     ) -> None:
-        """Raises `UserError` where bitsandbytes is not installed."""
+        """Raises `UserError` if bitsandbytes is not installed."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         try:
             self._functional = import_module("bitsandbytes.functional")

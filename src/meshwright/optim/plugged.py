@@ -5,7 +5,7 @@ A class says what it looks at:
     elementwise = True     every number from its own history alone: it steps the shards that a rank holds
     elementwise = False    each tensor by itself: it is given one after another, whole, and the rank keeps its shard
 
-One that says nothing may look across tensors, so it is used only where every rank holds all of them whole.
+One that says nothing may look across tensors, so it is used only if every rank holds all of them whole.
 """
 
 import inspect
@@ -39,7 +39,7 @@ class Plugged(torch.optim.Optimizer):
         Args:
             make: called with groups of plain tensors and the settings.
             groups: parameter groups, each with `lr` and `weight_decay`.
-            settings: keyword arguments; `weight_decay` only where the recipe asks for one.
+            settings: keyword arguments; `weight_decay` only if the recipe asks for one.
             name: what the recipe calls it.
 
         Raises:

@@ -26,7 +26,7 @@ def lr_factor(schedule: LrScheduleSpec, step: int, steps: int, shape: Shape | No
 def find_shape(schedule: LrScheduleSpec) -> Shape:
     """What `schedule.name` means: a row of `SHAPES`, or a plug-in, a function of (step, steps) and of the options.
 
-    Raises `UserError` where there is none of the name, or it takes other arguments.
+    Raises `UserError` if there is none of the name, or it takes other arguments.
     """
     where = f"training.lr_schedule.name={schedule.name}"
     if schedule.name in SHAPES:

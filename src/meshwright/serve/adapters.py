@@ -26,9 +26,9 @@ def export_adapter(trained: TrainedModel, directory: Path) -> tuple[int, float]:
     """Write what was trained beside the base as an adapter of peft's.
 
     Returns the number of its parameters, and the largest difference between a logit of the model and of what was read
-    back, by peft too where it is installed.
+    back, by peft too if it is installed.
 
-    Raises `UserError` where there are no adapters, `directory` exists, peft has no name for them, or the logits differ
+    Raises `UserError` if there are no adapters, `directory` exists, peft has no name for them, or the logits differ
     by more than rounding; then nothing is written.
     """
     run = trained.run

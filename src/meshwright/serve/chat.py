@@ -65,7 +65,7 @@ class Partner:
     def say(self, asked: str, settings: Settings) -> Iterator[str]:
         """The parts of the answer, as they come. What was heard when the iterator is closed stays in the history.
 
-        Raises `UserError` where the conversation has no room; then the history is as before.
+        Raises `UserError` if the conversation has no room; then the history is as before.
         """
         if self.chats:
             messages = [*self.messages(), {"role": "user", "content": asked}]
@@ -75,7 +75,7 @@ class Partner:
         yield from self._write(Turn(asked), prompt, ends, settings)
 
     def more(self, settings: Settings) -> Iterator[str]:
-        """The last text goes on. Raises `UserError` where there is none, or answers end by themselves."""
+        """The last text goes on. Raises `UserError` if there is none, or answers end by themselves."""
         if self.chats or not self.turns:
             raise UserError("/more goes on with the last text of a model that has no chat template")
         last = self.turns.pop()

@@ -46,7 +46,7 @@ class Prompts:
     def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> list[int]:
         """Token ids up to where the assistant speaks. A special token that a message spells is the letters it is.
 
-        Raises `UserError` where there is no template, or it refuses the conversation.
+        Raises `UserError` if there is no template, or it refuses the conversation.
         """
         if self._template is None:
             raise UserError("the model's tokenizer has no chat template")

@@ -128,7 +128,7 @@ class Engine:
     def submit(self, request: Request, listener: Callable[[Answer, list[Token], str], None] | None = None) -> Answer:
         """Queue a request; `step` until its answer has a `finish`.
 
-        Raises `UserError` where prompt and answer have no room.
+        Raises `UserError` if prompt and answer have no room.
         """
         check_room([request.prompt], request.max_tokens, self.max_context)
         assert self._decode is not None or not request.stops
@@ -150,7 +150,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """One forward pass; False where there is nothing to do."""
+        """One forward pass; False if there is nothing to do."""
         self._sweep()
         self._admit()
         if not self._rows:

@@ -352,7 +352,7 @@ async def _checked(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _room(prompt: Sequence[int], wanted: int | None, room: int) -> int:
-    """New tokens at most. Raises `ApiError` where they have no room."""
+    """New tokens at most. Raises `ApiError` if they have no room."""
     tokens = max(1, room - len(prompt)) if wanted is None else wanted
     try:
         check_room([prompt], tokens, room)

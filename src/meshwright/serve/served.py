@@ -20,7 +20,7 @@ def open_served(
 ) -> list[Served]:
     """The model under its name, and the runs of adapters under theirs.
 
-    Raises `UserError` where a run holds no adapters of the same base, or a name is given twice.
+    Raises `UserError` if a run holds no adapters of the same base, or a name is given twice.
     """
     if name in adapters:
         raise UserError(f"--adapter {name}=...: the model itself is called so; choose another name, or --name")
@@ -47,7 +47,7 @@ def serve_as(trained: TrainedModel, name: str, *, max_batch: int, max_context: i
 def open_adapter(base: TrainedModel, path: Path) -> TrainedModel:
     """A run's model whose frozen weights are those of `base`, and take no memory of their own.
 
-    Raises `UserError` where they differ.
+    Raises `UserError` if they differ.
     """
     trained = open_trained(path, device=base.device.type, dtype=_name_of(base.model.like.dtype))
     if not any(row.adapter for row in trained.model.table):

@@ -21,7 +21,7 @@ def end_ids(tokenizer: TextTokenizer, *configs: Mapping[str, Any]) -> set[int]:
 
 def token_ids(tokenizer: TextTokenizer, config: Mapping[str, Any]) -> TokenIds:
     """What an export says: beginning, ends and padding, as the model's `config` and the tokenizer's files name them;
-    None where neither does, for transformers has a default of its own for every family."""
+    None if neither does, for transformers has a default of its own for every family."""
     ends = end_ids(tokenizer, config)
     ordered = [tokenizer.eos_id, *sorted(ends - {tokenizer.eos_id})]
     found: TokenIds = {"eos_token_id": ordered if len(ordered) > 1 else ordered[0]}
@@ -36,7 +36,7 @@ def token_ids(tokenizer: TextTokenizer, config: Mapping[str, Any]) -> TokenIds:
 
 
 def model_config(directory: Path | None) -> dict[str, Any]:
-    """The config.json in a directory; empty where there is none."""
+    """The config.json in a directory; empty if there is none."""
     try:
         found = json.loads((directory / "config.json").read_bytes()) if directory else {}
     except (OSError, ValueError, RecursionError):

@@ -80,7 +80,7 @@ def open_trained(
     on a CPU and bf16 on a GPU. `averaged`: with the moving average of the weights that the callback `EMA` has kept.
     `family`: transformers, to let that library compute a Hugging Face directory's model whatever it is.
 
-    Raises `UserError` where `path` is none of them or has no average, `CheckpointError` where a file is missing or
+    Raises `UserError` if `path` is none of them or has no average, `CheckpointError` where a file is missing or
     damaged.
     """
     place = choose_device(find_machine(device), 0)
@@ -118,7 +118,7 @@ def continue_texts(
     """What the model writes after each prompt, up to the first of `stops`: `max_tokens`, by default 128 or as many as
     it has positions for.
 
-    An empty prompt begins a document. Raises `UserError` where prompt and new tokens have no room.
+    An empty prompt begins a document. Raises `UserError` if prompt and new tokens have no room.
     """
     tokenizer = trained.tokenizer
     ids = [tokenizer.encode_prompt(prompt) or [tokenizer.eos_id] for prompt in prompts]
@@ -137,7 +137,7 @@ def answer_texts(
 ) -> list[str]:
     """What the model answers to each prompt in a conversation of its own, as the chat template of its tokenizer says.
 
-    Raises `UserError` where there is no template, or prompt and new tokens have no room.
+    Raises `UserError` if there is no template, or prompt and new tokens have no room.
     """
     ids, ends = ask(trained.tokenizer, prompts, system)
     ends |= end_ids(trained.tokenizer, _config_of(trained))
@@ -157,7 +157,7 @@ def evaluate_texts(
     Without sources, on what the run held out. All text counts, or `num_samples` evenly spaced samples of it, of each
     source its share.
 
-    Raises `UserError` where there is no text, or the model was not meant for `sequence_length` positions.
+    Raises `UserError` if there is no text, or the model was not meant for `sequence_length` positions.
     """
     recipe = trained.run.run if trained.run else None
     length = sequence_length or (recipe.data.sequence_length if recipe else min(1024, trained.spec.max_positions))
@@ -181,7 +181,7 @@ def export_trained(
 
     Returns the largest difference between a logit of the model and of what was read back, and the dtype.
 
-    Raises `UserError` where `directory` exists, or the logits differ by more than rounding; then nothing is written.
+    Raises `UserError` if `directory` exists, or the logits differ by more than rounding; then nothing is written.
     """
     adapted = any(row.adapter for row in trained.model.table)
     if adapted and not merge:
@@ -206,7 +206,7 @@ def export_trained(
 
 
 def _config_of(trained: TrainedModel) -> dict[str, Any]:
-    """The config.json that the model began with; empty where it began without, or where that is gone."""
+    """The config.json that the model began with; empty if it began without, or where that is gone."""
     if trained.spec.foreign is not None:
         return json.loads(trained.spec.foreign.config)
     if trained.run is None:

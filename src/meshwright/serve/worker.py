@@ -58,7 +58,7 @@ class Worker:
     def submit(self, model: str, requests: Sequence[Request], listener: Listener) -> Callable[[], None]:
         """Queue requests that were checked, all or none; returns what cancels them.
 
-        Raises `BusyError` where they have no place.
+        Raises `BusyError` if they have no place.
         """
         engine, answers = self._engines[model], list[Answer]()
         with self._wake:

@@ -33,7 +33,7 @@ def write_durably(path: Path, content: str | bytes) -> None:
 
 
 def regular(path: Path) -> Path:
-    """`path`; raises `UserError` where it is a pipe or a device, which a reader may wait for without end."""
+    """`path`; raises `UserError` if it is a pipe or a device, which a reader may wait for without end."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise UserError(f"{path} is a pipe or a device, not a file")
     return path
@@ -52,7 +52,7 @@ def sync_folder(path: Path) -> None:
 def complete_folder(directory: Path) -> Iterator[Path]:
     """A folder to fill, which gets the name `directory` once the block has ended well and goes away where it has not.
 
-    Of several processes that want the same one writes at a time. Raises `UserError` where `directory` exists.
+    Of several processes that want the same one writes at a time. Raises `UserError` if `directory` exists.
     """
     with Lock(directory.with_name(f".{directory.name}.lock"), wait=math.inf):
         if directory.exists():

@@ -106,7 +106,7 @@ class Lock:
 
     @property
     def owner(self) -> Owner | None:
-        """Who else owns the lock now; None where nobody else does."""
+        """Who else owns the lock now; None if nobody else does."""
         numbers = self._numbers()
         if not numbers:
             return None  # somebody has removed the file
@@ -187,7 +187,7 @@ class _Sighting:
         self._last: tuple[str, int] | None = None
 
     def look(self, name: Path) -> bool | None:
-        """Whether the owner of the lock file `name` lives; None where that is not known yet."""
+        """Whether the owner of the lock file `name` lives; None if that is not known yet."""
         try:
             file = os.open(name, os.O_RDWR)  # opened anew each time: that is when NFS asks for the true time
         except FileNotFoundError:
@@ -243,7 +243,7 @@ def _now(beside: Path) -> int:
 
 
 def _boot() -> str:
-    """What tells this start of the machine from every other; empty where the system does not say."""
+    """What tells this start of the machine from every other; empty if the system does not say."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""

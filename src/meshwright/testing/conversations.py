@@ -3,7 +3,7 @@
 from typing import Any
 
 Record = dict[str, Any]
-"""`messages`, and `tools` where there are any, as `data/records.py` writes them."""
+"""`messages`, and `tools` if there are any, as `data/records.py` writes them."""
 
 
 def said(role: str, content: str = "", **fields: Any) -> dict[str, Any]:

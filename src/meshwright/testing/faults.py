@@ -13,7 +13,7 @@ AUDITED = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmt
 
 
 def run_in_fork(work: Callable[[], Any], *, die_at: int | None = None, below: Path | None = None) -> int:
-    """Run `work` in a forked child and return its exit status, 0 where it returned.
+    """Run `work` in a forked child and return its exit status, 0 if it returned.
 
     With `die_at`, the child ends without a word (as by kill -9, status 9) right before its `die_at`-th file operation,
     counted from 0, on something below the folder `below`.

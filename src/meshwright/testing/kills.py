@@ -128,7 +128,7 @@ def storm(
 ) -> Counter[str]:
     """Kill the ranks `kills` times, in turns so many of them; how often what was hit, and the steps that were kept.
 
-    Raises `AssertionError` where anything is lost that must not be.
+    Raises `AssertionError` if anything is lost that must not be.
     """
     root, progress, draw = folder / "checkpoints", folder / "progress", random.Random(seed)
     hit: Counter[str] = Counter()

@@ -117,7 +117,7 @@ REFUSED: tuple[dict[str, Any], ...] = (
 
 
 def refusal(layout: dict[str, Any], model: ModelSpec, sequence_length: int) -> str:
-    """Why a layout is refused, in the words that people get; empty where it is not."""
+    """Why a layout is refused, in the words that people get; empty if it is not."""
     try:
         return "; ".join(find_misfits(LayoutSpec.model_validate(layout), model, sequence_length))
     except ValidationError as error:
@@ -156,7 +156,7 @@ def random_layouts(
     *, seed: int, count: int, build: Callable[[dict[str, Any]], ResolvedRun | None], most_ranks: int = 8
 ) -> Iterator[Drawn]:
     """Random legal layouts of 2 to `most_ranks` ranks, each with a family and one thing beside it. The i-th depends on
-    `seed + i` alone. `build` makes a run of the options of tests' `tiny_run`, or None where it cannot."""
+    `seed + i` alone. `build` makes a run of the options of tests' `tiny_run`, or None if it cannot."""
     for number in range(seed, seed + count):
         generator = random.Random(number)
         while True:
@@ -169,7 +169,7 @@ def random_layouts(
 
 
 def _draw(generator: random.Random, most_ranks: int) -> dict[str, Any] | None:
-    """Options of a run; None where the degrees are no layout."""
+    """Options of a run; None if the degrees are no layout."""
     degrees = {axis: generator.choice((1, 1, 1, 2, 2, 3, 4)) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}
     family, beside = generator.choice(FAMILIES), generator.choice(BESIDE)
     choices: dict[str, Any] = {"zero": generator.choice(("auto", 1, 2, 3)), "ep": generator.choice((1, 2, 4))}

@@ -108,7 +108,7 @@ class _Group:
 
     @property
     def is_worn(self) -> bool:
-        """Whether the first rank, and so each, has more than `MOST_THREADS`; never where there is no /proc."""
+        """Whether the first rank, and so each, has more than `MOST_THREADS`; never if there is no /proc."""
         tasks = Path(f"/proc/{self._processes[0].pid}/task")
         return tasks.is_dir() and len(list(tasks.iterdir())) > MOST_THREADS
 

@@ -1,1 +1,1 @@
-"""Training: the loop, the step and how processes start. `meshwright.trainer` is the way in."""
+"""Training: the loop, the step and the start of processes. `meshwright.trainer` is the public entry point."""

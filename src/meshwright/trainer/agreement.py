@@ -6,5 +6,5 @@ from meshwright.comm import collectives
 
 
 def largest(*values: int) -> tuple[int, ...]:
-    """Each value's largest over all ranks. Collective: some bytes through host memory, also where GPUs compute."""
+    """The maximum of each value over all ranks. Collective: a few bytes through host memory, on GPUs too."""
     return tuple(collectives.all_reduce_(torch.tensor(values, dtype=torch.int64), op="max").tolist())

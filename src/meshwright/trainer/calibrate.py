@@ -22,18 +22,18 @@ from meshwright.storage.scratch import scratch_folder
 
 LARGE = {"cpu": 1024, "cuda": 8192}
 SMALL = {"cpu": 64, "cuda": 256}
-"""Sides of the square products that show a device's rate, and what a product costs besides."""
+"""Sides of the square products that measure a device's rate and the fixed cost of a product."""
 COPY_BYTES = {"cpu": 2**27, "cuda": 2**30}
 MESSAGE_BYTES = {"cpu": (2**12, 2**22, 2**25), "cuda": (2**12, 2**24, 2**28)}
-"""Payloads of the all-reduces, from the smallest, where latency is all, to the largest."""
+"""Payloads of the all-reduces, from the smallest, which measures latency, to the largest."""
 MEASURED = (FP32, BF16)
 TINY_OPERATORS = 200
 
 
 def calibrate(machine: Machine | None = None, *, ranks: int | None = None, seconds: float = 1.0) -> ClusterSpec:
-    """The cluster `local` with what its devices reach when all `ranks` (default: one a device) work at once.
+    """The cluster `local` with rates measured while all `ranks` (default: one per device) work at once.
 
-    `seconds` is spent on each of about ten measurements. Collective over processes that it starts itself.
+    Each of about ten measurements takes `seconds`. Starts its own processes.
     """
     machine = machine or find_machine()
     ranks = ranks or machine.devices
@@ -58,7 +58,7 @@ def calibrate(machine: Machine | None = None, *, ranks: int | None = None, secon
 
 
 def _measure_rank(job: tuple[int, int, str, int, str, float]) -> dict[str, float]:
-    """Everything one rank measures, while all others measure the same."""
+    """The measurements of one rank, while all others measure the same."""
     rank, ranks, kind, threads, store, seconds = job
     torch.set_num_threads(threads)
     device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
@@ -95,7 +95,7 @@ def _product(side: int, dtype: torch.dtype, device: torch.device) -> Callable[[]
 
 
 def _attention_tflops(kind: str, device: torch.device, seconds: float) -> float:
-    """Causal attention, forward and backward, by the arithmetic that a causal mask leaves."""
+    """TFLOP/s of causal attention, forward and backward, counting only unmasked products."""
     heads, length, width = (8, 512, 64) if kind == "cpu" else (32, 4096, 128)
     dtype = torch.float32 if kind == "cpu" else torch.bfloat16
     q, k, v = (torch.randn(1, heads, length, width, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
@@ -126,7 +126,7 @@ def _times(action: Callable[[], Any], repeats: int, device: torch.device) -> flo
 
 
 def _slowest(name: str, values: list[float]) -> float:
-    """What the slowest rank reaches, for the others wait for it."""
+    """The value of the slowest rank, because the others wait for it."""
     return min(values) if name.split()[0] in ("matmul", "memory", "attention") else max(values)
 
 

@@ -19,7 +19,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def choose_device(machine: Machine, local_rank: int) -> torch.device:
-    """The device of the local rank; raises `UserError` where torch cannot use what the machine has."""
+    """The device of the local rank; raises `UserError` if torch cannot use what the machine has."""
     if machine.kind == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -47,18 +47,17 @@ def peak_flops(device: torch.device, machine: Machine, precision: Precision) -> 
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most bytes this process ever held: reserved GPU memory, or resident set on a CPU."""
+    """Peak memory of this process: reserved GPU memory, or the resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def keep_freed_memory() -> None:
-    """Make the C library keep memory that tensors free; every later call of malloc in this process is concerned.
+    """Make the C library keep freed memory; affects every later malloc of this process.
 
-    glibc gives large blocks back to the system at once, which clears every page anew when the next step asks for them:
-    a third of a step with a large vocabulary. It keeps them for a step of the same sizes to come, and the peak is the
-    same. Other C libraries are left as they are.
+    By default glibc returns large blocks to the system at once, which clears their pages again for the next step: a
+    third of a step with a large vocabulary. Keeping them does not change the peak. Other C libraries are not changed.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
@@ -67,7 +66,7 @@ def keep_freed_memory() -> None:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what it was asked."""
+    """Wait until the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -13,13 +13,13 @@ from meshwright.trainer.notebook import notebook_bar
 BAR = 20
 """Width of a run's progress, in characters."""
 TERMINAL_SECONDS, LOG_SECONDS = 0.2, 30.0
-"""How often progress is renewed on a terminal, and told anew elsewhere."""
+"""Intervals between updates on a terminal, and between lines elsewhere."""
 
 
 class ProgressLine:
-    """Progress, speed and time left on standard error: one line renewed on a terminal, else a line now and then.
+    """Progress, speed and time left on standard error: an updating line on a terminal, else occasional lines.
 
-    In `with`, the terminal's line is gone afterwards, also where an error is to be told on it.
+    Used in `with`, it clears the terminal's line afterwards, even after an error.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class ProgressLine:
         self._told = time.monotonic()
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """Tell what is being done and how far it is, where it is time to."""
+        """Show the task and its progress if the interval has passed."""
         now = time.monotonic()
         if what != self._what:
             self._what, self._first, self._began = what, done, now
@@ -53,8 +53,7 @@ class ProgressLine:
 
 
 class Display(Callback):
-    """One line that renews itself on a terminal, a bar in a notebook, plain lines at sensible intervals elsewhere;
-    silent off rank 0."""
+    """An updating line on a terminal, a bar in a notebook, plain lines at intervals elsewhere; only on rank 0."""
 
     def __init__(
         self, *, steps: int, memory_bytes: int, device: str, enabled: bool, stream: TextIO | None = None
@@ -68,7 +67,7 @@ class Display(Callback):
         self._open_line = False
 
     def say(self, text: str) -> None:
-        """Print `text` on lines of its own."""
+        """Print `text` on separate lines."""
         if not self.enabled:
             return
         if self._open_line:
@@ -86,7 +85,7 @@ class Display(Callback):
             self.say(self.line(record))
 
     def on_record(self, training: Training, record: Record) -> None:
-        """Show steps; what writes other records prints its own lines."""
+        """Show steps; other records are printed by their writers."""
         if record["kind"] == "step" and self.bar is not None:
             self.bar.show(record)
         elif record["kind"] == "step":

@@ -16,18 +16,18 @@ from meshwright.spec.errors import UserError
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Loss on held-out data, the same on every rank and for every number of ranks."""
+    """Loss on held-out data; equal on every rank, and for every number of ranks."""
 
     loss: float
     """Mean loss per term: nats per token, or an objective's own."""
     tokens: int
-    """Terms: tokens that carry loss, or pairs of answers."""
+    """Number of terms: tokens that carry loss, or pairs of answers."""
     term: str = "token"
-    """What a term is."""
+    """Name of a term."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The objective's metrics, each a mean over terms (`Objective.metrics`)."""
     sources: dict[str, "Evaluation"] = field(default_factory=dict)
-    """The same for each source of data by itself, where there are several."""
+    """The same for each source of data, if there are several."""
 
     @property
     def perplexity(self) -> float:
@@ -36,7 +36,7 @@ class Evaluation:
 
 
 def joined(parts: dict[str, Evaluation]) -> Evaluation:
-    """One evaluation of several sources: each term counts alike."""
+    """The evaluation over several sources; all terms have the same weight."""
     if len(parts) == 1:
         return next(iter(parts.values()))
     tokens = sum(part.tokens for part in parts.values())
@@ -50,9 +50,9 @@ def joined(parts: dict[str, Evaluation]) -> Evaluation:
 def evaluate(
     passes: Passes, microbatches: Iterable[HostBatch], device: torch.device, *, repeats_loss: bool = False
 ) -> Evaluation:
-    """Means over the terms of `microbatches` of all ranks; every rank must bring the same number of them. Collective.
+    """Means over the terms of `microbatches` of all ranks; every rank must have the same number of them. Collective.
 
-    `repeats_loss`: another rank brings the same microbatches as this one, and counts them.
+    `repeats_loss`: another rank has the same microbatches as this one, and counts them.
     """
     terms = 0
 

@@ -1,4 +1,4 @@
-"""The evaluation of a run in progress: which held-out samples it measures, and what its record says."""
+"""The evaluation of a run in progress: its held-out samples, and its record."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,10 +15,10 @@ from meshwright.trainer.setup import Trainer
 
 
 def evaluate_held_out(trainer: Trainer, corpus: Corpus, stop: StopRequest) -> Evaluation | None:
-    """Loss on `evaluation.batches` global batches of held-out text, evenly spaced and always the same; of several
-    sources each by itself, on as many batches as its share of the samples makes, one at least.
+    """Loss on `evaluation.batches` global batches of held-out text, evenly spaced and always the same. Each of several
+    sources is measured separately, on its share of the batches, at least one.
 
-    None where a signal cut it short. Collective.
+    None if a signal cut it short. Collective.
     """
     resolved = trainer.resolved
     parts = {}
@@ -34,7 +34,7 @@ def evaluate_held_out(trainer: Trainer, corpus: Corpus, stop: StopRequest) -> Ev
 
 
 def _evaluate(trainer: Trainer, samples: Samples, num_samples: int, stop: StopRequest) -> Evaluation | None:
-    """Loss on so many of the samples, evenly spaced; None where a signal cut it short."""
+    """Loss on `num_samples` of the samples, evenly spaced; None if a signal cut it short."""
     batches = evaluation_batches(
         samples,
         micro_batch=trainer.resolved.micro_batch,
@@ -61,7 +61,7 @@ def _evaluate(trainer: Trainer, samples: Samples, num_samples: int, stop: StopRe
 
 
 def evaluation_fields(evaluation: Evaluation) -> dict[str, Any]:
-    """What a record of kind `evaluation` holds: the figures, and each source's loss as `loss/NAME`."""
+    """The fields of a record of kind `evaluation`: the figures, and each source's loss as `loss/NAME`."""
     fields = {"loss": evaluation.loss, "tokens": evaluation.tokens, **evaluation.metrics}
     sources = {f"loss/{name}": part.loss for name, part in evaluation.sources.items()}
     return {"perplexity": evaluation.perplexity, **fields, **sources}

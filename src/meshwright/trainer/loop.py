@@ -1,4 +1,4 @@
-"""The training loop, whole: what happens in a run, in order."""
+"""The training loop: the events of a run, in order."""
 
 from dataclasses import asdict
 
@@ -19,8 +19,7 @@ from meshwright.trainer.step import StepResult
 def train_loop(session: Session) -> int:
     """Train from the trainer's step to the last: agree, evaluate, save, step, tell the callbacks. Collective.
 
-    Returns the signal that ended it early, on whichever rank it arrived, or 0. The step that it ended at is saved
-    either way.
+    Returns the signal that ended it early, received by any rank, or 0. The last step is saved either way.
     """
     trainer, corpus, watchdog = session.trainer, session.corpus, session.watchdog
     training, save_every = session.run.training, session.run.checkpoint.every
@@ -32,7 +31,7 @@ def train_loop(session: Session) -> int:
     )
     saver = Saver(session)
     evaluates = bool(corpus.held_out and training.evaluation.batches)
-    evaluated = saved = trainer.step  # where it happened last, or is out of the question
+    evaluated = saved = trainer.step  # the steps of the last evaluation and the last save
     with build_loader(trainer, corpus) as loader, watchdog:
         session.loader = loader
         session.tell("on_start")
@@ -79,7 +78,7 @@ def _flops_per_token(resolved: ResolvedRun, corpus: Corpus) -> int:
 
 
 def count_and_measure(trainer: Trainer, clock: StepClock, result: StepResult) -> StepRecord:
-    """Add a step to the trainer's counts; what there is to write and show about it."""
+    """Add a step to the trainer's counts, and return its record."""
     trainer.tokens += result.tokens
     trainer.skipped += result.skipped
     trainer.spikes += result.spike
@@ -99,7 +98,7 @@ def count_and_measure(trainer: Trainer, clock: StepClock, result: StepResult) ->
 
 
 def due(step: int, every: int) -> bool:
-    """Whether something that happens `every` so many steps, or never where that is 0, happens now."""
+    """Whether an event with interval `every` is due at this step; 0 means never."""
     return every > 0 and step % every == 0
 
 

@@ -1,14 +1,14 @@
 """Metrics: the definition of every figure that a run prints or records.
 
 loss                     mean loss per trained token over the global batch, in nats
-gnorm                    2-norm of the whole gradient, before clipping; none where a pipeline's steps overlap and the
-                         first one has no gradient yet
+gnorm                    2-norm of the whole gradient, before clipping; none in the first step of an asynchronous
+                         pipeline, which has no gradient yet
 lr                       learning rate of the step (of AdamW's parameters)
 step_time                median wall seconds of the last 20 steps, the first of the process left out (warm-up)
 tokens_per_s_per_rank    tokens through the model per step / (step_time x ranks); padding of best-fit samples counts
 trained_per_s_per_rank   the same with the tokens that carry loss
-mfu                      flops_per_token x tokens_per_s_per_rank / peak; the peak and its origin stand in env.json
-mem                      most bytes this rank ever held: GPU memory reserved by PyTorch, or the process's peak RSS
+mfu                      flops_per_token x tokens_per_s_per_rank / peak; the peak and its origin are in env.json
+mem                      peak memory of this rank: GPU memory reserved by PyTorch, or the process's peak RSS
 expert_load              tokens of the busiest expert over the mean of its layer's experts, of the global batch, in the
                          layer where that is largest: 1 is even; null for models without experts
 eta                      remaining steps x step_time, in seconds; evaluation and saving not counted
@@ -42,7 +42,7 @@ class StepRecord:
     tokens: int
     """Tokens seen by the model since the run began."""
     step_time: float | None
-    """None at the first step of a process, which is all warm-up."""
+    """None at the first step of a process, which is warm-up."""
     tokens_per_s_per_rank: float | None
     trained_per_s_per_rank: float | None
     mfu: float | None
@@ -55,7 +55,7 @@ class StepRecord:
     rewinds: int
     """How often the run went back to its last checkpoint."""
     expert_load: float | None
-    """Of the last update that was made."""
+    """Load of the last update."""
 
 
 class StepClock:
@@ -82,7 +82,7 @@ class StepClock:
         self._warm = False
 
     def begin(self) -> None:
-        """Call right before a step's work, data loading included."""
+        """Call right before a step, data loading included."""
         self._began = self._clock()
 
     def end(self) -> None:
@@ -92,7 +92,7 @@ class StepClock:
         self._warm = True
 
     def rates(self, *, step: int, tokens: int, trained: int) -> dict[str, float | None]:
-        """The figures that depend on time, for a step of `tokens` tokens of which `trained` carry loss."""
+        """The time-dependent figures of a step of `tokens` tokens, of which `trained` carry loss."""
         names = ("step_time", "tokens_per_s_per_rank", "trained_per_s_per_rank", "mfu", "eta")
         if not self._seconds:
             return dict.fromkeys(names)
@@ -111,13 +111,13 @@ def new_record(kind: str, **fields: Any) -> dict[str, Any]:
 class Journal:
     """Appends records to a JSONL file, one flushed line each. Use it in `with`.
 
-    While the disk takes nothing, lines wait in memory: the newest ten thousand.
+    While the disk is full or fails, lines wait in memory: the newest ten thousand.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a+b", buffering=0)
         self._file.seek(0)
-        self._file.truncate(self._file.read().rfind(b"\n") + 1)  # a last line that a kill cut short
+        self._file.truncate(self._file.read().rfind(b"\n") + 1)  # remove an incomplete last line
         self._waiting: deque[bytes] = deque(maxlen=10_000)
 
     def write(self, record: dict[str, Any]) -> None:
@@ -129,7 +129,7 @@ class Journal:
         while self._waiting:
             line, end = self._waiting[0], self._file.seek(0, os.SEEK_END)
             try:
-                if self._file.write(line) != len(line):  # there was room for a part of it
+                if self._file.write(line) != len(line):  # the disk had space for a part of it
                     self._file.truncate(end)
                     return
             except OSError:
@@ -151,9 +151,9 @@ class History(list[dict[str, Any]]):
         return History(record for record in self if record["kind"] == kind)
 
     def to_pandas(self) -> Any:
-        """A data frame with a row for each record; figures that a record has not are NaN.
+        """A data frame with a row for each record; missing figures are NaN.
 
-        Raises `UserError` where pandas is not installed.
+        Raises `UserError` if pandas is not installed.
         """
         try:
             pandas = importlib.import_module("pandas")
@@ -163,7 +163,7 @@ class History(list[dict[str, Any]]):
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """All complete records of a JSONL file; a last line cut short by a kill is left out, and so is a damaged one."""
+    """All complete records of a JSONL file; incomplete and damaged lines are left out."""
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")

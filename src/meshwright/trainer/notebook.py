@@ -1,4 +1,4 @@
-"""Progress in a notebook: one bar that renews itself, where a Jupyter kernel runs this process."""
+"""Progress in a notebook: an updating bar, if a Jupyter kernel runs this process."""
 
 import contextlib
 import html
@@ -15,7 +15,7 @@ from typing import Any
 from meshwright.callbacks.callback import Record
 
 RENEW_SECONDS, FOLLOW_SECONDS = 0.2, 0.5
-"""How often the bar is renewed at most, and how often the journal of other processes is read."""
+"""Intervals between updates of the bar, and between reads of the workers' journal."""
 
 
 class NotebookBar:
@@ -28,7 +28,7 @@ class NotebookBar:
         self._shown = 0.0
 
     def show(self, record: Record) -> None:
-        """Show a record of kind `step`, unless the one before has just been shown and more will come."""
+        """Show a record of kind `step`, unless another was shown just before and more will follow."""
         now, step = time.monotonic(), record["step"]
         if now - self._shown < RENEW_SECONDS and step < self.steps:
             return
@@ -38,7 +38,7 @@ class NotebookBar:
             line += f"  {record['eta']:.0f} s left"
         page = f'<progress value="{step}" max="{self.steps}"></progress> <code>{html.escape(line)}</code>'
         bundle = {"text/plain": line, "text/html": page}
-        with contextlib.suppress(Exception):  # a notebook that is gone is no reason to stop training
+        with contextlib.suppress(Exception):  # a closed notebook must not stop training
             if self._handle is None:
                 self._handle = self._display(bundle, raw=True, display_id=True)
             else:
@@ -46,7 +46,7 @@ class NotebookBar:
 
 
 def notebook_bar(steps: int) -> NotebookBar | None:
-    """A bar where this process is a notebook's kernel, else None. Never loads IPython: a kernel has done so."""
+    """A bar if this process is a notebook's kernel, else None. Never loads IPython: a kernel has it loaded already."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if getattr(shell, "kernel", None) is None:  # a terminal's shell has none
@@ -56,7 +56,7 @@ def notebook_bar(steps: int) -> NotebookBar | None:
 
 @contextmanager
 def following(journal: Path, steps: int) -> Iterator[None]:
-    """Inside, a notebook shows the steps that worker processes append to `journal`; elsewhere nothing happens."""
+    """In this context a notebook shows the steps that worker processes append to `journal`."""
     bar = notebook_bar(steps)
     if bar is None:
         yield
@@ -75,7 +75,7 @@ def following(journal: Path, steps: int) -> Iterator[None]:
 def _follow(journal: Path, place: int, bar: NotebookBar, over: threading.Event) -> None:
     last = False
     while not last:
-        last = over.wait(FOLLOW_SECONDS)  # what was written at the end is shown too
+        last = over.wait(FOLLOW_SECONDS)  # once more after the end, for the last records
         with contextlib.suppress(OSError, ValueError), journal.open("rb") as file:
             file.seek(place)
             lines = file.read().rpartition(b"\n")[0].splitlines(keepends=True)

@@ -1,5 +1,5 @@
-"""Plug-ins of a run: objects that Python code hands to `train`, those that the recipe names, and the way of both to
-worker processes."""
+"""Plug-ins of a run: objects passed to `train`, plug-ins named by the recipe, and their transfer to worker
+processes."""
 
 import io
 import pickle
@@ -26,7 +26,7 @@ FILE = "plugins.pickle"
 
 @dataclass(frozen=True)
 class Plugins:
-    """What a user's code hands to `train`, beside the recipe."""
+    """The objects passed to `train` beside the recipe."""
 
     callbacks: Sequence[Callback] = ()
     lr_schedule: Callable[[int, int], float] | None = None
@@ -34,31 +34,31 @@ class Plugins:
     objective: Objective | None = None
     model: type[Model] | None = None
     dataset: Iterable[Any] | None = None
-    """Read by the process that it was given to, and handed to no other."""
+    """Read by the process that receives it, and not sent to workers."""
 
     def __post_init__(self) -> None:
         for callback in self.callbacks:
             if not isinstance(callback, Callback):
                 what = f"the class {callback.__name__}" if isinstance(callback, type) else repr(callback)
                 raise UserError(
-                    f"callbacks: {what} is no Callback; give an instance of a subclass of meshwright.Callback"
+                    f"callbacks: {what} is not a Callback; pass an instance of a subclass of meshwright.Callback"
                 )
         if self.lr_schedule is not None:
             check_takes(self.lr_schedule, f"lr_schedule: {given_name(self.lr_schedule)}", "step", "steps")
         if isinstance(self.optimizer, torch.optim.Optimizer) or not callable(self.optimizer or type):
             raise UserError(
-                f"optimizer: {type(self.optimizer).__name__} is no class; give the class, or functools.partial of it "
-                "with its settings: parameters and their shards exist only once the run has begun"
+                f"optimizer: {type(self.optimizer).__name__} is not a class; pass the class, or functools.partial of "
+                "it with its settings, because parameters and their shards exist only once the run has started"
             )
         if self.objective is not None and not isinstance(self.objective, Objective):
             what = "the class " * isinstance(self.objective, type) + given_name(self.objective)
             raise UserError(
-                f"objective: {what} is no Objective; give an instance of a subclass of meshwright.Objective"
+                f"objective: {what} is not an Objective; pass an instance of a subclass of meshwright.Objective"
             )
         if self.model is not None and not (isinstance(self.model, type) and issubclass(self.model, Model)):
             raise UserError(
-                f"model: {given_name(self.model)} is no subclass of meshwright.Model; give a class that says what its "
-                "blocks are and which dims their parameters have (docs/plugins.md)"
+                f"model: {given_name(self.model)} is not a subclass of meshwright.Model; pass a class that defines its "
+                "blocks and the dims of their parameters (docs/plugins.md)"
             )
 
     def objects(self) -> dict[tuple[str, str], Any]:
@@ -73,7 +73,7 @@ class Plugins:
         return {(kind, given_name(plugin)): plugin for kind, plugin in given.items() if plugin is not None}
 
     def named_in(self, run: Run) -> Run:
-        """The recipe with the names of what was handed over, in the place of what it names itself."""
+        """The recipe with the names of these objects instead of its own."""
         names, training = dict(self.objects().keys()), run.training
         if "lr_schedules" in names:
             schedule = training.lr_schedule.model_copy(update={"name": names["lr_schedules"], "options": {}})
@@ -96,7 +96,7 @@ class Plugins:
 
 
 def all_callbacks(run: Run, plugins: Plugins) -> list[Callback]:
-    """The callbacks that the recipe names, then those that were handed over."""
+    """The callbacks of the recipe, then those passed to `train`."""
     return [*(make_plugin("callbacks", spec) for spec in run.callbacks), *plugins.callbacks]
 
 
@@ -106,10 +106,10 @@ def open_trackers(run: Run) -> list[Callback]:
 
 
 def write_plugins(plugins: Plugins, folder: Path) -> list[str]:
-    """Write plug-ins down for worker processes; returns the arguments that tell them. Nothing where there are none.
+    """Write plug-ins to a file for worker processes; returns the workers' arguments, none without plug-ins.
 
-    Classes and functions go by reference (module and name), their instances with them. Raises `UserError` for what
-    another process cannot import.
+    Classes and functions are pickled by reference (module and name). Raises `UserError` for an object that another
+    process cannot import.
     """
     plugins = replace(plugins, dataset=None)
     if not plugins.callbacks and not plugins.objects():
@@ -118,13 +118,14 @@ def write_plugins(plugins: Plugins, folder: Path) -> list[str]:
     try:
         _ByReference(stream).dump(plugins)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise UserError(f"a plug-in cannot be handed to the worker processes: {error}; {REMEDY}") from error
+        raise UserError(f"a plug-in cannot be sent to the worker processes: {error}; {REMEDY}") from error
     (folder / FILE).write_bytes(pickle.dumps((sys.path, stream.getvalue())))
     return ["--plugins", str(folder / FILE)]
 
 
 def read_plugins(file: Path) -> Plugins:
-    """What `write_plugins` wrote, imported from where its writer imports. The file is its parent process's own."""
+    """The plug-ins that `write_plugins` wrote, imported with the parent's import path. Only the parent wrote the
+    file."""
     path, pickled = pickle.loads(file.read_bytes())
     sys.path.extend(folder for folder in path if folder not in sys.path)
     try:
@@ -140,13 +141,13 @@ REMEDY = (
 
 
 class _ByReference(pickle.Pickler):
-    """Refuses what is defined where a worker cannot import it: in the script itself, or inside a function."""
+    """Refuses objects that a worker cannot import: defined in the script itself, or inside a function."""
 
     def reducer_override(self, obj: Any) -> Any:
         """See `pickle.Pickler`."""
         if isinstance(obj, type | types.FunctionType) and (obj.__module__ == "__main__" or "<" in obj.__qualname__):
             raise UserError(
                 f"{obj.__qualname__} is defined in {obj.__module__}{' inside a function' * ('<' in obj.__qualname__)}, "
-                f"where the worker processes cannot import it from; {REMEDY}"
+                f"so worker processes cannot import it; {REMEDY}"
             )
         return NotImplemented

@@ -1,5 +1,5 @@
-"""Probes: what callbacks may try on a run in progress (other weights, steps off the record, parts of a gradient), after
-which the run goes on as if nothing had been tried."""
+"""Probes: experiments of callbacks on a run in progress (other weights, trial steps, parts of a gradient). The run's
+state is restored afterwards."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from meshwright.trainer.state import own_tensors, random_state, restore_random_s
 
 @contextmanager
 def other_weights(trainer: Trainer, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Inside, the parameters have the values of `tensors` of their names, sharded alike, and these the parameters'."""
+    """In this context parameters and the `tensors` of the same names, sharded alike, have exchanged their values."""
     _exchange(trainer, tensors)
     try:
         yield
@@ -39,13 +39,12 @@ def _exchange(trainer: Trainer, tensors: Mapping[str, torch.Tensor]) -> None:
 
 @contextmanager
 def trial_steps(trainer: Trainer, loader: Loader) -> Iterator[Callable[[int, float], float]]:
-    """Inside, `step(i, lr)` makes the i-th optimizer step from here with a learning rate of its own and returns its
-    loss, NaN where loss or gradient are not finite; weights are then left alone.
+    """In this context `step(i, lr)` makes the i-th optimizer step from here with learning rate `lr` and returns its
+    loss. If loss or gradient are not finite it returns NaN and leaves the weights unchanged.
 
-    Afterwards weights, optimizer state, loss scale and random state are what they were. A copy of them is kept
-    meanwhile.
+    Afterwards weights, optimizer state, loss scale and random state are restored from a copy.
     """
-    _refuse_late(trainer, "steps off the record")
+    _refuse_late(trainer, "trial steps")
     train_step, first = trainer.train_step, trainer.step + trainer.passed_over
     kept = {name: local(tensor).clone() for name, tensor in own_tensors(trainer).items()}
     scale = train_step.scaler.state() if train_step.scaler else None
@@ -60,7 +59,7 @@ def trial_steps(trainer: Trainer, loader: Loader) -> Iterator[Callable[[int, flo
         train_step.store.zero_grad()
         if train_step.scaler is not None:
             train_step.scaler.update(finite=finite)
-            return loss  # a scale that was too large says nothing about the weights
+            return loss  # too large a loss scale says nothing about the weights
         return loss if finite else math.nan
 
     try:
@@ -77,11 +76,11 @@ def trial_steps(trainer: Trainer, loader: Loader) -> Iterator[Callable[[int, flo
 
 
 class ComingBatch(NextBatch):
-    """The batch of the step that comes next, before the step is made."""
+    """The batch of the next step."""
 
     def __init__(self, trainer: Trainer, loader: Loader) -> None:
         """Collective."""
-        _refuse_late(trainer, "a gradient's parts")
+        _refuse_late(trainer, "gradient norms of parts of a batch")
         self.trainer = trainer
         self.microbatches: Sequence[HostBatch] = loader.microbatches(trainer.step + trainer.passed_over)
         passes, place = trainer.train_step.passes, trainer.data_rank * len(self.microbatches)
@@ -108,4 +107,6 @@ class ComingBatch(NextBatch):
 
 def _refuse_late(trainer: Trainer, what: str) -> None:
     if trainer.train_step.passes.late:
-        raise UserError(f"layout.schedule: an asynchronous pipeline has no {what}, for its gradients are a step late")
+        raise UserError(
+            f"layout.schedule: an asynchronous pipeline does not support {what}: its gradients are one step late"
+        )

@@ -1,8 +1,8 @@
-"""The reference of preference tuning: its margin of every pair of answers, found before the first step.
+"""The reference of preference tuning: its margin of every pair of answers, computed before the first step.
 
-The reference is the model as training starts, and it never changes. So one pass over the pairs before the first step is
-all that is needed of it: one number a pair, kept in the run directory, and no second model in memory, whatever the
-layout. Adapters add nothing at the start, so with them it is the base model with its adapters switched off.
+The reference is the model at the start of training; it never changes. One pass over the pairs computes its margins, one
+number per pair, and saves them in the run directory, so no second model is ever in memory. Adapters are zero at the
+start, so with adapters the reference is the base model.
 """
 
 import io
@@ -28,13 +28,13 @@ from meshwright.storage.durable import write_durably
 from meshwright.trainer.setup import Trainer
 
 REFERENCE = "reference.npz"
-"""Name in a run directory: the reference's margins of every pair of each stream, to train on and held out."""
+"""File in a run directory: the reference's margins of every pair of each stream, training and held-out."""
 
 
 def with_references(trainer: Trainer, corpus: Corpus, run_dir: Path) -> Corpus:
-    """The corpus with what the reference makes of its pairs: found before the first step, then read. Collective.
+    """The corpus with the reference's margins: computed before the first step, read on resume. Collective.
 
-    Raises `UserError` where a run that goes on does not find it, or has other pairs than it began with.
+    Raises `UserError` if a run that goes on does not find it, or has other pairs than it began with.
     """
     path = run_dir / REFERENCE
     if not trainer.train_step.passes.objective.needs_reference:
@@ -60,20 +60,20 @@ def with_references(trainer: Trainer, corpus: Corpus, run_dir: Path) -> Corpus:
 
 
 def _read(path: Path, files: Mapping[str, TokenFile]) -> dict[str, np.ndarray]:
-    gone = "and the model that was the reference has learnt since"
+    gone = "and the reference model has been trained since"
     if not path.is_file():
-        raise UserError(f"{path}: what the reference makes of the pairs is missing, {gone}")
+        raise UserError(f"{path}: the reference's margins are missing, {gone}")
     try:
         with path.open("rb") as file, np.load(file) as found:
             tables = dict(found)
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{path} is damaged ({error}), {gone}; begin a new run from these weights") from error
+        raise UserError(f"{path} is damaged ({error}), {gone}; start a new run from these weights") from error
     for name, file in files.items():
         if name not in tables or tables.get(f"{name}.fingerprint", file.fingerprint) != file.fingerprint:
             raise UserError(
-                f"{path}: data.sources hold other pairs than those that the reference has judged, {gone}; give the "
-                "pairs of then, or begin a new run with others (from these weights: checkpoint.start_from; from these "
-                "adapters: finetune.start_from)"
+                f"{path}: data.sources hold other pairs than the run started with, {gone}; restore the old pairs, or "
+                "start a new run with the new ones (from these weights: checkpoint.start_from; from these adapters: "
+                "finetune.start_from)"
             )
     return tables
 

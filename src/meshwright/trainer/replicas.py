@@ -12,14 +12,14 @@ from meshwright.comm.objects import from_first, gather, world_size
 from meshwright.launch.status import ReplicasDifferError
 
 Part = tuple[str, tuple[int, ...]]
-"""A tensor's name and where in it a rank's part begins."""
+"""A tensor's name and the offset of a rank's part in it."""
 
 AT_ONCE = 2**22
-"""Elements that are hashed together, which bounds the memory it takes."""
+"""Elements that are hashed at once, which bounds the memory."""
 
 
 class ReplicaGuard(Callback):
-    """Compares replicas every so many steps (`guards.replicas_every`; 0 is never)."""
+    """Compares replicas every `guards.replicas_every` steps (0: never)."""
 
     def on_step(self, training: Training, record: Record) -> None:
         """See `Callback`."""
@@ -43,7 +43,7 @@ def check_replicas(parameters: Mapping[str, torch.Tensor]) -> None:
 
 @torch.no_grad()
 def checksum(tensor: torch.Tensor) -> int:
-    """A 64-bit hash of a rank's part, in which every bit and its place count: sum of (2 i + 1) x_i modulo 2**64."""
+    """A 64-bit hash of a rank's part that depends on every bit and its position: sum of (2 i + 1) x_i modulo 2**64."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().contiguous().view(-1)
     bits = local.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=local.device)

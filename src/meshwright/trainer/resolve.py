@@ -26,17 +26,17 @@ from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.training import MOST_WARMUP
 
 MEMORY_SHARE = 0.8
-"""Part of a device's memory that a prediction may fill: the rest is for what `plan.memory` does not count."""
+"""Fraction of device memory that a prediction may fill; the rest covers memory that `plan.memory` does not count."""
 
 ENOUGH_TOKENS = {"cpu": 4096, "cuda": 32768}
-"""Tokens per microbatch beyond which a device's matrix products gain nothing."""
+"""Tokens per microbatch beyond which matrix products do not get faster."""
 
 BUBBLE_ROUNDS = 4
-"""Microbatches per pipeline rank that are enough: with them 1F1B's bubble is below a fifth of a step."""
+"""Enough microbatches per pipeline rank: with them 1F1B's bubble is below a fifth of a step."""
 
 
 def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> ResolvedRun:
-    """Decide what the recipe leaves open; paths in the recipe are relative to `base_dir`.
+    """Resolve every `auto` of the recipe; its paths are relative to `base_dir`.
 
     Raises `UserError` with the field and a value that would work where model, sequence or batch cannot be split as
     asked.
@@ -98,12 +98,12 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
 
 
 def _with_weights(fields: ModelFields, weights: str) -> ModelFields:
-    """The fields with `weights` decided; what the recipe gave stays told from what it did not."""
+    """The fields with `weights` decided, still distinguishing fields that the recipe gives from defaults."""
     return ModelFields.model_construct(fields.model_fields_set, **dict(fields) | {"weights": weights})
 
 
 def _with_layout(run: Run, base_dir: Path, machine: Machine) -> ResolvedRun:
-    """Let the planner choose the layout, then decide the rest; what the recipe gives besides stays as it is."""
+    """Let the planner choose the layout, then resolve the rest; settings of the recipe are kept."""
     given = run.training.model_fields_set
     limits = Limits(recompute="recompute" not in given, micro_batch=run.training.micro_batch == "auto")
     plan, facts = plan_recipe(run, base_dir=base_dir, machine=machine, limits=limits)
@@ -118,7 +118,7 @@ def _with_layout(run: Run, base_dir: Path, machine: Machine) -> ResolvedRun:
 
 
 def _micro_batches(run: Run, per_rank: int, base_dir: Path) -> list[int]:
-    """The sequences per forward pass that split a rank's share of a step into microbatches that its pipeline takes."""
+    """The micro batch sizes that split a rank's share of a step into a number of microbatches its pipeline supports."""
     divisors = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
     given, sizes, problem = run.training.micro_batch, [], None
     if given != "auto" and given not in divisors:
@@ -145,7 +145,7 @@ def _micro_batches(run: Run, per_rank: int, base_dir: Path) -> list[int]:
 
 
 def _stage_layers(run: Run, model: ModelSpec, microbatches: int, base_dir: Path) -> tuple[int, ...]:
-    """Layers of each pipeline stage; raises `UserError` where the model cannot be cut so."""
+    """Layers of each pipeline stage; raises `UserError` if the model cannot be cut so."""
     layout = run.layout
     if layout.pp == 1:
         return ()

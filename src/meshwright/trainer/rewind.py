@@ -1,4 +1,4 @@
-"""Rewind: a run returns to its last good checkpoint and skips the data that it went wrong on."""
+"""Rewind: a run returns to its last good checkpoint and skips the batches before the fault."""
 
 from meshwright.checkpoint.verify import newest_good_checkpoint
 from meshwright.trainer.saver import Saver
@@ -7,12 +7,12 @@ from meshwright.trainer.step import NonFiniteError, StepResult
 
 
 def rewind(saver: Saver, result: StepResult) -> None:
-    """Restore the newest good checkpoint and pass over the batches between it and this step, this one's included.
+    """Restore the newest good checkpoint and skip the batches between it and this step, including this step's.
 
-    As Chowdhery et al. did by hand ("PaLM", 2022, section 5.1): loss spikes came from certain data meeting a certain
-    state of the weights, and did not return when the same data were met later. Collective.
+    Chowdhery et al. did so by hand ("PaLM", 2022, section 5.1): loss spikes came from particular data at a particular
+    state of the weights, and the same data did no harm later. Collective.
 
-    Raises `NonFiniteError` where the run went back `guards.max_rewinds` times already, or has nothing to go back to.
+    Raises `NonFiniteError` after `guards.max_rewinds` rewinds, or if there is no checkpoint.
     """
     trainer = saver.trainer
     step, passed_over, rewinds = trainer.step, trainer.passed_over, trainer.rewinds + 1

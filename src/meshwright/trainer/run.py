@@ -76,14 +76,14 @@ class TrainResult:
 
     run_dir: Path
     checkpoint: Path
-    """The last one."""
+    """The last checkpoint."""
     step: int
     loss: float
     """Mean loss per token of the last step's global batch, in nats."""
     held_out_loss: float | None
-    """The last evaluation's; None where there was none."""
+    """The last evaluation's; None if there was none."""
     history: History = field(repr=False)
-    """Every record of `metrics.jsonl`, those of earlier starts of the run included."""
+    """Every record of `metrics.jsonl`, including records from before a resume."""
 
 
 def train(
@@ -99,22 +99,21 @@ def train(
     dataset: Iterable[Any] | None = None,
     model: type[Model] | None = None,
 ) -> TrainResult:
-    """Train `run` to its last step, on as many processes as its layout says.
+    """Train `run` to its last step, on the processes of its layout.
 
     Under torchrun, Slurm or Kubeflow this process is already one of them; otherwise it starts them. Paths in the recipe
-    are relative to `base_dir`. `resume` continues from the newest checkpoint in `run.run_dir` (True), from that of a
-    name, or (`auto`) from the newest good one if there is any. One run at a time is at work in a run directory:
-    where another is, this one waits `wait_for_lock` seconds for its end, then refuses.
+    are relative to `base_dir`. `resume` continues from the newest checkpoint in `run.run_dir` (True), from a named one,
+    or (`auto`) from the newest good one if there is any. Only one run may use a run directory: if another does, this
+    one waits `wait_for_lock` seconds for its end, then refuses.
 
-    What is plugged in (docs/plugins.md): `callbacks` are called in their order, after those that the recipe names.
-    `lr_schedule(step, steps)` is the factor of the peak learning rate at a step from 1 to `steps`. `optimizer` is a
-    class of torch's kind, called with parameter groups and the recipe's `lr`. `objective` is what is minimised.
-    `dataset` gives texts, records or token ids, which are seen in its order. `model` is a class whose sizes the recipe
-    gives. They stand in the place of what the recipe names. Where this process starts others, these receive copies, so
-    classes and functions must be importable.
+    Plug-ins (docs/plugins.md) replace the recipe's settings. `callbacks` are called in order, after the recipe's.
+    `lr_schedule(step, steps)` returns the factor of the peak learning rate at a step from 1 to `steps`. `optimizer` is
+    a subclass of `torch.optim.Optimizer`, called with parameter groups and the recipe's `lr`. `objective` is minimised.
+    `dataset` yields texts, records or token ids, trained in its order. `model` is a class; the recipe gives its sizes.
+    Worker processes receive copies, so classes and functions must be importable.
 
-    Raises `UserError` for what the user can mend, `TrainingFailed` where what went wrong has been printed, and
-    `TrainingStopped`, a `KeyboardInterrupt`, where a signal ended the run.
+    Raises `UserError` for errors that the user can fix, `TrainingFailed` if the error has been printed already, and
+    `TrainingStopped`, a `KeyboardInterrupt`, if a signal ended the run.
     """
     plugins = Plugins(tuple(callbacks), lr_schedule, optimizer, objective, model, dataset)
     run, worker = plugins.named_in(run), find_worker()
@@ -143,7 +142,7 @@ def train(
 
 
 def _writes(worker: Worker | None) -> bool:
-    """Whether this process is the one of its run that others must not meet in the run directory."""
+    """Whether this process takes the run directory's lock for its run."""
     return worker.rank == 0 if worker else find_nodes().rank == 0
 
 
@@ -156,7 +155,7 @@ def _train(
     stop: StopRequest,
     lock: Lock | None,
 ) -> int:
-    """Train, here or in workers; returns the exit status. `lock` is the run directory's, where this process has it."""
+    """Train, here or in workers; returns the exit status. `lock` is the run directory's, if this process holds it."""
     run_dir = Path(run.run_dir)
     if lock:
         _check_run_dir(run_dir, resume)
@@ -168,7 +167,7 @@ def _train(
     if worker is None and resume and resume != AUTO:
         check_continues(resolved, run_dir / "checkpoints", resume)
     if worker is None and (resolved.run.layout.world_size > 1 or find_nodes().count > 1):
-        # Once, and mistakes are told before any process starts.
+        # Once, so that errors are raised before any process starts.
         with ProgressLine() as progress:
             corpus = corpus_of(resolved, progress)
         _check_corpus(resolved, corpus, resume)
@@ -194,7 +193,7 @@ def _train(
 def train_rank(
     resolved: ResolvedRun, worker: Worker, stop: StopRequest, *, resume: str | None, plugins: Plugins
 ) -> bool:
-    """One rank's whole life; every rank of the layout calls it. Returns whether a signal ended it early."""
+    """Run one rank from start to end; every rank of the layout calls it. Returns whether a signal ended it early."""
     run, first = resolved.run, worker.rank == 0
     run_dir = Path(run.run_dir)
     device, mesh = find_place(run, worker)
@@ -209,7 +208,7 @@ def train_rank(
     trainer = build_trainer(resolved, worker, device, mesh)
     seed_generators(trainer)
     trainer.callbacks = named_callbacks(all_callbacks(run, plugins))
-    if first:  # who writes it down, and tells
+    if first:  # the only rank that writes and prints
         trainer.data = corpus.identity()
     display = Display(
         steps=run.training.steps, memory_bytes=trainer.memory_bytes, device=trainer.device.type, enabled=first
@@ -243,13 +242,13 @@ def train_rank(
 
 
 def own_callbacks(trainer: Trainer, corpus: Corpus) -> list[Callback]:
-    """What the recipe wants to happen beside training."""
+    """The built-in callbacks that the recipe enables."""
     samples = trainer.resolved.run.training.samples
     return [ReplicaGuard(), *([Samples(samples, trainer, corpus)] if samples else [])]
 
 
 def banner(trainer: Trainer, corpus: Corpus) -> str:
-    """What is about to be trained, on what, split how."""
+    """The summary of model, data, batch and layout that is printed before training."""
     resolved, run, model = trainer.resolved, trainer.resolved.run, trainer.resolved.model
     trained, everything = count_trained(model, run.finetune)
     weights = sum(row.numel for row in parameter_table(model))
@@ -291,7 +290,7 @@ def _products(trainer: Trainer) -> str:
 
 
 def _kept_base(run: Run) -> str | None:
-    """How the matrices that do not train are kept, where that is in few bits."""
+    """The storage of frozen matrices, if they are quantized."""
     finetune = run.finetune
     if not isinstance(finetune, LoraSpec) or finetune.base == "plain":
         return None
@@ -307,18 +306,18 @@ def corpus_of(resolved: ResolvedRun, progress: Callable[[str, int, int], None] |
 
 
 def check_same(corpus: Corpus) -> None:
-    """Raise `UserError` where ranks have read different data: of a dataset that is not the same twice. Collective."""
+    """Raise `UserError` if ranks have read different data, from a dataset that differs between reads. Collective."""
     found = gather_everywhere([stream["fingerprint"] for stream in corpus.identity()])
     others = [rank for rank, prints in enumerate(found) if prints != found[0]]
     if others:
         raise UserError(
-            f"rank {others[0]} has read other data than rank 0; a dataset must give the same items in the same order "
-            "wherever it is read"
+            f"rank {others[0]} has read other data than rank 0; a dataset must yield the same items in the same order "
+            "in every process"
         )
 
 
 def _check_corpus(resolved: ResolvedRun, corpus: Corpus, resume: str | None) -> None:
-    """Raise `UserError` where the tokens are not for this model, these weights or this objective."""
+    """Raise `UserError` if the tokens do not fit the model, the weights or the objective."""
     run_dir = Path(resolved.run.run_dir)
     continued = run_dir if resume and list_checkpoints(run_dir / "checkpoints") else None
     check_vocabulary(resolved.run, resolved.model, corpus.tokenizer.vocab_size)
@@ -327,7 +326,7 @@ def _check_corpus(resolved: ResolvedRun, corpus: Corpus, resume: str | None) -> 
 
 
 def write_run_files(resolved: ResolvedRun, run_dir: Path) -> None:
-    """`recipe.yaml` as given, `resolved.yaml` with nothing left open, and `plan.json` where the planner decided."""
+    """Write `recipe.yaml` as given, `resolved.yaml` with every `auto` resolved, `plan.json` if the planner decided."""
     run_dir.mkdir(parents=True, exist_ok=True)
     write_durably(run_dir / RECIPE, dump_recipe(resolved.asked or resolved.run))
     write_durably(run_dir / RESOLVED, dump_recipe(resolved.model_copy(update={"plan": None}), expanded=True))
@@ -336,16 +335,16 @@ def write_run_files(resolved: ResolvedRun, run_dir: Path) -> None:
 
 
 def read_result(run_dir: Path) -> TrainResult:
-    """How the run in `run_dir` stands; raises `UserError` where it has no finished step."""
+    """The result of the run in `run_dir`; raises `UserError` if it has no finished step."""
     records = read_journal(run_dir / "metrics.jsonl")
     last = {record["kind"]: record for record in records}
     checkpoints = list_checkpoints(run_dir / "checkpoints")
     if "step" not in last and checkpoints:
         raise UserError(
-            f"{run_dir}/metrics.jsonl tells of no step: it was removed or damaged; {checkpoints[-1].name} is there"
+            f"{run_dir}/metrics.jsonl records no step: it was removed or damaged; {checkpoints[-1].name} exists"
         )
     if not run_dir.is_dir():
-        raise UserError(f"{run_dir}: was removed while the run was going on, with all that was saved in it")
+        raise UserError(f"{run_dir}: was removed during the run, with everything saved in it")
     if "step" not in last:
         raise UserError(f"{run_dir}: no step was trained here")
     if not checkpoints:

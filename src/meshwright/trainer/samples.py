@@ -1,8 +1,8 @@
-"""Samples that the model writes during training.
+"""Samples that the model generates during training.
 
-Whatever the layout, all ranks read the same rows together, as they do in an evaluation, and agree on each next token.
+Under every layout all ranks read the same rows together, as in an evaluation, and agree on each next token.
 
-Shapes: B prompts, T room for a prompt and what is written, V vocabulary.
+Shapes: B prompts, T positions for a prompt and its continuation, V vocabulary.
 """
 
 from collections.abc import Collection, Sequence
@@ -28,7 +28,7 @@ class Samples(Callback):
         self.spec, self.trainer, self.corpus = spec, trainer, corpus
 
     def on_start(self, training: Training) -> None:
-        """See `Callback`. Raises `UserError` where a prompt has no room, or there is no chat template."""
+        """See `Callback`. Raises `UserError` if a prompt is too long, or there is no chat template."""
         if training.step == 0:
             self._write(training)
 
@@ -55,12 +55,12 @@ class Samples(Callback):
 def continue_together(
     trainer: Trainer, prompts: Sequence[Sequence[int]], max_tokens: int, ends: Collection[int]
 ) -> list[list[int]]:
-    """Up to `max_tokens` of the likeliest token ids behind each prompt, the same on every rank. Collective.
+    """Up to `max_tokens` of the likeliest token ids after each prompt, the same on every rank. Collective.
 
-    Raises `UserError` where prompts and new tokens have no room.
+    Raises `UserError` if prompts and new tokens are too long.
     """
     passes, layout = trainer.train_step.passes, trainer.resolved.run.layout
-    multiple = 2 * layout.cp * layout.tp  # of tokens that ranks can share, whichever way
+    multiple = 2 * layout.cp * layout.tp  # of tokens, so that every method can split them over ranks
     check_room(prompts, max_tokens, trainer.resolved.model.max_positions // multiple * multiple)
 
     def read(tokens_BT: torch.Tensor, asked_BT: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,7 @@ def continue_together(
         return passes.next_logits(Batch(tokens_BT, position_ids=positions_BT), asked_BT)
 
     def likeliest(logits_BV: torch.Tensor) -> torch.Tensor:
-        """Of ranks that round differently the largest token id is taken: what matters is that all go on alike."""
+        """The largest token id over ranks, which may round differently: all ranks must continue with the same one."""
         nothing_B = torch.full((len(prompts),), -1, device=trainer.device)
         return collectives.all_reduce_(logits_BV.argmax(-1) if passes.has_loss else nothing_B, op="max")
 

@@ -10,19 +10,19 @@ from meshwright.trainer.start import run_files
 from meshwright.trainer.state import state_tensors, state_values
 
 LAST_ATTEMPTS, LAST_PAUSE = 30, 10.0
-"""How often, and after how many seconds, the last checkpoint is tried again: time to free some disk space."""
-AT_THE_NEXT = "training goes on and tries again at the next checkpoint"
+"""Number of retries of the last checkpoint, and the seconds between them: time to free disk space."""
+AT_THE_NEXT = "training continues and tries again at the next checkpoint"
 
 
 class Saver:
-    """The checkpoints of one run. Every rank makes the same calls; a disk's troubles never reach training."""
+    """The checkpoints of one run. Every rank makes the same calls; disk errors never stop training."""
 
     def __init__(self, session: Session) -> None:
         self.session, self.trainer, self.root = session, session.trainer, session.run_dir / "checkpoints"
         self.writer = CheckpointWriter(self.root, session.run.checkpoint, run_files(session.run_dir))
         self.failed = 0
-        """Checkpoints that were due and do not exist."""
-        self._begun = self.writer.since = self.trainer.step  # what a run continues from is saved already
+        """Checkpoints that were due and could not be written."""
+        self._begun = self.writer.since = self.trainer.step  # the checkpoint that the run resumed from exists already
 
     @property
     def busy(self) -> bool:
@@ -39,23 +39,23 @@ class Saver:
             self._tell(self.writer.finish())
 
     def settle(self) -> None:
-        """Go on with the save on its way; call it when no rank is `busy`. Collective."""
+        """Complete the next stage of the save in progress; call it when no rank is `busy`. Collective."""
         self._tell(self.writer.settle())
 
     def wait(self) -> None:
-        """Wait for the save on its way, if there is one. Collective."""
+        """Wait for the save in progress, if there is one. Collective."""
         self._tell(self.writer.finish())
 
     def went_back(self, why: str) -> None:
-        """Tell that the trainer is at an older step now, whose checkpoint is there."""
+        """Record that the trainer has returned to an older step, whose checkpoint exists."""
         self._begun = self.writer.since = self.trainer.step
         self.session.say(why)
         self.session.log("rewind", why=why)
 
     def finish(self, *, patient: bool = True) -> None:
-        """Wait until the trainer's step is saved, whatever it takes. Collective.
+        """Wait until the trainer's step is saved. Collective.
 
-        Tries again for five minutes, if `patient`. Raises `UnsavedError` where it is of no use.
+        Retries for five minutes, if `patient`. Raises `UnsavedError` if all attempts fail.
         """
         self.wait()
         attempts = LAST_ATTEMPTS if patient else 1

@@ -1,4 +1,4 @@
-"""A run in progress: what callbacks are handed (`callbacks.Training`), and what they have asked for."""
+"""A run in progress: the object that callbacks receive (`callbacks.Training`), and their requests."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -28,7 +28,7 @@ from meshwright.trainer.setup import Trainer
 
 
 class Session(Training):
-    """One rank's run in progress. Every rank makes the same calls; `journal` is None on every rank but the first."""
+    """One rank's run in progress. Every rank makes the same calls; `journal` is None on all ranks but the first."""
 
     def __init__(
         self,
@@ -47,9 +47,9 @@ class Session(Training):
         self.callbacks = [display, *callbacks]
         self.watchdog = Watchdog(self.run.guards, worker.rank, worker.world_size, watch_store(worker))
         self.loader: Loader
-        """Of the training samples; set when the loop begins."""
+        """The loader of training samples; set when the loop starts."""
         self.why = ""
-        """Why callbacks have ended the run; the same on every rank."""
+        """The reason why a callback ended the run; the same on every rank."""
         self.held_out_loss: tuple[int, float] | None = None
         """Step and result of the last evaluation."""
         self.evaluation_asked = self.save_asked = False
@@ -139,12 +139,12 @@ class Session(Training):
 
     def _measure(self) -> Evaluation | None:
         if not self.corpus.held_out:
-            raise UserError("a callback measures held-out loss and no text is held out; set data.held_out")
+            raise UserError("a callback measures held-out loss, but no text is held out; set data.held_out")
         return evaluate_held_out(self.trainer, self.corpus, self._signals)
 
     def agree(self, *, writing: bool) -> tuple[int, bool]:
-        """Settle what no rank may decide alone: the signal that some rank received (or 0), whether some rank writes a
-        checkpoint, and what some rank's callback has asked for. Collective."""
+        """Share between all ranks the signal that any received (or 0), whether any is writing a checkpoint, and the
+        requests of callbacks on any rank. Collective."""
         asked = (bool(self._whys), self._evaluation, self._save)
         signal, is_writing, stop, evaluation, save = largest(self._signals.number, writing, *asked)
         if stop:
@@ -156,13 +156,13 @@ class Session(Training):
         return signal, bool(is_writing)
 
     def begin_step(self) -> None:
-        """Go on to the next step; what was asked for at the one before has happened."""
+        """Clear the requests of the previous step, which have been served."""
         self.evaluation_asked = self.save_asked = False
         self.trainer.step += 1
         self.watchdog.enter("step", self.step)
 
     def evaluate(self) -> None:
-        """Measure held-out loss, write it down and tell the callbacks. Collective."""
+        """Measure held-out loss, record it and call the callbacks. Collective."""
         self.watchdog.enter("evaluation")
         found = self._measure()
         if found is not None:

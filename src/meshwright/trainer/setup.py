@@ -1,4 +1,4 @@
-"""Construction of everything a rank needs to train, in its order."""
+"""Construction of everything that a rank needs to train, in order."""
 
 import functools
 import json
@@ -46,11 +46,11 @@ class Trainer:
     device: torch.device
     meshes: Meshes | None
     table: tuple[Parameter, ...]
-    """Of the whole model."""
+    """The parameters of the whole model."""
     model: nn.Module
     """This rank's part."""
     store: StateStore
-    """What trains, in full precision, as sharded on this rank, and the optimizer's state: where they live."""
+    """This rank's shards of the trained parameters, in full precision, and of the optimizer's state."""
     train_step: TrainStep
     step: int = 0
     """Optimizer steps done."""
@@ -59,29 +59,29 @@ class Trainer:
     skipped: int = 0
     """Steps skipped because they were not finite, or outliers."""
     spikes: int = 0
-    """Outliers among them."""
+    """The outliers among them."""
     rewinds: int = 0
     """How often the run went back to its last checkpoint."""
     passed_over: int = 0
-    """Global batches that rewinds left out of the data's order."""
+    """Global batches that rewinds skipped."""
     data: list[dict[str, Any]] = field(default_factory=list)
-    """On the first rank what is trained on (`Corpus.identity`), which checkpoints keep for continuations to compare."""
+    """On the first rank the identity of the data (`Corpus.identity`), which checkpoints store for resumed runs."""
     callbacks: dict[str, Callback] = field(default_factory=dict)
-    """Those that checkpoints keep the state of, by the names they have there."""
+    """Callbacks whose state is saved in checkpoints, by their names there."""
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
-        """What the optimizer updates and checkpoints keep."""
+        """The parameters that the optimizer updates and checkpoints store."""
         return self.store.parameters
 
     @property
     def optimizers(self) -> Optimizers:
-        """What updates the parameters."""
+        """The optimizers of the parameters."""
         return self.store.optimizers
 
     @functools.cached_property
     def base(self) -> dict[str, str] | None:
-        """What checkpoints of a fine-tuned run refer to and do not hold; None where they hold everything."""
+        """The base that checkpoints of a fine-tuned run refer to; None if they hold everything."""
         return base_of(self.resolved)
 
     @functools.cached_property
@@ -96,21 +96,21 @@ class Trainer:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory that this rank can count on."""
+        """Memory available to this rank."""
         return self.machine.memory_per_rank(self.worker.local_world_size)
 
     @property
     def data_rank(self) -> int:
-        """This rank's place among those that read different data."""
+        """This rank's index among the ranks that read different data."""
         return 0 if self.meshes is None else self.meshes.data_rank
 
     @property
     def places(self) -> np.ndarray | None:
-        """The places in every sample whose tokens this rank holds; None for all."""
+        """The positions of every sample whose tokens this rank holds; None for all."""
         return self.places_of(self.resolved.run.data.sequence_length)
 
     def places_of(self, length: int) -> np.ndarray | None:
-        """The same in rows of another length, a multiple of 2 cp."""
+        """The same for rows of another length, a multiple of 2 cp."""
         layout = self.resolved.run.layout
         if self.meshes is None or layout.cp == 1:
             return None
@@ -120,7 +120,7 @@ class Trainer:
 
 
 def find_place(run: Run, worker: Worker) -> tuple[torch.device, Meshes | None]:
-    """This rank's device, and the meshes of all ranks where there are several; joins the process group. Collective."""
+    """This rank's device, and the meshes if there are several ranks; joins the process group. Collective."""
     device = choose_device(find_machine(run.device), worker.local_rank)
     if device.type == "cpu":
         torch.set_num_threads(threads_per_rank(worker.local_world_size))
@@ -132,7 +132,7 @@ def find_place(run: Run, worker: Worker) -> tuple[torch.device, Meshes | None]:
 
 
 def has_group(layout: LayoutSpec) -> bool:
-    """Whether a layout needs a process group: a single process does only where FSDP2 offloads for it."""
+    """Whether a layout needs a process group: a single process does only if FSDP2 offloads for it."""
     return layout.world_size > 1 or layout.offload != "none"
 
 
@@ -158,7 +158,7 @@ def build_trainer(
 
 
 def build_parallel_model(resolved: ResolvedRun, meshes: Meshes | None, objective: Objective | None = None) -> Passes:
-    """This rank's part of the model, on the meta device, and what takes batches through it; collective.
+    """This rank's part of the model on the meta device, in the `Passes` that run it; collective.
 
     `objective`: default the recipe's.
     """
@@ -179,7 +179,7 @@ def give_state(
     meshes: Meshes | None,
     weights: RowSource | None,
 ) -> Trainer:
-    """Give a parallel model its weights (None: memory for them, unfilled) and all that trains it."""
+    """Give a parallel model its weights (None: memory for them, unfilled), optimizers and state store."""
     run, training = resolved.run, resolved.run.training
     model, table = passes.model, finetuned_table(resolved.model, run.finetune)
     names = named_tensors(model).keys()
@@ -202,7 +202,7 @@ def give_state(
 
 
 def describe_environment(trainer: Trainer) -> dict[str, Any]:
-    """What `env.json` keeps: versions, device and the figures that others are measured against."""
+    """The contents of `env.json`: versions, device and the peak FLOP/s for MFU."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

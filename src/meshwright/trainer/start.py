@@ -51,13 +51,13 @@ class Records(NamedTuple):
 
 
 def records_in(run_dir: Path) -> Records | None:
-    """The records in a run directory; None where it has none."""
+    """The records in a run directory; None if it has none."""
     records = Records(run_dir / RESOLVED, run_dir / TOKENIZER)
     return records if records.resolved.is_file() else None
 
 
 def records_of(checkpoint: Path) -> Records | None:
-    """The records in a checkpoint; of one that an earlier version saved, those in its run directory; None where there
+    """The records in a checkpoint; of one that an earlier version saved, those in its run directory; None if there
     are none either."""
     if (checkpoint / RESOLVED).is_file():
         return Records(checkpoint / RESOLVED, checkpoint)
@@ -65,7 +65,7 @@ def records_of(checkpoint: Path) -> Records | None:
 
 
 def starting_checkpoint(resolved: ResolvedRun) -> Path:
-    """The checkpoint that `checkpoint.start_from` means; raises `CheckpointError` where there is none."""
+    """The checkpoint that `checkpoint.start_from` means; raises `CheckpointError` if there is none."""
     return checkpoint_at(Path(resolved.base_dir) / (resolved.run.checkpoint.start_from or ""), SETTING)
 
 
@@ -80,7 +80,7 @@ def checkpoint_at(path: Path, setting: str) -> Path:
 
 
 def check_writable(run_dir: Path) -> None:
-    """Raise `UserError` where `run_dir` cannot be made, or nothing in it. Leaves nothing behind.
+    """Raise `UserError` if `run_dir` cannot be made, or nothing in it. Leaves nothing behind.
 
     Permissions do not tell (root has all of them, on a read-only disk too), so a folder is made and removed again.
     """
@@ -97,7 +97,7 @@ def check_writable(run_dir: Path) -> None:
 def run_lock(run_dir: Path, wait: float) -> Lock:
     """What keeps every other run out of `run_dir`; one that is at work there is waited for so many seconds.
 
-    Raises `UserError` where nothing can be written there.
+    Raises `UserError` if nothing can be written there.
     """
 
     def lost(text: str) -> None:
@@ -110,7 +110,7 @@ def run_lock(run_dir: Path, wait: float) -> Lock:
 
 
 def check_start(resolved: ResolvedRun) -> None:
-    """Raise `CheckpointError` where `checkpoint.start_from` names nothing, or a run that has not this model's weights,
+    """Raise `CheckpointError` if `checkpoint.start_from` names nothing, or a run that has not this model's weights,
     `AdapterError` where `finetune.start_from` names no adapter, or one of another kind, `UserError` where a
     directory lacks its weights, or frozen ones would be random without the recipe saying so.
 
@@ -136,7 +136,7 @@ def check_start(resolved: ResolvedRun) -> None:
 
 
 def _check_base(resolved: ResolvedRun) -> None:
-    """Raise `UserError` where a Hugging Face directory lacks its weights, or where weights that do not train would be
+    """Raise `UserError` if a Hugging Face directory lacks its weights, or where weights that do not train would be
     random and the recipe does not say so."""
     run, finetune = resolved.run, resolved.run.finetune
     if finetune is not None and run.checkpoint.start_from:
@@ -172,7 +172,7 @@ def _check_given_adapter(resolved: ResolvedRun) -> None:
 
 
 def require_plugins(run: Run) -> None:
-    """Raise `UserError` where a plug-in that the recipe names is not installed, or a callback refuses its options."""
+    """Raise `UserError` if a plug-in that the recipe names is not installed, or a callback refuses its options."""
     for name in run.trackers:
         require_plugin("trackers", name)
     for plugin in run.callbacks:
@@ -203,7 +203,7 @@ def require_plugins(run: Run) -> None:
 
 
 def _check_decay(optimizer: OptimizerSpec) -> None:
-    """Raise `UserError` where the recipe gives a weight decay to an optimizer that takes none. `optim/plugged.py` sees
+    """Raise `UserError` if the recipe gives a weight decay to an optimizer that takes none. `optim/plugged.py` sees
     only what differs from the default, for a run that has been written down gives every setting."""
     taken = inspect.signature(load_plugin("optimizers", optimizer.name)).parameters.values()
     if optimizer.weight_decay and not any(one.name == "weight_decay" or one.kind is one.VAR_KEYWORD for one in taken):
@@ -214,7 +214,7 @@ def _check_decay(optimizer: OptimizerSpec) -> None:
 
 
 def with_datasets(run: Run, base_dir: Path, *, most: int | None = None) -> Run:
-    """The recipe with files in the place of the datasets that are plugged in, of which as much is read as the run will
+    """The recipe with files instead of the datasets that are plugged in, of which as much is read as the run will
     see, or as `most` samples need."""
     if not has_datasets(run.data):
         return run
@@ -225,7 +225,7 @@ def with_datasets(run: Run, base_dir: Path, *, most: int | None = None) -> Run:
 
 
 def check_vocabulary(run: Run, model: ModelSpec, size: int) -> None:
-    """Raise `UserError` where a tokenizer of `size` tokens knows some that the model has no row for."""
+    """Raise `UserError` if a tokenizer of `size` tokens knows some that the model has no row for."""
     if size > model.vocab:
         trained = (
             run.data.tokenizer == "auto" and run.model.weights != "pretrained" and size == run.data.tokenizer_vocab
@@ -237,7 +237,7 @@ def check_vocabulary(run: Run, model: ModelSpec, size: int) -> None:
 
 
 def check_tokenizer(resolved: ResolvedRun, tokenizer: TextTokenizer | None, *, continued: Path | None = None) -> None:
-    """Raise `UserError` where tokens have other numbers than the weights have learnt, in the run `continued` or else
+    """Raise `UserError` if tokens have other numbers than the weights have learnt, in the run `continued` or else
     in the one that `checkpoint.start_from` means.
 
     None: the tokenizer is yet to be trained, which gives the same one on the same data only.
@@ -261,7 +261,7 @@ def check_tokenizer(resolved: ResolvedRun, tokenizer: TextTokenizer | None, *, c
 
 
 def check_objective(run: Run, streams: Mapping[str, bool]) -> None:
-    """Raise `UserError` where pairs of answers are to be learnt from and there are none, or the other way round.
+    """Raise `UserError` if pairs of answers are to be learnt from and there are none, or the other way round.
 
     `streams` says of each stream of the data whether it holds pairs.
     """
@@ -280,7 +280,7 @@ def check_objective(run: Run, streams: Mapping[str, bool]) -> None:
 
 
 def read_resolved(path: Path) -> ResolvedRun:
-    """A `resolved.yaml` as a value again, with the `plan.json` beside it. Raises `UserError` where one is damaged."""
+    """A `resolved.yaml` as a value again, with the `plan.json` beside it. Raises `UserError` if one is damaged."""
     resolved, plan = load_spec(path, ResolvedRun), path.with_name(PLAN)
     if not plan.is_file():
         return resolved
@@ -292,7 +292,7 @@ def read_resolved(path: Path) -> ResolvedRun:
 
 def _starting_records(resolved: ResolvedRun) -> Records | None:
     """The records of the run that `checkpoint.start_from` means, or of a checkpoint outside its run directory; None
-    where there are none. Raises as `starting_checkpoint`."""
+    if there are none. Raises as `starting_checkpoint`."""
     if not resolved.run.checkpoint.start_from:
         return None
     checkpoint = starting_checkpoint(resolved)

@@ -29,7 +29,7 @@ from meshwright.trainer.weights import base_of, check_base
 
 NEWEST, AUTO = "newest", "auto"
 """What a run can be told to continue from, besides a checkpoint's name: the newest checkpoint, which must be there and
-good; or the newest good one, and the beginning where there is none."""
+good; or the newest good one, and the beginning if there is none."""
 
 COUNTERS = ("skipped", "spikes", "rewinds", "passed_over")
 
@@ -81,7 +81,7 @@ def state_values(trainer: Trainer, *, held_out_loss: float | None = None) -> dic
 def begin(trainer: Trainer, root: Path, resume: str | None) -> str:
     """Put the trainer where it is to begin, and say where that is. Collective.
 
-    That is the checkpoint below `root` that `resume` means; where there is none, the weights that the recipe names to
+    That is the checkpoint below `root` that `resume` means; if there is none, the weights that the recipe names to
     start from (`checkpoint.start_from`), or fresh ones.
     """
     checkpoint, lines = choose_checkpoint(root, resume) if resume else (None, [])
@@ -103,7 +103,7 @@ def begin(trainer: Trainer, root: Path, resume: str | None) -> str:
 def choose_checkpoint(root: Path, which: str) -> tuple[Path | None, list[str]]:
     """The checkpoint below `root` that `which` means, and what is to be said about others. Collective.
 
-    `which` is `NEWEST`, `AUTO` or a checkpoint's name. Raises `CheckpointError` where it is not there, and where there
+    `which` is `NEWEST`, `AUTO` or a checkpoint's name. Raises `CheckpointError` if it is not there, and where there
     are some for `AUTO` and all are damaged: a run is not begun anew over its own remains.
     """
     if which == AUTO:
@@ -134,7 +134,7 @@ def check_continues(resolved: ResolvedRun, root: Path, which: str) -> None:
 def restore(trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
     """Continue from `checkpoint`; returns what was saved beside the tensors. Collective.
 
-    Raises `CheckpointError` where a file is damaged, or where the run's data would not continue where it stopped.
+    Raises `CheckpointError` if a file is damaged, or where the run's data would not continue where it stopped.
     """
     saved = verify_checkpoint(checkpoint, to_resume=True)
     check_base(checkpoint, saved, trainer.base)
@@ -171,9 +171,9 @@ def _describe_start(trainer: Trainer) -> str:
 
 
 def load_weights(trainer: Trainer, checkpoint: Path) -> None:
-    """Start from the weights of `checkpoint` alone: optimizer, schedule and data begin anew. Collective.
+    """Start from the weights of `checkpoint` alone: optimizer, schedule and data start over. Collective.
 
-    Raises `CheckpointError` where a file is damaged or the model is another one.
+    Raises `CheckpointError` if a file is damaged or the model is another one.
     """
     verify_checkpoint(checkpoint)
     load_tensors(checkpoint, trainer.store.weights())
@@ -216,7 +216,7 @@ def describe_restored(trainer: Trainer, saved: dict[str, Any]) -> str:
 
 
 def _other_data(before: list[dict[str, Any]] | None, now: list[dict[str, Any]]) -> str:
-    """How the data differ from those that a checkpoint was trained on; empty where they do not, or it does not say.
+    """How the data differ from those that a checkpoint was trained on; empty if they do not, or it does not say.
 
     Names are for people: the same tokens from another path are the same data.
     """
@@ -248,7 +248,7 @@ def _short(value: Any) -> Any:
 
 
 def _lr_change(trainer: Trainer, before: dict[str, Any]) -> str:
-    """What the changed settings do to the learning rate of the next step; nothing where the schedule was a plug-in,
+    """What the changed settings do to the learning rate of the next step; nothing if the schedule was a plug-in,
     which need not be here any more."""
     prefix = "training.lr_schedule."
     if before[f"{prefix}name"] not in SHAPES:

@@ -33,7 +33,7 @@ class StepResult:
     loss: float
     """Mean loss over the terms of the global batch: trained tokens, pairs of answers."""
     gnorm: float | None
-    """2-norm of the whole gradient before clipping; None where an asynchronous pipeline's first step has none."""
+    """2-norm of the whole gradient before clipping; None if an asynchronous pipeline's first step has none."""
     trained: int
     """Terms of the global batch."""
     tokens: int

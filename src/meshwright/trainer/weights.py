@@ -147,7 +147,7 @@ def _with_given_adapters(fresh: RowSource, resolved: ResolvedRun, finetune: Adap
 
 
 def check_base(checkpoint: Path, saved: dict, base: dict[str, str] | None) -> None:
-    """Raise `CheckpointError` where a checkpoint's adapters were trained on another base than this run's."""
+    """Raise `CheckpointError` if a checkpoint's adapters were trained on another base than this run's."""
     theirs = saved.get("base")
     if (theirs or {}).get("fingerprint") != (base or {}).get("fingerprint"):
         had = f"adapters of {theirs['path']}" if theirs else "a whole model"

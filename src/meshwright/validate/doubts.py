@@ -115,7 +115,7 @@ def _used(run: PublishedRun) -> dict[str, int]:
 
 
 def _number_doubt(column: str, text: str, used: int | None) -> str | None:
-    """What was made of a cell that should hold one number; None where it does, or says that there is none."""
+    """What was made of a cell that should hold one number; None if it does, or says that there is none."""
     if says_nothing(text) or (column in MEASURED and ran_out(text)):
         return None
     taken = "not compared" if column in MEASURED else f"{used} taken" if used else "completed by its rule"

@@ -192,7 +192,7 @@ def sweep_correlation(rows: Iterable[Judged], quantity: str) -> float | None:
 
 
 def spearman(left: Sequence[float], right: Sequence[float]) -> float | None:
-    """Rank correlation, ties sharing their mean rank; None where one side is constant."""
+    """Rank correlation, ties sharing their mean rank; None if one side is constant."""
     a, b = _ranks(left), _ranks(right)
     if len(set(a)) < 2 or len(set(b)) < 2:
         return None

@@ -90,7 +90,7 @@ class Completion:
     completed: list[str] = field(default_factory=list)
 
     def text(self, column: str) -> str:
-        """The column's words, none where the table has no such column."""
+        """The column's words, none if the table has no such column."""
         return (self.row.get(column) or "").strip()
 
     def number(self, column: str) -> float | None:
@@ -113,7 +113,7 @@ class Completion:
         return value
 
     def degree(self, column: str) -> int:
-        """A degree, 1 where the table is silent (not counted: silence is how tables say 1)."""
+        """A degree, 1 if the table is silent (not counted: silence is how tables say 1)."""
         return self.count(column) or 1
 
 
@@ -134,7 +134,7 @@ def _bare(name: str) -> str:
 
 
 def known_sizes(name: str, params: float | None) -> Sizes:
-    """Sizes of the architecture that a name contains, none where its parameters are not about `params` billions."""
+    """Sizes of the architecture that a name contains, none if its parameters are not about `params` billions."""
     bare = _bare(name)
     for key, (_, sizes) in architectures().items():
         if key in bare:
@@ -146,7 +146,7 @@ def known_sizes(name: str, params: float | None) -> Sizes:
 def published_model(read: Completion) -> Blueprint:
     """Sizes from the columns, else from the architecture's name, else from the parameter count alone.
 
-    Raises `UserError` where the row has none of them.
+    Raises `UserError` if the row has none of them.
     """
     name = read.text("model_name").lower()
     params = read.number("params_b") or parameters_of(name)

@@ -48,7 +48,7 @@ class PublishedRun:
     job: Job
     cluster: ClusterSpec
     seconds: float | None
-    """Measured seconds of a step; None where the row has no time."""
+    """Measured seconds of a step; None if the row has no time."""
     memory_gb: float | None
     """Measured peak memory of a device, 10**9 bytes."""
     memory_kind: Literal["device", "allocated", "states"]
@@ -92,7 +92,7 @@ def read_row(row: Row) -> PublishedRun:
 def _layout(read: Completion, model: Blueprint, precision: Precision, stack: Stack) -> Job:
     tp, pp, cp, dp = _degrees(read, model)
     sharding = read.text("zero_stage_or_fsdp")
-    # A modern Megatron's distributed optimizer is ZeRO-1 also where nobody says so.
+    # A modern Megatron's distributed optimizer is ZeRO-1 even if nobody says so.
     stated = zero_of(sharding)
     zero = (1 if stack.name == MEGATRON.name else 0) if stated is None or "ddp" in sharding.lower() else stated
     shard = dp if zero else 1

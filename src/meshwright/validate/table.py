@@ -30,7 +30,7 @@ class Table:
 
 
 def read_table(path: Path) -> Table:
-    """A file of comma-, semicolon- or tab-separated values. Raises `UserError` where it has no rows or lacks a needed
+    """A file of comma-, semicolon- or tab-separated values. Raises `UserError` if it has no rows or lacks a needed
     column; no cell stops it."""
     raw = path.read_bytes()
     wide = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # as spreadsheets save "Unicode text"

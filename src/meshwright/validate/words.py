@@ -36,7 +36,7 @@ NETWORKS = (
 
 
 def number_of(text: str) -> float | None:
-    """The first number of a cell; None where it has none above zero, which is how some tables write nothing."""
+    """The first number of a cell; None if it has none above zero, which is how some tables write nothing."""
     text = (text or "").strip()
     found = NUMBER.search(text)
     if not found or text.startswith("-"):
@@ -61,7 +61,7 @@ def gigabytes(text: str) -> float | None:
 
 
 def says_yes(text: str) -> bool | None:
-    """Whether a cell says yes; None where it says neither yes nor no, or nothing."""
+    """Whether a cell says yes; None if it says neither yes nor no, or nothing."""
     word = text.strip().lower()
     return True if word in YES else False if word in NO and word else None
 
@@ -83,7 +83,7 @@ def precision_of(text: str) -> str | None:
 
 
 def zero_of(text: str) -> int | None:
-    """The ZeRO stage that a cell names in whatever words; None where it is silent."""
+    """The ZeRO stage that a cell names in whatever words; None if it is silent."""
     words = text.lower()
     if found := re.search(r"(?:zero|stage)[ _-]*(?:stage)?[ _-]*([0-3])", words) or re.fullmatch(
         r"\s*([0-3])\s*", words
@@ -101,7 +101,7 @@ def zero_of(text: str) -> int | None:
 
 
 def recompute_of(text: str) -> tuple[Policy, float] | None:
-    """(policy, share of the blocks); None where the cell is silent."""
+    """(policy, share of the blocks); None if the cell is silent."""
     words = text.strip().lower()
     if not words or (words != "-" and SILENT.match(words)):
         return None
@@ -115,7 +115,7 @@ def recompute_of(text: str) -> tuple[Policy, float] | None:
 
 
 def node_rate(text: str, per_node: int) -> float | None:
-    """A node's network in GB/s, one way; None where the cell does not say."""
+    """A node's network in GB/s, one way; None if the cell does not say."""
     words = re.sub(r"GB(?:/s|ps|yte)", "bytes", text).lower()
     for pattern, whose, factor in NETWORKS:
         found = re.search(pattern, words)
@@ -132,7 +132,7 @@ def node_rate(text: str, per_node: int) -> float | None:
 
 
 def link_rate(text: str) -> float | None:
-    """A device's link inside the node in GB/s, one way; None where the cell does not say."""
+    """A device's link inside the node in GB/s, one way; None if the cell does not say."""
     found = re.search(RATE + r"GB/s intra", text)
     return float(found[1]) if found else None
 
