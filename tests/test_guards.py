@@ -324,7 +324,5 @@ def test_a_run_directory_that_was_removed_or_damaged_is_told(tmp_path: Path) -> 
     with pytest.raises(UserError, match="run: was removed during the run"):
         read_result(tmp_path / "run")
     (tmp_path / "run/checkpoints/step-00000005").mkdir(parents=True)
-    with pytest.raises(
-        UserError, match=r"metrics\.jsonl records no step: it was removed or damaged; step-00000005"
-    ):
+    with pytest.raises(UserError, match=r"metrics\.jsonl records no step: it was removed or damaged; step-00000005"):
         read_result(tmp_path / "run")

@@ -364,7 +364,9 @@ def test_what_is_no_objective_is_refused(tmp_path: Path, objective: Any, why: st
 
 
 def test_an_objective_is_an_instance_that_fits_the_data() -> None:
-    with pytest.raises(UserError, match=r"objective: the class test_plugins.ZLoss is not an Objective; pass an instance"):
+    with pytest.raises(
+        UserError, match=r"objective: the class test_plugins.ZLoss is not an Objective; pass an instance"
+    ):
         Plugins(objective=ZLoss)  # pyright: ignore[reportArgumentType]
     with pytest.raises(UserError, match="objective and preference both say what is minimised"):
         parse_spec("model: gpt2\ntraining: {objective: x, preference: {}}", Run)
