@@ -21,7 +21,8 @@ from meshwright.models import named_tensors
 from meshwright.models.generate import Sampling
 from meshwright.parallel.recompute import _keep_dear_results
 from meshwright.serve.adapters import export_adapter
-from meshwright.serve.trained import continue_texts, export_trained, open_trained
+from meshwright.serve.export import export_trained
+from meshwright.serve.trained import continue_texts, open_trained
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.spec.training import PreferenceSpec

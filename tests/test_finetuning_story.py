@@ -9,7 +9,8 @@ import pytest
 from meshwright import load_recipe, train
 from meshwright.cli.main import main
 from meshwright.models.generate import Sampling
-from meshwright.serve.trained import answer_texts, export_trained, open_trained
+from meshwright.serve.export import export_trained
+from meshwright.serve.trained import answer_texts, open_trained
 from meshwright.trainer.metrics import read_journal
 
 pytestmark = pytest.mark.slow

@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -140,7 +140,8 @@ def export_hf(
     shard_bytes: int = 5 * 10**9,
     token_ids: Mapping[str, int | list[int] | None] | None = None,
     prove: bool = True,
-) -> float | None:
+    seal: Callable[[Path, dict[str, float]], None] | None = None,
+) -> dict[str, float]:
     """Write a directory that transformers 4 and 5 and this project read. It gets its name only when it is complete.
 
     Args:
@@ -152,9 +153,10 @@ def export_hf(
         token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id` for config.json and generation_config.json.
         prove: before the directory gets its name, read it back and compare logits, by transformers as well where it
             is installed. Holds two models in fp32 in host memory.
+        seal: called with the complete directory, before it gets its name, and the proof's findings.
 
     Returns:
-        the largest difference between two logits that the proof found, or None without it.
+        the largest difference between two logits that the proof found, by program; empty without it.
 
     Raises:
         UserError: `out_dir` exists, the parameters are not those of `spec`, or the logits differ.
@@ -164,10 +166,12 @@ def export_hf(
         kept = parameters if reference is None else _kept(parameters, reference, dtype)
         _write_weights(as_stored(kept, spec), spec, staging, dtype, shard_bytes)
         _write_configs(spec, staging, dtype, tokenizer_dir, dict(token_ids or {}))
-        difference = None
+        differences = {}
         if reference is not None:
-            difference = prove_export(reference, staging, lambda found: HfWeights(staging, found).read_rows)
-    return difference
+            differences = prove_export(reference, staging, lambda found: HfWeights(staging, found).read_rows)
+        if seal is not None:
+            seal(staging, differences)
+    return differences
 
 
 def _kept(

@@ -1,10 +1,13 @@
 """Proof of an export: the directory, read back, computes the logits of the model that was exported."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from meshwright.families import parameter_table, read_hf_directory, state_table
 from meshwright.models import Decoder, build_model, named_tensors
@@ -24,7 +27,9 @@ RowReader = Callable[[str, int, int], torch.Tensor]
 
 
 @torch.no_grad()
-def prove_export(reference: Decoder, directory: Path, open_weights: Callable[[ModelSpec], RowReader]) -> float:
+def prove_export(
+    reference: Decoder, directory: Path, open_weights: Callable[[ModelSpec], RowReader]
+) -> dict[str, float]:
     """Compare the logits of `reference` (fp32, with the weights as they were rounded for export) with those
     of the model in `directory`: read by us and, if it is installed, by transformers.
 
@@ -32,7 +37,7 @@ def prove_export(reference: Decoder, directory: Path, open_weights: Callable[[Mo
         open_weights: from the model that config.json describes to a reader of its parameters' rows.
 
     Returns:
-        the largest difference found.
+        the largest difference found, by program: meshwright and, where it is installed, transformers.
 
     Raises:
         UserError: the logits differ.
@@ -45,14 +50,15 @@ def prove_export(reference: Decoder, directory: Path, open_weights: Callable[[Mo
     read_rows = open_weights(found)
     reread = build_model(found, device="cpu")
     tensors = named_tensors(reread)
+    expected = named_tensors(reference)
     for row in parameter_table(found) + state_table(found):
         tensors[row.name].copy_(read_rows(row.name, 0, row.shape[0]))
-    worst = compare_logits(expected_BTV, reread.logits(batch), "read back")
-    del reread, tensors
+    logits_BTV, other = reread.logits(batch), partial(_first_other, expected, tensors)
+    worst = {"meshwright": compare_logits(expected_BTV, logits_BTV, "read back", where=other)}
+    del reread, tensors, other
 
     if find_spec("transformers") is not None:
-        theirs_BTV = _transformers_logits(directory, batch.tokens)
-        worst = max(worst, compare_logits(expected_BTV, theirs_BTV, "read by transformers"))
+        worst["transformers"] = compare_with_transformers(reference, directory, batch.tokens)
     return worst
 
 
@@ -70,23 +76,69 @@ def probe_tokens(spec: ModelSpec) -> torch.Tensor:
     return torch.randint(spec.vocab, (PROBE[0], length), generator=torch.Generator().manual_seed(0))
 
 
-def _transformers_logits(directory: Path, tokens_BT: torch.Tensor) -> torch.Tensor:
-    # Heavy and optional, so it is imported only if an export is proved.
+@torch.no_grad()
+def compare_with_transformers(reference: Decoder, directory: Path, tokens_BT: torch.Tensor, **options: Any) -> float:
+    """The largest difference between a logit of `reference` and of the model that transformers reads from `directory`,
+    both in fp32; `options` are `from_pretrained`'s.
+
+    Raises `UserError`, which names the first block whose output differs, where it is more than rounding.
+    """
+    # Heavy and optional, so it is imported only where an export is proved.
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=torch.float32).eval()
-    return model(tokens_BT).logits
+    load = AutoModelForCausalLM.from_pretrained
+    model = load(directory, local_files_only=True, dtype=torch.float32, **options).eval()
+    return compare_logits(
+        reference.logits(Batch(tokens_BT)),
+        model(tokens_BT).logits,
+        "read by transformers",
+        where=lambda: _first_other_block(reference, model, tokens_BT),
+    )
 
 
-def compare_logits(expected_BTV: torch.Tensor, found_BTV: torch.Tensor, how: str, *, what: str = "the export") -> float:
+def _first_other(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> str:
+    """The first tensor that was stored wrongly."""
+    return next(
+        (name for name, tensor in expected.items() if not torch.equal(tensor, found[name])), "none: it computes"
+    )
+
+
+def _first_other_block(reference: Decoder, theirs: nn.Module, tokens_BT: torch.Tensor) -> str:
+    """The first block whose output differs; the last hidden states that transformers gives are behind the norm."""
+    ours: list[torch.Tensor] = []
+    hooks = [
+        block.register_forward_hook(lambda _module, _inputs, output: ours.append(output))
+        for block in reference.layers.values()
+    ]
+    try:
+        reference.logits(Batch(tokens_BT))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    behind = theirs(tokens_BT, output_hidden_states=True).hidden_states[1:-1]
+    for number, (a, b) in enumerate(zip(ours, behind, strict=False)):
+        if not (a - b).abs().max().item() <= TOLERANCE * a.abs().max().item():
+            return f"the output of block {number}"
+    return "the last block, the norm or the head"
+
+
+def compare_logits(
+    expected_BTV: torch.Tensor,
+    found_BTV: torch.Tensor,
+    how: str,
+    *,
+    what: str = "the export",
+    where: Callable[[], str] | None = None,
+) -> float:
     """The largest difference of two logits; raises `UserError`, which says `what` was read `how`, where it is more than
-    rounding."""
+    rounding, and what `where` finds to be the first that differs."""
     difference = (expected_BTV - found_BTV).abs().max().item()
     if not difference <= TOLERANCE * expected_BTV.abs().max().item():
+        first = f"; the first that differs is {where()}" if where else ""
         raise UserError(
             f"{what} was refused: {how}, its logits differ from the model's by {difference:.3g} "
-            f"(the largest logit is {expected_BTV.abs().max().item():.3g})"
+            f"(the largest logit is {expected_BTV.abs().max().item():.3g}){first}"
         )
     return difference

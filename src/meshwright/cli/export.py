@@ -1,15 +1,18 @@
-"""The verb `export`: writes a trained model as a Hugging Face directory checked by its logits, its adapters in peft's
-format, or the run as another engine's program."""
+"""The verb `export`: write a trained model as a Hugging Face directory or a GGUF file, its adapters as peft's,
+each proved by the programs that read it, or the run as another engine's program."""
 
 import argparse
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from meshwright.checkpoint.peft_config import unread_by_vllm
 from meshwright.cli.common import add_ema_argument, add_family_argument, example_prompt
 from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
 from meshwright.spec.errors import UserError
-from meshwright.spec.precision import FP32, FP64, ComputeName
+from meshwright.spec.precision import FP32, FP64, ComputeName, GgufName
+
+if TYPE_CHECKING:
+    from meshwright.serve.trained import TrainedModel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,25 +25,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     into = parser.add_mutually_exclusive_group(required=True)
     into.add_argument("--hf", metavar="DIR", type=Path, help="write a Hugging Face directory; it must not exist")
-    into.add_argument("--adapter", metavar="DIR", type=Path, help="write the adapters alone, in peft's format")
+    into.add_argument("--gguf", metavar="FILE", type=Path, help="write a GGUF file, for llama.cpp and LM Studio")
+    into.add_argument(
+        "--ollama", metavar="DIR", type=Path, help="write a GGUF file with a Modelfile, for ollama create"
+    )
+    into.add_argument("--adapter", metavar="DIR", type=Path, help="write the adapters alone, as peft reads them")
     into.add_argument(
         "--program", metavar="DIR", type=Path, help="write the run as a program of --engine, with its inputs"
     )
     parser.add_argument("--engine", metavar="NAME", help="with --program: bare, hf_trainer, accelerate, deepspeed, ...")
-    parser.add_argument("--merge", action="store_true", help="with --hf: merge adapters into the weights")
+    parser.add_argument("--merge", action="store_true", help="merge adapters into the weights")
     parser.add_argument(
         "--dtype",
         choices=[name for name in get_args(ComputeName) if name != FP64.name],
-        help="dtype of the stored weights (default: the run's precision)",
+        help="with --hf: of the stored weights (default: the run's precision)",
+    )
+    parser.add_argument(
+        "--format",
+        choices=get_args(GgufName),
+        help="with --gguf and --ollama: of the stored matrices (default: the run's precision)",
     )
     add_ema_argument(parser)
     add_family_argument(parser)
     add_json_argument(parser)
     parser.epilog = (
-        "Before the directory gets its name, the model is read back and its logits are compared, also in transformers\n"
-        "(or peft, for adapters) if it is installed. A merged model must have the logits of base and adapters.\n\n"
+        "The export appears only when it was read back with equal logits, tokens and chat template: by meshwright and\n"
+        "transformers, an adapter by peft, GGUF by llama.cpp (pip install 'meshwright[gguf]'), where these are\n"
+        "installed. receipt.json says by which, and how equal.\n\n"
         "examples:\n"
         "  meshwright export runs/demo --hf runs/demo/export\n"
+        "  meshwright export runs/demo --gguf demo-q8_0.gguf --format q8_0\n"
         "  meshwright export runs/lora --adapter runs/lora/adapter\n"
         "  meshwright export runs/lora --hf runs/lora/merged --merge\n"
         "  meshwright export run.yaml --engine deepspeed --program handed-over"
@@ -53,37 +67,73 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("--engine and --program go together: --engine deepspeed --program DIR")
     if arguments.program:
         return _hand_over(arguments)
-    # Torch loads here, so that --help and misuse never wait for it.
-    from meshwright.serve.adapters import export_adapter
-    from meshwright.serve.trained import export_trained, open_trained
-
     if arguments.adapter and (arguments.merge or arguments.dtype):
-        raise UserError("--merge and --dtype apply only to --hf; leave them out with --adapter")
+        raise UserError("--merge and --dtype are about whole models, written with --hf; leave them out")
+    if arguments.dtype and not arguments.hf:
+        raise UserError("--dtype goes with --hf; a GGUF file's matrices have a --format")
+    if arguments.format and not (arguments.gguf or arguments.ollama):
+        raise UserError("--format goes with --gguf and --ollama; a Hugging Face directory's weights have a --dtype")
+    # Torch loads here, so that --help and misuse never wait for it.
+    from meshwright.serve.trained import open_trained
+
     trained = open_trained(
         arguments.model, device="cpu", dtype=FP32.name, averaged=arguments.ema, family=arguments.family
     )
-    if arguments.adapter:
-        parameters, difference = export_adapter(trained, arguments.adapter)
-        if arguments.json:
-            figures = {"parameters": parameters, "largest_logit_difference": difference}
-            print_json({"model": str(trained.source), "adapter": str(arguments.adapter), **figures})
-        else:
-            print(
-                f"{trained.source} written to {arguments.adapter}: {parameters} parameters, in fp32; logits differ by "
-                f"at most {difference:.1e}"
-            )
-            if reasons := unread_by_vllm(arguments.adapter):
-                print(f"vLLM does not read {' and '.join(reasons)}; for vLLM, export --hf DIR --merge")
-        return 0
-    difference, dtype = export_trained(trained, arguments.hf, dtype=arguments.dtype, merge=arguments.merge)
+    return (_export_adapter if arguments.adapter else _export_model)(arguments, trained)
+
+
+def _export_adapter(arguments: argparse.Namespace, trained: "TrainedModel") -> int:
+    from meshwright.serve.adapters import export_adapter
+
+    parameters, difference = export_adapter(trained, arguments.adapter)
     if arguments.json:
-        figures = {"dtype": dtype, "largest_logit_difference": difference}
-        print_json({"model": str(trained.source), "directory": str(arguments.hf), **figures})
-    else:
-        print(f"{trained.source} written to {arguments.hf} in {dtype}; logits differ by at most {difference:.1e}")
-        prompt = example_prompt(has_template=trained.tokenizer.chat_template is not None)
-        print(f"next        meshwright generate {arguments.hf} {prompt}")
+        figures = {"parameters": parameters, "largest_logit_difference": difference}
+        print_json({"model": str(trained.source), "adapter": str(arguments.adapter), **figures})
+        return 0
+    print(
+        f"{trained.source} written to {arguments.adapter}: {parameters} parameters, in fp32; logits differ by "
+        f"at most {difference:.1e}"
+    )
+    if reasons := unread_by_vllm(arguments.adapter):
+        print(f"vLLM does not read {' and '.join(reasons)}; for vLLM, export --hf DIR --merge")
     return 0
+
+
+def _export_model(arguments: argparse.Namespace, trained: "TrainedModel") -> int:
+    from meshwright.serve.export import export_gguf, export_ollama, export_trained
+
+    into, merge = arguments.hf or arguments.gguf or arguments.ollama, arguments.merge
+    if arguments.hf:
+        receipt = export_trained(trained, into, dtype=arguments.dtype, merge=merge)
+    elif arguments.gguf:
+        receipt = export_gguf(trained, into, form=arguments.format, merge=merge)
+    else:
+        receipt = export_ollama(trained, into, form=arguments.format, merge=merge)
+    if arguments.json:
+        where = {"directory" if into.is_dir() else "file": str(into)}
+        figures = {"dtype": receipt.dtype, "largest_logit_difference": receipt.largest_difference}
+        print_json({"model": str(trained.source), **where, **figures, "readings": receipt.as_json()["readings"]})
+        return 0
+    print(f"{trained.source} written to {into} in {receipt.dtype}; read back by")
+    for line in (*receipt.lines(), *receipt.notes):
+        print(f"  {line}")
+    chats = trained.tokenizer.chat_template is not None
+    for number, line in enumerate(_next(arguments, trained.spec.max_positions, chats=chats)):
+        print(f"{'' if number else 'next':<12}{line}")
+    return 0
+
+
+def _next(arguments: argparse.Namespace, context: int, *, chats: bool) -> list[str]:
+    """Commands that use what was written."""
+    if arguments.gguf:
+        return [f"llama-server -m {arguments.gguf} --jinja"]
+    if arguments.ollama:
+        return [f"ollama create {arguments.ollama.name} -f {arguments.ollama}/Modelfile"]
+    return [
+        f"meshwright generate {arguments.hf} {example_prompt(has_template=chats)}",
+        f"vllm serve {arguments.hf} --max-model-len {context}",
+        f"python -m sglang.launch_server --model-path {arguments.hf} --context-length {context}",
+    ]
 
 
 def _hand_over(arguments: argparse.Namespace) -> int:

@@ -11,8 +11,7 @@ import torch
 
 from meshwright.callbacks import EMA
 from meshwright.checkpoint.dcp import held_tensors, load_tensors
-from meshwright.checkpoint.hf import HfWeights, export_hf
-from meshwright.checkpoint.hf_proof import prove_merge
+from meshwright.checkpoint.hf import HfWeights
 from meshwright.checkpoint.manifest import MANIFEST, CheckpointError, list_checkpoints
 from meshwright.checkpoint.verify import verify_checkpoint
 from meshwright.data.chat import ask
@@ -25,7 +24,7 @@ from meshwright.data.sources import find_files
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
 from meshwright.families import parameter_table, pretrained_directory, read_hf_directory, state_table
 from meshwright.families.hub import cached_snapshot
-from meshwright.finetune import apply_finetune, merged_model
+from meshwright.finetune import apply_finetune
 from meshwright.models import Decoder, build_model, named_state, named_tensors
 from meshwright.models.dtypes import torch_dtype
 from meshwright.models.foreign import ForeignDecoder
@@ -36,11 +35,11 @@ from meshwright.parallel import WholeModel
 from meshwright.parallel.materialize import RowSource, materialize
 from meshwright.plan.machine import find_machine
 from meshwright.serve.engine import Engine, Request
-from meshwright.serve.token_ids import end_ids, model_config, token_ids
+from meshwright.serve.token_ids import end_ids, model_config
 from meshwright.spec.data import DataSpec, SourceSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec, Parameter
-from meshwright.spec.precision import BF16, FP32, FP64
+from meshwright.spec.precision import BF16, FP32
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.device import choose_device
 from meshwright.trainer.evaluate import Evaluation, evaluate, joined
@@ -122,7 +121,7 @@ def continue_texts(
     """
     tokenizer = trained.tokenizer
     ids = [tokenizer.encode_prompt(prompt) or [tokenizer.eos_id] for prompt in prompts]
-    ends = end_ids(tokenizer, _config_of(trained))
+    ends = end_ids(tokenizer, config_of(trained))
     return _continued(trained, ids, ends, max_tokens, sampling, stops)
 
 
@@ -140,7 +139,7 @@ def answer_texts(
     Raises `UserError` if there is no template, or prompt and new tokens have no room.
     """
     ids, ends = ask(trained.tokenizer, prompts, system)
-    ends |= end_ids(trained.tokenizer, _config_of(trained))
+    ends |= end_ids(trained.tokenizer, config_of(trained))
     return _continued(trained, ids, ends, max_tokens, sampling, stops)
 
 
@@ -173,40 +172,8 @@ def evaluate_texts(
     return joined(parts)
 
 
-def export_trained(
-    trained: TrainedModel, directory: Path, *, dtype: str | None = None, merge: bool = False
-) -> tuple[float, str]:
-    """Write the model as a Hugging Face directory, in `dtype` or else the precision of its run; adapters merged into
-    the weights, if `merge`.
-
-    Returns the largest difference between a logit of the model and of what was read back, and the dtype.
-
-    Raises `UserError` if `directory` exists, or the logits differ by more than rounding; then nothing is written.
-    """
-    adapted = any(row.adapter for row in trained.model.table)
-    if adapted and not merge:
-        raise UserError(
-            f"{trained.source} holds adapters: write a whole model with --merge, or the adapters with --adapter DIR"
-        )
-    model = merged_model(trained.model) if adapted else trained.model
-    if adapted:
-        prove_merge(trained.model, model)
-    ran = trained.run.run.training.dtypes.compute if trained.run else BF16
-    dtype = dtype or (FP32 if ran == FP64 else ran).name
-    difference = export_hf(
-        named_tensors(model).items(),
-        trained.spec,
-        directory,
-        tokenizer_dir=trained.tokenizer_dir,
-        dtype=torch_dtype(dtype),
-        token_ids=token_ids(trained.tokenizer, _config_of(trained)),
-    )
-    assert difference is not None
-    return difference, dtype
-
-
-def _config_of(trained: TrainedModel) -> dict[str, Any]:
-    """The config.json that the model began with; empty if it began without, or where that is gone."""
+def config_of(trained: TrainedModel) -> dict[str, Any]:
+    """The config.json that the model began with; empty where it began without, or where that is gone."""
     if trained.spec.foreign is not None:
         return json.loads(trained.spec.foreign.config)
     if trained.run is None:

@@ -13,6 +13,8 @@ PrecisionName = Literal["fp32", "bf16", "fp16", "fp64", "fp8", "mxfp8", "nvfp4"]
 """What a run computes in: one of these dtypes, or bf16 with matrix products in fewer bits."""
 ReduceName = Literal["fp32", "bf16"]
 """Dtypes that gradients accumulate in under mixed precision."""
+GgufName = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
+"""Formats of a GGUF file's matrices. The quantized ones have blocks of 32 numbers of a row."""
 
 
 @dataclass(frozen=True)

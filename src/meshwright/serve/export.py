@@ -1,0 +1,345 @@
+"""A trained model handed over: as a Hugging Face directory or a GGUF file, each with its receipt."""
+
+import contextlib
+import io
+import json
+import tempfile
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unicodedata import normalize
+
+import torch
+
+from meshwright.checkpoint.hf import export_hf
+from meshwright.checkpoint.hf_proof import TOLERANCE, compare_with_transformers, probe_tokens, prove_merge
+from meshwright.data.chat import find_template
+from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
+from meshwright.finetune import merged_model
+from meshwright.models import Decoder, build_model, named_tensors
+from meshwright.models.dtypes import torch_dtype
+from meshwright.serve.conversation import Prompts
+from meshwright.serve.gguf import StoredModel, context_length, write_gguf
+from meshwright.serve.gguf_tokenizer import composes
+from meshwright.serve.llama_cpp import llama_cpp_installed, read_by_llama_cpp
+from meshwright.serve.receipt import (
+    CONVERSATIONS,
+    RECEIPT,
+    TEXTS,
+    Reading,
+    Receipt,
+    logprob_difference,
+    refuse_other_tokens,
+)
+from meshwright.serve.token_ids import TokenIds, token_ids
+from meshwright.serve.trained import TrainedModel, config_of
+from meshwright.spec.batch import Batch
+from meshwright.spec.data import ChatSpec
+from meshwright.spec.errors import UserError
+from meshwright.spec.precision import BF16, FP32, FP64
+from meshwright.storage.durable import complete_folder
+
+GGUF_FILE = "model.gguf"
+
+LLAMA_CPP_TOLERANCE = {"f32": 2e-3, "f16": 1e-2, "bf16": 2e-2}
+"""By format: largest allowed difference of two log-probabilities, as a part of the range from the smallest to the
+largest. llama.cpp rounds activations to the format of the weights (and GELU to fp16), so that differences grow with the
+format's rounding. A tensor in the wrong place makes them as large as the range."""
+
+QUANTIZED_TOLERANCE = 0.1
+"""The same for quantized formats, under which activations have 8 bits."""
+
+READ_BY_TRANSFORMERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Families whose GGUF files transformers reads; mixtral's it takes for a llama's, without experts."""
+
+PROMPT_LENGTHS = (1, 2, 7, 19, 33, 64)
+"""Tokens of the random prompts behind which llama.cpp's log-probabilities are compared."""
+
+
+def export_trained(trained: TrainedModel, directory: Path, *, dtype: str | None = None, merge: bool = False) -> Receipt:
+    """Write the model as a Hugging Face directory with its receipt, in `dtype` or else the precision of its run;
+    adapters merged into the weights, if `merge`.
+
+    Raises `UserError` where `directory` exists, or a program that reads it computes other logits or tokens; then
+    nothing is written.
+    """
+    dtype = dtype or _dtype_of(trained).name
+    receipts: list[Receipt] = []
+
+    def seal(staging: Path, differences: dict[str, float]) -> None:
+        found = [_hf_reading(trained, staging, *one) for one in differences.items()]
+        receipt = Receipt(
+            exported=directory.name,
+            dtype=dtype,
+            source=str(trained.source),
+            readings=tuple(reading for reading, _ in found),
+            notes=tuple(note for _, notes in found for note in notes),
+        )
+        receipt.write(staging / RECEIPT)
+        receipts.append(receipt)
+
+    export_hf(
+        named_tensors(_whole(trained, merge, "--hf")).items(),
+        trained.spec,
+        directory,
+        tokenizer_dir=trained.tokenizer_dir,
+        dtype=torch_dtype(dtype),
+        token_ids=_token_ids(trained),
+        seal=seal,
+    )
+    return receipts[0]
+
+
+def export_gguf(trained: TrainedModel, file: Path, *, form: str | None = None, merge: bool = False) -> Receipt:
+    """Write the model as the GGUF file `file`, and its receipt beside it (`NAME.receipt.json`); matrices in the
+    format `form` (`GgufName`), by default the precision of the run.
+
+    Raises `UserError` where `file` exists, llama.cpp has no such model or tokenizer, or a program that reads the file
+    computes other logits or tokens; then nothing is written.
+    """
+    if file.exists():
+        raise UserError(f"{file} exists already; export to another file or remove it")
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as folder:
+        receipt = _write_proved_gguf(trained, Path(folder), file.name, form, merge)
+        Path(folder, RECEIPT).rename(file.with_suffix(".receipt.json"))
+        Path(folder, GGUF_FILE).rename(file)
+    return receipt
+
+
+def export_ollama(trained: TrainedModel, directory: Path, *, form: str | None = None, merge: bool = False) -> Receipt:
+    """Write a directory from which `ollama create` makes a model: `model.gguf`, `Modelfile` and the receipt.
+
+    Raises as `export_gguf`.
+    """
+    with complete_folder(directory) as staging:
+        receipt = _write_proved_gguf(trained, staging, f"{directory.name}/{GGUF_FILE}", form, merge)
+        (staging / "Modelfile").write_text(_modelfile(trained))
+    return receipt
+
+
+@torch.no_grad()
+def _write_proved_gguf(trained: TrainedModel, folder: Path, exported: str, form: str | None, merge: bool) -> Receipt:
+    form = form or {FP32.name: "f32", BF16.name: "bf16"}.get(_dtype_of(trained).name, "f16")
+    stored = StoredModel(trained.spec, form)
+    parameters = named_tensors(_whole(trained, merge, "--gguf"))
+    file, ids = folder / GGUF_FILE, _token_ids(trained)
+    write_gguf(file, stored, parameters.items(), trained.tokenizer, name=exported, token_ids=ids)
+    reference = build_model(trained.spec, device="cpu")
+    targets = named_tensors(reference)
+    for name, tensor in stored.rounded(parameters.items()):
+        targets[name].copy_(tensor)
+    readings, notes = [], _notes(trained, stored)
+    unscaled = trained.spec.rope_scaling is None  # transformers does not read the scaling of rope from GGUF
+    if find_spec("transformers") is not None and trained.spec.family in READ_BY_TRANSFORMERS and unscaled:
+        try:
+            readings.append(_transformers_gguf_reading(reference, folder))
+        except (KeyError, NotImplementedError, RuntimeError, TypeError) as error:  # it reads few architectures
+            notes.append(f"transformers {_version('transformers')} cannot read it ({str(error).splitlines()[0]})")
+    if llama_cpp_installed():
+        readings.append(_llama_cpp_reading(reference, trained.tokenizer, file, form))
+    if not readings:
+        tried = f"; {notes[-1]}" if notes else ""
+        raise UserError(
+            f"the export was refused: no program is here that reads GGUF; pip install 'meshwright[gguf]'{tried}"
+        )
+    receipt = Receipt(
+        exported=exported,
+        dtype=form,
+        source=str(trained.source),
+        readings=tuple(readings),
+        notes=tuple(notes),
+    )
+    receipt.write(folder / RECEIPT)
+    return receipt
+
+
+def _modelfile(trained: TrainedModel) -> str:
+    lines = [f"FROM ./{GGUF_FILE}", f"PARAMETER num_ctx {context_length(trained.spec)}"]
+    prompts = Prompts(trained.tokenizer)
+    lines += [f"PARAMETER stop {json.dumps(end, ensure_ascii=False)}" for end in prompts.shown(prompts.answer_ends)]
+    return "\n".join(lines) + "\n"
+
+
+def _whole(trained: TrainedModel, merge: bool, option: str) -> Decoder:
+    """The model to write, its adapters merged."""
+    if not any(row.adapter for row in trained.model.table):
+        return trained.model
+    if not merge:
+        raise UserError(
+            f"{trained.source} holds adapters: write a whole model with {option} and --merge, or the adapters with "
+            "--adapter DIR"
+        )
+    model = merged_model(trained.model)
+    prove_merge(trained.model, model)
+    return model
+
+
+def _dtype_of(trained: TrainedModel):
+    ran = trained.run.run.training.dtypes.compute if trained.run else BF16
+    return FP32 if ran == FP64 else ran
+
+
+def _token_ids(trained: TrainedModel) -> TokenIds:
+    return token_ids(trained.tokenizer, config_of(trained))
+
+
+def _notes(trained: TrainedModel, stored: StoredModel) -> list[str]:
+    spec, notes = trained.spec, []
+    if stored.kept_wide:
+        notes.append(f"{len(stored.kept_wide)} matrices whose rows are no whole blocks of 32 are stored in f16")
+    if composes(trained.tokenizer):
+        notes.append("llama.cpp does not compose characters (NFC) as the tokenizer does; give it composed text")
+    if context_length(spec) < spec.max_positions:
+        notes.append(
+            f"llama.cpp has no sliding window for {spec.family}: its context is the window, {spec.sliding_window}"
+        )
+    return notes
+
+
+def _hf_reading(trained: TrainedModel, staging: Path, program: str, difference: float) -> tuple[Reading, list[str]]:
+    """What a program's logits, tokens and template are, of a Hugging Face directory, and what to know of them."""
+    tokens = probe_tokens(trained.spec)
+    if program == "meshwright":
+        theirs, notes = load_tokenizer(staging), []
+        texts = refuse_other_tokens(program, "text", _texts(trained.tokenizer), _texts(theirs))
+        wanted, found = _conversations(trained.tokenizer), _conversations(theirs)
+        conversations = refuse_other_tokens(program, "conversation", wanted, found) if wanted else None
+        equal: dict[str, int | None] = {"texts_equal": texts, "conversations_equal": conversations}
+    else:
+        equal, notes = _transformers_tokens(trained.tokenizer, staging)
+    reading = Reading(
+        program=program,
+        version=_version(program),
+        largest_difference=difference,
+        tolerance=TOLERANCE,
+        positions=tokens.numel(),
+        **equal,
+    )
+    return reading, notes
+
+
+def _texts(tokenizer: TextTokenizer) -> list[list[int]]:
+    return [tokenizer.encode_prompt(text) for text in TEXTS]
+
+
+def _conversations(tokenizer: TextTokenizer) -> list[list[int]]:
+    """Of each conversation that the template does not refuse; none where there is no template."""
+    prompts, found = Prompts(tokenizer), []
+    if prompts.chats:
+        for messages in CONVERSATIONS:
+            try:
+                found.append(prompts.conversation(messages))
+            except UserError:
+                found.append([])
+    return found
+
+
+def _transformers_tokens(tokenizer: TextTokenizer, directory: Path) -> tuple[dict[str, int | None], list[str]]:
+    """What transformers' tokens of texts and conversations are, and what to know of them.
+
+    Where `AutoTokenizer` makes others, `PreTrainedTokenizerFast` must make these: transformers 5 takes any tokenizer
+    beside a qwen2 model for Qwen2's own, whatever tokenizer_config.json says.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    load = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        return _compared_tokens(tokenizer, AutoTokenizer.from_pretrained(directory, **load)), []
+    except UserError as error:
+        agreed = _compared_tokens(tokenizer, PreTrainedTokenizerFast.from_pretrained(directory, **load))
+        kind = type(AutoTokenizer.from_pretrained(directory, **load)).__name__
+        warning = (
+            f"warning: transformers' AutoTokenizer takes this tokenizer for a {kind} and makes other tokens "
+            f"({str(error).split(': ', 1)[1]}); load it with PreTrainedTokenizerFast, and give programs that use "
+            "AutoTokenizer, as vLLM does, token ids instead of text"
+        )
+        return agreed, [warning]
+
+
+def _compared_tokens(tokenizer: TextTokenizer, theirs: Any) -> dict[str, int | None]:
+    found = [_without_end(theirs(text).input_ids, tokenizer) for text in TEXTS]
+    texts = refuse_other_tokens("transformers", "text", _texts(tokenizer), found)
+    if tokenizer.chat_template is None:
+        return {"texts_equal": texts, "conversations_equal": None}
+    wanted, spoken = [], []
+    today = ChatSpec(date=date.today().isoformat())
+    template = find_template("auto", tokenizer, Path(), today)
+    for messages in CONVERSATIONS:
+        try:
+            text = template.render(messages, answer=True)
+        except UserError:
+            continue
+        wanted.append(tokenizer.encode_marked([text])[0][0])
+        written = theirs.apply_chat_template([*messages], add_generation_prompt=True, tokenize=False)
+        spoken.append(theirs(written, add_special_tokens=False).input_ids)
+    conversations = refuse_other_tokens("transformers", "conversation", wanted, spoken)
+    return {"texts_equal": texts, "conversations_equal": conversations}
+
+
+def _without_end(ids: list[int], tokenizer: TextTokenizer) -> list[int]:
+    """As `encode_prompt`: without an end-of-text that the tokenizer puts behind every text."""
+    while ids and ids[-1] == tokenizer.eos_id:
+        ids = ids[:-1]
+    return ids
+
+
+def _transformers_gguf_reading(reference: Decoder, staging: Path) -> Reading:
+    tokens = probe_tokens(reference.spec)[:, : context_length(reference.spec)]
+    with contextlib.redirect_stderr(io.StringIO()):  # its progress bar
+        difference = compare_with_transformers(reference, staging, tokens, gguf_file=GGUF_FILE)
+    return Reading(
+        program="transformers",
+        version=_version("transformers"),
+        largest_difference=difference,
+        tolerance=TOLERANCE,
+        positions=tokens.numel(),
+    )
+
+
+def _llama_cpp_reading(reference: Decoder, tokenizer: TextTokenizer, file: Path, form: str) -> Reading:
+    spec, probe = reference.spec, probe_tokens(reference.spec)[0]
+    prompts = [
+        probe[:length].tolist() for length in PROMPT_LENGTHS if length <= min(len(probe), context_length(spec) - 1)
+    ]
+    texts = [normalize("NFC", text) if composes(tokenizer) else text for text in TEXTS]
+    found = read_by_llama_cpp(
+        file,
+        vocab=spec.vocab,
+        context=context_length(spec),
+        prompts=prompts,
+        texts=texts,
+        conversations=CONVERSATIONS if tokenizer.chat_template is not None else (),
+    )
+    ours = [reference.logits(Batch(torch.tensor([prompt])))[0, -1].log_softmax(-1) for prompt in prompts]
+    tolerance = LLAMA_CPP_TOLERANCE.get(form, QUANTIZED_TOLERANCE) * max((row.max() - row.min()).item() for row in ours)
+    differences = list(map(logprob_difference, ours, map(torch.tensor, found.logprobs)))
+    if not max(differences) <= tolerance:
+        raise UserError(
+            f"the export was refused: read by llama.cpp, its log-probabilities differ from the model's by "
+            f"{max(differences):.3g} (allowed {tolerance:.3g})"
+        )
+    wanted = _conversations(tokenizer)
+    asked = [i for i, ids in enumerate(wanted) if ids and found.conversations[i] is not None]
+    return Reading(
+        program="llama.cpp",
+        version=found.version,
+        largest_difference=max(differences),
+        compared="logprobs",
+        tolerance=tolerance,
+        positions=len(prompts),
+        texts_equal=refuse_other_tokens("llama.cpp", "text", _texts(tokenizer), found.texts),
+        conversations_equal=refuse_other_tokens(
+            "llama.cpp", "conversation", [wanted[i] for i in asked], [found.conversations[i] for i in asked]
+        )
+        if wanted
+        else None,
+    )
+
+
+def _version(program: str) -> str:
+    try:
+        return version(program)
+    except PackageNotFoundError:
+        return ""

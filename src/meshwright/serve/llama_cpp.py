@@ -1,0 +1,134 @@
+"""llama.cpp's reading of a GGUF file, in a process of its own: log-probabilities, tokens and the chat template.
+
+llama.cpp comes as the package xllamacpp, whose wheels hold its server; the server's HTTP interface on the loopback
+address is what is asked. Keys and values are cached in fp32, so that differences are those of the weights' format.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from meshwright.spec.errors import UserError
+
+PACKAGE = "xllamacpp"
+
+PATIENCE = 1800.0
+"""Seconds that llama.cpp may take for the whole reading."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaCppReading:
+    """What llama.cpp says of a file."""
+
+    version: str
+    logprobs: list[list[float]]
+    """Of each prompt: log-probabilities of every token behind it, natural logarithms."""
+    texts: list[list[int]]
+    """Tokens of each text, with those that begin a text."""
+    conversations: list[list[int] | None]
+    """Tokens of each conversation up to where the assistant speaks; None where its template was refused."""
+
+
+def llama_cpp_installed() -> bool:
+    """Whether there is a llama.cpp to ask."""
+    return find_spec(PACKAGE) is not None
+
+
+def read_by_llama_cpp(
+    path: Path,
+    *,
+    vocab: int,
+    context: int,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[str],
+    conversations: Sequence[Sequence[Any]],
+) -> LlamaCppReading:
+    """Ask llama.cpp.
+
+    Raises `UserError` where it cannot read the file, or takes longer than half an hour.
+    """
+    questions = {
+        "model": str(path.resolve()),
+        "vocab": vocab,
+        "context": context,
+        "prompts": [list(prompt) for prompt in prompts],
+        "texts": list(texts),
+        "conversations": [list(conversation) for conversation in conversations],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answered = Path(folder, "questions.json"), Path(folder, "answers.json")
+        asked.write_text(json.dumps(questions))
+        command = [sys.executable, "-P", "-m", __name__, str(asked), str(answered)]
+        try:
+            ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            raise UserError(f"the export was refused: llama.cpp has not read it in {PATIENCE:.0f} s") from None
+        if ended.returncode:
+            said = [line for line in ended.stderr.decode(errors="replace").splitlines() if "error" in line.lower()]
+            why = (said or ended.stderr.decode(errors="replace").splitlines() or ["it said nothing"])[0]
+            raise UserError(f"the export was refused: llama.cpp cannot read it ({why.strip()})")
+        answers = json.loads(answered.read_text())
+    return LlamaCppReading(version=version(PACKAGE), **answers)
+
+
+def _serve(questions: dict[str, Any]) -> Any:
+    import xllamacpp  # pyright: ignore[reportMissingImports]  # an extra
+
+    settings = xllamacpp.CommonParams()
+    settings.model.path = questions["model"]
+    settings.n_ctx, settings.n_parallel, settings.warmup = questions["context"], 1, False
+    settings.use_jinja = True
+    settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    return xllamacpp.Server(settings)
+
+
+def _answer(questions: dict[str, Any]) -> dict[str, Any]:
+    server = _serve(questions)
+
+    def post(path: str, **body: Any) -> dict[str, Any]:
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(server.listening_address + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+            return json.loads(answer.read())
+
+    # The sampled token is forced, for one that is no text (an end, a part of a character) has no probabilities in the
+    # answer. These are of the logits as the model computes them, before they are biased.
+    shown = post("/tokenize", content="a", add_special=False)["tokens"][-1]
+
+    def logprobs(prompt: Sequence[int]) -> list[float]:
+        wanted = {"n_predict": 1, "n_probs": questions["vocab"], "temperature": -1, "logit_bias": [[shown, 1e4]]}
+        found = post("/completion", prompt=prompt, cache_prompt=False, post_sampling_probs=False, **wanted)
+        row = [float("nan")] * questions["vocab"]
+        for token in found["completion_probabilities"][0]["top_logprobs"]:
+            row[token["id"]] = token["logprob"]
+        return row
+
+    def tokens(text: str, *, special: bool) -> list[int]:
+        return post("/tokenize", content=text, add_special=True, parse_special=special)["tokens"]
+
+    def conversation(messages: Sequence[Any]) -> list[int] | None:
+        try:
+            text = post("/apply-template", messages=messages)["prompt"]
+        except urllib.error.HTTPError:
+            return None
+        return tokens(text, special=True)
+
+    return {
+        "logprobs": [logprobs(prompt) for prompt in questions["prompts"]],
+        "texts": [tokens(text, special=False) for text in questions["texts"]],
+        "conversations": [conversation(messages) for messages in questions["conversations"]],
+    }
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(_answer(json.loads(Path(sys.argv[1]).read_text()))))

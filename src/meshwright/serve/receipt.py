@@ -1,0 +1,125 @@
+"""The receipt of an export: in which programs it was read back, and how closely each agrees with the model.
+
+`receipt.json` lies beside the exported weights. Programs that are not installed are not in it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.spec.errors import UserError
+from meshwright.storage.durable import write_durably
+
+RECEIPT = "receipt.json"
+
+TEXTS = (
+    "The quick brown fox jumps over the lazy dog.",
+    " leading space, trailing space ",
+    "line one\nline two\n\n\nline five\r\n\tindented",
+    "def f(x: int) -> str:\n    return f'{x!r:>10}'  # 3.14159, 0x7f, 1_000_000",
+    "1234567890 12 345 6789, 2026-11-22, 10^-9",
+    "Größe, naïve café, ÆØÅ, \u0130stanbul, e\u0301 and \u00e9",
+    "\u4f60\u597d\uff0c\u4e16\u754c\u3002\u3053\u3093\u306b\u3061\u306f\u3001\uc548\ub155\ud558\uc138\uc694",
+    "\u0645\u0631\u062d\u0628\u0627 \u05e9\u05dc\u05d5\u05dd \u0928\u092e\u0938\u094d\u0924\u0947",
+    "\U0001f642\U0001f44d\U0001f3fd \U0001f468\u200d\U0001f469\u200d\U0001f467",
+    "Don't you'LL we've I'M he'd THEY'RE",
+    "!!! ??? ... --- === *** <a href='#'>&amp;</a> {\"key\": [null, true]}",
+    "a" * 40 + " " * 17 + "b",
+)
+"""Texts whose tokens are compared."""
+
+CONVERSATIONS: tuple[tuple[Mapping[str, str], ...], ...] = (
+    ({"role": "user", "content": "What is 2 + 2?"},),
+    (
+        {"role": "user", "content": "Name a colour.\nOne word."},
+        {"role": "assistant", "content": "Blue"},
+        {"role": "user", "content": "Another \u2026 caf\u00e9?"},
+    ),
+    ({"role": "system", "content": "Answer briefly."}, {"role": "user", "content": "Why?"}),
+)
+"""Conversations whose tokens, up to where the assistant speaks, are compared. A template may refuse some."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What one program computed with the export."""
+
+    program: str
+    version: str
+    largest_difference: float | None
+    """The largest difference of two numbers of `compared`; None where the program computed none."""
+    compared: str = "logits"
+    """logits, or logprobs (natural logarithms of probabilities)."""
+    tolerance: float | None = None
+    """Its bound: of logits as a part of the largest logit, of logprobs as it is."""
+    positions: int = 0
+    """At so many positions, each over the whole vocabulary."""
+    texts_equal: int | None = None
+    """Texts with equal tokens; all of them, or the export was refused. None: there was no tokenizer to compare."""
+    conversations_equal: int | None = None
+    """Conversations with equal tokens by the chat template; None: no template to compare."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Receipt:
+    """All readings of an export."""
+
+    exported: str
+    """Name of the file or directory."""
+    dtype: str
+    source: str
+    """The checkpoint or directory that was exported."""
+    readings: tuple[Reading, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def largest_difference(self) -> float:
+        """Over all programs."""
+        return max(one.largest_difference or 0.0 for one in self.readings)
+
+    def write(self, path: Path) -> None:
+        """As JSON."""
+        write_durably(path, json.dumps(self.as_json(), indent=2) + "\n")
+
+    def as_json(self) -> dict[str, Any]:
+        """The receipt as numbers, words, lists and objects."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """For people, one reading a line."""
+        return [_line(one) for one in self.readings]
+
+
+def _line(one: Reading) -> str:
+    parts = [f"{one.program} {one.version}".ljust(24)]
+    if one.largest_difference is not None:
+        allowed = f"{one.tolerance:.0e} of the largest" if one.compared == "logits" else f"{one.tolerance:.1e}"
+        parts.append(f"{one.compared} differ by at most {one.largest_difference:.1e} (allowed {allowed})")
+    if one.texts_equal is not None:
+        parts.append(f"tokens of {one.texts_equal} texts equal")
+    if one.conversations_equal is not None:
+        parts.append(f"{one.conversations_equal} conversations equal")
+    return parts[0] + ", ".join(parts[1:])
+
+
+def refuse_other_tokens(program: str, what: str, wanted: Sequence[Sequence[int]], found: Sequence[Any]) -> int:
+    """How many there are, if all are equal; else raises `UserError` with the first that is not."""
+    for number, (ours, theirs) in enumerate(zip(wanted, found, strict=True)):
+        if list(ours) != list(theirs):
+            place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+            place = min(len(ours), len(theirs)) if place is None else place
+            raise UserError(
+                f"the export was refused: {program} makes other tokens of {what} {number}: from token {place} on "
+                f"{list(theirs)[place : place + 5]} instead of {list(ours)[place : place + 5]}"
+            )
+    return len(wanted)
+
+
+def logprob_difference(expected_V: torch.Tensor, found_V: torch.Tensor) -> float:
+    """The largest difference of two rows of log-probabilities; infinite where one is missing."""
+    difference = (expected_V - found_V).abs().max().item()
+    return difference if difference == difference else float("inf")
