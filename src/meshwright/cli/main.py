@@ -30,7 +30,7 @@ VERBS = {
     "chat": "chat with a trained model in the terminal",
     "serve": "serve a trained model with OpenAI's API and a chat page",
     "eval": "measure loss and perplexity of a trained model on any text",
-    "export": "write a trained model for Hugging Face, or its adapters for peft",
+    "export": "write a trained model for Hugging Face or llama.cpp, or its adapters for peft",
     "doctor": "show what this machine has and what is missing",
     "demo": "train, evaluate and sample a small model on this machine",
 }
