@@ -54,6 +54,9 @@ QUANTIZED_TOLERANCE = 0.1
 READ_BY_TRANSFORMERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Families whose GGUF files transformers reads; mixtral's it takes for a llama's, without experts."""
 
+Equal = tuple[int | None, int | None]
+"""Texts and conversations with equal tokens, as in `Reading`."""
+
 PROMPT_LENGTHS = (1, 2, 7, 19, 33, 64)
 """Tokens of the random prompts behind which llama.cpp's log-probabilities are compared."""
 
@@ -206,7 +209,7 @@ def _hf_reading(trained: TrainedModel, staging: Path, program: str, difference: 
         texts = refuse_other_tokens(program, "text", _texts(trained.tokenizer), _texts(theirs))
         wanted, found = _conversations(trained.tokenizer), _conversations(theirs)
         conversations = refuse_other_tokens(program, "conversation", wanted, found) if wanted else None
-        equal: dict[str, int | None] = {"texts_equal": texts, "conversations_equal": conversations}
+        equal: Equal = texts, conversations
     else:
         equal, notes = _transformers_tokens(trained.tokenizer, staging)
     reading = Reading(
@@ -215,7 +218,8 @@ def _hf_reading(trained: TrainedModel, staging: Path, program: str, difference: 
         largest_difference=difference,
         tolerance=TOLERANCE,
         positions=tokens.numel(),
-        **equal,
+        texts_equal=equal[0],
+        conversations_equal=equal[1],
     )
     return reading, notes
 
@@ -236,7 +240,7 @@ def _conversations(tokenizer: TextTokenizer) -> list[list[int]]:
     return found
 
 
-def _transformers_tokens(tokenizer: TextTokenizer, directory: Path) -> tuple[dict[str, int | None], list[str]]:
+def _transformers_tokens(tokenizer: TextTokenizer, directory: Path) -> tuple[Equal, list[str]]:
     """What transformers' tokens of texts and conversations are, and what to know of them.
 
     Where `AutoTokenizer` makes others, `PreTrainedTokenizerFast` must make these: transformers 5 takes any tokenizer
@@ -244,7 +248,7 @@ def _transformers_tokens(tokenizer: TextTokenizer, directory: Path) -> tuple[dic
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    load = {"local_files_only": True, "trust_remote_code": False}
+    load: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         return _compared_tokens(tokenizer, AutoTokenizer.from_pretrained(directory, **load)), []
     except UserError as error:
@@ -258,11 +262,11 @@ def _transformers_tokens(tokenizer: TextTokenizer, directory: Path) -> tuple[dic
         return agreed, [warning]
 
 
-def _compared_tokens(tokenizer: TextTokenizer, theirs: Any) -> dict[str, int | None]:
+def _compared_tokens(tokenizer: TextTokenizer, theirs: Any) -> Equal:
     found = [_without_end(theirs(text).input_ids, tokenizer) for text in TEXTS]
     texts = refuse_other_tokens("transformers", "text", _texts(tokenizer), found)
     if tokenizer.chat_template is None:
-        return {"texts_equal": texts, "conversations_equal": None}
+        return texts, None
     wanted, spoken = [], []
     today = ChatSpec(date=date.today().isoformat())
     template = find_template("auto", tokenizer, Path(), today)
@@ -275,7 +279,7 @@ def _compared_tokens(tokenizer: TextTokenizer, theirs: Any) -> dict[str, int | N
         written = theirs.apply_chat_template([*messages], add_generation_prompt=True, tokenize=False)
         spoken.append(theirs(written, add_special_tokens=False).input_ids)
     conversations = refuse_other_tokens("transformers", "conversation", wanted, spoken)
-    return {"texts_equal": texts, "conversations_equal": conversations}
+    return texts, conversations
 
 
 def _without_end(ids: list[int], tokenizer: TextTokenizer) -> list[int]:

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -81,8 +82,7 @@ def read_by_llama_cpp(
 
 
 def _serve(questions: dict[str, Any]) -> Any:
-    import xllamacpp  # pyright: ignore[reportMissingImports]  # an extra
-
+    xllamacpp: Any = import_module(PACKAGE)
     settings = xllamacpp.CommonParams()
     settings.model.path = questions["model"]
     settings.n_ctx, settings.n_parallel, settings.warmup = questions["context"], 1, False

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -50,13 +50,13 @@ class Reading:
 
     program: str
     version: str
-    largest_difference: float | None
-    """The largest difference of two numbers of `compared`; None where the program computed none."""
-    compared: str = "logits"
-    """logits, or logprobs (natural logarithms of probabilities)."""
-    tolerance: float | None = None
+    largest_difference: float
+    """The largest difference of two numbers of `compared`."""
+    compared: Literal["logits", "logprobs"] = "logits"
+    """logprobs are natural logarithms of probabilities."""
+    tolerance: float
     """Its bound: of logits as a part of the largest logit, of logprobs as it is."""
-    positions: int = 0
+    positions: int
     """At so many positions, each over the whole vocabulary."""
     texts_equal: int | None = None
     """Texts with equal tokens; all of them, or the export was refused. None: there was no tokenizer to compare."""
@@ -79,7 +79,7 @@ class Receipt:
     @property
     def largest_difference(self) -> float:
         """Over all programs."""
-        return max(one.largest_difference or 0.0 for one in self.readings)
+        return max(one.largest_difference for one in self.readings)
 
     def write(self, path: Path) -> None:
         """As JSON."""
@@ -95,15 +95,13 @@ class Receipt:
 
 
 def _line(one: Reading) -> str:
-    parts = [f"{one.program} {one.version}".ljust(24)]
-    if one.largest_difference is not None:
-        allowed = f"{one.tolerance:.0e} of the largest" if one.compared == "logits" else f"{one.tolerance:.1e}"
-        parts.append(f"{one.compared} differ by at most {one.largest_difference:.1e} (allowed {allowed})")
+    allowed = f"{one.tolerance:.0e} of the largest" if one.compared == "logits" else f"{one.tolerance:.1e}"
+    parts = [f"{one.compared} differ by at most {one.largest_difference:.1e} (allowed {allowed})"]
     if one.texts_equal is not None:
         parts.append(f"tokens of {one.texts_equal} texts equal")
     if one.conversations_equal is not None:
         parts.append(f"{one.conversations_equal} conversations equal")
-    return parts[0] + ", ".join(parts[1:])
+    return f"{one.program} {one.version}".ljust(24) + ", ".join(parts)
 
 
 def refuse_other_tokens(program: str, what: str, wanted: Sequence[Sequence[int]], found: Sequence[Any]) -> int:
