@@ -290,3 +290,56 @@ def test_python_is_read_and_never_run(tmp_path):
     assert read_assignments("name = 'run' + str(time.time())\n", "f") == {"name": "'run' + str(time.time())"}
     with pytest.raises(UserError, match="nothing is run"):
         read_assignments("open('x', 'w')\n", "f")
+
+
+LISTS = (f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40))
+DOUBLED = "\n".join(["base_model: x", "a0: &a0 [1, 1]", *LISTS])
+"""A hundred lines of YAML that mean 2^40 values."""
+
+HOSTILE = {
+    "aliases.yaml": (DOUBLED, "more than 20000 values"),
+    "itself.yaml": ("base_model: x\ndatasets: &a [*a]\n", "more than 20000 values, or is nested too deeply"),
+    "tag.yaml": ("base_model: !!int ''\n", "cannot be read"),
+    "object.yaml": ("base_model: !!python/object/apply:os.system ['touch ran']\n", "cannot be read"),
+    "deep.json": ("[" * 100_000, "nested too deeply"),
+    "nan.json": ('{"train_batch_size": NaN}', "NaN is no number"),
+    "huge.json": ('{"train_batch_size": 1e999}', "not finite"),
+    "long.yaml": ("base_model: x\n" + "#" * 300_000, "more than 262144 bytes"),
+    "bytes.yaml": (b"base_model: \xff\n", r"not UTF-8 text \(byte 12\)"),
+    "words.json": ('{"train_batch_size": 8, "gradient_accumulation_steps": "8"}', "whole number of at least 1"),
+    "zero.json": ('{"train_micro_batch_size_per_gpu": 0}', "whole number of at least 1"),
+    "stage.json": ('{"zero_optimization": {"stage": 7}}', "a stage of ZeRO is 0, 1, 2 or 3"),
+    "list.json": ('{"gradient_clipping": [1]}', r"gradient_clipping=\[1\]: it cannot have such a value"),
+    "sets.yaml": ("base_model: x\ndatasets: 5\n", "datasets=5: it cannot have such a value"),
+    "format.yaml": ("distributed_type: NO\nnum_processes: '%s'\n", "whole number of at least 1"),
+    "power.py": ("a = 999999999999999\nb = a * a\n", "power.py:2: b cannot be worked out: the number is too large"),
+    "nothing.py": ("a = 1 / 0\n", "nothing.py:1: a cannot be worked out: division by zero"),
+    "minus.py": ("a = " + "-" * 100_000 + "1\n", "no Python that can be read"),
+    "null.py": ("a = 1\0\n", "no Python"),
+    "quote.sh": ("--num-layers 2 'x\n", "no closing quotation"),
+    "grows.sh": ("A=" + "x" * 1000 + "\n" + "$A " * 2000 + "--num-layers 2\n", "more than 1048576 characters"),
+    "split.sh": ("--num-layers 2 --split 0,0\n", "split=0,0: it cannot have such a value"),
+    "blank.sh": ("\n" * 200_000 + "--num-layers x --hidden-size 8\n", "num_layers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_one_sentence_at_once(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    content, expected = HOSTILE[name]
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert main(["import", name, "--model", "gpt2"]) == 2
+    said = capsys.readouterr().err
+    assert re.search(expected, said), said
+    assert len(said) < 1000
+    assert not (tmp_path / "ran").exists()
+
+
+def test_words_of_a_file_cannot_become_settings(tmp_path):
+    """What has no counterpart is a comment of the recipe, on one line whatever it holds."""
+    lines = "x\\nrun_dir: /etc\\u2028run_dir: /etc\\u0085run_dir: /etc"
+    path = tmp_path / "ds\nrun_dir: here\n.json"
+    path.write_text(f'{{"train_batch_size": 8, "odd\\nrun_dir: there": "{lines}", "gradient_clipping": "auto"}}')
+    text, _ = import_files([path], model="gpt2-124m", ranks=1)
+    assert parse_spec(text, Run).run_dir == Run.model_fields["run_dir"].get_default()
+    assert all("run_dir" not in line.split("#")[0] for line in text.splitlines())

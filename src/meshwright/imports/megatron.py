@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.reading import Reading, Rule, fact, nothing, positive, when, words
+from meshwright.spec.errors import UserError
 
 DECIDED_BY_US = (
     *("overlap-grad-reduce", "overlap-param-gather", "use-flash-attn", "transformer-impl", "use-mcore-models"),
@@ -112,31 +113,40 @@ RULES: Mapping[str, Rule] = {
 }
 
 
+VARIABLE = re.compile(r"^[ \t]*(?:export[ \t]+)?(\w+)=([\w./:,+-]{1,1000})[ \t]*$", flags=re.MULTILINE)
+"""A script's `NAME=word`."""
+LONGEST = 2**20
+"""Characters of a script with its variables put in."""
+
+
 def is_flags(text: str) -> bool:
     """Whether a text holds Megatron's flags."""
     return bool(re.search(r"--(num-layers|hidden-size|tensor-model-parallel-size)\b", text))
 
 
-def read_flags(text: str) -> dict[str, Any]:
+def read_flags(text: str, file: str) -> dict[str, Any]:
     """Every `--flag value` of a script or command line; variables that the script sets to words are put in."""
-    variables = dict(re.findall(r"^\s*(?:export\s+)?(\w+)=([\w./:,+-]+)\s*$", text, flags=re.MULTILINE))
+    variables = dict(VARIABLE.findall(text))
     text = re.sub(r"\$\{?(\w+)\}?", lambda found: variables.get(found[1], found[0]), text)
+    if len(text) > LONGEST:
+        raise UserError(f"{file}: its variables make more than {LONGEST} characters of it")
     lines = [line for line in text.replace("\\\n", " ").splitlines() if not line.lstrip().startswith("#")]
-    found: dict[str, Any] = {}
+    try:
+        words = shlex.split(" ".join(lines).replace("(", " ").replace(")", " "), comments=False, posix=True)
+    except ValueError as error:
+        raise UserError(f"{file}: no shell script that can be read: {str(error).lower()}") from error
+    found: dict[str, list[str]] = {}
     name = ""
-    for word in shlex.split(" ".join(lines).replace("(", " ").replace(")", " "), comments=False, posix=True):
+    for word in words:
         if re.fullmatch(r"--[a-z][\w-]*(=.*)?", word):
             name, equals, value = word[2:].partition("=")
-            found[name] = _number(value) if equals else True
+            found[name] = [value] if equals else []
         elif name:
-            before = found[name]
-            if before is True:
-                found[name] = _number(word)
-            elif name == "data-path" or not isinstance(_number(word), str):  # a list, as of a batch that grows
-                found[name] = f"{before} {word}"
+            if not found[name] or name == "data-path" or not isinstance(_number(word), str):  # a batch that grows
+                found[name].append(word)
             else:
                 name = ""
-    return found
+    return {name: _number(" ".join(given)) if given else True for name, given in found.items()}
 
 
 def read_megatron(reading: Reading, values: Mapping[str, Any], file: str) -> None:

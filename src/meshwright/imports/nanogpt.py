@@ -68,6 +68,10 @@ RULES: Mapping[str, Rule] = {
 }
 
 
+LARGEST = 2**63
+"""Of a number, without its sign."""
+
+
 def read_assignments(text: str, file: str) -> dict[str, Any]:
     """The constants that a Python file assigns; products and sums of constants are worked out.
 
@@ -77,7 +81,9 @@ def read_assignments(text: str, file: str) -> dict[str, Any]:
     try:
         body = ast.parse(text).body
     except SyntaxError as error:
-        raise UserError(f"{file}:{error.lineno}: no Python: {error.msg}") from error
+        raise UserError(f"{file}:{error.lineno or 1}: no Python: {error.msg}") from error
+    except (ValueError, RecursionError, MemoryError) as error:  # such as what is nested a thousand times
+        raise UserError(f"{file}: no Python that can be read: {error or 'nested too deeply'}") from error
     for node in body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue  # a docstring
@@ -86,26 +92,40 @@ def read_assignments(text: str, file: str) -> dict[str, Any]:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 continue  # as time, for names of runs
             raise UserError(f"{file}:{node.lineno}: only 'name = constant' is read, nothing is run")
-        found[target.id] = _constant(node.value, found, file)
+        try:
+            found[target.id] = _constant(node.value, found)
+        except (ArithmeticError, RecursionError, ValueError) as error:
+            raise UserError(f"{file}:{node.lineno}: {target.id} cannot be worked out: {error}") from error
     return found
 
 
-def _constant(node: ast.expr, known: Mapping[str, Any], file: str) -> Any:
+def _constant(node: ast.expr, known: Mapping[str, Any]) -> Any:
+    """The value of an expression. Raises what arithmetic raises."""
     if isinstance(node, ast.Name) and node.id in known:
         return known[node.id]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Add | ast.Sub | ast.Div):
-        left, right = _constant(node.left, known, file), _constant(node.right, known, file)
+        left, right = _constant(node.left, known), _constant(node.right, known)
         if isinstance(left, int | float) and isinstance(right, int | float):
-            if isinstance(node.op, ast.Mult):
-                return left * right
-            if isinstance(node.op, ast.Add):
-                return left + right
-            return left - right if isinstance(node.op, ast.Sub) else left / right
+            result = _reckoned(node.op, left, right)
+            if not abs(result) < LARGEST:  # a few lines of squares fill any memory
+                raise ArithmeticError("the number is too large")
+            return result
         return ast.unparse(node)
     try:
-        return ast.literal_eval(node)
-    except ValueError:
+        value = ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError):
         return ast.unparse(node)  # such as 'run' + str(time.time()): shown, not run
+    if isinstance(value, int | float) and not abs(value) < LARGEST:
+        raise ArithmeticError("the number is too large")
+    return value
+
+
+def _reckoned(operator: ast.operator, left: float, right: float) -> float:
+    if isinstance(operator, ast.Mult):
+        return left * right
+    if isinstance(operator, ast.Add):
+        return left + right
+    return left - right if isinstance(operator, ast.Sub) else left / right
 
 
 def read_nanogpt(reading: Reading, values: Mapping[str, Any], file: str) -> None:

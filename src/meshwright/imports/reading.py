@@ -4,6 +4,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshwright.spec.errors import UserError
+
+SHOWN = 200
+"""Characters of a value that an origin shows."""
+COUNTS = ("ranks", "nodes", "ranks of a node", "accumulation", "accumulation of all ranks", "shard")
+NUMBERS = ("beta1", "beta2", "warmup_ratio", "min_lr", "decay steps", "samples", "epochs")
+"""Facts that are worked with."""
+
 Rule = str | Callable[["Reading", Any, str], None]
 """What becomes of a key: the path of our setting, which takes its value; or a function of (reading, value, origin)."""
 
@@ -29,6 +37,12 @@ class Reading:
 
     def fact(self, name: str, value: Any, origin: str) -> None:
         """Note a fact, by the same rule."""
+        if name in COUNTS:
+            check_count(value, origin)
+        elif name in NUMBERS:
+            check_number(value, origin)
+        elif name == "zero" and value not in (0, 1, 2, 3):
+            raise UserError(f"{origin}: a stage of ZeRO is 0, 1, 2 or 3")
         self._note(self.facts, name, value, origin)
 
     def _note(self, known: dict[str, tuple[Any, str]], name: str, value: Any, origin: str) -> None:
@@ -51,21 +65,44 @@ class Reading:
         self.without.append((origin, why))
 
     def take(self, values: Mapping[str, Any], rules: Mapping[str, Rule], file: str) -> None:
-        """Apply a rule to every key of `values`; keys without one have no counterpart that is known."""
+        """Apply a rule to every key of `values`; keys without one have no counterpart that is known.
+
+        Raises `UserError` where a value is of a kind that its key never has.
+        """
         for key, value in values.items():
-            origin = f"{file}: {key}={value}"
-            rule = rules.get(key)
             if value is None:  # as if it were not there
                 continue
+            shown = str(value)
+            origin = f"{file}: {key}={shown if len(shown) <= SHOWN else f'{shown[:SHOWN]}...'}"
+            rule = rules.get(key)
             if value == "auto" and rule is not None:
                 self.notes.append(f"{origin}: what another file says, or the recipe's default")
-                continue
-            if rule is None:
+            elif rule is None:
                 self.give_up(origin, "unknown, or nothing of ours says it")
             elif isinstance(rule, str):
                 self.set(rule, value, origin)
             else:
-                rule(self, value, origin)
+                self._apply(rule, value, origin)
+
+    def _apply(self, rule: Callable[["Reading", Any, str], None], value: Any, origin: str) -> None:
+        try:
+            rule(self, value, origin)
+        except UserError:
+            raise
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise UserError(f"{origin}: it cannot have such a value") from error
+
+
+def check_count(value: Any, origin: str) -> None:
+    """Raise `UserError` where a value is no whole number above 0."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**53:
+        raise UserError(f"{origin}: it must be a whole number of at least 1")
+
+
+def check_number(value: Any, origin: str) -> None:
+    """Raise `UserError` where a value is no number that one can reckon with."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 2**53:
+        raise UserError(f"{origin}: it must be a number")
 
 
 def fact(name: str) -> Rule:

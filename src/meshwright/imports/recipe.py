@@ -5,24 +5,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from meshwright.imports.accelerate_yaml import is_accelerate, read_accelerate
 from meshwright.imports.axolotl import is_axolotl, read_axolotl
 from meshwright.imports.deepspeed import is_deepspeed, read_deepspeed
 from meshwright.imports.hf_arguments import is_hf_arguments, read_hf_arguments
 from meshwright.imports.megatron import is_flags, read_flags, read_megatron
 from meshwright.imports.nanogpt import read_assignments, read_nanogpt
-from meshwright.imports.reading import Reading
+from meshwright.imports.opening import read_data, read_text
+from meshwright.imports.reading import Reading, check_count, check_number
 from meshwright.spec.document import write_yaml
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import parse_spec
 from meshwright.spec.run import Run
+from meshwright.terminal import printable
 
 FORMATS = (
     "a DeepSpeed JSON, transformers' TrainingArguments (YAML or JSON), an Accelerate YAML, an axolotl YAML, a nanoGPT "
     "configuration (.py) or a script with Megatron-LM's flags"
 )
+COUNTED = {f"layout.{axis}" for axis in ("tp", "pp", "cp")} | {
+    f"training.{name}" for name in ("steps", "micro_batch", "global_batch")
+}
+"""Settings that others are worked out from."""
 COLUMN = 44
 """Where the origin of a line begins."""
 
@@ -49,17 +53,13 @@ def import_files(paths: Sequence[Path], *, ranks: int | None = None, model: str 
 
 
 def _read(reading: Reading, path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path)
     if path.suffix == ".py":
         return read_nanogpt(reading, read_assignments(text, path.name), path.name)
     if path.suffix not in (".json", ".yaml", ".yml") and is_flags(text):
-        return read_megatron(reading, read_flags(text), path.name)
-    try:
-        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+        return read_megatron(reading, read_flags(text, path.name), path.name)
+    values = read_data(path, text)
     if isinstance(values, Mapping):
-        values = {str(key): _plain(value) for key, value in values.items()}
         kinds = ((is_accelerate, read_accelerate), (is_axolotl, read_axolotl), (is_hf_arguments, read_hf_arguments))
         for known, read in (*kinds, (is_deepspeed, read_deepspeed)):
             if known(values):
@@ -67,20 +67,14 @@ def _read(reading: Reading, path: Path) -> None:
     raise UserError(f"{path}: its kind is not known; there can be {FORMATS}")
 
 
-def _plain(value: Any) -> Any:
-    """YAML 1.1 leaves `1e-5` a text; numbers that are written so are numbers."""
-    if isinstance(value, str):
-        try:
-            return float(value) if "e" in value.lower() and value[:1] in "0123456789.-+" else value
-        except ValueError:
-            return value
-    return {key: _plain(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
-
-
 def _finish(reading: Reading) -> None:
     """Settings that follow from several facts."""
     ranks, origin = reading.facts.get("ranks", (None, ""))
     settings = reading.settings
+    for path in COUNTED & settings.keys():
+        check_count(*settings[path])
+    if "training.optimizer.lr" in settings:
+        check_number(*settings["training.optimizer.lr"])
     degrees = [settings.get(f"layout.{axis}", (1, ""))[0] for axis in ("tp", "pp", "cp")]
     split = degrees[0] * degrees[1] * degrees[2]
     stage, why = reading.facts.get("zero", (0, origin))
@@ -162,9 +156,10 @@ def _written(reading: Reading, paths: Sequence[Path]) -> str:
         for part in around:
             place = place.setdefault(part, {})
         place[last] = (value, origin)
-    lines = [f"# Imported from {', '.join(path.name for path in paths)}"]
-    lines += [f"# assumed: {note}" for note in reading.notes]
-    lines += [f"# no counterpart: {origin}: {why}" for origin, why in reading.without]
+    comments = [f"Imported from {', '.join(path.name for path in paths)}"]
+    comments += [f"assumed: {note}" for note in reading.notes]
+    comments += [f"no counterpart: {origin}: {why}" for origin, why in reading.without]
+    lines = [f"# {_one_line(comment)}" for comment in comments]
     order = {name: number for number, name in enumerate(Run.model_fields)}
     for name in sorted(tree, key=lambda name: order.get(name, len(order))):
         lines += _lines(name, tree[name], "")
@@ -179,7 +174,12 @@ def _lines(name: str, value: Any, indent: str) -> Iterator[str]:
     else:
         setting, origin = value
         entry = f"{indent}{name}: {_flow(setting)}"
-        yield f"{entry:<{COLUMN}}  # {' '.join(origin.split())}"
+        yield f"{entry:<{COLUMN}}  # {_one_line(origin)}"
+
+
+def _one_line(text: str) -> str:
+    """Words of a file, as a comment: a line break in them would begin a setting."""
+    return printable(" ".join(text.split()))
 
 
 def _flow(value: Any) -> str:

@@ -1,0 +1,79 @@
+"""Configuration files of strangers, opened: text within limits, and plain data that is a tree. Nothing is run."""
+
+import json
+from collections.abc import Mapping
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshwright.spec.errors import UserError
+
+LARGEST_FILE = 2**18
+"""Bytes; people write these files by hand."""
+LARGEST_TREE = 20_000
+"""Values of a file, those that YAML's aliases repeat counted each time."""
+LARGEST_NUMBER = 10**300
+DEEPEST = 32
+
+
+def read_text(path: Path) -> str:
+    """The text of a file. Raises `UserError` where it is none, or too large for a configuration."""
+    with path.open("rb") as file:
+        content = file.read(LARGEST_FILE + 1)
+    if len(content) > LARGEST_FILE:
+        raise UserError(f"{path}: it has more than {LARGEST_FILE} bytes, so it is no configuration file")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from error
+
+
+def read_data(path: Path, text: str) -> Any:
+    """JSON or YAML as mappings, lists, texts and finite numbers. Raises `UserError` where it is neither, or no tree."""
+    try:
+        found = json.loads(text, parse_constant=_refuse) if path.suffix == ".json" else yaml.safe_load(text)
+    except RecursionError as error:
+        raise UserError(f"{path}: cannot be read: nested too deeply") from error
+    # YAML's own tags (!!int, !!bool, !!timestamp) raise what Python does of a value that is none.
+    except (ValueError, yaml.YAMLError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
+        raise UserError(f"{path}: cannot be read: {' '.join(str(error).split()) or 'a value is malformed'}") from error
+    return _Tree(path).of(found)
+
+
+def _refuse(word: str) -> Any:
+    raise ValueError(f"{word} is no number")
+
+
+class _Tree:
+    """Makes plain data of what a reader gave."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._left = path, LARGEST_TREE
+
+    def of(self, value: Any, depth: int = 0) -> Any:
+        """The value, copied. Raises `UserError` where it goes on and on."""
+        self._left -= 1
+        if self._left < 0 or depth > DEEPEST:
+            raise UserError(f"{self._path}: it has more than {LARGEST_TREE} values, or is nested too deeply")
+        if isinstance(value, Mapping):
+            return {str(key): self.of(inner, depth + 1) for key, inner in value.items()}
+        if isinstance(value, list | tuple | set):
+            return [self.of(inner, depth + 1) for inner in value]
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            if not isfinite(value) or abs(value) > LARGEST_NUMBER:
+                raise UserError(f"{self._path}: it holds a number that is not finite, or too large")
+            return value
+        if isinstance(value, str):
+            return _number(value)
+        return value if value is None or isinstance(value, bool) else str(value)
+
+
+def _number(text: str) -> str | float:
+    """YAML 1.1 leaves `1e-5` a text; numbers that are written so are numbers."""
+    try:
+        found = float(text) if "e" in text.lower() and text[:1] in "0123456789.-+" else None
+    except ValueError:
+        return text
+    return text if found is None or not isfinite(found) else found
