@@ -98,13 +98,21 @@ def test_settings_are_changed_and_refused(talk: Talk, models: Path) -> None:
 
 def test_a_conversation_is_saved_as_a_record(talk: Talk, models: Path, tmp_path: Path) -> None:
     file = tmp_path / "talk.jsonl"
-    status, _, notes = talk(["/save", f"/save {file}", "def f", f"/save {file}", "/save /nowhere/x", "/saev x"])
+    status, _, notes = talk(["/save", f"/save {file}", "def f", f"/save {file}", "/save /nowhere/x.jsonl", "/saev x"])
     (record,) = map(json.loads, file.read_text().splitlines())
     answer = expected(models, "def f")
     assert record["messages"] == [{"role": "user", "content": "def f"}, {"role": "assistant", "content": answer}]
     for message in ("/save needs a file", "nothing to save yet", "No such file", "did you mean '/save'?"):
         assert message in notes
     assert status == 2
+
+
+def test_questions_cannot_be_saved_over_other_kinds_of_files(talk: Talk, tmp_path: Path) -> None:
+    """Lines of a pipe may be a stranger's; a shell's start-up file must not grow by them."""
+    file = tmp_path / ".profile"
+    status, _, notes = talk(["$(touch pwned)", f"/save {file}"])
+    assert (status, file.exists()) == (2, False)
+    assert "the name must end in .jsonl" in notes
 
 
 def test_a_base_model_continues_texts(talk: Talk, models: Path) -> None:

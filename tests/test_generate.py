@@ -138,8 +138,8 @@ def test_what_cannot_be_generated_is_refused(model, prompts, max_tokens, message
         ({"temperature": float("nan")}, "temperature=nan is not allowed"),
         ({"temperature": float("inf")}, "temperature=inf is not allowed: must be a finite number"),
         ({"min_p": 1.5}, "min_p=1.5 is not allowed: must be at least 0 and at most 1"),
-        ({"repetition_penalty": 0}, "repetition_penalty=0 is not allowed: must be greater than 0"),
-        ({"presence_penalty": float("nan")}, "presence_penalty=nan is not allowed: must be a finite number"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0 is not allowed: must be from 1e-06 to 1e+06"),
+        ({"presence_penalty": float("nan")}, "presence_penalty=nan is not allowed: must be at most 1e+06"),
     ],
 )
 def test_sampling_that_makes_no_sense_is_refused(settings, message):

@@ -26,6 +26,7 @@ from meshwright import Run, train
 from meshwright.cli.main import main
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.models.generate import Sampling
+from meshwright.serve.connections import configured
 from meshwright.serve.conversation import Prompts
 from meshwright.serve.engine import Engine, Request
 from meshwright.serve.http import PAGE, Limits, Served, Server
@@ -84,7 +85,7 @@ def trained(model: Any) -> TrainedModel:
 def running(models: dict[str, Any], *, max_batch: int = 8, **limits: Any) -> Iterator[Running]:
     served = [serve_as(trained(model), name, max_batch=max_batch, max_context=None) for name, model in models.items()]
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(Server(served, Limits(**limits)).app(), log_level="error"))
+    server = uvicorn.Server(configured(Server(served, Limits(**limits)).app(), log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     while not server.started:

@@ -195,6 +195,8 @@ class Talk:
         """Append the conversation of each partner to a file."""
         if not file:
             raise UserError("/save needs a file, as in /save talk.jsonl")
+        if not file.endswith(".jsonl"):  # questions may come from a stranger's file, and so may this line
+            raise UserError(f"/save {file}: the name must end in .jsonl")
         if not any(partner.turns for partner in self.partners):
             raise UserError("there is nothing to save yet")
         with Path(file).open("a", encoding="utf-8") as stream:

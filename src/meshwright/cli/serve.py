@@ -69,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         import uvicorn
 
+        from meshwright.serve.connections import configured
         from meshwright.serve.http import LOCAL, Limits, Server
     except ImportError as error:
         if (error.name or "").split(".")[0] not in ("starlette", "uvicorn"):
@@ -103,8 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         host, number = listening.getsockname()[:2]
         print(f"serving   http://{f'[{host}]' if ':' in host else host}:{number}/v1  (chat page at /)", flush=True)
         app = Server(models, limits).app()
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5, server_header=False)
-        uvicorn.Server(config).run(sockets=[listening])
+        uvicorn.Server(configured(app, log_level="warning")).run(sockets=[listening])
     return 0
 
 

@@ -8,12 +8,17 @@ Shapes: B prompts, T their longest length, or room for all that is asked for, V 
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from math import ceil, inf, isfinite
+from math import ceil, isfinite
 from typing import Protocol
 
 import torch
 
 from meshwright.spec.errors import UserError
+
+LEAST_PENALTY, MOST_PENALTY = 1e-6, 1e6
+"""With any of them logits stay finite."""
+COLDEST = 1e-200
+"""The least temperature that logits are divided by: of less, quotients would not be finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +52,16 @@ class Sampling:
             raise UserError(f"top_p={self.top_p} is not allowed: must be greater than 0 and at most 1")
         if not 0 <= self.min_p <= 1:
             raise UserError(f"min_p={self.min_p} is not allowed: must be at least 0 and at most 1")
-        if not 0 < self.repetition_penalty < inf:
-            raise UserError(f"repetition_penalty={self.repetition_penalty} is not allowed: must be greater than 0")
-        for name in ("temperature", "presence_penalty", "frequency_penalty"):
-            if not isfinite(getattr(self, name)):
-                raise UserError(f"{name}={getattr(self, name)} is not allowed: must be a finite number")
+        if not LEAST_PENALTY <= self.repetition_penalty <= MOST_PENALTY:
+            raise UserError(
+                f"repetition_penalty={self.repetition_penalty} is not allowed: must be from {LEAST_PENALTY:g} to "
+                f"{MOST_PENALTY:g}"
+            )
+        if not isfinite(self.temperature):
+            raise UserError(f"temperature={self.temperature} is not allowed: must be a finite number")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not abs(getattr(self, name)) <= MOST_PENALTY:
+                raise UserError(f"{name}={getattr(self, name)} is not allowed: must be at most {MOST_PENALTY:g}")
 
     @property
     def penalizes(self) -> bool:
@@ -131,7 +141,8 @@ def choose(logits_BV: torch.Tensor, sampling: Sampling, streams: Sequence[random
     if sampling.temperature == 0:
         return logits_BV.argmax(-1)
     drawn_B = torch.tensor([stream.random() for stream in streams], dtype=torch.float64, device=logits_BV.device)
-    probability_BV, order_BV = _allowed((logits_BV.double() / sampling.temperature).softmax(-1), sampling)
+    temperature = max(sampling.temperature, COLDEST)
+    probability_BV, order_BV = _allowed((logits_BV.double() / temperature).softmax(-1), sampling)
     cumulative_BV = probability_BV.cumsum(-1)
     total_B1 = cumulative_BV[:, -1:]
     # Never the total itself, which a product may be rounded to: behind it only forbidden tokens stand.

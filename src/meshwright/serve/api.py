@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from meshwright.models.generate import Sampling
+from meshwright.models.generate import LEAST_PENALTY, Sampling
 from meshwright.serve.engine import Answer, Request, Token
 
-MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS = 64, 20, 16
+MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, LONGEST_STOP = 64, 20, 16, 1000
 
 
 class ApiError(Exception):
@@ -81,11 +81,11 @@ class Generation(_Model):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=-1)
     min_p: float = Field(default=0.0, ge=0, le=1)
-    repetition_penalty: float = Field(default=1.0, gt=0, le=100)
+    repetition_penalty: float = Field(default=1.0, ge=LEAST_PENALTY, le=100)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     stop: str | list[str] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -97,8 +97,9 @@ class Generation(_Model):
     def stops(self) -> list[str]:
         """The texts that end an answer."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stops) > MAX_STOPS or not all(stops):
-            raise ApiError(400, f"stop: at most {MAX_STOPS} texts, none of them empty", param="stop")
+        if len(stops) > MAX_STOPS or not all(0 < len(stop) <= LONGEST_STOP for stop in stops):
+            message = f"stop: at most {MAX_STOPS} texts, none of them empty or of more than {LONGEST_STOP} characters"
+            raise ApiError(400, message, param="stop")
         return stops
 
     def sampling(self) -> Sampling:

@@ -19,6 +19,7 @@ from meshwright.models import Decoder
 from meshwright.models.generate import Sampling, check_room, choose, penalize
 from meshwright.serve.readers import Reader, reader_for
 from meshwright.serve.text import TextWriter
+from meshwright.spec.errors import UserError
 
 CHUNK = 512
 """Tokens of prompts read in one step, beside the answers' own; a longer prompt takes several steps."""
@@ -192,7 +193,12 @@ class Engine:
                 return
 
     def _choose(self, logits_BV: torch.Tensor, rows: Sequence[_Row]) -> list[Token]:
-        """The next token of each row."""
+        """The next token of each row. Raises `UserError` where the model computes no numbers."""
+        if rows and not bool(logits_BV.amax(-1).isfinite().all()):
+            raise UserError(
+                "the model computes values that are not finite: its weights are damaged, or too large for its dtype "
+                "(--dtype fp32)"
+            )
         from_BV = logits_BV
         if any(row.seen is not None for row in rows):
             from_BV = torch.stack([_penalized(logits_V, row) for logits_V, row in zip(logits_BV, rows, strict=True)])

@@ -1,9 +1,12 @@
 """The server: OpenAI's API, a chat page, health and metrics, as a Starlette application."""
 
 import asyncio
+import base64
 import contextlib
+import hashlib
 import hmac
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,8 +39,14 @@ from meshwright.spec.errors import UserError
 PAGE = Path(__file__).with_name("page.html")
 MAX_BODY = 4 * 2**20
 """Bytes of a request, where nobody says."""
+SMALL_BODY = 2**16
+"""Bytes that are parsed within a millisecond or so."""
 DISCARDED = 64 * 2**20
 """Bytes of a request that is too large which are read all the same, so that its sender hears why it is refused."""
+KEPT_APART = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "x-frame-options": "DENY"}
+"""Headers of the page."""
+HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]@]*)(?::[0-9]*)?")
+"""A request's header of this name: a name or an address, and a port."""
 LOCAL = ("localhost", "127.0.0.1", "::1", "[::1]")
 """Names of this machine for itself."""
 
@@ -123,12 +132,12 @@ class Server:
                 raise ApiError(
                     401, "the API key is missing or wrong; send Authorization: Bearer KEY", code="invalid_api_key"
                 )
-        elif request.url.hostname not in LOCAL:
-            raise ApiError(403, f"this server answers at localhost only, not as {request.url.hostname}")
+        elif (name := _host(request)) not in LOCAL:
+            raise ApiError(403, f"this server answers at localhost only, not as {name}")
 
     async def _page(self, _: Request) -> Response:
-        policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"content-security-policy": policy})
+        text = PAGE.read_text(encoding="utf-8")
+        return HTMLResponse(text, headers={"content-security-policy": page_policy(text), **KEPT_APART})
 
     async def _health(self, _: Request) -> Response:
         alive = self._worker.alive
@@ -161,7 +170,7 @@ class Server:
         return self._models[name]
 
     async def _chat(self, request: Request) -> Response:
-        asked: ChatRequest = parse(ChatRequest, await self._body(request))
+        asked: ChatRequest = await _parsed(ChatRequest, await self._body(request))
         model = self._find(asked.model)
         if not model.prompts.chats:
             raise ApiError(400, f"{model.name} has no chat template; use /v1/completions", param="messages")
@@ -171,8 +180,10 @@ class Server:
         return await self._generate(request, model, asked, [prompt], model.prompts.answer_ends)
 
     async def _complete(self, request: Request) -> Response:
-        asked: CompletionRequest = parse(CompletionRequest, await self._body(request))
+        asked: CompletionRequest = await _parsed(CompletionRequest, await self._body(request))
         model, prompts = self._find(asked.model), list[list[int]]()
+        if len(asked.prompts) * asked.n > (most := model.engine.max_batch + self._limits.max_queue):
+            raise ApiError(400, f"prompt: this server writes at most {most} answers to one request", param="prompt")
         for given in asked.prompts:
             ids = await _checked(model.prompts.text, given) if isinstance(given, str) else given
             if any(not 0 <= token < model.engine.model.spec.vocab for token in ids):
@@ -338,6 +349,25 @@ class EventStream(StreamingResponse):
             self._call.close()
 
 
+def page_policy(page: str) -> str:
+    """What a browser lets the page do: its own style and script run, and they ask this server alone."""
+    own = {kind: re.search(f"<{kind}>(.*?)</{kind}>", page, flags=re.DOTALL) for kind in ("style", "script")}
+    hashes = {
+        kind: base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
+        for kind, found in own.items()
+        if found is not None
+    }
+    rules = [f"{kind}-src 'sha256-{digest}'" for kind, digest in hashes.items()]
+    nowhere = [f"{what} 'none'" for what in ("base-uri", "form-action", "frame-ancestors")]
+    return "; ".join(("default-src 'none'", *rules, "connect-src 'self'", *nowhere))
+
+
+def _host(request: Request) -> str | None:
+    """The name by which the client calls this machine; None where it is no name."""
+    found = HOST.fullmatch(request.headers.get("host", ""))
+    return found and found[1].lower()
+
+
 async def _gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -349,6 +379,11 @@ async def _checked(work: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.to_thread(work, *arguments)
     except UserError as error:
         raise ApiError(400, str(error)) from error
+
+
+async def _parsed(kind: type[Generation], body: bytes) -> Any:
+    """A request; a large one is read in a thread, while others are answered."""
+    return await asyncio.to_thread(parse, kind, body) if len(body) > SMALL_BODY else parse(kind, body)
 
 
 def _room(prompt: Sequence[int], wanted: int | None, room: int) -> int:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from meshwright.serve.engine import Answer, Engine, Request, Token
+from meshwright.spec.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,12 @@ class Worker:
             return tell
 
         def begin() -> None:
-            answers.extend(engine.submit(request, hear(number)) for number, request in enumerate(requests))
+            for number, request in enumerate(requests):
+                try:
+                    answers.append(engine.submit(request, hear(number)))
+                except Exception:  # one request's mistake is not the others'
+                    log.exception("a request could not begin; it is ended")
+                    _end([Answer(request, hear(number))], "error")
 
         def cancel() -> None:
             for answer in answers:
@@ -116,8 +122,11 @@ class Worker:
     def _step(self, engine: Engine) -> bool:
         try:
             return engine.step()
-        except Exception:  # such as no memory: the requests are lost, the server goes on
-            log.exception("a step failed; the requests in it are ended")
+        except Exception as error:  # such as no memory: the requests are lost, the server goes on
+            if isinstance(error, UserError):
+                log.error("%s; the requests in this step are ended", error)
+            else:
+                log.exception("a step failed; the requests in it are ended")
             self.failures += 1
             _end(engine.reset(), "error")
             return False

@@ -1,0 +1,66 @@
+"""Connections of clients, who have so long to say what they want: who never does keeps no place."""
+
+import asyncio
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+MOST_CONNECTIONS = 512
+"""At a time; more are told to come again."""
+REQUEST_SECONDS = 60.0
+"""From a connection, or the end of an answer, to the end of the next request."""
+
+
+class Connection(H11Protocol):
+    """One client's."""
+
+    request_seconds = REQUEST_SECONDS
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See `asyncio.Protocol`."""
+        super().connection_made(transport)
+        self._await_request()
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        super().data_received(data)
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            self._forget()
+
+    def on_response_complete(self) -> None:
+        """Called at the end of an answer."""
+        super().on_response_complete()
+        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        self._forget()
+        super().connection_lost(exc)
+
+    def _await_request(self) -> None:
+        self._forget()
+        self._deadline = self.loop.call_later(self.request_seconds, self.transport.abort)
+
+    def _forget(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+def configured(app: ASGIApp, **more: Any) -> uvicorn.Config:
+    """How uvicorn serves the application."""
+    return uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        limit_concurrency=MOST_CONNECTIONS,
+        timeout_graceful_shutdown=5,
+        server_header=False,
+        proxy_headers=False,
+        **more,
+    )

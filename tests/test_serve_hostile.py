@@ -1,0 +1,177 @@
+"""The server and strangers: requests at the limits, bytes that are no request, clients that do not go on."""
+
+import base64
+import contextlib
+import hashlib
+import http.client
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from meshwright.serve.connections import Connection
+from meshwright.serve.http import PAGE
+from served import model_of
+from test_serve import QUESTION, SECONDS, Running, running
+
+
+@pytest.fixture(scope="module")
+def base() -> Any:
+    return model_of("llama", max_positions=256)
+
+
+@pytest.fixture(scope="module")
+def server(base: Any) -> Iterator[Running]:
+    with running({"base": base}, max_queue=64, max_body=100_000) as found:
+        yield found
+
+
+def test_a_browser_runs_the_page_and_nothing_else(server: Running) -> None:
+    """Its script and style are known by their hashes; no other page may show it in a frame."""
+    headers = httpx.get(server.url).headers
+    policy = dict(rule.split(" ", 1) for rule in headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == policy["base-uri"] == policy["form-action"] == policy["frame-ancestors"] == "'none'"
+    text = PAGE.read_text(encoding="utf-8")
+    for kind in ("script", "style"):
+        inner = text.split(f"<{kind}>")[1].split(f"</{kind}>")[0]
+        digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
+        assert policy[f"{kind}-src"] == f"'sha256-{digest}'"
+    assert " style=" not in text
+    assert " on" not in re.sub(r"<script>.*</script>", "", text, flags=re.DOTALL)
+    assert headers["x-content-type-options"] == "nosniff"
+
+
+ASKED = json.dumps({"model": "base", "messages": QUESTION}).encode()
+EXTREME = {
+    "seed": ({"seed": 10**30}, 400),
+    "digits": (ASKED[:-1] + b', "seed": ' + b"9" * 90_000 + b"}", 400),
+    "cold": ({"temperature": 1e-320}, 200),
+    "hot": ({"temperature": 100, "presence_penalty": -2, "frequency_penalty": -2}, 200),
+    "penalty": ({"repetition_penalty": 1e-300}, 400),
+    "small penalty": ({"repetition_penalty": 1e-6}, 200),
+    "no number": (ASKED[:-1] + b', "temperature": NaN}', 400),
+    "half a character": (ASKED.replace(b"add_7", b"\\ud800"), 400),
+    "nul": ({"messages": [{"role": "user", "content": "\0\x1b[2J<script>"}]}, 200),
+    "deep": (b'{"model": "base", "messages": ' + b"[" * 49_000 + b"]" * 49_000 + b"}", 400),
+    "deep tools": (ASKED[:-1] + b', "tools": [' + b'{"a":' * 15_000 + b"1" + b"}" * 15_000 + b"]}", 400),
+    "top": ({"top_k": 10**25}, 200),
+    "long stop": ({"stop": "x" * 2000}, 400),
+    "many tokens": ({"max_tokens": 10**30}, 400),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXTREME)
+def test_extreme_requests_end_alone(server: Running, name: str) -> None:
+    """An answer that is being written to somebody else goes on."""
+    content, status = EXTREME[name]
+    if not isinstance(content, bytes):
+        content = json.dumps({"model": "base", "messages": QUESTION, "max_tokens": 4, **content}).encode()
+    stream = server.client.chat.completions.create(model="base", messages=QUESTION, max_tokens=200, stream=True)  # type: ignore[arg-type]
+    next(iter(stream))
+    url, headers = f"{server.url}/v1/chat/completions", {"content-type": "application/json"}
+    answer = httpx.post(url, content=content, headers=headers, timeout=SECONDS)
+    assert answer.status_code == status, answer.text
+    assert (status == 200) == ("choices" in answer.json())
+    assert [choice.finish_reason for part in stream for choice in part.choices][-1] in ("stop", "length")
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+
+
+def test_a_text_has_a_limited_number_of_answers(server: Running) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", json={"model": "base", "prompt": ["x"] * 30, "n": 3})
+    assert (answer.status_code, "at most 72 answers" in answer.text) == (400, True)
+
+
+def raw(server: Running, sent: bytes) -> bytes:
+    """What a client hears that speaks no HTTP worth the name."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS) as client:
+        heard = b""
+        with contextlib.suppress(OSError):  # it has heard enough and has gone
+            client.sendall(sent)
+            client.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            while piece := client.recv(65536):
+                heard += piece
+    return heard
+
+
+def said(line: bytes, *headers: bytes, body: bytes = b"") -> bytes:
+    """A request to this machine."""
+    return b"\r\n".join((line + b" HTTP/1.1", b"Host: localhost", b"Connection: close", *headers, b"", body))
+
+
+GET = b"GET /v1/models HTTP/1.1\r\nConnection: close\r\n"
+POST = b"POST /v1/completions"
+RAW = {
+    "no name": (GET + b"Host: [\r\n\r\n", b"403"),
+    "half a name": (GET + b"Host: [::1\r\n\r\n", b"403"),
+    "a name behind another": (GET + b"Host: localhost.evil.example\r\n\r\n", b"403"),
+    "no host": (GET + b"\r\n", b"400"),
+    "two hosts": (said(b"GET /v1/models", b"Host: evil.example"), b"400"),
+    "headers without end": (b"GET / HTTP/1.1\r\nX-Much: " + b"x" * 200_000, b"400"),
+    "many headers": (said(b"GET /", *(b"X-%d: y" % number for number in range(20_000))), b"400"),
+    "no HTTP": (b"\x16\x03\x01\x02\x00" + b"\0" * 512, b"400"),
+    "two lengths": (said(POST, b"Content-Length: 2", b"Content-Length: 9", body=b"{}"), b"400"),
+    "a path of dots": (said(b"GET /../../../../etc/passwd"), b"404"),
+    "hidden dots": (said(b"GET /v1/models/..%2f..%2f..%2fetc%2fpasswd"), b"404"),
+    "another protocol": (said(b"GET /", b"Upgrade: websocket", b"Connection: Upgrade"), b"200"),
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_what_is_no_request_is_refused(server: Running, name: str) -> None:
+    sent, status = RAW[name]
+    heard = raw(server, sent)
+    assert len(sent) > 100_000 or heard.split(b" ")[1] == status, heard
+    assert b" 200 " not in heard or status == b"200"
+    assert b"root:" not in heard
+    assert b"Traceback" not in heard
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+
+
+BEGUN = POST + b" HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Slow: ", BEGUN], ids=["silent", "headers", "body"]
+)
+def test_who_does_not_go_on_loses_the_connection(server: Running, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slowly it goes on: what counts is when the request is complete."""
+    monkeypatch.setattr(Connection, "request_seconds", 1.0)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS) as client:
+        client.sendall(sent)
+        began = time.monotonic()
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            while time.monotonic() - began < SECONDS:
+                client.settimeout(0.2)
+                with contextlib.suppress(TimeoutError):
+                    assert client.recv(100) == b""
+                    break
+                client.sendall(b"x" if sent else b"")
+        assert 0.5 < time.monotonic() - began < SECONDS / 2
+
+
+def test_a_long_answer_outlasts_the_limit_of_requests(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Connection, "request_seconds", 0.2)
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=SECONDS)) as client:
+        for _ in range(2):  # on one connection
+            body = json.dumps({"model": "base", "prompt": "def", "max_tokens": 200, "stream": True, "stop": None})
+            client.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+            assert client.getresponse().read().endswith(b"data: [DONE]\n\n")
+
+
+def test_a_damaged_model_is_told_and_does_not_end_the_server(base: Any, caplog: pytest.LogCaptureFixture) -> None:
+    broken = model_of("llama", max_positions=256)
+    with torch.no_grad():
+        next(iter(broken.parameters())).fill_(float("nan"))
+    with running({"broken": broken, "base": base}) as server:
+        for name, status in (("broken", 500), ("base", 200)):
+            answer = httpx.post(f"{server.url}/v1/completions", json={"model": name, "prompt": "def"}, timeout=SECONDS)
+            assert answer.status_code == status
+    assert "the model computes values that are not finite" in caplog.text
+    assert "Traceback" not in caplog.text
