@@ -1,7 +1,12 @@
 """Objects between ranks are signed with a secret of the run, and what is not is never unpickled."""
 
 import os
+import socket
 import stat
+import subprocess
+import sys
+import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,8 +17,17 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from meshwright.comm import objects
-from meshwright.launch.launcher import _await_name
+from meshwright.comm.store import SignedStore, StrangerError
+from meshwright.launch.meeting import (
+    arrival,
+    await_arrivals,
+    await_name,
+    interface_towards,
+    loopback,
+    share_secret,
+)
 from meshwright.launch.secret import FILE, read_secret, write_secret
+from meshwright.launch.status import MISUSE, STUCK, StuckError
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.ranks import RankPool
@@ -98,7 +112,7 @@ def test_a_run_over_machines_has_its_secret_in_a_file_of_the_user(tmp_path: Path
 def test_a_machine_without_a_name_is_told() -> None:
     """`.invalid` never resolves (RFC 2606)."""
     with pytest.raises(UserError, match=r"'first\.invalid', is unknown here"):
-        _await_name("first.invalid", timedelta(0))
+        await_name("first.invalid", timedelta(0))
 
 
 def without_torchs_exchange(run: ResolvedRun, root: Path) -> list[str]:
@@ -124,3 +138,117 @@ def test_training_saving_and_resuming_exchange_signed_objects_alone(
 ) -> None:
     run = tiny(strategy)
     assert not any(ranks.run(run.run.layout.world_size, without_torchs_exchange, run, tmp_path))
+
+
+def test_what_a_stranger_writes_where_ranks_meet_is_refused() -> None:
+    plain = dist.HashStore()
+    ours, later = (SignedStore(plain, b"ours", "here", prefix=prefix) for prefix in ("first/", "second/"))
+    ours.set("word", "said")
+    assert ours.get("word") == b"said"
+    assert ours.compare_set("word", "", "other") == b"said"
+    stranger = SignedStore(plain, b"guessed", "here", prefix="first/")
+    for written in (b"?", b"said", plain.get("first/word")[:-1] + b"!"):
+        plain.set("first/word", written.decode())
+        for read in (lambda: ours.get("word"), lambda: ours.compare_set("word", "", "said")):
+            with pytest.raises(StrangerError, match=r"'first/word' at here, where ranks meet, is not signed"):
+                read()
+    stranger.set("word", "said")
+    with pytest.raises(StrangerError):
+        ours.get("word")
+    ours.set("word", "said")
+    plain.set("second/word", plain.get("first/word"))  # what one attempt wrote is no word of another
+    with pytest.raises(StrangerError, match="'second/word'"):
+        later.get("word")
+
+
+def test_an_old_secret_is_read_again_until_it_is_this_runs(tmp_path: Path) -> None:
+    """As a network file system may still show it."""
+    store, run_dir, found = dist.HashStore(), tmp_path / "run", list[bytes]()
+    write_secret(run_dir)
+    old = (run_dir / FILE).read_bytes()
+    first = share_secret(store, "key", run_dir, 5, first=True, where="here")
+    assert first != old
+    (run_dir / FILE).write_bytes(old)
+    other = threading.Thread(
+        target=lambda: found.append(share_secret(store, "key", run_dir, 5, first=False, where="here"))
+    )
+    other.start()
+    time.sleep(0.2)
+    assert not found
+    (run_dir / FILE).write_bytes(first)
+    other.join(10)
+    assert found == [first]
+    with pytest.raises(StrangerError, match="run_dir is not the same folder on all machines, or a stranger"):
+        share_secret(store, "key", _with_secret(tmp_path / "another"), 0.1, first=False, where="here")
+    with pytest.raises(StuckError, match=r"the first of those who meet at here did not arrive within 0\.1 s"):
+        share_secret(store, "never", run_dir, 0.1, first=False, where="here")
+
+
+def _with_secret(run_dir: Path) -> Path:
+    write_secret(run_dir)
+    return run_dir
+
+
+def test_who_arrives_without_the_secret_is_told() -> None:
+    plain = dist.HashStore()
+    plain.set(arrival(1), "a stranger's machine")
+    with pytest.raises(StrangerError, match="'arrived/1' at here"):
+        await_arrivals(SignedStore(plain, b"ours", "here"), 0, 2, 5)
+
+
+def test_ranks_listen_at_the_interface_that_leads_to_the_first() -> None:
+    assert interface_towards("127.0.0.1") == loopback()
+    assert interface_towards("no.such.host.invalid") is None
+
+
+STRANGE = {
+    "attempt-0/watch": ("watch-0/stuck", "0"),
+    "a rank's pulse": ("watch-0/sentry/0", "7 here"),
+    "the end": ("watch-0/sentry/ended", "1"),
+    "a verdict": ("verdict-0", '{"again": true}'),
+}
+
+
+@pytest.mark.slow
+def test_a_stranger_ends_a_run_with_a_sentence_or_not_at_all(tmp_path: Path) -> None:
+    """Another user of this machine, who speaks to the store: by words that ranks look at, and by noise."""
+    (tmp_path / "run.yaml").write_text(STRANGERS_RECIPE)
+    (tmp_path / "a.txt").write_text("one fish two fish\n" * 300)
+    command = [sys.executable, "-P", "-m", "meshwright", "train", "run.yaml"]
+    for key, value in STRANGE.values():
+        with subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            try:
+                assert process.stdout is not None
+                while not process.stdout.readline().startswith("step 1/"):
+                    assert process.poll() is None
+                port = _port_of(process.pid)
+                for noise in (b"", b"\0" * 1000, b"GET / HTTP/1.1\r\n\r\n"):
+                    with socket.create_connection(("127.0.0.1", port)) as connection:
+                        connection.sendall(noise)
+                dist.TCPStore("127.0.0.1", port, None, False).set(key, value)
+                _, said = process.communicate(timeout=60)
+            finally:
+                process.kill()
+        assert f"error: '{key}' at 127.0.0.1:{port}, where ranks meet, is not signed with this run's secret" in said
+        assert "Traceback" not in said
+        assert process.returncode in (MISUSE, STUCK), said
+
+
+STRANGERS_RECIPE = """\
+model: {family: llama, hidden: 16, num_layers: 1, num_heads: 2, max_positions: 32}
+data: {sources: "*.txt", tokenizer_vocab: 260, sequence_length: 8}
+training: {steps: 1000000, global_batch: 2, precision: fp32, lr_schedule: {warmup: 1}}
+layout: {dp_shard: 2}
+guards: {stuck_after: 4}
+device: cpu
+run_dir: run
+"""
+
+
+def _port_of(launcher: int) -> int:
+    """Where a launcher's store listens, as any user of the machine can find out."""
+    child = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()[0]
+    environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+    return int(next(line for line in environment if line.startswith(b"MASTER_PORT=")).split(b"=")[1])

@@ -29,6 +29,11 @@ def sign_with(secret: bytes) -> None:
     _secret = secret
 
 
+def signing_secret() -> bytes:
+    """What this process signs with."""
+    return _secret
+
+
 def rank() -> int:
     """This process's number."""
     return dist.get_rank() if dist.is_initialized() else 0

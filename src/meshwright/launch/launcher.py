@@ -8,7 +8,6 @@ import os
 import re
 import socket
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,8 +16,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.objects import sign_with
-from meshwright.launch.secret import new_secret, read_secret, write_secret
+from meshwright.comm.objects import gather_everywhere, sign_with, signing_secret
+from meshwright.comm.store import SignedStore
+from meshwright.launch.meeting import await_arrivals, interface_towards, loopback, open_store, share_secret
+from meshwright.launch.secret import new_secret
 from meshwright.launch.sentry import Sentry
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.status import StuckError
@@ -32,6 +33,7 @@ CHILD = "meshwright.launch.child"
 """What runs it."""
 LAUNCHER = "MESHWRIGHT_LAUNCHER"
 """The variable in which a worker finds the process id of our own launcher."""
+GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 SECRET = "MESHWRIGHT_SECRET"
 """The variable in which workers of one machine find the secret of their run (`secret.py`)."""
 
@@ -163,9 +165,14 @@ def start_workers(
     patience = timedelta(seconds=run.guards.arrive_within)
     try:
         # Here and not in a worker, so that it outlives them, and that no worker meets another attempt's.
-        store = _store(nodes.address, nodes.port, patience, hosts=nodes.rank == 0)
+        store = open_store(nodes.address, nodes.port, patience, hosts=nodes.rank == 0, machines=nodes.count > 1)
     except dist.DistError as error:
         raise UserError(f"the launcher of the first machine, {nodes.address}:{nodes.port}, does not answer") from error
+    where, secret = f"{nodes.address}:{store.port}", new_secret().encode()
+    if nodes.count > 1:
+        secret = share_secret(
+            store, "launcher", Path(run.run_dir), run.guards.arrive_within, first=nodes.rank == 0, where=where
+        )
 
     def environments(attempt: int) -> list[dict[str, str]]:
         shared = {
@@ -176,6 +183,7 @@ def start_workers(
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             LAUNCHER: str(os.getpid()),
+            SECRET: secret.decode(),
             **({} if nodes.count > 1 else _own_machine_only()),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(local))),
         }
@@ -191,7 +199,7 @@ def start_workers(
         environments,
         run_dir,
         restarts=restarts,
-        store=store,
+        store=SignedStore(store, secret, where),
         nodes=nodes.count,
         stepped=stepped,
         inherited=tuple(inherited),
@@ -199,49 +207,10 @@ def start_workers(
     return supervise(job, stop)
 
 
-def _store(host: str, port: int, patience: timedelta, *, hosts: bool) -> dist.TCPStore:
-    """The store at `host:port`, which this process keeps for all, if it `hosts`; port 0: any free one.
-
-    It is kept at that one address: torch would listen at every address of the machine, and its store asks nobody who
-    they are. A run on one machine so meets where nobody else can come.
-    """
-    _await_name(host, patience)
-    if hosts:
-        try:
-            listener = socket.create_server((host, port), backlog=1024)
-        except OSError:  # the address is another's, who passes on what comes
-            return dist.TCPStore(host, port, None, True, patience, wait_for_workers=False)
-        port, handle = listener.getsockname()[1], listener.detach()
-        return dist.TCPStore(host, port, None, True, patience, wait_for_workers=False, master_listen_fd=handle)
-    return dist.TCPStore(host, port, None, False, patience, wait_for_workers=False)
-
-
-def _await_name(host: str, patience: timedelta) -> None:
-    """Wait until the name service knows `host`: a pod's name may take some seconds. Raises `UserError` if it does
-    not; torch would warn twice a second for as long."""
-    began = told = time.monotonic()
-    while True:
-        try:
-            socket.getaddrinfo(host, None)
-            return
-        except OSError as error:
-            now, unknown = (
-                time.monotonic(),
-                f"the machine where ranks meet, {host!r}, is unknown here ({error.strerror})",
-            )
-            if now - began >= patience.total_seconds():
-                raise UserError(f"{unknown}; give its address, or mend the name service") from error
-            if now - told >= 10:
-                print(f"waiting: {unknown}", file=sys.stderr, flush=True)
-                told = now
-            time.sleep(0.5)
-
-
 def _own_machine_only() -> dict[str, str]:
-    """A secret for the workers, and the loopback interface for gloo and NCCL, unless the environment has chosen one."""
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return {SECRET: new_secret()} | {name: loopback for name in names if loopback and name not in os.environ}
+    """The loopback interface for gloo and NCCL, unless the environment has chosen one."""
+    names, found = (GLOO_INTERFACE, NCCL_INTERFACE), loopback()
+    return {name: found for name in names if found and name not in os.environ}
 
 
 def rank_environments(ranks: int) -> list[dict[str, str]]:
@@ -261,6 +230,7 @@ def rank_environments(ranks: int) -> list[dict[str, str]]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": str(os.getpid()),
+        SECRET: new_secret(),
         **_own_machine_only(),
     }
     return [{**alone, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
@@ -280,17 +250,40 @@ def join_group(worker: Worker, run: Run, device: torch.device) -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder, which the watchdog reads
     store: dist.Store = dist.HashStore()  # for one process alone, which only offloading needs
     if worker.store:
-        # Each attempt under names of its own, or a rank may find the address of one that died before.
-        store = dist.PrefixStore(f"attempt-{worker.attempt}", _open_store(worker, run.guards.arrive_within))
-        given = os.environ.get(SECRET, "").encode()
-        if worker.rank == 0 and not given:
-            write_secret(Path(run.run_dir))
-        _await_arrivals(worker, store, run.guards.arrive_within)
-        sign_with(given or read_secret(Path(run.run_dir)))
+        plain, signed = _meet(worker, run)
+        _choose_interface(worker)
+        # On GPUs threads of NCCL's ask the store too, and must never wait for Python.
+        store = signed if backend == "gloo" else plain
         _watch_others(worker, run.guards.stuck_after)
     dist.init_process_group(
         backend, store=store, rank=worker.rank, world_size=worker.world_size, timeout=timedelta(minutes=30)
     )
+    if worker.store:
+        gather_everywhere("here")  # nobody has joined who does not know the secret
+
+
+def _meet(worker: Worker, run: Run) -> tuple[dist.Store, dist.Store]:
+    """The store of this attempt, as it is and signed, once all ranks are there; what this rank sends is signed too."""
+    seconds, opened = run.guards.arrive_within, _open_store(worker, run.guards.arrive_within)
+    # Each attempt under names of its own, or a rank may find the address of one that died before.
+    attempt, run_dir = f"attempt-{worker.attempt}", Path(run.run_dir)
+    secret = os.environ.get(SECRET, "").encode()
+    if not secret:
+        key = f"{attempt}/secret"
+        secret = share_secret(opened, key, run_dir, seconds, first=worker.rank == 0, where=worker.store)
+    sign_with(secret)
+    signed = SignedStore(opened, secret, worker.store, prefix=f"{attempt}/")
+    await_arrivals(signed, worker.rank, worker.world_size, seconds)
+    _kept_stores.append(signed)
+    return dist.PrefixStore(attempt, opened), signed
+
+
+def _choose_interface(worker: Worker) -> None:
+    """Let gloo listen at the one interface that leads to the others, unless the environment has chosen one."""
+    alone = worker.local_world_size == worker.world_size
+    found = loopback() if alone else interface_towards(worker.store.rpartition(":")[0])
+    if found:
+        os.environ.setdefault(GLOO_INTERFACE, found)
 
 
 def watch_store(worker: Worker) -> dist.Store | None:
@@ -298,9 +291,12 @@ def watch_store(worker: Worker) -> dist.Store | None:
     if not worker.store:
         return None
     host, _, port = worker.store.rpartition(":")
-    return dist.PrefixStore(f"watch-{worker.attempt}", dist.TCPStore(host, int(port), None, False))
+    store = dist.TCPStore(host, int(port), None, False)
+    return SignedStore(store, signing_secret(), worker.store, prefix=f"watch-{worker.attempt}/")
 
 
+_kept_stores: list[SignedStore] = []
+"""Those that torch holds."""
 _sentries: list[Sentry] = []
 """This process's, from its arrival to its leave."""
 
@@ -315,27 +311,13 @@ def _open_store(worker: Worker, seconds: float) -> dist.Store:
     host, _, port = worker.store.rpartition(":")
     patience = timedelta(seconds=seconds)
     try:
-        return _store(host, int(port), patience, hosts=worker.hosts_store)
+        several = worker.local_world_size < worker.world_size
+        return open_store(host, int(port), patience, hosts=worker.hosts_store, machines=several)
     except dist.DistError as error:
         raise StuckError(
             f"rank {worker.rank} on {socket.gethostname()} found nobody at {worker.store} within {seconds:g} s: the "
             "first rank or the launcher has not started, or a firewall is between"
         ) from error
-
-
-def _await_arrivals(worker: Worker, store: dist.Store, seconds: float) -> None:
-    """Wait in Python, where a signal is heard, until all ranks are there."""
-    store.set(f"arrived/{worker.rank}", socket.gethostname())
-    arrived, deadline = store.add("arrivals", 1), time.monotonic() + seconds
-    while arrived < worker.world_size:
-        if time.monotonic() > deadline:
-            missing = [rank for rank in range(worker.world_size) if not store.check([f"arrived/{rank}"])]
-            raise StuckError(
-                f"of {worker.world_size} ranks, {', '.join(map(str, missing))} did not arrive within {seconds:g} s "
-                "(guards.arrive_within)"
-            )
-        time.sleep(0.05)
-        arrived = store.add("arrivals", 0)
 
 
 def join_all() -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from meshwright.launch.status import STUCK
+from meshwright.spec.errors import UserError
 
 TIMES_SILENT = 2
 """The limit of silence, in `guards.stuck_after`."""
@@ -54,6 +55,7 @@ class Sentry:
                 beats += 1
                 self._store.set(f"sentry/{self._rank}", f"{beats} {socket.gethostname()}")
                 if self._store.check([ENDED]):
+                    self._store.get(ENDED)  # one of us has said so
                     self._give_up(None)
                 now = self._store.get(f"sentry/{self._next}") if self._store.check([f"sentry/{self._next}"]) else b""
                 self._reached = time.monotonic()
@@ -65,6 +67,8 @@ class Sentry:
                         f"rank {self._next} on {host} has given no sign of life for {self._reached - heard:.0f} s: "
                         "its process is stopped or its machine is gone"
                     )
+        except UserError as error:
+            self._give_up(str(error))
         except dist.DistError as error:
             if not self._stopped.wait(self._period):  # else the run has ended meanwhile
                 self._give_up(f"rank {self._rank} has lost {self._where}, where the ranks meet ({_first_line(error)})")
@@ -85,7 +89,7 @@ class Sentry:
             return
         first = True
         if why and tell:
-            with contextlib.suppress(dist.DistError):  # where the store is gone everybody says it
+            with contextlib.suppress(dist.DistError, UserError):  # where the store is gone everybody says it
                 first = int(self._store.compare_set(ENDED, "", str(self._rank))) == self._rank
         if why and first:
             print(f"error: {why}", file=sys.stderr, flush=True)

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from meshwright.checkpoint.manifest import checkpoint_name, list_checkpoints, step_of
 from meshwright.launch.memory import MemoryWatch
 from meshwright.launch.signals import STOP_SIGNALS, StopRequest, signal_name
-from meshwright.launch.status import CRASH_LOOP, FINAL, STOPPED, TrainingStopped
+from meshwright.launch.status import CRASH_LOOP, FINAL, MISUSE, STOPPED, TrainingStopped
+from meshwright.spec.errors import UserError
 from meshwright.storage.scratch import scratch_folder
 
 T = TypeVar("T")
@@ -107,6 +108,8 @@ def _agreed(job: Job, key: str, mine: Verdict) -> Verdict:
     try:
         answer = within(ANSWER_SECONDS, lambda: job.store.compare_set(key, "", json.dumps(asdict(mine))))
         return Verdict(**json.loads(answer))
+    except UserError as error:  # somebody else has written there
+        return replace(mine, again=False, status=MISUSE, message=f"{mine.message}\nerror: {error}".strip())
     except (dist.DistError, TimeoutError):
         lost = "error: the launcher of the first machine does not answer, so this machine ends"
         return replace(mine, again=False, message=f"{mine.message}\n{lost}".strip())

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from meshwright import torch_internals
 from meshwright.launch.status import STUCK
+from meshwright.spec.errors import UserError
 from meshwright.spec.guards import GuardSpec
 
 TIMES_LONGEST, TIMES_UNKNOWN, TIMES_PATIENT = 10, 30, 720
@@ -124,14 +125,21 @@ class Watchdog:
                 # Should a call never give the interpreter back, this thread stands still too; then C code prints.
                 faulthandler.dump_traceback_later(max(self.limit, 1.0) + 10 * self._pulse, file=2)
                 self._publish("pulse", self._report(seconds))
-                if seconds > self.limit or self._store.check(["stuck"]):
+                if seconds > self.limit or self._told_to_stop():
                     self._give_up(seconds)
                     return
                 self._done.wait(self._pulse)
         except dist.DistError:  # the store's host is gone, and with it the run: the main thread will notice
             return
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            self._end(STUCK)
         finally:
             faulthandler.cancel_dump_traceback_later()
+
+    def _told_to_stop(self) -> bool:
+        """Whether a rank has found out that something is stuck. Raises `UserError` where it was none of ours."""
+        return self._store.check(["stuck"]) and bool(self._store.get("stuck"))
 
     def _publish(self, what: str, report: Report) -> None:
         self._store.set(f"{what}/{self._rank}", json.dumps(asdict(report)))

@@ -1,0 +1,84 @@
+"""The store where ranks meet, with all that we write in it signed.
+
+torch's store obeys whoever reaches its port. So every value carries an HMAC of its name and itself with a secret of the
+run, and what has none, or another's, is refused with a sentence instead of being believed.
+"""
+
+import hmac
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from meshwright.spec.errors import UserError
+
+DIGEST, SIGNATURE_BYTES = "sha256", 64
+
+
+class StrangerError(UserError):
+    """Somebody without the secret writes where ranks meet."""
+
+
+class SignedStore(dist.Store):
+    """`store` for those who know `secret`. Numbers that are counted (`add`) are not signed.
+
+    Torch's C++ may hold it, but does not keep it alive: whoever made it does.
+    """
+
+    def __init__(self, store: dist.Store, secret: bytes, where: str, *, prefix: str = "") -> None:
+        """`where`: its address, for people. `prefix`: what names begin with there, so that no value of another attempt
+        is taken for one of this."""
+        super().__init__()
+        self._store, self._where, self._prefix = store, where, prefix
+        self._key = hmac.digest(secret, b"store", DIGEST)  # so that no signature here is one of an object
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """See `dist.Store`."""
+        self._store.set(self._prefix + key, self._signed(key, value))  # type: ignore[arg-type]  (bytes are taken too)
+
+    def get(self, key: str) -> bytes:
+        """See `dist.Store`. Raises `StrangerError` where the value is not one of ours."""
+        return self._verified(key, self._store.get(self._prefix + key))
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        """Set `key` where it has no value yet; the value it has then. Raises `StrangerError` as `get`."""
+        assert not expected_value, "what a value was before is signed, so only its absence can be expected"
+        return self._verified(
+            key, self._store.compare_set(self._prefix + key, "", self._signed(key, desired_value).decode())
+        )
+
+    def add(self, key: str, value: int) -> int:
+        """See `dist.Store`."""
+        return self._store.add(self._prefix + key, value)
+
+    def check(self, keys: Sequence[str]) -> bool:  # type: ignore[override]
+        """See `dist.Store`."""
+        return self._store.check([self._prefix + key for key in keys])
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+        """See `dist.Store`."""
+        names = [self._prefix + key for key in keys]
+        if timeout is None:
+            self._store.wait(names)
+        else:
+            self._store.wait(names, timeout)
+
+    def has_extended_api(self) -> bool:
+        """See `dist.Store`."""
+        return False
+
+    def _signed(self, key: str, value: str | bytes) -> bytes:
+        value = value.encode() if isinstance(value, str) else value
+        return self._signature(key, value) + value
+
+    def _verified(self, key: str, signed: bytes) -> bytes:
+        signature, value = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, self._signature(key, value)):
+            raise StrangerError(
+                f"{self._prefix + key!r} at {self._where}, where ranks meet, is not signed with this run's secret: "
+                "run_dir is not the same folder on all machines, or a stranger writes there (docs/security.md)"
+            )
+        return value
+
+    def _signature(self, key: str, value: bytes) -> bytes:
+        return hmac.digest(self._key, (self._prefix + key).encode() + b"\0" + value, DIGEST).hex().encode()

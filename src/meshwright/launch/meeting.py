@@ -1,0 +1,143 @@
+"""Where ranks meet: torch's store at one address, the secret that those who meet share, and who has arrived."""
+
+import array
+import contextlib
+import fcntl
+import ipaddress
+import socket
+import struct
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from meshwright.comm.store import SignedStore, StrangerError
+from meshwright.launch.secret import read_secret, write_secret
+from meshwright.launch.status import StuckError
+from meshwright.spec.errors import UserError
+
+POLL_SECONDS = 0.05
+SETTLE_SECONDS = 60.0
+"""How long a network file system may show the secret of the run before."""
+SIOCGIFADDR = 0x8915
+"""Linux's request for the IPv4 address of an interface."""
+
+
+def open_store(host: str, port: int, patience: timedelta, *, hosts: bool, machines: bool = False) -> dist.TCPStore:
+    """The store at `host:port`, which this process keeps for all, if it `hosts`; port 0: any free one.
+
+    It is kept at that one address: torch would listen at every address of the machine, and its store asks nobody who
+    they are. A run on one machine so meets where nobody else can come. `machines`: others must be able to.
+    """
+    await_name(host, patience)
+    if not hosts:
+        return dist.TCPStore(host, port, None, False, patience, wait_for_workers=False)
+    try:
+        if machines and host != "localhost" and ipaddress.ip_address(socket.gethostbyname(host)).is_loopback:
+            raise OSError("a name that is this machine's loopback address only here, as Debian's /etc/hosts has it")
+        listener = socket.create_server((host, port), backlog=1024)
+    except OSError:  # or the address is another's, who passes on what comes
+        return dist.TCPStore(host, port, None, True, patience, wait_for_workers=False)
+    port, handle = listener.getsockname()[1], listener.detach()
+    return dist.TCPStore(host, port, None, True, patience, wait_for_workers=False, master_listen_fd=handle)
+
+
+def await_name(host: str, patience: timedelta) -> None:
+    """Wait until the name service knows `host`: a pod's name may take some seconds. Raises `UserError` where it does
+    not; torch would warn twice a second for as long."""
+    began = told = time.monotonic()
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            now = time.monotonic()
+            unknown = f"the machine where ranks meet, {host!r}, is unknown here ({error.strerror})"
+            if now - began >= patience.total_seconds():
+                raise UserError(f"{unknown}; give its address, or mend the name service") from error
+            if now - told >= 10:
+                print(f"waiting: {unknown}", file=sys.stderr, flush=True)
+                told = now
+            time.sleep(0.5)
+
+
+def share_secret(store: dist.Store, key: str, run_dir: Path, seconds: float, *, first: bool, where: str) -> bytes:
+    """The secret that the first of those who meet leaves in the run directory.
+
+    The first then signs `key` of the store, which the others wait for, and which tells them whether what they have read
+    is the secret of this meeting. Raises `StuckError` where the first does not come, `StrangerError` where it knows
+    another.
+    """
+    if first:
+        write_secret(run_dir)
+        secret = read_secret(run_dir)
+        SignedStore(store, secret, where).set(key, socket.gethostname())
+        return secret
+    deadline = time.monotonic() + seconds
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise StuckError(
+                f"the first of those who meet at {where} did not arrive within {seconds:g} s (guards.arrive_within)"
+            )
+        time.sleep(POLL_SECONDS)
+    deadline = time.monotonic() + min(seconds, SETTLE_SECONDS)
+    while True:
+        secret = read_secret(run_dir)
+        try:
+            SignedStore(store, secret, where).get(key)
+            return secret
+        except StrangerError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(10 * POLL_SECONDS)
+
+
+def await_arrivals(store: dist.Store, rank: int, world_size: int, seconds: float) -> None:
+    """Wait in Python, where a signal is heard, until all ranks are there. Rank 0 looks at each one's signature."""
+    store.set(arrival(rank), socket.gethostname())
+    keys, deadline = {rank: arrival(rank) for rank in range(world_size)}, time.monotonic() + seconds
+    wanted = list(keys.values()) if rank == 0 else [ALL]
+    while not store.check(wanted):
+        if time.monotonic() > deadline:
+            missing = [rank for rank, key in keys.items() if not store.check([key])]
+            raise StuckError(
+                f"of {world_size} ranks, {', '.join(map(str, missing)) or 'the word of rank 0'} did not arrive within "
+                f"{seconds:g} s (guards.arrive_within)"
+            )
+        time.sleep(POLL_SECONDS)
+    for key in wanted:
+        store.get(key)
+    if rank == 0:
+        store.set(ALL, "")
+
+
+ALL = "arrived/all"
+"""Rank 0's word that everybody is there."""
+
+
+def arrival(rank: int) -> str:
+    """Where a rank says that it has come."""
+    return f"arrived/{rank}"
+
+
+def interface_towards(host: str) -> str | None:
+    """The network interface by which this machine reaches `host`; None where it cannot be told."""
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(host)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing: it asks for the route
+            mine = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                with contextlib.suppress(OSError):  # it has no address
+                    request = array.array("B", struct.pack("256s", name.encode()))
+                    fcntl.ioctl(probe, SIOCGIFADDR, request)
+                    if socket.inet_ntoa(request[20:24].tobytes()) == mine:
+                        return name
+    return None
+
+
+def loopback() -> str | None:
+    """The interface that only this machine reaches."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
