@@ -6,8 +6,10 @@ nothing ends. A failure prints the seed that makes it again, for --again.
 """
 
 import argparse
+import json
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -15,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from math import inf
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,6 +30,7 @@ from attack.machines import FAULTS, disk_trial, network_trial, possible
 from attack.processes import Expected, expect, signal_trial
 from attack.trial import FAILURES, Trial
 
+ROOT = Path(__file__).parents[2]
 FATES = ("survived", "named", "as written", *FAILURES)
 PER_KIND: Mapping[str, float] = {"killed job": 0.25, "stopped rank": 0.05, "network": 0.05, "random recipes": 2}
 """Trials of the slow kinds and of the widest, relative to the others'."""
@@ -64,29 +68,31 @@ class Attacks:
             return network_trial(self.good, self.place, self.expected, seed)
         return signal_trial(self.good, self.place, self.expected, seed)
 
-    def kinds(self) -> dict[str, Callable[[int, int], Iterable[Trial]]]:
-        """What makes so many trials of each kind with a seed."""
+    def kinds(self, deadline: float = inf) -> dict[str, Callable[[int, int], Iterable[Trial]]]:
+        """What makes so many trials of each kind with a seed, none of them begun after `deadline`."""
         drawn = {
             "random recipes": (recipes(), recipe_trial),
             "random records": (data_files(), data_trial),
         }
         found: dict[str, Callable[[int, int], Iterable[Trial]]] = {
-            target.attack: partial(self._each, target.attack) for target in TARGETS
+            target.attack: partial(self._each, target.attack, deadline) for target in TARGETS
         }
         for kind, (strategy, one) in drawn.items():
-            found[kind] = partial(self._drawn, strategy, one)
-        found |= {kind: partial(self._each, kind) for kind in ("killed job", "stopped rank")}
+            found[kind] = partial(self._drawn, strategy, one, deadline)
+        found |= {kind: partial(self._each, kind, deadline) for kind in ("killed job", "stopped rank")}
         if not possible():
-            found |= {kind: partial(self._each, kind) for kind in ("full or read-only disk", "network")}
+            found |= {kind: partial(self._each, kind, deadline) for kind in ("full or read-only disk", "network")}
         return found
 
-    def _each(self, kind: str, count: int, seed: int) -> Iterator[Trial]:
+    def _each(self, kind: str, deadline: float, count: int, seed: int) -> Iterator[Trial]:
         for number in range(count):
+            if time.monotonic() > deadline:
+                return
             fault = f"/{FAULTS[number % len(FAULTS)]}" if kind == "network" else ""
             yield self.trial(f"{kind}/{seed}/{number}{fault}")
 
-    def _drawn(self, strategy, one, count: int, seed: int) -> Iterable[Trial]:
-        return drawn_trials(strategy, partial(one, self.good, self.place), count, seed)
+    def _drawn(self, strategy, one, deadline: float, count: int, seed: int) -> Iterable[Trial]:
+        return drawn_trials(strategy, partial(one, self.good, self.place), count, seed, deadline)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -96,7 +102,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="kinds whose name contains this")
     parser.add_argument("--jobs", type=int, default=2, help="kinds that are tried side by side (default 2)")
+    parser.add_argument(
+        "--seconds", type=float, default=1800, help="shared among the kinds; no trial begins after that (default 1800)"
+    )
     parser.add_argument("--again", default="", help="one trial, by the seed that its failure printed")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FILE", help="add what was found to this JSON file (docs/attack.json)"
+    )
     arguments = parser.parse_args(words)
     with tempfile.TemporaryDirectory(prefix="meshwright-attack-") as folder:
         attacks = Attacks(Path(folder))
@@ -104,31 +116,64 @@ def main(words: Sequence[str] | None = None) -> int:
             trials = [attacks.trial(arguments.again)]
             report(trials[0])
         else:
-            trials = campaign(attacks, arguments.trials, arguments.seed, arguments.only, arguments.jobs)
+            began = time.monotonic()
+            trials = campaign(
+                attacks, arguments.trials, arguments.seed, arguments.only, arguments.jobs, arguments.seconds
+            )
+            if arguments.keep:
+                keep(arguments.keep, trials, arguments, time.monotonic() - began)
     print(table(trials))
     return int(any(trial.fate in FAILURES for trial in trials))
 
 
-def campaign(attacks: Attacks, count: int, seed: int, only: str = "", jobs: int = 1) -> list[Trial]:
-    """All kinds of attack whose name contains `only`, in so many processes side by side."""
+def campaign(
+    attacks: Attacks, count: int, seed: int, only: str = "", jobs: int = 1, seconds: float = 1800
+) -> list[Trial]:
+    """All kinds of attack whose name contains `only`, in so many processes side by side; each has its share of the
+    seconds."""
     if why := possible():
         print(f"no attacks by disks and networks: {why}")
     print(f"seed {seed}", flush=True)
     chosen = [(kind, max(1, round(count * PER_KIND.get(kind, 1)))) for kind in attacks.kinds() if only in kind]
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
-        each = [pool.submit(attack, attacks, kind, number, seed) for kind, number in chosen]
+        share = seconds * jobs / max(1, len(chosen))
+        each = [pool.submit(attack, attacks, kind, number, seed, share) for kind, number in chosen]
         return [trial for found in each for trial in found.result()]
 
 
-def attack(attacks: Attacks, kind: str, count: int, seed: int) -> list[Trial]:
-    """`count` trials of one kind, failures reported as they come."""
+def attack(attacks: Attacks, kind: str, count: int, seed: int, seconds: float) -> list[Trial]:
+    """`count` trials of one kind, or as many as begin within `seconds`; failures reported as they come."""
     began, trials = time.monotonic(), []
-    for trial in attacks.kinds()[kind](count, seed):
+    for trial in attacks.kinds(time.monotonic() + seconds)[kind](count, seed):
         trials.append(trial)
         if trial.fate in FAILURES:
             report(trial)
     print(f"{kind}: {len(trials)} in {time.monotonic() - began:.0f} s", flush=True)
     return trials
+
+
+def keep(file: Path, trials: Sequence[Trial], arguments: argparse.Namespace, seconds: float) -> None:
+    """Add one campaign to those that `docs/make_security_md.py` shows."""
+    known = json.loads(file.read_text()) if file.exists() else []
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    found = {kind: Counter(trial.fate for trial in trials if trial.attack == kind) for kind in kinds_of(trials)}
+    command = f"--trials {arguments.trials} --seed {arguments.seed} --jobs {arguments.jobs}"
+    if arguments.only:
+        command += f" --only '{arguments.only}'"
+    about = {
+        "date": time.strftime("%F"),
+        "commit": commit.stdout.strip(),
+        "command": command,
+        "seconds": round(seconds),
+    }
+    file.write_text(json.dumps([*known, {**about, "found": found}], indent=1) + "\n")
+
+
+def kinds_of(trials: Sequence[Trial]) -> list[str]:
+    """In their order."""
+    return list(dict.fromkeys(trial.attack for trial in trials))
 
 
 def report(trial: Trial) -> None:
@@ -140,9 +185,8 @@ def report(trial: Trial) -> None:
 def table(trials: Sequence[Trial]) -> str:
     """Kinds by fates, as Markdown."""
     lines = [("attack", "tried", *FATES), ("---",) + ("---:",) * (len(FATES) + 1)]
-    kinds = list(dict.fromkeys(trial.attack for trial in trials))
     for kind, count in [
-        *((kind, Counter(trial.fate for trial in trials if trial.attack == kind)) for kind in kinds),
+        *((kind, Counter(trial.fate for trial in trials if trial.attack == kind)) for kind in kinds_of(trials)),
         ("all", Counter(trial.fate for trial in trials)),
     ]:
         lines.append((kind, str(count.total()), *(str(count[fate]) for fate in FATES)))

@@ -1,6 +1,7 @@
 """Random recipes and random data, drawn by Hypothesis, which shrinks what it finds."""
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,7 @@ def data_trial(good: Good, folder: Path, data: bytes, seed: str) -> Trial:
 
 
 def drawn_trials(
-    strategy: st.SearchStrategy[Any], trial: Callable[[Any, str], Trial], count: int, seed: int
+    strategy: st.SearchStrategy[Any], trial: Callable[[Any, str], Trial], count: int, seed: int, deadline: float
 ) -> list[Trial]:
     """`count` trials of drawn inputs; the first failure ends them, shrunk to the smallest that fails alike."""
     trials: list[Trial] = []
@@ -160,6 +161,8 @@ def drawn_trials(
     )  # fmt: skip
     @hypothesis.given(strategy)
     def each(value: Any) -> None:
+        if time.monotonic() > deadline and not failed:
+            return
         found = trial(value, f"seed {seed}, number {len(trials)}")
         (failed if found.fate in FAILURES else trials).append(found)
         assert found.fate not in FAILURES, found.fate

@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from attack.good import RESUME, TRAIN, Good, result_of
-from attack.processes import LAST, Expected, end, job_folder, start
+from attack.processes import COLD, LAST, Expected, end, job_folder, start
 from attack.trial import SAID, Ended, Trial, judge, run
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 MACHINES = ("meshwright-a", "meshwright-b")
 LINKS = ("mw-a", "mw-b")
+MEETING = {"PET_NNODES": "2", "PET_MASTER_ADDR": ADDRESSES[0], "PET_MASTER_PORT": "29577"}
 FAULTS = ("slow", "lossy", "interrupted", "cut")
 
 
@@ -114,13 +115,14 @@ def network_trial(good: Good, folder: Path, expected: Expected, seed: str) -> Tr
     draw, fault = random.Random(seed), seed.rsplit("/", 1)[1]
     here = job_folder(good, folder / "attacked")
     with two_machines():
-        done, moment = fault, draw.uniform(1, expected.seconds)
+        done, moment = fault, draw.uniform(0, 1.5 * expected.seconds)
         if fault in ("slow", "lossy"):
             kind = ("delay", f"{draw.choice((5, 20))}ms") if fault == "slow" else ("loss", f"{draw.choice((1, 3))}%")
             for machine, link in zip(MACHINES, LINKS, strict=True):
                 _do("tc", "-n", machine, "qdisc", "add", "dev", link, "root", "netem", *kind)
             done = f"{fault}: {' '.join(kind)} each way"
-        jobs = _start(here, "first")
+        cold = int(seed.rsplit("/", 2)[1]) // len(FAULTS) % COLD == COLD - 1
+        jobs = _start(here, "first", cold=cold)
         if fault in ("interrupted", "cut"):
             time.sleep(moment)
             _do("ip", "-n", MACHINES[1], "link", "set", LINKS[1], "down")
@@ -147,14 +149,14 @@ def network_trial(good: Good, folder: Path, expected: Expected, seed: str) -> Tr
     return Trial("network", seed, done, "survived" if same else "silent", "" if same else f"another result\n{said}")
 
 
-def _start(here: Path, name: str) -> list:
+def _start(here: Path, name: str, *, cold: bool = False) -> list:
     return [
         start(
             here,
             f"{name}{rank}",
-            {"PET_NNODES": "2", "PET_NODE_RANK": str(rank), "PET_MASTER_ADDR": ADDRESSES[0], "PET_MASTER_PORT": "29577",
-             "GLOO_SOCKET_IFNAME": LINKS[rank]},
-            ("ip", "netns", "exec", MACHINES[rank]),
+            {"PET_NODE_RANK": str(rank), **MEETING},
+            MACHINES[rank],
+            cold=cold,
         )
         for rank in range(2)
     ]  # fmt: skip

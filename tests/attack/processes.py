@@ -15,6 +15,7 @@ import yaml
 
 from attack.good import RECIPE, Good, result_of
 from attack.trial import SAID, Ended, Fate, Trial, copy
+from attack.warm import RANK, WarmJob
 
 LAST = 40
 JOB: Mapping[str, Any] = {
@@ -26,7 +27,7 @@ JOB: Mapping[str, Any] = {
     "run_dir": "job",
 }
 """Two ranks that share the model's state."""
-COMMAND = (sys.executable, "-P", "-m", "meshwright", "train", "recipe.yaml", "--resume", "auto")
+WORDS = ("train", "recipe.yaml", "--resume", "auto")
 KILLS = (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 LIMIT = 180.0
 """Seconds within which a job has to end after a signal, on a busy machine; gloo's own limit is half an hour."""
@@ -38,6 +39,8 @@ class Expected:
 
     result: str
     seconds: float
+    """Of one that is forked."""
+    cold_seconds: float
 
 
 def job_folder(good: Good, folder: Path) -> Path:
@@ -47,22 +50,29 @@ def job_folder(good: Good, folder: Path) -> Path:
     return attacked
 
 
+COLD = 8
+"""One job of so many is a fresh Python, for signals that come while it loads."""
+
+
 def start(
-    folder: Path, name: str = "job", environment: Mapping[str, str] | None = None, before: tuple[str, ...] = ()
-) -> subprocess.Popen[bytes]:
-    """The job in a process group of its own; what it prints goes to files beside the folder."""
-    with (folder / f"{name}.out").open("wb") as out, (folder / f"{name}.err").open("wb") as err:
-        return subprocess.Popen(
-            [*before, *COMMAND],
-            cwd=folder,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-            env={**os.environ, **(environment or {})},
-        )
+    folder: Path,
+    name: str = "job",
+    more: Mapping[str, str] | None = None,
+    machine: str = "",
+    *,
+    cold: bool = False,
+) -> "subprocess.Popen[bytes] | WarmJob":
+    """The job in a process group of its own; what it prints goes to files beside the folder. `machine`: the network
+    namespace where it runs."""
+    out, err, env = folder / f"{name}.out", folder / f"{name}.err", {**os.environ, **(more or {})}
+    if not cold:
+        return WarmJob(WORDS, cwd=folder, out=out, err=err, env=env, machine=machine)
+    command = [*(("ip", "netns", "exec", machine) if machine else ()), sys.executable, "-P", "-m", "meshwright", *WORDS]
+    with out.open("wb") as output, err.open("wb") as errors:
+        return subprocess.Popen(command, cwd=folder, stdout=output, stderr=errors, start_new_session=True, env=env)
 
 
-def end(job: subprocess.Popen[bytes], folder: Path, name: str = "job", limit: float = LIMIT) -> Ended:
+def end(job: "subprocess.Popen[bytes] | WarmJob", folder: Path, name: str = "job", limit: float = LIMIT) -> Ended:
     """How the job ended; after `limit` seconds all of it is killed, and its status is None."""
     try:
         job.wait(limit)
@@ -98,29 +108,35 @@ def workers(launcher: int) -> list[int]:
     found = []
     for process in members(launcher):
         try:
-            words = Path(f"/proc/{process}/cmdline").read_bytes()
+            words, name = (Path(f"/proc/{process}/{file}").read_bytes() for file in ("cmdline", "comm"))
         except OSError:
             continue
-        if process != launcher and b"meshwright" in words:
+        if process != launcher and (b"meshwright.launch.child" in words or name.strip() == RANK.encode()):
             found.append(process)
     return sorted(found)
 
 
 def expect(good: Good, folder: Path) -> Expected:
-    """Train the job once, undisturbed."""
-    began = time.monotonic()
-    here = job_folder(good, folder / "undisturbed")
-    ended = end(start(here), here)
-    assert ended.status == 0, ended.err
-    return Expected(result_of(here, "job", LAST), time.monotonic() - began)
+    """Train the job once in either way, undisturbed."""
+    here, seconds, results = folder / "undisturbed", dict[bool, float](), set[str]()
+    for cold in (True, False):
+        job_folder(good, here)
+        began = time.monotonic()
+        ended = end(start(here, cold=cold), here)
+        assert ended.status == 0, ended.err
+        seconds[cold] = time.monotonic() - began
+        results.add(result_of(here, "job", LAST))
+    assert len(results) == 1, "forks do not train what fresh processes train"
+    return Expected(results.pop(), seconds[False], seconds[True])
 
 
 def signal_trial(good: Good, folder: Path, expected: Expected, seed: str) -> Trial:
     """One job, one signal."""
     draw, kind = random.Random(seed), seed.split("/", 1)[0]
     here = job_folder(good, folder / "attacked")
-    job = start(here)
-    moment = draw.uniform(0.3, 1.1 * expected.seconds)
+    cold = int(seed.rsplit("/", 1)[1]) % COLD == COLD - 1
+    job = start(here, cold=cold)
+    moment = draw.uniform(0.3, 1.1 * expected.cold_seconds) if cold else draw.uniform(0, 1.1 * expected.seconds)
     time.sleep(moment)
     ranks = workers(job.pid)
     if kind == "stopped rank":
@@ -128,7 +144,8 @@ def signal_trial(good: Good, folder: Path, expected: Expected, seed: str) -> Tri
     else:
         number, victims = draw.choice(KILLS), [job.pid, *ranks]
     victim = draw.choice(victims) if victims else job.pid
-    done = f"{signal.Signals(number).name} to {'the launcher' if victim == job.pid else 'a rank'} after {moment:.1f} s"
+    done = f"{signal.Signals(number).name} to {'the launcher' if victim == job.pid else 'a rank'} after {moment:.2f} s"
+    done += ", from a fresh start" if cold else ""
     if victims and victim in members(job.pid):
         os.kill(victim, number)
     ended = end(job, here)
