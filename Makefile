@@ -55,7 +55,7 @@ test-fast: $(VENV)/.dev ## run what finds most mistakes, in minutes: of tests ov
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --fast
 
 attack: $(VENV)/.dev ## damage, kill and starve runs at random; fails where anything is silent, hangs or shows a trace
-	@PYTHONPATH=tests $(BIN)/python -m attack
+	@PYTHONPATH=src:tests $(BIN)/python -P -m attack $(ATTACK)
 
 mutants: $(VENV)/.dev ## try verify on planted faults and random layouts (an hour; goes on where it was stopped), and write docs/mutants.md
 	@cd tests && PYTHONPATH=../src:. ../$(BIN)/python -m mutants.run $(MUTANTS)

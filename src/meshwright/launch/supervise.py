@@ -108,8 +108,8 @@ def _agreed(job: Job, key: str, mine: Verdict) -> Verdict:
     try:
         answer = within(ANSWER_SECONDS, lambda: job.store.compare_set(key, "", json.dumps(asdict(mine))))
         return Verdict(**json.loads(answer))
-    except UserError as error:  # somebody else has written there
-        return replace(mine, again=False, status=MISUSE, message=f"{mine.message}\nerror: {error}".strip())
+    except UserError as error:  # somebody else has written there, and so our workers were ended
+        return replace(mine, again=False, status=MISUSE, message=f"error: {error}")
     except (dist.DistError, TimeoutError):
         lost = "error: the launcher of the first machine does not answer, so this machine ends"
         return replace(mine, again=False, message=f"{mine.message}\n{lost}".strip())
