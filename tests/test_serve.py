@@ -26,10 +26,11 @@ from meshwright import Run, train
 from meshwright.cli.main import main
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.models.generate import Sampling
+from meshwright.serve.browser import PAGE
 from meshwright.serve.connections import configured
 from meshwright.serve.conversation import Prompts
 from meshwright.serve.engine import Engine, Request
-from meshwright.serve.http import PAGE, Limits, Served, Server
+from meshwright.serve.http import Limits, Served, Server
 from meshwright.serve.served import open_adapter, open_served, serve_as
 from meshwright.serve.trained import TrainedModel, continue_texts, open_trained
 from meshwright.spec.errors import UserError

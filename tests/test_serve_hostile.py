@@ -15,8 +15,8 @@ import httpx
 import pytest
 import torch
 
+from meshwright.serve.browser import PAGE
 from meshwright.serve.connections import Connection
-from meshwright.serve.http import PAGE
 from served import model_of
 from test_serve import QUESTION, SECONDS, Running, running
 

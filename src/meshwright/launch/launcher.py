@@ -162,24 +162,14 @@ def start_workers(
     if layout.world_size % nodes.count:
         raise UserError(f"the layout's {layout.world_size} ranks cannot be split evenly over {nodes.count} machines")
     local = layout.world_size // nodes.count
-    patience = timedelta(seconds=run.guards.arrive_within)
-    try:
-        # Here and not in a worker, so that it outlives them, and that no worker meets another attempt's.
-        store = open_store(nodes.address, nodes.port, patience, hosts=nodes.rank == 0, machines=nodes.count > 1)
-    except dist.DistError as error:
-        raise UserError(f"the launcher of the first machine, {nodes.address}:{nodes.port}, does not answer") from error
-    where, secret = f"{nodes.address}:{store.port}", new_secret().encode()
-    if nodes.count > 1:
-        secret = share_secret(
-            store, "launcher", Path(run.run_dir), run.guards.arrive_within, first=nodes.rank == 0, where=where
-        )
+    store, where, secret = _meeting_of_launchers(run, nodes)
 
     def environments(attempt: int) -> list[dict[str, str]]:
         shared = {
             "WORLD_SIZE": str(layout.world_size),
             "LOCAL_WORLD_SIZE": str(local),
             "MASTER_ADDR": nodes.address,
-            "MASTER_PORT": str(store.port),
+            "MASTER_PORT": where.rpartition(":")[2],
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             LAUNCHER: str(os.getpid()),
@@ -205,6 +195,22 @@ def start_workers(
         inherited=tuple(inherited),
     )
     return supervise(job, stop)
+
+
+def _meeting_of_launchers(run: Run, nodes: Nodes) -> tuple[dist.Store, str, bytes]:
+    """The store of all machines' launchers, its address, and the secret of the run.
+
+    It is kept here and not in a worker, so that it outlives them, and that no worker meets another attempt's.
+    """
+    seconds, first, several = run.guards.arrive_within, nodes.rank == 0, nodes.count > 1
+    try:
+        store = open_store(nodes.address, nodes.port, timedelta(seconds=seconds), hosts=first, machines=several)
+    except dist.DistError as error:
+        raise UserError(f"the launcher of the first machine, {nodes.address}:{nodes.port}, does not answer") from error
+    where = f"{nodes.address}:{store.port}"
+    if not several:
+        return store, where, new_secret().encode()
+    return store, where, share_secret(store, "launcher", Path(run.run_dir), seconds, first=first, where=where)
 
 
 def _own_machine_only() -> dict[str, str]:

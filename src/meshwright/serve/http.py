@@ -1,16 +1,12 @@
 """The server: OpenAI's API, a chat page, health and metrics, as a Starlette application."""
 
 import asyncio
-import base64
 import contextlib
-import hashlib
 import hmac
 import json
-import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -31,22 +27,18 @@ from meshwright.serve.api import (
     Wording,
     parse,
 )
+from meshwright.serve.browser import called, page
 from meshwright.serve.conversation import Prompts
 from meshwright.serve.metrics import Metrics
 from meshwright.serve.worker import BusyError, Worker
 from meshwright.spec.errors import UserError
 
-PAGE = Path(__file__).with_name("page.html")
 MAX_BODY = 4 * 2**20
 """Bytes of a request, where nobody says."""
 SMALL_BODY = 2**16
 """Bytes that are parsed within a millisecond or so."""
 DISCARDED = 64 * 2**20
 """Bytes of a request that is too large which are read all the same, so that its sender hears why it is refused."""
-KEPT_APART = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "x-frame-options": "DENY"}
-"""Headers of the page."""
-HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]@]*)(?::[0-9]*)?")
-"""A request's header of this name: a name or an address, and a port."""
 LOCAL = ("localhost", "127.0.0.1", "::1", "[::1]")
 """Names of this machine for itself."""
 
@@ -132,12 +124,11 @@ class Server:
                 raise ApiError(
                     401, "the API key is missing or wrong; send Authorization: Bearer KEY", code="invalid_api_key"
                 )
-        elif (name := _host(request)) not in LOCAL:
+        elif (name := called(request)) not in LOCAL:
             raise ApiError(403, f"this server answers at localhost only, not as {name}")
 
     async def _page(self, _: Request) -> Response:
-        text = PAGE.read_text(encoding="utf-8")
-        return HTMLResponse(text, headers={"content-security-policy": page_policy(text), **KEPT_APART})
+        return HTMLResponse(*page())
 
     async def _health(self, _: Request) -> Response:
         alive = self._worker.alive
@@ -347,25 +338,6 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._call.close()
-
-
-def page_policy(page: str) -> str:
-    """What a browser lets the page do: its own style and script run, and they ask this server alone."""
-    own = {kind: re.search(f"<{kind}>(.*?)</{kind}>", page, flags=re.DOTALL) for kind in ("style", "script")}
-    hashes = {
-        kind: base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
-        for kind, found in own.items()
-        if found is not None
-    }
-    rules = [f"{kind}-src 'sha256-{digest}'" for kind, digest in hashes.items()]
-    nowhere = [f"{what} 'none'" for what in ("base-uri", "form-action", "frame-ancestors")]
-    return "; ".join(("default-src 'none'", *rules, "connect-src 'self'", *nowhere))
-
-
-def _host(request: Request) -> str | None:
-    """The name by which the client calls this machine; None where it is no name."""
-    found = HOST.fullmatch(request.headers.get("host", ""))
-    return found and found[1].lower()
 
 
 async def _gone(request: Request) -> None:

@@ -1,0 +1,38 @@
+"""The chat page and what a browser may do with it; and by which name a client calls this machine."""
+
+import base64
+import hashlib
+import re
+from pathlib import Path
+
+from starlette.requests import Request
+
+PAGE = Path(__file__).with_name("page.html")
+HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]@]*)(?::[0-9]*)?")
+"""A request's header of this name: a name or an address, and a port."""
+
+
+def page() -> tuple[str, int, dict[str, str]]:
+    """The page, a status and headers."""
+    text = PAGE.read_text(encoding="utf-8")
+    apart = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "x-frame-options": "DENY"}
+    return text, 200, {"content-security-policy": _policy(text), **apart}
+
+
+def _policy(page: str) -> str:
+    """What a browser lets the page do: its own style and script run, and they ask this server alone."""
+    own = {kind: re.search(f"<{kind}>(.*?)</{kind}>", page, flags=re.DOTALL) for kind in ("style", "script")}
+    hashes = {
+        kind: base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
+        for kind, found in own.items()
+        if found is not None
+    }
+    rules = [f"{kind}-src 'sha256-{digest}'" for kind, digest in hashes.items()]
+    nowhere = [f"{what} 'none'" for what in ("base-uri", "form-action", "frame-ancestors")]
+    return "; ".join(("default-src 'none'", *rules, "connect-src 'self'", *nowhere))
+
+
+def called(request: Request) -> str | None:
+    """The name by which the client calls this machine; None where it is no name."""
+    found = HOST.fullmatch(request.headers.get("host", ""))
+    return found and found[1].lower()
