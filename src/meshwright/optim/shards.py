@@ -4,8 +4,8 @@ Written out, because torch's own way back from two splits of one dim (`full_tens
 and its way there is not implemented for all of them.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,30 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
         for axis, dim, size in reversed(list(_splits(tensor))):
             part = _gather(part, dim, size, tensor.device_mesh.get_group(axis))
     return part
+
+
+def wholes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As `whole` of each, with one collective for all that are split over the same ranks; ranks name them alike."""
+    parts = {name: local(tensor) for name, tensor in tensors.items()}
+    left = {name: list(_splits(tensor)) for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    while left := {name: splits for name, splits in left.items() if splits}:
+        together: dict[tuple[str, torch.dtype], list[tuple[str, int, int]]] = {}
+        groups: dict[str, dist.ProcessGroup] = {}
+        for name, splits in left.items():
+            axis, dim, size = splits.pop()
+            group = cast(DTensor, tensors[name]).device_mesh.get_group(axis)
+            groups[group.group_name] = group
+            together.setdefault((group.group_name, parts[name].dtype), []).append((name, dim, size))
+        for (group_name, _), members in together.items():
+            group = groups[group_name]
+            padded = [_padded(parts[name], dim, size, group) for name, dim, size in members]
+            sent = torch.cat([part.flatten() for part in padded])
+            received = collectives.all_gather(sent, group).unflatten(0, (group.size(), -1))
+            columns = received.split([part.numel() for part in padded], dim=1)
+            for (name, dim, size), part, column in zip(members, padded, columns, strict=True):
+                rows = column.reshape(group.size() * part.shape[0], *part.shape[1:])
+                parts[name] = rows[:size].movedim(0, dim)
+    return parts
 
 
 def part_like(global_tensor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -55,7 +79,12 @@ def _splits(tensor: DTensor) -> Iterator[tuple[int, int, int]]:
 
 def _gather(part: torch.Tensor, dim: int, size: int, group: dist.ProcessGroup) -> torch.Tensor:
     """The parts of all ranks of a group, `size` long together; padded on the way, where the last ones are shorter."""
+    return collectives.all_gather(_padded(part, dim, size, group), group)[:size].movedim(0, dim)
+
+
+def _padded(part: torch.Tensor, dim: int, size: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """A part as long as the longest of the group's, along the first dim."""
     longest = -(-size // group.size())
     padded = part.new_zeros(longest, *(n for index, n in enumerate(part.shape) if index != dim))
     padded[: part.shape[dim]] = part.movedim(dim, 0)
-    return collectives.all_gather(padded, group)[:size].movedim(0, dim)
+    return padded

@@ -96,12 +96,18 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor:
     return shards.whole(tensor.detach()).clone()
 
 
+def _of_each(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    without = [name for name, tensor in tensors.items() if tensor is None]
+    assert not without, f"no gradient: {without}"
+    return {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
+
+
 def whole_of_all(trainer: Trainer, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
     """Copies of the global tensors of every pipeline stage; collective.
 
     Where two stages have copies of one tensor, they must be equal bit for bit.
     """
-    here = {name: whole(tensor) for name, tensor in tensors.items()}
+    here = {name: tensor.clone() for name, tensor in shards.wholes(_of_each(tensors)).items()}
     stages = trainer.train_step.passes.stages
     if stages is None:
         return here
