@@ -1,8 +1,10 @@
 """What a step does besides the gradient: non-finite policies, loss scaling, token counts, compile, determinism."""
 
+import functools
 import math
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from meshwright.optim.loss_scale import LossScaler
 from meshwright.spec.batch import Batch
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
-from meshwright.testing.equivalence import build_here, largest_difference, loader_for, one_step, whole
+from meshwright.testing.equivalence import Outcome, build_here, largest_difference, loader_for, one_step, whole
 from meshwright.testing.layouts import LAYOUTS
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer.evaluate import Evaluation, evaluate
@@ -187,13 +189,21 @@ def test_a_deterministic_run_repeats_bit_for_bit(ranks: RankPool) -> None:
     assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
 
 
+def traced_step(run: ResolvedRun) -> Outcome | None:
+    """A first step whose blocks are compiled without code generation, which would take the time. Collective."""
+    with mock.patch("torch.compile", functools.partial(torch.compile, backend="aot_eager")):
+        return one_step(run)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "recompute"), [("single", "none"), ("zero-3-tp", "selective"), ("ddp", "full")])
 def test_compiled_blocks_compute_the_same(ranks: RankPool, strategy: str, recompute: str) -> None:
-    """torch.compile may fuse and so reorder; fp32 sums over a block's width differ by their rounding only."""
+    """torch.compile may fuse and so reorder; fp32 sums over a block's width differ by their rounding only. Code is
+    generated for one process alone: it is the same code on every rank."""
     layout = LAYOUTS[strategy]
     compiled = tiny_run(layout, precision="fp32", compile=True, recompute=recompute)
-    outcome = ranks.run(layout.world_size, one_step, compiled, timeout=400)[0]
+    step = one_step if strategy == "single" else traced_step
+    outcome = ranks.run(layout.world_size, step, compiled, timeout=400)[0]
     expected = one_step(tiny_run(LayoutSpec(), precision="fp32"))
     assert expected is not None
     tolerance = GLOBAL_BATCH * SEQUENCE_LENGTH * torch.finfo(torch.float32).eps
