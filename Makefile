@@ -38,7 +38,7 @@ compare: $(VENV)/.compare ## train a small model in other engines beside ours, i
 	@$(BIN)/meshwright compare src/meshwright/recipes/compare.yaml training.global_batch=4 --engines meshwright,bare,hf_trainer,accelerate,fabric --quick
 
 test: $(VENV)/.dev ## run every test (CPU only, several processes); TORCH=2.15.0 on that release of PyTorch
-	@$(BIN)/python -m pytest -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 $(VENV)/.engines: $(VENV)/.dev
 	@echo "installing the engines to test with ..."
@@ -46,13 +46,13 @@ $(VENV)/.engines: $(VENV)/.dev
 	@touch $@
 
 test-engines: $(VENV)/.engines ## run the tests of other engines, DeepSpeed's too, which compiles at first use
-	@$(BIN)/python -m pytest tests/test_engines.py tests/test_compare.py tests/test_engines_parity.py
+	@$(BIN)/python -m pytest --engines tests/test_engines.py tests/test_compare.py tests/test_engines_parity.py
 
 test-slurm: $(VENV)/.dev ## run the documented Slurm script on a Slurm of two machines (root; apt install slurm-wlm munge)
 	@$(BIN)/python -m pytest tests/test_slurm.py --slurm -rs
 
 test-fast: $(VENV)/.dev ## run what finds most mistakes, in minutes: of tests over several ranks one case each
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --fast
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --fast
 
 attack: $(VENV)/.dev ## damage, kill and starve runs at random; fails where anything is silent, hangs or shows a trace
 	@PYTHONPATH=src:tests $(BIN)/python -P -m attack $(ATTACK)

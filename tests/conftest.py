@@ -1,14 +1,28 @@
-"""What all tests share: worker processes, started once, and the choice of a fast tier."""
+"""What all tests share: worker processes, started once, the choice of a tier, and the order of files."""
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the ranks of a test share two cores
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
+from meshwright.launch import launcher
 from meshwright.testing.ranks import RankPool
+
+
+def compute_with_one_thread() -> None:
+    """From here on, runs in this process, and its forks, compute with one thread, as ranks do.
+
+    By default they take as many as there are cores. Where tests run side by side, those threads spin while they wait
+    for one another: a run of seconds took minutes on a busy machine.
+    """
+    launcher.threads_per_rank = lambda local_ranks: 1
+
+
+compute_with_one_thread()  # before anything imports the function by its name
 
 
 @pytest.fixture(scope="session")
@@ -21,19 +35,35 @@ def ranks() -> Iterator[RankPool]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="what `make test-fast` runs")
+    parser.addoption("--engines", action="store_true", help="what `make test-engines` runs as well")
     parser.addoption("--slurm", action="store_true", help="what `make test-slurm` runs: it starts Slurm's daemons")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Under --fast: no test that is marked slow, and of each test over several ranks its first case."""
-    if not config.getoption("--fast"):
-        return
-    kept, seen = [], set()
+    """Without --engines: no test that trains in other engines. Under --fast: no test that is marked slow, and of each
+    test over several ranks its first case. Files that take long come first, so that none is begun when the others have
+    ended: on several cores the rest would wait for it."""
+    fast, engines = config.getoption("--fast"), config.getoption("--engines")
+    kept, left_out, seen = [], [], set()
     for item in items:
         test = item.nodeid.split("[")[0]
-        over_ranks = "ranks" in getattr(item, "fixturenames", ())
-        if not item.get_closest_marker("slow") and not (over_ranks and test in seen):
-            kept.append(item)
+        again = test in seen and over_ranks(item)
         seen.add(test)
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-    items[:] = kept
+        late = fast and (is_slow(item) or again)
+        other = not engines and item.get_closest_marker("engines")
+        (left_out if late or other else kept).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+    seconds = Counter()
+    for item in kept:
+        seconds[item.path] += 2.0 if is_slow(item) else 0.7 if over_ranks(item) else 0.05
+    items[:] = sorted(kept, key=lambda item: -seconds[item.path])
+
+
+def is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
+
+
+def over_ranks(item: pytest.Item) -> bool:
+    """Whether it runs on several processes."""
+    return "ranks" in getattr(item, "fixturenames", ())

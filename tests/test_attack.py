@@ -10,6 +10,7 @@ import pytest
 from attack.__main__ import Attacks, table
 from attack.files import TARGETS
 from attack.trial import FAILURES, Ended, Trial, judge
+from conftest import compute_with_one_thread
 
 pytestmark = pytest.mark.slow
 
@@ -23,6 +24,7 @@ _attacks: list[Attacks] = []
 
 def begin(folder: Path) -> None:
     """Make what is attacked, in the attacking process."""
+    compute_with_one_thread()
     _attacks.append(Attacks(folder))
 
 

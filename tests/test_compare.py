@@ -244,6 +244,14 @@ def installed(engine: str) -> bool:
 
 
 @pytest.mark.slow
+def test_an_engine_trains_what_ours_trains(folder, capsys):
+    """The cheapest to start; `make test-engines` has every other one, and two ranks."""
+    rows = losses_of("meshwright,bare", folder, capsys)
+    assert rows["bare"]["error"] is None, rows["bare"]["error"]
+    assert rows["bare"]["max_loss_difference"] <= TOLERANCE
+
+
+@pytest.mark.engines
 def test_every_engine_trains_what_ours_trains_on_one_process(folder, capsys):
     """GPT-2, whose loss the Trainer scales wrongly where it is left to itself."""
     model = "model={family: gpt2, hidden: 32, num_layers: 2, num_heads: 4, max_positions: 32}"
@@ -276,7 +284,7 @@ TWO_RANKS = {
 """Name of a row -> the layout in which its engine trains."""
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 def test_every_engine_trains_what_ours_trains_on_two_ranks(folder):
     """Llama, microbatches accumulated; and each has read back that it was split as asked."""
     run = parse_spec(RECIPE, Run)
@@ -305,7 +313,7 @@ def in_layout(run: Run, layout: str, folder: Path) -> ResolvedRun:
     return resolve_run(run.model_copy(update={"layout": layout_called(layout)}), base_dir=folder)
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 def test_a_fallback_in_silence_is_a_row_that_says_so(folder):
     """Accelerate's FSDP plug-in on a CPU: rc 0, no error, and DistributedDataParallel."""
 

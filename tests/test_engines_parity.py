@@ -41,7 +41,7 @@ def proved(name: str, *changes: tuple[str, str], family: str = "llama") -> Engin
     return verify_engine(small(family), engine, steps=2)
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 def test_a_right_engine_is_equal(tmp_path, monkeypatch, capsys):
     """GPT-2: its matrices lie transposed in the files, and queries, keys and values in one."""
     monkeypatch.chdir(tmp_path)
@@ -53,7 +53,7 @@ def test_a_right_engine_is_equal(tmp_path, monkeypatch, capsys):
     assert found["engine"] == "bare"
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 def test_a_loss_over_a_token_too_few_is_found_in_the_loss():
     proof = proved("hf_trainer", ("(GLOBAL_BATCH * LENGTH)", "(GLOBAL_BATCH * (LENGTH - 1))"))
     assert proof.first is not None
@@ -61,7 +61,7 @@ def test_a_loss_over_a_token_too_few_is_found_in_the_loss():
     assert proof.first.difference.factor == pytest.approx(64 / 63, rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 def test_a_forgotten_factor_is_found_in_the_gradients():
     """The loss is right, and so is what is divided by it in Adam's first step, but for its epsilon."""
     proof = proved("accelerate", ("loss * WORLD * ACCUMULATION", "loss * WORLD"))
