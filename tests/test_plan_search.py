@@ -115,10 +115,10 @@ def simplest(every: Sequence[Candidate], runs: Callable[[Job], bool]) -> Candida
 
 @pytest.mark.slow
 def test_the_pruned_search_is_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    """200 random instances: the same ranking, recomputation included, the same best of every strategy, and the same
+    """80 random instances: the same ranking, recomputation included, the same best of every strategy, and the same
     choice, which is the simplest layout of those that are about as fast."""
     skipped, found, simpler = 0, Counter(), 0
-    for seed in range(200):
+    for seed in range(80):
         job, cluster, limits = instance(seed)
         runs = (lambda job: job.layout.tp == 1) if seed % 3 else lambda job: True
         fast = search(job, cluster, top=3, limits=limits, runs=runs)
@@ -134,9 +134,9 @@ def test_the_pruned_search_is_brute_force(monkeypatch: pytest.MonkeyPatch) -> No
         assert fast.legal == slow.legal == slow.looked_at
         skipped += slow.looked_at - fast.looked_at
         found.update(type(candidate.job.recompute).__name__ for candidate in fast.ranked)
-    assert skipped > 200
-    assert found["RecomputeSpec"] > 20
-    assert simpler > 3
+    assert skipped > 80
+    assert found["RecomputeSpec"] > 8
+    assert simpler > 1
 
 
 def test_ranks_may_be_looked_at_alone() -> None:
