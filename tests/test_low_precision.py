@@ -117,8 +117,7 @@ def test_the_hadamard_transform_changes_no_product_and_spreads_one_number_over_s
 
 def test_delayed_scales_are_those_of_transformer_engine() -> None:
     """scale = largest / amax of the history / 2^margin; 1 at first; not finite values are not kept."""
-    with torch.device("cpu"):
-        history = AmaxHistory(2, 1, 0).to_empty(device="cpu")
+    history = AmaxHistory(2, 1, 0).to_empty(device="cpu")
     history.amax_history.zero_()
     history.current.zero_()
     scaling = RECIPES["delayed"].input_gradient[0]
@@ -141,6 +140,7 @@ def layer_of(recipe: str, dtype: torch.dtype = torch.bfloat16, bias: bool = True
     history = AmaxHistory(2, 0, 0).to_empty(device="cpu") if recipe == "delayed" else None
     if history is not None:
         history.amax_history.copy_(torch.tensor([[100.0, 50.0], [0.5, 0.4], [1.0, 3.0]]))
+        history.current.zero_()
     layer.put(LowPrecision(RECIPES[recipe], "layer", seed=3, draws=draws, history=history))
     return layer
 
@@ -254,6 +254,26 @@ def test_a_gradient_of_which_ranks_have_shares_has_no_scale() -> None:
 def test_settings_that_say_nothing_are_refused(training: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         TrainingSpec.model_validate(training)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler asks for it
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_compiled_products_are_the_same_bit_for_bit(recipe: str) -> None:
+    x, dy = matrix(2, M // 2, D), matrix(2, M // 2, N, seed=5)
+    eager, layer = gradients_of(layer_of(recipe), x, dy), layer_of(recipe)
+    torch._dynamo.reset()
+    x.requires_grad_()
+    y = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+    y.backward(dy)
+    for ours, expected in zip((y, x.grad, layer.weight.grad, layer.bias.grad), eager, strict=True):
+        assert ours is not None
+        assert torch.equal(ours, expected)
+    if recipe == "delayed":
+        history = layer.product.history  # type: ignore[attr-defined]
+        largest = [tensor.abs().max().float() for tensor in (x, layer.weight, dy)]
+        assert history.current.tolist() == [value.item() for value in largest]
 
 
 # ---- torchao ---------------------------------------------------------------------------------------------------------

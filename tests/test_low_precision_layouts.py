@@ -4,17 +4,21 @@ one step, and the state that delayed scales are made of, in float64 beside produ
 A scale that differed anywhere would show: it moves a tenth of a percent of numbers to another code, by percents.
 """
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from meshwright.checkpoint.manifest import checkpoint_name
+from meshwright.checkpoint.writer import CheckpointWriter
 from meshwright.families import resolve_model
 from meshwright.models import draw_rows, named_state
 from meshwright.models.low_precision import RECIPES
 from meshwright.plan.stages import balanced_stages, layer_costs
 from meshwright.prove.reference import alone
+from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.data import DataSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields, Parameter
@@ -23,6 +27,8 @@ from meshwright.spec.training import TrainingSpec
 from meshwright.testing import equivalence
 from meshwright.testing.equivalence import Outcome, build_here, loader_for, whole_of_all
 from meshwright.testing.ranks import RankPool
+from meshwright.trainer.setup import Trainer
+from meshwright.trainer.state import describe_restored, restore, state_tensors, state_values
 
 LENGTH, BATCH, LR, EPS = 256, 4, 1e-2, 0.1
 
@@ -56,6 +62,7 @@ def narrow_run(layout: LayoutSpec, recipe: str, **options: Any) -> ResolvedRun:
         "ffn": 256,
     }
     fields = ModelFields(family="llama", vocab=50, max_positions=LENGTH, init_std=0.2, **sizes)
+    finetune = options.pop("finetune", None)
     training = {
         "precision": precision,
         "low_precision": low,
@@ -63,7 +70,14 @@ def narrow_run(layout: LayoutSpec, recipe: str, **options: Any) -> ResolvedRun:
         "lr_schedule": {"name": "constant", "warmup": 0},
     }
     training = TrainingSpec.model_validate(training | options)
-    run = Run(model=fields, data=DataSpec(sequence_length=LENGTH), training=training, layout=layout, device="cpu")
+    run = Run(
+        model=fields,
+        data=DataSpec(sequence_length=LENGTH),
+        training=training,
+        finetune=finetune,  # pyright: ignore[reportArgumentType]
+        layout=layout,
+        device="cpu",
+    )
     model = resolve_model(fields, base_dir=Path())
     accumulation, stages = BATCH // layout.data_parallel // 1, ()
     if layout.pp > 1:
@@ -82,6 +96,8 @@ def narrow_run(layout: LayoutSpec, recipe: str, **options: Any) -> ResolvedRun:
 
 def drawn(row: Parameter, start: int, stop: int) -> torch.Tensor:
     """Fresh weights, and histories as steps before would have left them: the largest values of gradients are small."""
+    if row.adapter:  # as if it had been trained
+        row = dataclasses.replace(row, init="normal", init_std=0.2)
     if not row.name.endswith("amax_history"):
         return draw_rows(row, 0, start, stop)
     past = 1 + torch.rand(row.shape, generator=torch.Generator().manual_seed(len(row.name)))
@@ -133,3 +149,71 @@ def test_every_recipe_on_every_kind_of_layout(ranks: RankPool, layout: str) -> N
     for recipe in RECIPES:
         run = narrow_run(LAYOUTS[layout], recipe)
         assert_equal(ranks.run(2, one_step, run)[0], expected(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", WIDER)
+def test_ranks_that_share_layers_in_two_ways(ranks: RankPool, layout: str) -> None:
+    for recipe in ("rowwise", "delayed", "nvfp4"):
+        run = narrow_run(WIDER[layout], recipe, recompute="full" if layout == "cp-tp" else "none")
+        assert_equal(ranks.run(4, one_step, run)[0], expected(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["zero-3", "tp"])
+def test_adapters_beside_frozen_matrices_in_few_bits(ranks: RankPool, layout: str) -> None:
+    for recipe in ("tensorwise", "nvfp4"):
+        run = narrow_run(LAYOUTS[layout], recipe, finetune={"method": "lora", "rank": 2})
+        assert_equal(ranks.run(2, one_step, run)[0], expected(run))
+
+
+def continued(run: ResolvedRun, root: Path) -> list[float]:
+    """Losses of the steps from the checkpoint below `root` on. Collective."""
+    trainer = build_here(run)
+    restore(trainer, root / checkpoint_name(2))
+    return train(trainer, 4)
+
+
+def train(trainer: Trainer, last: int) -> list[float]:
+    losses = []
+    with loader_for(trainer) as loader:
+        while trainer.step < last:
+            trainer.step += 1
+            losses.append(trainer.train_step(trainer.step, loader.microbatches(trainer.step - 1)).loss)
+    return losses
+
+
+def saved_at_two(trainer: Trainer, root: Path) -> list[float]:
+    """Losses of two steps, and a checkpoint behind them."""
+    losses, writer = train(trainer, 2), CheckpointWriter(root, CheckpointSpec())
+    writer.begin(2, state_tensors(trainer), state_values(trainer))
+    outcome = writer.finish()
+    assert outcome is not None
+    assert outcome.problem is None, outcome.problem
+    return losses
+
+
+@pytest.mark.slow
+def test_delayed_scales_continue_from_a_checkpoint_on_another_layout(ranks: RankPool, tmp_path: Path) -> None:
+    run = narrow_run(LayoutSpec(dp_shard=2, tp=1), "delayed", low_precision={"amax_history": 2})
+    trainer = build_here(alone(run))
+    saved_at_two(trainer, tmp_path)
+    histories = [buffer.clone() for buffer in named_state(trainer.model).values()]
+    expected = train(trainer, 4)
+    assert len(histories) == 14
+    assert all(history.shape == (3, 2) and history.all() for history in histories)
+    for ours in ranks.run(2, continued, run, tmp_path):
+        assert ours == pytest.approx(expected, rel=1e-12)
+    forgetful = build_here(alone(run))
+    restore(forgetful, tmp_path / checkpoint_name(2))
+    for buffer in named_state(forgetful.model).values():
+        buffer.zero_()
+    assert train(forgetful, 4)[0] != pytest.approx(expected[0], rel=1e-7)
+
+
+def test_delayed_scales_begin_anew_where_a_checkpoint_has_none(tmp_path: Path) -> None:
+    saved_at_two(build_here(narrow_run(LayoutSpec(), "tensorwise")), tmp_path)
+    trainer = build_here(narrow_run(LayoutSpec(), "delayed"), weights=drawn)
+    saved = restore(trainer, tmp_path / checkpoint_name(2))
+    assert not any(buffer.any() for buffer in named_state(trainer.model).values())
+    assert "delayed scales of 14 layers begin anew" in describe_restored(trainer, saved)

@@ -17,6 +17,10 @@ OPERANDS = 3
 """Of a layer's products: input, weight and gradient."""
 
 
+HISTORY = ".scaling.amax_history"
+"""How the name of a layer's largest values in the last steps ends."""
+
+
 def low_precision_layers(table: Iterable[Parameter], training: TrainingSpec) -> tuple[str, ...]:
     """The linear layers of blocks whose products are in few bits, by name, in the table's order.
 
@@ -57,7 +61,7 @@ def low_precision_state(table: Iterable[Parameter], training: TrainingSpec) -> t
         return ()
     shape = OPERANDS, training.low_precision.amax_history
     return tuple(
-        Parameter(name=f"{layer}.scaling.amax_history", dims=("operands", "steps"), shape=shape, init="zeros")
+        Parameter(name=f"{layer}{HISTORY}", dims=("operands", "steps"), shape=shape, init="zeros")
         for layer in low_precision_layers(table, training)
     )
 

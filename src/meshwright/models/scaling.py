@@ -15,7 +15,6 @@ Numbers that a scale makes too large become the largest. Computed in fp32, or fp
 Shapes: a matrix [K, S]: K rows that a product keeps, S columns that it sums over; blocks of r x c.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -34,6 +33,17 @@ HADAMARD = 16
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The signs of the random Hadamard transform, drawn once and for all, as in Transformer Engine."""
+
+
+def _transform() -> torch.Tensor:
+    matrix = torch.ones(1, 1)
+    while len(matrix) < HADAMARD:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return torch.tensor(SIGNS)[:, None] * matrix / HADAMARD**0.5
+
+
+TRANSFORM = _transform()
+"""The random Hadamard transform [16, 16]: orthogonal."""
 
 Spread = Callable[[torch.Tensor], torch.Tensor]
 """Makes of the maxima over what is here of a dim those over all of it."""
@@ -148,15 +158,7 @@ def hadamard(x_KS: torch.Tensor) -> torch.Tensor:
     product over the columns of two matrices stays the same."""
     blocks = F.pad(x_KS, (0, -x_KS.shape[1] % HADAMARD)).unflatten(1, (-1, HADAMARD))
     wide = torch.promote_types(x_KS.dtype, torch.float32)
-    return (blocks.to(wide) @ _hadamard_matrix(x_KS.device, wide)).flatten(1)
-
-
-@functools.cache
-def _hadamard_matrix(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    matrix = torch.ones(1, 1)
-    while len(matrix) < HADAMARD:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return (torch.tensor(SIGNS)[:, None] * matrix / HADAMARD**0.5).to(device, dtype)
+    return (blocks.to(wide) @ TRANSFORM.to(x_KS.device, wide)).flatten(1)
 
 
 def _blocks(x_KS: torch.Tensor, scaling: Scaling) -> torch.Tensor:

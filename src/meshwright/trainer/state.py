@@ -17,6 +17,7 @@ from meshwright.checkpoint.manifest import (
 from meshwright.checkpoint.retention import HELD_OUT_LOSS
 from meshwright.checkpoint.verify import START_ANEW, newest_good_checkpoint, read_values, verify_checkpoint
 from meshwright.families import finetuned_table
+from meshwright.families.low_precision import HISTORY
 from meshwright.models import named_state
 from meshwright.optim.schedule import SHAPES, lr_factor
 from meshwright.spec.data import SourceSpec
@@ -35,6 +36,9 @@ COUNTERS = ("skipped", "spikes", "rewinds", "passed_over")
 
 BATCH_SPLIT = ("micro_batch", "device", "torch", "training.precision", "training.reduce_dtype", "training.compile")
 """What may change in which order numbers are added, besides the layout."""
+
+NEW = "histories that begin empty"
+"""What `restore` adds to what was saved: the layers whose delayed scales know nothing of the steps before."""
 
 SILENT = ("run_dir", "trackers", "callbacks", "checkpoint.", "layout.", "guards.", "data.cache_dir", *BATCH_SPLIT)
 """Settings that do not change what is trained, or are told of apart."""
@@ -142,8 +146,11 @@ def restore(trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
     _check_trained(checkpoint, trainer.resolved)
     kept = [name for name in trainer.callbacks if name in saved.get("callbacks", {})]
     tensors = own_tensors(trainer) | _callback_tensors(trainer, kept)
-    random = random_state(trainer)
-    if not _same_ranks(trainer, saved) or not random.keys() <= held_tensors(checkpoint):
+    held, random = held_tensors(checkpoint), random_state(trainer)
+    new = {name for name in tensors if name.endswith(HISTORY)} - held
+    for name in new:
+        tensors.pop(name).zero_()
+    if not _same_ranks(trainer, saved) or not random.keys() <= held:
         tensors = {name: tensor for name, tensor in tensors.items() if name not in random}
     load_tensors(checkpoint, tensors)
     trainer.store.refresh()
@@ -157,7 +164,7 @@ def restore(trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
         trainer.train_step.scaler.load(saved["loss_scale"])
     for name in kept:
         trainer.callbacks[name].load_state_dict(saved["callbacks"][name])
-    return saved
+    return saved | {NEW: len(new)}
 
 
 def _describe_start(trainer: Trainer) -> str:
@@ -210,6 +217,8 @@ def describe_restored(trainer: Trainer, saved: dict[str, Any]) -> str:
         lines.append(f"tolerance from here on sums are taken in another order: {'; '.join(reasons)}")
     elif not other_data:
         lines.append("exact     from here on every step, to the last bit where kernels are deterministic")
+    if saved.get(NEW):
+        lines.append(f"new       delayed scales of {saved[NEW]} layers begin anew, for the checkpoint has none")
     if changed:
         lines.append(f"changed   {'; '.join(changed)}{_lr_change(trainer, before)}")
     return "\n".join(lines)

@@ -13,6 +13,7 @@ from meshwright.checkpoint.peft import read_adapter
 from meshwright.checkpoint.peft_config import CONFIG, AdapterSpec
 from meshwright.checkpoint.verify import verify_checkpoint
 from meshwright.families import finetuned_table, parameter_table, pretrained_directory
+from meshwright.families.low_precision import HISTORY
 from meshwright.models.init import draw_rows
 from meshwright.models.quantized import QuantizedRows
 from meshwright.parallel.materialize import RowSource
@@ -45,6 +46,17 @@ def kept_weights(resolved: ResolvedRun) -> RowSource:
 def base_weights(resolved: ResolvedRun) -> RowSource:
     """The weights without adapters: drawn, of the Hugging Face directory that the recipe names, or, for fine-tuning, of
     the checkpoint that `checkpoint.start_from` names."""
+    source = _named_weights(resolved)
+
+    def read(row: Parameter, start: int, stop: int) -> torch.Tensor:
+        if row.name.endswith(HISTORY):  # no weights have one
+            return torch.zeros(stop - start, *row.shape[1:])
+        return source(row, start, stop)
+
+    return read
+
+
+def _named_weights(resolved: ResolvedRun) -> RowSource:
     run, seed = resolved.run, resolved.run.training.seed
     if run.finetune is not None and run.checkpoint.start_from:
         checkpoint = starting_checkpoint(resolved)
