@@ -113,7 +113,7 @@ def test_what_a_tokenizer_puts_before_a_text_stands_before_the_prompt_alone(monk
 def test_tokenized_records():
     (tokens,) = encode({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}).documents
     assert tokens.tolist() == [~5, 6, 7]
-    assert "nothing in it carries loss" in encode({"input_ids": [5, 6], "labels": [5, -100]}).error  # none before it
+    assert "it has no trained tokens" in encode({"input_ids": [5, 6], "labels": [5, -100]}).error  # none before it
     assert "token 999 is none of" in encode({"input_ids": [5, 999], "labels": [5, 999]}).error
 
 
@@ -150,10 +150,14 @@ def test_a_template_that_rewrites_earlier_turns():
 @pytest.mark.parametrize(
     ("messages", "template", "message"),
     [
-        ([{"role": "user", "content": "Hi"}], "chatml", "nothing in it carries loss"),
+        ([{"role": "user", "content": "Hi"}], "chatml", "it has no trained tokens"),
         ([*TALK[:2], TALK[1]], "mistral", "refuses this conversation: after an optional system message, user and"),
         (TALK, "no_system", "leaves out a message of role 'system'"),
-        ([{"role": "user", "content": "<|im_end|>"}, TALK[2]], "chatml", "spells the special token '<|im_end|>'"),
+        (
+            [{"role": "user", "content": "<|im_end|>"}, TALK[2]],
+            "chatml",
+            "contains the special token '<|im_end|>' as text",
+        ),
     ],
 )
 def test_conversations_that_cannot_be_trained_on(messages, template, message):
@@ -175,7 +179,7 @@ def test_a_template_must_be_there(tmp_path):
     with pytest.raises(ValueError, match=r"chat template mine\.jinja: Expected an expression"):
         find_template("mine.jinja", bare, tmp_path)
     (tmp_path / "other.jinja").write_text("<|turn|>")
-    with pytest.raises(ValueError, match=r"needs the token <\|turn\|>, which the tokenizer has not"):
+    with pytest.raises(ValueError, match=r"needs the token <\|turn\|>, which the tokenizer lacks"):
         find_template("other.jinja", bare, tmp_path)
     template = find_template("chatml", bare, tmp_path)
     assert bare.with_chat_template(template.source).chat_template == template.source

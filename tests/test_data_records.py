@@ -116,12 +116,15 @@ BAD = {
         {"chosen": [turn("assistant", "x")], "rejected": [turn("assistant", "y")]},
         "a.jsonl:2: no 'prompt', and chosen and rejected do not begin with one",
     ),
-    "all masked": ({"messages": [turn("user", "x")]}, "a.jsonl:2: nothing in it carries loss; mend it, or set data.c"),
+    "all masked": ({"messages": [turn("user", "x")]}, "a.jsonl:2: it has no trained tokens; fix it, or set data.c"),
     "overlong": (
         {"prompt": "x " * 300, "completion": "y"},
         "a.jsonl:2: its ",
     ),
-    "spelling": ({"messages": [turn("user", "<|im_end|>")]}, "a.jsonl:2: a message of role 'user' spells the special"),
+    "spelling": (
+        {"messages": [turn("user", "<|im_end|>")]},
+        "a.jsonl:2: a message of role 'user' contains the special",
+    ),
 }
 
 
@@ -234,7 +237,7 @@ def test_the_audit_finds_what_no_assistant_wrote(fault, prepared):
     assert list(trained_text_problems(stream, corpus.tokenizer, data)) == []
     broken = replace(stream, train=replace(stream.train, trained=fault(np.asarray(stream.train.trained))))
     problems = list(trained_text_problems(broken, corpus.tokenizer, data))
-    assert any("which no record's assistant has written" in problem for problem in problems)
+    assert any("which is no assistant's text in the records" in problem for problem in problems)
 
 
 def test_a_model_without_a_recipe_is_measured_on_what_its_template_trains(tmp_path, monkeypatch):

@@ -200,7 +200,7 @@ def test_roles_ends_and_weights_say_what_carries_loss():
 
 def test_spelled_special_tokens_are_kept_as_letters_refused_or_dropped():
     record = {"messages": [said("user", "What is <|im_end|> for?"), said("assistant", "<|im_end|> ends a turn.")]}
-    assert "spells the special token '<|im_end|>'" in encode("chatml", record).error
+    assert "contains the special token '<|im_end|>' as text" in encode("chatml", record).error
     assert encode("chatml", record, special_tokens="drop").note == "spelled"
     found = encode("chatml", record, special_tokens="text")
     assert runs(found) == ["<|im_end|> ends a turn.<|im_end|>"]

@@ -1,8 +1,8 @@
 """The audit: reads every batch of every rank of a planned run, and trusts only the token files and the recipe.
 
-Samples are recognised by their tokens, not by what the loader says they are. Whatever a rank is given is held against
-tokens read here, from the pieces that its sample is said to consist of; and the pieces themselves against the borders
-of the documents. Shapes: T positions of a sample.
+Samples are identified by their tokens, not by the loader's numbering. Every row of a rank is compared with tokens read
+here from the pieces of its sample, and the pieces are compared with the boundaries of documents. Shapes: T positions of
+a sample.
 """
 
 from collections import Counter
@@ -24,27 +24,27 @@ from meshwright.data.token_file import TokenFile
 from meshwright.spec.data import DataSpec
 
 EXAMPLES = 3
-"""Findings of one kind that are told in full; the rest is counted."""
+"""Findings of one kind that are reported in full; further ones are counted."""
 ATTENTION_ROWS = 16
-"""Rows whose attention is looked at in full, T x T."""
+"""Rows whose attention is checked in full, T x T."""
 
 CHECKS = {
     "packing": "every token of a stream is a label as often as intended: once, documents' first tokens never",
     "rows": "every row holds the tokens of its sample, the next token as each label, and no label where none belongs",
-    "documents": "documents are kept apart exactly where the recipe says so",
-    "attention": "no token sees a later one or another document, and every other one",
-    "order": "every position of the run holds the sample that the order says, whatever the rank",
+    "documents": "documents are separated exactly where the recipe requires it",
+    "attention": "a token sees no later token and no other document, and sees all others",
+    "order": "every position of the run holds the sample that the order assigns to it, on any rank",
     "ranks": "no two ranks see one sample in the same epoch",
-    "epochs": "every sample is seen as often as any other of its stream, and as often as announced",
+    "epochs": "all samples of a stream are seen equally often, and as often as announced",
     "mixture": "every stream has its share of the tokens",
-    "answers": "of conversations and the like, what carries loss is what the assistant wrote, turn by turn",
+    "answers": "in records, the trained tokens are the assistant's text, turn by turn",
     "held out": "every held-out token is evaluated once, and no document is on both sides",
 }
-"""What is proved, by the name of the check."""
+"""The claim that each check proves."""
 
 
 class Batches(Protocol):
-    """What a rank trains on; a `Loader` is one."""
+    """The batches of a rank; a `Loader` is one."""
 
     def microbatches(self, step: int) -> list[HostBatch]:
         """The rank's microbatches of a step."""
@@ -53,7 +53,7 @@ class Batches(Protocol):
 
 @dataclass(kw_only=True)
 class PlannedRun:
-    """What an audit reads: everything between the recipe and the ranks, each part by itself."""
+    """The input of an audit: each part of the data path between the recipe and the ranks."""
 
     corpus: Corpus
     data: DataSpec
@@ -66,20 +66,20 @@ class PlannedRun:
     world_size: int
     """Ranks that read different data."""
     batches: Callable[[int], Batches]
-    """By the rank's number; closed by whoever made them."""
+    """The batches of each data-parallel rank; closed by the caller."""
     epochs: Sequence[float]
     """How often each stream is announced to be seen."""
     sees: Callable[[np.ndarray], np.ndarray] | None = None
-    """The model's attention: documents [b, T] to who sees whom, bool [b, T, T]; None leaves its check out."""
+    """The model's attention mask: documents [b, T] to bool [b, T, T]; None leaves its check out."""
 
 
 @dataclass
 class Report:
-    """What an audit found."""
+    """The findings of an audit."""
 
     findings: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in CHECKS})
     counts: Counter[str] = field(default_factory=Counter)
-    """Findings of each check, told or not."""
+    """Number of findings of each check."""
     samples: int = 0
     """Samples read."""
     tokens: int = 0
@@ -100,7 +100,7 @@ class Report:
 
 
 def audit(run: PlannedRun, progress: Callable[[str, int, int], None] | None = None) -> Report:
-    """Read the whole run and prove it, or find what is wrong with it."""
+    """Read the whole run and prove it, or report its faults."""
     report = Report()
     for stream, samples in zip(run.corpus.streams, run.mixture.streams, strict=True):
         for problem in packing_problems(stream.train, samples, run.data, keep_tail=False):
@@ -115,7 +115,7 @@ def audit(run: PlannedRun, progress: Callable[[str, int, int], None] | None = No
 
 
 def packing_problems(file: TokenFile, samples: Samples, data: DataSpec, *, keep_tail: bool) -> Iterator[str]:
-    """What is wrong with the pieces of all samples together."""
+    """Faults in the pieces of all samples together."""
     pieces = np.array([piece for i in range(len(samples)) for piece in samples.pieces(i)], np.int64).reshape(-1, 2)
     pieces = pieces[np.argsort(pieces[:, 0], kind="stable")]
     begins, ends = pieces[:, 0], pieces.sum(1)
@@ -133,7 +133,7 @@ def packing_problems(file: TokenFile, samples: Samples, data: DataSpec, *, keep_
         return
     owners = np.searchsorted(starts, begins, side="right") - 1
     if (ends >= starts[owners + 1]).any():
-        yield f"{int((ends >= starts[owners + 1]).sum())} pieces reach over the end of their document"
+        yield f"{int((ends >= starts[owners + 1]).sum())} pieces extend past the end of their document"
     labels = np.bincount(owners, pieces[:, 1], minlength=file.num_documents)
     missing = np.flatnonzero(labels != np.maximum(np.diff(starts) - 1, 0))
     if len(missing):
@@ -173,7 +173,7 @@ class _Reading:
         self.run, self.report = run, report
         self.seen = [np.zeros(len(samples), np.int32) for samples in run.mixture.streams]
         self.last = [np.full((len(samples), 2), -1, np.int32) for samples in run.mixture.streams]
-        """Of each sample the epoch in which, and the rank by which, it was last seen."""
+        """The epoch and the rank of each sample's last occurrence."""
         self.samples, self.tokens = [0] * len(self.seen), [0] * len(self.seen)
         self.attention_left = ATTENTION_ROWS if run.sees else 0
         self._by_content: dict[bytes, tuple[int, int]] | None = None
@@ -196,8 +196,8 @@ class _Reading:
         self._check_counts()
 
     def _rows(self, microbatches: Sequence[HostBatch], position: int) -> Iterator[Sample]:
-        """The rows of a rank's step, whose first has this position. Where padding is left out, rows lie behind one
-        another, and each must be as long as the sample that the order wants there."""
+        """The rows of a rank's step, the first at this position. Without padding, rows are joined into one, and each
+        must have the length of the sample that the order assigns there."""
         rows = self.run.global_batch // self.run.world_size // len(microbatches)
         for batch in microbatches:
             assert batch.labels is not None
@@ -221,7 +221,7 @@ class _Reading:
         if not np.array_equal(row.inputs, expected.inputs):
             found = self._recognise(row)
             if found is None:
-                self.report.add("rows", f"{where}: its tokens are no sample of any stream")
+                self.report.add("rows", f"{where}: its tokens match no sample of any stream")
                 return
             stream, index = found
             expected = self._expected(stream, index)
@@ -249,7 +249,7 @@ class _Reading:
         return self._without_tail(expected_sample(file, samples, index, self.run.data))
 
     def _without_tail(self, row: Sample) -> Sample:
-        """The same with blanks behind its last label, where rows are padded: a rank need not be given what is there."""
+        """The row with blanks after its last label, if rows are padded: a rank need not receive those tokens."""
         if self.run.data.packing != "padded":
             return row
         used, blank = _used(row.labels), blank_sample(self.run.data.sequence_length)
@@ -264,7 +264,7 @@ class _Reading:
         return f"sample {index} of {self.run.corpus.streams[stream].name}"
 
     def _recognise(self, row: Sample) -> tuple[int, int] | None:
-        """The sample that has these inputs; all samples are read once for it."""
+        """The sample with these inputs; reads all samples once, on the first call."""
         if self._by_content is None:
             self._by_content = {
                 _digest(self._expected(stream, index).inputs): (stream, index)
@@ -274,7 +274,7 @@ class _Reading:
         return self._by_content.get(_digest(row.inputs))
 
     def _check_counts(self) -> None:
-        """Epochs and shares, from what was seen."""
+        """Check epochs and shares of the samples seen."""
         run, total, wanted = self.run, sum(self.samples), _shares(self.run)
         for stream, (seen, count) in enumerate(zip(self.seen, self.samples, strict=True)):
             name = run.corpus.streams[stream].name
@@ -301,7 +301,7 @@ class _Reading:
 
 
 def joint_problems(batch: HostBatch, ends: Sequence[int]) -> Iterator[tuple[str, str]]:
-    """(check, what is wrong) where rows that end at such places lie behind one another in one."""
+    """(check, fault) of a row that joins several rows ending at `ends`."""
     assert batch.labels is not None
     borders = np.array(ends[:-1])
     if (batch.labels[0, ends[-1] :] != NO_LABEL).any() or batch.labels.shape[1] < ends[-1]:
@@ -311,28 +311,28 @@ def joint_problems(batch: HostBatch, ends: Sequence[int]) -> Iterator[tuple[str,
 
 
 def label_problems(row: Sample, expected: Sample) -> Iterator[str]:
-    """What is wrong with the labels of a row whose inputs are right."""
+    """Faults in the labels of a row whose inputs are right."""
     if np.array_equal(row.labels, expected.labels):
         return
     here, there = row.labels != NO_LABEL, expected.labels != NO_LABEL
     if not (here & there).any():
-        yield "nothing that should be predicted is, and what should not be may be: the mask is inverted"
+        yield "no label is where one belongs: the mask is inverted"
     elif np.array_equal(row.labels[here], row.inputs[here]):
-        yield "the labels are the inputs themselves, not the tokens after them"
+        yield "the labels are the inputs themselves, not the next tokens"
     elif np.array_equal(here[:-1], there[:-1]) and np.array_equal(row.labels[:-1], expected.labels[1:]):
-        yield "the labels are two tokens on, not one"
+        yield "the labels are shifted by two tokens, not one"
     elif (here != there).any():
         yield f"{int((here & ~there).sum())} labels too many, {int((there & ~here).sum())} missing"
     else:
         wrong = np.flatnonzero(row.labels != expected.labels)
-        yield f"{len(wrong)} labels are not the tokens after their inputs, the first at place {wrong[0]}"
+        yield f"{len(wrong)} labels are not the next tokens of their inputs, the first at position {wrong[0]}"
 
 
 def document_problems(row: Sample, expected: Sample) -> Iterator[str]:
-    """What is wrong with the documents of a row."""
+    """Faults in the documents of a row."""
     if expected.documents is None:
         if row.documents is not None and len(np.unique(row.documents)) > 1:
-            yield "documents are kept apart, which the recipe does not ask for"
+            yield "documents are separated, which the recipe does not ask for"
         return
     documents = np.zeros_like(row.inputs) if row.documents is None else row.documents
     wanted, found = np.diff(expected.documents) != 0, np.diff(documents) != 0
@@ -345,7 +345,7 @@ def document_problems(row: Sample, expected: Sample) -> Iterator[str]:
 
 
 def attention_problems(sees: Callable[[np.ndarray], np.ndarray], row: Sample, documents_T: np.ndarray) -> Iterator[str]:
-    """What is wrong with who sees whom in a row."""
+    """Faults in the attention of a row."""
     given = np.zeros_like(row.inputs) if row.documents is None else row.documents
     sees_TT = sees(given[None])[0]
     places = np.arange(len(documents_T))
@@ -375,7 +375,7 @@ def _check_held_out(run: PlannedRun, report: Report) -> None:
 
 
 def _shares(run: PlannedRun) -> list[Fraction]:
-    """The share of all samples that each stream has to have, from the recipe's weights and the streams' sizes."""
+    """The required share of each stream in all samples, from the recipe's weights and the streams' sizes."""
     wanted = []
     for stream, samples in zip(run.corpus.streams, run.mixture.streams, strict=True):
         weight = Fraction(samples.num_tokens) if stream.weight is None else Fraction(str(stream.weight))
@@ -395,5 +395,5 @@ def _digest(tokens: np.ndarray) -> bytes:
 
 
 def _used(labels_T: np.ndarray) -> int:
-    """Positions up to the last label, one at least."""
+    """Positions up to the last label, at least one."""
     return int(np.flatnonzero(labels_T != NO_LABEL)[-1]) + 1 if (labels_T != NO_LABEL).any() else 1

@@ -17,11 +17,11 @@ from meshwright.data.tokenizer import TextTokenizer
 from meshwright.spec.data import ChatSpec, DataSpec
 
 _EMPTY_THOUGHT = re.compile(r"^<think>\s*</think>\s*")
-"""What templates of reasoning models write where an answer came without a thought."""
+"""The text that templates of reasoning models insert before an answer without a thought."""
 
 
 def trained_text_problems(stream: Stream, tokenizer: TextTokenizer, data: DataSpec) -> Iterator[str]:
-    """What is wrong with the trained tokens of a stream of records; records that were left out are not missed."""
+    """Faults in the trained tokens of a stream of records; dropped records may be missing."""
     if data.chat.train_on == "all":
         for file in _sides(stream):
             if file.trained is not None and not file.trained.all():
@@ -46,7 +46,7 @@ def trained_text_problems(stream: Stream, tokenizer: TextTokenizer, data: DataSp
             left = wanted.get(_stripped(found))
             if not (left and _margins_fit(found, left.pop())) and not (cut and _is_beginning(_stripped(found), wanted)):
                 shown = " ... ".join(found)[:80]
-                yield f"document {number} trains on {shown!r}, which no record's assistant has written"
+                yield f"document {number} trains on {shown!r}, which is no assistant's text in the records"
 
 
 def _sides(stream: Stream) -> list[TokenFile]:
@@ -65,7 +65,7 @@ def _trained_messages(record: dict[str, Any], chat: ChatSpec) -> list[dict[str, 
 
 
 def _answers(record: dict[str, Any], messages: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """What was written, without calls of tools."""
+    """The assistant's texts, without tool calls."""
     if "input_ids" in record:
         return ()
     if "prompt" in record:
@@ -74,8 +74,8 @@ def _answers(record: dict[str, Any], messages: Sequence[dict[str, Any]]) -> tupl
 
 
 def _words(message: dict[str, Any]) -> list[str]:
-    """What a message with calls of tools says, in the order in which templates write it; how they write arguments, and
-    which thoughts they forget, differs."""
+    """The texts and names in a message with tool calls, in the order in which templates render them. Templates differ
+    in the form of arguments and in the thoughts that they omit."""
     return [message["content"].strip(), *(call["function"]["name"] for call in message.get("tool_calls", []))]
 
 
@@ -94,7 +94,7 @@ def _stripped(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def _margins_fit(found: Sequence[str], answers: Sequence[str]) -> bool:
-    """Whether the white space around what is trained is the answers', or none, or a space before."""
+    """Whether the whitespace around the trained text is the answer's own, none, or one leading space."""
     return all(
         run.removeprefix(" ") in (answer, answer.strip(), answer.removeprefix(" "))
         for run, answer in zip(found, answers, strict=True)
@@ -112,7 +112,7 @@ def _trained_runs(file: TokenFile, number: int, tokenizer: TextTokenizer) -> tup
 
 
 def _is_beginning(found: Sequence[str], wanted: Iterable[tuple[str, ...]]) -> bool:
-    """Whether a record that was cut off has this beginning."""
+    """Whether this is the start of a truncated record."""
     *whole, last = found or ("",)
     return any(
         list(answers[: len(whole)]) == whole and len(answers) > len(whole) and answers[len(whole)].startswith(last[:-1])

@@ -1,10 +1,10 @@
 """Best-fit-decreasing bin packing of documents, by counting lengths instead of placing one document at a time.
 
-The longest document first, each goes into the fullest bin that has room (Johnson, 1973; for sequences Krell et al.,
-"Efficient Sequence Packing without Cross-contamination", 2021). Documents of one length are placed together: the
-fullest bins with room are those of some room r, and each of them takes r // length documents before the next. So the
-work is that of sorting, and then of one operation on arrays for each pair of length and room that meet, of which
-there are about as many as the capacity, however many documents there are.
+Longest first, each document goes into the fullest bin with room (Johnson, 1973; for sequences Krell et al., "Efficient
+Sequence Packing without Cross-contamination", 2021). Documents of one length are placed together: the fullest bins with
+room all have the same room r, and each takes r // length documents before the next bin. So the cost is sorting plus one
+array operation for each pair of length and room that occurs: about as many as the capacity, for any number of
+documents.
 """
 
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 WINDOW = 1 << 24
-"""Documents packed together: of more, each window has bins of its own, which bounds memory (about 100 bytes a document)
-and leaves some bins a window less full."""
+"""Documents packed together. Larger numbers are packed in windows, each with its own bins: this bounds memory (about
+100 bytes per document) and leaves a few bins per window less full."""
 
 
 @dataclass(frozen=True)
 class Bins:
-    """What lies in each bin: pieces of a stream, whose labels are the tokens one on."""
+    """The content of each bin: pieces of a stream. Labels are the next tokens."""
 
     starts: np.ndarray
     """First token of each piece, bin after bin: int64."""
@@ -32,8 +32,8 @@ def best_fit(starts: np.ndarray, capacity: int, *, alone: bool = False) -> Bins:
     """Pack documents into bins of `capacity` labels.
 
     `starts`, int64 (num_documents + 1,), are the documents' first tokens and the number of tokens. A document of n
-    tokens has n - 1 labels; one of more than `capacity` labels is cut into pieces that fill a bin, and a rest.
-    `alone`: every document, or rest of one, has a bin of its own.
+    tokens has n - 1 labels; a document of more than `capacity` labels is cut into pieces that fill a bin, and a rest.
+    `alone`: every document, or rest of one, gets its own bin.
     """
     windows = [
         _pack(starts[first : first + WINDOW + 1], capacity, alone) for first in range(0, len(starts) - 1, WINDOW)
@@ -52,8 +52,8 @@ def assign_bins(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     bins = np.empty(len(lengths), np.int64)
     order = np.argsort((capacity - lengths).astype(np.uint16 if capacity < 1 << 16 else np.int64), kind="stable")
     rooms: dict[int, list[np.ndarray]] = {}
-    """Bins by the room that is left in them."""
-    open_rooms = 0  # bit r is set where rooms[r] has bins
+    """Bins by their remaining room."""
+    open_rooms = 0  # bit r is set if rooms[r] has bins
     num_bins = placed = 0
     for length, count in reversed(list(enumerate(np.bincount(lengths)))):
         items = order[placed : placed + count]
@@ -84,7 +84,7 @@ def assign_bins(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
 def _pack(starts: np.ndarray, capacity: int, alone: bool) -> Bins:
     labels = np.maximum(np.diff(starts) - 1, 0)
     whole, rests = labels // capacity, labels % capacity
-    # Pieces that fill a bin, then the rests of documents, which short documents are as a whole.
+    # Pieces that fill a bin, then the rests of documents; a short document is a rest as a whole.
     cut = np.flatnonzero(whole)
     numbers = np.arange(whole.sum()) - np.repeat(np.cumsum(whole[cut]) - whole[cut], whole[cut])
     full_starts = np.repeat(starts[cut], whole[cut]) + capacity * numbers

@@ -1,8 +1,8 @@
 """Tokenization of a corpus's files, resumable after a kill.
 
-The folder of a corpus in the making holds its token files and a journal. The journal begins with the split; every
-further line is a commit: a place in the corpus and how far the token files go up to there, all of it on disk. Who finds
-such a folder cuts the files off at the last commit and reads on from its place.
+The folder of an unfinished corpus holds its token files and a journal. The journal starts with the split; every further
+line is a commit: a position in the corpus and the lengths of the token files up to there, all of it on disk. To resume,
+the files are truncated at the last commit and reading continues from its position.
 """
 
 import json
@@ -24,21 +24,20 @@ from meshwright.data.tokenizer import TextTokenizer
 from meshwright.spec.errors import UserError
 
 TRAIN, HELD_OUT = "train.bin", "held_out.bin"
-"""Names in a corpus's folder; without text held out there is no second file."""
+"""Files in a corpus's folder; without held-out text there is no second file."""
 JOURNAL = "journal.jsonl"
-"""Name in the folder of a corpus in the making."""
+"""File in the folder of an unfinished corpus."""
 COMMIT_SECONDS = 2.0
-"""Work that a kill may cost."""
+"""Interval between commits: the work that a kill may lose."""
 CHUNK = 1 << 19
-"""Characters encoded together by one process; about 100 bytes of memory each while they are."""
+"""Characters encoded together by one process; each takes about 100 bytes of memory."""
 SMALL = 1 << 23
-"""Bytes of a corpus that is read once before it is tokenized, to choose its split; a larger one's is likely to be right
-at once, and where it is not, all is done again."""
+"""Bytes of a corpus that is read once before tokenizing, to choose its split. A larger corpus is tokenized with a
+likely split, and again if that leaves one side empty."""
 ALONE = 1 << 23
-"""Bytes up to which a corpus is tokenized before other processes would have started."""
-
+"""Bytes up to which a corpus is tokenized in this process, faster than others would start."""
 Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, bytes of the corpus done, bytes of the corpus)."""
+"""Called with (task, bytes of the corpus done, bytes of the corpus)."""
 
 
 class Place(NamedTuple):
@@ -88,12 +87,12 @@ def tokenize_files(
     split: Split | None = None,
     processes: int | None = None,
 ) -> None:
-    """Write the token files of a corpus into `directory`, or go on writing them; `split` where it is known.
+    """Write the token files of a corpus into `directory`, or resume writing them; `split` if it is known.
 
-    `encoder` makes tokens of the text, or of records where the files hold such. `processes` encode; default: one a
-    core, none for a small corpus. The files do not depend on it.
+    `encoder` encodes text or records. `processes` encode; default: one per core, none for a small corpus. The files do
+    not depend on it.
 
-    Raises UserError for everything that is wrong with the text, and where one side of the split would be empty.
+    Raises UserError for invalid text or records, and if one side of the split would be empty.
     """
     total = sum(file.path.stat().st_size for file in files)
     if processes is None:
@@ -112,7 +111,7 @@ def tokenize_files(
 
 
 def remove_scaffolding(directory: Path) -> None:
-    """Delete what was only needed to continue, once the corpus has its name."""
+    """Delete the journal and other files that only resuming needs, after the corpus is complete."""
     for path in (directory / JOURNAL, *directory.glob(f"*{LENGTHS}")):
         path.unlink(missing_ok=True)
 
@@ -126,7 +125,7 @@ def choose_split(files: Sequence[SourceFile], held_out: float, progress: Progres
 
 
 def counted(what: str, files: Sequence[SourceFile], progress: Progress) -> Iterator[Document]:
-    """The documents of the files, the progress told."""
+    """The documents of the files, with progress reported."""
     done, total = 0, sum(file.path.stat().st_size for file in files)
     for document in read_documents(files):
         yield document
@@ -145,7 +144,7 @@ def _tokenize(
     progress: Progress,
     total: int,
 ) -> Census:
-    """Everything after `commit`; returns what the whole corpus holds."""
+    """Tokenize everything after `commit`; returns the census of the whole corpus."""
     commit = commit or Commit(place=Place(), census=Census(), train=Mark(), held_out=Mark())
     records = isinstance(encoder, RecordEncoder)
     with ExitStack() as stack:
@@ -236,7 +235,7 @@ def _chunks(pieces: Iterator[_Piece]) -> Iterator[tuple[list[_Piece], list[str]]
 
 
 def _write_journal(directory: Path, split: Split, commit: Commit | None) -> None:
-    """The journal with nothing but the last commit in it."""
+    """Write a journal that holds only the last commit."""
     lines = [asdict(split), *([asdict(commit)] if commit else [])]
     beside = directory / f".{JOURNAL}"
     with beside.open("w") as file:

@@ -15,11 +15,11 @@ from meshwright.spec.errors import UserError
 from meshwright.storage.lock import Lock
 
 CACHE_FORMAT = 3
-"""Raised whenever the same corpus would give other files."""
+"""Incremented whenever the same corpus would give different files."""
 
 
 def cached(cache: Path, about: Any, build: Callable[[Path], None]) -> Path:
-    """The folder of the cache for what `about` describes, built where it is missing."""
+    """The cache's folder for the data that `about` describes; built if it is missing."""
     fingerprint = hashlib.sha256(json.dumps([CACHE_FORMAT, about]).encode()).hexdigest()[:16]
     directory, unfinished = cache / fingerprint, cache / f".{fingerprint}"
     if directory.is_dir():
@@ -27,7 +27,7 @@ def cached(cache: Path, about: Any, build: Callable[[Path], None]) -> Path:
     try:
         unfinished.mkdir(parents=True, exist_ok=True)
         with Lock(cache / f".{fingerprint}.lock", wait=math.inf):
-            if directory.is_dir():  # another process was at it
+            if directory.is_dir():  # another process has built it
                 shutil.rmtree(unfinished, ignore_errors=True)
             else:
                 build(unfinished)
@@ -42,7 +42,7 @@ def cached(cache: Path, about: Any, build: Callable[[Path], None]) -> Path:
 
 
 def damage_of(directory: Path) -> str:
-    """What is damaged in a folder of the cache; nothing if all is as it was written."""
+    """The damage in a folder of the cache; empty if there is none."""
     names = [TRAIN, HELD_OUT] if (directory / HELD_OUT).exists() else [TRAIN]
     try:
         for path in (directory / name for name in names):

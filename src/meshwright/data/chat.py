@@ -1,4 +1,4 @@
-"""Chat templates: conversations written down as Jinja says, and which characters each message wrote."""
+"""Chat templates: conversations rendered by Jinja, and the span of characters of each message."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -24,19 +24,19 @@ NO_TEMPLATE = (
     "data.chat.template: the tokenizer has no chat template of its own; choose one of "
     f"{', '.join(NAMES)}, or give a Jinja file"
 )
-"""What is wrong where a conversation has no template."""
+"""The error for conversations without a template."""
 _ANGLED = re.compile(r"<\|\w+\|>")
 _MISTRAL_TOOLS = ("[AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]")
-"""Tokens that the template `mistral` needs once there are tools."""
+"""Tokens that the template `mistral` needs for tools."""
 
 
 class ChatTemplate:
     """A chat template with the special tokens of a tokenizer."""
 
     def __init__(self, source: str, tokenizer: TextTokenizer, *, name: str, chat: ChatSpec | None = None):
-        """`name` is what messages call it; `chat` gives the template's date and arguments.
+        """`name` is its name in error messages; `chat` gives the template's date and arguments.
 
-        Raises UserError if it is no Jinja.
+        Raises UserError if it is not valid Jinja.
         """
         chat = chat or ChatSpec()
         self.source, self.name = source, name
@@ -49,22 +49,22 @@ class ChatTemplate:
             raise UserError(f"chat template {name}: {error}") from error
 
     def render(self, messages: Sequence[Message], *, tools: Any = None, answer: bool = False) -> str:
-        """The conversation as text; `answer` puts behind it what makes the assistant speak next.
+        """The conversation as text; `answer` appends the generation prompt.
 
         Raises UserError if the template refuses the conversation.
         """
         return self._render(self.prepared(messages), tools, answer).replace(BEGIN, "").replace(END, "")
 
     def prepared(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """The messages in the form that the template takes: its way to be given calls of tools, and, as transformers
-        does, thoughts under every name."""
+        """The messages in the template's form: tool calls as it expects them and, as in transformers, thoughts under
+        every name."""
         return self._in_form(map(_with_thoughts, messages))
 
     def turns(self, messages: Sequence[Message], wanted: Sequence[int], *, tools: Any = None) -> Conversation:
-        """The conversation as text, and of the messages with the numbers `wanted` what each wrote.
+        """The conversation as text, and the spans of the messages with the numbers `wanted`.
 
-        Raises UserError if the template refuses the conversation, leaves some of it out, or writes a turn so that
-        nobody can tell what was written.
+        Raises UserError if the template refuses the conversation, leaves some of it out, or renders a turn so that its
+        span is ambiguous.
         """
         self._check(messages, tools)
         if self.name == "mistral" and (tools or any(message.get("tool_calls") for message in messages)):
@@ -82,8 +82,7 @@ class ChatTemplate:
             raise UserError(str(error) if known else f"the chat template {self.name} {error}") from error
 
     def ends_of_turn(self) -> list[int]:
-        """Ids of the special tokens that end what the assistant writes, last or not; nothing if the template has
-        none.
+        """Ids of the special tokens that end an assistant's turn, last or not; empty if the template has none.
 
         Raises UserError if the template refuses a conversation of one question.
         """
@@ -101,7 +100,7 @@ class ChatTemplate:
         return [number for number in found if number is not None]
 
     def may_end_turns(self) -> bool:
-        """Whether a token ends what the assistant writes, as far as a template that refuses a lone question tells."""
+        """Whether a token ends the assistant's turn, or may: some templates refuse the probe of a single question."""
         try:
             return bool(self.ends_of_turn())
         except ValueError:
@@ -109,7 +108,7 @@ class ChatTemplate:
 
     @cached_property
     def writes_thoughts(self) -> bool:
-        """Whether it writes down thoughts that are given apart from the answer, at least those of the last turn."""
+        """Whether it renders thoughts given in a separate field, at least those of the last turn."""
         said = {"role": "assistant", "content": "x", THOUGHTS[0]: "probe_thought"}
         return "probe_thought" in self.render([{"role": "user", "content": "?"}, said])
 
@@ -123,9 +122,9 @@ class ChatTemplate:
         return in_form(messages, self._form if calls else Form())
 
     def _check(self, messages: Sequence[Message], tools: Any) -> None:
-        """Raise UserError for what the template would leave out, or marks would hide."""
+        """Raise UserError for content that the template would leave out, or that would collide with the markers."""
         if any(RESERVED.search(message.get(name) or "") for message in messages for name in ("content", THOUGHTS[0])):
-            raise UserError("a message holds a code point from U+FDD0 to U+FDEF, which Unicode keeps for programs")
+            raise UserError("a message holds a code point from U+FDD0 to U+FDEF, which Unicode reserves for programs")
         if tools and self._render(self.prepared(messages), None, False) == self.render(messages, tools=tools):
             raise UserError(f"the chat template {self.name} leaves out the record's tools")
         if any(message.get(THOUGHTS[0]) for message in messages) and not self.writes_thoughts:
@@ -169,7 +168,7 @@ def find_template(named: str, tokenizer: TextTokenizer, base_dir: Path, chat: Ch
     lacking = [token for token in dict.fromkeys(_ANGLED.findall(source)) if tokenizer.token_id(token) is None]
     if lacking:
         raise UserError(
-            f"data.chat.template={named} needs the token {lacking[0]}, which the tokenizer has not; `plain` needs none"
+            f"data.chat.template={named} needs the token {lacking[0]}, which the tokenizer lacks; `plain` needs none"
         )
     return ChatTemplate(source, tokenizer, name=named, chat=chat)
 
@@ -177,7 +176,7 @@ def find_template(named: str, tokenizer: TextTokenizer, base_dir: Path, chat: Ch
 def ask(
     tokenizer: TextTokenizer, prompts: Sequence[str], system: str | None = None
 ) -> tuple[list[list[int]], set[int]]:
-    """(token ids of a conversation with each prompt, up to where the assistant speaks; tokens that end what it says).
+    """(token ids of a conversation with each prompt and the generation prompt; tokens that end the answer).
 
     Raises UserError if the tokenizer has no chat template.
     """

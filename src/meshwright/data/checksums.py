@@ -1,7 +1,8 @@
-"""Checksums of files of tokens, block by block, compared when a block is first read.
+"""Checksums of token files, block by block, compared when a block is first read.
 
-Beside `x.bin` lies `x.bin.crc`: the CRC-32 of every BLOCK bytes, u32 little-endian. A rank compares only what it reads,
-and each block once. So a run of a corpus of any size starts at once, and damage is named before it is trained on.
+`x.bin.crc` beside `x.bin` holds the CRC-32 of every BLOCK bytes, u32 little-endian. A rank compares only the blocks
+that it reads, each once. So a run on a corpus of any size starts at once, and damaged data is reported before training
+on it.
 """
 
 import os
@@ -14,13 +15,13 @@ import numpy as np
 from meshwright.spec.errors import UserError
 
 BLOCK = 1 << 16
-"""Bytes of a block: few enough for a sample here and there, and its checksum takes some 30 microseconds."""
+"""Bytes of a block: small enough for random reads of samples; its checksum takes some 30 microseconds."""
 ENDING = ".crc"
-"""Ending of the file with a file's checksums, behind the file's own."""
+"""Suffix of the checksum file, after the file's own."""
 
 
 def sums_path(path: Path) -> Path:
-    """Where the checksums of a file lie that was written here."""
+    """The path of a file's checksums."""
     return path.with_name(path.name + ENDING)
 
 
@@ -31,7 +32,7 @@ def sums_of(path: Path) -> np.ndarray:
 
 
 def write_sums(path: Path) -> None:
-    """Write the checksums of a file beside it, and bring them to disk."""
+    """Write the checksums of a file beside it, with fsync."""
     with sums_path(path).open("wb") as file:
         file.write(sums_of(path).tobytes())
         file.flush()
@@ -39,9 +40,9 @@ def write_sums(path: Path) -> None:
 
 
 class Checked(np.ndarray):
-    """Numbers of a mapped file. What is sliced out has been compared with its checksums, and is an ordinary array.
+    """Numbers of a mapped file. Slices are compared with the checksums and returned as ordinary arrays.
 
-    Whoever computes with the array as a whole (`sum`, `==`) is told nothing; `Sums.compare_all` is for them.
+    Operations on the whole array (`sum`, `==`) are not checked; call `Sums.compare_all` before them.
     """
 
     _sums: "Sums | None" = None
@@ -51,7 +52,7 @@ class Checked(np.ndarray):
         self._sums = getattr(obj, "_sums", None)
 
     def __getitem__(self, index: Any) -> Any:
-        """Compares what is read before it is; where that is no slice and no number, everything."""
+        """Compare the blocks of an integer or a slice before reading it; for any other index, all blocks."""
         if self._sums is not None:
             if isinstance(index, int | np.integer) and -len(self) <= index < len(self):
                 index = int(index) % len(self)
@@ -63,7 +64,7 @@ class Checked(np.ndarray):
         return found.view(np.ndarray) if isinstance(found, np.ndarray) else found
 
     def span(self, start: int, stop: int) -> "Checked":
-        """A part that is compared when it is read itself."""
+        """A part that is compared when it is read."""
         return super().__getitem__(slice(start, stop))  # type: ignore[return-value]
 
 
@@ -71,7 +72,7 @@ class Sums:
     """The checksums of one file that is mapped into memory, and which of its blocks have been compared."""
 
     def __init__(self, path: Path, sums: np.ndarray, remedy: str):
-        """`remedy` ends what is said of damage. Raises UserError if there are not as many sums as blocks."""
+        """`remedy` ends the messages about damage. Raises UserError if the number of sums is not that of blocks."""
         self._path, self._sums, self._remedy = path, sums, remedy
         self._bytes: np.ndarray = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
         if len(sums) != -(-len(self._bytes) // BLOCK):
@@ -81,7 +82,7 @@ class Sums:
 
     @classmethod
     def beside(cls, path: Path, remedy: str) -> "Sums":
-        """Those that lie beside a file. Raises UserError if there are none."""
+        """The checksums beside a file. Raises UserError if there are none."""
         try:
             return cls(path, np.fromfile(sums_path(path), "<u4"), remedy)
         except OSError as error:
@@ -110,7 +111,7 @@ class Sums:
             start, stop = block * BLOCK, min((block + 1) * BLOCK, len(self._bytes))
             if zlib.crc32(self._bytes[start:stop].data) != self._sums[block]:
                 where = f"bytes {start} to {stop - 1}"
-                raise UserError(f"{self._path} is damaged: {where} are not as they were prepared{self._remedy}")
+                raise UserError(f"{self._path} is damaged: {where} have changed since they were prepared{self._remedy}")
             self._known[block] = True
 
 

@@ -1,4 +1,4 @@
-"""Samples shown to people: the text, and which of it carries loss."""
+"""Descriptions of samples: their text, with the trained part marked."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
@@ -16,8 +16,7 @@ WIDTH = 100
 
 
 def describe_mixture(corpus: Corpus, mixture: Mixture, num_samples: int) -> str:
-    """What a run of so many samples sees: epochs, if there are several streams also their shares of the tokens, and
-    how full best-fit samples are."""
+    """The epochs in a run of `num_samples`, the shares of several streams, and how full best-fit samples are."""
     counts, epochs = mixture.counts(num_samples), mixture.epochs(num_samples)
     tokens = [count * stream.num_tokens / len(stream) for count, stream in zip(counts, mixture.streams, strict=True)]
     parts = []
@@ -29,7 +28,7 @@ def describe_mixture(corpus: Corpus, mixture: Mixture, num_samples: int) -> str:
 
 
 def describe_formats(corpus: Corpus) -> str:
-    """What each stream's records are, and how many of them were cut off or left out; nothing if all is text."""
+    """The formats of each stream's records, with the numbers cut off or left out; empty for text."""
     parts = []
     for stream in corpus.streams:
         if stream.formats not in (("text",), ("tokens",)) or stream.train.counts:
@@ -41,18 +40,18 @@ def describe_formats(corpus: Corpus) -> str:
 _NOTES = {
     "truncated": "cut off at data.sequence_length",
     "overlong": "left out for their length",
-    "unlabelled": "left out because nothing in them carries loss",
+    "unlabelled": "left out because they have no trained tokens",
     "unweighted": "left out for their weight of 0",
-    "spelled": "left out because they spell a special token",
+    "spelled": "left out because they contain the text of a special token",
 }
 
 
 def describe_sample(samples: Samples, index: int, tokenizer: TextTokenizer, *, max_lines: int = 24) -> list[str]:
-    """Lines for a terminal: what sample `index` holds, then its decoded text, document by document where they are kept
-    apart.
+    """Lines for a terminal: a summary of sample `index`, then its decoded text, document by document if documents are
+    separate.
 
-    Text behind `|` is predicted (in the loss), text behind `.` is only read. Of a long text, the first and
-    the last lines, `max_lines` together.
+    Text after `|` is predicted (in the loss), text after `.` is context. A long text is shortened to its first and last
+    lines, `max_lines` in all.
     """
     sample = samples[index]
     num_predicted = int(np.count_nonzero(sample.labels != NO_LABEL))
@@ -76,8 +75,8 @@ def length_histogram(lengths: np.ndarray) -> list[dict[str, int]]:
 
 
 def _borders(sample: Sample, lengths: Sequence[int]) -> list[int]:
-    """Where the parts begin that are shown one after another, and where the last one ends: pieces of `lengths` tokens,
-    and documents that are kept apart."""
+    """The boundaries of the parts that are shown one after another: pieces of `lengths` tokens, and separate
+    documents."""
     borders = {0, *accumulate(lengths)}
     if sample.documents is not None:
         borders.update((np.flatnonzero(np.diff(sample.documents[: sum(lengths)])) + 1).tolist())
@@ -96,7 +95,7 @@ def _count(sample: Sample, parts: int, tokenizer: TextTokenizer) -> str:
 
 
 def _by_document(sample: Sample, borders: Sequence[int], tokenizer: TextTokenizer) -> Iterator[str]:
-    """The parts between `borders`; where documents are kept apart, each under a headline."""
+    """The parts between `borders`, each under a headline if documents are separate."""
     used = borders[-1]
     for number, (start, end) in enumerate(pairwise(borders), start=1):
         if sample.documents is not None:
@@ -107,14 +106,14 @@ def _by_document(sample: Sample, borders: Sequence[int], tokenizer: TextTokenize
 
 
 def _headline(sample: Sample, number: int) -> str:
-    """What the sample's document of that number, counted from 1, is called."""
+    """The title of the sample's document with that number, counted from 1."""
     if sample.references is None:
         return f"document {number}"
     return f"pair {(number + 1) // 2}, {'chosen' if number % 2 else 'rejected'}"
 
 
 def _marked_lines(inputs_T: np.ndarray, labels_T: np.ndarray, tokenizer: TextTokenizer) -> Iterator[str]:
-    """The tokens of a piece and the one after it, where that is predicted."""
+    """The tokens of a piece, and the one after it if it is predicted."""
     has_label_T = labels_T != NO_LABEL
     tokens = np.append(inputs_T, labels_T[-1:][has_label_T[-1:]])
     predicted = np.append(False, has_label_T)[: len(tokens)]
@@ -125,5 +124,5 @@ def _marked_lines(inputs_T: np.ndarray, labels_T: np.ndarray, tokenizer: TextTok
 
 
 def _printable(line: str) -> str:
-    """At most WIDTH characters of a line, of which none acts on a terminal."""
+    """At most WIDTH characters of a line, without control sequences."""
     return printable(line[:WIDTH]) + (" ..." if len(line) > WIDTH else "")

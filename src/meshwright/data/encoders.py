@@ -1,8 +1,8 @@
 """Text encoding on all cores, in worker processes.
 
-One process with threads is held up by Python: it makes lists of every token's number, one thread at a time. A process
-reads lists of texts from its standard input and writes their tokens to its standard output; it ends with its input, so
-also when whoever started it was killed.
+Threads in one process would be slowed by the GIL, which they hold while building lists of token ids. Each worker
+process reads lists of texts from its standard input and writes their tokens to its standard output. It ends when its
+input closes, so also when its parent was killed.
 """
 
 import marshal
@@ -41,7 +41,7 @@ class Encoders:
             self._threads.submit(self._introduce, process)
 
     def map(self, chunks: Iterable[tuple[ItemT, Sequence[str]]]) -> Iterator[tuple[ItemT, list[Encoded]]]:
-        """Each chunk's item with the tokens of its texts. At most two chunks a process are held in memory."""
+        """Each chunk's item with the tokens of its texts. At most two chunks per process are in memory."""
         if not self._processes:
             yield from ((item, self._encoder.encode(texts)) for item, texts in chunks)
             return
@@ -58,14 +58,14 @@ class Encoders:
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
-            process.kill()  # what it may still be at, nobody waits for
+            process.kill()  # nobody needs its remaining work
         self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
             process.communicate()
 
     def _introduce(self, process: subprocess.Popen[bytes]) -> None:
         """Give a process its encoder, which waits until the process has started: all start at the same time."""
-        with suppress(OSError):  # a process that is gone is noticed when it is asked
+        with suppress(OSError):  # a dead process is noticed at the first request
             _send(self._encoder.settings, process.stdin)
         self._idle.put(process)
 
@@ -85,7 +85,7 @@ class Encoders:
 
 def _start() -> subprocess.Popen[bytes]:
     command = [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()"]
-    # A session of its own, so that Ctrl-C ends it through its input and not with a stack trace.
+    # In a new session, so that Ctrl-C ends it through its input and not with a stack trace.
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 
 
@@ -95,8 +95,8 @@ def _send(value: Any, stream: Any) -> None:
 
 
 def _packed(encoded: Sequence[Encoded]) -> tuple[bytes, bytes, bytes, list[tuple[str, str]]]:
-    """As bytes: how many documents each text has, how many tokens each document, all tokens; and what is told of each
-    text, nothing if nothing is told of any."""
+    """As bytes: the number of documents of each text, the number of tokens of each document, all tokens; and the notes
+    and errors of each text, empty if there are none."""
     documents = [ids for found in encoded for ids in found.documents]
     counts = np.array([len(found.documents) for found in encoded], np.int32)
     lengths = np.array([len(ids) for ids in documents], np.int32)
@@ -116,11 +116,11 @@ def _unpacked(counts: bytes, lengths: bytes, ids: bytes, told: list[Any]) -> lis
 
 
 def serve() -> None:
-    """A process's whole life: until its input ends, or nobody reads its output any more."""
+    """Serve requests until the input ends, or the output is closed."""
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # one core each
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     with suppress(EOFError, BrokenPipeError):
         encoder = build_encoder(marshal.load(requests))
         while True:
             _send(_packed(encoder.encode(marshal.load(requests))), answers)
-    os._exit(0)  # an ordinary exit would try once more to send what nobody reads
+    os._exit(0)  # an ordinary exit would try to flush the closed output

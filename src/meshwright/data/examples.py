@@ -1,4 +1,4 @@
-"""Tokens made of texts and records, and which of them carry loss."""
+"""Encoding of texts and records to tokens, with the trained ones marked."""
 
 import hashlib
 import json
@@ -21,20 +21,20 @@ class Encoded(NamedTuple):
     """The tokens of one text."""
 
     documents: tuple[np.ndarray, ...]
-    """int32 each; of a record, ~id where a token is only read. Nothing if the record is left out."""
+    """int32 each; in a record, a token without loss is stored as ~id. Empty if the record is left out."""
     note: str = ""
-    """What happened to a record: nothing, `truncated`, or why it is left out, `overlong`, `unlabelled`, `unweighted` or
-    `spelled`."""
+    """The treatment of a record: empty, `truncated`, or the reason why it is left out: `overlong`, `unlabelled`,
+    `unweighted` or `spelled`."""
     error: str = ""
-    """What is wrong with the record; then there are no documents."""
+    """The error in the record; then there are no documents."""
 
 
 class Encoder(Protocol):
-    """Makes tokens of texts, here or in another process."""
+    """Encodes texts, in this or another process."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Plain data from which `build_encoder` makes it again."""
+        """Plain data from which `build_encoder` rebuilds the encoder."""
         ...
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
@@ -43,7 +43,7 @@ class Encoder(Protocol):
 
 
 class TextEncoder:
-    """Text as it is; every token carries loss."""
+    """Encodes plain text; every token carries loss."""
 
     def __init__(self, tokenizer: TextTokenizer):
         self.tokenizer = tokenizer
@@ -55,16 +55,16 @@ class TextEncoder:
 
 
 class RecordEncoder:
-    """Records as `records.py` writes them; conversations by a chat template."""
+    """Encodes records in the form of `records.py`; conversations are rendered by a chat template."""
 
     def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate | None, chat: ChatSpec, max_labels: int):
-        """`template` may be None if no record is a conversation; a document has at most `max_labels` labels, those
-        of a preference's two sides together."""
+        """`template` may be None if no record is a conversation. A document has at most `max_labels` labels; the two
+        sides of a preference count together."""
         self.tokenizer, self.template, self.chat, self.max_labels = tokenizer, template, chat, max_labels
         self._special = tokenizer.special_pattern
         about = [template and template.source, chat.model_dump(mode="json", exclude={"template"}), max_labels]
         self.fingerprint = hashlib.sha256(json.dumps(about).encode()).hexdigest()
-        """Equal where the same records give the same tokens, for the same tokenizer."""
+        """A hash of the settings; with the same hash and tokenizer, the same records give the same tokens."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -95,18 +95,18 @@ class RecordEncoder:
         if self.chat.overlong == "error" and note:
             return Encoded(
                 (),
-                error=f"its {num_tokens} tokens are more than data.sequence_length={self.max_labels}; raise that as "
-                "far as the model has positions (of eval, --sequence-length), or mend the record; a recipe may say "
+                error=f"its {num_tokens} tokens are more than data.sequence_length={self.max_labels}; raise it (in "
+                "eval, --sequence-length) up to the model's positions, shorten the record, or set "
                 "data.chat.overlong=truncate or drop",
             )
         if note != "overlong" and not all((ids[1:] >= 0).any() for ids in documents):
             note = "unlabelled"
             if self.chat.unlabelled == "error":
-                return Encoded((), error="nothing in it carries loss; mend it, or set data.chat.unlabelled=drop")
+                return Encoded((), error="it has no trained tokens; fix it, or set data.chat.unlabelled=drop")
         return Encoded(() if note in ("overlong", "unlabelled") else tuple(documents), note)
 
     def _tokens(self, record: Mapping[str, Any]) -> np.ndarray:
-        """One side's tokens, ~id where one is only read."""
+        """One side's tokens, ~id for a token without loss."""
         if "input_ids" in record:
             ids_T, labels_T = np.array(record["input_ids"], np.int64), np.array(record["labels"])
             outside = ids_T[(ids_T < 0) | (ids_T >= self.tokenizer.vocab_size)]
@@ -127,8 +127,8 @@ class RecordEncoder:
         spelled = self._spelled(record)
         if spelled and self.chat.special_tokens != "text":
             raise UserError(
-                f"a message of role {spelled[0]!r} spells the special token {spelled[1]!r}, which would be read as "
-                "one; data.chat.special_tokens=text keeps its letters, drop leaves the record out"
+                f"a message of role {spelled[0]!r} contains the special token {spelled[1]!r} as text; set "
+                "data.chat.special_tokens=text to encode it as ordinary text, or drop to leave the record out"
             )
         conversation = self._written(record["messages"], self._wanted(record), record.get("tools"))
         ids, offsets = self.tokenizer.encode_conversation(conversation.text, conversation.texts if spelled else ())
@@ -138,7 +138,7 @@ class RecordEncoder:
         return np.where(_within(self._trained(conversation), np.array(offsets).reshape(-1, 2)), ids_T, ~ids_T)
 
     def _written(self, messages: Sequence[Message], wanted: Sequence[int], tools: Any) -> Conversation:
-        """The conversation by the template, with thoughts as the recipe wants them."""
+        """The rendered conversation, with thoughts as the recipe sets."""
         template = self.template
         assert template is not None
         if self.chat.thinking == "drop":
@@ -150,7 +150,7 @@ class RecordEncoder:
         return thoughts.kept(messages, wanted, lambda shown, numbers: template.turns(shown, numbers, tools=tools))
 
     def _wanted(self, record: Mapping[str, Any]) -> list[int]:
-        """Numbers of the messages that carry loss."""
+        """Indices of the messages that carry loss."""
         messages = record["messages"]
         places = [
             number
@@ -176,7 +176,7 @@ class RecordEncoder:
 
 
 def _within(spans: Sequence[Span], offsets_T2: np.ndarray) -> np.ndarray:
-    """Which tokens stand for a character of a span, bool [T]; one that only begins before it does, too."""
+    """Which tokens overlap a span, bool [T]."""
     within_T = np.zeros(len(offsets_T2), bool)
     for start, end in spans:
         within_T |= (offsets_T2[:, 0] < end) & (offsets_T2[:, 1] > start)
@@ -196,7 +196,7 @@ def build_encoder(settings: Mapping[str, Any]) -> Encoder:
 
 
 def record_encoder(tokenizer: TextTokenizer, chat: ChatSpec, *, base_dir: Path, max_labels: int) -> RecordEncoder:
-    """What makes tokens of records as the recipe says; without a template only a conversation is an error.
+    """The encoder of records for a recipe; without a template, only conversations are an error.
 
     Raises UserError if the recipe names a template that cannot be used.
     """
