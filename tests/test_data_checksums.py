@@ -140,7 +140,7 @@ def test_wide_numbers_read_as_narrow_ones_are_told(given):
 @pytest.mark.parametrize(
     ("where", "value", "message"),
     [
-        ("documents", (0, 2, 1, 3), "documents do not begin in order"),
+        ("documents", (0, 2, 1, 3), "documents are out of order"),
         ("lengths", (3, 5, 4), "one right behind an"),
     ],
 )

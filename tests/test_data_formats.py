@@ -248,5 +248,5 @@ def test_json_that_is_nested_too_deep_is_told(tmp_path):
 
 def test_a_column_given_twice_is_told(tmp_path):
     (tmp_path / "a.csv").write_text("text,n,text\na,1,b\n")
-    with pytest.raises(ValueError, match=r"^a\.csv: two columns are called 'text'; rename or remove one"):
+    with pytest.raises(ValueError, match=r"^a\.csv: two columns are named 'text'; rename or remove one"):
         read(tmp_path, "a.csv")

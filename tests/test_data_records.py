@@ -106,7 +106,7 @@ def test_a_system_message_and_an_input_are_kept():
 
 BAD = {
     "unknown column": ({"mesages": []}, "a.jsonl: unknown column 'mesages'; did you mean 'messages'?"),
-    "two formats": ({"messages": [], "text": "x"}, "a.jsonl: its columns are those of messages and of text; say which"),
+    "two formats": ({"messages": [], "text": "x"}, "a.jsonl: its columns match messages and text; set"),
     "no list": ({"messages": "Hi"}, "a.jsonl:2: a conversation must be a list of messages"),
     "role": ({"messages": [turn("asistant", "x")]}, "a.jsonl:2: message 1: role 'asistant' is none of system, "),
     "content": ({"messages": [turn("user", 3)]}, "a.jsonl:2: message 1: its content is not text but int"),
@@ -345,7 +345,7 @@ def test_odd_calls_are_told(name):
 REFUSED = {
     "label": (COMPLETIONS[0] | {"label": True}, "prompt_completion", "a.jsonl:1: column 'label': whether an answer"),
     "images": (MESSAGES[0] | {"images": ["x.png"]}, "messages", "a.jsonl:1: column 'images': models of images"),
-    "weight": (MESSAGES[0] | {"weight": 0.5}, "messages", "a.jsonl:1: 'weight' is 0.5, where 0 (only read) and 1"),
+    "weight": (MESSAGES[0] | {"weight": 0.5}, "messages", "a.jsonl:1: 'weight' is 0.5, but must be 0 (no loss) or 1"),
     "history": (MESSAGES[0] | {"history": [["a", "b"]]}, "messages", "a.jsonl:1: column 'history' belongs to"),
 }
 

@@ -230,7 +230,7 @@ HOSTILE = {
     "{% for i in range(10**9) %}x{% endfor %}": "Range too big",
     "{{ 1/0 }}": "division by zero",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "it calls itself without end",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "rounds of its loops",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "loop iterations",
     "{{ 'x' * 10**9 }}": "a value of more than",
     "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}": "a value",
     "{{ 'x'.ljust(10**9) }}": "pads text",
@@ -252,7 +252,7 @@ def test_what_a_template_may_not_do_ends_in_one_line(source, reason):
 
 
 def test_a_template_that_is_too_deep_is_refused():
-    with pytest.raises(ValueError, match=r"^chat template x: its parts are nested too deep"):
+    with pytest.raises(ValueError, match=r"^chat template x: it is nested too deeply"):
         ChatTemplate("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", TOKENIZER, name="x")
 
 

@@ -441,9 +441,9 @@ def test_texts_and_records_become_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("items", "why"),
     [
-        ([], "gives no item; an iterator can be gone through once only"),
-        (numbers, "a function is no iterable of items; call it"),
-        ("x.txt", r"a str is no iterable of items; give a list of items \(paths of files go into data.sources"),
+        ([], "yields no item; an iterator can be read only once"),
+        (numbers, "a function is not an iterable of items; call it"),
+        ("x.txt", r"a str is not an iterable of items; give a list of items \(paths of files go into data.sources"),
         ([[1], "two"], "item 2 is text, and the first one is tokens; give items of one kind"),
         ([[1], [2, 50]], "item 2 has token 50, and the model's vocabulary is 0 to 49"),
         ([[1], [-100]], "item 2 has token -100"),

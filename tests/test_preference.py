@@ -270,7 +270,7 @@ def test_a_run_learns_what_is_preferred_and_goes_on(folder, capsys):
     ("override", "message"),
     [
         ("training.preference=null", "data source colours holds preferences; learn from them with training.preference"),
-        ("data.separate_documents=false", "both answers of a preference lie in one sample; set data.separate_doc"),
+        ("data.separate_documents=false", "both answers of a preference are in one sample; set data.separate_doc"),
         ("data.sources=text.txt", "training.preference learns from pairs of answers, which data source text has not"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The loader: which rank gets which tokens of which samples in which step.
+"""The loader: the batches of each rank in each step.
 
 Shapes: B samples of a microbatch, T tokens of a sample, P pairs of a sample.
 """
@@ -18,27 +18,26 @@ from meshwright.spec.precision import BF16
 from meshwright.spec.run import ResolvedRun
 
 LENGTH_MULTIPLE = 8
-"""Rows of another length than the samples' have a multiple of so many tokens, for kernels like aligned rows."""
+"""Rows shortened or joined have a multiple of this many tokens, because kernels are faster on aligned rows."""
 
 Padding = Literal["kept", "cut", "left_out"]
-"""What becomes of positions behind a row's last label, which in a causal model change neither loss nor gradient. cut:
-all rows of a microbatch end with the longest; left_out: they lie behind one another in one row, as documents that are
-kept apart."""
+"""Treatment of positions after a row's last label, which in a causal model change neither loss nor gradient. cut: all
+rows of a microbatch end with the longest; left_out: rows are joined into one, as separate documents."""
 
 
 HostBatch = Batch[np.ndarray]
-"""A batch as it is read."""
+"""A batch in host memory."""
 
 
 class Loader:
     """The training batches of one data-parallel rank, by step.
 
-    Step s of every run with this seed sees the samples at positions [s G, s G + G) of one endless order, G
-    being the global batch. Rank r takes the r-th of world_size equal runs of them, cut into microbatches:
-    whatever the world size and micro batch, the ranks' microbatches one after another are the same samples
-    in the same order. The step is all there is to a position in the data.
+    Step s of every run with this seed sees the samples at positions [s G, s G + G) of one endless order, where G is the
+    global batch. Rank r takes the r-th of world_size equal, contiguous parts, cut into microbatches. So for every world
+    size and micro batch, the ranks' microbatches in order are the same samples in the same order. The step alone gives
+    the position in the data.
 
-    While a step is being trained, a thread reads the next one. Close the loader, or use it in `with`.
+    A thread reads the next step during the current one. Close the loader, or use it in `with`.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Loader:
     def of_run(
         cls, samples: Samples | Mixture, resolved: ResolvedRun, rank: int, places: np.ndarray | None = None
     ) -> "Loader":
-        """What data-parallel rank `rank` of a run reads of `samples`."""
+        """The loader of data-parallel rank `rank` of a run."""
         return cls(
             samples,
             seed=resolved.run.training.seed,
@@ -94,9 +93,9 @@ class Loader:
         )
 
     def microbatches(self, step: int) -> list[HostBatch]:
-        """This rank's microbatches of a step; the step after it is then read ahead.
+        """This rank's microbatches of a step; the next step is then read ahead.
 
-        Steps may be asked for in any order. Raises what reading raised.
+        Steps may be requested in any order. Raises the exceptions of the reading thread.
         """
         if self._ahead is not None and self._ahead[0] == step:
             batches = self._ahead[1].result()
@@ -146,9 +145,9 @@ def _numbers(positions: range, length: int, places: np.ndarray | None) -> np.nda
 
 
 def padding_of(resolved: ResolvedRun) -> Padding:
-    """Kept, unless rows are padded, and nothing asks for equal shapes or has losses of its own for tokens without
-    label. Left out where attention to documents costs no more than to rows: in fp32 on a GPU it does, and some of
-    transformers' models have none."""
+    """`kept`, unless rows are padded and nothing needs equal shapes or computes losses of tokens without a label.
+    `left_out` if attention within documents costs no more than within rows: in fp32 on a GPU it costs more, and some
+    models of transformers do not support it."""
     run, model = resolved.run, resolved.model
     whole = run.layout.data_parallel == run.layout.world_size and not run.training.compile and not model.num_experts
     if run.data.packing != "padded" or not whole:
@@ -163,7 +162,7 @@ def _repadded(batch: HostBatch, padding: Padding) -> HostBatch:
 
 
 def _cut(batch: HostBatch) -> HostBatch:
-    """The same without the columns behind the last label."""
+    """The batch without the columns after the last label."""
     assert batch.labels is not None
     labelled = np.flatnonzero((batch.labels != NO_LABEL).any(axis=0))
     last = int(labelled[-1]) + 1 if len(labelled) else 1
@@ -173,7 +172,7 @@ def _cut(batch: HostBatch) -> HostBatch:
 
 
 def _joined(batch: HostBatch) -> HostBatch:
-    """The rows behind one another, each up to its last label (one token at least), in one row of documents."""
+    """The rows joined into one row of documents, each up to its last label (at least one token)."""
     assert batch.labels is not None
     labelled_BT, places_T = batch.labels != NO_LABEL, np.arange(batch.labels.shape[1])
     used_BT = places_T < np.where(labelled_BT, places_T + 1, 1).max(axis=1, keepdims=True)
@@ -201,9 +200,8 @@ def evaluation_batches(
     """Every sample once over all ranks, in order; or `num_samples` of them, evenly spaced. `places` and `padding` as in
     `Loader`.
 
-    Every rank gets the same number of microbatches, so that all make the same collective calls: what is
-    missing at the end are blank samples, without labels. Sums over labels and ranks are the same for every
-    world size.
+    Every rank gets the same number of microbatches, so that all make the same collective calls; blank samples without
+    labels fill the end. Sums over labels and ranks are the same for every world size.
     """
     count = len(samples) if num_samples is None else min(len(samples), num_samples)
     for start in range(0, count, micro_batch * world_size):
@@ -216,7 +214,7 @@ def evaluation_batches(
 
 
 def _blank_like(sample: Sample) -> Sample:
-    """A sample that adds nothing to a loss; beside pairs of answers one without a pair."""
+    """A sample that adds nothing to a loss; for pairs of answers, one without a pair."""
     blank = blank_sample(len(sample.inputs))
     if sample.references is None:
         return blank
@@ -249,7 +247,7 @@ def _side_by_side(rows: Sequence[np.ndarray | None]) -> np.ndarray:
 
 
 def _positions(tokens: np.ndarray, document_ids: np.ndarray | None) -> np.ndarray:
-    """Each token's place in its document: int64 [B, T]."""
+    """Each token's position in its document: int64 [B, T]."""
     indices = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
     if document_ids is None:
         return indices

@@ -1,9 +1,9 @@
-"""Marks around the texts of a conversation, which show where a chat template has put them.
+"""Marks around the texts of a conversation, which locate them in a chat template's output.
 
-Every text of a message is written between two code points that no text has, with a number after the first. A template
-copies them along. What it wrote is then read with the marks taken out; if that equals what it writes without marks,
-the marks say where each text stands. Texts are cut at tags (`</think>`), because templates look for those, and white
-space at the edges stays outside, because templates trim it.
+Every text of a message is put between two code points that no text contains, with a number after the first. The
+template copies them. Then the marks are removed; if the result equals the output without marks, their positions locate
+each text. Texts are split at tags (`</think>`), because templates search for those, and whitespace at the edges stays
+outside the marks, because templates trim it.
 """
 
 import re
@@ -18,9 +18,9 @@ OPEN, CLOSE = "\ufdd2", "\ufdd3"
 """Around a text; a number in DIGITS follows OPEN."""
 DIGITS = "\ufde0\ufde1\ufde2\ufde3\ufde4\ufde5\ufde6\ufde7\ufde8\ufde9"
 RESERVED = re.compile("[\ufdd0-\ufdef]")
-"""Code points that no text may have."""
+"""Code points that no text may contain."""
 THOUGHTS = ("reasoning_content", "thinking")
-"""A message's fields for what was thought before the answer; both hold the same text, as transformers fills them."""
+"""A message's fields for the thoughts before the answer; both hold the same text, as in transformers."""
 _NUMBERS = str.maketrans("0123456789", DIGITS)
 _MARK = re.compile(f"[{BEGIN}{END}{CLOSE}]|{OPEN}[{DIGITS}]+")
 _TAG = re.compile(r"(<[^<>\s]{1,40}>|\[/?[A-Z_]{2,40}\]|◁[^◁▷\s]{1,20}▷)")
@@ -43,34 +43,34 @@ class Text(NamedTuple):
 
 
 class Region(NamedTuple):
-    """Where a message stands in what a template wrote."""
+    """The position of a message in a template's output."""
 
     span: Span
     """From its first text to the end of its last."""
     room: Span
-    """From the end of the text before to the start of the text behind, which other messages wrote."""
+    """From the end of the previous message's text to the start of the next message's."""
     before: int | None
-    """The message whose text stands before it."""
+    """The message before it in the text."""
     after: int | None
-    """The message whose text stands behind it."""
+    """The message after it in the text."""
     whole: bool
-    """Whether no other message's text stands inside."""
+    """Whether no other message's text is inside."""
     fields: frozenset[str]
-    """Which of its fields have been written."""
+    """The fields that appear in the output."""
 
 
 @dataclass
 class Written:
-    """What a template has written, read without marks."""
+    """A template's output without marks, and the positions of the marks."""
 
     text: str
     places: list[tuple[Span, Text]] = field(default_factory=list)
-    """Where each marked text first stands, in the text's order."""
+    """The first occurrence of each marked text, in the output's order."""
     generated: list[Span] = field(default_factory=list)
-    """What `{% generation %}` marks."""
+    """The spans marked by `{% generation %}`."""
 
     def gap(self, message: int) -> Region | None:
-        """Where a message would stand of which no text has been written: between the texts of those around it."""
+        """The position of a message without text in the output: between the texts of its neighbours."""
         ranks = [rank for rank, (_, text) in enumerate(self.places) if text.message < message]
         rank = ranks[-1] if ranks else -1
         if any(text.message < message for _, text in self.places[rank + 1 :]):
@@ -80,7 +80,7 @@ class Written:
 
     @cached_property
     def regions(self) -> dict[int, Region]:
-        """Of each message that has been written: where, and up to which other texts."""
+        """The region of each message in the output."""
         ranks: dict[int, list[int]] = {}
         for rank, (_, text) in enumerate(self.places):
             ranks.setdefault(text.message, []).append(rank)
@@ -100,11 +100,11 @@ class Written:
 
 
 class Marker:
-    """Marks conversations, and reads what a template made of them."""
+    """Marks conversations, and reads the marks in a template's output."""
 
     def __init__(self, *, empty: bool, roles: Sequence[str] | None = None, special: re.Pattern[str] | None = None):
-        """`empty`: texts of nothing are marked, too. `roles`: only the messages of these. `special` finds special
-        tokens, which are no tags."""
+        """`empty`: mark empty texts too. `roles`: mark only messages of these roles. `special` finds special tokens,
+        which are not tags."""
         self._empty, self._roles, self._special = empty, roles, special
         self._texts: list[Text] = []
 
@@ -119,7 +119,7 @@ class Marker:
         return marked
 
     def read(self, raw: str) -> Written:
-        """What a template wrote of the messages that were marked last."""
+        """Parse a template's output of the messages that were marked last."""
         parts, place, position = [], 0, 0
         opened: list[tuple[int, int]] = []
         starts: list[int] = []
@@ -151,13 +151,13 @@ class Marker:
         return fields
 
     def _deep(self, value: Any, text: Text) -> Any:
-        """Calls with marks around names and arguments: keys, and values that are text."""
+        """Tool calls with marks around names and arguments: keys, and values that are text."""
         if isinstance(value, list):
             return [self._deep(item, text) for item in value]
         if isinstance(value, dict) and "function" in value:
             return {**value, "function": self._call(value["function"], text)}
         if isinstance(value, dict):
-            # Templates may sort by keys, so their marks stand behind them.
+            # Templates may sort by keys, so the marks follow them.
             return {key + self._wrap("", text): self._deep(item, text) for key, item in value.items()}
         return self._marked(value, text) if isinstance(value, str) else value
 
@@ -174,7 +174,7 @@ class Marker:
         return "".join(self._edged(part, text, tag=bool(number % 2)) for number, part in enumerate(parts))
 
     def _parts(self, value: str) -> list[str]:
-        """Text and tags by turns."""
+        """Text and tags, alternating."""
         parts = [""]
         for number, part in enumerate(_TAG.split(value)):
             if number % 2 and self._special and self._special.fullmatch(part):

@@ -1,4 +1,4 @@
-"""The mixture: which stream, and which sample of it, is at a position of a run."""
+"""The mixture: the stream and the sample at each position of a run."""
 
 import bisect
 from collections.abc import Sequence
@@ -14,38 +14,38 @@ from meshwright.spec.data import DataSpec
 
 
 class Mixture:
-    """An endless sequence of samples in which every stream has its share, at every point of it.
+    """An endless sequence of samples in which every stream has its share at every point.
 
-    Among the first n samples a stream of share w has n w, give or take less than one for every stream. Which ones these
-    are is computed from the position alone, in exact whole numbers: of the samples that streams i, i + 1, ... share,
-    stream i takes the k-th where floor((k + 1) w) is one more than floor(k w), as Bresenham (1965) draws a line; the
-    others are left to the streams after it.
+    Among the first n samples a stream of share w has n w, with an error below the number of streams. The stream at a
+    position is computed from the position alone, in exact integers: of the samples shared by streams i, i + 1, ...,
+    stream i takes the k-th if floor((k + 1) w) is one more than floor(k w), as Bresenham (1965) draws a line; the
+    others go to the later streams.
     """
 
     def __init__(
         self, streams: Sequence[Samples], weights: Sequence[float | None] | None = None, *, shuffled: bool = True
     ):
         """`weights` are shares of tokens, in any unit; without them every sample of every stream is seen equally often.
-        Each stream is `shuffled` anew in every epoch, or seen in its own order.
+        Each stream is reshuffled in every epoch (`shuffled`), or read in its own order.
 
-        A stream's samples are as many as its tokens need, by how full its samples are on average.
+        Token shares are converted to sample shares by the average fill of each stream's samples.
         """
         self.shuffled = shuffled
         self.streams = tuple(streams)
         self.weights = [None] * len(streams) if weights is None else list(weights)
         shares = [_samples_wanted(*pair) for pair in zip(self.streams, self.weights, strict=True)]
-        # Of the samples that are left to it and the later streams, what a stream takes.
+        # Each stream's share of the samples left to it and the later streams.
         self._takes = [share / sum(shares[i:]) for i, share in enumerate(shares)]
 
     def locate(self, position: int, seed: int) -> tuple[int, int]:
-        """(number of the stream, sample of it) at `position`; each stream is seen in epochs of its own."""
+        """(number of the stream, sample of it) at `position`; each stream has its own epochs."""
         for number, take in enumerate(self._takes):
             before = take.numerator * position // take.denominator
             if take.numerator * (position + 1) // take.denominator > before:
                 size = len(self.streams[number])
                 return number, sample_at(before, size, seed, number) if self.shuffled else before % size
             position -= before
-        raise AssertionError("the last stream takes all that is left")
+        raise AssertionError("the last stream takes all remaining samples")
 
     def sample(self, position: int, seed: int) -> Sample:
         """The sample at `position`."""
@@ -53,7 +53,7 @@ class Mixture:
         return self.streams[stream][index]
 
     def counts(self, num_positions: int) -> list[int]:
-        """How many of the first positions each stream has."""
+        """The number of samples of each stream among the first positions."""
         counts = []
         for take in self._takes:
             counts.append(take.numerator * num_positions // take.denominator)
@@ -61,7 +61,7 @@ class Mixture:
         return counts
 
     def epochs(self, num_positions: int) -> list[float]:
-        """How often each stream has been seen after so many positions."""
+        """The epochs of each stream after `num_positions`."""
         counts = zip(self.counts(num_positions), self.streams, strict=True)
         return [count / len(stream) for count, stream in counts]
 
@@ -97,14 +97,14 @@ class JoinedSamples:
 
 
 def training_samples(corpus: Corpus, data: DataSpec) -> Mixture:
-    """What a run is trained on, as its recipe packs and mixes it."""
+    """The training samples of a run, packed and mixed as in its recipe."""
     streams = [build_samples(stream.train, data) for stream in corpus.streams]
     return Mixture(streams, [stream.weight for stream in corpus.streams], shuffled=data.order == "shuffled")
 
 
 def mean_context(corpus: Corpus, data: DataSpec) -> float:
-    """Tokens that a token of training is attended together with, itself included, on average: the length of its
-    document, or of its piece of it, where documents are kept apart, else of its sample."""
+    """The mean length of a training token's attention context: its document, or piece of one, if documents are
+    separate, else its sample."""
     if not data.separate_documents:
         return data.sequence_length
     tokens, contexts = [], []
@@ -120,12 +120,12 @@ def mean_context(corpus: Corpus, data: DataSpec) -> float:
 
 
 def held_out_samples(corpus: Corpus, data: DataSpec) -> JoinedSamples:
-    """Everything held out, packed as the training samples are, nothing left out; there must be something."""
+    """All held-out text, packed like the training samples, with nothing left out; it must not be empty."""
     return JoinedSamples([build_samples(file, data, keep_tail=True) for file in corpus.held_out])
 
 
 def all_samples(corpus: Corpus, data: DataSpec) -> JoinedSamples:
-    """Everything but what is held out, once, nothing left out."""
+    """All training text once, with nothing left out."""
     return JoinedSamples([build_samples(stream.train, data, keep_tail=True) for stream in corpus.streams])
 
 

@@ -9,11 +9,10 @@ ROUNDS = 8
 
 
 def permuted(index: int, size: int, seed: int, epoch: int = 0, stream: int = 0) -> int:
-    """Where a pseudo-random permutation of 0 .. size-1 sends `index`; every seed, epoch and stream has its own.
+    """The image of `index` under a pseudo-random permutation of 0 .. size-1, one for each seed, epoch and stream.
 
-    Constant time and memory: a Feistel network permutes the smallest power of 4 that is at least `size`,
-    and is applied again until it lands below `size` (cycle walking, Black and Rogaway, 2002), 4 times at
-    most on average.
+    Constant time and memory: a Feistel network permutes the smallest power of 4 that is at least `size`, and is applied
+    again until the result is below `size` (cycle walking, Black and Rogaway, 2002), at most 4 times on average.
     """
     if not 0 <= index < size:
         raise UserError(f"index {index} is not in 0 .. {size - 1}")
@@ -26,7 +25,7 @@ def permuted(index: int, size: int, seed: int, epoch: int = 0, stream: int = 0) 
 
 
 def sample_at(position: int, size: int, seed: int, stream: int = 0) -> int:
-    """The sample (of `size`) seen at `position` of a stream's endless run of epochs, each in its own order."""
+    """The sample (of `size`) at `position` of a stream's endless sequence of epochs, each in its own order."""
     epoch, index = divmod(position, size)
     return permuted(index, size, seed, epoch, stream)
 

@@ -24,28 +24,28 @@ class Sample(NamedTuple):
     labels: np.ndarray
     """The next tokens; NO_LABEL where nothing is predicted."""
     documents: np.ndarray | None = None
-    """Where documents are kept apart: a number for each position, the same throughout a document and another than
-    its neighbours'; padding is a document of its own. None: the sample is read as one document."""
+    """If documents are separate: a number for each position, equal throughout a document and different from its
+    neighbours'; padding is a document of its own. None: the sample is one document."""
     references: np.ndarray | None = None
-    """Of pairs of answers, float64 [P]: as in `TokenFile`, NaN if the sample has no such pair."""
+    """For pairs of answers, float64 [P]: as in `TokenFile`, NaN if the sample has no such pair."""
 
 
 class Piece(NamedTuple):
-    """Tokens `start` to `start + length - 1` of a stream, which are inputs; the token after each is its label."""
+    """Inputs: tokens `start` to `start + length - 1` of a stream; the token after each is its label."""
 
     start: int
     length: int
 
 
 class Samples(Protocol):
-    """What a packing offers: a fixed number of samples, each reachable at once."""
+    """The interface of a packing: a fixed number of samples with random access."""
 
     sequence_length: int
     """Tokens of a sample."""
 
     @property
     def num_tokens(self) -> int:
-        """Positions of all samples that are not padding."""
+        """Number of positions that are not padding."""
         ...
 
     def __len__(self) -> int: ...
@@ -53,7 +53,7 @@ class Samples(Protocol):
     def __getitem__(self, index: int) -> Sample: ...
 
     def pieces(self, index: int) -> Sequence[Piece]:
-        """The pieces of the stream that sample `index` is made of, in order; padding follows them."""
+        """The pieces of the stream in sample `index`, in order; padding follows them."""
         ...
 
 
@@ -74,10 +74,10 @@ class ConcatenatedSamples:
     """One stream cut every T = `sequence_length` tokens: sample i reads tokens iT to iT + T - 1, and its
     labels are iT + 1 to iT + T.
 
-    Documents run into one another, parted by the end-of-text token. Every token but the first is a label once; where
-    documents are kept apart, every token but each document's first. The tail of the stream that does not fill a sample
-    (fewer than T labels) is left out, or with `keep_tail` is a last sample, padded: labels NO_LABEL, inputs 0, which
-    no earlier position can see.
+    Documents are joined, separated by the end-of-text token. Every token but the first is a label once; with separate
+    documents, every token but each document's first. The tail of the stream that does not fill a sample (fewer than T
+    labels) is left out, or with `keep_tail` becomes a padded last sample: labels NO_LABEL, inputs 0, which no earlier
+    position can see.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class ConcatenatedSamples:
         borders: TokenFile | None = None,
         trained: np.ndarray | None = None,
     ):
-        """`tokens` is a stream of any integer dtype, such as `TokenFile.tokens`; `borders` is their file where its
-        documents are to be kept apart; `trained` as in `TokenFile`.
+        """`tokens` is a stream of any integer dtype, such as `TokenFile.tokens`; `borders` is their file if its
+        documents are separate; `trained` as in `TokenFile`.
 
-        Raises UserError when it is too short for one sample.
+        Raises UserError if the stream is too short for one sample.
         """
         self.sequence_length = sequence_length
         self._tokens, self._borders, self._trained = tokens, borders, trained
@@ -121,7 +121,7 @@ class ConcatenatedSamples:
         return sample if self._borders is None else self._kept_apart(sample, *self.pieces(index)[0])
 
     def _kept_apart(self, sample: Sample, start: int, length: int) -> Sample:
-        """The sample with its documents, and without the labels that are the first tokens of others."""
+        """The sample with its documents, and without labels that are the first token of another document."""
         assert self._borders is not None
         documents_T = np.zeros_like(sample.inputs)
         document, stop = self._borders.document_at(start), start + length
@@ -136,14 +136,14 @@ class ConcatenatedSamples:
 
 
 class BestFitSamples:
-    """Whole documents put together so that samples are full, by best-fit-decreasing bins (`best_fit`).
+    """Whole documents packed into samples by best-fit-decreasing bins (`best_fit`).
 
     Only documents longer than a sample are cut, every T labels. Every token but each document's first is a label once.
-    Positions that stay free are padding.
+    The remaining positions are padding.
     """
 
     def __init__(self, file: TokenFile, sequence_length: int, *, separate: bool, alone: bool = False):
-        """`separate`: keep the documents of a sample apart; `alone`: every document is a sample of its own.
+        """`separate`: separate the documents of a sample; `alone`: every document is its own sample.
 
         Raises UserError if no document has two tokens.
         """
@@ -181,14 +181,14 @@ class BestFitSamples:
 
 
 class PairSamples:
-    """Whole pairs put together so that samples are full, or each in a sample of its own; documents are kept apart.
+    """Whole pairs packed into samples, or each in its own sample; documents are separate.
 
     Documents 2i and 2i + 1 of the file are the chosen and the rejected answer of pair i, each with its prompt. In a
     sample they are documents 0 and 1 of its first pair, 2 and 3 of its second, and padding comes last.
     """
 
     def __init__(self, file: TokenFile, sequence_length: int, *, alone: bool = False):
-        """`alone`: every pair is a sample of its own."""
+        """`alone`: every pair is its own sample."""
         self.sequence_length, self._file = sequence_length, file
         starts = file.starts()
         labels = np.diff(starts) - 1
@@ -202,7 +202,7 @@ class PairSamples:
         self.num_pairs = len(lengths)
         """Pairs of all samples."""
         self.most = max(map(len, self.pairs))
-        """Pairs of a sample at most."""
+        """Most pairs in a sample."""
         self.num_tokens = int(lengths.sum())
         self._references = np.zeros(self.num_pairs) if file.references is None else file.references
 
@@ -234,7 +234,7 @@ class PairSamples:
 def packed_sample(
     tokens: np.ndarray, pieces: Sequence[Piece], sequence_length: int, trained: np.ndarray | None = None
 ) -> Sample:
-    """Pieces of a stream one behind another, then padding; labels only if `trained` (None: everywhere) is 1."""
+    """Pieces of a stream joined, then padding; labels only if `trained` (None: everywhere) is 1."""
     sample = blank_sample(sequence_length)
     place = 0
     for start, length in pieces:

@@ -1,8 +1,7 @@
-"""Datasets that users plug in: any iterable of texts, records or token ids, written down once as a file that all ranks
-read.
+"""Plugged-in datasets: any iterable of texts, records or token ids, written once to a file that all ranks read.
 
-A dataset is read in its own order, until it ends or has all that the run will see. What was read lies in the cache
-under the hash of its content: the same items are the same file, and so the same place in them when a run continues.
+A dataset is read in its own order, until it ends or has as much as the run will see. The items are cached under the
+hash of their content: the same items give the same file, so a resumed run continues at the same position.
 """
 
 import hashlib
@@ -24,11 +23,11 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.plugins import PluginSpec, make_plugin
 
 FOLDER = "datasets"
-"""Name in the cache of the folder with what was read of datasets."""
+"""Folder of cached datasets in the cache."""
 CHARACTERS_PER_TOKEN = 8
-"""More than tokens stand for on average, in any language."""
+"""An upper bound of the average, in any language."""
 TOKENS = np.dtype("<i4")
-"""Integers that token ids are written as."""
+"""The dtype of stored token ids."""
 
 
 def has_datasets(data: DataSpec) -> bool:
@@ -37,14 +36,14 @@ def has_datasets(data: DataSpec) -> bool:
 
 
 def write_datasets(data: DataSpec, *, samples: int, vocab: int, numbers: bool) -> DataSpec:
-    """The data with files instead of the datasets that are plugged in.
+    """The data section with files instead of plugged-in datasets.
 
     Args:
-        samples: how many the run will see; no more is read of a dataset.
-        vocab: the model's, of which token ids must be.
-        numbers: whether ids are written as numbers where there is text to read or write, for want of a tokenizer.
+        samples: number of samples that the run will see; no more is read from a dataset.
+        vocab: the model's vocabulary size, which token ids must be below.
+        numbers: whether to use a tokenizer that writes ids as numbers, for lack of another.
 
-    Raises `UserError` for items that are no text, record or token ids, or of another kind than the first.
+    Raises `UserError` for items that are neither text, record nor token ids, or of another kind than the first.
     """
     sources, kinds = [], set()
     for source in data.sources:
@@ -67,14 +66,14 @@ def _write(dataset: Any, where: str, data: DataSpec, samples: int, vocab: int) -
     """(the file, whether it holds token ids) with the items of a dataset, as many as are needed."""
     if isinstance(dataset, str | bytes | Mapping) or not isinstance(dataset, Iterable):
         hint = "call it" if callable(dataset) else "give a list of items (paths of files go into data.sources)"
-        raise UserError(f"{where}: a {type(dataset).__name__} is no iterable of items; {hint}")
+        raise UserError(f"{where}: a {type(dataset).__name__} is not an iterable of items; {hint}")
     items = iter(dataset)
     try:
         first = next(items)
     except StopIteration:
         raise UserError(
-            f"{where}: gives no item; an iterator can be gone through once only, so give a list, or an object whose "
-            "__iter__ begins anew"
+            f"{where}: yields no item; an iterator can be read only once, so pass a list, or an object whose "
+            "__iter__ starts over"
         ) from None
     kind, folder = _kind(first, f"{where}: item 1"), Path(data.cache_dir).resolve() / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +98,7 @@ def _write(dataset: Any, where: str, data: DataSpec, samples: int, vocab: int) -
 
 @contextmanager
 def _new_file(folder: Path) -> Iterator[Any]:
-    """A file without a name of its own yet; gone where writing it fails."""
+    """A temporary file, removed if writing it fails."""
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".part", delete=False) as file:
         try:
             yield file
@@ -129,7 +128,7 @@ def _write_tokens(items: Iterator[tuple[Any, str]], folder: Path, enough: tuple[
 
 
 def _publish(written: Path, path: Path) -> Path:
-    """Give a file its name, where no equal one has it."""
+    """Rename a file to its final name, unless an equal file exists."""
     if path.exists():
         written.unlink()
     else:
@@ -145,7 +144,7 @@ def _checked(items: Iterator[tuple[Any, str]], kind: str) -> Iterator[tuple[Any,
 
 
 def _kind(item: Any, place: str) -> str:
-    """What an item is: text, a record or tokens."""
+    """The kind of an item: text, a record or tokens."""
     if isinstance(item, str):
         return "text"
     if isinstance(item, Mapping):

@@ -1,4 +1,4 @@
-"""Preparation: a recipe's sources become a tokenizer and token streams, once, in a cache."""
+"""Preparation: converts a recipe's sources to a tokenizer and token streams, once, in a cache."""
 
 import os
 import shutil
@@ -33,19 +33,19 @@ from meshwright.spec.data import DataSpec
 from meshwright.spec.errors import UserError
 
 TOKENIZER, SCANNED = "tokenizer", "scanned"
-"""Names in the cache's folders: the files of a tokenizer that was trained, and what was found in given tokens."""
+"""Names in the cache's folders: the files of a trained tokenizer, and the scan of a given token file."""
 TRAINING_CHARACTERS = 1 << 26
-"""Characters a tokenizer is trained on at most: more changes its merges little and costs minutes."""
+"""Most characters that a tokenizer is trained on: more changes its merges little and costs minutes."""
 BLOCK = 1 << 12
-"""Characters of a block, where a tokenizer is trained on a sample of the text."""
+"""Characters of a block, if a tokenizer is trained on a sample of the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """Tokens that are seen in one order: those of a source with a weight, or of all text without weights together."""
+    """Tokens read in one order: the tokens of a source with a weight, or of all text without weights together."""
 
     name: str
-    """The source's path, or what the sources have in common."""
+    """The source's path, or the common part of several."""
     train: TokenFile
     """Tokens to train on."""
     held_out: TokenFile | None
@@ -55,7 +55,7 @@ class Stream:
     formats: tuple[str, ...] = ("text",)
     """The formats of its records; text or tokens."""
     files: tuple[SourceFile, ...] = ()
-    """What it was made of."""
+    """The files it was made of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Corpus:
 
     @property
     def held_out(self) -> tuple[TokenFile, ...]:
-        """What is held out of each stream; nothing where data.held_out is 0."""
+        """The held-out tokens of each stream; nothing where data.held_out is 0."""
         return tuple(stream.held_out for stream in self.streams if stream.held_out)
 
     @property
@@ -88,7 +88,7 @@ class Corpus:
         return sum(stream.train.num_documents for stream in self.streams)
 
     def identity(self) -> list[dict[str, Any]]:
-        """Of each stream what decides, besides the recipe, which samples a run sees, as plain data; and its name."""
+        """For each stream its name, and the properties that decide, with the recipe, which samples a run sees."""
         return [
             {
                 "name": stream.name,
@@ -112,20 +112,18 @@ def prepare_corpus(
 ) -> Corpus:
     """Tokenize the sources, or find the tokens in the cache.
 
-    `base_dir` is the recipe's folder, to which sources and tokenizer are relative; `model_dir` is the
-    model's Hugging Face directory, whose tokenizer `tokenizer: auto` takes. A tokenizer is trained on the
-    training documents only, or where they are longer than TRAINING_CHARACTERS on blocks of them, evenly
-    spaced. `processes` as in `tokenize_files`.
+    `base_dir` is the recipe's folder, to which sources and tokenizer are relative; `model_dir` is the model's Hugging
+    Face directory, whose tokenizer `tokenizer: auto` uses. A tokenizer is trained on the training documents only, or on
+    evenly spaced blocks of them if they are longer than TRAINING_CHARACTERS. `processes` as in `tokenize_files`.
 
-    The cache knows tokens by name, size and modification time of the files that they were made of, by the
-    tokenizer and by the share held out: one `stat` per file, so that starting a run never reads the corpus
-    again. (Text changed without changing size and time goes unnoticed.) What was written, and what was read of files of
-    tokens, has checksums, compared when a block is first read; with `mend` everything is compared now, and what is
-    damaged is told to it and made again. What is complete appears by one
-    rename; what a killed process began is continued. Of several processes that need the same one builds it
-    and the others wait.
+    The cache is keyed by the names, sizes and modification times of the source files, by the tokenizer and by the share
+    held out: one `stat` per file, so starting a run never reads the corpus again. (A change of text that keeps size and
+    time goes unnoticed.) Prepared tokens and given token files have checksums, compared when a block is first read.
+    With `mend` everything is compared now; it is called with each damage, and damaged files are rebuilt. Complete
+    tokens appear by one rename; the work of a killed process is resumed. If several processes need the same tokens, one
+    builds them and the others wait.
 
-    Raises UserError for everything that is wrong with sources, tokenizer or cache.
+    Raises UserError for errors in sources, tokenizer or cache.
     """
     progress = progress or (lambda what, done, total: None)
     cache = Path(data.cache_dir)
@@ -156,7 +154,7 @@ def prepare_corpus(
 
 
 def encoder_of_records(data: DataSpec, tokenizer: TextTokenizer, base_dir: Path) -> RecordEncoder:
-    """What makes tokens of the recipe's records. Raises UserError if they would be cut or have no template."""
+    """The encoder of the recipe's records. Raises UserError if they would be cut or have no template."""
     if data.packing == "concatenated":
         raise UserError(
             "data.packing=concatenated would cut conversations anywhere; set data.packing=best_fit and "
@@ -166,7 +164,7 @@ def encoder_of_records(data: DataSpec, tokenizer: TextTokenizer, base_dir: Path)
 
 
 def first_records(files: Sequence[SourceFile], encoder: RecordEncoder, num: int) -> TokenFile:
-    """The first records of files of them, as they will be trained on; left out what will be left out."""
+    """The first records of some files, encoded as for training, without the records that training drops."""
     read = list(islice(read_documents(files), num))
     encoded = encoder.encode([document.text for document in read])
     for document, found in zip(read, encoded, strict=True):
@@ -174,7 +172,7 @@ def first_records(files: Sequence[SourceFile], encoder: RecordEncoder, num: int)
             raise UserError(f"{document.id}: {found.error}")
     documents = [ids for found in encoded for ids in found.documents]
     if not documents:
-        raise UserError(f"{files[0].name}: every record that was looked at is left out: too long, or without an answer")
+        raise UserError(f"{files[0].name}: all records that were checked are left out: too long, or without an answer")
     return replace(file_in_memory(documents, masked=True), is_pairs=files[0].format == "preference")
 
 
@@ -187,7 +185,7 @@ def find_tokenizer(data: DataSpec, *, base_dir: Path, model_dir: Path | None = N
 
 
 def first_tokens(file: SourceFile, tokenizer: TextTokenizer, num_tokens: int) -> TokenFile:
-    """The beginning of a file of tokens: about so many, in whole documents where it has any."""
+    """The first tokens of a token file, about `num_tokens`, in whole documents if it has several."""
     if file.tokens is None:
         whole = open_token_file(file.path, tokenizer)
         return whole.part(0, min(whole.num_documents, whole.document_at(num_tokens) + 1))
@@ -198,8 +196,8 @@ def first_tokens(file: SourceFile, tokenizer: TextTokenizer, num_tokens: int) ->
 
 
 def group_files(data: DataSpec, files: Sequence[SourceFile]) -> dict[str, list[SourceFile]]:
-    """The files of each stream, by its name: every file of tokens is one, and so is a source with a name or a weight;
-    of the others all text, all conversations (and the like) and all preferences."""
+    """The files of each stream, by its name. Every token file is a stream, and every source with a name or a weight.
+    The other sources form up to three streams: text, conversations (and other records), and preferences."""
     streams: dict[str, list[SourceFile]] = {}
     for file in files:
         source = data.sources[file.source]
@@ -212,7 +210,7 @@ def group_files(data: DataSpec, files: Sequence[SourceFile]) -> dict[str, list[S
         streams.setdefault(name, []).append(file)
     for name, found in streams.items():
         if found[0].format == "preference" and not data.separate_documents:
-            raise UserError("both answers of a preference lie in one sample; set data.separate_documents=true")
+            raise UserError("both answers of a preference are in one sample; set data.separate_documents=true")
         kinds = {"text": "text", "preference": "preferences"}
         if len(mixed := sorted({kinds.get(file.format, "conversations") for file in found})) > 1:
             raise UserError(f"data source {name} holds {' and '.join(mixed)}; make a source of each")
@@ -263,7 +261,7 @@ def _tokenized(
 def _given_tokens(
     file: SourceFile, data: DataSpec, cache: Path, tokenizer: TextTokenizer, mend: Callable[[str], None] | None
 ) -> tuple[TokenFile, TokenFile | None]:
-    """The tokens of a file of tokens: (train, held out). It is gone through once; of that the cache keeps a note."""
+    """The tokens of a token file: (train, held out). The file is scanned once; the cache keeps the result."""
     dtype = np.dtype(file.tokens).newbyteorder("<") if file.tokens else None
 
     def scan(directory: Path) -> None:
@@ -275,7 +273,7 @@ def _given_tokens(
         else:
             tokens = np.memmap(file.path, dtype=dtype, mode="r")
         if looks_wider(tokens):
-            raise UserError(f"{file.name}: its 16-bit numbers look like the halves of 32-bit ones; say tokens: uint32")
+            raise UserError(f"{file.name}: its 16-bit numbers look like the halves of 32-bit ones; set tokens: uint32")
         largest, lengths = scan_tokens(tokens, eos_id=tokenizer.eos_id)
         if largest >= tokenizer.vocab_size:
             raise UserError(
@@ -311,7 +309,7 @@ def _given_tokens(
 
 
 def needs_tokenizer(file: SourceFile) -> UserError:
-    """What to say where no tokenizer is given and none can be trained on `file`."""
+    """The error if no tokenizer is given and none can be trained on `file`."""
     if file.is_tokens:
         return UserError(f"{file.name} holds tokens: give the tokenizer that made them as data.tokenizer")
     return UserError(
@@ -323,7 +321,7 @@ def needs_tokenizer(file: SourceFile) -> UserError:
 def _trained_tokenizer(
     data: DataSpec, cache: Path, groups: dict[str, list[SourceFile]], splits: dict[str, Split], progress: Progress
 ) -> TextTokenizer:
-    """The tokenizer of a corpus that brings none; notes the splits that it had to find out."""
+    """A tokenizer trained on the corpus; records the splits that it had to choose."""
     for files in groups.values():
         if files[0].is_tokens or files[0].is_records:
             raise needs_tokenizer(files[0])

@@ -1,4 +1,4 @@
-"""Readers: documents of a corpus's files, in any supported format."""
+"""Readers: the documents of a corpus's files, in any supported format."""
 
 import csv
 import gzip
@@ -19,28 +19,28 @@ ROWS = 256
 LONGEST = 1 << 28
 """Bytes of a line, of a field of a .csv file, and of a file that is read whole; a document is in memory as a whole."""
 MOST_UNPACKED = 250
-"""How many times as large as on disk a file may become, once a line's worth has been read; text packs 3 to 20 times."""
+"""Largest ratio of unpacked to packed size, after the first line's worth; text compresses 3 to 20 times."""
 
 
 class Document(NamedTuple):
     """One document of a corpus."""
 
     id: str
-    """Where it lies: the file's name, with the line or row of a file of many."""
+    """The file's name, with the line or row if it holds several documents."""
     text: str
-    """Its text, never empty; of a file of records the record, as `records.py` writes it."""
+    """The text, never empty; for a record, the JSON text of `records.py`."""
     num_bytes: int
-    """Bytes of the file that it took."""
+    """Its size in the file, in bytes."""
     record: int = 1
     """Line or row of its file, from 1; of a .csv file the row without its header."""
 
 
 class Row(NamedTuple):
-    """One line or row of a file of many."""
+    """One line or row of a file with several documents."""
 
     id: str
     fields: Mapping[str, Any]
-    """By key or column: of a file of text its text alone, of a file of records at least what they need."""
+    """By key or column: for text only the text's, for records at least the columns that they need."""
     num_bytes: int
     record: int
 
@@ -48,9 +48,9 @@ class Row(NamedTuple):
 def read_documents(files: Iterable[SourceFile], *, skip: int = 0) -> Iterator[Document]:
     """The documents of these files, in order, a few in memory at a time; empty ones are left out.
 
-    The first `skip` records (lines or rows) of the first file are passed over, which is much faster than reading them.
+    The first `skip` records (lines or rows) of the first file are skipped, which is much faster than reading them.
 
-    Raises UserError, naming file and byte, line or row, at what cannot be read and at text that is not UTF-8.
+    Raises UserError, naming file and byte, line or row, for unreadable files and for text that is not UTF-8.
     """
     for file in map(_told_apart, files):
         if file.container == "text":
@@ -65,9 +65,9 @@ def read_documents(files: Iterable[SourceFile], *, skip: int = 0) -> Iterator[Do
 
 
 def told_apart(files: Iterable[SourceFile]) -> list[SourceFile]:
-    """The files with the format of their records where a source leaves it open: what the columns of the first say.
+    """The files with their formats; a format that the source leaves open is detected from the first record's columns.
 
-    Raises UserError if they are those of several formats, or nearly those of one.
+    Raises UserError if the columns match several formats, or nearly match one.
     """
     return [_told_apart(file) for file in files]
 
@@ -214,7 +214,7 @@ def _rows(file: SourceFile, batches: Iterable[Any], row: int, skip: int, share: 
 
 
 def _columns(file: SourceFile, names: Sequence[str]) -> list[str]:
-    """Those that are read."""
+    """The columns that are read."""
     _check_columns(file, names)
     if file.format == "auto":
         return list(names)
@@ -224,10 +224,10 @@ def _columns(file: SourceFile, names: Sequence[str]) -> list[str]:
 
 
 def _check_columns(file: SourceFile, names: Sequence[str]) -> None:
-    """No name twice; of a file of text the column of the text. What a record lacks is told where it is read."""
+    """Check that no name occurs twice, and that a text file has its text column. Records are checked when read."""
     twice = next((name for name in names if list(names).count(name) > 1), None)
     if twice is not None:
-        raise UserError(f"{file.name}: two columns are called {twice!r}; rename or remove one")
+        raise UserError(f"{file.name}: two columns are named {twice!r}; rename or remove one")
     if file.format == "text" and file.text_key not in names:
         raise UserError(
             f"{file.name}: no column {file.text_key!r} (its columns are {', '.join(names)}); set the source's text_key"
@@ -245,7 +245,7 @@ def _whole(opened: IO[bytes], file: SourceFile) -> bytes:
 
 @contextmanager
 def _opened(file: SourceFile) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """The file's content as a stream, and the stream of the bytes on disk, whose place tells the progress."""
+    """The file's content as a stream, and the stream of the bytes on disk, whose position gives the progress."""
     try:
         raw = file.path.open("rb")
     except OSError as error:
@@ -286,12 +286,12 @@ def _parsed(content: bytes, where: str, of: str) -> Any:
     except ValueError as error:
         raise UserError(f"{where}: not JSON: {error}") from error
     except RecursionError as error:
-        raise UserError(f"{where}: its JSON is nested too deep") from error
+        raise UserError(f"{where}: its JSON is nested too deeply") from error
 
 
 def _fields(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise UserError(f"{where}: it is no object with keys, but {type(value).__name__}")
+        raise UserError(f"{where}: not a JSON object, but {type(value).__name__}")
     return value
 
 

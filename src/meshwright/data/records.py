@@ -2,8 +2,8 @@
 
 A record in that form is JSON text, one of
 
-    {"messages": [{"role": ..., "content": ...}, ...], "given": k}    a conversation; its first k messages are only
-                                                                      read, and so is a message with "weight": 0
+    {"messages": [{"role": ..., "content": ...}, ...], "given": k}    a conversation; its first k messages carry no
+                                                                      loss, nor does a message with "weight": 0
     {"prompt": text, "completion": text}
     {"input_ids": [...], "labels": [...]}                             tokens; a label is its own token or -100
     {"chosen": record, "rejected": record}                            a preference, each side one of the first two
@@ -26,16 +26,16 @@ COLUMNS: dict[Format, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion"),
     "tokenized": ("input_ids",),
 }
-"""The columns by which a format is known."""
+"""The columns that identify a format."""
 FURTHER = ("prompt", "input", "history", "system", "labels", "tools", "functions", "weight", "train")
-"""Columns that a format may have besides."""
+"""Further columns that a format may have."""
 REFUSED = {
     "label": "whether an answer is good (KTO) is no objective here; make pairs of chosen and rejected",
     "images": "models of images are not trained here",
     "audios": "models of sound are not trained here",
     "videos": "models of images are not trained here",
 }
-"""Columns that mean something that cannot be used, and why."""
+"""Known columns that cannot be used, and why."""
 FURTHER += tuple(REFUSED)
 ROLES = {
     "human": "user",
@@ -45,25 +45,23 @@ ROLES = {
     "observation": "tool",
     "function": "tool",
 }
-"""What sharegpt and older data call roles; other names are those of OpenAI's messages."""
+"""Roles in sharegpt and older data -> OpenAI's names."""
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Fields of a message for what was thought before the answer, as transformers knows them."""
+"""Fields of a message for the thoughts before the answer, as in transformers."""
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def format_of(columns: Iterable[str], text_key: str, where: str) -> Format:
-    """The format that has these columns; text, where none has, for then text may be missed under its key.
+    """The format with these columns; text if there is none, so that a missing text key is reported later.
 
-    Raises UserError if they are those of several formats, or nearly those of one.
+    Raises UserError if they match several formats, or nearly match one.
     """
     names = set(columns)
     found: list[Format] = [format for format, needed in COLUMNS.items() if names.issuperset(needed)]
     if text_key in names:
         found.append("text")
     if len(found) > 1:
-        raise UserError(
-            f"{where}: its columns are those of {' and of '.join(found)}; say which, by the source's format"
-        )
+        raise UserError(f"{where}: its columns match {' and '.join(found)}; set the source's format")
     if found:
         return found[0]
     for needed in COLUMNS.values():
@@ -76,7 +74,7 @@ def format_of(columns: Iterable[str], text_key: str, where: str) -> Format:
 
 
 def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str | None]]) -> Mapping[str, Any]:
-    """The fields under our names, where the source says which of its columns is which."""
+    """The fields under our names, according to the source's `columns`."""
     if not columns:
         return fields
     theirs = {name for _, name in columns} | {ours for ours, _ in columns}
@@ -85,13 +83,15 @@ def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str | None]]
 
 
 def record_text(fields: Mapping[str, Any], format: Format, where: str) -> str:
-    """A line or row of a format in the form that all records have. Raises UserError that begins with `where`."""
+    """A line or row in the common form of records. Raises UserError that begins with `where`."""
     lacking = [column for column in COLUMNS[format] if fields.get(column) is None]
     if lacking:
         raise UserError(f"{where}: no {lacking[0]!r}, which format {format} needs (it has {', '.join(fields)})")
     for column, why in REFUSED.items():
         if fields.get(column) not in (None, [], ""):
-            raise UserError(f"{where}: column {column!r}: {why}; of the source, columns={{{column}: null}} ignores it")
+            raise UserError(
+                f"{where}: column {column!r}: {why}; to ignore it, set columns={{{column}: null}} in the source"
+            )
     if fields.get("history") and format != "alpaca":
         raise UserError(f"{where}: column 'history' belongs to instruction and output, not to format {format}")
     record = _MAKERS[format](fields, where)
@@ -127,7 +127,7 @@ def _of_alpaca(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     messages = []
     for turn in fields.get("history") or []:
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
-            raise UserError(f"{where}: 'history' is no list of pairs of question and answer")
+            raise UserError(f"{where}: 'history' is not a list of pairs of question and answer")
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     messages.append({"role": "user", "content": asked})
     messages.append({"role": "assistant", "content": _string(fields, "output", where)})
@@ -196,7 +196,7 @@ def _messages(value: Any, where: str) -> list[dict[str, Any]]:
 def _message(message: Any, where: str) -> dict[str, Any]:
     """A message by OpenAI's names, without what is null."""
     if not isinstance(message, Mapping):
-        raise UserError(f"{where} is no object with role and content")
+        raise UserError(f"{where} is not an object with role and content")
     fields = {key: value for key, value in message.items() if value is not None}
     role, content = fields.pop("from", None), fields.pop("value", None)
     role, content = fields.pop("role", role), fields.pop("content", content)
@@ -227,7 +227,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 
 
 def _weight(fields: Mapping[str, Any], where: str) -> int:
-    """0 if a record or message is only read, else 1."""
+    """0 if a record or message carries no loss, else 1."""
     weights = []
     for name in ("weight", "train"):
         value = fields.get(name)
@@ -235,14 +235,14 @@ def _weight(fields: Mapping[str, Any], where: str) -> int:
         weights.append(value)
         if value not in (None, 0, 1):
             raise UserError(
-                f"{where}: {name!r} is {value!r}, where 0 (only read) and 1 are possible; "
-                f"of the source, columns={{{name}: null}} ignores a column"
+                f"{where}: {name!r} is {value!r}, but must be 0 (no loss) or 1; "
+                f"to ignore the column, set columns={{{name}: null}} in the source"
             )
     return 0 if 0 in weights else 1
 
 
 _TEXT_WEIGHTS = {"": None, "0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
-"""Weights as .csv files have them."""
+"""Weights as written in .csv files."""
 
 
 def _joined(parts: list[Any], where: str) -> str:

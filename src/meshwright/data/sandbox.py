@@ -1,8 +1,8 @@
 """Jinja for chat templates: transformers' dialect in a sandbox, with limits on loops, calls and the size of values.
 
-A chat template comes with a model that a stranger published. Jinja's sandbox keeps it from Python's internals; this
-file also keeps it from running for ever and from filling the memory. The limits count the template's own steps, so
-that a template passes or fails alike on every machine.
+A chat template comes with a published model and is untrusted. Jinja's sandbox keeps it from Python's internals; this
+file also keeps it from running forever and from filling the memory. The limits count the template's own steps, so a
+template passes or fails alike on every machine.
 """
 
 import json
@@ -23,29 +23,29 @@ from jinja2.utils import Namespace
 from meshwright.spec.errors import UserError
 
 STEPS = 3_000_000
-"""Rounds of loops that one conversation may take."""
+"""Most loop iterations of one conversation."""
 CALL = 10
-"""Rounds that a call counts as."""
+"""Iterations that a call counts as."""
 LARGEST = 1 << 24
-"""Characters of a value, and of a conversation written down."""
+"""Most characters of a value, and of a rendered conversation."""
 ITEM = 16
 """Characters that an item of a list counts as."""
 CHARACTERS_PER_STEP = 256
-"""Making so many characters counts as one step."""
+"""Characters produced that count as one step."""
 LONGEST_SOURCE = 1 << 20
-"""Characters of a template."""
+"""Most characters of a template."""
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""Around what `{% generation %}` marks, while it is rendered: code points that no text has."""
+"""Markers around `{% generation %}` blocks while rendering: code points that no text contains."""
 _WIDTH = re.compile(r"\d{6,}")
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of one template. `render` is its only door."""
+    """The environment of one template, used through `render` only."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
     def __init__(self, source: str, *, today: date):
-        """Compile a template. `today` is what `strftime_now` tells. Raises UserError if it is no Jinja."""
+        """Compile a template. `strftime_now` returns `today`. Raises UserError if it is not valid Jinja."""
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_as_text
         )
@@ -59,12 +59,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         try:
             self._template: Template = self.from_string(source)
         except RecursionError as error:
-            raise UserError("its parts are nested too deep") from error
+            raise UserError("it is nested too deeply") from error
         except TemplateError as error:
             raise UserError(str(error)) from error
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """The text. Raises UserError with the reason for whatever the template cannot do with these variables."""
+        """The rendered text. Raises UserError with the reason if the template fails on these variables."""
         self._left, size, parts = STEPS, 0, []
         try:
             for part in self._template.generate(**variables):
@@ -73,7 +73,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 parts.append(part)
         except RecursionError as error:
             raise UserError("it calls itself without end") from error
-        except Exception as error:  # whatever the template's own expressions can raise
+        except Exception as error:  # the template's own expressions can raise anything
             raise UserError(f"{error}" if str(error) else type(error).__name__) from error
         return "".join(parts)
 
@@ -81,10 +81,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Count steps. Raises TemplateError if they are too many."""
         self._left -= steps
         if self._left < 0:
-            raise TemplateError(f"it takes more than {STEPS} rounds of its loops")
+            raise TemplateError(f"it takes more than {STEPS} loop iterations")
 
     def bounded(self, value: Any) -> Any:
-        """The value, its size counted. Raises TemplateError if it is too large."""
+        """The value, after counting its size. Raises TemplateError if it is too large."""
         if isinstance(value, str | list | tuple):
             size = len(value) * (1 if isinstance(value, str) else ITEM)
             _check_size(size)
@@ -92,7 +92,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Jinja's hook in front of the operators that can make a small value large."""
+        """Jinja's hook before operators that can make a small value large."""
         if operator == "*":
             counts = [(left, right), (right, left)]
             _check_size(max((len(a) * b for a, b in counts if hasattr(a, "__len__") and isinstance(b, int)), default=0))
@@ -103,7 +103,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self.bounded(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  (as Jinja's own)
-        """Jinja's hook in front of every call."""
+        """Jinja's hook before every call."""
         __self.spend(CALL)
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
         name, owner = getattr(method, "__name__", ""), getattr(method, "__self__", None)
@@ -112,7 +112,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return __self.bounded(super().call(__context, __obj, *args, **kwargs))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Count the rounds of every loop, and look at the size of whatever is kept in a variable."""
+        """Count the iterations of every loop, and check the size of every assigned value."""
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all(nodes.For):
             loop.iter = self._through("counted_", loop.iter)
@@ -139,7 +139,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 _GROWING = {"center", "expandtabs", "format", "format_map", "indent", "join", "ljust", "pprint"}
 _GROWING |= {"replace", "rjust", "string", "zfill"}
-"""Methods and filters whose result may be much larger than what they are given."""
+"""Methods and filters whose result may be much larger than their arguments."""
 
 
 def _check_growth(name: str, text: Any, others: list[Any]) -> None:
@@ -167,7 +167,7 @@ def _check_size(size: int) -> None:
 
 
 def _as_text(value: Any) -> Any:
-    """The value, which is about to be written as text; what lists share is written as often as it stands in them."""
+    """The value as text; an item shared by several lists counts each time."""
     if isinstance(value, list | tuple | dict):
         size, inside = 0, [value]
         while inside:
@@ -195,7 +195,7 @@ def _bounded(context: Context, value: Any) -> Any:
 
 
 class _Namespace(Namespace):
-    """Jinja's `namespace` without names that begin with an underscore, as transformers has it."""
+    """Jinja's `namespace` without names that begin with an underscore, as in transformers."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N805, RUF100  (namespace(self=...) is legal)
         self, *rest = args
@@ -214,12 +214,12 @@ def _check_name(name: Any) -> None:
 
 
 class _Generation(Extension):
-    """`{% generation %}`: what the assistant wrote stands between BEGIN and END."""
+    """`{% generation %}`: puts the assistant's text between BEGIN and END."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja reads the class's set)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Make a call of the block."""
+        """Compile the block to a call."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)

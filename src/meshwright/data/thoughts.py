@@ -9,10 +9,10 @@ from meshwright.data.marks import Span
 from meshwright.data.turns import Conversation, Message, Turn
 
 Find = Callable[[Sequence[Message], Sequence[int]], Conversation]
-"""Writes messages down and finds the turns of those with the given numbers."""
+"""Renders messages and finds the turns of those with the given numbers."""
 FIELD = "reasoning_content"
 _WRITTEN = re.compile(r"^\s*<(think|thinking)>.*?</\1>\s*", re.DOTALL)
-"""A thought that stands in the answer itself."""
+"""A thought inside the answer's text."""
 
 
 def without(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -25,7 +25,7 @@ def without(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def in_answers(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages with each thought in front of its answer, for templates that know no thoughts."""
+    """The messages with each thought before its answer's text, for templates without a field for thoughts."""
     changed = []
     for message in messages:
         message = dict(message)
@@ -36,10 +36,10 @@ def in_answers(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def kept(messages: Sequence[Message], wanted: Sequence[int], find: Find) -> Conversation:
-    """The conversation, in which each turn of the assistant is written as it is while it is the newest.
+    """The conversation with each assistant turn rendered as if it were the newest.
 
-    A template forgets the thoughts of turns before the last question. So the messages from each question to the next
-    are also written down by themselves, and each turn is taken from there, up to the token that ends it.
+    A template omits the thoughts of turns before the last question. So the messages up to each question's answer are
+    also rendered separately, and each turn is taken from there, up to the token that ends it.
     """
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     whole = find(messages, sorted({*answers, *wanted}))
@@ -60,7 +60,7 @@ def _has_thought(message: Message) -> bool:
 
 
 def _joined(whole: Conversation, newest: dict[int, Conversation], wanted: Sequence[int]) -> Conversation:
-    """The whole conversation with some turns written as in conversations of their own."""
+    """The whole conversation with some turns replaced by their separate renderings."""
     text, place = "", 0
     turns: dict[int, Turn] = {}
     texts: list[Span] = []

@@ -30,41 +30,41 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 """Megatron's codes; 6 and 7 are floats."""
 SMALL_VOCABULARY = 65500
-"""Megatron's builder takes uint16 below so many tokens, else int32."""
+"""Megatron's builder uses uint16 below this many tokens, else int32."""
 MASK = ".mask"
-"""Ending of the file that says which tokens carry loss."""
+"""Suffix of the file that marks the tokens with loss."""
 LENGTHS = ".lengths"
-"""Ending of the file that a writer keeps the documents' lengths in, to continue or to make the index of."""
+"""Suffix of the writer's file of document lengths, for resuming and for the index."""
 BLOCK = 1 << 20
-"""Numbers handled at a time where a file is gone through."""
+"""Numbers processed at a time."""
 SAMPLES, SAMPLE = 1024, 512
-"""How many blocks, and of how many tokens, a fingerprint is made of."""
+"""Number of blocks in a fingerprint, and tokens of a block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFile:
-    """Tokens of many documents, each followed by the end-of-text token, mapped into memory, with their borders."""
+    """Tokens of many documents, each followed by the end-of-text token, memory-mapped, with document boundaries."""
 
     path: Path
     """The file."""
     tokens: np.ndarray
     """(num_tokens,) integers, read-only, read from disk as they are touched."""
     places: np.ndarray
-    """Byte at which each sequence begins, in memory or mapped."""
+    """Byte offset of each sequence, in memory or mapped."""
     firsts: np.ndarray
     """First sequence of each document, and the number of sequences."""
     begin: int = 0
     """Documents of the file before the first one here."""
     trained: np.ndarray | None = None
-    """(num_tokens,) uint8: 1 for a token that carries loss, 0 for one that is only read; None: all carry it."""
+    """(num_tokens,) uint8: 1 for a token with loss, else 0; None: all carry loss."""
     is_pairs: bool = False
     """Whether its documents are preferences: the chosen and the rejected answer of a pair, pair after pair."""
     lengths: np.ndarray | None = None
-    """(num_sequences,) tokens of each sequence, as an index says; None: of a file in memory."""
+    """(num_sequences,) tokens of each sequence, from the index; None for a file in memory."""
     references: np.ndarray | None = None
-    """Of each pair, float64: the log of how much likelier the reference makes the chosen answer than the rejected."""
+    """The reference's margin of each pair, float64: log p(chosen) - log p(rejected)."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """How many records were cut off or left out when it was made, by the reason."""
+    """Numbers of records cut off or left out when the file was made, by the reason."""
 
     @property
     def num_documents(self) -> int:
@@ -88,10 +88,10 @@ class TokenFile:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for files of the same documents; another where some were added, removed, moved or cut otherwise.
+        """Equal for files of the same documents; different if some were added, removed, moved or cut differently.
 
-        Of a large file it holds the beginnings of SAMPLES documents and SAMPLES blocks of tokens, evenly spaced, so
-        that it costs the same for any: a word changed elsewhere for one of as many tokens does not show in it.
+        For a large file it covers the offsets of SAMPLES documents and SAMPLES blocks of tokens, evenly spaced, so it
+        costs the same for any size: a word elsewhere, replaced by one with as many tokens, goes unnoticed.
         """
         digest = hashlib.blake2b(f"{self.num_documents} {len(self.tokens)}".encode(), digest_size=8)
         digest.update(np.array([self.start(document) for document in _evenly(self.num_documents)]).tobytes())
@@ -113,7 +113,7 @@ class TokenFile:
 
 
 class Mark(NamedTuple):
-    """How far a token file has been written."""
+    """The position up to which a token file has been written."""
 
     tokens: int = 0
     documents: int = 0
@@ -124,13 +124,13 @@ class Mark(NamedTuple):
 class TokenWriter:
     """Writes a token file document by document; it exists for readers once `finish` has returned. Use it in `with`.
 
-    What was written when `sync` returned outlives any accident: a writer that starts from that mark continues there.
+    Data written before `sync` returned survives any crash: a writer that starts from its mark continues there.
     """
 
     def __init__(self, path: Path, tokenizer: TextTokenizer, *, mark: Mark | None = None, masked: bool = False):
-        """Begin a file, or continue one that was written up to `mark`; what lies behind the mark is cut off.
+        """Start a file, or continue one from `mark`; data after the mark is truncated.
 
-        `masked`: some tokens are only read, and which ones is written beside.
+        `masked`: some tokens carry no loss, and a mask is written.
         """
         self._path, self._tokenizer = path, tokenizer
         self.dtype = token_dtype(tokenizer)
@@ -147,7 +147,7 @@ class TokenWriter:
         self._begun += len(ids)
 
     def write_document(self, ids: np.ndarray) -> None:
-        """Append a document that ends as it does, int32 ids; ~id is a token that is only read."""
+        """Append a document without an end-of-text token, int32 ids; ~id is a token without loss."""
         assert self._mask is not None
         self._mask.write((ids >= 0).astype(np.uint8).data)
         self.write(np.where(ids < 0, ~ids, ids))
@@ -165,7 +165,7 @@ class TokenWriter:
         self._documents, self._begun = self._documents + 1, 0
 
     def sync(self) -> Mark:
-        """Bring everything to disk and say how much that is."""
+        """Flush everything to disk, and return the mark."""
         mark = Mark(self._tokens, self._documents, self._begun)
         if mark != self._synced:
             for file in self._files:
@@ -185,7 +185,7 @@ class TokenWriter:
         return [self._file, self._lengths, *([self._mask] if self._mask else [])]
 
     def finish(self, counts: Mapping[str, int] | None = None) -> None:
-        """Bring everything to disk, then write index and description; a writer may still continue from the end.
+        """Flush everything to disk, then write index and description; a writer may still continue from the end.
 
         `counts` are kept for `TokenFile.counts`.
         """
@@ -208,13 +208,13 @@ class TokenWriter:
 
 
 def _evenly(length: int, step: int = 1) -> list[int]:
-    """At most SAMPLES numbers from 0 below `length`, evenly spaced, `step` apart or more."""
+    """At most SAMPLES evenly spaced numbers in [0, `length`), at least `step` apart."""
     count = min(SAMPLES, -(-length // step))
     return [number * length // count for number in range(count)]
 
 
 def token_dtype(tokenizer: TextTokenizer) -> np.dtype:
-    """What Megatron's builder stores this tokenizer's tokens in."""
+    """The dtype in which Megatron's builder stores this tokenizer's tokens."""
     return np.dtype("<u2" if tokenizer.vocab_size < SMALL_VOCABULARY else "<i4")
 
 
@@ -239,7 +239,7 @@ def write_index(path: Path, lengths: np.ndarray, dtype: np.dtype) -> None:
 def open_token_file(path: Path, tokenizer: TextTokenizer, *, rebuild: str = "") -> TokenFile:
     """Map `x.bin` and `x.idx` into memory.
 
-    Raises UserError when they do not fit one another, or another tokenizer made them; the message ends with `rebuild`.
+    Raises UserError if they do not match, or another tokenizer made them; the message ends with `rebuild`.
     """
     try:
         about = json.loads(_about_path(path).read_bytes()) if rebuild else _about(path)
@@ -261,8 +261,8 @@ def open_indexed(
 ) -> TokenFile:
     """Map a file of tokens and its index (default: the .idx beside it) into memory; `dtype` if not the index's.
 
-    With a `remedy`, which ends what is said of damage, both have checksums, compared when a block is first read. Raises
-    UserError when the two do not fit one another.
+    With a `remedy`, which ends messages about damage, both have checksums, compared when a block is first read. Raises
+    UserError if the two do not match.
     """
     index = index or path.with_suffix(".idx")
     indexed_dtype, lengths, places, firsts = _open_index(index, remedy)
@@ -288,8 +288,7 @@ def _open_mask(path: Path, num_tokens: int, rebuild: str) -> np.ndarray | None:
 def file_in_memory(
     documents: Sequence[Sequence[int] | np.ndarray], path: Path = Path("memory"), *, masked: bool = False
 ) -> TokenFile:
-    """A token file that was never written; each document brings its end-of-text token. `masked`: ~id is a token that is
-    only read."""
+    """A token file in memory; each document includes its end-of-text token. `masked`: ~id is a token without loss."""
     ends = np.cumsum([0, *map(len, documents)])
     tokens = np.concatenate([np.zeros(0, np.int32), *(np.asarray(ids, np.int32) for ids in documents)])
     trained = (tokens >= 0).astype(np.uint8) if masked else None
@@ -312,23 +311,22 @@ def scan_tokens(tokens: np.ndarray, *, eos_id: int) -> tuple[int, np.ndarray]:
 
 
 def check_places(file: TokenFile, lengths: np.ndarray) -> None:
-    """Raise UserError if sequences of `lengths` do not lie one right behind another, as every known builder puts
-    them, or documents do not begin in order."""
+    """Raise UserError if sequences of `lengths` are not contiguous, as every known builder writes them, or documents
+    are out of order."""
     for first in range(0, max(0, len(file.places) - 1), BLOCK):
         places = np.array(file.places[first : first + BLOCK + 1])
         sizes = np.array(lengths[first : first + BLOCK + 1][: len(places) - 1], np.int64) * file.tokens.itemsize
         if (np.diff(places) != sizes).any():
             raise UserError(
-                f"{file.path}: its index says that sequences do not lie in order, one right behind another, which "
-                "cannot be read"
+                f"{file.path}: by its index, sequences are out of order or not contiguous, which is not supported"
             )
     for first in range(0, len(file.firsts) - 1, BLOCK):
         if (np.diff(file.firsts[first : first + BLOCK + 1]) < 0).any():
-            raise UserError(f"{file.path}: its index says that documents do not begin in order, which cannot be read")
+            raise UserError(f"{file.path}: by its index, documents are out of order, which is not supported")
 
 
 def looks_wider(tokens: np.ndarray) -> bool:
-    """Whether numbers of 16 bits are the halves of numbers of 32: every second one is next to nothing."""
+    """Whether 16-bit numbers look like the halves of 32-bit ones: every second one is small."""
     halves = np.asarray(tokens[: min(len(tokens), BLOCK) // 2 * 2]).reshape(-1, 2)
     if tokens.itemsize != 2 or len(halves) < 16:
         return False
@@ -340,12 +338,12 @@ def _open_index(path: Path, remedy: str | None = None) -> tuple[np.dtype, np.nda
     with regular(path).open("rb") as file:
         header = file.read(HEADER.size)
     if len(header) < HEADER.size or not header.startswith(MAGIC):
-        raise UserError(f"{path} is no index of tokens: it does not begin with MMIDIDX")
+        raise UserError(f"{path} is not an index of tokens: it does not begin with MMIDIDX")
     _, version, code, sequences, documents = HEADER.unpack(header)
     if version != 1 or code not in DTYPES:
-        raise UserError(f"{path}: version {version} with dtype {code} cannot be read, only version 1 with integers")
+        raise UserError(f"{path}: version {version} with dtype {code} is not supported, only version 1 with integers")
     sizes = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences, 8 * documents])
-    # Multimodal files have a byte more for each sequence.
+    # Multimodal files have an extra byte per sequence.
     if path.stat().st_size not in (sizes[-1], sizes[-1] + sequences) or not documents:
         raise UserError(f"{path} is damaged: it has {path.stat().st_size} bytes instead of {sizes[-1]}")
     sums = None if remedy is None else Sums.beside(path, remedy)
@@ -358,13 +356,13 @@ def _open_index(path: Path, remedy: str | None = None) -> tuple[np.dtype, np.nda
 
 
 def _span(numbers: np.ndarray, start: int, stop: int) -> np.ndarray:
-    """A part, compared with checksums no sooner than it is read."""
+    """A part, compared with checksums only when it is read."""
     return numbers.span(start, stop) if isinstance(numbers, Checked) else numbers[start:stop]
 
 
 def _map(path: Path, dtype: np.dtype, offset: int, count: int, sums: Sums | None = None) -> np.ndarray:
     """Numbers of a file; with `sums` compared with these when they are read."""
-    if not count:  # nothing cannot be mapped
+    if not count:  # an empty range cannot be mapped
         return np.zeros(0, dtype)
     if sums is not None:
         return sums.numbers(dtype, offset, count)
@@ -378,7 +376,7 @@ def _open_to_continue(path: Path, num_bytes: int) -> BinaryIO:
 
 
 def _about(path: Path) -> dict[str, Any] | None:
-    """What was written here beside a file of tokens; None if a .json beside it is somebody else's, or none is."""
+    """Our description beside a token file; None if there is none, or the .json is not ours."""
     try:
         found = json.loads(_about_path(path).read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -18,7 +18,7 @@ END_OF_TEXT = "<|endoftext|>"
 """End-of-text token of the tokenizers trained here."""
 
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
-"""What published tokenizers call it, tried in this order where their files do not say."""
+"""Its names in published tokenizers, tried in this order if their files do not give it."""
 
 CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
@@ -28,27 +28,26 @@ TOKENIZER_FILES = (
     "generation_config.json",
     CHAT_TEMPLATE,
 )
-"""Files of a Hugging Face directory that a tokenizer is made of (config.json is the model's)."""
+"""The files of a tokenizer in a Hugging Face directory (config.json is the model's)."""
 
 PIECE = 1 << 16
 """Characters after which a long document may be cut for encoding."""
 WINDOW = 256
-"""Characters on both sides of a cut that show whether it changes the tokens."""
+"""Characters on both sides of a cut that are encoded to check that the cut does not change the tokens."""
 _WORD_END = re.compile(r"[^\W_](?=\s)")
 
 
 class TextTokenizer:
     """A tokenizer together with its end-of-text token: the content of its files, ready to use.
 
-    Only `encode_prompt` adds tokens. Text that happens to spell a special token is encoded as the text it
-    is, so that no document can end itself early; truncation and padding that a file asks for are switched
-    off.
+    Only `encode_prompt` adds tokens. Text that contains a special token's name is encoded as ordinary text, so no
+    document can end itself early. Truncation and padding from the files are switched off.
     """
 
     def __init__(self, files: Mapping[str, bytes], *, where: str):
-        """`files` maps names of TOKENIZER_FILES to content; `where` names their place in error messages.
+        """`files` maps names of TOKENIZER_FILES to content; `where` is their location in error messages.
 
-        Raises UserError when they are no tokenizer, or have no end-of-text token.
+        Raises UserError if they are not a valid tokenizer, or have no end-of-text token.
         """
         self._files = dict(files)
         try:
@@ -60,21 +59,21 @@ class TextTokenizer:
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(ids.values(), default=0) + 1
-        """Rows an embedding needs: the largest id and one."""
+        """Rows that an embedding needs: the largest id plus one."""
         self.eos_id: int = _end_of_text(self._files, ids, where)
         """Id of the end-of-text token."""
         self.special_tokens: tuple[str, ...] = tuple(
             token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
         )
-        """Tokens that stand for no text."""
+        """Tokens without text."""
         ordered = sorted(filter(None, self.special_tokens), key=len, reverse=True)
         self.special_pattern: re.Pattern[str] = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
         """Finds them in text."""
         config = _read_json(self._files, "tokenizer_config.json", where)
         self.named_tokens: dict[str, str] = {"eos_token": self.decode([self.eos_id]), **_named(config)}
-        """Special tokens by what chat templates call them, such as `bos_token`."""
+        """Special tokens by their names in chat templates, such as `bos_token`."""
         self.chat_template: str | None = _chat_template(self._files, config, where)
-        """How the tokenizer's own files write a conversation down, as Jinja."""
+        """The Jinja chat template in the tokenizer's files."""
         identity = self._files["tokenizer.json"] + str(self.eos_id).encode()
         self.fingerprint: str = hashlib.sha256(identity).hexdigest()
         """Equal for tokenizers that make the same tokens of every document."""
