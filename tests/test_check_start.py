@@ -44,7 +44,7 @@ REFUSED = {
     "another width": ([OWN_TOKENIZER, "model.hidden=24"], "has shape (280, 16), but this run's is (280, 24)"),
     "another tokenizer": (["data.sources=other.txt"], "set data.tokenizer=runs/first/tokenizer"),
     "no such base": (["checkpoint.start_from=runs/nowhere"], "is neither a checkpoint nor a run that has one"),
-    "no such adapter": (["finetune.start_from=nowhere"], "nowhere is no adapter of peft's"),
+    "no such adapter": (["finetune.start_from=nowhere"], "nowhere is not a peft adapter"),
     "another adapter": (["finetune.start_from=scales"], "scales is an adapter of the kind IA3"),
 }
 

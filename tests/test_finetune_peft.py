@@ -259,7 +259,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(bases: dict[str, Path], adap
     wrong = {"target_modules": [5, "(", ["q_proj", 5]], "rank_pattern": [5, {"q": "x"}, {"(": 1}], "r": ["8"]}
     for number, (key, value) in enumerate((key, value) for key, values in wrong.items() for value in values):
         strange = changed(adapter, tmp_path / f"x{number}", config={key: value})
-        assert "adapter_config.json is no configuration of an adapter: " in refusal(llama, strange, lora)
+        assert "adapter_config.json is not an adapter's configuration: " in refusal(llama, strange, lora)
     special = changed(adapter, tmp_path / "e", config={"alora_invocation_tokens": [1]})
     assert "alora_invocation_tokens is set" in refusal(llama, special, lora)
 

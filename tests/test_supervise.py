@@ -105,7 +105,7 @@ def test_some_ends_are_final(folder: Path, capfd: pytest.CaptureFixture[str], st
 
 def test_a_crash_before_the_first_step_is_not_repeated(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(job(folder, "sys.exit(3)")) == 3
-    assert "ended with status 3; its messages stand above" in capfd.readouterr().err
+    assert "ended with status 3; its messages are printed above" in capfd.readouterr().err
 
 
 def test_last_words_are_printed_once(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,1 +1,1 @@
-"""What a run leaves on disk to continue from, and the border to Hugging Face's files."""
+"""Checkpoints of runs, and the conversion from and to Hugging Face's files."""

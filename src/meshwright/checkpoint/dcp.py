@@ -1,8 +1,8 @@
 """Checkpoint tensors in shards: their layout, writing and reading, in the format of torch.distributed.checkpoint.
 
 A checkpoint is one flat folder: DCP's shards and `.metadata`, `trainer.json` with everything that is not a tensor, and
-the manifest. Tensors are named `model.NAME` and `optimizer.NAME.KEY`, so any layout can read what any other wrote. DCP
-plans who writes what; reading and writing themselves need no word between ranks.
+the manifest. Tensors are named `model.NAME` and `optimizer.NAME.KEY`, so any layout can read checkpoints of any other.
+DCP plans which rank writes which part; reading and writing themselves need no communication.
 """
 
 import secrets
@@ -24,16 +24,16 @@ from meshwright.comm.objects import gather, rank, scatter
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Who writes which part of which tensor, for every save of a run."""
+    """The assignment of tensor parts to ranks, for every save of a run."""
 
     names: frozenset[str]
-    """All tensors of this rank, as the plan was made for them."""
+    """All tensors of this rank in the plan."""
     mine: SavePlan
     """The parts that this rank writes; a part that several ranks hold is written by one of them."""
     index: Metadata | None
-    """The whole, on rank 0."""
+    """The index of all parts, on rank 0."""
     token: str
-    """Told apart from those of other processes, folders of unfinished saves are never mixed up."""
+    """A random suffix for folders of unfinished saves, so that those of different processes never collide."""
 
 
 def plan_shards(tensors: dict[str, torch.Tensor]) -> ShardPlan:
@@ -51,7 +51,7 @@ def plan_shards(tensors: dict[str, torch.Tensor]) -> ShardPlan:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What of `tensor` lies on this rank."""
+    """This rank's part of `tensor`."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -96,7 +96,7 @@ def load_tensors(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
     try:
         plan = planner.finish_plan(planner.create_local_plan())
         reader.read_data(plan, planner).wait()
-    except Exception as error:  # whatever a shard holds that its index does not promise
+    except Exception as error:  # a shard that does not match its index
         raise CheckpointError(f"{checkpoint}: cannot be read ({type(error).__name__}: {error})") from error
 
 

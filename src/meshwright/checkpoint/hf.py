@@ -37,7 +37,7 @@ TOKENIZER_FILES = (
 
 
 class HfWeights:
-    """The weights of a Hugging Face directory under our names. Nothing is read before it is asked for."""
+    """The weights of a Hugging Face directory under our names, read lazily."""
 
     def __init__(self, directory: Path, spec: ModelSpec):
         """Check every tensor's presence, shape and dtype from the files' headers alone.
@@ -108,7 +108,7 @@ def _find(
 
 
 def _refuse_unknown(stored: Mapping[str, StoredTensor], used: set[str], spec: ModelSpec) -> None:
-    """A tensor that nobody reads would silently change what the model computes."""
+    """Raise `UserError` for a tensor that would not be read: ignoring it would silently change the model."""
     if spec.foreign:  # its parameters are those of the files, and have been compared with transformers' module
         return
     family = family_of(spec)
@@ -121,7 +121,7 @@ def _refuse_unknown(stored: Mapping[str, StoredTensor], used: set[str], spec: Mo
 
 
 def _second_head(stored: Mapping[str, StoredTensor], spec: ModelSpec) -> tuple[str, str, StoredTensor] | None:
-    """Where the head is the embedding and files hold one nevertheless: our name of the embedding, and the head."""
+    """A head stored in the files although it is tied to the embedding: our name of the embedding, and the head."""
     if not spec.tied_embeddings or "lm_head.weight" not in stored:
         return None
     embeddings = [row.name for row in parameter_table(spec) if row.dims[0] == "vocab"]
@@ -149,7 +149,7 @@ def export_hf(
             those that share a stored tensor (gpt2's queries, keys and values) until all have come.
         tokenizer_dir: folder whose tokenizer files are copied, or None.
         dtype: of the stored weights.
-        shard_bytes: size beyond which a file is not filled further.
+        shard_bytes: size limit of a file.
         token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id` for config.json and generation_config.json.
         prove: before the directory gets its name, read it back and compare logits, by transformers as well where it
             is installed. Holds two models in fp32 in host memory.
@@ -192,7 +192,7 @@ def as_stored(parameters: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec) -
     waiting: dict[str, dict[int, torch.Tensor]] = {}  # what has come of a stored tensor, by its first row
     for name, tensor in parameters:
         if missing.pop(name, None) != tuple(tensor.shape):
-            raise UserError(f"export: {name} of shape {list(tensor.shape)} is not expected, or came twice")
+            raise UserError(f"export: {name} of shape {list(tensor.shape)} is unexpected, or a duplicate")
         place = places[name]
         if place.experts is not None:
             pieces = tensor.detach().unflatten(1, (len(place.parts), -1)).flatten(0, 1)
@@ -218,7 +218,7 @@ def _write_weights(
     """One file, or several with their index. All are open at once, because tensors come in any order."""
     places = hf_tensors(spec)
     shapes = {key: place.shape for place in places.values() for key in place.keys}
-    exact = {places[row.name].key for row in state_table(spec)}  # few numbers that decide much
+    exact = {places[row.name].key for row in state_table(spec)}  # small, and sensitive to rounding
     if spec.foreign is not None:
         scalars = {stored_name(name, spec.foreign.renamed): () for name, _ in spec.foreign.scalars}
         exact, shapes = exact | scalars.keys(), shapes | scalars

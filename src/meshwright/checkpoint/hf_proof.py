@@ -16,9 +16,8 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 
 TOLERANCE = 1e-4
-"""Largest allowed difference of two logits, as a part of the largest logit. All models compute in fp32 from
-the same stored weights, so differences are of rounding (about 1e-6); one wrong tensor makes them as large as
-the logits."""
+"""Largest allowed difference of two logits, relative to the largest logit. All models compute in fp32 from the same
+stored weights, so differences are rounding (about 1e-6); one wrong tensor makes them as large as the logits."""
 
 PROBE = (2, 64)
 """Sequences and tokens that are compared."""

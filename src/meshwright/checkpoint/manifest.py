@@ -1,8 +1,8 @@
-"""Publication of a checkpoint: written aside, checksummed in a manifest, made visible by one rename.
+"""Publication of a checkpoint: written to a hidden folder, checksummed in a manifest, made visible by one rename.
 
 The order of a publication, each step on disk before the next: shards, index and `trainer.json` in a hidden folder, then
-`manifest.json` with the size and sha256 of every file, then the folder's final name, then `latest`; only then do old
-checkpoints go (`retention.py`). A process killed anywhere leaves the last good checkpoint untouched.
+`manifest.json` with the size and sha256 of every file, then the folder's final name, then `latest`; only then are old
+checkpoints removed (`retention.py`). A process killed anywhere leaves the last good checkpoint intact.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from meshwright.storage.durable import regular, sync_folder, write_durably
 MANIFEST = "manifest.json"
 FORMAT = 1
 TRAINER = "trainer.json"
-"""Everything of a checkpoint that is no tensor."""
+"""File with everything in a checkpoint that is not a tensor."""
 LATEST = "latest"
 PREFIX = "step-"
 STEP = re.compile(rf"{PREFIX}\d{{8,}}")
@@ -28,9 +28,9 @@ STEP = re.compile(rf"{PREFIX}\d{{8,}}")
 STAGING = ".writing-"
 """Prefix of folders that are not yet checkpoints."""
 UNFINISHED = re.compile(rf"{re.escape(STAGING)}{PREFIX}\d{{8,}}-[0-9a-f]{{8}}")
-"""Full names of such folders, of saves and of removals that were cut short."""
+"""Full names of such folders, from interrupted saves and removals."""
 ABANDONED = "abandoned-"
-"""Prefix of checkpoints beyond the step that a run went back to: kept for people, never continued from."""
+"""Prefix of checkpoints after the step that a run went back to: kept for people, never resumed from."""
 
 
 class CheckpointError(UserError):
@@ -55,9 +55,9 @@ def list_checkpoints(root: Path) -> list[Path]:
 
 
 def remove_checkpoint(checkpoint: Path) -> None:
-    """Remove a checkpoint, if it is one of ours: a folder, not a link to one, that carries a manifest.
+    """Remove a checkpoint if it is ours: a folder with a manifest, not a link.
 
-    It loses its name first, so that a removal that is cut short leaves nothing that looks like a checkpoint.
+    It is renamed first, so that an interrupted removal leaves nothing that looks like a checkpoint.
     """
     if (checkpoint / MANIFEST).is_file() and not checkpoint.is_symlink():
         aside = checkpoint.with_name(f"{STAGING}{checkpoint_name(step_of(checkpoint))}-{secrets.token_hex(4)}")
@@ -74,7 +74,7 @@ def latest_checkpoint(root: Path) -> Path:
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """Size in bytes and sha256 of a file, which is flushed to disk on the way."""
+    """Size in bytes and sha256 of a file, which is also flushed to disk."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         os.fsync(file.fileno())
@@ -86,8 +86,8 @@ def publish(
 ) -> Path:
     """Give the complete checkpoint in `staging` its manifest and its name; returns the published folder.
 
-    A run that went back to an older checkpoint, that of step `since`, takes another way from there: what lies beyond it
-    is renamed. Of what was abandoned twice at one step, the last stays. None: what lies at `step` or beyond.
+    If the run resumed from an older checkpoint, of step `since`, later checkpoints no longer belong to it and are
+    renamed; of two abandoned at the same step, the last stays. `since` None: checkpoints at `step` or later.
     """
     write_durably(staging / MANIFEST, json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1))
     sync_folder(staging)
@@ -113,8 +113,7 @@ def point_at(checkpoint: Path) -> None:
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """The manifest of a checkpoint: `step` and `files`, name -> bytes and sha256.
 
-    Raises `CheckpointError` if it is missing, damaged, or that of a checkpoint of another step than the folder's
-    name says.
+    Raises `CheckpointError` if it is missing, damaged, or of another step than the folder's name.
     """
     path = checkpoint / MANIFEST
     try:
@@ -143,7 +142,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_trainer(checkpoint: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """The value in `trainer.json`; raises `CheckpointError` if it is none, or of another step than the manifest."""
+    """The value in `trainer.json`; raises `CheckpointError` if it is not JSON, or of another step than the manifest."""
     path = checkpoint / TRAINER
     try:
         values = json.loads(path.read_bytes())

@@ -24,7 +24,7 @@ METADATA = ".metadata"
 
 
 class SafeReader(dcp.FileSystemReader):
-    """DCP's reader of files, but for `.metadata`."""
+    """DCP's reader, except for `.metadata`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index of all tensors; raises `CheckpointError` if it is anything else."""
@@ -43,7 +43,7 @@ class SafeReader(dcp.FileSystemReader):
 
 
 def _check(metadata: Any) -> None:
-    """Raise `ValueError` if unpickled metadata is not what DCP writes, in any part that it reads."""
+    """Raise `ValueError` if unpickled metadata does not have DCP's form, in any part that DCP reads."""
 
     def must(true: bool, what: str) -> None:
         if not true:
@@ -76,7 +76,7 @@ def _check(metadata: Any) -> None:
 
 
 class _SafeUnpickler(pickle.Unpickler):
-    """Builds only the plain data classes of which checkpoint metadata consists."""
+    """Builds only the plain data classes of checkpoint metadata."""
 
     ALLOWED = frozenset(
         [
@@ -98,7 +98,7 @@ class _SafeUnpickler(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
-        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 calls it
+        module = "pathlib" if module == "pathlib._local" else module  # its name in Python 3.13
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) in self.ALLOWED:

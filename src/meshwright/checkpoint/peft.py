@@ -1,6 +1,6 @@
 """Adapters in peft's format: the tensors of `adapter_model.safetensors`.
 
-A tensor's key is `base_model.model.`, the Hugging Face name of its module, and what peft calls the parameter.
+A tensor's key is `base_model.model.`, the Hugging Face name of its module, and peft's name of the parameter.
 """
 
 import hashlib
@@ -38,15 +38,14 @@ NAMES = {
     "factors": "ia3_l",
 }
 EMBEDDING_NAMES = {"lora_a": "lora_embedding_A", "lora_b": "lora_embedding_B"}
-"""What peft calls our parameters."""
-
+"""Our parameters -> peft's names."""
 BASE, DIGEST = "meshwright_base", "meshwright_sha256"
-"""Keys of the file's metadata: which base the adapter was trained on, and the digest of its tensors."""
+"""Keys of the file's metadata: the fingerprint of the adapter's base, and the digest of its tensors."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where one of our parameters lies in an adapter's file."""
+    """The place of one of our parameters in an adapter's file."""
 
     key: str
     shape: tuple[int, ...]
@@ -71,13 +70,13 @@ def write_adapter(
     fingerprint: str,
     prove: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write everything that trains as an adapter that peft loads; the directory appears complete or not at all.
+    """Write all trained parameters as an adapter that peft can load; the directory appears complete or not at all.
 
     Args:
-        tensors: every row of the table that trains, by our names, whole.
-        base: what `base_model_name_or_path` says.
-        fingerprint: of the base, so that the adapter is not continued on another one.
-        prove: raises where the files, at a path that it is given, are not right; then nothing is written.
+        tensors: every trained row of the table, by our names, whole.
+        base: the value of `base_model_name_or_path`.
+        fingerprint: of the base, so that the adapter is not resumed on another one.
+        prove: called with the path of the files; if it raises, nothing is written.
 
     Raises `UserError` if the directory exists or peft has no names for this adapter.
     """
@@ -99,8 +98,8 @@ def read_adapter(
 ) -> dict[str, torch.Tensor]:
     """The tensors of a peft adapter by our names, whole, on the CPU.
 
-    Raises `AdapterError` if a file is missing or damaged, where the adapter is of another kind than the recipe's,
-    or where it was made for another base.
+    Raises `AdapterError` if a file is missing or damaged, the adapter is of another kind than the recipe's, or it was
+    made for another base.
     """
     check_adapter_config(directory, model, finetune)
     file = directory / WEIGHTS
@@ -137,7 +136,7 @@ def read_adapter(
 
 
 def tied_keys(model: ModelSpec, finetune: AdapterSpec) -> tuple[str, str] | None:
-    """Keys of embedding and head in an adapter's file, where they are one matrix and train; None elsewhere."""
+    """Keys of embedding and head in an adapter's file, if they are tied and trained; else None."""
     head = tied_head(model, finetune)
     if head is None:
         return None
@@ -146,9 +145,9 @@ def tied_keys(model: ModelSpec, finetune: AdapterSpec) -> tuple[str, str] | None
 
 
 def _check_tied(directory: Path, found: Mapping[str, torch.Tensor], tied: tuple[str, str], *, ours: bool) -> None:
-    """Raise `AdapterError` if peft computes with another head than the embedding, which is one matrix here.
+    """Raise `AdapterError` if peft's head differs from the embedding, to which it is tied here.
 
-    `ours`: written here; earlier versions left the head out.
+    `ours`: written by Meshwright, whose earlier versions left the head out.
     """
     embedding, head = tied
     if head in found:
@@ -167,7 +166,7 @@ def _check_tied(directory: Path, found: Mapping[str, torch.Tensor], tied: tuple[
 
 
 def stored_places(model: ModelSpec, finetune: AdapterSpec) -> dict[str, Stored]:
-    """Our parameter's name -> where it lies in an adapter's file, for everything that trains."""
+    """The place of every trained parameter in an adapter's file, by our names."""
     found: dict[str, Stored] = {}
     for adapter in find_adapters(model, finetune):
         module = hf_module(model, adapter)

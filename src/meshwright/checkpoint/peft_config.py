@@ -26,14 +26,13 @@ WITHOUT_EFFECT = frozenset(
     | {"fan_in_fan_out", "lora_dropout", "megatron_config", "megatron_core", "runtime_config", "qalora_group_size"}
     | {"init_ia3_weights", "eva_config", "corda_config", "lora_ga_config", "loftq_config"}
 )
-"""Keys that change nothing of what saved tensors compute: of how the adapter began, was trained or is kept. Any other
-key that is set is refused by its name."""
+"""Keys without effect on the computation of saved tensors: about initialization, training or storage. Any other key
+that is set is refused by name."""
 
 INITS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of `init_lora_weights` under which peft leaves the base as it is."""
-
+"""Values of `init_lora_weights` with which peft does not change the base."""
 CONVERTIBLE = ("pissa", "olora", "corda", "lora_ga")
-"""How others begin that peft can convert; it takes what the adapter begins as from the base."""
+"""Initializations that change the base and that peft can convert to plain LoRA."""
 
 AdapterSpec = LoraSpec | Ia3Spec
 
@@ -80,9 +79,9 @@ def adapter_config(model: ModelSpec, finetune: AdapterSpec, base: str | None) ->
 
 
 def tied_head(model: ModelSpec, finetune: AdapterSpec) -> str | None:
-    """Hugging Face's name of the head, where it is the embedding and trains with it; None elsewhere.
+    """Hugging Face's name of the head, if it is tied to the embedding and trained; else None.
 
-    peft gives each module that trains a copy of its own, so files have to hold such a matrix under both names.
+    peft gives each trained module its own copy, so files must hold such a matrix under both names.
     """
     trained = (row for row in finetuned_table(model, finetune) if row.trained and not row.adapter)
     if not model.tied_embeddings or not any(row.dims[0] == "vocab" for row in trained):
@@ -91,7 +90,7 @@ def tied_head(model: ModelSpec, finetune: AdapterSpec) -> str | None:
 
 
 def unread_by_vllm(directory: Path) -> list[str]:
-    """What of a written adapter vLLM does not read: it takes LoRA of linear layers, with one scale for all of them."""
+    """The parts of a written adapter that vLLM does not support: it reads LoRA on linear layers with a single scale."""
     config = json.loads((directory / CONFIG).read_text())
     reasons = {
         "IA3": config["peft_type"] == "IA3",
@@ -111,9 +110,9 @@ def check_adapter_config(directory: Path, model: ModelSpec, finetune: AdapterSpe
         kind = config["peft_type"]
         _check_kinds(config)
     except FileNotFoundError as error:
-        raise AdapterError(f"{directory} is no adapter of peft's: it has no {CONFIG}") from error
+        raise AdapterError(f"{directory} is not a peft adapter: it has no {CONFIG}") from error
     except (ValueError, TypeError, KeyError, RecursionError, re.error) as error:
-        raise AdapterError(f"{file} is no configuration of an adapter: {error}") from error
+        raise AdapterError(f"{file} is not an adapter's configuration: {error}") from error
     if kind != ("IA3" if isinstance(finetune, Ia3Spec) else "LORA"):
         raise AdapterError(f"{directory} is an adapter of the kind {kind}, the recipe's finetune.method another one")
     _check_keys(config, file)
@@ -123,11 +122,11 @@ def check_adapter_config(directory: Path, model: ModelSpec, finetune: AdapterSpe
 
 
 def _check_keys(config: dict[str, Any], file: Path) -> None:
-    """Raise `AdapterError` if a key asks for what adapters here do not do."""
+    """Raise `AdapterError` if a key needs a feature that adapters here do not have."""
     for key, value in config.items():
         given = not (value is None or value is False or value in ([], {}, ""))
         if given and key not in COMPARED | WITHOUT_EFFECT:
-            raise AdapterError(f"{file}: {key} is set, which adapters here do not have, so it cannot be continued")
+            raise AdapterError(f"{file}: {key} is set, which adapters here do not support, so it cannot be continued")
     if config.get("bias") not in (None, "none"):
         raise AdapterError(
             f"{file}: bias is {config['bias']!r}; biases that peft trains cannot be continued, only none"
@@ -147,7 +146,7 @@ def _check_keys(config: dict[str, Any], file: Path) -> None:
 
 
 def _check_kinds(config: dict[str, Any]) -> None:
-    """Raise `TypeError`, or `re.error`, where a value is not what peft writes there."""
+    """Raise `TypeError` or `re.error` if a value does not have the type that peft writes."""
     for key in ("target_modules", "exclude_modules", "feedforward_modules", "layers_pattern"):
         value = config.get(key)
         if isinstance(value, str):
@@ -183,7 +182,7 @@ def hf_module(model: ModelSpec, adapter: Adapter) -> str:
 
 
 def _shortened(model: ModelSpec, modules: list[str]) -> list[str]:
-    """Ends of names (`q_proj`) where all modules of that end are meant, else whole names."""
+    """Last parts of names (`q_proj`) if all modules with them are meant, else whole names."""
     ends: dict[str, set[str]] = {}
     for place in hf_tensors(model).values():
         module = place.key.rpartition(".")[0]
@@ -229,14 +228,14 @@ def _differences(config: dict[str, Any], model: ModelSpec, finetune: AdapterSpec
 
 
 def _targeted(module: str, targets: Any) -> bool:
-    """Whether peft means this module: by a regular expression, or by names and ends of names."""
+    """Whether peft's targets include this module: by a regular expression, or by names and their last parts."""
     if isinstance(targets, str):
         return re.fullmatch(targets, module) is not None
     return any(module == target or module.endswith(f".{target}") for target in targets or [])
 
 
 def _left_out(module: str, config: dict[str, Any]) -> bool:
-    """Whether peft leaves out a module that `target_modules` means: by name, or because of its layer."""
+    """Whether peft excludes a module of `target_modules`: by name, or because of its layer."""
     if _targeted(module, config.get("exclude_modules")):
         return True
     wanted, lists = config.get("layers_to_transform"), config.get("layers_pattern")

@@ -21,12 +21,12 @@ def prove_adapter(
     read: Callable[[Path], Mapping[str, torch.Tensor]],
     write_base: Callable[[], Path],
 ) -> float:
-    """Compare the logits of `reference` (fp32, whole, its base as it was before any quantization) with those that the
-    adapter in `directory` gives.
+    """Compare the logits of `reference` (fp32, whole, with the base before any quantization) with the logits of the
+    adapter in `directory`.
 
     Args:
-        read: everything that trains, by our names, from the adapter's directory.
-        write_base: where the base lies as a Hugging Face directory; called only if peft is there to compare.
+        read: returns all trained parameters, by our names, from the adapter's directory.
+        write_base: returns the base as a Hugging Face directory; called only if peft is installed.
 
     Returns:
         the largest difference found.
@@ -57,7 +57,7 @@ def _peft_logits(base: Path, adapter: Path, tokens_BT: torch.Tensor) -> torch.Te
     model = AutoModelForCausalLM.from_pretrained(base, local_files_only=True, dtype=torch.float32)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # peft says there what it thinks of tied embeddings, and of transformers
+            warnings.simplefilter("ignore")  # peft's notes on tied embeddings and transformers
             adapted = peft.PeftModel.from_pretrained(model, str(adapter))
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(

@@ -21,7 +21,7 @@ HELD_OUT_LOSS = "held_out_loss"
 
 
 def prune(root: Path, spec: CheckpointSpec) -> None:
-    """Name the best checkpoint in `best`, then remove what `spec` does not keep and what killed saves have left."""
+    """Name the best checkpoint in `best`, then remove checkpoints that `spec` does not keep, and unfinished saves."""
     published = list_checkpoints(root)
     kept = set(published[-spec.keep_last :])
     if spec.keep_every:
@@ -40,7 +40,7 @@ def prune(root: Path, spec: CheckpointSpec) -> None:
 
 
 def held_out_loss(checkpoint: Path) -> float | None:
-    """What the evaluation right before the checkpoint measured; None if there was none or it cannot be read."""
+    """The held-out loss measured right before the checkpoint; None if there is none or it cannot be read."""
     try:
         loss = json.loads((checkpoint / TRAINER).read_text())[HELD_OUT_LOSS]
     except (OSError, ValueError, KeyError, TypeError):

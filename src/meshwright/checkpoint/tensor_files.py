@@ -20,11 +20,11 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def open_tensors(file: Path) -> Any:
-    """A file whose header has been read, as safetensors opens it. Raises `UserError` if it finds more amiss."""
+    """A file, whose header has been checked, opened by safetensors. Raises `UserError` if safetensors refuses it."""
     try:
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{file} is no safetensors file: {error}") from error
+        raise UserError(f"{file} is not a safetensors file: {error}") from error
 
 
 class TensorFileWriter:

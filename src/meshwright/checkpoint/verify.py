@@ -15,14 +15,14 @@ from meshwright.checkpoint.manifest import (
 from meshwright.checkpoint.metadata import METADATA
 from meshwright.comm.objects import from_first, gather_everywhere, rank, world_size
 
-START_ANEW = "move what is damaged away and start without --resume, or start in another run_dir"
+START_ANEW = "move the damaged ones away and start without --resume, or start in another run_dir"
 
 
 def verify_checkpoint(checkpoint: Path, *, to_resume: bool = False) -> dict[str, Any]:
-    """Check every file against the manifest, the work divided over ranks; returns the value in `trainer.json`.
+    """Check every file against the manifest, divided over ranks; returns the value in `trainer.json`.
 
-    Raises the same `CheckpointError` on every rank, naming the file and the newest checkpoint that is good: what to
-    give instead, or to continue from where that is what the checkpoint is for (`to_resume`). Collective.
+    Raises the same `CheckpointError` on every rank. It names the file and the newest good checkpoint to use instead, or
+    to resume from if `to_resume`. Collective.
     """
     problems = [text for text in gather_everywhere(_problem(checkpoint, rank(), world_size())) if text]
     if problems:
@@ -31,9 +31,9 @@ def verify_checkpoint(checkpoint: Path, *, to_resume: bool = False) -> dict[str,
 
 
 def read_values(checkpoint: Path) -> dict[str, Any]:
-    """The value in `trainer.json`, once that and the index are as they were saved; no tensor is read.
+    """The value in `trainer.json`, after checking it and the index; no tensor is read.
 
-    Raises `CheckpointError` as `verify_checkpoint`, for continuing. Each rank by itself.
+    Raises `CheckpointError` as `verify_checkpoint` does for resuming. Not collective.
     """
     if problem := _problem(checkpoint, 0, 1, only=(METADATA, TRAINER)):
         raise CheckpointError(f"{problem}; {_offer(checkpoint, to_resume=True)}")
@@ -41,7 +41,7 @@ def read_values(checkpoint: Path) -> dict[str, Any]:
 
 
 def newest_good_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint without a fault, if there is one, and what is wrong with those after it. Collective."""
+    """The newest undamaged checkpoint, if there is one, and the faults of later ones. Collective."""
     faults: list[str] = []
     for name in reversed(from_first([path.name for path in list_checkpoints(root)])):
         problems = [text for text in gather_everywhere(_problem(root / name, rank(), world_size())) if text]
@@ -52,8 +52,7 @@ def newest_good_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
 
 
 def _problem(checkpoint: Path, part: int, parts: int, *, only: tuple[str, ...] = ()) -> str | None:
-    """What is wrong with the checkpoint, every `parts`-th file from `part` on being read, or `only` those; None if
-    nothing is."""
+    """The fault of the checkpoint, or None. Reads every `parts`-th file from `part` on, or `only` some."""
     try:
         manifest = read_manifest(checkpoint)
         verify_no_foreign_files(checkpoint, manifest)
@@ -79,7 +78,7 @@ def _offer(checkpoint: Path, to_resume: bool) -> str:
             return (
                 f"{name} is good, continue from it with --resume {name}"
                 if to_resume
-                else f"{other} is good, give that instead"
+                else f"{other} is good, use that instead"
             )
     alone = "the others are damaged too" if others else "there is no other checkpoint beside it"
     return f"{alone}; {START_ANEW}" if to_resume else alone

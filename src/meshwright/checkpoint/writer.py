@@ -1,13 +1,13 @@
 """Asynchronous saving: copy the state, write it in a thread, publish it, report the outcome.
 
-No thread ever talks to another rank. A save goes through three stages, and what ranks have to tell one another they
-tell between two steps, when all of them have heard that no thread is at work (`busy`):
+Threads never communicate with other ranks. A save goes through three stages, and ranks communicate between two steps,
+when all know that no thread is working (`busy`):
 
     begin   every rank copies its share to host memory and its thread writes it        training waits for the copy
-    settle  ranks send rank 0 what they wrote; its thread writes the index, publishes, removes old checkpoints
-    settle  every rank learns how the save ended
+    settle  ranks send rank 0 the list of their files; its thread writes the index, publishes, removes old checkpoints
+    settle  every rank learns the outcome
 
-Whatever goes wrong on any rank's disk ends as a `SaveOutcome` with a problem; the checkpoint before is as it was.
+A disk error on any rank ends as a `SaveOutcome` with a problem; the previous checkpoint is unchanged.
 """
 
 import json
@@ -35,13 +35,13 @@ Files = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOutcome:
-    """How a save ended, the same on every rank."""
+    """The outcome of a save, the same on every rank."""
 
     step: int
     path: Path | None
     """The published checkpoint; None if there is none."""
     problem: str | None
-    """What went wrong, if something did; a published checkpoint may have one too (old ones could not be removed)."""
+    """The error, if any; a published checkpoint may have one too (old ones could not be removed)."""
     blocked_seconds: float
     """Wall time for which training waited on rank 0."""
     total_seconds: float
@@ -52,7 +52,7 @@ class SaveOutcome:
 
 @dataclass(frozen=True)
 class _Written:
-    """What one rank's thread has to report."""
+    """The report of one rank's thread."""
 
     results: list[WriteResult]
     files: Files
@@ -60,7 +60,7 @@ class _Written:
 
 
 class CheckpointWriter:
-    """Saves the state of one run again and again. Every rank holds one and makes the same calls in the same order."""
+    """Saves the checkpoints of one run. Every rank has a writer and makes the same calls in the same order."""
 
     def __init__(self, root: Path, spec: CheckpointSpec, beside: Mapping[str, bytes] | None = None) -> None:
         """`beside`: files that every checkpoint keeps a copy of, by plain names; rank 0's count."""
@@ -79,7 +79,7 @@ class CheckpointWriter:
 
     @property
     def idle(self) -> bool:
-        """Whether no save is on its way; the same on every rank."""
+        """Whether no save is in progress; the same on every rank."""
         return self._step is None
 
     @property
@@ -89,13 +89,13 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether this rank's thread is at work."""
+        """Whether this rank's thread is working."""
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, step: int, tensors: dict[str, torch.Tensor], trainer: dict[str, Any]) -> None:
-        """Start to save `tensors` (plain or DTensor) and the JSON value `trainer`, which may change from here on.
+        """Start to save `tensors` (plain or DTensor) and the JSON value `trainer`; both may change afterwards.
 
-        Must be idle. The first call is collective: it plans who writes what.
+        Must be idle. The first call is collective: it plans which rank writes which part.
         """
         assert self.idle, f"step {self._step} is still being saved"
         self._began = time.perf_counter()
@@ -110,7 +110,7 @@ class CheckpointWriter:
         self._start(self._write, self._plan, mine)
 
     def settle(self) -> SaveOutcome | None:
-        """Bring the save on its way to its next stage; returns how it ended once it has. Collective.
+        """Advance the save in progress to its next stage; returns the outcome when it has ended. Collective.
 
         Call it on all ranks when none is `busy`.
         """
@@ -128,7 +128,7 @@ class CheckpointWriter:
         return None
 
     def finish(self) -> SaveOutcome | None:
-        """Wait until the save on its way has ended; returns how. Collective."""
+        """Wait until the save in progress has ended; returns the outcome. Collective."""
         outcome = None
         while not self.idle:
             began = time.perf_counter()
@@ -139,7 +139,7 @@ class CheckpointWriter:
         return outcome
 
     def _copy(self, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Host copies of `parts`, in buffers that every save uses again; pinned where `parts` are on a GPU."""
+        """Host copies of `parts`, in buffers that every save reuses; pinned if `parts` are on a GPU."""
         for name, part in parts.items():
             if name not in self._buffers:
                 self._buffers[name] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
@@ -166,7 +166,7 @@ class CheckpointWriter:
             results = write_shards(self._staging, plan, parts)
             names = sorted({result.storage_data.relative_path for result in results})
             files = {name: describe_file(self._staging / name) for name in names}
-        except Exception as error:  # a full disk comes out of torch.save as one of several kinds
+        except Exception as error:  # torch.save reports a full disk by several exception types
             problem = f"rank {rank()}: {_described(error, self.root)}"
         self._written = _Written(results, files, problem)
 
@@ -204,7 +204,7 @@ class CheckpointWriter:
 
 
 def _described(error: Exception, folder: Path) -> str:
-    """The error in one line: of torch's writers the file system's own, which lies behind theirs, and where it was."""
+    """The error in one line; for torch's writers, the underlying error of the file system and its path."""
     behind: BaseException | None = error
     while behind is not None:
         if isinstance(behind, OSError) and behind.strerror:

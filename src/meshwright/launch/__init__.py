@@ -1,1 +1,1 @@
-"""Where processes are and how they end: ranks found or started, watched, signalled, restarted."""
+"""Processes of a run: ranks are found or started, watched, signalled and restarted."""

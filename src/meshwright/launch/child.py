@@ -11,7 +11,7 @@ from meshwright.launch.signals import end_with
 from meshwright.terminal import guarded_terminal
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `StopRequest` listens: no trace from the middle of an import
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `StopRequest` listens: no stack trace during imports
     end_with(int(sys.argv[1]))
     del sys.argv[:2]
     with guarded_terminal():

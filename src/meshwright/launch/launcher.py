@@ -1,6 +1,6 @@
 """The launcher, which reads the environment: a process's rank from torchrun, Slurm, Kubeflow or our own launcher.
 
-A rank's life: the command line starts one process; where the layout needs more and nobody else started them, it becomes
+The command line starts one process. If the layout needs more and no other launcher started them, this process becomes
 the parent of the local workers (`supervise.py`), each of which runs `meshwright.trainer.worker`.
 """
 
@@ -30,17 +30,17 @@ from meshwright.spec.run import Run
 WORKER = "meshwright.trainer.worker"
 """The module that a worker process runs."""
 CHILD = "meshwright.launch.child"
-"""What runs it."""
+"""The module that starts it."""
 LAUNCHER = "MESHWRIGHT_LAUNCHER"
 """The variable in which a worker finds the process id of our own launcher."""
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 SECRET = "MESHWRIGHT_SECRET"
-"""The variable in which workers of one machine find the secret of their run (`secret.py`)."""
+"""Environment variable with the run's secret (`secret.py`), for workers of one machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """This process's place among all ranks."""
+    """This process's rank and rendezvous."""
 
     rank: int = 0
     local_rank: int = 0
@@ -49,16 +49,16 @@ class Worker:
     store: str = ""
     """`host:port` where the ranks meet; empty for one process alone."""
     hosts_store: bool = False
-    """Whether this rank is the one that the others meet at: nobody has started a store for them."""
+    """Whether this rank hosts the store for all, because no launcher does."""
     attempt: int = 0
-    """How often the workers were started again before."""
+    """Number of restarts so far."""
     parent: int = 0
-    """The process without which this one is not to go on: our launcher or torchrun's agent; 0 if there is none."""
+    """The process whose end must end this one: our launcher or torchrun's agent; 0 if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """The machines over which this launcher, once on each, spreads the workers."""
+    """The machines of the run; a launcher on each starts its share of the workers."""
 
     count: int = 1
     rank: int = 0
@@ -68,9 +68,9 @@ class Nodes:
 
 
 def find_worker(environment: Mapping[str, str] = os.environ) -> Worker | None:
-    """The place that torchrun, or srun with one task per rank, gave this process; None if nobody did.
+    """The rank that torchrun, or srun with one task per rank, gave this process; None if there is none.
 
-    Raises `UserError` if the variables are there but make no sense.
+    Raises `UserError` if the variables are invalid.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         world_size = _integer(environment, "WORLD_SIZE")
@@ -121,12 +121,12 @@ def find_nodes(environment: Mapping[str, str] = os.environ) -> Nodes:
 def _started_by_srun(environment: Mapping[str, str]) -> bool:
     """Whether this process is a task of srun, not the batch script itself, which has most of the same variables.
 
-    Raises `UserError` if others were started beside it, or should have been, that it cannot find.
+    Raises `UserError` if other copies were started, or should have been, that this one cannot communicate with.
     """
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if "SLURM_STEP_ID" not in environment and _integer(environment, name, 1) > 1:
             raise UserError(
-                f"mpirun started {environment[name]} copies of this, which would each train alone; start it once, "
+                f"mpirun started {environment[name]} copies, each of which would train alone; start it once, "
                 "or with torchrun or srun (docs/clusters.md)"
             )
     if "SLURM_STEP_ID" in environment:
@@ -151,12 +151,11 @@ def start_workers(
     stepped: Callable[[float], bool] = lambda since: False,
     inherited: Sequence[int] = (),
 ) -> int:
-    """Run `python -m MODULE ARGUMENTS` once per local rank until the run has ended, after crashes `restarts` times.
+    """Run `python -m MODULE ARGUMENTS` once per local rank until the run has ended, with `restarts` after crashes.
 
-    `run_dir` is where their checkpoints are; None if they keep nothing to continue from. `stepped` says whether a
-    training step was recorded since a time: workers that crash before the first one are not started again. They inherit
-    the file descriptors `inherited`. Returns the exit status (`status.py`); what there is to say about it has been
-    printed, but for a stop.
+    `run_dir` holds their checkpoints; None if there are none to resume from. `stepped` returns whether a training step
+    was recorded since a time: workers that crash before the first step are not restarted. They inherit the file
+    descriptors `inherited`. Returns the exit status (`status.py`); errors have been printed, except for a stop.
     """
     layout = run.layout
     if layout.world_size % nodes.count:
@@ -220,9 +219,9 @@ def _own_machine_only() -> dict[str, str]:
 
 
 def rank_environments(ranks: int) -> list[dict[str, str]]:
-    """The environment of every rank of a program on this machine, as torchrun gives it; of one rank, just its threads.
+    """The environment of every rank of a program on this machine, as torchrun sets it; for one rank, only its threads.
 
-    Hugging Face's libraries look at local files only.
+    Hugging Face's libraries are restricted to local files.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -293,7 +292,7 @@ def _choose_interface(worker: Worker) -> None:
 
 
 def watch_store(worker: Worker) -> dist.Store | None:
-    """One more connection to where the ranks have met; None for one process alone."""
+    """Another connection to the ranks' store; None for one process alone."""
     if not worker.store:
         return None
     host, _, port = worker.store.rpartition(":")
@@ -304,7 +303,7 @@ def watch_store(worker: Worker) -> dist.Store | None:
 _kept_stores: list[SignedStore] = []
 """Those that torch holds."""
 _sentries: list[Sentry] = []
-"""This process's, from its arrival to its leave."""
+"""This process's sentry, from start to exit."""
 
 
 def _watch_others(worker: Worker, stuck_after: float) -> None:
@@ -333,7 +332,7 @@ def join_all() -> None:
 
 
 def leave_group() -> None:
-    """Leave together: a rank that tears gloo down while others still talk makes them abort."""
+    """Leave the group together: a rank that closes gloo while others still communicate makes them abort."""
     if dist.is_initialized():
         dist.barrier()
         while _sentries:
@@ -355,7 +354,7 @@ def _integer(environment: Mapping[str, str], name: str, default: int | None = No
     text = environment.get(name)
     if text is None:
         if default is None:
-            raise UserError(f"the environment has no {name}, which its other variables promise")
+            raise UserError(f"the environment has no {name}, although its other variables are set")
         return default
     if not re.fullmatch(r"\d+", text):
         raise UserError(f"the environment's {name}={text!r} is not a number")

@@ -1,4 +1,4 @@
-"""How much memory workers hold, looked at while they live, to say later why the kernel ended one."""
+"""The memory of running workers, recorded to explain later why the kernel killed one."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -16,12 +16,12 @@ class MemoryWatch:
         self._held: dict[int, int] = {}
 
     def look(self, pid: int) -> None:
-        """Note what process `pid` holds now."""
+        """Record the memory of process `pid`."""
         if held := field_of(self._root / f"proc/{pid}/status", "VmRSS:"):
             self._held[pid] = held * 1024
 
     def explain(self, pid: int) -> str:
-        """Why process `pid`, ended by SIGKILL, most likely was; empty where memory is not the reason."""
+        """The likely reason why process `pid` was killed by SIGKILL; empty if it is not memory."""
         held, limit = self._held.get(pid, 0), self._limit()
         if not limit or (self._count() == self._kills and held < 0.9 * limit):
             return ""

@@ -1,4 +1,4 @@
-"""A program's ranks on this machine, which compute in turns: between two of them all ranks wait for a line of input."""
+"""A program's ranks on this machine that compute in turns: between turns all ranks wait for a line of input."""
 
 import contextlib
 import os
@@ -13,18 +13,18 @@ from meshwright.launch.memory import field_of
 from meshwright.spec.errors import UserError
 
 LOOK_EVERY = 0.01
-"""Seconds between two looks at whether a turn has ended."""
+"""Seconds between polls for the end of a turn."""
 
 
 class ProgramError(UserError):
-    """A program ended, or stood still, before it had done what was asked of it."""
+    """A program ended or hung before its turn was complete."""
 
 
 class RankedProgram:
-    """The processes of one program, one a rank. Use it in `with`: they are ended at its end."""
+    """The processes of one program, one per rank. Use it in `with`, which ends them."""
 
     def __init__(self, command: Sequence[str], ranks: int, log: Path) -> None:
-        """Start `command` once a rank, as torchrun would; what all of them print goes to `log`."""
+        """Start `command` once per rank, as torchrun would; their output goes to `log`."""
         self.log, self.began = log, time.time()
         with log.open("wb") as output:
             self._processes = [
@@ -43,14 +43,14 @@ class RankedProgram:
         """Let every rank compute up to its next pause."""
         for process in self._processes:
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it has ended, as the next look shows
+            with contextlib.suppress(BrokenPipeError):  # it has ended; the next poll reports it
                 process.stdin.write(b"\n")
                 process.stdin.flush()
 
     def wait_for(self, journal: Path, sign: bytes, seconds: float) -> None:
         """Wait until a whole line of `journal` contains `sign`.
 
-        Raises `ProgramError` if a rank ends before, or where `journal` does not grow for so many seconds.
+        Raises `ProgramError` if a rank ends before, or `journal` does not grow for `seconds`.
         """
         size, deadline = -1, time.monotonic() + seconds
         while True:
@@ -67,7 +67,7 @@ class RankedProgram:
             time.sleep(LOOK_EVERY)
 
     def peak_bytes(self) -> int:
-        """Most bytes that a rank ever held in memory, of the rank that held most; 0 if there is no /proc."""
+        """The largest peak memory of any rank; 0 if there is no /proc."""
         return max(1024 * field_of(Path(f"/proc/{process.pid}/status"), "VmHWM:") for process in self._processes)
 
     def _explain(self, statuses: Sequence[int | None]) -> str:
@@ -78,7 +78,7 @@ class RankedProgram:
         return f"rank {rank} ended {how}: {said} (output: {self.log})"
 
     def close(self) -> None:
-        """End every process, and whatever it has started."""
+        """End every process and its children."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

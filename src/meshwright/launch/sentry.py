@@ -1,8 +1,8 @@
-"""Ranks that watch one another from their arrival to their leave: a stopped process, a machine that is cut off.
+"""Heartbeats between ranks, from start to exit: they detect a stopped process and a machine without network.
 
-A thread on every rank renews the rank's pulse in the group's store and looks at the next rank's, round in a ring. What
-the main threads do meanwhile is the watchdog's affair (`watchdog.py`); here it is only whether processes live. A call
-of the store may hang for a quarter of an hour where the network is cut, so a second thread watches the first.
+A thread on every rank renews the rank's heartbeat in the group's store and checks the next rank's, in a ring. The
+sentry checks only that processes are alive; `watchdog.py` checks their progress. A call of the store may hang for a
+quarter of an hour if the network is down, so a second thread watches the first.
 """
 
 import contextlib
@@ -21,17 +21,18 @@ from meshwright.spec.errors import UserError
 TIMES_SILENT = 2
 """The limit of silence, in `guards.stuck_after`."""
 ENDED = "sentry/ended"
-"""Where the rank that has noticed something leaves its word for the others."""
+"""The store's key for the message of the rank that detected a fault."""
 
 
 class Sentry:
-    """Watches the next rank, and the way to the store. `start` it when all have arrived; `stop` it before leaving."""
+    """Watches the next rank and the connection to the store. `start` it after all have arrived; `stop` it before
+    exit."""
 
     def __init__(
         self, store: dist.Store, where: str, rank: int, world_size: int, stuck_after: float,
         end: Callable[[int], object] = os._exit,
     ) -> None:  # fmt: skip
-        """`store` is a connection of its own, to `where`; `end` receives the exit status when everything is said."""
+        """`store` is a separate connection, to `where`; `end` is called with the exit status after the message."""
         self._store, self._where, self._rank, self._end = store, where, rank, end
         self._next = (rank + 1) % world_size
         self._limit, self._period = TIMES_SILENT * stuck_after, min(5.0, stuck_after / 10)
@@ -39,13 +40,13 @@ class Sentry:
         self._stopped = threading.Event()
 
     def start(self) -> "Sentry":
-        """From here on both threads watch."""
+        """Start both threads."""
         for watch in (self._watch_next, self._watch_store) if self._limit else ():
             threading.Thread(target=watch, name="meshwright-sentry", daemon=True).start()
         return self
 
     def stop(self) -> None:
-        """The ranks are about to part, or this one has failed and says so itself."""
+        """Stop watching: the ranks are about to exit, or this one has failed and reports it itself."""
         self._stopped.set()
 
     def _watch_next(self) -> None:
@@ -70,7 +71,7 @@ class Sentry:
         except UserError as error:
             self._give_up(str(error))
         except dist.DistError as error:
-            if not self._stopped.wait(self._period):  # else the run has ended meanwhile
+            if not self._stopped.wait(self._period):  # otherwise the run has ended meanwhile
                 self._give_up(f"rank {self._rank} has lost {self._where}, where the ranks meet ({_first_line(error)})")
 
     def _watch_store(self) -> None:
@@ -94,7 +95,7 @@ class Sentry:
         if why and first:
             print(f"error: {why}", file=sys.stderr, flush=True)
         if tell:
-            time.sleep(2 * self._period)  # the others hear of it while the store is there
+            time.sleep(2 * self._period)  # so that the others can read it while the store is there
         self._end(STUCK)
         self._stopped.set()
 

@@ -1,12 +1,12 @@
 """Signals that ask a run to stop.
 
-The first SIGTERM, SIGINT, SIGUSR1 or SIGHUP asks; at the next agreed step all ranks save and leave (`loop.py`). Before
-the first step there is nothing to save, and the process leaves at once. So it does at a second signal. Schedulers and
-terminals often signal a launcher and its workers alike, so that the workers hear it twice: what comes within a second
-of the first is its echo.
+After the first SIGTERM, SIGINT, SIGUSR1 or SIGHUP, all ranks save and exit at the next agreed step (`loop.py`). Before
+the first step there is nothing to save, and the process exits at once; so does a second signal. Schedulers and
+terminals often signal both a launcher and its workers, so workers receive it twice: a signal within a second of the
+first is ignored as its echo.
 
-A launcher that is killed by SIGKILL passes nothing on: workers see that it is gone and end at once, so that whoever
-starts the run again meets no older workers that still save.
+A launcher killed by SIGKILL cannot forward signals: workers notice its end and exit at once, so a restarted run does
+not meet old workers that still save.
 """
 
 import os
@@ -26,28 +26,27 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 ECHO_SECONDS = 1.0
 PARENT_THREAD = "meshwright-parent"
 PARENT_SECONDS = 0.5
-"""How often a worker looks whether its parent is still there."""
+"""Interval at which a worker checks that its parent is alive."""
 
 
 class StopRequest:
     """Whether this process was asked to stop, and by which signal. Use it in `with`, from the main thread.
 
-    In the process that a person started (`raises`), leaving is a `TrainingStopped` from wherever the main thread is. A
-    worker may be deep in a call that waits for other ranks and never returns to Python: there a thread listens, and
-    leaving is the process's end.
+    In the process that the user started (`raises`), it raises `TrainingStopped` in the main thread. A worker may be in
+    a call that waits for other ranks and never returns to Python: there a thread listens, and ends the process.
     """
 
     def __init__(self, *, raises: bool) -> None:
         self.raises = raises
         self.number = 0
-        """The signal that asked; 0 if none did."""
+        """The signal received; 0 if none."""
         self._nothing_to_save = True
         self._when = 0.0
         self._before: dict[int, Any] = {}
         self._wakeup: tuple[socket.socket, socket.socket] | None = None
 
     def running(self) -> None:
-        """From here on there is something to save: a first signal only sets `number`."""
+        """Call when there is something to save: from now on a first signal only sets `number`."""
         self._nothing_to_save = False
         if self.number:  # it came just now
             self._leave(STOPPED)
@@ -106,7 +105,7 @@ class StopRequest:
 
 
 def _leave_terminal() -> None:
-    """Write nowhere what would have gone to a terminal: it is gone, and writing to it is an error."""
+    """Discard output to a closed terminal, because writing to it is an error."""
     for descriptor in (1, 2):
         with suppress(OSError):
             if stat.S_ISCHR(os.fstat(descriptor).st_mode):
@@ -114,12 +113,12 @@ def _leave_terminal() -> None:
 
 
 def end_with(parent: int) -> None:
-    """End this process, from a thread, as soon as it is not the child of process `parent` any more; 0: never."""
+    """End this process, from a thread, as soon as it is no longer a child of process `parent`; 0: never."""
 
     def look() -> None:
         while os.getppid() == parent:
             time.sleep(PARENT_SECONDS)
-        print(f"error: the launcher, process {parent}, is gone, so this worker ends", file=sys.stderr, flush=True)
+        print(f"error: the launcher, process {parent}, has ended, so this worker ends", file=sys.stderr, flush=True)
         os._exit(128 + signal.SIGHUP)
 
     if parent and not any(thread.name == PARENT_THREAD for thread in threading.enumerate()):

@@ -1,14 +1,14 @@
 """Exit statuses of a run's processes, and the errors that mean them.
 
 0    trained to the last step
-1    an exception; its stack trace stands above
-2    a mistake in the recipe, the data or the command line
-69   a rank was stuck or never arrived
+1    an exception; its stack trace is printed above
+2    an error in the recipe, the data or the command line
+69   a rank hung or never arrived
 70   crashed three times (guards.restarts) without a new checkpoint in between
 74   the last checkpoint could not be written
 75   stopped by a signal, everything saved: start again with --resume
-76   replicas that should be equal are not
-77   another run has taken the run directory over
+76   replicas differ
+77   another run has taken over the run directory
 128 + n   ended at once by signal n
 
 69 to 77 are named in BSD's sysexits.h; none of them is given by a shell or by a signal. 75 is EX_TEMPFAIL, "try again".
@@ -23,17 +23,17 @@ DIFFERING = 76
 LOCK_LOST = 77
 
 FINAL = (0, MISUSE, UNSAVED, STOPPED, LOCK_LOST)
-"""Statuses after which starting again would help nobody, or is for the user to decide."""
+"""Statuses after which a restart would not help, or is the user's decision."""
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on, told in one line; `status` is the exit status."""
+    """A run that cannot continue, with a one-line message; `status` is the exit status."""
 
     status = 1
 
 
 class StuckError(RunError):
-    """A rank does not move, or never came."""
+    """A rank hangs, or never arrived."""
 
     status = STUCK
 

@@ -1,7 +1,7 @@
-"""The supervisor of worker processes: starts them, passes signals on, restarts them, gives up.
+"""The supervisor of worker processes: starts them, forwards signals, restarts them, gives up.
 
-Where the launchers of several machines share a run, the first that sees a worker fail decides for all, through the
-store: all end their workers, and all start them again or none.
+If launchers of several machines share a run, the first that sees a worker fail decides for all, through the store: all
+end their workers, and either all restart them or none.
 """
 
 import contextlib
@@ -30,24 +30,24 @@ T = TypeVar("T")
 
 POLL_SECONDS = 0.1
 LAST_WORDS_SECONDS = 2.0
-"""How long the others have, when one worker has failed, to say what they know: often all fail by the same mistake."""
+"""Time for the other workers to report after one has failed: often all fail for the same reason."""
 ANSWER_SECONDS = 10.0
-"""How long the first machine's launcher may take to answer."""
+"""Timeout for the first machine's launcher."""
 LEAVE_SECONDS = 30.0
-"""How long workers have to leave when another has left by a signal."""
+"""Time for workers to exit after another has exited on a signal."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be run on this machine, and how often."""
+    """The workers of this machine, and the restart policy."""
 
     command: list[str]
     environments: Callable[[int], list[dict[str, str]]]
-    """From the number of the attempt to the environment of each local worker."""
+    """Returns the environment of each local worker for an attempt's number."""
     run_dir: Path | None
-    """Where checkpoints and journal are; None for work that keeps nothing to continue from."""
+    """Folder of checkpoints and journal; None for work that cannot be resumed."""
     restarts: int
-    """Allowed in a row without a new checkpoint."""
+    """Restarts allowed in a row without a new checkpoint."""
     store: dist.Store
     """Shared by the launchers of all machines."""
     nodes: int = 1
@@ -59,7 +59,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What happens after an attempt that failed, on every machine."""
+    """The decision after a failed attempt, for every machine."""
 
     again: bool
     status: int
@@ -71,7 +71,7 @@ class Verdict:
 
 
 def supervise(job: Job, stop: StopRequest) -> int:
-    """Run the job's workers until all have ended well, or for good; returns the exit status."""
+    """Run the job's workers until all have succeeded or the supervisor gives up; returns the exit status."""
     stop.running()
     attempt, verdict = 0, Verdict(True, 0, 0, _newest_step(job.run_dir), "")
     while True:
@@ -104,7 +104,7 @@ def _leave_together(job: Job, attempt: int) -> None:
 
 
 def _agreed(job: Job, key: str, mine: Verdict) -> Verdict:
-    """The verdict of whichever launcher was first; where the store does not answer, ours, and no further attempt."""
+    """The verdict of the first launcher that decided; if the store does not answer, ours, without a restart."""
     try:
         answer = within(ANSWER_SECONDS, lambda: job.store.compare_set(key, "", json.dumps(asdict(mine))))
         return Verdict(**json.loads(answer))
@@ -116,7 +116,7 @@ def _agreed(job: Job, key: str, mine: Verdict) -> Verdict:
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """What `call` returns; raises `TimeoutError` if it takes longer, and leaves it to itself."""
+    """The result of `call`; raises `TimeoutError` if it takes longer, and leaves it running."""
     answers: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
 
     def ask() -> None:
@@ -143,7 +143,7 @@ class _Failure:
 
 
 def _run_attempt(job: Job, attempt: int, stop: StopRequest) -> _Failure | None:
-    """Start the workers once and wait until they have ended; what failed first, if anything did."""
+    """Start the workers once and wait until they have ended; returns the first failure, if any."""
     began = time.time()
     again = ["--resume", "auto"] if attempt else []
     with scratch_folder("workers") as folder:
@@ -171,7 +171,7 @@ class _Worker:
 
     @property
     def status(self) -> int:
-        """Exit status; a worker that a stop signal ended before it could listen has stopped like the others."""
+        """Exit status; a worker ended by a stop signal before it could handle it counts as stopped."""
         code = self.process.returncode
         if -code in STOP_SIGNALS:
             return STOPPED
@@ -185,7 +185,7 @@ class _Worker:
         if code < 0:
             why = self.memory.explain(self.process.pid) if code == -signal.SIGKILL else ""
             return f"error: rank {self.rank} was killed by {signal_name(-code)}{why}"
-        return f"error: rank {self.rank} ended with status {code}; its messages stand above"
+        return f"error: rank {self.rank} ended with status {code}; its messages are printed above"
 
 
 def _wait(workers: list[_Worker], store: dist.Store, verdict: str, stop: StopRequest) -> _Worker | None:
@@ -214,21 +214,21 @@ def _wait(workers: list[_Worker], store: dist.Store, verdict: str, stop: StopReq
 
 
 class _Elsewhere:
-    """Whether workers of other machines have failed. A thread asks, for where the network is cut no answer comes."""
+    """Whether workers of other machines have failed. A thread polls, because without network the call hangs."""
 
     def __init__(self, store: dist.Store, verdict: str) -> None:
         self.failed = self.over = False
         threading.Thread(target=self._ask, args=(store, verdict), name="meshwright-verdict", daemon=True).start()
 
     def _ask(self, store: dist.Store, verdict: str) -> None:
-        with contextlib.suppress(dist.DistError):  # the workers notice that too, and say so
+        with contextlib.suppress(dist.DistError):  # the workers notice that too and report it
             while not self.over and not self.failed:
                 self.failed = store.check([verdict])
                 time.sleep(POLL_SECONDS)
 
 
 def _first_failure(workers: list[_Worker]) -> _Worker | None:
-    """The worker that began it: of several that have ended, one that stopped or was killed; the others only lost it."""
+    """The worker that failed first: of several, one that stopped or was killed; the others only lost connection."""
     ended = [worker for worker in workers if worker.process.returncode]
     return min(ended, key=lambda worker: (worker.status != STOPPED, worker.process.returncode), default=None)
 
