@@ -51,7 +51,7 @@ RECIPES = {
     "{}": "run.yaml:1: model: required, but not given",
     "model: gpt2\nmodel: gpt2-xl": "run.yaml:2: model: given twice, first at run.yaml:1",
     "model: !!python/name:os.system": "run.yaml:1: the tag '!!python/name:os.system' is not allowed",
-    "model: gpt2\ntraining:\n\tsteps: 5": "run.yaml:3: a tab stands where YAML needs spaces",
+    "model: gpt2\ntraining:\n\tsteps: 5": "run.yaml:3: YAML needs spaces here, not a tab",
     "model: gpt2\ndata: {sources: *.txt}": "run.yaml:2: a value that begins with '*' or '&' needs quotes",
     "model: gpt2\ntrainin: {}": "run.yaml:2: trainin: unknown key; did you mean 'training'?",
     "model: gpt2\ntraining: {precision: fp8}": "run.yaml:2: training.precision: 'fp8' is not allowed: must be",
@@ -76,7 +76,7 @@ OVERRIDES = {
     # on the command line: how the one line begins
     "training.steps": "command line: training.steps: an override is written key=value",
     "training.optimiser.lr=1": "command line: training.optimiser.lr=1: training.optimiser: unknown key; did",
-    "training.global_batch_tokens=9": "training: global_batch and global_batch_tokens say the same thing twice",
+    "training.global_batch_tokens=9": "training: global_batch and global_batch_tokens both set the batch size",
     "layout.zero=2": "layout: zero=2 with dp_shard=1: there is no axis to shard over",
     "model.num_heads=3": "model: hidden=16 is not a multiple of num_heads=3",
     "model.num_kv_heads=3": "model: num_heads=2 is not a multiple of num_kv_heads=3",

@@ -128,7 +128,7 @@ def test_a_base_model_continues_texts(talk: Talk, models: Path) -> None:
     assert (status, answers) == (0, "".join(f"{text}\n" for text in (first, second, third)))
     assert "template  none: a base model" in notes
     assert talk([], "base", "--system", "x")[0] == 2
-    assert "/more goes on with the last text of a model that has no chat template" in talk(["/more"])[2]
+    assert "/more continues the last text of a model without a chat template" in talk(["/more"])[2]
 
 
 def test_two_models_answer_each_in_its_own_conversation(talk: Talk, models: Path) -> None:

@@ -344,7 +344,11 @@ def edit(path, **changes):
         ),
         ("train.idx", Path.unlink, r"train\.bin cannot be read .*; delete"),
         ("train.idx", truncate, r"train\.idx is damaged: it has \d+ bytes instead of \d+; delete"),
-        ("train.idx", lambda path: path.write_bytes(b"x" + path.read_bytes()[1:]), r"train\.idx is no index of tokens"),
+        (
+            "train.idx",
+            lambda path: path.write_bytes(b"x" + path.read_bytes()[1:]),
+            r"train\.idx is not an index of tokens",
+        ),
     ],
 )
 def test_damage_is_noticed(folder, name, damage, message):

@@ -109,7 +109,7 @@ def test_a_preset_wins_over_a_directory_of_its_name(resolve, directory, tmp_path
         ({"family": "llama", **TINY, "vocab": 9, "head_dim": 5}, "head_dim=5 is odd"),
         ({"name": "gpt2", "rope_theta": 10.0}, "model.rope_theta does not exist in the family gpt2"),
         ({"name": "llama-3-8b", "sliding_window": 8}, "model.sliding_window does not exist in the family llama"),
-        ({"name": "gpt2", "weights": "pretrained"}, "model.name 'gpt2' is no Hugging Face directory"),
+        ({"name": "gpt2", "weights": "pretrained"}, "model.name 'gpt2' is not a Hugging Face directory"),
         (
             {"name": "small", "weights": "pretrained", "num_layers": 3, "vocab": 7},
             "remove model.num_layers, model.vocab",
@@ -129,7 +129,7 @@ def test_one_sentence_for_what_does_not_fit(resolve, directory, fields, message)
     [
         (None, "it has no config.json"),
         ("{not json", "is not valid JSON"),
-        ("[1, 2]", "holds no JSON object"),
+        ("[1, 2]", "is not a JSON object"),
         ('{"model_type": "bert"}', "model_type 'bert' is not supported"),
     ],
 )

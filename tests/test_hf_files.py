@@ -93,11 +93,11 @@ def test_a_tensor_that_is_missing_misshapen_unknown_or_quantized(llama):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is no safetensors file: its header is not JSON"),
+        (b"", "is not a safetensors file: its header is not JSON"),
         (b"\xff" * 8 + b"{}", "its header would be"),
         ((25 * 10**6 + 1).to_bytes(8, "little") + b"{", "its header would be 25,000,001 bytes long"),
         ((4).to_bytes(8, "little") + b"[{}]", "its header is malformed"),
-        ((12).to_bytes(8, "little") + b'{"a":{"b":1}', "is no safetensors file"),
+        ((12).to_bytes(8, "little") + b'{"a":{"b":1}', "is not a safetensors file"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a Git LFS pointer"),
     ],
 )
@@ -120,7 +120,7 @@ def test_tensors_that_do_not_cover_the_file(llama):
     file = llama / WEIGHTS
     good = file.read_bytes()
     file.write_bytes(good + bytes(7))
-    assert "is damaged: 7 bytes behind its last tensor belong to none" in refused(llama)
+    assert "is damaged: 7 bytes after its last tensor belong to none" in refused(llama)
     for move, message in ((-4, "overlaps the one before it"), (4, "is cut short")):
         file.write_bytes(good)
 
@@ -137,7 +137,7 @@ def test_tensors_that_do_not_cover_the_file(llama):
         assert "its header is malformed" in refused(llama)
     file.write_bytes(good)
     rewritten_header(file, lambda header: header.update(__metadata__={"a": 1}))  # which only safetensors looks at
-    with pytest.raises(ValueError, match=rf"{WEIGHTS} is no safetensors file: "):
+    with pytest.raises(ValueError, match=rf"{WEIGHTS} is not a safetensors file: "):
         HfWeights(llama, spec_of("llama")).read_rows("tok_embeddings.weight", 0, 1)
 
 

@@ -62,7 +62,7 @@ def test_an_id_is_base_tokenizer_and_model_of_a_verb(
 def test_what_is_not_there_is_told_with_the_command_that_gets_it(snapshot: Path, capsys) -> None:
     assert main(["check", "run.yaml", "model.name=org/tiny-2.0"]) == 1
     told = capsys.readouterr().err
-    assert "error: model.name 'org/tiny-2.0' is no directory, and as a model of the Hugging Face hub it is " in told
+    assert "error: model.name 'org/tiny-2.0' is not a directory, and as a model of the Hugging Face hub it is " in told
     assert f"not in the cache {snapshot.parents[2]}; download it: hf download org/tiny-2.0" in told
     assert main(["generate", "org/tiny-2.0", "--prompt", "1"]) == 2
     assert "or the hub's id of a model in the local cache (hf download ID)" in capsys.readouterr().err

@@ -172,10 +172,10 @@ def test_a_model_that_is_not_causal_is_refused_before_its_first_step(
     fields["model"]["family"] = "transformers"
     (tmp_path / "run.yaml").write_text(json.dumps(fields))
     assert main(["train", str(tmp_path / "run.yaml")]) == 2
-    assert "depends on tokens behind it" in capsys.readouterr().err
+    assert "depends on later tokens" in capsys.readouterr().err
     assert not (tmp_path / "run/metrics.jsonl").exists()
     assert main(["eval", str(directory), "--family", "transformers", "--source", str(tmp_path / "text.txt")]) == 2
-    assert "depends on tokens behind it" in capsys.readouterr().err
+    assert "depends on later tokens" in capsys.readouterr().err
 
 
 def test_other_documents_than_equal_ones_are_kept_apart(directories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +236,7 @@ def test_what_our_family_refuses_transformers_may_compute(
         assert main([verb, str(directory), *options]) == 2
         told = capsys.readouterr().err
         assert "hidden_act='gelu' is not supported for llama, only 'silu'; transformers computes it" in told
-        assert "set model.family=transformers (of eval, generate and export: --family transformers)" in told
+        assert "set model.family=transformers (for eval, generate and export: --family transformers)" in told
         assert main([verb, str(directory), *options, "--family", "transformers"]) == 0
         capsys.readouterr()
     assert (theirs(tmp_path / "out") - theirs(directory)).abs().max() == 0

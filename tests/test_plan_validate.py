@@ -323,14 +323,14 @@ def test_words_of_tables() -> None:
 def test_a_table_of_something_else_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     assert main(["plan", "validate", str(tmp_path / "other.csv")]) == 2
-    assert "it is no table of published runs" in capsys.readouterr().err
+    assert "it is not a table of published runs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "a;b\n1;2\n", "id,source,gpu,gpus\n"])
 def test_a_file_without_rows_or_columns_is_an_error(text: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "none.csv").write_text(text)
     assert main(["plan", "validate", str(tmp_path / "none.csv")]) == 2
-    assert re.search("it is no table of published runs|has a header and no row", capsys.readouterr().err)
+    assert re.search("it is not a table of published runs|has a header and no row", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_what_is_no_schedule_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"lr_schedule: builtins.int is 3, which cannot be called"):
         Plugins(lr_schedule=3)  # pyright: ignore[reportArgumentType]
     plugins = Plugins(lr_schedule=negative)
-    with pytest.raises(UserError, match=r"name=test_plugins.negative: of step 2 it makes -1.0, no factor"):
+    with pytest.raises(UserError, match=r"name=test_plugins.negative: for step 2 it returns -1.0, but the factor"):
         trained(plugged_run(plugins), plugins, tmp_path)
 
 
@@ -267,16 +267,16 @@ def refusal(run: ResolvedRun, plugins: Plugins, root: Path) -> str:
 @pytest.mark.parametrize(
     ("optimizer", "why"),
     [
-        (Silent, "test_plugins.Silent does not say what it looks at, and ZeRO-3 x 2 splits"),
-        (Liar, "says elementwise = True, but its state 'gram' has another shape than the parameter"),
+        (Silent, "test_plugins.Silent does not set elementwise, and ZeRO-3 x 2 splits"),
+        (Liar, "has elementwise = True, but its state 'gram' has another shape than the parameter"),
         (Counts, "its state 'steps' is int, and checkpoints keep tensors"),
         (Late, "its state 'slow' is made after the first step"),
         (Grouped, "Grouped keeps 'k' in its parameter groups, where no checkpoint would look for it"),
         (Remembers, "Remembers keeps 'steps' in an attribute, where no checkpoint would look for it"),
         (Again, "computes the loss again in its step"),
-        (torch.optim.LBFGS, "cannot be made with groups of parameters and .*: LBFGS doesn't support per-parameter"),
-        (functools.partial(Lion, gamma=1), "cannot be made with groups of parameters and {'lr': 0.01}: .*'gamma'"),
-        (nothing, "makes a list, which is no torch.optim.Optimizer"),
+        (torch.optim.LBFGS, "cannot be constructed with parameter groups and .*: LBFGS doesn't support per-parameter"),
+        (functools.partial(Lion, gamma=1), "cannot be constructed with parameter groups and {'lr': 0.01}: .*'gamma'"),
+        (nothing, "returns a list, which is not a torch.optim.Optimizer"),
     ],
 )
 def test_an_optimizer_that_cannot_be_is_refused(ranks: RankPool, tmp_path: Path, optimizer: Any, why: str) -> None:
@@ -368,7 +368,7 @@ def test_an_objective_is_an_instance_that_fits_the_data() -> None:
         UserError, match=r"objective: the class test_plugins.ZLoss is not an Objective; pass an instance"
     ):
         Plugins(objective=ZLoss)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(UserError, match="objective and preference both say what is minimised"):
+    with pytest.raises(UserError, match="objective and preference both set the training loss"):
         parse_spec("model: gpt2\ntraining: {objective: x, preference: {}}", Run)
     plugins = Plugins(objective=ZLoss())
     run = plugged_run(plugins).run
@@ -582,12 +582,14 @@ def test_a_model_that_cannot_be_is_refused_by_name(model: Any, why: str) -> None
 
 def test_a_model_that_is_not_here_is_told_of() -> None:
     given = "model: {family: my.Own, hidden: 8, num_layers: 1, num_heads: 2, vocab: 300}"
-    with pytest.raises(UserError, match=r"model.family 'my.Own' is unknown; there are gpt2, .*; what Python code gave"):
+    with pytest.raises(
+        UserError, match=r"model.family 'my.Own' is unknown; there are gpt2, .*; an object passed to train"
+    ):
         resolve_model(parse_spec(given, Run).model, base_dir=Path())
     run = plugged_run(Plugins(model=Gated))
     with pytest.raises(UserError, match=r"models: no 'test_plugins.Gated' is installed"):
         parameter_table(run.model)
-    with pytest.raises(UserError, match=r"test_plugins.Gated is no family that Hugging Face's tools know"):
+    with pytest.raises(UserError, match=r"test_plugins.Gated is not a family of Hugging Face's"):
         family_of(run.model)
 
 
@@ -716,7 +718,7 @@ def test_a_recipe_names_an_objective(installed: Path) -> None:
         ("optimizer: {name: plane}", "'plane' is not allowed: .* or a plug-in of the group meshwright.optimizers "
          r"\(installed: 'plain'\); did you mean 'plain'\?"),
         ("lr_schedule: {name: x}", r"'x' is not allowed: .* meshwright.lr_schedules \(installed: 'stairs'\)"),
-        ("optimizer: {name: my.Own}", r"no 'my.Own' is installed; there are plain .*; what Python code gave to train"),
+        ("optimizer: {name: my.Own}", r"no 'my.Own' is installed; there are plain .*; an object passed to train"),
         ("objective: zz", r"objectives: no 'zz' is installed; there are none, z \(entry points"),
         ("optimizer: {name: plain, eps: 0.1}", r"optimizer.eps belongs to optimizers of ours; give plain its"),
         ("optimizer: {options: {a: 1}}", r"training.optimizer.options belong to plug-ins, not to adamw; remove them"),

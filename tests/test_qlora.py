@@ -52,7 +52,7 @@ WIDE = 128
 def test_qlora_is_lora_on_a_base_in_few_bits() -> None:
     run = tiny_run(LayoutSpec(), finetune={"method": "qlora"}).run
     assert run.finetune == LoraSpec(method="lora", base="nf4")
-    with pytest.raises(ValueError, match="say base: nf4 or int8, or method: lora"):
+    with pytest.raises(ValueError, match="set base: nf4 or int8, or method: lora"):
         tiny_run(LayoutSpec(), finetune={"method": "qlora", "base": "plain"})
 
 

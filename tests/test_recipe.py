@@ -113,7 +113,7 @@ BAD_TEXT = {
         "run.yaml:2: a value that begins with '*' or '&' needs quotes",
     ),
     "merge key": ("model: gpt2\n<<: {seed: 1}", "run.yaml:2: merge keys ('<<') are not supported"),
-    "tab": ("model: gpt2\ntraining:\n\tsteps: 1", "run.yaml:3: a tab stands where YAML needs spaces"),
+    "tab": ("model: gpt2\ntraining:\n\tsteps: 1", "run.yaml:3: YAML needs spaces here, not a tab"),
     "colon in value": ("model: gpt2: small", "run.yaml:1: ':' is not expected here"),
     "no space after colon": ("model: gpt2\nseed:1\nlayout: {}", "run.yaml:2: this line is not 'key: value'"),
     "open bracket": (
@@ -128,7 +128,7 @@ BAD_TEXT = {
     "reserved character": ("model: @gpt2", "run.yaml:1: a value cannot begin with '@'"),
     "control character": (
         "model: gpt2\nrun_dir: a\x01b",
-        "run.yaml:2: character U+0001 cannot stand in a YAML file",
+        "run.yaml:2: character U+0001 is not allowed in a YAML file",
     ),
     "two documents": ("model: gpt2\n---\nmodel: llama", "run.yaml:2: a second document ('---') begins here"),
     "a list as key": ("model: gpt2\n? [a]\n: b", "run.yaml:2: a key is a single word"),
@@ -208,7 +208,7 @@ BAD_VALUES = {
     "too large": ("data: {held_out: 1}", "run.yaml:2: data.held_out: 1 is not allowed: must be less than 1"),
     "quoted number": (
         "training: {steps: '5'}",
-        "run.yaml:2: training.steps: '5' is not allowed: must be a whole number; take the quotes away",
+        "run.yaml:2: training.steps: '5' is not allowed: must be a whole number; remove the quotes",
     ),
     "number with a point": (
         "training: {steps: 1e3}",
@@ -276,7 +276,7 @@ BAD_VALUES = {
     ),
     "two ways to say one thing": (
         "training:\n  global_batch: 8\n  global_batch_tokens: 8192",
-        "run.yaml:2: training: global_batch and global_batch_tokens say the same thing twice",
+        "run.yaml:2: training: global_batch and global_batch_tokens both set the batch size",
     ),
     "longer than the run": (
         "seed_of_nothing: 1\ntraining: {steps: 10, lr_schedule: {warmup: 11}}",

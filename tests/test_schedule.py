@@ -164,7 +164,7 @@ def test_own_schedules_come_from_files(tmp_path: Path) -> None:
         with pytest.raises(ScheduleError, match=message):
             build_schedule(str(path), ranks=ranks, microbatches=microbatches)
     path.write_text("0F0,0B0\n1F0,1X0\n")
-    with pytest.raises(ScheduleError, match=re.escape(f"{path}:2, cell 2: '1X0' is no action")):
+    with pytest.raises(ScheduleError, match=re.escape(f"{path}:2, cell 2: '1X0' is not an action")):
         read_schedule(path)
     with pytest.raises(ScheduleError, match="No such file"):
         read_schedule(tmp_path / "none.csv")

@@ -460,7 +460,7 @@ def test_averaged_weights_are_used_where_they_are_asked_for(
     monkeypatch.setattr(trained, "AVERAGED", "callbacks.Other.")
     with pytest.raises(UserError, match=r"step-00000004 holds no averaged weights; train with callbacks=\[ema\]"):
         open_trained(run_of_all.run_dir, device="cpu", averaged=True)
-    with pytest.raises(UserError, match="is no run and no checkpoint, so it holds no averaged weights"):
+    with pytest.raises(UserError, match="is neither a run nor a checkpoint, so it has no averaged weights"):
         open_trained(tmp_path, device="cpu", averaged=True)
     asked: list[bool] = []
 

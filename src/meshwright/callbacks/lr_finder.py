@@ -45,7 +45,7 @@ class LRFinder(Callback):
         """Sweep."""
         if training.step:
             return
-        training.say(f"learning-rate finder: {self.steps} steps from {self.start:g} to {self.end:g}, off the record")
+        training.say(f"learning-rate finder: {self.steps} steps from {self.start:g} to {self.end:g}, undone afterwards")
         self.curve = self._sweep(training)
         for point in self.curve:
             training.log("lr_finder", **point)

@@ -44,7 +44,7 @@ def check_installed(engine: Engine, python: Path) -> None:
             [python, "-P", "-c", code, *modules], capture_output=True, text=True, check=True, timeout=60
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise UserError(f"{python} is no Python that could run {engine.name}: {error}") from error
+        raise UserError(f"{python} cannot run {engine.name}: {error}") from error
     for module, missing in zip(modules, json.loads(found.stdout), strict=True):
         if missing:
             raise MissingPackageError(

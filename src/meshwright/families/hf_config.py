@@ -142,7 +142,9 @@ def model_to_hf_config(
     for field, key in family.hf_fields.items():
         value = getattr(spec, field)
         if config.setdefault(key, value) != value:
-            raise UserError(f"{field}={value} cannot be said in a {family.name} config.json: {key} is {config[key]}")
+            raise UserError(
+                f"{field}={value} cannot be expressed in a {family.name} config.json: {key} is {config[key]}"
+            )
     config |= {alias: config[key] for key, alias in family.hf_aliases.items()}
     config |= {key: accepted[0] for key, accepted in family.hf_accepts.items()}
     if spec.positions == "rope":

@@ -28,7 +28,7 @@ def cached_snapshot(name: str, *needs: str) -> Path | None:
     if directory is None or missing:
         lacks = f"without {' and '.join(missing)}" if directory else "not"
         raise UserError(
-            f"{name!r} is no directory, and as a model of the Hugging Face hub it is {lacks} in the cache "
+            f"{name!r} is not a directory, and as a model of the Hugging Face hub it is {lacks} in the cache "
             f"{constants.HF_HUB_CACHE}; download it: hf download {name}"
         )
     return directory

@@ -40,7 +40,7 @@ def own_model(name: str) -> Any:
 def _made(kind: Any, name: str) -> Any:
     made = kind() if isinstance(kind, type) else kind
     if not all(hasattr(made, said) for said in ("base", "switches", "table", "build")):
-        raise UserError(f"model.family {name} is no subclass of meshwright.Model")
+        raise UserError(f"model.family {name} is not a subclass of meshwright.Model")
     if made.base not in FAMILIES:
         raise UserError(f"model.family {name}: base = {made.base!r} is none of {', '.join(FAMILIES)}")
     return made
@@ -66,7 +66,7 @@ def _rows(model: Any, spec: ModelSpec, sizes: tuple[tuple[str, int], ...]) -> tu
     for row in rows:
         where = f"model.family {spec.family}: {row.name}"
         if row.name.split(".")[0] not in ENDS:
-            raise UserError(f"{where} lies outside of {', '.join(ENDS)}, and no pipeline stage would keep it")
+            raise UserError(f"{where} is outside of {', '.join(ENDS)}, so no pipeline stage would keep it")
         if len(row.dims) != len(row.shape):
             raise UserError(f"{where} has shape {list(row.shape)} and {len(row.dims)} dims, {', '.join(row.dims)}")
         for dim, size in zip(row.dims, row.shape, strict=True):

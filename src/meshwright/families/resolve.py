@@ -36,7 +36,7 @@ def resolve_model(fields: ModelFields, *, base_dir: Path, vocab: int | None = No
         return _from_directory(fields, directory, starting_weights(fields, base_dir=base_dir))
     if fields.weights == "pretrained":
         raise UserError(
-            f"model.weights is pretrained, but model.name {fields.name!r} is no Hugging Face directory; "
+            f"model.weights is pretrained, but model.name {fields.name!r} is not a Hugging Face directory; "
             "give the path of a downloaded one, or the hub's id of one in the local cache, or use weights: random"
         )
     return _from_family(fields, vocab)
@@ -95,16 +95,16 @@ def read_hf_directory(directory: Path, *, family: str | None = None) -> ModelSpe
         config = json.loads(regular(path).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         is_run = (directory / "checkpoints").is_dir()
-        hint = f"; of a run's model make one: meshwright export {directory} --hf {directory}/export" if is_run else ""
-        raise UserError(f"{directory} is no Hugging Face model directory: it has no config.json{hint}") from error
+        hint = f"; to write one from a run: meshwright export {directory} --hf {directory}/export" if is_run else ""
+        raise UserError(f"{directory} is not a Hugging Face model directory: it has no config.json{hint}") from error
     except UserError:
         raise
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
     except RecursionError as error:
-        raise UserError(f"{path}: its JSON is nested too deep") from error
+        raise UserError(f"{path}: its JSON is nested too deeply") from error
     if not isinstance(config, dict):
-        raise UserError(f"{path} holds no JSON object")
+        raise UserError(f"{path} is not a JSON object")
     if not isinstance(config.get("model_type", ""), str):
         raise UserError(f"{path}: model_type is {config['model_type']!r}, not a name")
     if family == foreign.FAMILY or ("model_type" in config and config["model_type"] not in FAMILIES):
@@ -117,7 +117,7 @@ def read_hf_directory(directory: Path, *, family: str | None = None) -> ModelSpe
         except UserError:  # its files do not serve either, so only the first is worth telling
             raise error from None
         remedy = (
-            "transformers computes it: set model.family=transformers (of eval, generate and export: --family "
+            "to compute it with transformers, set model.family=transformers (for eval, generate and export: --family "
             "transformers)"
         )
         raise UnsupportedError(str(error), remedy) from error
@@ -160,7 +160,7 @@ def _from_family(fields: ModelFields, vocab: int | None) -> ModelSpec:
     if name == foreign.FAMILY:
         raise UserError("model.family transformers needs model.name, the path of a Hugging Face directory")
     if name not in FAMILIES and not has_plugin("models", name):
-        again = "; what Python code gave to train, it must give again" if "." in name else ""
+        again = "; an object passed to train in Python must be passed again" if "." in name else ""
         known = [*FAMILIES, *known_plugins("models")]
         raise UserError(f"model.family {name!r} is unknown; {_did_you_mean(name, known)}{again}")
     family = FAMILIES[name] if name in FAMILIES else own_family(name)

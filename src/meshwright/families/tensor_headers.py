@@ -49,14 +49,14 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             if start.startswith(b"version "):
                 raise UserError(f"{file} is a Git LFS pointer, not the weights; fetch them with git lfs pull")
             if length > HEADER_LIMIT:
-                raise UserError(f"{file} is no safetensors file: its header would be {length:,} bytes long")
+                raise UserError(f"{file} is not a safetensors file: its header would be {length:,} bytes long")
             header = json.loads(stream.read(length))
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from error
     except UserError:
         raise
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is no safetensors file: its header is not JSON") from error
+        raise UserError(f"{file} is not a safetensors file: its header is not JSON") from error
     available = size - 8 - length
     try:
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
@@ -64,7 +64,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     except UserError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{file} is no safetensors file: its header is malformed") from error
+        raise UserError(f"{file} is not a safetensors file: its header is malformed") from error
     _check_cover(file, {name: entry["data_offsets"] for name, entry in entries.items()}, available)
     return found
 
@@ -79,7 +79,7 @@ def _check_cover(file: Path, spans: Mapping[str, tuple[int, int]], available: in
             raise UserError(f"{file} is damaged: tensor {name} {how}")
         place = end
     if place != available:
-        raise UserError(f"{file} is damaged: {available - place:,} bytes behind its last tensor belong to none")
+        raise UserError(f"{file} is damaged: {available - place:,} bytes after its last tensor belong to none")
 
 
 def _checked(file: Path, name: str, entry: Mapping[str, Any], available: int) -> StoredTensor:
@@ -128,7 +128,7 @@ def _from_index(index: Path) -> dict[str, StoredTensor]:
     except UserError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{index} is no index of weights: it has no valid weight_map") from error
+        raise UserError(f"{index} is not an index of weights: it has no valid weight_map") from error
     headers: dict[str, dict[str, StoredTensor]] = {}
     for file in files:
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):

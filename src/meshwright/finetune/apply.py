@@ -53,7 +53,7 @@ def linear_at(model: nn.Module, path: str, setting: str) -> Linear:
     if isinstance(module, Linear):
         return module
     if not isinstance(module, nn.Linear) or not is_linear(module):
-        raise UserError(f"{setting}: {path} is a {type(module).__name__}, which is no linear layer; leave it out")
+        raise UserError(f"{setting}: {path} is a {type(module).__name__}, which is not a linear layer; leave it out")
     ours, (parent, _, name) = take_over(module), path.rpartition(".")
     model.get_submodule(parent).register_module(name, ours)
     return ours

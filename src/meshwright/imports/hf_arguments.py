@@ -37,7 +37,7 @@ def _trackers(reading: Reading, value: Any, origin: str) -> None:
         reading.set("trackers", known, origin)
     for name in names:
         if name not in (*known, "none"):
-            reading.give_up(origin, f"{name} is no tracker that ships; a plug-in can be one (docs/plugins.md)")
+            reading.give_up(origin, f"{name} is not a built-in tracker; a plug-in can be one (docs/plugins.md)")
 
 
 def _sharding(reading: Reading, value: Any, origin: str) -> None:

@@ -146,9 +146,7 @@ def _batch(reading: Reading, replicas: int) -> None:
 def _written(reading: Reading, paths: Sequence[Path]) -> str:
     """The recipe as text."""
     if not any(path.startswith("model.") for path in reading.settings):
-        raise UserError(
-            "no file says which model is trained; give --model, a published name or a Hugging Face directory"
-        )
+        raise UserError("no file names the model; give --model, a published name or a Hugging Face directory")
     tree: dict[str, Any] = {}
     for path, (value, origin) in reading.settings.items():
         *around, last = path.split(".")

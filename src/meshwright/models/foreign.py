@@ -89,8 +89,8 @@ class ForeignDecoder(Decoder):
         before, after = (self(Batch(tokens_BT)).double()[:, :-1] for tokens_BT in (row_BT, changed_BT))
         if not self._same(before, after, same_shapes=True):
             raise UserError(
-                f"transformers' {self._class} is no causal language model as config.json has it: what it makes of a "
-                "token depends on tokens behind it, so next-token training would learn to copy; use another model, or "
+                f"transformers' {self._class} is not causal with this config.json: its output for a "
+                "token depends on later tokens, so next-token training would learn to copy; use another model, or "
                 "the settings that make it causal (is_decoder, is_causal)"
             )
 

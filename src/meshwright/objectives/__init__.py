@@ -16,7 +16,7 @@ def build_objective(run: Run) -> Objective:
         made = make_plugin("objectives", run.training.objective)
         if not isinstance(made, Objective):
             name = run.training.objective.name
-            raise UserError(f"training.objective: {name} makes a {type(made).__name__}, no meshwright.Objective")
+            raise UserError(f"training.objective: {name} returns a {type(made).__name__}, not a meshwright.Objective")
         return made
     preference = run.training.preference
     if preference is None:

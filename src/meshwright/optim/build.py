@@ -31,7 +31,7 @@ class Optimizers:
         for optimizer in optimizers:
             if not isinstance(optimizer, Parameterwise | Plugged | torch.optim.AdamW):
                 raise UserError(
-                    f"optimizer {type(optimizer).__name__} does not say how its state begins, so no checkpoint could "
+                    f"optimizer {type(optimizer).__name__} does not define its initial state, so no checkpoint could "
                     "be read into it; make it a Parameterwise (optim/parameterwise.py)"
                 )
         self.optimizers = optimizers
@@ -54,7 +54,7 @@ class Optimizers:
         for optimizer in self.optimizers:
             if splits and isinstance(optimizer, Plugged) and optimizer.elementwise is None:
                 raise UserError(
-                    f"training.optimizer.name={optimizer.name} does not say what it looks at, and {layout.strategy} "
+                    f"training.optimizer.name={optimizer.name} does not set elementwise, and {layout.strategy} "
                     "splits the model over ranks; give its class elementwise = True where it updates every number from "
                     "its own history alone, elementwise = False where it takes each tensor by itself (it is then given "
                     "whole ones), or train with layout.dp_replicate alone"

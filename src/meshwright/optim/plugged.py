@@ -64,8 +64,8 @@ class Plugged(torch.optim.Optimizer):
             begun = self._tensors(self.theirs.state.pop(leaf, {}))
             if begun and self.elementwise is False:
                 raise UserError(
-                    f"training.optimizer.name={name} makes state before its first step, when whole tensors are not "
-                    "there; make it in the first step, or say elementwise = True where that is so"
+                    f"training.optimizer.name={name} creates state before its first step, when whole tensors are not "
+                    "there; create it in the first step, or set elementwise = True if that holds"
                 )
             for key, tensor in begun.items():
                 self._keep_state(parameter, key, tensor)
@@ -76,9 +76,9 @@ class Plugged(torch.optim.Optimizer):
         try:
             made = self._make(groups, **settings)
         except (TypeError, ValueError) as error:
-            raise UserError(f"{where} cannot be made with groups of parameters and {settings}: {error}") from error
+            raise UserError(f"{where} cannot be constructed with parameter groups and {settings}: {error}") from error
         if not isinstance(made, torch.optim.Optimizer):
-            raise UserError(f"{where} makes a {type(made).__name__}, which is no torch.optim.Optimizer")
+            raise UserError(f"{where} returns a {type(made).__name__}, which is not a torch.optim.Optimizer")
         if decay and "weight_decay" not in made.defaults:
             raise UserError(f"training.optimizer.weight_decay={decay:g}: {self.name} has no weight_decay; set it to 0")
         closure = inspect.signature(type(made).step).parameters.get("closure")
@@ -99,8 +99,8 @@ class Plugged(torch.optim.Optimizer):
         for (where, key), value in _kept_elsewhere(made).items():
             if value != before.get((where, key)):
                 raise UserError(
-                    f"training.optimizer.name={self.name} keeps {key!r} in {where}, where no checkpoint would look for "
-                    "it; make it a tensor of every parameter's own state, such as state[p]['step'] = torch.tensor(0.0)"
+                    f"training.optimizer.name={self.name} keeps {key!r} in {where}, which checkpoints do not save; "
+                    "make it a tensor in every parameter's state, such as state[p]['step'] = torch.tensor(0.0)"
                 )
         return self._tensors(made.state[stand_in])
 
@@ -112,7 +112,7 @@ class Plugged(torch.optim.Optimizer):
         odd = [key for key, tensor in found.items() if tensor.shape != shape and tensor.numel() != 1]
         if odd and self.elementwise:
             raise UserError(
-                f"training.optimizer.name={self.name} says elementwise = True, but its state {odd[0]!r} has another "
+                f"training.optimizer.name={self.name} has elementwise = True, but its state {odd[0]!r} has another "
                 "shape than the parameter; with elementwise = False it is given whole tensors"
             )
         return {key: tensor.shape == shape for key, tensor in found.items()}

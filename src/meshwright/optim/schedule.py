@@ -37,7 +37,9 @@ def find_shape(schedule: LrScheduleSpec) -> Shape:
     def shape(schedule: LrScheduleSpec, step: int, steps: int) -> float:
         factor = function(step, steps, **schedule.options)
         if not (isinstance(factor, Real) and 0 <= float(factor) < math.inf):
-            raise UserError(f"{where}: of step {step} it makes {factor!r}, no factor of the learning rate from 0 up")
+            raise UserError(
+                f"{where}: for step {step} it returns {factor!r}, but the factor must be a number from 0 up"
+            )
         return float(factor)
 
     return shape

@@ -60,7 +60,7 @@ class Partner:
         if self.chats:
             ends = " or ".join(self._prompts.shown(self._prompts.answer_ends))
             return [*lines, f"template  the chat template of {self.trained.tokenizer_dir}; answers end at {ends}"]
-        return [*lines, "template  none: a base model, which continues what you write; /more goes on"]
+        return [*lines, "template none: a base model, which continues your text; /more continues further"]
 
     def say(self, asked: str, settings: Settings) -> Iterator[str]:
         """The parts of the answer, as they come. What was heard when the iterator is closed stays in the history.
@@ -77,7 +77,7 @@ class Partner:
     def more(self, settings: Settings) -> Iterator[str]:
         """The last text goes on. Raises `UserError` if there is none, or answers end by themselves."""
         if self.chats or not self.turns:
-            raise UserError("/more goes on with the last text of a model that has no chat template")
+            raise UserError("/more continues the last text of a model without a chat template")
         last = self.turns.pop()
         text = last.asked + last.answered
         try:

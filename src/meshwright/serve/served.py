@@ -51,7 +51,7 @@ def open_adapter(base: TrainedModel, path: Path) -> TrainedModel:
     """
     trained = open_trained(path, device=base.device.type, dtype=_name_of(base.model.like.dtype))
     if not any(row.adapter for row in trained.model.table):
-        raise UserError(f"{path} holds no adapters; serve it as a model of its own")
+        raise UserError(f"{path} holds no adapters; serve it as a separate model")
     kept = dict(base.model.named_parameters())
     for name, parameter in trained.model.named_parameters():
         if parameter.requires_grad:

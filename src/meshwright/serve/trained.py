@@ -87,7 +87,7 @@ def open_trained(
         with contextlib.suppress(ValueError):  # then it is told below
             path = cached_snapshot(str(path), "config.json", "*.safetensors") or path
     if family is not None and ((path / MANIFEST).is_file() or (path / RESOLVED).is_file()):
-        raise UserError(f"{path} is of a run, whose recipe says what computes it; leave --family out")
+        raise UserError(f"{path} is of a run, whose recipe sets the family; leave --family out")
     if (path / MANIFEST).is_file():
         return _from_checkpoint(path, place, dtype, averaged)
     saved = list_checkpoints(path / "checkpoints")
@@ -96,7 +96,7 @@ def open_trained(
     if (path / RESOLVED).is_file():
         raise CheckpointError(f"{path}: no checkpoint was saved here yet")
     if averaged and path.is_dir():
-        raise UserError(f"{path} is no run and no checkpoint, so it holds no averaged weights; leave --ema out")
+        raise UserError(f"{path} is neither a run nor a checkpoint, so it has no averaged weights; leave --ema out")
     if (path / "config.json").is_file():
         return _from_hf_directory(path, place, dtype, family)
     what = f"holds no {RESOLVED} and no config.json" if path.is_dir() else "no such directory"
@@ -205,17 +205,16 @@ def _continued(
 
 def _held_out(trained: TrainedModel, length: int) -> dict[str, Samples]:
     if trained.run is None:
-        raise UserError(f"{trained.source} is no run, so it has no held-out text; say which text with --source")
+        raise UserError(f"{trained.source} is not a run, so it has no held-out text; name a text with --source")
     if trained.run.run.training.preference is not None:
         raise UserError(
-            "the run learnt from pairs of answers, whose held-out loss stands in its metrics.jsonl; "
-            "say which text to measure with --source"
+            "the run was trained on preferences, whose held-out loss is in its metrics.jsonl; name a text with --source"
         )
     # By its own tokenizer: on data that have changed since, `auto` would train another.
     data = trained.run.run.data.model_copy(update={"tokenizer": str(trained.tokenizer_dir.resolve())})
     corpus = corpus_of(trained.run.model_copy(update={"run": trained.run.run.model_copy(update={"data": data})}))
     if not corpus.held_out:
-        raise UserError("the run held nothing out (data.held_out is 0); say which text with --source")
+        raise UserError("the run has no held-out text (data.held_out is 0); name a text with --source")
     joint = held_out_samples(corpus, data.model_copy(update={"sequence_length": length}))
     return dict(zip((stream.name for stream in corpus.streams if stream.held_out), joint.streams, strict=True))
 
@@ -241,7 +240,7 @@ def _samples_of(trained: TrainedModel, sources: Sequence[str], length: int) -> d
     corpus = prepare_corpus(data, base_dir=Path())
     if any(stream.train.is_pairs for stream in corpus.streams):
         raise UserError(
-            f"--source {', '.join(sources)}: holds preferences, whose loss needs the model as its training began; a "
+            f"--source {', '.join(sources)}: holds preferences, whose loss needs the model at the start of training; a "
             "run that learns from them measures those that it holds out (data.held_out), as its metrics.jsonl tells"
         )
     return dict(zip((stream.name for stream in corpus.streams), all_samples(corpus, data).streams, strict=True))

@@ -119,7 +119,9 @@ def read_schedule(path: Path) -> Schedule:
 def _parse(cell: str, where: str) -> Action:
     match = re.fullmatch(r"(\d+)([FBIW])(\d+)", cell)
     if match is None:
-        raise ScheduleError(f"{where}: {cell!r} is no action; an action is stage, F, B, I or W, microbatch, as in 0F3")
+        raise ScheduleError(
+            f"{where}: {cell!r} is not an action; an action is stage, F, B, I or W, microbatch, as in 0F3"
+        )
     stage, kind, microbatch = match.groups()
     return Action(kind, int(stage), int(microbatch))  # type: ignore[arg-type]
 

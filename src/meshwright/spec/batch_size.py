@@ -14,7 +14,7 @@ def sequences_per_step(run: Run) -> int:
         return run.training.global_batch or DEFAULT_GLOBAL_BATCH
     if tokens % length:
         raise UserError(
-            f"training.global_batch_tokens={tokens} is no multiple of data.sequence_length={length}; "
+            f"training.global_batch_tokens={tokens} is not a multiple of data.sequence_length={length}; "
             f"the nearest multiple is {max(1, round(tokens / length)) * length}"
         )
     return tokens // length

@@ -126,7 +126,7 @@ class ChatSpec(Spec):
         try:
             datetime.date.fromisoformat(value)
         except ValueError as error:
-            raise UserError(f"{value} is no day: {error}") from error
+            raise UserError(f"{value} is not a date: {error}") from error
         return value
 
 

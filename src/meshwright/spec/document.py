@@ -101,7 +101,7 @@ def read_yaml(text: str, place_of_line: Callable[[int], Place]) -> Document:
         refusals = [_syntax(error)]
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        refusals = [(line, f"character U+{error.character:04X} cannot stand in a YAML file")]
+        refusals = [(line, f"character U+{error.character:04X} is not allowed in a YAML file")]
     except RecursionError:
         refusals = [(1, "nested too deeply")]
     for line, message in refusals:
@@ -157,7 +157,7 @@ def _syntax(error: yaml.MarkedYAMLError) -> tuple[int, str]:
     here = error.problem_mark.line + 1 if error.problem_mark else 1
     began = error.context_mark.line + 1 if error.context_mark else here
     if "'\\t'" in problem:
-        return here, "a tab stands where YAML needs spaces"
+        return here, "YAML needs spaces here, not a tab"
     if "scanning an alias" in context or "scanning an anchor" in context:
         return here, "a value that begins with '*' or '&' needs quotes, for example \"*.txt\""
     if "mapping values are not allowed" in problem:

@@ -26,7 +26,7 @@ class FullSpec(Spec):
     @model_validator(mode="after")
     def _said_once(self) -> "FullSpec":
         if self.train and self.last_layers is not None:
-            raise UserError("train and last_layers both say what trains; give one of the two")
+            raise UserError("train and last_layers both select the trained parameters; give one of the two")
         return self
 
 
@@ -76,7 +76,7 @@ class LoraSpec(Spec):
         if value.get("method") != "qlora":
             return value
         if value.get("base") == "plain":
-            raise UserError("method: qlora keeps its base in few bits; say base: nf4 or int8, or method: lora")
+            raise UserError("method: qlora quantizes its base; set base: nf4 or int8, or method: lora")
         return {"base": "nf4", **value, "method": "lora"}
 
 

@@ -81,7 +81,7 @@ def foreign_misfits(training: TrainingSpec, finetune: FinetuneSpec | None) -> li
     if training.compile:
         found.append("training.compile=true: blocks of a model that transformers computes are not compiled; use false")
     if finetune is not None and finetune.method == "ia3":
-        found.append("finetune.method=ia3: only of our own families is known what ends a layer; use lora")
+        found.append("finetune.method=ia3: only our own families define where a layer ends; use lora")
     return found
 
 

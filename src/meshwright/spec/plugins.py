@@ -64,7 +64,9 @@ def find_plugin(kind: str, name: str) -> EntryPoint:
     known = known_plugins(kind)
     if name not in known:
         there = ", ".join(sorted(known)) or "none"
-        again = "; what Python code gave to train, it must give again" if "." in name and kind != "trackers" else ""
+        again = (
+            "; an object passed to train in Python must be passed again" if "." in name and kind != "trackers" else ""
+        )
         raise UserError(
             f"{kind}: no {name!r} is installed; there are {there} (entry points of meshwright.{kind}){again}"
         )

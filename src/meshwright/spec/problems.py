@@ -179,7 +179,7 @@ def _hint(value: Any, kinds: list[str]) -> str:
     if isinstance(value, float) and value.is_integer() and "int_type" in kinds:
         return f"; write {int(value)}"
     if isinstance(value, str) and {"int_type", "float_type"} & set(kinds) and _is_number(value):
-        return "; take the quotes away"
+        return "; remove the quotes"
     if isinstance(value, str) and kinds == ["tuple_type"]:
         return f"; write [{value}]"
     if isinstance(value, (int, float)) and kinds == ["string_type"]:

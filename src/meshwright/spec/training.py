@@ -200,9 +200,9 @@ class TrainingSpec(Spec):
     @model_validator(mode="after")
     def _consistent(self) -> "TrainingSpec":
         if self.objective is not None and self.preference is not None:
-            raise UserError("objective and preference both say what is minimised; give one of the two")
+            raise UserError("objective and preference both set the training loss; give one of the two")
         if self.global_batch is not None and self.global_batch_tokens is not None:
-            raise UserError("global_batch and global_batch_tokens say the same thing twice; give one of the two")
+            raise UserError("global_batch and global_batch_tokens both set the batch size; give one of the two")
         low, usual = self.low_precision, LowPrecisionSpec()
         given = {name for name in LowPrecisionSpec.model_fields if getattr(low, name) != getattr(usual, name)}
         if given and self.precision not in NARROW:

@@ -46,7 +46,7 @@ def read_table(path: Path) -> Table:
     missing = [name for name in NEEDED if name not in header]
     if missing:
         raise UserError(
-            f"{path} has no columns id, source, gpu and gpus: it is no table of published runs; "
+            f"{path} has no columns id, source, gpu and gpus: it is not a table of published runs; "
             f"missing in its first line: {', '.join(missing)}"
         )
     if not rows:
