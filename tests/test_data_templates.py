@@ -215,7 +215,7 @@ def test_spelled_special_tokens_are_kept_as_letters_refused_or_dropped():
 def test_the_date_is_the_recipes():
     assert "01 Jan 2025" in template("tells the date").render([said("user", "?")])
     assert "24 Dec 2026" in template("tells the date", date="2026-12-24").render([said("user", "?")])
-    with pytest.raises(ValueError, match="2026-13-01 is no day"):
+    with pytest.raises(ValueError, match="2026-13-01 is not a date"):
         ChatSpec(date="2026-13-01")
 
 

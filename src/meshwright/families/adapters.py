@@ -206,7 +206,7 @@ def _trained_modules(model: ModelSpec, finetune: FinetuneSpec) -> Callable[[str]
     if isinstance(finetune, FullSpec) and finetune.last_layers is not None:
         if model.foreign is not None:
             raise UserError(
-                f"finetune.last_layers: only our own families define what follows the last layer; name the modules, as in "
+                f"finetune.last_layers: only our own families define what follows the last layer; name modules, as in "
                 f'finetune.train=["{model.foreign.blocks}.{model.num_layers - 1}"]'
             )
         first = model.num_layers - finetune.last_layers
