@@ -51,64 +51,64 @@ $ meshwright compare run.yaml --layouts ddp,zero1,zero2,zero3,tp2
 $ meshwright compare a.yaml b.yaml
 ```
 
-`make compare` does it with a small Llama on any machine, in minutes. `pip install 'meshwright[compare]'` installs
-Accelerate, transformers and Lightning Fabric, `'meshwright[deepspeed]'` DeepSpeed. An engine can also live in an
-environment of its own: `--python deepspeed=PATH/TO/python`.
+`make compare` runs it with a small Llama on any machine, in minutes. `pip install 'meshwright[compare]'` installs
+Accelerate, transformers and Lightning Fabric, `'meshwright[deepspeed]'` DeepSpeed. An engine can also be installed in a
+separate environment: `--python deepspeed=PATH/TO/python`.
 
 ## What is the same
 
-- **Tokens.** Every program reads our token file with numpy, and a file that says at which token each sample begins.
-  Engines deal samples to ranks in their own ways; each step's global batch is the same set.
+- **Tokens.** Every program reads our token file with numpy, and a file with the first token of each sample. Engines
+  distribute samples to ranks in different ways; each step's global batch is the same set.
 - **Weights.** The run's starting weights are written once as a Hugging Face directory in fp32. Dropout is 0.
-- **Loss.** The sum over the tokens of a microbatch, divided by the tokens of the global batch. So accumulation and
-  ranks add up to the mean in every engine, also where an engine's default does not.
-- **Optimizer.** AdamW with every constant given: defaults differ (DeepSpeed and the Trainer clip at 1.0, PyTorch
-  decays by 0.01, the Trainer by 0). Weight decay on matrices and embeddings only; the schedule's factor is computed
-  in the program.
+- **Loss.** The sum over the tokens of a microbatch, divided by the tokens of the global batch. So microbatches and
+  ranks add up to the mean in every engine, even if an engine's default differs.
+- **Optimizer.** AdamW with every constant set explicitly, because defaults differ (DeepSpeed and the Trainer clip at
+  1.0, PyTorch decays by 0.01, the Trainer by 0). Weight decay applies to matrices and embeddings only; the program
+  computes the schedule's factor.
 - **Time.** Engines take turns on one machine: A B C, then C B A, and so on, a few steps each. While one computes, all
   ranks of the others wait. Speeds are medians over all timed steps; the ratio of single rounds gives the range.
-- **Threads.** Each rank has the machine's cores divided by the ranks, as our launcher gives them. (`torchrun` alone
-  gives each rank one thread.)
+- **Threads.** Each rank gets the machine's cores divided by the number of ranks, as under our launcher. (`torchrun`
+  alone gives each rank one thread.)
 
-What differs is the rest: transformers' model or ours, how gradients are reduced, how mixed precision is done, what
-happens in a step beside its arithmetic. That is what is compared.
+The comparison covers everything else: transformers' model or ours, gradient reduction, mixed precision, and the
+overhead of a step.
 
 ## The program
 
-Each engine's folder holds `run_ENGINE_standalone.py`, which is what ran. It needs nothing of ours, has the recipe's
-numbers in it, and starts with `python` or `torchrun`. It writes `metrics.jsonl` with our names ([what they
-mean](metrics.md)): `step`, `loss`, `gnorm`, `lr`, `tokens`, `mem`, and `seconds` of this step.
+Each engine's folder holds the program that ran, `run_ENGINE_standalone.py`. It has no dependency on Meshwright,
+contains the recipe's values, and starts with `python` or `torchrun`. It writes `metrics.jsonl` with [our
+names](metrics.md): `step`, `loss`, `gnorm`, `lr`, `tokens`, `mem`, and `seconds` of this step.
 
-After its first step a program reads back what trained: the wrappers around the model, the class of its parameters,
-and how many elements of parameters and of AdamW's moments this rank holds. If a layout was asked for and another one
-ran, the engine gets an error in the place of figures. This happens: on a machine without GPUs, Accelerate's FSDP and
-DeepSpeed plug-ins and the Trainer's `fsdp=` are `DistributedDataParallel` in silence, and Accelerate without
-`cpu=True` trains once in every process.
+After its first step a program inspects what trained: the wrappers around the model, the class of its parameters, and
+the number of elements of parameters and of AdamW's moments on this rank. If the layout differs from the requested one,
+the engine's row is an error instead of figures. This happens: on a machine without GPUs, Accelerate's FSDP and
+DeepSpeed plug-ins and the Trainer's `fsdp=` silently become `DistributedDataParallel`, and Accelerate without
+`cpu=True` trains separately in every process.
 
 `meshwright export run.yaml --engine deepspeed --program handed-over` writes the program of a whole run, with its
-configuration, its first weights and the order of all its samples.
+configuration, initial weights and the order of all samples.
 
 ## Held to the truth
 
 `meshwright verify run.yaml --engine hf_trainer` trains a shrunk model for two steps in the engine's program and on
 our one process, from the same weights on the same random tokens, in fp32. The program dumps every gradient and every
-weight after the step by its Hugging Face name. They are compared with [the tolerance of verify](verify.md), times the
-number of the step, because the program goes on from its own weights. The first difference in the order of computation
-is named: the loss, the gradient of a parameter, the norm, or the update of a parameter.
+weight after the step by its Hugging Face name. They are compared with [the tolerance of verify](verify.md) times the
+number of the step, because the program continues from its own weights. The report names the first difference in the
+order of computation: the loss, the gradient of a parameter, the norm, or the update of a parameter.
 
 ```
 $ meshwright verify run.yaml --engine hf_trainer
 $ meshwright verify run.yaml --engine deepspeed layout.dp_shard=2
 ```
 
-Tests plant faults in three engines' programs, and each is located: a loss over a token too few of each row (the
-loss), a forgotten factor of the accumulation (the gradients, by that factor), a default clip (the clipped gradient),
-weight decay on norms (their update).
+Tests plant faults in three engines' programs, and each is located: a loss that omits one token of each row (the loss),
+a missing accumulation factor (the gradients, by that factor), a default clip (the clipped gradient), weight decay on
+norms (their update).
 
 ## What each engine can express
 
-**yes**: in the program. *left out*: the program does without, and no loss changes by it. no: refused by name, because
-it would be another training. (On a CPU.)
+**yes**: in the program. *left out*: the program omits it, without effect on any loss. no: refused by name, because the
+training would differ. (On a CPU.)
 """
 
 
@@ -143,19 +143,19 @@ def _verdict(engine: str, run: Run, path: str = "") -> str:
 
 
 MEASURED = """\
-A Llama of 4 layers and width 256 (`recipes/compare.yaml`), fp32, on a small machine without a GPU that others used at
-the same time. These are ratios on a CPU with a small model; they say nothing about GPUs.
-"Loss differs" is the largest difference of a step's loss, in nats, from our trainer's.
+A Llama of 4 layers and width 256 (`recipes/compare.yaml`), fp32, on a small shared machine without a GPU. These are
+ratios on a CPU with a small model; they say nothing about GPUs. "Loss differs" is the largest difference of a step's
+loss from our trainer's, in nats.
 """
 
 PREDICTED = """\
-## What the web says of 8 GPUs
+## Published claims for 8 GPUs
 
 Comparisons on the web give one table for an 8B model on 8 x H100: NeMo in fp8 is 100 % at 40 GB, NeMo in bf16 60 % at
-60 GB, DeepSpeed 55 % at 45 GB, FSDP 50 % at 50 GB, Hugging Face DDP 40 % at 70 GB. How it was measured is not said.
-These are **predictions** of our planner, not measurements: each program with the habits that its published runs were
-fitted to ([how far off such predictions are](plan-validation.md)), 8192 tokens a sample, 16 samples a GPU and step, the
-fastest recomputation that fits. Ranges are those of the row; the range of NeMo in fp8, the unit, comes on top.
+60 GB, DeepSpeed 55 % at 45 GB, FSDP 50 % at 50 GB, Hugging Face DDP 40 % at 70 GB. They do not say how it was measured.
+The table shows **predictions** of our planner, not measurements: each program with the defaults fitted to its published
+runs ([prediction errors](plan-validation.md)), 8192 tokens per sample, 16 samples per GPU and step, the fastest
+recomputation that fits. Each range covers its own row; the uncertainty of NeMo in fp8, the unit, comes on top.
 
 | | speed, claimed | predicted | memory, claimed | predicted | |
 |---|---:|---:|---:|---:|---|"""
@@ -190,7 +190,7 @@ def _predicted() -> Iterator[str]:
         )
         fast = f"{whole / best.time.total:.0%} ({low:.0%}-{high:.0%})" if fitting else "-"
         if not fitting:
-            verdict = "does not fit, whatever is recomputed"
+            verdict = "does not fit, even with full recomputation"
         elif speed is None:
             verdict = ""
         else:
@@ -203,8 +203,8 @@ def _predicted() -> Iterator[str]:
 NOT_YET = """\
 ## Not yet
 
-Megatron-core, nanoGPT, litgpt, peft, trl, axolotl, torchtitan: no adapters. Samples that are packed whole,
-and fine-tuning by adapters: other engines refuse them. Programs have run on CPUs only; on GPUs they are not tested.
+There are no engines for Megatron-core, nanoGPT, litgpt, peft, trl, axolotl and torchtitan. Other engines refuse
+best-fit packing and fine-tuning by adapters. Programs have run on CPUs only; on GPUs they are not tested.
 """
 
 

@@ -16,8 +16,8 @@ model is built from; a tied head counts once.
 
 `model: NAME` draws fresh weights of that size. To continue from published weights, download the Hugging Face directory
 and write `model: path/to/directory`; `model: {name: path/to/directory, weights: random}` draws fresh ones instead. A
-published name keeps its published vocabulary, also where the tokenizer is trained on the spot and
-smaller: `model: {name: gpt2, vocab: 4096}` shrinks the embedding to it.
+published name keeps its published vocabulary, even if the run trains a smaller tokenizer;
+`model: {name: gpt2, vocab: 4096}` shrinks the embedding.
 
 Any other size is given by fields, or as a change to a name:
 
@@ -29,36 +29,35 @@ model: {family: llama, hidden: 512, num_layers: 8, num_heads: 8, num_kv_heads: 4
 model: {name: qwen3-0.6b, num_layers: 8}
 ```
 
-[The recipe](recipe.md#model) lists the fields. What no field changes is what makes the family:
+[The recipe](recipe.md#model) lists the fields. The properties that no field changes define the family:
 """
 
 EXPERTS = """\
 
 ## Mixtures of experts
 
-A router sends every token to a few of a layer's experts; the parameters that a token meets are *active*, and only they
-cost operations. No token is dropped: an expert takes all that are sent to it. Routing is computed in fp32 whatever the
-precision.
+A router sends every token to a few of a layer's experts; the parameters used for a token are *active*, and only they
+cost FLOPs. No token is dropped: experts have no capacity limit. Routing is always computed in fp32.
 
-The load-balancing loss (`model.balance_loss`, the coefficient) has Mixtral's form, the number of experts times the sum
-of each expert's share of the tokens and its mean probability, for each layer. It is taken over each sequence, and its
-mean over the sequences of the global batch joins the gradient. So it is the same however a batch is split into
-microbatches and ranks, which a loss over whole microbatches is not. The reported loss does not contain it.
+The load-balancing loss (`model.balance_loss` is its coefficient) has Mixtral's form for each layer: the number of
+experts times the sum, over experts, of the share of tokens times the mean probability. It is computed per sequence, and
+its mean over the sequences of the global batch is added to the gradient. So it is the same however a batch is split
+into microbatches and ranks; a loss over whole microbatches would not be. The reported loss does not contain it.
 
 ```yaml
 model: {family: mixtral, hidden: 512, num_layers: 8, num_heads: 8, ffn: 1024, num_experts: 8, experts_per_token: 2}
 ```
 
-`deepseek_v3` balances by a bias instead (Wang et al., 2024), and has a small balance loss beside it. The bias is added
-to an expert's score where experts are chosen and nowhere else. It is not trained: with every optimizer step it moves by
-`model.balance_rate`, down for experts that had more than the mean of the global batch's tokens, up for the others. It
-is saved in checkpoints, kept in fp32, and exported. The published coefficient of its loss is for shares that add up to
-1 over a token's experts; ours add up to their number, so the default is smaller by that. Groups of experts, shared
-experts and dense first layers are as published; layers that predict further tokens (MTP) are not built, and are left
-out where a directory has them.
+`deepseek_v3` balances by a bias instead (Wang et al., 2024), and has a small balance loss in addition. The bias is
+added to an expert's score only for choosing experts. It is not trained: in every optimizer step it moves by
+`model.balance_rate`, down for experts with more than the mean of the global batch's tokens, up for the others. It is
+kept in fp32, saved in checkpoints, and exported. The published coefficient of its loss is for shares that add up to 1
+over a token's experts; ours add up to their number, so the default is smaller by that factor. Groups of experts, shared
+experts and dense first layers are as published; multi-token prediction layers (MTP) are not built, and are left out of
+directories that have them.
 
-In Hugging Face directories every expert has tensors of its own, as transformers 4 and 5 both write them; in ours the
-experts of a layer are one tensor.
+In Hugging Face directories every expert has separate tensors, as transformers 4 and 5 write them; here the experts of a
+layer are one tensor.
 """
 
 
@@ -77,7 +76,7 @@ def _families() -> Iterator[str]:
         feed_forward += " experts" if model.num_experts else ""
         positions = {"rope": "rotary", "learned": "learned"}[model.positions]
         positions += ", latent attention" if model.kv_rank else ""
-        qk_norm = "RMSNorm each head" if model.qk_norm else "as they are"
+        qk_norm = "RMSNorm per head" if model.qk_norm else "no norm"
         yield f"| `{name}` | {norm} | {feed_forward} | {positions} | {_biases(model)} | {qk_norm} |"
 
 

@@ -18,73 +18,74 @@ SOURCES = {
     "looped-bfs": "Breadth first: Lamy-Poirier, *Breadth-First Pipeline Parallelism*, 2023.",
     "interleaved-zero-bubble": "Weight gradients fill the gaps; with one stage per rank it is ZB-H1: Qi et al., *Zero "
     "Bubble Pipeline Parallelism*, 2024.",
-    "zbv": "Stages go down the ranks and up again, so that one has the first and the last: Qi et al., 2024, section 6.",
+    "zbv": "Stages run down the ranks and up again, so rank 0 has the first and the last: Qi et al., 2024, section 6.",
     "dualpipev": "DeepSeek-AI, *DeepSeek-V3 Technical Report*, 2024: DualPipe, cut in half.",
-    "pipedream-2bw": "**Not the training of one process**: gradients are a step late (below). Narayanan et al., "
-    "*Memory-Efficient Pipeline-Parallel DNN Training*, 2021. Two steps of a stream that goes on: 0 to 7 are the first "
-    "one's microbatches, 8 to f the second one's. Once filled there is no bubble.",
+    "pipedream-2bw": "**Not equal to training on one process**: gradients are one step late (below). Narayanan et al., "
+    "*Memory-Efficient Pipeline-Parallel DNN Training*, 2021. The picture shows two steps of a continuing run: 0 to 7 "
+    "are the microbatches of the first, 8 to f of the second. Once the pipeline is full there is no bubble.",
 }
 
 BEGIN = f"""\
 # Pipeline schedules
 
-`layout: {{pp: 4}}` gives each of four ranks a quarter of the layers; `layout.schedule` says which rank runs which
-microbatch when. A schedule is data (`spec/schedule.py`): what is executed is what stands here, and bubble and memory
-are read off it. `meshwright check` prints both for a recipe, with its own stages and microbatches.
+`layout: {{pp: 4}}` gives each of four ranks a quarter of the layers; `layout.schedule` sets the order in which each
+rank runs its microbatches. A schedule is data (`spec/schedule.py`): the pictures here are computed from the schedule
+that is executed, and so are bubble and memory. `meshwright check` prints both for a recipe, with its own stages and
+microbatches.
 
-Below: {RANKS} ranks, {MICROBATCHES} microbatches, every stage taking 1 for its forward pass F, 1 for its input's
-gradient I and 1 for its weights' W; a whole backward pass B takes 2. The upper line numbers the microbatch, the lower
-one says what is done with it; small letters are the rank's later stages', dots are the bubble.
+The pictures show {RANKS} ranks and {MICROBATCHES} microbatches. For every stage the forward pass F takes 1, the input
+gradient I takes 1 and the weight gradient W takes 1; a whole backward pass B takes 2. The upper line is the number of
+the microbatch, the lower line the action; small letters are the rank's later stages, dots are the bubble.
 
-*In flight*: the most microbatches of a stage whose activations a rank keeps at once. A rank with two stages has half
-as many layers in each, so 8 of them weigh as much as 4 of a rank with one.
+*In flight* is the largest number of microbatches of a stage whose activations a rank keeps at once. A rank with two
+stages has half as many layers in each, so 8 of them need as much memory as 4 on a rank with one stage.
 """
 
 END = """\
 ## Stages
 
-Layers are cut so that the heaviest stage, the head's work included, is as light as can be: exactly, by dynamic
-programming over operations. `layout.stage_layers: [7, 8, 8, 7]` sets them by hand; they may be of any length.
-`layout.stages_per_rank` sets how many stages a rank has where the schedule leaves it open.
+Layers are assigned to stages so that the heaviest stage, including the head's FLOPs, is as light as possible; dynamic
+programming finds the exact optimum. `layout.stage_layers: [7, 8, 8, 7]` sets them by hand, with any lengths.
+`layout.stages_per_rank` sets the number of stages per rank if the schedule leaves it open.
 
 Microbatches are the accumulation steps: `training.global_batch / (data-parallel ranks x micro_batch)`. A number that a
-schedule cannot use is refused with the nearest that it can.
+schedule does not support is refused, and the error names the nearest supported one.
 
 ## Steps that overlap: `pipedream-2bw`
 
-All schedules above empty the pipeline before the optimizer steps: that is their bubble, and why they compute what one
-process computes. `pipedream-2bw` lets the next step's forward passes begin while this step's backward passes are still
-under way (PipeDream, Narayanan et al., 2019). A microbatch's backward pass must have the weights of its forward pass,
-so each rank keeps two versions of its weights, that of the newest batch and that of the batch before, and the optimizer
-steps with the gradient of the batch before:
+All schedules above drain the pipeline before the optimizer step. This causes their bubble, and it makes them equal to
+one process. `pipedream-2bw` starts the next step's forward passes during this step's backward passes (PipeDream,
+Narayanan et al., 2019). A microbatch's backward pass must use the weights of its forward pass. So each rank keeps two
+versions of its weights, for the newest batch and for the previous one, and the optimizer applies the gradient of the
+previous batch:
 
     W(t + 1) = W(t) - step(gradient of batch t - 1 at W(t - 1))
 
-on all stages alike (PipeDream-2BW, 2021). The first PipeDream updates each stage as soon as it can: its gradients are
-later the earlier the stage, and it keeps a version per rank that follows. Here no gradient is more than one step late.
+on all stages (PipeDream-2BW, 2021). The first PipeDream updates each stage as soon as possible: gradients are later in
+earlier stages, and a rank keeps one version for each rank after it. Here no gradient is more than one step late.
 
-- **What it saves**: the whole bubble. A step of M microbatches takes 3 M units on every rank, from the second one on.
-- **What it costs**: memory for a second version of the weights and a second gradient, and the step's delay. For P
-  parameters of a rank in bf16: 2 P + 2 P bytes of weights to compute with instead of 2 P, 4 P + 4 P of gradients
-  instead of 4 P. Activations are those of 1F1B.
-- **What it trains to**: the same region, a little behind. The small model of [verify](verify.md), over 4 stages: the
-  losses of steps 91 to 100 are 2.55 on average, one process's 2.45.
-- **When it is emptied**: before a checkpoint, of which there is one at the end and at a stop by signal, too. Then the
-  late gradient is applied, so that every batch's gradient is applied once, and what is saved is plain weights and
-  optimizer state, which any layout continues; after it the pipeline fills again. So a run depends on
-  `checkpoint.every`, and one that is stopped where a checkpoint was due anyway continues as if it had not been.
-- `verify` says that it is different by design, with exit status 1. Instead `tests/test_pipedream.py` holds it, in
-  float64, to one process whose gradients are a step late: every loss, norm and weight of six steps, tied embeddings,
-  recomputation, clipping, Muon, experts, replicas and context parallelism among them.
-- It goes with `dp_replicate` and `cp`. ZeRO is refused (it is to save the very memory that versions take), and so are
-  `tp`, `ep`, offload, adapters, fp16 (its loss scale may change between forward and backward pass), and experts
-  balanced by biases (which do change in between).
+- **Benefit**: no bubble. A step of M microbatches takes 3 M units on every rank, from the second step on.
+- **Cost**: memory for a second version of the weights and a second gradient, and the delay of one step. For P
+  parameters of a rank in bf16: 2 P + 2 P bytes of compute weights instead of 2 P, 4 P + 4 P of gradients instead of 4
+  P. Activations are the same as with 1F1B.
+- **Convergence**: similar, slightly behind. With the small model of [verify](verify.md) over 4 stages, the mean loss of
+  steps 91 to 100 is 2.55; on one process it is 2.45.
+- **Draining**: before every checkpoint, including the last one and one after a signal. The late gradient is then
+  applied, so every batch's gradient is applied exactly once. The checkpoint holds plain weights and optimizer state,
+  from which any layout can resume; afterwards the pipeline fills again. So results depend on `checkpoint.every`. A run
+  that is stopped where a checkpoint was due resumes as if it had not been stopped.
+- **Proof**: `verify` reports that it differs by design, with exit status 1. Instead `tests/test_pipedream.py` compares
+  it, in float64, with one process whose gradients are one step late: every loss, norm and weight of six steps,
+  including tied embeddings, recomputation, clipping, Muon, experts, replicas and context parallelism.
+- **Layouts**: it combines with `dp_replicate` and `cp`. ZeRO is refused (it would save the memory that the second
+  version needs), and so are `tp`, `ep`, offload, adapters, fp16 (its loss scale may change between forward and backward
+  pass), and experts balanced by biases (which change in between).
 
 The planner never chooses it.
 
 ## A schedule of your own
 
-`layout.schedule: mine.csv` (relative to the recipe) reads a line per rank and a cell per action: stage, F, B, I or W,
+`layout.schedule: mine.csv` (relative to the recipe) has one line per rank and one cell per action: stage, F, B, I or W,
 microbatch. This is 1F1B for two ranks and three microbatches:
 
 ```
@@ -92,18 +93,19 @@ microbatch. This is 1F1B for two ranks and three microbatches:
 1F0,1B0,1F1,1B1,1F2,1B2
 ```
 
-Any stage may be on any rank. What is missing, done twice or can never run is refused, with the action and what it
-waits for.
+Any stage may be on any rank. A schedule with an action that is missing, duplicated or can never run is refused; the
+error names the action and what it waits for.
 
-## What is equal to one process
+## Equality with one process
 
-Every schedule but `pipedream-2bw` is held to one process in float64: loss, every gradient, and every weight after a
-step, with tied and untied embeddings, with recomputation, under DDP and all ZeRO stages (`tests/test_pipeline.py`), and
-under tensor and context parallelism ([equivalence](equivalence.md)). Where the first and the last stage are on
-different ranks, each has a copy of a tied embedding; their gradients are added, and both stay equal bit for bit. Where
-one rank has both, there is one parameter.
+Tests compare every schedule but `pipedream-2bw` with one process in float64: loss, every gradient, and every weight
+after a step, with tied and untied embeddings, with recomputation, under DDP and all ZeRO stages
+(`tests/test_pipeline.py`), and under tensor and context parallelism ([equivalence](equivalence.md)). If the first and
+the last stage are on different ranks, each has a copy of a tied embedding; their gradients are added, and both stay
+equal bit for bit. If one rank has both stages, there is one parameter.
 
-Schedules that split the backward pass do not go with `training.compile`: a compiled block computes both parts at once.
+Schedules that split the backward pass cannot be combined with `training.compile`: a compiled block computes both parts
+at once.
 """
 
 

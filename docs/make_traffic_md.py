@@ -42,18 +42,19 @@ EXPERT_LAYOUTS = (
 )
 
 BEGIN = f"""\
-# What every layout exchanges in a step
+# Traffic of every layout
 
 GB (10**9 bytes) that pass through each kind of collective on one rank of 8, in one optimizer step of {MODEL}:
 {SEQUENCES} sequences of {LENGTH} tokens, {MICRO_BATCH} at a time, bf16, gradients reduced in fp32, no recomputation.
-A gather counts what it makes, a scatter what it is given, an all-reduce what is reduced, a message or an all-to-all
-what goes out; in a ring of n ranks (n - 1) / n of a gather or scatter is on a rank's wire, and twice that of an
+A gather counts its output, a scatter its input, an all-reduce the reduced tensor, a message or an all-to-all the sent
+bytes. In a ring of n ranks, each rank sends (n - 1) / n of the bytes of a gather or scatter, and twice that of an
 all-reduce.
 
 The figures come from the formulas in `src/meshwright/plan/traffic.py`. `tests/test_traffic.py` runs the layouts of the
-equivalence tests, counts every collective by kind, axis and bytes, and holds the formulas to the count, to the byte.
+equivalence tests, counts every collective by kind, axis and bytes, and compares the formulas with the count, to the
+byte.
 
-Of a pipeline it is the first rank's: it has the embedding and neither loss nor head.
+For a pipeline the figures are those of the first rank: it has the embedding and neither loss nor head.
 """
 
 EXPERTS_BEGIN = f"""
