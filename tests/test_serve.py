@@ -311,8 +311,8 @@ BAD = {
     "not utf-8": (b'{"model": "\xff"}', 400, "the body is not JSON"),
     "a list": (b"[]", 400, "the body: "),
     "no messages": ({"messages": []}, 400, "messages: "),
-    "unknown field": ({"temprature": 1}, 400, "temprature: this server does not know it"),
-    "unknown model": ({"model": "gpt"}, 404, "the model 'gpt' does not exist here; there is base, tuned"),
+    "unknown field": ({"temprature": 1}, 400, "temprature: this field is unknown"),
+    "unknown model": ({"model": "gpt"}, 404, "the model 'gpt' does not exist; the models are base, tuned"),
     "bad temperature": ({"temperature": -1}, 400, "temperature: "),
     "text as number": ({"max_tokens": "many"}, 400, "max_tokens: "),
     "bad role": ({"messages": [{"role": "robot", "content": "x"}]}, 400, "messages.0.role: "),
@@ -327,7 +327,7 @@ BAD = {
     "top without logprobs": ({"top_logprobs": 2}, 400, "top_logprobs needs logprobs"),
     "long prompt": ({"messages": [{"role": "user", "content": "xyz " * 300}]}, 400, "the model is meant for 256"),
     "long answer": ({"max_tokens": 500}, 400, "new tokens have room"),
-    "large body": ({"messages": [{"role": "user", "content": "x" * 10_000_000}]}, 413, "more than the 100000 bytes"),
+    "large body": ({"messages": [{"role": "user", "content": "x" * 10_000_000}]}, 413, "limit of 100000 bytes"),
     "tools": ({"tools": [{"kind": "x"}]}, 400, "tools"),
     "many answers": ({"n": 65}, 400, "n: "),
 }
@@ -452,7 +452,7 @@ def test_adapters_share_the_weights_of_their_base(runs: Path) -> None:
         open_adapter(base, runs / "other")
     with pytest.raises(UserError, match="holds no adapters"):
         open_adapter(base, runs / "base")
-    with pytest.raises(UserError, match="the model itself is called so"):
+    with pytest.raises(UserError, match="the model itself has this name"):
         open_served(base, "x", {"x": runs / "lora"}, max_batch=1, max_context=None)
 
 

@@ -12,10 +12,9 @@ from meshwright.optim.parameterwise import Parameterwise
 from meshwright.optim.shards import local
 
 BLOCK = 256
-"""Numbers of a moment that share a scale, at most."""
-
+"""Most numbers of a moment that share a scale."""
 SMALLEST_BLOCK, SMALLEST_TENSOR = 16, 4096
-"""Numbers below which a block's scale, or a tensor's two moments, are not worth the rounding: they stay fp32."""
+"""Smallest block and smallest tensor whose moments are quantized; others stay fp32."""
 
 MOMENTS = {"exp_avg": "signed", "exp_avg_sq": "unsigned"}
 """Name of a moment -> its code book."""
@@ -24,9 +23,9 @@ MOMENTS = {"exp_avg": "signed", "exp_avg_sq": "unsigned"}
 class AdamW8bit(Parameterwise):
     """AdamW (Loshchilov and Hutter, 2019) with a byte for each number of its moments, in blocks with an fp32 scale.
 
-    Blocks lie within rows of a parameter's last dim: the largest that divide it, up to 256. So they are the same
-    whichever ranks hold which rows, and every layout keeps the same bits as one process. Where 256 divides the last dim
-    they are those of bitsandbytes, and so are the codes.
+    Blocks are within rows of a parameter's last dim: the largest size up to 256 that divides it. So they do not depend
+    on the sharding of rows, and every layout keeps the same bits as one process. If 256 divides the last dim, blocks
+    and codes equal bitsandbytes'.
     """
 
     def __init__(
@@ -37,8 +36,8 @@ class AdamW8bit(Parameterwise):
     def fresh_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state of a parameter before its first step, sharded as it is: moments are zero.
 
-        Where moments are blocks, `exp_avg` and `exp_avg_sq` are uint8 codes in the parameter's shape, and their scales
-        fp32 with the last dim divided by the block's size.
+        Quantized `exp_avg` and `exp_avg_sq` are uint8 codes in the parameter's shape; their scales are fp32 with the
+        last dim divided by the block size.
         """
         state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
         block = block_size(parameter)
@@ -68,15 +67,15 @@ class AdamW8bit(Parameterwise):
 
 
 def block_size(parameter: torch.Tensor) -> int | None:
-    """Numbers of a parameter's moments that share a scale; None if they stay fp32: where there are few of them, or
-    where tensor parallelism cuts blocks, so that a checkpoint would depend on where."""
+    """Block size of a parameter's moments; None if they stay fp32: if the tensor is small, or tensor parallelism cuts
+    blocks, which would make checkpoints depend on the layout."""
     block = gcd(BLOCK, parameter.shape[-1]) if parameter.dim() > 1 else 0
     splits_blocks = block and local(parameter).shape[-1] % block
     return None if block < SMALLEST_BLOCK or parameter.numel() < SMALLEST_TENSOR or splits_blocks else block
 
 
 def read_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Any optimizer's state of a parameter as numbers that are here: codes times their scales, all else as it is."""
+    """The local state of a parameter under any optimizer, with codes dequantized."""
     return {
         key: _read(state, key) if f"{key}_scale" in state else local(value)
         for key, value in state.items()
@@ -96,7 +95,7 @@ def _zero_scales(parameter: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def _read(state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """A moment here, fp32."""
+    """The local part of a moment, fp32."""
     codes = local(state[name])
     if codes.dtype != torch.uint8:
         return codes

@@ -9,27 +9,27 @@ from meshwright.models.moe import Router
 
 
 class ExpertBalance:
-    """The routers of a model, or of the part of it that this rank has."""
+    """The routers of this rank's part of a model."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         assert isinstance(model, Decoder)
         self.spec, self.device = model.spec, device
         self.routers = [module for module in model.modules() if isinstance(module, Router)]
         self.load: float | None = None
-        """Tokens of the busiest expert over the mean of its layer's experts, in the last update, in the layer where
-        that is largest; None for models without experts."""
+        """Tokens of the busiest expert divided by the mean of its layer's experts, in the last update, in the layer
+        where this is largest; None for models without experts."""
 
     def begin(self, sequence_weight: float) -> None:
-        """Before a step's forward passes: one sequence's share in the objective, as the loss is scaled."""
+        """Call before a step's forward passes with one sequence's weight in the scaled loss."""
         for router in self.routers:
             router.sequence_weight = sequence_weight
             router.take_load()
 
     def update(self) -> None:
-        """With the optimizer's step: measure the loads of the global batch, and move the biases of trained routers by
-        them. Collective.
+        """Call with the optimizer's step: measure the loads of the global batch, and update the biases of trained
+        routers. Collective.
 
-        Every rank has counted different tokens, and layers of other pipeline stages have no load here.
+        Every rank has counted different tokens; layers of other pipeline stages have no load here.
         """
         if not self.spec.num_experts:
             return

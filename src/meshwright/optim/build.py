@@ -18,16 +18,16 @@ from meshwright.spec.plugins import load_plugin
 from meshwright.spec.training import OptimizerSpec
 
 Rows = tuple[Parameter, ...]
-"""Rows of the parameter table that train and are on this rank."""
+"""Trained rows of the parameter table on this rank."""
 Builder = Callable[[OptimizerSpec, Rows, Mapping[str, torch.Tensor]], list[torch.optim.Optimizer]]
-"""(settings, rows, name -> tensor) -> optimizers to which every row's tensor is given once."""
+"""(settings, rows, name -> tensor) -> optimizers that together have every row's tensor once."""
 
 
 class Optimizers:
     """The optimizers of one run, driven together; every parameter belongs to exactly one."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Raises `UserError` if an optimizer does not say how its state begins."""
+        """Raises `UserError` if an optimizer does not define its initial state."""
         for optimizer in optimizers:
             if not isinstance(optimizer, Parameterwise | Plugged | torch.optim.AdamW):
                 raise UserError(
@@ -45,19 +45,19 @@ class Optimizers:
 
     @classmethod
     def joined(cls, parts: Iterable["Optimizers"]) -> "Optimizers":
-        """Several as one; their learning rates are at their peaks still."""
+        """Several as one; their learning rates are still at their peaks."""
         return cls([optimizer for part in parts for optimizer in part.optimizers])
 
     def check_layout(self, layout: LayoutSpec) -> None:
-        """Raise `UserError` if a user's optimizer does not say that it may step what a rank of the layout holds."""
+        """Raise `UserError` if a user's optimizer cannot be sharded as the layout requires."""
         splits = layout.world_size > layout.dp_replicate
         for optimizer in self.optimizers:
             if splits and isinstance(optimizer, Plugged) and optimizer.elementwise is None:
                 raise UserError(
                     f"training.optimizer.name={optimizer.name} does not set elementwise, and {layout.strategy} "
-                    "splits the model over ranks; give its class elementwise = True where it updates every number from "
-                    "its own history alone, elementwise = False where it takes each tensor by itself (it is then given "
-                    "whole ones), or train with layout.dp_replicate alone"
+                    "splits the model over ranks; set elementwise = True in its class if it updates every number from "
+                    "its own history alone, elementwise = False if it updates each tensor by itself (it then gets "
+                    "whole tensors), or train with layout.dp_replicate alone"
                 )
 
     def set_lr(self, factor: float) -> None:
@@ -77,7 +77,7 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The state tensors of one parameter, created as zeros where no step was made yet."""
+        """The state tensors of one parameter; zeros before the first step."""
         optimizer = self._owner[id(parameter)]
         if isinstance(optimizer, Plugged):
             return optimizer.state_of(parameter)
@@ -95,14 +95,14 @@ def build_optimizers(
     """The optimizers for `parameters` (name -> tensor as stored on this rank, plain or DTensor).
 
     Args:
-        table: the rows that train.
-        build: makes them, instead of what `OPTIMIZERS` has for `spec.name`.
+        table: the trained rows.
+        build: the builder, instead of `OPTIMIZERS[spec.name]`.
     """
     return Optimizers((build or OPTIMIZERS.get(spec.name, _plugged))(spec, tuple(table), parameters))
 
 
 def decayed_groups(spec: OptimizerSpec, rows: Rows, parameters: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
-    """Parameter groups by learning rate and weight decay, which tensors of two dims have, never norms and biases."""
+    """Parameter groups by learning rate and weight decay; only tensors with two dims decay, never norms and biases."""
     groups: dict[tuple[float, float], list[torch.Tensor]] = {}
     for row in rows:
         decay = spec.weight_decay if len(row.dims) >= 2 else 0.0
@@ -121,8 +121,8 @@ def _adamw(make: Callable[..., torch.optim.Optimizer]) -> Builder:
 
 
 def _muon(spec: OptimizerSpec, rows: Rows, parameters: Mapping[str, torch.Tensor]) -> list[torch.optim.Optimizer]:
-    """Muon takes the hidden matrices; the embeddings, the head, adapters and all vectors stay with AdamW, and so do
-    experts: to gather all of a layer's for the iteration would take more memory than anything else in a step."""
+    """Muon updates the hidden matrices; AdamW updates embeddings, head, adapters, vectors and experts. Gathering all
+    experts of a layer for Muon's iteration would dominate the memory of a step."""
     hidden = [row for row in rows if len(row.dims) == 2 and not {"vocab", "positions", "rank"} & set(row.dims)]
     names = {row.name for row in hidden}
     others = tuple(row for row in rows if row.name not in names)
@@ -134,8 +134,8 @@ def _muon(spec: OptimizerSpec, rows: Rows, parameters: Mapping[str, torch.Tensor
 
 
 def _plugged(spec: OptimizerSpec, rows: Rows, parameters: Mapping[str, torch.Tensor]) -> list[torch.optim.Optimizer]:
-    """A plug-in, made with the peak learning rate and its options; what a run has written down gives every setting, so
-    a weight decay counts as asked for where it is not the default."""
+    """A plug-in, constructed with the peak learning rate and its options. A resolved recipe has every setting, so
+    weight decay counts as given if it differs from the default."""
     settings = {"lr": spec.lr, **spec.options}
     if spec.weight_decay != OptimizerSpec.model_fields["weight_decay"].default:
         settings["weight_decay"] = spec.weight_decay
@@ -149,7 +149,7 @@ OPTIMIZERS: dict[str, Builder] = {
     "paged_adamw": _adamw(PagedAdamW),
     "muon": _muon,
 }
-"""What `training.optimizer.name` means, of ours; other names are plug-ins."""
+"""Values of `training.optimizer.name` that ship; other names are plug-ins."""
 
 
 def _fresh_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -46,7 +46,7 @@ def global_gradient_norm(
             collectives.all_reduce_(total, group)
     if stages is None:
         return torch.stack(list(totals.values())).sum().sqrt()
-    whole = torch.zeros((), dtype=torch.float64, device=device)  # nothing, where nothing of a stage trains
+    whole = torch.zeros((), dtype=torch.float64, device=device)  # zero if a stage has no trained parameters
     for total in totals.values():
         whole += total
     return collectives.all_reduce_(whole, stages).sqrt()

@@ -4,8 +4,8 @@
 class LossScaler:
     """Doubles the scale after `growth_interval` finite steps in a row and halves it after a non-finite one.
 
-    Whether a step was finite is read off the global gradient norm, which every rank agrees on, so the scales of all
-    ranks move together without talking.
+    The global gradient norm decides whether a step was finite. It is the same on every rank, so the scales of all ranks
+    stay equal without communication.
     """
 
     def __init__(self, scale: float = 2.0**16, growth_interval: int = 2000) -> None:
@@ -25,7 +25,7 @@ class LossScaler:
             self.finite_steps = 0
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """The state for checkpoints."""
         return {"scale": self.scale, "finite_steps": self.finite_steps}
 
     def load(self, state: dict[str, float]) -> None:

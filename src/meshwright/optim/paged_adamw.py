@@ -14,8 +14,8 @@ SMALLEST_PAGED = 10**5
 
 
 class PagedAdamW(Parameterwise):
-    """AdamW (Loshchilov and Hutter, 2019) in fp32 by bitsandbytes' kernel, its moments in CUDA's managed memory: what a
-    GPU has no room for at its peak is moved to the host, and back for the step."""
+    """AdamW (Loshchilov and Hutter, 2019) in fp32 by bitsandbytes' kernel, with moments in CUDA's managed memory: pages
+    that do not fit the GPU at its peak are moved to the host, and back for the step."""
 
     def __init__(
         self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0

@@ -9,7 +9,7 @@ import torch
 
 
 class Parameterwise(torch.optim.Optimizer):
-    """An optimizer that says how one parameter begins and how it is updated."""
+    """An optimizer defined by the initial state and the update of one parameter."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -1,11 +1,11 @@
-"""The user's optimizer in a run: any `torch.optim.Optimizer`, which is given plain tensors whatever the layout.
+"""A user's optimizer in a run: any `torch.optim.Optimizer`, which gets plain tensors under every layout.
 
-A class says what it looks at:
+The class attribute `elementwise` says how it can be sharded:
 
-    elementwise = True     every number from its own history alone: it steps the shards that a rank holds
-    elementwise = False    each tensor by itself: it is given one after another, whole, and the rank keeps its shard
+    elementwise = True     each number is updated from its own history alone: it updates a rank's shards elementwise =
+    False    each tensor is updated by itself: it gets one whole tensor at a time; the rank keeps its shard
 
-One that says nothing may look across tensors, so it is used only if every rank holds all of them whole.
+Without the attribute, an update may depend on several tensors, so every rank must hold all of them whole.
 """
 
 import inspect
@@ -22,17 +22,17 @@ from meshwright.spec.errors import UserError
 ELEMENTWISE = frozenset(
     ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )
-"""Those of `torch.optim` that are elementwise."""
+"""The elementwise optimizers of `torch.optim`."""
 
 Factory = Callable[..., torch.optim.Optimizer]
 """(parameter groups with lr and weight_decay; lr, further settings by keyword) -> the optimizer."""
 
 STAND_IN = (3, 5, 7, 11)
-"""Shape of the tensor that an optimizer is tried on: no two dims alike."""
+"""Shape of the tensor for trial steps: no two dims are equal."""
 
 
 class Plugged(torch.optim.Optimizer):
-    """A user's optimizer with the face of the others: parameters, gradients and state as sharded on this rank."""
+    """A user's optimizer with the interface of ours: parameters, gradients and state as sharded on this rank."""
 
     def __init__(self, make: Factory, groups: list[dict[str, Any]], settings: Mapping[str, Any], name: str) -> None:
         """
@@ -40,10 +40,10 @@ class Plugged(torch.optim.Optimizer):
             make: called with groups of plain tensors and the settings.
             groups: parameter groups, each with `lr` and `weight_decay`.
             settings: keyword arguments; `weight_decay` only if the recipe asks for one.
-            name: what the recipe calls it.
+            name: its name in the recipe.
 
         Raises:
-            UserError: it cannot be made so, or no checkpoint could keep its state.
+            UserError: it cannot be constructed with these, or checkpoints could not save its state.
         """
         super().__init__(groups, {})
         self.name, self._make, self._settings = name, make, dict(settings)
@@ -58,7 +58,7 @@ class Plugged(torch.optim.Optimizer):
             ours |= {key: value for key, value in group.items() if key != "params"}
         of_torch = type(self.theirs).__module__.startswith("torch.optim") and type(self.theirs).__name__ in ELEMENTWISE
         self.elementwise: bool | None = getattr(self.theirs, "elementwise", of_torch or None)
-        """What the optimizer says of itself; None: nothing."""
+        """The optimizer's own attribute; None if it has none."""
         self._shaped = {dims: self._shaped_like(dims) for dims in {leaf.dim() for leaf in self._leaves.values()}}
         for parameter, leaf in self._leaves.items():
             begun = self._tensors(self.theirs.state.pop(leaf, {}))
@@ -83,7 +83,7 @@ class Plugged(torch.optim.Optimizer):
             raise UserError(f"training.optimizer.weight_decay={decay:g}: {self.name} has no weight_decay; set it to 0")
         closure = inspect.signature(type(made).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
-            raise UserError(f"{where} computes the loss again in its step (closure), which is not possible here")
+            raise UserError(f"{where} needs a closure in its step, which is not supported")
         return made
 
     def _tried(self, shape: tuple[int, ...], like: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -105,7 +105,7 @@ class Plugged(torch.optim.Optimizer):
         return self._tensors(made.state[stand_in])
 
     def _shaped_like(self, dims: int) -> dict[str, bool]:
-        """Name of each state of a parameter of so many dims -> whether it has the parameter's shape."""
+        """Name of each state of a parameter with `dims` dims -> whether it has the parameter's shape."""
         like = next(leaf for leaf in self._leaves.values() if leaf.dim() == dims)
         shape = STAND_IN[:dims]
         found = self._tried(shape, like)
@@ -127,7 +127,7 @@ class Plugged(torch.optim.Optimizer):
         return {key: value for key, value in state.items() if value is not None}
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The state of a parameter, sharded as it is; zeros where no step was made yet."""
+        """The state of a parameter, sharded as it is; zeros before the first step."""
         if not self.state[parameter]:
             like = self._leaves[parameter]
             shape = STAND_IN[: like.dim()] if self.elementwise else tuple(parameter.shape)
@@ -140,7 +140,7 @@ class Plugged(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient. Collective where tensors are made whole."""
+        """Update every parameter that has a gradient. Collective if tensors are gathered."""
         assert closure is None
         for ours, group in zip(self.param_groups, self.theirs.param_groups, strict=True):
             group |= {key: value for key, value in ours.items() if key != "params"}
@@ -160,7 +160,7 @@ class Plugged(torch.optim.Optimizer):
             group["params"] = leaves
 
     def _step_lent(self, parameters: list[torch.Tensor], lend: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Step parameters, as plain tensors that `lend` makes of them."""
+        """Update parameters as the plain tensors that `lend` returns."""
         for parameter in parameters:
             leaf = self._leaves[parameter]
             leaf.data = lend(parameter.detach())
@@ -174,8 +174,8 @@ class Plugged(torch.optim.Optimizer):
             found = self._tensors(self.theirs.state.pop(leaf))
             if late := found.keys() - self._shaped[leaf.dim()].keys():
                 raise UserError(
-                    f"training.optimizer.name={self.name}: its state {min(late)!r} is made after the first step, where "
-                    "no checkpoint would look for it; make it in the first"
+                    f"training.optimizer.name={self.name}: its state {min(late)!r} is created after the first step, so "
+                    "checkpoints would miss it; create it in the first"
                 )
             for key, tensor in found.items():
                 self._keep_state(parameter, key, tensor)
@@ -192,7 +192,7 @@ class Plugged(torch.optim.Optimizer):
 
 
 def _kept_elsewhere(optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], float]:
-    """(where, name) -> every number that an optimizer keeps, but not in a parameter's state."""
+    """(where, name) -> every number that an optimizer keeps outside the state of parameters."""
     places = {"its parameter groups": optimizer.param_groups[0], "an attribute": vars(optimizer)}
     return {
         (where, key): float(value)

@@ -15,18 +15,18 @@ Shape = Callable[[LrScheduleSpec, int, int], float]
 def lr_factor(schedule: LrScheduleSpec, step: int, steps: int, shape: Shape | None = None) -> float:
     """Factor of the peak learning rate for optimizer step `step` (the first is 1) of `steps`.
 
-    Warm-up ends with factor 1 at its last step; from there on it is `shape`, or else what `find_shape` has for
-    `schedule.name`. cosine and linear reach `final` at the last step; wsd (Hu et al., "MiniCPM", 2024) stays at 1 and
-    falls linearly to `final` over its last `decay` steps.
+    Warm-up ends with factor 1 at its last step; then the factor is `shape`, by default `find_shape(schedule)`. cosine
+    and linear reach `final` at the last step; wsd (Hu et al., "MiniCPM", 2024) stays at 1 and falls linearly to `final`
+    over its last `decay` steps.
     """
     warmup = schedule.warmup_steps(steps)
     return step / warmup if step < warmup else (shape or find_shape(schedule))(schedule, step, steps)
 
 
 def find_shape(schedule: LrScheduleSpec) -> Shape:
-    """What `schedule.name` means: a row of `SHAPES`, or a plug-in, a function of (step, steps) and of the options.
+    """The shape named `schedule.name`: a row of `SHAPES`, or a plug-in, a function of (step, steps) and its options.
 
-    Raises `UserError` if there is none of the name, or it takes other arguments.
+    Raises `UserError` if there is none, or it takes other arguments.
     """
     where = f"training.lr_schedule.name={schedule.name}"
     if schedule.name in SHAPES:
@@ -46,7 +46,7 @@ def find_shape(schedule: LrScheduleSpec) -> Shape:
 
 
 def _progress(step: int, begin: int, end: int) -> float:
-    """How much of the way from `begin` to `end` is done, in [0, 1]."""
+    """Progress from `begin` to `end`, in [0, 1]."""
     return min(max((step - begin) / max(1, end - begin), 0.0), 1.0)
 
 
@@ -74,4 +74,4 @@ def _wsd(schedule: LrScheduleSpec, step: int, steps: int) -> float:
 
 
 SHAPES: dict[str, Shape] = {"cosine": _cosine, "linear": _linear, "constant": _constant, "wsd": _wsd}
-"""What `training.lr_schedule.name` means, of ours."""
+"""Values of `training.lr_schedule.name` that ship."""

@@ -1,7 +1,7 @@
 """Conversion between a whole tensor and a rank's shard of it.
 
-Written out, because torch's own way back from two splits of one dim (`full_tensor`) says in a warning that it is slow,
-and its way there is not implemented for all of them.
+Implemented here because torch's `full_tensor` warns that it is slow for two splits of one dim, and torch's way to split
+is not implemented for all of them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,12 +16,12 @@ from meshwright.families.split import split_range
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds."""
+    """This rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The global tensor, a view where it is not sharded; collective where it is."""
+    """The global tensor: a view if it is not sharded, else gathered (collective)."""
     part = local(tensor)
     if isinstance(tensor, DTensor):
         for axis, dim, size in reversed(list(_splits(tensor))):
@@ -54,7 +54,7 @@ def wholes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def part_like(global_tensor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a global tensor that this rank holds of `tensor`; a view."""
+    """This rank's part of a global tensor, sharded like `tensor`; a view."""
     if isinstance(tensor, DTensor):
         for axis, dim, size in _splits(tensor):
             mesh = tensor.device_mesh

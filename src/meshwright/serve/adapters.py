@@ -1,4 +1,4 @@
-"""Adapters of a trained model written as peft's, and proved."""
+"""Export of a trained model's adapters in peft's format, checked by comparing logits."""
 
 import itertools
 import tempfile
@@ -23,9 +23,9 @@ from meshwright.trainer.weights import base_of, base_weights
 
 
 def export_adapter(trained: TrainedModel, directory: Path) -> tuple[int, float]:
-    """Write what was trained beside the base as an adapter of peft's.
+    """Write the trained parameters as a peft adapter.
 
-    Returns the number of its parameters, and the largest difference between a logit of the model and of what was read
+    Returns the number of its parameters, and the largest difference of logits between the model and the adapter read
     back, by peft too if it is installed.
 
     Raises `UserError` if there are no adapters, `directory` exists, peft has no name for them, or the logits differ
@@ -59,7 +59,7 @@ def export_adapter(trained: TrainedModel, directory: Path) -> tuple[int, float]:
 
 @torch.no_grad()
 def _on_plain_base(trained: TrainedModel, run: ResolvedRun, kept: Mapping[str, torch.Tensor]) -> Decoder:
-    """The model beside its base as files have it; a copy where the run kept the base in few bits."""
+    """The model with its unquantized base; a copy if the run quantized the base."""
     finetune = run.run.finetune
     if not isinstance(finetune, LoraSpec) or finetune.base == "plain":
         return trained.model

@@ -14,7 +14,7 @@ MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, LONGEST_STOP = 64, 20, 16, 1000
 
 
 class ApiError(Exception):
-    """What the client is told, as OpenAI's server words it."""
+    """An error response in OpenAI's format."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -53,7 +53,7 @@ class Message(_Model):
     tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """The message in the form of chat templates."""
         parts = self.content
         text = "".join(part.text for part in parts) if isinstance(parts, list) else parts or ""
         kept = self.model_dump(exclude_none=True, include={"name", "reasoning_content", "tool_calls", "tool_call_id"})
@@ -68,13 +68,13 @@ class StreamOptions(_Model):
 
 
 class ResponseFormat(_Model):
-    """What an answer looks like."""
+    """The format of an answer."""
 
     type: Literal["text"]
 
 
 class Generation(_Model):
-    """What both kinds of requests may say."""
+    """The fields of both kinds of requests."""
 
     model: str
     temperature: float = Field(default=1.0, ge=0, le=100)
@@ -117,7 +117,7 @@ class Generation(_Model):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """New tokens at most; None: as many as have room."""
+        """Most new tokens; None: the rest of the context."""
         return self.max_tokens
 
     @property
@@ -195,9 +195,9 @@ def parse(kind: type[Generation], body: bytes) -> Any:
         if first["type"] == "json_invalid":
             raise ApiError(400, f"the body is not JSON: {what.removeprefix('Invalid JSON: ')}") from None
         if first["type"] == "extra_forbidden":
-            what = "this server does not know it"
+            what = "this field is unknown"
         elif first["type"] in ("literal_error", "none_required", "too_long"):
-            what = f"this server cannot do that ({what[0].lower()}{what[1:]})"
+            what = f"this server does not support it ({what[0].lower()}{what[1:]})"
         raise ApiError(400, f"{place or 'the body'}: {what}", param=place or None) from None
 
 

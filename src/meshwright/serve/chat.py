@@ -12,12 +12,12 @@ from meshwright.serve.trained import TrainedModel
 from meshwright.spec.errors import UserError
 
 MAX_TOKENS = 512
-"""New tokens of an answer where nobody says how many, if they have room."""
+"""Default number of new tokens of an answer, if the context has room."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How answers are written."""
+    """The settings of generation."""
 
     sampling: Sampling
     max_tokens: int | None = None
@@ -26,7 +26,7 @@ class Settings:
 
 @dataclass
 class Turn:
-    """A question and its answer, or a text and how it goes on."""
+    """A question and its answer, or a text and its continuation."""
 
     asked: str
     answered: str = ""
@@ -34,7 +34,7 @@ class Turn:
 
 @dataclass
 class Partner:
-    """A model that is talked to. Without a chat template it continues each text by itself."""
+    """One model in a chat. Without a chat template it continues each text separately."""
 
     trained: TrainedModel
     label: str
@@ -53,7 +53,7 @@ class Partner:
         return self._prompts.chats
 
     def about(self) -> list[str]:
-        """What answers, and how, for people."""
+        """The model and its template, as lines of text."""
         run = self.trained.run
         kind = f"{self.trained.spec.family}, {'Hugging Face directory' if run is None else 'checkpoint of a run'}"
         lines = [f"model     {self.trained.source} ({kind})"]
@@ -63,9 +63,10 @@ class Partner:
         return [*lines, "template none: a base model, which continues your text; /more continues further"]
 
     def say(self, asked: str, settings: Settings) -> Iterator[str]:
-        """The parts of the answer, as they come. What was heard when the iterator is closed stays in the history.
+        """The parts of the answer as they are generated. If the iterator is closed early, the text so far stays in the
+        history.
 
-        Raises `UserError` if the conversation has no room; then the history is as before.
+        Raises `UserError` if the context is full; then the history is unchanged.
         """
         if self.chats:
             messages = [*self.messages(), {"role": "user", "content": asked}]
@@ -75,7 +76,7 @@ class Partner:
         yield from self._write(Turn(asked), prompt, ends, settings)
 
     def more(self, settings: Settings) -> Iterator[str]:
-        """The last text goes on. Raises `UserError` if there is none, or answers end by themselves."""
+        """Continue the last text. Raises `UserError` if there is none, or the model has a chat template."""
         if self.chats or not self.turns:
             raise UserError("/more continues the last text of a model without a chat template")
         last = self.turns.pop()
@@ -87,7 +88,7 @@ class Partner:
             raise
 
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation so far, in the form that data sets have."""
+        """The conversation so far, in the form of training data."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         pairs = (
             ({"role": "user", "content": turn.asked}, {"role": "assistant", "content": turn.answered})
@@ -96,7 +97,7 @@ class Partner:
         return [*system, *(message for pair in pairs for message in pair)]
 
     def record(self) -> dict[str, Any]:
-        """What /save writes: a record of a data set."""
+        """The training record that /save writes."""
         if self.chats:
             return {"model": str(self.trained.source), "messages": self.messages()}
         texts = [turn.asked + turn.answered for turn in self.turns]
@@ -107,7 +108,7 @@ class Partner:
         if room < 1:
             raise UserError(
                 f"{self.label}: the conversation has {len(prompt)} tokens, and the model is meant for "
-                f"{self._engine.max_context}; /undo takes the last turn back, /clear begins anew"
+                f"{self._engine.max_context}; /undo removes the last turn, /clear starts over"
             )
         request = Request(
             prompt=prompt,
@@ -127,5 +128,5 @@ class Partner:
                 if new:
                     yield new
         finally:
-            if answer.finish is None:  # nobody listens any more, or Ctrl-C came in the middle of a step
+            if answer.finish is None:  # the iterator was closed, or Ctrl-C interrupted a step
                 self._engine.reset()

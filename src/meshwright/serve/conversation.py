@@ -1,4 +1,4 @@
-"""Prompts as a served model reads them: texts to continue, and conversations in its chat template."""
+"""Prompts of a served model: texts to continue, and conversations rendered by its chat template."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from meshwright.spec.errors import UserError
 
 
 class Prompts:
-    """Makes prompts. Any thread may call it; a tokenizer has one, for it cannot encode for two threads at a time."""
+    """Encodes prompts. Thread-safe; one per tokenizer, which cannot encode in two threads at once."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer, self._lock = tokenizer, threading.Lock()
@@ -23,7 +23,7 @@ class Prompts:
         self.text_ends = frozenset(end_ids(tokenizer))
         """Tokens that end a text."""
         self.answer_ends = self.text_ends
-        """Tokens that end what the assistant says."""
+        """Tokens that end the assistant's turn."""
         if tokenizer.chat_template is not None:
             today = ChatSpec(date=date.today().isoformat())
             self._template = find_template("auto", tokenizer, Path(), today)
@@ -44,7 +44,7 @@ class Prompts:
             return self._tokenizer.encode_prompt(text) or [self._tokenizer.eos_id]
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> list[int]:
-        """Token ids up to where the assistant speaks. A special token that a message spells is the letters it is.
+        """Token ids of the conversation and the generation prompt. Special tokens in messages are encoded as text.
 
         Raises `UserError` if there is no template, or it refuses the conversation.
         """
@@ -58,7 +58,7 @@ class Prompts:
                 return self._tokenizer.encode_marked([text])[0][0]
             told = self._template.turns(messages, [], tools=tools)
             if not text.startswith(told.text):
-                raise UserError("a message spells a special token, which this chat template cannot keep as text")
+                raise UserError("a message contains a special token, which this chat template cannot keep as text")
             return self._tokenizer.encode_conversation(text, told.texts)[0]
 
 

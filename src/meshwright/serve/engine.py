@@ -1,8 +1,8 @@
 """The engine: requests join and leave a running batch, token by token (continuous batching).
 
 Every step is one forward pass over the next token of each answer and as many tokens of new prompts as `CHUNK` allows,
-without padding. What a request gets depends on nothing else in the batch, up to the rounding of products of another
-size: it draws from a stream of its own, and its prompt is read in the same chunks.
+without padding. An answer does not depend on the rest of the batch, up to the rounding of products of another size:
+each request has its own random stream, and its prompt is read in the same chunks.
 
 Shapes: B rows that get a token, V vocabulary.
 """
@@ -22,26 +22,26 @@ from meshwright.serve.text import TextWriter
 from meshwright.spec.errors import UserError
 
 CHUNK = 512
-"""Tokens of prompts read in one step, beside the answers' own; a longer prompt takes several steps."""
+"""Most prompt tokens read in one step; a longer prompt takes several steps."""
 MAX_BATCH = 64
-"""Answers written at a time, where nobody says."""
+"""Default number of concurrent answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked for."""
+    """One request."""
 
     prompt: Sequence[int]
     max_tokens: int
     sampling: Sampling
     row: int = 0
-    """Of several answers to one question the number; each draws from a stream of its own."""
+    """Index among several answers to one prompt; each has its own random stream."""
     ends: Collection[int] = ()
     """Tokens that end the answer and do not belong to it."""
     stops: Sequence[str] = ()
-    """Texts that do the same; a request that has them needs an engine that can decode."""
+    """Texts that do the same; they need an engine that can decode."""
     logprobs: int | None = None
-    """With each token its log-probability, and this many of the likeliest instead."""
+    """Return each token's log-probability and those of this many likeliest tokens."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,18 @@ class Token:
 
     id: int
     logprob: float | None = None
-    """As the model has it, before temperature, penalties and filters."""
+    """From the model's logits, before temperature, penalties and filters."""
     top: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens and theirs."""
+    """The likeliest tokens and their log-probabilities."""
 
 
 @dataclass
 class Answer:
-    """An answer as far as it has been written."""
+    """An answer so far."""
 
     request: Request
     listener: "Callable[[Answer, list[Token], str], None] | None" = None
-    """Told of new tokens and new text, once a step at most; and of the end, when `finish` is set."""
+    """Called with new tokens and text, at most once per step, and at the end, when `finish` is set."""
     tokens: list[Token] = field(default_factory=list)
     text: str = ""
     finish: str | None = None
@@ -74,7 +74,7 @@ class Answer:
 
 
 class _Row:
-    """A request at work."""
+    """A request in the batch."""
 
     def __init__(self, answer: Answer, decode: Callable[[Sequence[int]], str] | None, vocab: int) -> None:
         request = answer.request
@@ -90,7 +90,7 @@ class _Row:
 
     @property
     def chunk(self) -> Sequence[int]:
-        """The tokens that the model reads next: of the prompt, or the last one written."""
+        """The next tokens for the model: of the prompt, or the last generated one."""
         prompt = self.answer.request.prompt
         if self.read < len(prompt):
             return prompt[self.read : self.read + CHUNK]
@@ -98,7 +98,7 @@ class _Row:
 
 
 class Engine:
-    """A model with requests. One thread at a time may call it."""
+    """A model and its requests. Not thread-safe."""
 
     def __init__(
         self,
@@ -108,17 +108,17 @@ class Engine:
         max_batch: int = MAX_BATCH,
         max_context: int | None = None,
     ) -> None:
-        """`decode`: token ids to text, where text is wanted. `max_context`: tokens of prompt and answer, at most."""
+        """`decode`: token ids to text, if text is needed. `max_context`: most tokens of prompt and answer."""
         self.model, self.max_batch, self._decode = model, max_batch, decode
         self.max_context = min(max_context or model.spec.max_positions, model.spec.max_positions)
         self._waiting: deque[_Row] = deque()
         self._rows: list[_Row] = []
-        """As in the reader: first those whose prompt has been read, then at most one whose has not."""
+        """In the reader's order: rows whose prompt has been read, then at most one whose prompt has not."""
         self._reader: Reader = reader_for(model)
 
     @property
     def waiting(self) -> int:
-        """Requests without a place in the batch."""
+        """Number of requests waiting for the batch."""
         return len(self._waiting)
 
     @property
@@ -127,9 +127,9 @@ class Engine:
         return len(self._rows)
 
     def submit(self, request: Request, listener: Callable[[Answer, list[Token], str], None] | None = None) -> Answer:
-        """Queue a request; `step` until its answer has a `finish`.
+        """Queue a request; call `step` until its answer has a `finish`.
 
-        Raises `UserError` if prompt and answer have no room.
+        Raises `UserError` if prompt and answer do not fit the context.
         """
         check_room([request.prompt], request.max_tokens, self.max_context)
         assert self._decode is not None or not request.stops
@@ -167,7 +167,7 @@ class Engine:
         return True
 
     def reset(self) -> list[Answer]:
-        """Forget all requests, as after an error; returns those that had not ended."""
+        """Drop all requests, as after an error; returns unfinished answers."""
         lost = [row.answer for row in (*self._rows, *self._waiting) if row.answer.finish is None]
         self._rows, self._waiting = [], deque()
         self._reader = reader_for(self.model)
@@ -175,11 +175,11 @@ class Engine:
 
     @property
     def _whole(self) -> int:
-        """Rows whose prompt has been read."""
+        """Number of rows whose prompt has been read."""
         return sum(row.read >= len(row.answer.request.prompt) for row in self._rows)
 
     def _admit(self) -> None:
-        """Take requests in, as long as no prompt is read in parts and this step has room for more of one."""
+        """Admit requests, unless a prompt is being read in parts or this step's chunk is full."""
         room = CHUNK
         if self._whole < len(self._rows):
             room -= len(self._rows[-1].chunk)
@@ -263,7 +263,7 @@ class Engine:
 
 
 def _filters(sampling: Sampling) -> tuple[float, ...]:
-    """What rows that are drawn together must have in common."""
+    """The settings that rows sampled together must share."""
     if sampling.temperature == 0:
         return (0.0,)
     return (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
@@ -287,7 +287,7 @@ def generate(
     """Up to `max_tokens` new token ids for each prompt, ending before `eos_id` (or any of several) where it says so.
 
     Raises:
-        UserError: an empty prompt, or more positions than the model is meant for.
+        UserError: an empty prompt, or more positions than the model has.
     """
     check_room(prompts, max_tokens, model.spec.max_positions)
     ends = {eos_id} if isinstance(eos_id, int) else set(eos_id)

@@ -38,36 +38,36 @@ MAX_BODY = 4 * 2**20
 SMALL_BODY = 2**16
 """Bytes that are parsed within a millisecond or so."""
 DISCARDED = 64 * 2**20
-"""Bytes of a request that is too large which are read all the same, so that its sender hears why it is refused."""
+"""Bytes of a too large request that are read and discarded, so that the client can receive the error."""
 LOCAL = ("localhost", "127.0.0.1", "::1", "[::1]")
-"""Names of this machine for itself."""
+"""Local names of this machine."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model under a name."""
+    """A model and its name."""
 
     name: str
     engine: engine.Engine
     tokenizer: TextTokenizer
     prompts: Prompts
     about: str
-    """Where it comes from, for people."""
+    """Its origin, as text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a server refuses."""
+    """The limits of a server."""
 
     max_body: int = MAX_BODY
     max_queue: int = 64
     api_key: str | None = None
-    """Without one only requests that call this machine by its own names are answered, so that no web page that a
-    browser here shows can reach the server by a name of its own (DNS rebinding)."""
+    """Without a key only requests for a local host name are answered, so that no web page in a local browser can reach
+    the server under its own name (DNS rebinding)."""
 
 
 class Server:
-    """The routes, and what they share."""
+    """The routes and their shared state."""
 
     def __init__(self, models: Sequence[Served], limits: Limits) -> None:
         self._models = {model.name: model for model in models}
@@ -75,7 +75,7 @@ class Server:
         self._worker = Worker({model.name: model.engine for model in models}, max_queue=limits.max_queue)
 
     def app(self) -> Starlette:
-        """The application; its life is the worker's."""
+        """The application; it starts and stops the worker."""
 
         @contextlib.asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -95,7 +95,7 @@ class Server:
         return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _not_here})
 
     def _guarded(self, handle: Callable[[Request], Any]) -> Callable[[Request], Any]:
-        """The handler behind the key, with errors in OpenAI's shape, counted."""
+        """The handler with key check, errors in OpenAI's format, and counters."""
 
         async def answer(request: Request) -> Response:
             try:
@@ -156,7 +156,7 @@ class Server:
     def _find(self, name: str) -> Served:
         if name not in self._models:
             known = ", ".join(self._models)
-            message = f"the model {name!r} does not exist here; there is {known}"
+            message = f"the model {name!r} does not exist; the models are {known}"
             raise ApiError(404, message, code="model_not_found", param="model")
         return self._models[name]
 
@@ -185,7 +185,7 @@ class Server:
         return await self._generate(request, model, asked, prompts, model.prompts.text_ends)
 
     async def _body(self, request: Request) -> bytes:
-        if "json" not in request.headers.get("content-type", ""):  # a form of a web page elsewhere could send others
+        if "json" not in request.headers.get("content-type", ""):  # forms of other web pages can send other types
             raise ApiError(415, "send JSON, with the header Content-Type: application/json")
         body, size = bytearray(), 0
         async for piece in request.stream():
@@ -195,7 +195,7 @@ class Server:
             elif size > DISCARDED:
                 break
         if size > self._limits.max_body:
-            raise ApiError(413, f"the body has more than the {self._limits.max_body} bytes that this server reads")
+            raise ApiError(413, f"the body is larger than this server's limit of {self._limits.max_body} bytes")
         return bytes(body)
 
     async def _generate(
@@ -241,7 +241,7 @@ Heard = tuple[int, engine.Answer, list[engine.Token], str, str | None]
 
 
 class Call:
-    """The answers to one request, as they come."""
+    """The answers to one request, as they are generated."""
 
     def __init__(
         self,
@@ -251,14 +251,14 @@ class Call:
         cancel: Callable[[], None],
         prompt_tokens: int,
     ) -> None:
-        """`cancel`: ends what is unfinished."""
+        """`cancel`: ends unfinished answers."""
         self._metrics, self._requests, self._heard, self._cancel = metrics, requests, heard, cancel
         self.prompt_tokens, self._begun = prompt_tokens, time.monotonic()
         self._answers: dict[int, engine.Answer] = {}
         self._unfinished, self._closed = set(range(len(requests))), False
 
     async def answers(self, request: Request) -> list[engine.Answer]:
-        """All of them, complete; cancelled where the client goes."""
+        """All answers, complete; cancelled if the client disconnects."""
         gone = asyncio.create_task(_gone(request))
         try:
             async for _ in self._progress(gone):
@@ -309,7 +309,7 @@ class Call:
         raise ClientDisconnect
 
     def close(self) -> None:
-        """To be called once nobody listens any more: cancels what is unfinished, and counts."""
+        """Call when the client has gone: cancels unfinished answers, and updates the counters."""
         if self._closed:
             return
         self._closed = True
@@ -319,14 +319,14 @@ class Call:
         metrics.count("meshwright_generated_tokens_total", written, about="Tokens of answers.")
         if self._unfinished:
             self._cancel()
-            metrics.count("meshwright_cancelled_total", about="Requests whose client went away.")
+            metrics.count("meshwright_cancelled_total", about="Requests whose client disconnected.")
         else:
             about = "Seconds until the answer was complete."
             metrics.observe("meshwright_request_seconds", time.monotonic() - self._begun, about=about)
 
 
 class EventStream(StreamingResponse):
-    """A call's events. However sending ends, even before it began, the call is closed."""
+    """A call's events. The call is closed however sending ends, even before it starts."""
 
     def __init__(self, call: Call, events: AsyncIterator[str]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
@@ -346,7 +346,7 @@ async def _gone(request: Request) -> None:
 
 
 async def _checked(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Done in a thread; a `UserError` is the client's."""
+    """Run `work` in a thread; a `UserError` becomes the client's error."""
     try:
         return await asyncio.to_thread(work, *arguments)
     except UserError as error:
@@ -359,7 +359,7 @@ async def _parsed(kind: type[Generation], body: bytes) -> Any:
 
 
 def _room(prompt: Sequence[int], wanted: int | None, room: int) -> int:
-    """New tokens at most. Raises `ApiError` if they have no room."""
+    """Most new tokens. Raises `ApiError` if the context has no room."""
     tokens = max(1, room - len(prompt)) if wanted is None else wanted
     try:
         check_room([prompt], tokens, room)

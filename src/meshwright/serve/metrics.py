@@ -1,11 +1,11 @@
-"""What a server has done, in Prometheus's text format."""
+"""A server's metrics, in Prometheus's text format."""
 
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-"""Borders of the histograms."""
+"""Bucket boundaries of the histograms."""
 
 
 class Metrics:

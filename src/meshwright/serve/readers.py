@@ -1,4 +1,4 @@
-"""How a model reads the rows of a batch: with keys and values kept, or anew for every token.
+"""Readers of a batch's rows: with a KV cache, or by running whole rows again for every token.
 
 Shapes: B rows that get a token, N new tokens, T longest row, D hidden, V vocabulary.
 """
@@ -18,10 +18,10 @@ New = Sequence[tuple[int, Sequence[int]]]
 
 
 class Reader(Protocol):
-    """Rows of tokens, as a model reads them."""
+    """The rows of tokens in a model."""
 
     def read(self, new: New, writing: int) -> torch.Tensor:
-        """The logits [B, V] behind each of the first `writing` rows, once `new` has been read."""
+        """The logits [B, V] at the end of each of the first `writing` rows, after reading `new`."""
         ...
 
     def move(self, source: int, target: int) -> None:
@@ -34,7 +34,7 @@ class Reader(Protocol):
 
 
 class CachedReader:
-    """Reads every token once."""
+    """Reads every token once, with a KV cache."""
 
     def __init__(self, model: Decoder) -> None:
         self._model, self._cache = model, Cache(model)
@@ -63,14 +63,14 @@ class CachedReader:
 
 
 class WholeReader:
-    """Reads every row anew for every token: serves each model that has a forward pass."""
+    """Runs every row again for every token: works for any model with a forward pass."""
 
     def __init__(self, model: Decoder) -> None:
         self._model = model
         self._rows: list[list[int]] = []
 
     def read(self, new: New, writing: int) -> torch.Tensor:
-        """See `Reader`. Padding stands behind the rows, where no token sees it."""
+        """See `Reader`. Padding follows the rows, where no token sees it."""
         for place, tokens in new:
             if place == len(self._rows):
                 self._rows.append([])
@@ -94,12 +94,12 @@ class WholeReader:
 
 
 PROBE = 12
-"""Tokens on which it is tried whether a user's own model may be cached."""
+"""Tokens of the test whether a user's own model can be cached."""
 
 
 def reader_for(model: Decoder) -> Reader:
-    """The reader that serves: what transformers computes has no cache of ours, and a user's own blocks may mix tokens
-    elsewhere than in attention, which shows in what they compute."""
+    """The reader for a model. Models computed by transformers have no cache here. A user's own blocks may mix tokens
+    outside attention; a test of their logits detects this."""
     if model.spec.foreign is not None:
         return WholeReader(model)
     if model.spec.family not in FAMILIES and not _may_be_cached(model):
@@ -109,7 +109,7 @@ def reader_for(model: Decoder) -> Reader:
 
 @torch.inference_mode()
 def _may_be_cached(model: Decoder) -> bool:
-    """Whether tokens read one by one have the logits that they have together."""
+    """Whether tokens read one by one have the same logits as tokens read together."""
     tokens = [number % model.spec.vocab for number in range(3, 3 + min(PROBE, model.spec.max_positions))]
     whole, pieces = WholeReader(model), CachedReader(model)
     expected_BV = whole.read([(0, tokens)], 1)

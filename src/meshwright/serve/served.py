@@ -1,4 +1,4 @@
-"""Models opened to be served under names: one, and any number of adapters that share its base."""
+"""Opening of served models: one base, and any number of adapters that share it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,8 +23,8 @@ def open_served(
     Raises `UserError` if a run holds no adapters of the same base, or a name is given twice.
     """
     if name in adapters:
-        raise UserError(f"--adapter {name}=...: the model itself is called so; choose another name, or --name")
-    pack(trained.model)  # adapters keep the weights that they share, in memory once
+        raise UserError(f"--adapter {name}=...: the model itself has this name; choose another name, or --name")
+    pack(trained.model)  # adapters share the base's weights, in memory once
     others = {other: open_adapter(trained, path) for other, path in adapters.items()}
     return [
         serve_as(each, one, max_batch=max_batch, max_context=max_context)
@@ -45,7 +45,7 @@ def serve_as(trained: TrainedModel, name: str, *, max_batch: int, max_context: i
 
 
 def open_adapter(base: TrainedModel, path: Path) -> TrainedModel:
-    """A run's model whose frozen weights are those of `base`, and take no memory of their own.
+    """A run's model that shares the frozen weights of `base` in memory.
 
     Raises `UserError` if they differ.
     """
@@ -63,7 +63,7 @@ def open_adapter(base: TrainedModel, path: Path) -> TrainedModel:
 
 
 def default_name(trained: TrainedModel) -> str:
-    """What a model is called where nobody says: its run's folder, or its own."""
+    """The default name of a model: its run's folder, or its own."""
     source = trained.source.resolve()
     return source.parents[1].name if source.parent.name == "checkpoints" else source.name
 

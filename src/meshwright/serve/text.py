@@ -1,30 +1,30 @@
-"""Text that grows token by token: whole characters only, and up to a stop string."""
+"""Incremental decoding of tokens to text: whole characters only, up to a stop string."""
 
 from collections.abc import Callable, Sequence
 
 UNFINISHED = "\ufffd"
-"""What bytes that are not yet a character are decoded to."""
+"""The decoding of bytes that are not yet a character."""
 PATIENCE = 16
-"""Tokens that are waited for until a character is whole; no character has so many."""
+"""Most tokens to wait for a complete character; no character has more."""
 
 
 class TextWriter:
-    """Decodes the tokens of one answer as they come. What `add` and `finish` return, joined, is the answer."""
+    """Decodes the tokens of one answer incrementally. The results of `add` and `finish`, joined, are the answer."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
-        """`stops`: the text ends before the first of them that it holds."""
+        """`stops`: the text ends before the first stop string in it."""
         self._decode, self._stops = decode, tuple(filter(None, stops))
         self._tokens: list[int] = []
         self._before = 0
-        """Tokens from here to `_shown` are decoded once more with the new ones, because tokenizers join words by what
-        stands before them."""
+        """Tokens from here to `_shown` are decoded again with the new ones, because spaces between words depend on the
+        preceding tokens."""
         self._shown = 0
         self._held = ""
         self.stopped: str | None = None
         """The stop string that was found."""
 
     def add(self, token: int) -> str:
-        """The characters that are certain now."""
+        """The new characters that are final."""
         self._tokens.append(token)
         text = self._decode(self._tokens[self._before :])
         if text.endswith(UNFINISHED) and len(self._tokens) - self._shown < PATIENCE:
@@ -32,7 +32,7 @@ class TextWriter:
         return self._release(text)
 
     def finish(self) -> str:
-        """What was held back; to be asked where the answer has ended."""
+        """The remaining text; call it at the end of the answer."""
         if self.stopped is not None:
             return ""
         text = self._release(self._decode(self._tokens[self._before :])) if self._shown < len(self._tokens) else ""

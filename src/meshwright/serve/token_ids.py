@@ -1,4 +1,4 @@
-"""The special tokens that a model's files name by their ids: read, so that no export loses one."""
+"""The special token ids in a model's files, kept so that no export loses one."""
 
 import json
 from collections.abc import Mapping

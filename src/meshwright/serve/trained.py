@@ -1,4 +1,4 @@
-"""A trained model, opened from a run or a Hugging Face directory, in use."""
+"""Use of a trained model from a run or a Hugging Face directory: generation, evaluation, export."""
 
 import contextlib
 import json
@@ -49,9 +49,9 @@ from meshwright.trainer.start import RESOLVED, read_resolved, records_of
 from meshwright.trainer.weights import base_of, check_base, kept_weights
 
 MAX_TOKENS = 128
-"""New tokens of a continuation where nobody says how many."""
+"""Default number of new tokens of a continuation."""
 AVERAGED = f"callbacks.{EMA.__name__}."
-"""How checkpoints begin the names of averaged weights."""
+"""Prefix of averaged weights in checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,19 +72,18 @@ class TrainedModel:
 def open_trained(
     path: Path, *, device: str = "auto", dtype: str | None = None, averaged: bool = False, family: str | None = None
 ) -> TrainedModel:
-    """Open the newest checkpoint of the run directory `path`, one checkpoint, or a Hugging Face directory, also by its
-    id on the hub where the local cache has it.
+    """Open the newest checkpoint of the run directory `path`, one checkpoint, a Hugging Face directory, or a hub id in
+    the local cache.
 
     `dtype` is fp32, bf16, fp16 or fp64; by default a run's precision, and for a Hugging Face directory fp32
-    on a CPU and bf16 on a GPU. `averaged`: with the moving average of the weights that the callback `EMA` has kept.
-    `family`: transformers, to let that library compute a Hugging Face directory's model whatever it is.
+    on a CPU and bf16 on a GPU. `averaged`: use the moving average of the weights from the callback `EMA`.
+    `family`: transformers, to compute a Hugging Face directory's model with that library.
 
-    Raises `UserError` if `path` is none of them or has no average, `CheckpointError` where a file is missing or
-    damaged.
+    Raises `UserError` if `path` is none of them or has no average, `CheckpointError` if a file is missing or damaged.
     """
     place = choose_device(find_machine(device), 0)
     if not path.exists():
-        with contextlib.suppress(ValueError):  # then it is told below
+        with contextlib.suppress(ValueError):  # reported below
             path = cached_snapshot(str(path), "config.json", "*.safetensors") or path
     if family is not None and ((path / MANIFEST).is_file() or (path / RESOLVED).is_file()):
         raise UserError(f"{path} is of a run, whose recipe sets the family; leave --family out")
@@ -114,10 +113,10 @@ def continue_texts(
     sampling: Sampling,
     stops: Sequence[str] = (),
 ) -> list[str]:
-    """What the model writes after each prompt, up to the first of `stops`: `max_tokens`, by default 128 or as many as
-    it has positions for.
+    """The continuation of each prompt, up to the first of `stops` or `max_tokens`, by default 128 or the rest of the
+    context.
 
-    An empty prompt begins a document. Raises `UserError` if prompt and new tokens have no room.
+    An empty prompt starts a document. Raises `UserError` if prompt and new tokens do not fit the context.
     """
     tokenizer = trained.tokenizer
     ids = [tokenizer.encode_prompt(prompt) or [tokenizer.eos_id] for prompt in prompts]
@@ -134,9 +133,9 @@ def answer_texts(
     sampling: Sampling,
     stops: Sequence[str] = (),
 ) -> list[str]:
-    """What the model answers to each prompt in a conversation of its own, as the chat template of its tokenizer says.
+    """The answer to each prompt in its own conversation, rendered by the tokenizer's chat template.
 
-    Raises `UserError` if there is no template, or prompt and new tokens have no room.
+    Raises `UserError` if there is no template, or prompt and new tokens do not fit the context.
     """
     ids, ends = ask(trained.tokenizer, prompts, system)
     ends |= end_ids(trained.tokenizer, config_of(trained))
@@ -150,11 +149,11 @@ def evaluate_texts(
     sequence_length: int | None = None,
     num_samples: int | None = None,
 ) -> Evaluation:
-    """Loss on the text of `sources` (files, globs or `stdlib`, relative to the working directory); of several also each
-    one's.
+    """Loss on the text of `sources` (files, globs or `stdlib`, relative to the working directory), and on each of
+    several.
 
-    Without sources, on what the run held out. All text counts, or `num_samples` evenly spaced samples of it, of each
-    source its share.
+    Without sources, on the run's held-out text. All text counts, or `num_samples` evenly spaced samples, shared by the
+    sources.
 
     Raises `UserError` if there is no text, or the model was not meant for `sequence_length` positions.
     """
@@ -210,7 +209,7 @@ def _held_out(trained: TrainedModel, length: int) -> dict[str, Samples]:
         raise UserError(
             "the run was trained on preferences, whose held-out loss is in its metrics.jsonl; name a text with --source"
         )
-    # By its own tokenizer: on data that have changed since, `auto` would train another.
+    # With its own tokenizer: if the data have changed since, `auto` would train another.
     data = trained.run.run.data.model_copy(update={"tokenizer": str(trained.tokenizer_dir.resolve())})
     corpus = corpus_of(trained.run.model_copy(update={"run": trained.run.run.model_copy(update={"data": data})}))
     if not corpus.held_out:
@@ -220,7 +219,7 @@ def _held_out(trained: TrainedModel, length: int) -> dict[str, Samples]:
 
 
 def _samples_of(trained: TrainedModel, sources: Sequence[str], length: int) -> dict[str, Samples]:
-    """All text of the sources, of several each by itself, packed as the run's own was."""
+    """All text of the sources, separately for each, packed like the run's own."""
     own = trained.run.run.data if trained.run else DataSpec()
     data = DataSpec(
         sources=tuple(SourceSpec(path=source, name=source if len(sources) > 1 else None) for source in sources),
@@ -267,9 +266,9 @@ def _from_checkpoint(checkpoint: Path, device: torch.device, dtype: str | None, 
 
 
 def _with_weights(resolved: ResolvedRun, checkpoint: Path, trained: str) -> Decoder:
-    """The run's model on the CPU, with the weights of a verified checkpoint, and its base's where it refers to one.
+    """The run's model on the CPU, with the weights of a verified checkpoint, and of its base if it has one.
 
-    `trained`: what the names of those that train begin with there.
+    `trained`: the prefix of trained weights in the checkpoint.
     """
     dtype, finetune = torch_dtype(resolved.run.training.dtypes.master), resolved.run.finetune
     model = build_model(resolved.model, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The thread that keeps engines going, and the bounded queue before it."""
+"""The thread that runs the engines, and its bounded queue."""
 
 import logging
 import threading
@@ -30,10 +30,10 @@ class Worker:
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name="meshwright-engine", daemon=True)
         self.failures = 0
-        """Steps that ended with an error; their requests did, too."""
+        """Steps that failed; their requests failed too."""
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -49,7 +49,7 @@ class Worker:
         return self._thread.is_alive()
 
     def load(self) -> dict[str, tuple[int, int]]:
-        """Of each model the requests that run and that wait."""
+        """The numbers of running and waiting requests of each model."""
         found = {}
         for name, engine in self._engines.items():
             unfinished, running = self._unfinished[name], engine.running
@@ -57,9 +57,9 @@ class Worker:
         return found
 
     def submit(self, model: str, requests: Sequence[Request], listener: Listener) -> Callable[[], None]:
-        """Queue requests that were checked, all or none; returns what cancels them.
+        """Queue checked requests, all or none; returns a function that cancels them.
 
-        Raises `BusyError` if they have no place.
+        Raises `BusyError` if the queue is full.
         """
         engine, answers = self._engines[model], list[Answer]()
         with self._wake:
