@@ -15,18 +15,18 @@ PAGE = Path(__file__).with_name("recipe.md")
 BEGIN = """\
 # The recipe
 
-A recipe is a YAML file that says what to train, on what, how, and over which processes. `meshwright init` lists recipes
-to start from, `meshwright init PRESET > run.yaml` writes one down with every setting explained, `meshwright check
-run.yaml` finds what is wrong with it, and `meshwright train run.yaml` trains it.
+A recipe is a YAML file that describes a training run: model, data, training, layout. `meshwright init` lists presets,
+`meshwright init PRESET > run.yaml` saves one with every setting explained, `meshwright check run.yaml` reports its
+errors, and `meshwright train run.yaml` trains it.
 
-- **Only what differs from the defaults below must be given**; the least recipe is `model: gpt2`.
-- **Data, no code.** Numbers, words and paths. Tags, anchors and merge keys are refused, duplicate keys are an error.
+- **Only settings that differ from the defaults below are needed**; the shortest recipe is `model: gpt2`.
+- **Data, not code.** Numbers, words and paths. Tags, anchors and merge keys are refused; duplicate keys are an error.
 - **Scalars as in YAML 1.2**: `1e-4` is a number, `on`, `no` and `yes` are text, true and false are written `true` and
-  `false`. Text that begins with `*` needs quotes: `"*.txt"`. A quoted number is text and no number.
-- **Every mistake is reported at once**, each in one line with its file, its line and what would work.
-- **The command line changes a recipe** with `a.b=c`: `meshwright train run.yaml training.steps=500
-  model.num_layers=4 'layout={dp_shard: 4}' data.sources.0.path=other.txt`. There is no other way in: no environment
-  variables, no configuration elsewhere.
+  `false`. Text that begins with `*` needs quotes: `"*.txt"`. A quoted number is text.
+- **All errors are reported at once**, each in one line with its file, its line and what would work.
+- **The command line overrides settings** with `a.b=c`: `meshwright train run.yaml training.steps=500
+  model.num_layers=4 'layout={dp_shard: 4}' data.sources.0.path=other.txt`. Nothing else does: there are no environment
+  variables and no other configuration files.
 - `model: NAME` is short for `model: {name: NAME}`, and a source that is text is short for `{path: TEXT}`.
 
 In Python the same settings are arguments: `Run(model="gpt2", training={"steps": 500})`.

@@ -20,5 +20,5 @@ class CheckpointSpec(Spec):
     keep_best: int = Field(default=0, ge=0)
     """Also keep this many checkpoints of lowest held-out loss, of those saved right after an evaluation."""
     start_from: str | None = None
-    """Run directory or checkpoint, relative to the recipe, whose weights a new run starts from: weights alone; its
-    optimizer, schedule and data begin anew."""
+    """Run directory or checkpoint, relative to the recipe, whose weights a new run starts from. Only the weights are
+    loaded; optimizer, schedule and data start fresh."""

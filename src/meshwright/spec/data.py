@@ -63,7 +63,7 @@ class SourceSpec(Spec):
     Hugging Face hub, or `stdlib`, the standard library of this Python. Or `dataset:NAME`, an entry point of the group
     meshwright.datasets that gives texts, records or token ids."""
     options: dict[str, Any] = Field(default={})
-    """Keyword arguments of such a dataset."""
+    """Keyword arguments of a plugged-in dataset."""
     name: str | None = Field(default=None, min_length=1)
     """What reports call this source. A source with a name is evaluated by itself, as one with a weight is."""
     format: Format = "auto"
@@ -97,28 +97,27 @@ class ChatSpec(Spec):
     """How a conversation is written down: chatml, llama3, mistral, qwen, plain, or a Jinja file relative to the recipe.
     auto: the tokenizer's own chat template."""
     template_arguments: dict[str, bool | int | float | str] = Field(default={})
-    """What the template is told besides the conversation, such as `{enable_thinking: false}`."""
+    """Further variables of the template, such as `{enable_thinking: false}`."""
     date: str = Field(default="2025-01-01", pattern=r"^\d{4}-\d{2}-\d{2}$")
-    """The day that a template is told which asks for the date (`strftime_now`), so that a corpus does not change
-    overnight."""
+    """The date for templates that use it (`strftime_now`), so that tokens do not depend on the day."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """What carries loss: the turns of `roles_to_train` (of a prompt and its completion, the completion), the last one
     only, or everything."""
     roles_to_train: tuple[Role, ...] = Field(default=("assistant",), min_length=1)
     """Whose turns carry loss."""
     train_on_eos: Literal["turn", "last", "none"] = "turn"
-    """Which of the tokens that end trained turns carry loss: each, that of the last turn, or none."""
+    """Which end-of-turn tokens of trained turns carry loss: all, the last turn's, or none."""
     thinking: Literal["template", "keep", "drop"] = "template"
-    """What becomes of thoughts (`reasoning_content`, or `<think>` in an answer). template: what the template does with
-    them, which often leaves out those of earlier turns. keep: each turn is written as the template writes it while it
-    is the newest. drop: they are left out."""
+    """Treatment of thoughts (`reasoning_content`, or `<think>` in an answer). template: as the template does, which
+    often omits those of earlier turns. keep: each turn is rendered as if it were the newest. drop: they are left
+    out."""
     special_tokens: Literal["error", "text", "drop"] = "error"
-    """What happens to a record in whose messages a special token is spelled, such as <|im_end|>: an error, the letters
-    are kept as the text they are, or the record is left out."""
+    """Treatment of a record whose messages contain a special token as text, such as <|im_end|>: an error, encoded as
+    ordinary text, or the record is left out."""
     overlong: Literal["error", "truncate", "drop"] = "error"
-    """What happens to a record of more tokens than a sample has: an error, its end is cut off, or it is left out."""
+    """Treatment of a record longer than a sample: an error, its end is cut off, or it is left out."""
     unlabelled: Literal["error", "drop"] = "error"
-    """What happens to a record in which nothing carries loss: an error, or it is left out."""
+    """Treatment of a record without trained tokens: an error, or it is left out."""
 
     @field_validator("date")
     @classmethod
@@ -153,7 +152,7 @@ class DataSpec(Spec):
     chat: ChatSpec = ChatSpec()
     """Conversations, prompts and preferences."""
     order: Literal["shuffled", "given"] = "shuffled"
-    """In which order samples are seen: shuffled anew in every epoch, or as the data give them."""
+    """Order of samples: reshuffled in every epoch, or as in the data."""
     held_out: float = Field(default=0.05, ge=0, lt=1)
     """Share of the documents kept for evaluation, chosen by a hash of their text; at least one document, and
     of a single document its last part. Of files of tokens the last documents. 0 keeps none."""

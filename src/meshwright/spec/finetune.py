@@ -21,7 +21,7 @@ class FullSpec(Spec):
     """Only the parameters of these modules train, as in [output, norm, "layers.3?"]; the others keep their values.
     Default all."""
     last_layers: int | None = Field(default=None, ge=1)
-    """Only so many last layers train, with the last norm and the head (unless the head is the embedding)."""
+    """Train only this many last layers, with the last norm and the head (unless it is tied to the embedding)."""
 
     @model_validator(mode="after")
     def _said_once(self) -> "FullSpec":
@@ -61,7 +61,7 @@ class LoraSpec(Spec):
     b_lr_ratio: float = Field(default=1.0, gt=0)
     """Learning rate of B as a multiple of A's (Hayou et al., "LoRA+", 2024, who use 16)."""
     train: tuple[str, ...] = ()
-    """Modules that train in full besides, as in [output, tok_embeddings]; saved with the adapter."""
+    """Modules that also train in full, as in [output, tok_embeddings]; saved with the adapter."""
     start_from: str | None = None
     """PEFT adapter, or run or checkpoint of adapters, relative to the recipe, that training starts from; default
     fresh."""
@@ -87,7 +87,7 @@ class Ia3Spec(Spec):
     method: Literal["ia3"]
     """What is trained."""
     targets: Literal["auto", "all-linear"] | Patterns = "auto"
-    """Modules that get factors, as for lora. auto: keys, values and what ends dense feed-forward layers (wk, wv,
+    """Modules that get factors, as for lora. auto: keys, values and the outputs of dense feed-forward layers (wk, wv,
     w2)."""
     start_from: str | None = None
     """PEFT adapter, or run or checkpoint of adapters, that training starts from; default all factors are one."""

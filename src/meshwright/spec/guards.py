@@ -8,7 +8,7 @@ from meshwright.spec.base import Spec
 
 
 class GuardSpec(Spec):
-    """What a run watches besides its numbers being finite (`training.non_finite`)."""
+    """Faults that a run detects, in addition to non-finite steps (`training.non_finite`)."""
 
     spikes: Literal["off", "skip", "rewind"] = "off"
     """What to do with a step whose loss or gradient norm is more than 6 standard deviations above its mean over the
@@ -21,8 +21,8 @@ class GuardSpec(Spec):
     replicas_every: int = Field(default=0, ge=0)
     """Compare a hash of every replicated weight over the ranks every this many steps; 0 means never."""
     stuck_after: float = Field(default=60, ge=0)
-    """Seconds without any progress after which a rank may be called stuck. The limit is ten times the longest step so
-    far where that is more, and thirty times this for what has not happened before (first steps, compilation). 0: no
+    """Seconds without progress after which a rank counts as hung. The limit is ten times the longest step so far if
+    that is more, and thirty times this value for operations without precedent (first steps, compilation). 0: no
     limit."""
     arrive_within: float = Field(default=600, gt=0)
     """Seconds within which every rank must have started."""

@@ -32,8 +32,8 @@ class LayoutSpec(Spec):
     pp: int = 1
     """Pipeline ranks: each holds some of the layers."""
     schedule: str = "1f1b"
-    """What pipeline ranks do when: afab, 1f1b, interleaved-1f1b, looped-bfs, interleaved-zero-bubble, zbv, dualpipev;
-    a file of your own whose name ends in .csv; or pipedream-2bw, whose gradients are a step late
+    """Order of the pipeline's computations: afab, 1f1b, interleaved-1f1b, looped-bfs, interleaved-zero-bubble, zbv,
+    dualpipev; a file of your own whose name ends in .csv; or pipedream-2bw, whose gradients are one step late
     (docs/schedules.md)."""
     stages_per_rank: int | Literal["auto"] = "auto"
     """Pipeline stages that each rank holds. auto: 1, or the 2 that interleaved and V-shaped schedules usually have."""
@@ -47,9 +47,9 @@ class LayoutSpec(Spec):
     cp: int = 1
     """Context-parallel ranks that share every sequence."""
     cp_method: Literal["auto", "ring", "all_gather", "ulysses"] = "auto"
-    """How context-parallel ranks attend to each other's tokens. ring: keys and values go round; all_gather: every rank
-    gets all of them; ulysses: all tokens of a share of the heads. auto: ulysses where the key and value heads divide
-    over cp x tp, else ring."""
+    """Communication of context-parallel attention. ring: keys and values pass around a ring; all_gather: every rank
+    gathers them all; ulysses: all-to-all, so a rank has all tokens of a share of the heads. auto: ulysses if the key
+    and value heads divide over cp x tp, else ring."""
     tp: int = 1
     """Tensor-parallel ranks that share every matrix and, between matrices, every sequence."""
     ep: int = 1

@@ -46,9 +46,8 @@ class ModelFields(Spec):
     """A published name (`llama-3.2-1b`), the path of a Hugging Face directory, or the hub's id of a model in the local
     cache (`meta-llama/Llama-3.2-1B`, once `hf download` has fetched it). `model: NAME` is short for this."""
     weights: Literal["auto", "random", "pretrained"] = "auto"
-    """Where training starts: freshly drawn weights, or the Hugging Face directory's. auto: pretrained where `name` is a
-    Hugging Face directory that holds weights, else random. Adapters train beside random weights only where the recipe
-    says random."""
+    """Initial weights: randomly initialized, or the Hugging Face directory's. auto: pretrained if `name` is a Hugging
+    Face directory with weights, else random. Adapters train on random weights only if the recipe says random."""
     family: str | None = None
     """Architecture when no name is given: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe or deepseek_v3. Beside
     the name of a Hugging Face directory: transformers, to let that library compute the model. Or a model of a user's
@@ -92,9 +91,9 @@ class ModelFields(Spec):
     balance_rate: float | None = Field(default=None, ge=0)
     """deepseek_v3: by how much a step moves the bias of experts with more or less load than the mean."""
     shared_experts: int | None = Field(default=None, ge=0)
-    """deepseek_v3: experts that every token meets, besides those that it is sent to."""
+    """deepseek_v3: experts that process every token, in addition to the routed ones."""
     dense_layers: int | None = Field(default=None, ge=0)
-    """deepseek_v3: so many first layers are dense, of width ffn."""
+    """deepseek_v3: number of first layers that are dense, of width ffn."""
     router_groups: int | None = Field(default=None, ge=1)
     """deepseek_v3: groups of experts, of which a token uses only the best router_top_groups."""
     router_top_groups: int | None = Field(default=None, ge=1)

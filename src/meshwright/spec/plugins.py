@@ -44,7 +44,7 @@ NEEDS = ("tensorboard", "wandb")
 
 
 class PluginSpec(Spec):
-    """An installed plug-in and what it is made with."""
+    """An installed plug-in and its options."""
 
     name: str
     """The plug-in's name: one of ours, or of an entry point that an installed package declares."""

@@ -19,14 +19,14 @@ Number = Annotated[int, Field(ge=0)]
 
 
 class RecomputeSpec(Spec):
-    """Recomputation of some layers: the first ones of every pipeline stage, or of the model where it has no stages.
-    What they keep waits longest, and when they compute it again, that of the layers behind has gone. A number holds
-    for every stage; a list has one for each stage, first to last."""
+    """Recomputation of some layers: the first ones of every pipeline stage, or of the model without stages. Their
+    activations are held longest, and when they are recomputed, those of later layers have been freed. A number applies
+    to every stage; a list has one for each stage, first to last."""
 
     full: Number | tuple[Number, ...] = 0
     """Layers that keep their input only."""
     selective: Number | tuple[Number, ...] = 0
-    """Layers behind those, that keep matrix products and attention. The ones behind them keep everything."""
+    """The next layers, which keep matrix products and attention. Layers after them keep everything."""
 
 
 Recompute = Policy | RecomputeSpec

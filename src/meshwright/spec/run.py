@@ -27,17 +27,17 @@ class Run(Spec):
     training: TrainingSpec = TrainingSpec()
     """Batch, optimizer, schedule, precision and policies."""
     finetune: FinetuneSpec | None = None
-    """What of the model trains, where it is not pretrained but fine-tuned: method full, lora, qlora or ia3."""
+    """Fine-tuning instead of pretraining: method full, lora, qlora or ia3."""
     layout: LayoutSpec = LayoutSpec()
     """How many processes and what each keeps."""
     cluster: str = "local"
-    """What plans and `layout: auto` are made for: local, a name such as 8xh100 or 64xa100-80g@400Gb/s, or a file."""
+    """Cluster for plans and `layout: auto`: local, a name such as 8xh100 or 64xa100-80g@400Gb/s, or a file."""
     checkpoint: CheckpointSpec = CheckpointSpec()
     """When to save and what to keep."""
     guards: GuardSpec = GuardSpec()
-    """What a run watches for: spikes, replicas that drift apart, ranks that do not move, crashes."""
+    """Faults that a run detects: spikes, diverging replicas, hung ranks, crashes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes the GPUs where there are any."""
+    """auto uses GPUs if there are any."""
     run_dir: str = "runs/run"
     """Folder that receives everything the run writes."""
     trackers: tuple[str, ...] = ()

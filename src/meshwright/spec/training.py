@@ -85,7 +85,7 @@ class SampleSpec(Spec):
     prompts: tuple[str, ...] = Field(min_length=1)
     """Texts to continue."""
     chat: bool = False
-    """Whether each prompt is what a user says, to be answered as the chat template says."""
+    """Whether each prompt is a user's message, rendered by the chat template."""
     every: int = Field(default=0, ge=0)
     """Every this many steps; before the first and after the last in any case."""
     max_tokens: int = Field(default=64, ge=1)
@@ -114,7 +114,7 @@ class TrainingSpec(Spec):
     global_batch_tokens: int | None = Field(default=None, ge=1)
     """The same in tokens: a multiple of data.sequence_length. Give one of the two."""
     micro_batch: int | Literal["auto"] = "auto"
-    """Sequences a rank runs at a time; what is left of the global batch becomes gradient accumulation.
+    """Sequences that a rank runs at a time; the rest of its share of the global batch becomes gradient accumulation.
     auto: the largest divisor whose estimated activations fit in memory."""
     precision: PrecisionName = "bf16"
     """Compute dtype. bf16 and fp16 keep fp32 master weights and optimizer state; fp16 scales its loss dynamically;
