@@ -199,7 +199,7 @@ CONFIGS = {
     json.dumps(CONFIG | {"hidden_size": 64 * 10**12}): "hf/config.json: hidden_size is 64000000000000: Input should be",
     json.dumps(CONFIG | {"num_hidden_layers": 10**9}): "hf/config.json: num_hidden_layers is 1000000000: Input should",
     json.dumps(CONFIG | {"rms_norm_eps": float("nan")}): "hf/config.json: rms_norm_eps is nan: Input should be",
-    "[" * 100_000: "hf/config.json: its JSON is nested too deep",
+    "[" * 100_000: "hf/config.json: its JSON is nested too deeply",
 }
 
 

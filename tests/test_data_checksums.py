@@ -141,7 +141,7 @@ def test_wide_numbers_read_as_narrow_ones_are_told(given):
     ("where", "value", "message"),
     [
         ("documents", (0, 2, 1, 3), "documents are out of order"),
-        ("lengths", (3, 5, 4), "one right behind an"),
+        ("lengths", (3, 5, 4), "not contiguous"),
     ],
 )
 def test_an_index_that_is_out_of_order_is_told(where, value, message, given):

@@ -242,7 +242,7 @@ def test_an_archive_that_unpacks_without_end_is_refused(tmp_path, monkeypatch):
 
 def test_json_that_is_nested_too_deep_is_told(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
-    with pytest.raises(ValueError, match=r"^a\.jsonl:1: its JSON is nested too deep"):
+    with pytest.raises(ValueError, match=r"^a\.jsonl:1: its JSON is nested too deeply"):
         read(tmp_path, "a.jsonl")
 
 

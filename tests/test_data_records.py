@@ -283,7 +283,7 @@ def test_the_verbs_show_and_prove_it(tmp_path, capsys):
     assert any(line.startswith("| Ask on, é!<|im_end|>") for line in shown)
     assert not any(line.startswith("| What is") for line in shown)
     assert main(["data", "audit", str(path)]) == 0
-    assert "ok    answers    of conversations" in capsys.readouterr().out
+    assert "ok    answers    in records" in capsys.readouterr().out
     assert main(["check", str(path), "data.packing=concatenated"]) == 1
     assert "data.packing=concatenated would cut conversations anywhere; set" in capsys.readouterr().err
 

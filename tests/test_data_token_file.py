@@ -155,7 +155,7 @@ def test_scanning(monkeypatch):
         (lambda content: content[:20], "is not an index of tokens"),
         (lambda content: content[:-1], "is damaged: it has"),
         (lambda content: content[:9] + b"\x02" + content[10:], "version 2"),
-        (lambda content: content[:17] + b"\x06" + content[18:], "dtype 6 cannot be read"),
+        (lambda content: content[:17] + b"\x06" + content[18:], "dtype 6 is not supported"),
         (lambda content: content[:-8] + bytes(8), "do not begin with sequence 0 and end with 4"),
     ],
 )

@@ -287,7 +287,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path):
     for stream, message in (
         (parameters[1:], "1 parameters are missing, the first is tok_embeddings.weight"),
         ([*parameters, parameters[0]], "tok_embeddings.weight of shape [60, 32] is unexpected, or a duplicate"),
-        ([("other", parameters[0][1])], "other of shape [60, 32] is not expected"),
+        ([("other", parameters[0][1])], "other of shape [60, 32] is unexpected"),
     ):
         with pytest.raises(ValueError, match=r"^export: ") as error:
             export_hf(stream, spec, tmp_path / "out", **options)

@@ -77,4 +77,4 @@ def test_what_is_not_there_is_told_with_the_command_that_gets_it(snapshot: Path,
     assert "has its weights in .bin files only" in capsys.readouterr().err
     shutil.rmtree(snapshot)
     assert main(["check", "run.yaml", "model=llama-3.2-1b"]) == 1
-    assert "'org/tiny-1.0' is no directory" in capsys.readouterr().err, "the tokenizer's too"
+    assert "'org/tiny-1.0' is not a directory" in capsys.readouterr().err, "the tokenizer's too"

@@ -247,7 +247,9 @@ def test_verify_says_that_it_is_different_by_design(tmp_path: Path, capsys: pyte
     recipe = tmp_path / "run.yaml"
     recipe.write_text("model: llama-3-8b\nlayout: {pp: 4, schedule: pipedream-2bw}\n")
     assert main(["verify", str(recipe)]) == 1
-    assert "different: layout.schedule=pipedream-2bw steps with the gradient of the batch" in capsys.readouterr().out
+    assert (
+        "different: layout.schedule=pipedream-2bw applies the gradient of the previous batch" in capsys.readouterr().out
+    )
     assert main(["verify", str(recipe), "--json"]) == 1
     assert not json.loads(capsys.readouterr().out)["equal"]
 

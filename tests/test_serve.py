@@ -321,8 +321,12 @@ BAD = {
         400,
         "messages.0.content",
     ),
-    "json format": ({"response_format": {"type": "json_object"}}, 400, "response_format.type: this server cannot"),
-    "biases": ({"logit_bias": {"5": 1}}, 400, "logit_bias: this server cannot"),
+    "json format": (
+        {"response_format": {"type": "json_object"}},
+        400,
+        "response_format.type: this server does not support",
+    ),
+    "biases": ({"logit_bias": {"5": 1}}, 400, "logit_bias: this server does not support"),
     "stops": ({"stop": ["x"] * 17}, 400, "stop: at most 16 texts"),
     "top without logprobs": ({"top_logprobs": 2}, 400, "top_logprobs needs logprobs"),
     "long prompt": ({"messages": [{"role": "user", "content": "xyz " * 300}]}, 400, "the model is meant for 256"),
@@ -353,8 +357,8 @@ def test_bad_completions_are_told_what_is_wrong(server: Running) -> None:
         ({"prompt": [VOCAB]}, "token ids go from 0 to 299"),
         ({"prompt": []}, "a list without prompts"),
         ({"prompt": [[]]}, "a prompt without tokens"),
-        ({"echo": True}, "echo: this server cannot"),
-        ({"best_of": 3}, "best_of: this server cannot"),
+        ({"echo": True}, "echo: this server does not support"),
+        ({"best_of": 3}, "best_of: this server does not support"),
     ):
         answer = httpx.post(f"{server.url}/v1/completions", json={"model": "base", **change})
         assert (answer.status_code, message in answer.json()["error"]["message"]) == (400, True), answer.text

@@ -160,7 +160,7 @@ def test_a_users_builder_takes_the_place_of_the_name() -> None:
 
     found = build_optimizers(OptimizerSpec(), rows, parameters, muon_for_everything_square).optimizers
     assert {type(optimizer) for optimizer in found} == {torch.optim.AdamW, Muon}
-    with pytest.raises(UserError, match="SGD does not say how its state begins"):
+    with pytest.raises(UserError, match="SGD does not define its initial state"):
         build_optimizers(OptimizerSpec(), rows, parameters, lambda *_: [torch.optim.SGD(parameters.values())])
 
 
