@@ -323,7 +323,7 @@ def test_a_plan_for_people(recipe: Path, capsys: pytest.CaptureFixture) -> None:
     assert "does not fit needs 153 GB, 84.6 available; largest term optimizer 96.4 GB" in text
     assert re.search(r"^  TP +fits +4% slower.* 76\.\d GB  dp_shard=4 tp=2 zero=3$", text, re.MULTILINE)
     assert re.search(r"^  lora +fits .* tok/s/dev  dp_shard=8 zero=2 micro_batch=1 ", text, re.MULTILINE)
-    assert max(map(len, text.split("strategies, each")[1].splitlines())) <= 140
+    assert max(map(len, text.split("the best layout of each strategy")[1].splitlines())) <= 140
     plan, _ = plan_recipe(load_recipe(recipe), base_dir=recipe.parent)
     for field in ("memory", "time", "mfu", "cost", "search"):
         assert len(explain_field(plan, field).splitlines()) > 2
