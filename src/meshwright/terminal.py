@@ -1,4 +1,4 @@
-"""Text on a terminal: control characters in names, documents and what models say are shown, never obeyed.
+"""Text on a terminal: control characters in names, documents and models' output are shown, never obeyed.
 
 A terminal acts on escape sequences: they move its cursor, hide lines, set its title, fill the clipboard. What is piped
 or written to a file stays as it is.
@@ -15,29 +15,30 @@ CLEAR = "\r\x1b[K"
 """Moves a terminal to the beginning of its line, and empties it."""
 
 ACTS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""What acts on a terminal: C0 and C1 control characters but tab and newline, and changes of writing direction."""
+"""Characters that control a terminal: C0 and C1 control characters except tab and newline, and bidirectional
+controls."""
 
 
 def printable(text: str) -> str:
-    """`text` with what would act on a terminal written out, as in `\\x1b[2J`."""
+    """`text` with control characters escaped, as in `\\x1b[2J`."""
     return ACTS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class Terminal(io.TextIOWrapper):
-    """Standard output that a person reads: it shows what would act on the terminal."""
+    """Standard output on a terminal, with control characters escaped."""
 
     def write(self, text: str, /) -> int:
         """As `TextIOWrapper.write`."""
         return super().write(printable(text))
 
     def renew(self, line: str) -> None:
-        """Put `line` in the place of what stands in the terminal's last line."""
+        """Replace the terminal's last line by `line`."""
         super().write(CLEAR + printable(line))
 
 
 @contextmanager
 def guarded_terminal() -> Iterator[None]:
-    """While it lasts, `sys.stdout` shows what would act on it, where it is a terminal."""
+    """In this context `sys.stdout`, if it is a terminal, escapes control characters."""
     out = sys.stdout
     if not (isinstance(out, io.TextIOWrapper) and out.isatty()):
         yield
@@ -52,7 +53,7 @@ def guarded_terminal() -> Iterator[None]:
 
 
 def renew_line(stream: TextIO, line: str) -> None:
-    """Put `line` in the place of what stands in the last line of a terminal."""
+    """Replace the last line of a terminal by `line`."""
     if isinstance(stream, Terminal):
         stream.renew(line)
     else:

@@ -1,4 +1,4 @@
-"""Callbacks: what users hang into a run, and the ones that ship."""
+"""Callbacks: the hooks of a run, and the callbacks that ship."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

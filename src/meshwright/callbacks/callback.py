@@ -1,7 +1,7 @@
 """The hooks of a run: `Callback`, which users subclass, and `Training`, the run in progress that each hook is given.
 
-Hooks are called on every rank, in the same order, between two steps; so a hook may use collectives as long as every
-rank does. What one rank alone decides (to stop, to evaluate, to save) it asks for: ranks agree before the next step.
+Hooks are called on every rank, in the same order, between two steps; so a hook may use collectives if every rank does.
+A single rank may request to stop, to evaluate or to save: all ranks agree on it before the next step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -68,7 +68,7 @@ class Training(Protocol):
 
     @property
     def parameters(self) -> "Mapping[str, torch.Tensor]":
-        """What trains, by name, in full precision: plain tensors or DTensors, as sharded on this rank."""
+        """The trained parameters by name, in full precision: plain tensors or DTensors, as sharded on this rank."""
         ...
 
     @property
@@ -109,7 +109,7 @@ class Training(Protocol):
         here off the record, with the learning rate `lr` (AdamW's; others keep their ratio to it). It returns the
         step's loss, NaN if it is not finite, and None if a signal came. Collective.
 
-        At the end of the `with`, weights, optimizer and random state are what they were. Raises `UserError` under an
+        At the end of the `with`, weights, optimizer and random state are restored. Raises `UserError` under an
         asynchronous pipeline.
         """
         ...
@@ -131,7 +131,7 @@ class Training(Protocol):
 
 
 class Callback:
-    """What happens beside training: subclass it and override the hooks that are needed."""
+    """The base class of callbacks: override the hooks that you need."""
 
     @property
     def name(self) -> str:
@@ -162,7 +162,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave, on every rank, before `on_start`."""
+        """Restore the value of `state_dict`, on every rank, before `on_start`."""
 
     def tensors(self, parameters: "Mapping[str, torch.Tensor]") -> "Mapping[str, torch.Tensor]":
         """The tensors that must survive a stop: plain (equal on every rank) or DTensors, always of the same names and

@@ -1,4 +1,4 @@
-"""Early stopping: a run ends when a figure has not improved for so many of its records."""
+"""Early stopping: a run ends when a figure has not improved for several records."""
 
 import math
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from meshwright.spec.errors import UserError
 class EarlyStopping(Callback):
     """Stops the run when `monitor` has not improved on its best value `patience` records in a row.
 
-    The run ends as if this were its last step: it evaluates, saves and says why. What has been seen survives a stop.
+    The run ends as after its last step: it evaluates, saves and prints the reason. The count survives a resume.
     """
 
     def __init__(
@@ -26,8 +26,8 @@ class EarlyStopping(Callback):
         Args:
             monitor: a figure of `metrics.jsonl` as `KIND/NAME`: `evaluation/loss`, `step/gnorm`, `ema/loss`.
             patience: records of that kind without improvement before the run ends.
-            min_delta: what a record must be better by to count as an improvement.
-            mode: `min` where less is better, `max` where more is.
+            min_delta: smallest change that counts as an improvement.
+            mode: `min` if smaller is better, `max` if larger is.
         """
         if "/" not in monitor.strip("/"):
             raise UserError(
@@ -47,7 +47,7 @@ class EarlyStopping(Callback):
         """Records since the best one."""
 
     def on_start(self, training: Training) -> None:
-        """Refuse what would wait for ever; a new run has no best value yet."""
+        """Refuse a monitor that is never recorded; a new run has no best value yet."""
         if not training.step:
             self.best, self.best_step, self.since = None, 0, 0
         run = training.run

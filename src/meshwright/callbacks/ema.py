@@ -35,7 +35,7 @@ class EMA(Callback):
         return self.average
 
     def on_start(self, training: Training) -> None:
-        """Begin with the weights, where no checkpoint brought averages."""
+        """Start from the weights, unless a checkpoint has averages."""
         if not training.step:
             self.average, self.updates = {}, 0
         self.tensors(training.parameters)

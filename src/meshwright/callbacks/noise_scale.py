@@ -38,7 +38,7 @@ class GradientNoiseScale(Callback):
             )
 
     def on_step(self, training: Training, record: Record) -> None:
-        """Measure, where it is time to."""
+        """Measure if a measurement is due."""
         if training.step % self.every:
             return
         batch = training.next_batch()

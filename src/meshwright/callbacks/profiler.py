@@ -36,7 +36,7 @@ class Profiler(Callback):
         self._running: profile | None = None
 
     def on_start(self, training: Training) -> None:
-        """Refuse what cannot be traced."""
+        """Refuse steps and ranks that the run does not have."""
         first, last = self.steps
         if max(self.ranks) >= training.world_size:
             raise UserError(f"Profiler: there is no rank {max(self.ranks)}; this run has {training.world_size} ranks")
@@ -55,7 +55,7 @@ class Profiler(Callback):
         self._begin(training)
 
     def on_stop(self, training: Training, record: Record) -> None:
-        """Write what there is where the run ends before."""
+        """Write the trace so far if the run ends early."""
         if self._tracing:
             self._end(training)
 

@@ -1,1 +1,1 @@
-"""What ranks send one another: tensors (`collectives.py`) and Python objects (`objects.py`)."""
+"""Communication between ranks: tensors (`collectives.py`) and Python objects (`objects.py`)."""

@@ -181,7 +181,7 @@ class Hop:
         self.works = dist.batch_isend_irecv(operations)
 
     def wait(self) -> torch.Tensor:
-        """What the previous rank has sent."""
+        """The previous rank's tensor."""
         for work in self.works:
             work.wait()
         return self.received

@@ -30,7 +30,7 @@ def sign_with(secret: bytes) -> None:
 
 
 def signing_secret() -> bytes:
-    """What this process signs with."""
+    """The key with which this process signs."""
     return _secret
 
 
@@ -69,7 +69,7 @@ def gather_everywhere(value: T, group: dist.ProcessGroup | None = None) -> list[
 
 
 def scatter(values: Sequence[Any] | None) -> Any:
-    """This rank's item of what rank 0 brings. Collective."""
+    """This rank's item of rank 0's list. Collective."""
     if not dist.is_initialized():
         assert values is not None
         return values[0]
@@ -83,7 +83,7 @@ def scatter(values: Sequence[Any] | None) -> Any:
 
 
 def from_first(value: Any) -> Any:
-    """What rank 0 brings, on every rank. Collective."""
+    """Rank 0's object, on every rank. Collective."""
     if not dist.is_initialized():
         return value
     message = _signed(value) if rank() == 0 else torch.empty(0, dtype=torch.uint8)
@@ -101,7 +101,7 @@ def _signed(value: Any) -> torch.Tensor:
 
 
 def _read(message: torch.Tensor) -> Any:
-    """The object of a message; raises `UserError`, unread, where its signature is not ours."""
+    """The object of a message; raises `UserError` without unpickling if the signature is wrong."""
     content = message.numpy().tobytes()
     signature, pickled = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
     if not hmac.compare_digest(signature, hmac.digest(_secret, pickled, DIGEST)):

@@ -1,4 +1,4 @@
-"""What training minimises, from the model's last hidden states: one file an objective, none of which knows a rank."""
+"""Training losses, computed from the model's last hidden states: one file per objective; none of them knows a rank."""
 
 from meshwright.objectives.dpo import DPO
 from meshwright.objectives.next_token import NextToken

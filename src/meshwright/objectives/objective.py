@@ -33,20 +33,20 @@ class Sums(NamedTuple):
 
 
 class Objective(ABC):
-    """What a run minimises: the mean over the terms of the global batch, however these are spread over ranks."""
+    """A training loss: the mean over the terms of the global batch, however they are split over ranks."""
 
     term: ClassVar[str] = "token"
-    """What a term is, for people."""
+    """The name of a term in printed lines."""
     over: ClassVar[Literal["tokens", "rows"]] = "tokens"
     """What terms belong to, which says how they are split where ranks share rows: each rank sums those of its own
     tokens; or all ranks that share a row know its terms, by `Head.row_sums`, and one of them counts them."""
     needs_pairs: ClassVar[bool] = False
     """Whether the data must be pairs of answers."""
     metrics: ClassVar[tuple[str, ...]] = ()
-    """Names of what evaluation reports beside the loss, each a mean over terms."""
+    """Names of metrics that evaluation reports beside the loss, each a mean over terms."""
 
     def __str__(self) -> str:
-        """What the banner says of it."""
+        """Its description in the banner."""
         return given_name(self)
 
     @property
@@ -65,7 +65,7 @@ class Objective(ABC):
         Args:
             hidden_BTD: the last hidden states, normed, as `head` takes them.
             head: gives logits, log-probabilities and losses of them.
-            batch: labels, and what else the objective reads.
+            batch: labels, and other fields that the objective reads.
         """
 
 

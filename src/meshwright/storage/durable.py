@@ -14,7 +14,7 @@ from meshwright.storage.lock import Lock
 def write_durably(path: Path, content: str | bytes) -> None:
     """Replace `path` by `content` in one step that survives a crash; a file that holds it already is left alone.
 
-    Raises `OSError` with the file's name, and the old content stays, where the disk takes no more.
+    Raises `OSError` with the file's name if the disk is full; the old content stays.
     """
     content = content.encode() if isinstance(content, str) else content
     if path.is_file() and not path.is_symlink() and path.read_bytes() == content:
@@ -50,7 +50,7 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def complete_folder(directory: Path) -> Iterator[Path]:
-    """A folder to fill, which gets the name `directory` once the block has ended well and goes away where it has not.
+    """A temporary folder that is renamed to `directory` if the block succeeds, and removed otherwise.
 
     Of several processes that want the same one writes at a time. Raises `UserError` if `directory` exists.
     """

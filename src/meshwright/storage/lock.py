@@ -80,7 +80,7 @@ class Lock:
 
     @property
     def inherited(self) -> int:
-        """The descriptor to pass to children without whose end the lock shall not be free."""
+        """The descriptor to pass to children that must end before the lock is free."""
         return self._file
 
     def __enter__(self) -> "Lock":
@@ -179,7 +179,7 @@ class Lock:
 
 
 class _Sighting:
-    """What is known of somebody else's lock, from one look to the next."""
+    """The state of another owner's lock between two polls."""
 
     def __init__(self) -> None:
         self.owner, self.silence = Owner(), 0.0
@@ -214,7 +214,7 @@ class _Sighting:
 
 
 def _hold(file: int) -> None:
-    """Lock `file` against all who look, where the file system can."""
+    """Lock `file` with flock, if the file system supports it."""
     for _ in range(50):
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -233,7 +233,7 @@ def _read(name: Path) -> Owner:
 
 
 def _now(beside: Path) -> int:
-    """The time, in ns, that the file system of `beside` gives a file now."""
+    """The current time of the file system of `beside`, in ns."""
     probe = beside.with_name(f".{beside.name}.{secrets.token_hex(4)}")
     try:
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
@@ -243,7 +243,7 @@ def _now(beside: Path) -> int:
 
 
 def _boot() -> str:
-    """What tells this start of the machine from every other; empty if the system does not say."""
+    """The machine's boot id; empty if the system has none."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
