@@ -161,7 +161,8 @@ BAD_VALUES = {
     ),
     "what others call a value": (
         "training: {precision: bfloat16}",
-        "run.yaml:2: training.precision: 'bfloat16' is not allowed: must be 'fp32', 'bf16', 'fp16' or 'fp64'; did you "
+        "run.yaml:2: training.precision: 'bfloat16' is not allowed: must be 'fp32', 'bf16', 'fp16', "
+        "'fp64', 'fp8', 'mxfp8' or 'nvfp4'; did you "
         "mean 'bf16'?",
     ),
     "a choice for the whole section": (

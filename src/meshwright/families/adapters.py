@@ -31,7 +31,7 @@ IA3_TARGETS = ("wk", "wv", "wkv_b", "w2")
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """What is added to one module."""
+    """The adapter of one module."""
 
     module: str
     """The module's name, as in `layers.0.attention.wq`."""
@@ -41,7 +41,7 @@ class Adapter:
     """Of LoRA; 0: there is none."""
     alpha: float = 0.0
     scale: float = 1.0
-    """What LoRA's output is multiplied by."""
+    """The factor of LoRA's output."""
     dropout: float = 0.0
     dora: bool = False
     b_lr_ratio: float = 1.0
@@ -189,7 +189,7 @@ def _targets(model: ModelSpec, patterns: Iterable[str], weights: dict[str, Param
 
 
 def _check_end(module: str, model: ModelSpec, finetune: LoraSpec | Ia3Spec) -> None:
-    """Raise where embedding or head cannot have this adapter."""
+    """Raise `UserError` if embedding or head cannot have this adapter."""
     what = f"finetune.targets: {module}"
     if isinstance(finetune, Ia3Spec) or finetune.dora:
         raise UserError(f"{what}: embedding and head get adapters of plain lora only; leave it out")

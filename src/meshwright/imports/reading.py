@@ -23,16 +23,16 @@ class Reading:
     settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
     """Path of a setting of ours -> (value, where it comes from)."""
     facts: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    """What becomes a setting only together with other facts: ranks, accumulation, epochs, a kind of sharding."""
+    """Facts that become settings only in combination: ranks, accumulation, epochs, a kind of sharding."""
     defaults: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    """The same, taken where no file says anything."""
+    """The same, used if no file gives them."""
     without: list[tuple[str, str]] = field(default_factory=list)
     """(key and value, why nothing of ours says it)."""
     notes: list[str] = field(default_factory=list)
-    """What was assumed."""
+    """Assumptions made."""
 
     def set(self, path: str, value: Any, origin: str) -> None:
-        """Note a setting; where files disagree the first holds, and the other is told."""
+        """Record a setting; if files disagree, the first one wins and the other value is reported."""
         self._note(self.settings, path, value, origin)
 
     def fact(self, name: str, value: Any, origin: str) -> None:
@@ -61,7 +61,7 @@ class Reading:
         self.defaults.setdefault(path, (value, origin))
 
     def give_up(self, origin: str, why: str) -> None:
-        """Note what has no counterpart."""
+        """Record a key without a counterpart."""
         self.without.append((origin, why))
 
     def take(self, values: Mapping[str, Any], rules: Mapping[str, Rule], file: str) -> None:

@@ -1,4 +1,4 @@
-"""Files of other systems become one recipe, with the origin of every line beside it."""
+"""Conversion of other systems' files to one recipe, with the origin of every line in a comment."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
