@@ -205,7 +205,7 @@ def _rank(resolved: ResolvedRun, tiny: ResolvedRun, kind: str, worker: Worker, s
         torch.set_num_threads(threads_per_rank(worker.local_world_size))
         keep_freed_memory()
     meshes = None
-    if layout.world_size > 1 or layout.offload != "none":
+    if layout.world_size > 1 or layout.tiers.parameters == "host":
         backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, init_method=store, rank=worker.rank, world_size=worker.world_size)
         meshes = build_meshes(layout, device.type)

@@ -66,7 +66,7 @@ def state(layout: LayoutSpec) -> str:
     """What data-parallel ranks keep."""
     name = f"ZeRO-{layout.zero_stage}" if layout.zero_stage else ("DDP" if layout.dp_replicate > 1 else "one replica")
     hybrid = "hybrid " if layout.zero_stage and layout.dp_replicate > 1 else ""
-    return hybrid + name + (" + offload" if layout.offload == "cpu" else "")
+    return hybrid + name + (" + offload" if layout.tiers.words else "")
 
 
 def split(layout: LayoutSpec) -> str:

@@ -387,7 +387,7 @@ def _offload_claims() -> Iterator[str]:
     yield _line(
         "ZeRO-Infinity: 20T parameters on 512 V100 at 49 TFLOP/s each, from NVMe",
         f"states of {16 * twenty / 1e12:.0f} TB are {16 * twenty / 512 / GB:.0f} GB a device, and 0 of them fit it",
-        "not computed further: the trainer offloads to host memory only",
+        "not computed further: on disk the trainer keeps optimizer state only",
     )
     yield _line(
         "ZeRO sends 2, 2, 2 and 3 psi by stage; ZeRO++ a quarter of ZeRO-3's",

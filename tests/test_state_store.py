@@ -33,8 +33,8 @@ class FileStore(MasterWeights):
 
     folder: Path
 
-    def __init__(self, *args) -> None:
-        super().__init__(*args)
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
         self.log: list[str] = []
         self.ahead: dict[int, Tensors] = {}
         for bucket in self.buckets:

@@ -163,6 +163,12 @@ def replace_hooks(module: nn.Module, replace: Callable[[Callable[..., Any]], Cal
         hooks.update({key: replace(hook) for key, hook in hooks.items()})
 
 
+def allocate_each(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Put `make(tensor)` in the place of every parameter's and buffer's tensor. 2.11-2.15; public: `to_empty`, whose
+    tensors are all on one device."""
+    module._apply(make)
+
+
 # ---- meshes and distributed tensors ----------------------------------------------------------------------------------
 
 

@@ -156,13 +156,7 @@ def _table(facts: dict[str, Any]) -> Iterator[str]:
     elif facts["problem"]:
         yield f"no layout  that fits can run; the fastest is refused: {facts['problem']}"
     else:
-        yield "no layout that this version's trainer supports fits; see the strategies below"
-        if nvme := facts.get("nvme"):
-            yield (
-                f"nvme       not supported by this version: with offloading to NVMe it fits {nvme['devices']} devices "
-                f"({nvme['strategy'].replace('CPU', 'NVMe')}), {nvme['disk'] / GB:.0f} GB a device on disk, "
-                f"about {nvme['step_time']:.3g} s a step"
-            )
+        yield from _nothing_fits(facts)
     if facts.get("relief"):
         yield f"relief     the recipe's layout does not fit with its margin; cheapest: {facts['relief']}"
     yield ""
@@ -175,6 +169,22 @@ def _table(facts: dict[str, Any]) -> Iterator[str]:
             "(adapters of rank 16 on every matrix; qlora: 4 bits):"
         )
         yield from (_method(name, best) for name, best in facts["methods"].items())
+
+
+def _nothing_fits(facts: dict[str, Any]) -> Iterator[str]:
+    yield "no layout that this version's trainer supports fits; see the strategies below"
+    if disk := facts.get("disk"):
+        yield (
+            f"disk       the optimizer's state on disk makes room: {disk['text']}, "
+            f"{disk['disk'] / GB:.3g} GB a device on disk, "
+            f"about {disk['step_time']['value']:.3g} s a step"
+        )
+    elif nvme := facts.get("nvme"):
+        yield (
+            f"nvme       not supported by this version: with offloading to NVMe it fits {nvme['devices']} devices "
+            f"({nvme['strategy'].replace('CPU', 'NVMe')}), {nvme['disk'] / GB:.0f} GB a device on disk, "
+            f"about {nvme['step_time']:.3g} s a step"
+        )
 
 
 def _tight(facts: dict[str, Any], chosen: dict[str, Any]) -> str:

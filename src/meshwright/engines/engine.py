@@ -116,7 +116,7 @@ class TemplateEngine(Engine):
         for axis in ("pp", "cp", "tp", "ep"):
             if getattr(layout, axis) > 1:
                 found[f"layout.{axis}"] = f"the program for {self.name} splits only the data"
-        if layout.offload != "none":
+        if layout.tiers.words:
             found["layout.offload"] = f"the program for {self.name} keeps everything on the device"
         if strategy != "single" and strategy not in self.strategies:
             found["layout.zero"] = f"{self.name} has {', '.join(self.strategies)}, not {layout.strategy}"

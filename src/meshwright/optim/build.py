@@ -76,6 +76,11 @@ class Optimizers:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
+    def known_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The state tensors that a parameter has already."""
+        state = self._owner[id(parameter)].state.get(parameter, {})
+        return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+
     def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state tensors of one parameter; zeros before the first step."""
         optimizer = self._owner[id(parameter)]

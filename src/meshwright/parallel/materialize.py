@@ -17,15 +17,18 @@ ROWS_AT_ONCE_BYTES = 256 * 2**20
 
 
 @torch.no_grad()
-def materialize(model: nn.Module, table: Iterable[Parameter], source: RowSource | None, device: torch.device) -> None:
-    """Allocate `model` on `device` and fill every tensor of `table` from `source`, a slice at a time.
-
-    The result does not depend on the layout, and no rank ever holds more than its shard and one slice. Without a source
-    the model is only allocated.
-    """
+def materialize(model: nn.Module, table: Iterable[Parameter], source: RowSource, device: torch.device) -> None:
+    """Allocate `model` on `device` and fill it."""
     model.to_empty(device=device)
-    if source is None:
-        return
+    fill(model, table, source)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, table: Iterable[Parameter], source: RowSource) -> None:
+    """Fill every tensor of `table` in an allocated `model` from `source`, a slice at a time.
+
+    The result does not depend on the layout, and no rank ever holds more than its shard and one slice.
+    """
     tensors = named_tensors(model)
     for parameter in table:
         tensor = tensors[parameter.name]

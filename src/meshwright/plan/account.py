@@ -6,6 +6,7 @@ from meshwright.plan.job import Job
 from meshwright.plan.recipe import choice_reason
 from meshwright.plan.report import Plan
 from meshwright.spec.errors import UserError
+from meshwright.spec.offload import NOTHING
 
 GB = 1e9
 
@@ -40,7 +41,11 @@ def _explain_memory(plan: Plan, chosen: Candidate) -> list[str]:
     trained = (
         f"a parameter of adapters ({job.adapters / 1e6:.3g} million)" if job.adapters is not None else "a parameter"
     )
-    offloaded = "" if job.layout.offload == "none" else ", in the node's own memory"
+    tiers = job.layout.tiers
+    offloaded = "" if tiers == NOTHING else ", in the node's own memory"
+    if tiers.moves_state:
+        where = "on disk" if tiers.optimizer == "disk" else "in host memory"
+        offloaded = f", of which {(use.disk or use.host) / GB:.2f} GB are {where}"
     notes = {
         "weights": _kept_weights(job)
         + (", gathered a layer at a time (see communication)" if job.layout.zero_stage == 3 and job.shards > 1 else ""),

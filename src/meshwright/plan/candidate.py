@@ -19,8 +19,6 @@ MARGIN = 0.1
 """Part of a device's memory that a plan leaves free unless it is told otherwise."""
 TIGHT = 2.0
 """How many times its step a tight layout counts: it may run out of memory, so it has to be twice as fast."""
-OFFLOADED = "CPU offload"
-"""What all layouts that offload are compared as."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +96,13 @@ def strategy_name(job: Job) -> str:
     else:
         state = _zero_name(layout)
     name = " + ".join([*_split_axes(layout), *([state] if state else [])]) or "one device"
-    return name + (" + CPU offload" if layout.offload != "none" else "")
+    return f"{name} + {layout.tiers.words}" if layout.tiers.words else name
 
 
 def family_name(layout: LayoutSpec) -> str:
     """What a layout is compared as: offloading, the axes that split the model, or its data-parallel strategy."""
     if layout.offload != "none":
-        return OFFLOADED
+        return layout.tiers.words
     if axes := _split_axes(layout):
         return " + ".join(axes)
     if layout.data_parallel == 1:

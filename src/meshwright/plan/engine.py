@@ -48,7 +48,9 @@ def engine_job(
         layout=layout,
         recompute=training.recompute,
         precision=training.dtypes,
-        stack=engine_stack(training, alone=layout.world_size == 1 and layout.offload == "none", device=device),
+        stack=engine_stack(
+            training, alone=layout.world_size == 1 and layout.tiers.parameters == "device", device=device
+        ),
         **method_fields(run.finetune, model),
     )
 

@@ -8,6 +8,7 @@ from meshwright.plan.layouts import Limits, divisors, layouts
 from meshwright.plan.search import frugal
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import AXES
+from meshwright.spec.offload import DISK
 from meshwright.spec.recompute import describe_recompute, layer_policies
 
 GB = 1e9
@@ -41,7 +42,7 @@ def describe(job: Job) -> str:
     if layout.virtual_stages > 1:
         degrees.append(f"stages_per_rank={layout.virtual_stages}")
     if layout.offload != "none":
-        degrees.append(f"offload={layout.offload}")
+        degrees.append(f"offload={layout.offload_word}")
     rest = f"zero={layout.zero_stage}", f"micro_batch={job.micro_batch}", f"recompute={recomputes(job)}"
     return " ".join((*degrees, *rest))
 
@@ -105,7 +106,9 @@ def binding(candidate: Candidate) -> str:
     """What takes most of the step, what takes most of the rest, and how full the memory is."""
     time, share = candidate.time, candidate.memory.total / candidate.capacity
     names = {"compute": "computation"} | {cause: name for cause, name in CAUSES.items() if cause != "recompute"}
-    if candidate.job.layout.offload != "none":
+    if candidate.job.layout.tiers.moves_state:
+        names["update"] = "the optimizer, its state read and written where it lives"
+    elif candidate.job.layout.offload != "none":
         names["update"] = "the optimizer and its state's way to the host and back (offloading)"
     parts = {cause: getattr(time, cause) / time.total for cause in names}
     first, second, *_ = sorted(parts, key=lambda cause: -parts[cause])
@@ -172,6 +175,7 @@ def _reliefs(job: Job, cluster: ClusterSpec, margin: float) -> list[tuple[str, J
         zero = max(layout.zero_stage, 3 if dp > 1 else 0)
         offloaded = job.with_layout(offload="cpu", zero=zero, dp_shard=dp, dp_replicate=1)
         found.append(("offload=cpu", offloaded, cluster))
+        found.append(("offload={optimizer: disk}", job.with_layout(offload=DISK), cluster))
     if layout.zero_stage >= 1 and layout.dp_replicate == 1 and job.global_batch % (dp + cluster.per_node) == 0:
         more = cluster.model_copy(update={"devices": cluster.devices + cluster.per_node})
         shards = layout.dp_shard + cluster.per_node // (layout.tp * layout.cp * layout.pp)

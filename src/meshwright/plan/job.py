@@ -185,7 +185,12 @@ class Job:
     @cached_property
     def alone(self) -> bool:
         """Whether one process trains without any group of ranks."""
-        return self.layout.world_size == 1 and self.layout.offload == "none"
+        return self.layout.world_size == 1 and self.layout.tiers.parameters == "device"
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether the optimizer has full-precision weights that the model does not compute with: of one process."""
+        return self.alone and self.stack.weight_bytes > 0
 
     @property
     def frozen(self) -> bool:

@@ -8,6 +8,7 @@ from meshwright.plan.candidate import MARGIN
 from meshwright.plan.job import Job
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.offload import DISK, OffloadSpec
 from meshwright.spec.schedule import schedule_kind
 
 MOST_TENSOR = 16
@@ -28,6 +29,8 @@ class Limits:
     margin: float = MARGIN
     offload: bool = True
     """Whether state may live in host memory."""
+    disk: bool = False
+    """Whether the optimizer's state lies on disk, which a search takes only where it is told so."""
     recompute: bool = True
     """Whether the recomputation policy is open."""
     micro_batch: bool = True
@@ -89,8 +92,8 @@ def _states(degrees: dict[str, int], cluster: ClusterSpec, limits: Limits) -> It
     dp = cluster.devices // (degrees["tp"] * degrees["cp"] * degrees["pp"])
     inside = max(1, cluster.domain // (degrees["tp"] * degrees["cp"]))
     # On a CPU the host's memory is the device's.
-    offloads = ["none", "cpu"] if limits.offload and cluster.device != "cpu" else ["none"]
-    for offload in offloads:
+    offloads: list[str | OffloadSpec] = ["none", "cpu"] if limits.offload and cluster.device != "cpu" else ["none"]
+    for offload in [DISK] if limits.disk else offloads:
         yield {"dp_replicate": dp, "dp_shard": 1, "zero": 0, "offload": offload}
         shards = [dp] if dp > 1 else []
         if 1 < inside < dp and dp % inside == 0:

@@ -32,6 +32,8 @@ class MemoryUse:
     context: float
     host: float = 0.0
     """State that offloading keeps in host memory; not part of the device's total."""
+    disk: float = 0.0
+    """State that it keeps on disk."""
     stage: int = 0
     """The pipeline stage that needs most."""
 
@@ -105,10 +107,22 @@ def stage_memory(job: Job, stage: int, groups: Sequence[Groups] | None = None) -
     gradients = sharded(whole_from, stack.gradient_bytes) * trainable
     if job.layout.asynchronous:  # the weights and the gradient of two batches
         weights, gradients = 2 * weights, 2 * gradients
-    host = 0.0
-    if job.layout.offload != "none":
+    host = disk = 0.0
+    tiers = job.layout.tiers
+    if tiers.parameters == "host":
         host, optimizer = optimizer, 0.0
-    if job.layout.offload == "cpu" and stack.offloads_gradients:
+    if tiers.moves_state:
+        masters = 0.0 if job.keeps_masters else sharded(1, stack.gradient_bytes) * trainable
+        moved = tiers.optimizer_share * ((host or optimizer) - masters)
+        if tiers.parameters == "host":
+            host -= moved
+        else:
+            optimizer -= moved
+        if job.keeps_masters:
+            moved += tiers.optimizer_share * gradients
+            gradients -= tiers.optimizer_share * gradients
+        host, disk = (host, moved) if tiers.optimizer == "disk" else (host + moved, 0.0)
+    if tiers.parameters == "host" and stack.offloads_gradients:
         host += sharded(1, stack.gradient_bytes) * trainable
         if whole_from == 1 or zero >= 2:  # else they are added up whole on the device before they are reduced
             gradients = 0.0
@@ -123,5 +137,6 @@ def stage_memory(job: Job, stage: int, groups: Sequence[Groups] | None = None) -
         fragmentation=stack.fragmentation * (peak.activations + peak.logits + peak.transit),
         context=stack.context_bytes + job.communicators * stack.communicator_bytes,
         host=host,
+        disk=disk,
         stage=stage,
     )

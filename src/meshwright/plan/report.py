@@ -11,7 +11,7 @@ from meshwright.plan.job import Job
 from meshwright.plan.layouts import Limits
 from meshwright.plan.methods import method_facts
 from meshwright.plan.search import Found, search
-from meshwright.plan.what_if import in_fp8, on_nvme
+from meshwright.plan.what_if import in_fp8, on_disk, on_nvme
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.recompute import plain_recompute
@@ -133,7 +133,10 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         facts["compile"] = compiled_gain(plan.chosen)
         facts["fp8"] = in_fp8(plan.chosen)
     elif plan.found.legal and not plan.found.ranked:
-        facts["nvme"] = on_nvme(plan.base, plan.cluster, plan.limits, lambda job: runs_today(job, plan.check))
+        where = plan.base, plan.cluster, plan.limits, lambda job: runs_today(job, plan.check)
+        disk = on_disk(*where)
+        facts["disk"] = candidate_facts(plan, disk) if disk else None
+        facts["nvme"] = None if disk else on_nvme(*where)
     if plan.given and plan.given.verdict != "fits":
         facts["relief"] = relief(plan.given.job, plan.given.cluster, plan.margin)
     return facts
@@ -167,6 +170,7 @@ def candidate_facts(plan: Plan, candidate: Candidate) -> dict[str, Any]:
         "memory_total": _range(candidate.memory_bytes),
         "memory_available": candidate.capacity,
         "host_memory": candidate.memory.host,
+        "disk": candidate.memory.disk,
         "step_time": _range(candidate.seconds),
         "step_parts": {
             "compute": time.compute,

@@ -15,6 +15,9 @@ from meshwright.spec.recompute import POLICIES, Policy
 
 HOST_LINK = 20e9
 """Bytes per second between a device and pinned host memory, one way: what copies over PCIe 4.0 x16 reach."""
+DISK_GB_S = 1.6
+"""Of a device, each way, where all of a node read or write NVMe disks at once (Rajbhandari et al., "ZeRO-Infinity",
+2021, figure 2b)."""
 OFFLOAD_BYTES = 16
 """Bytes of a parameter's gradient, weight and moments that the host reads and writes in a step."""
 
@@ -187,6 +190,12 @@ class StepModel:
         job = self.job
         trained = 1.0 if job.adapters is None else job.adapters / job.model.num_parameters
         parameters = sum(held_parameters(job, stage)) * trained / (job.shards if job.layout.zero_stage >= 1 else 1)
+        tiers = job.layout.tiers
+        if tiers.moves_state:
+            rate = DISK_GB_S if tiers.optimizer == "disk" else self.constants.offload_gb_s
+            moved = parameters * moved_bytes(job) / (rate * 1e9)
+            kept = parameters * OFFLOAD_BYTES / (self.constants.offload_gb_s * 1e9)
+            return moved + (kept if tiers.parameters == "host" else self.device.update(parameters))
         if job.layout.offload != "none":
             return parameters * OFFLOAD_BYTES / (self.constants.offload_gb_s * 1e9)
         return self.device.update(parameters)
@@ -310,6 +319,13 @@ class StepModel:
         payload = job.tokens * job.model.hidden * self.device.width / job.layout.tp
         calls = 1e-6 * self.constants.message_us * job.stack.python
         return calls + self.wires.send(payload, far=job.layout.world_size // job.layout.pp >= self.cluster.domain)
+
+
+def moved_bytes(job: Job) -> float:
+    """Bytes of a trained parameter that a step reads and writes where its state lives, both ways together."""
+    stack = job.stack
+    each = stack.state_bytes + stack.gradient_bytes if job.keeps_masters else stack.state_bytes - stack.gradient_bytes
+    return 2 * job.layout.tiers.optimizer_share * each
 
 
 def predict_step_time(job: Job, cluster: ClusterSpec, constants: Constants = FITTED) -> StepTime:

@@ -8,14 +8,12 @@ from meshwright.plan.candidate import Candidate, evaluate
 from meshwright.plan.job import Job
 from meshwright.plan.layouts import Limits
 from meshwright.plan.search import search
+from meshwright.plan.step_time import DISK_GB_S
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.precision import BF16
 
 LEAST = 0.01
 """Part of a step that is worth a word."""
-NVME_GB_S = 1.6
-"""Of a device, each way, where all of a node read or write at once (Rajbhandari et al., "ZeRO-Infinity", 2021, figure
-2b)."""
 ENDLESS_GB = 1e9
 
 
@@ -31,6 +29,12 @@ def in_fp8(candidate: Candidate) -> dict[str, float] | None:
     return {"step_time": seconds, "saved": saved} if saved > LEAST else None
 
 
+def on_disk(base: Job, cluster: ClusterSpec, limits: Limits, runs: Callable[[Job], bool]) -> Candidate | None:
+    """The layout that would be chosen with the optimizer's state on the nodes' disks (`layout.offload.optimizer=disk`);
+    None where none fits even so."""
+    return search(base, cluster, top=1, limits=replace(limits, disk=True), runs=runs).chosen
+
+
 def on_nvme(base: Job, cluster: ClusterSpec, limits: Limits, runs: Callable[[Job], bool]) -> dict[str, Any] | None:
     """The fastest layout that would fit if what offloading takes from the devices lay on their nodes' disks, whatever
     its size; its seconds a step, in which all of it is read and written once; None where none fits even so."""
@@ -38,5 +42,5 @@ def on_nvme(base: Job, cluster: ClusterSpec, limits: Limits, runs: Callable[[Job
     best = search(base, endless, top=1, limits=replace(limits, offload=True), runs=runs).chosen
     if best is None:
         return None
-    seconds = best.time.total + 2 * best.memory.host / (NVME_GB_S * 1e9)
+    seconds = best.time.total + 2 * best.memory.host / (DISK_GB_S * 1e9)
     return {"step_time": seconds, "strategy": best.strategy, "devices": cluster.devices, "disk": best.memory.host}

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -48,8 +48,10 @@ class Ledger(DispatchMode):
     is asked at every new peak. Bytes are those of the storages, without an allocator's rounding.
     """
 
-    def __init__(self, name_storages: Callable[[], Storages]) -> None:
+    def __init__(self, name_storages: Callable[[], Storages], elsewhere: Container[int] = ()) -> None:
+        """`elsewhere`: identities of storages that are not in this memory."""
         super().__init__()
+        self.elsewhere = elsewhere
         self.name_storages = name_storages
         self.now = 0
         """Bytes allocated."""
@@ -95,7 +97,7 @@ class Ledger(DispatchMode):
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)  # torch keeps a storage's Python object as long as the storage itself
-        if key not in self._bytes:
+        if key not in self._bytes and key not in self.elsewhere:
             self._bytes[key] = 0
             weakref.finalize(storage, self._forget, key)
             self._change(key, storage.nbytes())

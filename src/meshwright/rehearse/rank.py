@@ -23,7 +23,7 @@ from meshwright.data.packing import ConcatenatedSamples
 from meshwright.launch.launcher import Worker
 from meshwright.parallel import Meshes, build_meshes
 from meshwright.parallel.traffic import Traffic
-from meshwright.rehearse.fake import FakeTensors, as_on_gpu, even_routing, fake_rank
+from meshwright.rehearse.fake import FakeTensors, as_on_gpu, even_routing, fake_rank, no_files
 from meshwright.rehearse.ledger import Ledger, Storages
 from meshwright.rehearse.shorten import Observed, continued, enough_microbatches, set_microbatches
 from meshwright.spec.batch import Pairs
@@ -53,13 +53,14 @@ def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool) -> dict[str
         with (
             shape_propagation_hidden(),
             even_routing(resolved),
+            no_files() as elsewhere,
             FakeTensors(),
             as_on_gpu() if on_gpu else nullcontext(),
         ):
             trainer = give_state(passes, resolved, Worker(rank=rank, world_size=world_size), CPU, meshes, weights=None)
             saved = state_tensors(trainer)  # which makes the optimizer's state, as a resumed run has it
             lasting = _storages(trainer)
-            ledger = Ledger(lambda: lasting | _passing_storages(trainer))
+            ledger = Ledger(lambda: lasting | _passing_storages(trainer), elsewhere)
             ledger.watch(_local(tensor for name, tensor in saved.items() if name.startswith(("model.", "optimizer."))))
             ledger.watch(_local(_frozen(trainer)))
             at_rest = ledger.by_kind()
@@ -126,7 +127,8 @@ def _frozen(trainer: Trainer) -> list[torch.Tensor]:
 def _passing_storages(trainer: Trainer) -> Storages:
     """The storages that come and go, named as they are now: what FSDP2 gathered, the copies that an asynchronous
     pipeline computes with, and gradients."""
-    found = _named("gradients", (tensor.grad for tensor in trainer.parameters.values()))
+    found = _named("optimizer", trainer.store.in_hand)
+    found |= _named("gradients", (tensor.grad for tensor in trainer.parameters.values()))
     for kind, tensors in trainer.train_step.passes.working_copies().items():
         found |= _named(kind, tensors)
     for module in trainer.model.modules():

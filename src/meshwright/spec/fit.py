@@ -71,8 +71,8 @@ def _foreign_misfits(layout: LayoutSpec) -> Iterator[str]:
     for axis in ("tp", "pp", "cp", "ep"):
         if getattr(layout, axis) > 1:
             yield f"layout.{axis}={getattr(layout, axis)}: {reads}; the nearest legal is layout.{axis}=1"
-    if layout.offload != "none":
-        yield f"layout.offload={layout.offload}: transformers' constants would stay on the host; use none"
+    if layout.tiers.parameters == "host":
+        yield f"layout.offload={layout.offload_word}: transformers' constants would stay on the host; use none"
 
 
 def foreign_misfits(training: TrainingSpec, finetune: FinetuneSpec | None) -> list[str]:

@@ -9,6 +9,7 @@ from pydantic import field_validator, model_validator
 
 from meshwright.spec.base import Spec
 from meshwright.spec.errors import UserError
+from meshwright.spec.offload import CPU, NOTHING, OffloadSpec
 from meshwright.spec.problems import did_you_mean
 from meshwright.spec.schedule import SCHEDULES, Schedule, build_schedule, is_asynchronous
 
@@ -57,8 +58,9 @@ class LayoutSpec(Spec):
     zero: Literal["auto", 0, 1, 2, 3] = "auto"
     """What `dp_shard` ranks split: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
     auto: 3 where dp_shard > 1, else 0."""
-    offload: Literal["none", "cpu"] = "none"
-    """cpu: parameters, gradients and optimizer state live in host memory and the optimizer steps there."""
+    offload: Literal["none", "cpu"] | OffloadSpec = "none"
+    """cpu: parameters, gradients and optimizer state live in host memory and the optimizer steps there. Or what is
+    kept where, as `{optimizer: disk}`."""
 
     @field_validator("zero", mode="before")
     @classmethod
@@ -159,11 +161,24 @@ class LayoutSpec(Spec):
                     f"schedule={self.schedule} with {axis}={degree}: two versions are kept of whole weights only, and "
                     f"{axis} ranks have parts of them; {instead} {axis}=1"
                 )
-        if self.offload != "none":
+        if self.tiers != NOTHING:
             yield (
-                f"schedule={self.schedule} with offload={self.offload}: its weights wait on the device for their "
+                f"schedule={self.schedule} with offload={self.offload_word}: its weights wait on the device for their "
                 f"backward pass; {instead} offload=none"
             )
+
+    @property
+    def tiers(self) -> OffloadSpec:
+        """What `offload` says, written out."""
+        return self.offload if isinstance(self.offload, OffloadSpec) else CPU if self.offload == "cpu" else NOTHING
+
+    @property
+    def offload_word(self) -> str:
+        """`offload` as a recipe has it."""
+        if not isinstance(self.offload, OffloadSpec):
+            return self.offload
+        given = self.offload.model_dump(exclude_defaults=True)
+        return "{" + ", ".join(f"{key}: {value}" for key, value in given.items()) + "}"
 
     @property
     def asynchronous(self) -> bool:
@@ -247,6 +262,6 @@ class LayoutSpec(Spec):
             f"tensor parallel x {self.tp}" if self.tp > 1 else "",
             f"context parallel x {self.cp}" if self.cp > 1 else "",
             f"expert parallel x {self.ep}" if self.ep > 1 else "",
-            "CPU offload" if self.offload == "cpu" else "",
+            self.tiers.words,
         ]
         return " + ".join(part for part in parts if part)

@@ -5,12 +5,15 @@ from meshwright.spec.precision import Precision
 from meshwright.state.host import HostStore
 from meshwright.state.masters import MasterWeights
 from meshwright.state.store import Bucket, StateStore
+from meshwright.state.tiered import TieredHost, TieredMasters, TieredStore
+from meshwright.state.tiers import Tier
 
-__all__ = ["Bucket", "HostStore", "MasterWeights", "StateStore", "choose_store"]
+__all__ = ["Bucket", "HostStore", "MasterWeights", "StateStore", "Tier", "TieredStore", "choose_store"]
 
 
 def choose_store(layout: LayoutSpec, precision: Precision, *, alone: bool) -> type[StateStore]:
-    """The store of a run; `alone`: one process, whose weights FSDP2 does not keep."""
-    if layout.offload == "cpu":
-        return HostStore
-    return MasterWeights if alone and precision.mixed else StateStore
+    """The store of a run; `alone`: one process, whose weights FSDP2 does not keep. A `TieredStore` needs a `Tier`."""
+    host, masters = layout.tiers.parameters == "host", alone and precision.mixed
+    if layout.tiers.moves_state:
+        return TieredHost if host else TieredMasters if masters else TieredStore
+    return HostStore if host else MasterWeights if masters else StateStore

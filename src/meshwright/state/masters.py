@@ -19,14 +19,14 @@ class MasterWeights(StateStore):
     """
 
     def masters_of(self, model: nn.Module, training: TrainingSpec) -> dict[str, torch.Tensor]:
-        """See `StateStore`: new tensors with the model's values."""
+        """See `StateStore`: the model's tensors, which gets copies in their place."""
         self.reduce_dtype = torch_dtype(training.dtypes.reduce)
         self._copies: dict[str, torch.Tensor] = {}
         masters: dict[str, torch.Tensor] = {}
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
-            master = nn.Parameter(parameter.detach().clone())
+            master = nn.Parameter(parameter.detach())
             parameter.data = parameter.data.to(torch_dtype(training.dtypes.store))
             keep_gradient_as_made(parameter)
             masters[name], self._copies[name] = master, parameter
@@ -38,13 +38,21 @@ class MasterWeights(StateStore):
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
             if master.grad is None:
-                master.grad = gradient.to(self.reduce_dtype).to(master.dtype)
+                master.grad = self.first_gradient(master, gradient.to(self.reduce_dtype).to(master.dtype))
             elif self.reduce_dtype == master.dtype:
                 master.grad.add_(gradient)
             else:
                 master.grad.copy_(master.grad.to(self.reduce_dtype).add_(gradient))
+            self.arrived(master)
 
         return accumulate
+
+    def first_gradient(self, master: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Where a master's gradient is kept, which is that of the first microbatch so far."""
+        return gradient
+
+    def arrived(self, master: torch.Tensor) -> None:
+        """Hear that a microbatch's gradient was added to a master's."""
 
     @property
     def copies(self) -> Sequence[torch.Tensor]:

@@ -1,6 +1,6 @@
 """Master weights, gradients and optimizer state of one rank: where they live, and how they are stepped.
 
-Between steps every tensor is at home: on the device, in host memory, later on disk. A step goes bucket by bucket:
+Between steps every tensor is at home: on the device, in host memory, on disk. A step goes bucket by bucket:
 
     for bucket in store.buckets:
         store.fetch(bucket)    from home to where the optimizer steps
@@ -11,10 +11,11 @@ Between steps every tensor is at home: on the device, in host memory, later on d
 torch's fused optimizers take all parameters at once. Its subclasses are one file each. One that moves state overrides
 `cut`, `fetch` and `put`: `fetch` replaces each entry of `bucket.state` by a copy where it steps (and may begin to read
 the next bucket, `self.buckets[bucket.index + 1]`), `put` writes it back and leaves the tensor of its home in the entry.
-Checkpoints read and fill homes (`tensors`), so a tensor mapped from a file is as good as any.
+`state/tiered.py` does so by exchanging the tensors' memory. Checkpoints read and fill homes (`tensors`), so a tensor
+mapped from a file is as good as any.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,7 @@ from meshwright.optim.build import Builder, Optimizers, build_optimizers
 from meshwright.optim.clip import scale_gradients
 from meshwright.spec.model import Parameter
 from meshwright.spec.training import TrainingSpec
+from meshwright.state.tiers import Tier
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,20 @@ class StateStore:
     """State that stays where it is: of one process in full precision, or FSDP2's shards on their devices."""
 
     def __init__(
-        self, model: nn.Module, rows: Iterable[Parameter], training: TrainingSpec, build: Builder | None = None
+        self,
+        model: nn.Module,
+        rows: Iterable[Parameter],
+        training: TrainingSpec,
+        build: Builder | None = None,
+        *,
+        tier: Tier | None = None,
     ) -> None:
         """
         Args:
             model: this rank's part, with its weights.
             rows: of its table, those that train.
             build: see `build_optimizers`.
+            tier: where state lives that a step fetches; None where it stays.
         """
         self.parameters = self.masters_of(model, training)
         """Master weights by name, as sharded on this rank, plain or DTensor."""
@@ -79,6 +88,11 @@ class StateStore:
         """How FSDP2 is told where weights and gradients live."""
         return OffloadPolicy()
 
+    @staticmethod
+    def allocate(model: nn.Module, device: torch.device, tier: Tier | None) -> None:
+        """Give `model`, on the meta device, memory for its weights."""
+        model.to_empty(device=device)
+
     def masters_of(self, model: nn.Module, training: TrainingSpec) -> dict[str, torch.Tensor]:
         """The master weights of what trains: here the model's own parameters."""
         return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -87,6 +101,34 @@ class StateStore:
     def copies(self) -> Sequence[torch.Tensor]:
         """Parameters of the model that are lasting copies of masters."""
         return ()
+
+    @property
+    def in_hand(self) -> Sequence[torch.Tensor]:
+        """Memory that a step needs for what it has fetched."""
+        return ()
+
+    @property
+    def bytes_elsewhere(self) -> int:
+        """What lies neither on the device nor, by the device's library, in host memory."""
+        return 0
+
+    @property
+    def writes_at_once(self) -> bool:
+        """Whether a checkpoint is written from where the state lives, while training waits, and not from a copy."""
+        return False
+
+    @property
+    def place(self) -> str:
+        """Where files are; empty where there are none."""
+        return ""
+
+    def complaint(self) -> str | None:
+        """What a user should be told of the place, once."""
+        return None
+
+    def each_parameter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Master weights by name, for whoever looks at one's gradient after another's."""
+        yield from self.parameters.items()
 
     def cut(self, rows: tuple[Parameter, ...]) -> Iterable[tuple[Parameter, ...]]:
         """The rows of each bucket, in order; here one."""
@@ -116,6 +158,14 @@ class StateStore:
         for bucket in self.buckets:
             self.fetch(bucket)
             self.put(bucket)
+
+    def here(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Master weights and the optimizer's tensors that are on the device, by name."""
+        for bucket in self.buckets:
+            for name, parameter in bucket.parameters.items():
+                yield name, parameter
+                for key, tensor in self.optimizers.known_state(parameter).items():
+                    yield f"{key} of {name}", tensor
 
     def zero_grad(self) -> None:
         """Drop all gradients."""

@@ -59,6 +59,8 @@ def train_loop(session: Session) -> int:
                 result = trainer.train_step(trainer.step, loader.microbatches(trainer.step - 1 + trainer.passed_over))
                 synchronise(trainer.device)
                 clock.end()
+                if slow := trainer.store.complaint():
+                    session.say(f"warning: {slow}")
                 record = session.log("step", **asdict(count_and_measure(trainer, clock, result)))
                 if result.rewind:
                     rewind(saver, result)

@@ -19,7 +19,10 @@ class Saver:
 
     def __init__(self, session: Session) -> None:
         self.session, self.trainer, self.root = session, session.trainer, session.run_dir / "checkpoints"
-        self.writer = CheckpointWriter(self.root, session.run.checkpoint, run_files(session.run_dir))
+        spec = session.run.checkpoint
+        if self.trainer.store.writes_at_once:
+            spec = spec.model_copy(update={"asynchronous": False})
+        self.writer = CheckpointWriter(self.root, spec, run_files(session.run_dir))
         self.failed = 0
         """Checkpoints that were due and could not be written."""
         self._begun = self.writer.since = self.trainer.step  # the checkpoint that the run resumed from exists already

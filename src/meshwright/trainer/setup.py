@@ -20,21 +20,24 @@ from meshwright.models.dtypes import torch_dtype
 from meshwright.models.foreign import ForeignDecoder
 from meshwright.objectives import Objective, build_objective
 from meshwright.optim.build import Optimizers
-from meshwright.parallel import Meshes, Passes, apply_parallelism, build_meshes, materialize
+from meshwright.parallel import Meshes, Passes, apply_parallelism, build_meshes
 from meshwright.parallel.context import sequence_places
 from meshwright.parallel.data import release_gathered
-from meshwright.parallel.materialize import RowSource
+from meshwright.parallel.materialize import RowSource, fill
 from meshwright.parallel.passes import evaluating
 from meshwright.plan.machine import Machine, find_machine
 from meshwright.spec.fit import context_method
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import Parameter
 from meshwright.spec.run import ResolvedRun, Run
-from meshwright.state import StateStore, choose_store
+from meshwright.state import StateStore, Tier, choose_store
 from meshwright.storage.durable import write_durably
 from meshwright.trainer.device import choose_device, keep_freed_memory, peak_flops, use_deterministic_kernels
 from meshwright.trainer.step import TrainStep
 from meshwright.trainer.weights import base_of, run_weights
+
+OFFLOAD = "offload"
+"""Folder in run_dir for state on disk."""
 
 
 @dataclass
@@ -66,6 +69,8 @@ class Trainer:
     """Global batches that rewinds skipped."""
     data: list[dict[str, Any]] = field(default_factory=list)
     """On the first rank the identity of the data (`Corpus.identity`), which checkpoints store for resumed runs."""
+    process_bytes: int = 0
+    """Memory that the process held before the model was built."""
     callbacks: dict[str, Callback] = field(default_factory=dict)
     """Callbacks whose state is saved in checkpoints, by their names there."""
 
@@ -133,7 +138,7 @@ def find_place(run: Run, worker: Worker) -> tuple[torch.device, Meshes | None]:
 
 def has_group(layout: LayoutSpec) -> bool:
     """Whether a layout needs a process group: a single process does only if FSDP2 offloads for it."""
-    return layout.world_size > 1 or layout.offload != "none"
+    return layout.world_size > 1 or layout.tiers.parameters == "host"
 
 
 def build_trainer(
@@ -186,8 +191,12 @@ def give_state(
     kept = (*state_table(resolved.model), *low_precision_state(table, training))
     here, state = ([row for row in rows if row.name in names] for rows in (table, kept))
     kind = choose_store(run.layout, training.dtypes, alone=meshes is None)
-    materialize(model, (*here, *state), weights, kind.home(device))
-    store = kind(model, [row for row in here if row.trained], training)
+    tier = build_tier(resolved, worker, kind.home(device))
+    with torch.no_grad():
+        kind.allocate(model, kind.home(device), tier)
+    if weights is not None:
+        fill(model, (*here, *state), weights)
+    store = kind(model, [row for row in here if row.trained], training, tier=tier)
     store.optimizers.check_layout(run.layout)
     return Trainer(
         resolved=resolved,
@@ -199,6 +208,19 @@ def give_state(
         store=store,
         train_step=TrainStep(run, passes, store, device, repeats_loss=meshes is not None and meshes.repeats_loss),
     )
+
+
+def build_tier(resolved: ResolvedRun, worker: Worker, device: torch.device) -> Tier | None:
+    """Where the optimizer's state lives that steps on `device`; None where it stays there."""
+    run = resolved.run
+    offload = run.layout.tiers
+    if not offload.moves_state:
+        return None
+    given = offload.directory
+    directory = Path(run.run_dir) / OFFLOAD if given is None else Path(resolved.base_dir) / given
+    tier = Tier(offload, directory.absolute(), device, worker.rank)
+    tier.prepare()
+    return tier
 
 
 def describe_environment(trainer: Trainer) -> dict[str, Any]:

@@ -164,9 +164,7 @@ class TrainStep:
 
     def gradient_norm(self) -> float:
         """The 2-norm of the whole gradient, the loss scale taken out, the same on every rank; collective."""
-        counted = [
-            tensor for name, tensor in self.store.parameters.items() if name not in self.passes.counted_elsewhere
-        ]
+        counted = (tensor for name, tensor in self.store.each_parameter() if name not in self.passes.counted_elsewhere)
         return global_gradient_norm(counted, self.passes.stages, self.device).item() / self._scale
 
     def update(self, step: int, gnorm: float, lr: float | None = None) -> None:

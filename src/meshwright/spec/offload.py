@@ -1,0 +1,66 @@
+"""Offloading settings: what a rank keeps elsewhere than in its device's memory. No torch here."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from meshwright.spec.base import Spec
+from meshwright.spec.errors import UserError
+
+
+class OffloadSpec(Spec):
+    """Where a rank keeps its state between uses: on its device, in host memory, or in files on a local disk."""
+
+    optimizer: Literal["device", "host", "disk"] = "device"
+    """The optimizer's state, and with it the master weights and gradients of one process that computes in low
+    precision. It is fetched a bucket at a time for the step, and the next bucket is read while one is stepped."""
+    optimizer_share: float = Field(default=1.0, gt=0, le=1)
+    """Part of the optimizer's state that is kept there; the rest stays on the device."""
+    parameters: Literal["device", "host"] = "device"
+    """Sharded full-precision weights and gradients. host: the optimizer steps there, so its state is in host memory or
+    on disk too."""
+    directory: str | None = None
+    """Folder for the files of `optimizer: disk`, on a local disk that is large and fast. Default: `offload` in
+    run_dir. They have no names, so a run that is killed leaves none behind; checkpoints are
+    elsewhere."""
+    checksums: bool = False
+    """Compare a checksum of every bucket that comes back from disk with the one that it had."""
+
+    @model_validator(mode="after")
+    def _sensible(self) -> "OffloadSpec":
+        if self.parameters == "host" and self.optimizer == "device":
+            raise UserError(
+                "parameters=host with optimizer=device: the optimizer steps where the parameters live; "
+                "add optimizer=host, or optimizer=disk"
+            )
+        if self.parameters == "host" and self.optimizer == "host" and self.optimizer_share < 1:
+            raise UserError(
+                f"optimizer_share={self.optimizer_share:g} with parameters=host: all of the optimizer's state is in "
+                "host memory then; leave optimizer_share out, or use optimizer=disk"
+            )
+        for field, given in (("directory", self.directory is not None), ("checksums", self.checksums)):
+            if given and self.optimizer != "disk":
+                raise UserError(f"{field} is for optimizer=disk, and optimizer={self.optimizer} writes no file")
+        return self
+
+    @property
+    def moves_state(self) -> bool:
+        """Whether the optimizer's state is fetched for each step from where it is kept."""
+        return self.optimizer == "disk" or (self.optimizer == "host" and self.parameters == "device")
+
+    @property
+    def words(self) -> str:
+        """What is kept elsewhere, for people; empty where nothing is."""
+        if self.parameters == "host" and self.optimizer == "host":
+            return "CPU offload"
+        share = "" if self.optimizer_share == 1 else f"{self.optimizer_share:.0%} of "
+        where = {"device": "", "host": "in host memory", "disk": "on disk"}
+        parts = [f"{share}optimizer {where[self.optimizer]}"] if self.optimizer != "device" else []
+        parts += ["parameters in host memory"] if self.parameters == "host" else []
+        return ", ".join(parts)
+
+
+NOTHING = OffloadSpec()
+CPU = OffloadSpec(optimizer="host", parameters="host")
+"""What `offload: cpu` is short for."""
+DISK = OffloadSpec(optimizer="disk")

@@ -1,0 +1,184 @@
+"""A piece of state in a file: moved in and out whole, past the system's cache where the file system allows it."""
+
+import contextlib
+import errno
+import mmap
+import os
+import secrets
+import time
+import weakref
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from meshwright.spec.errors import UserError
+
+BLOCK = 4096
+"""What sizes, and addresses in memory, are multiples of: direct reading and writing asks for it."""
+IN_MEMORY = frozenset(("tmpfs", "ramfs", "devtmpfs"))
+"""File systems whose files are memory."""
+GB = 1e9
+
+
+class OffloadError(UserError):
+    """The folder or a file for state on disk is not usable."""
+
+
+class StateFile:
+    """Bytes in a file that has no name: the system frees it with the process, however that ends.
+
+    It is read and written whole, from buffers whose address and size are multiples of `BLOCK`; whoever must see single
+    tensors of it (a checkpoint) has them mapped. Both ways see the same bytes.
+    """
+
+    def __init__(self, directory: Path, name: str, size: int, *, checksums: bool = False) -> None:
+        """Reserves `size` bytes, zeros, in a new file in `directory`.
+
+        Raises `OffloadError` where it cannot: the disk is full, or the folder cannot be written.
+        """
+        self.path, self.size, self.checksums = directory / f"{name}-{secrets.token_hex(4)}", rounded(size), checksums
+        self.moved, self.seconds = 0, 0.0
+        """Bytes read and written so far, and how long that took."""
+        self._checksum: tuple[int, int] | None = None  # of so many bytes
+        try:
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise _unusable(self.path, self.size, error) from error
+        weakref.finalize(self, os.close, self._fd)
+        try:
+            os.posix_fallocate(self._fd, 0, self.size)
+            self._direct = _open_directly(self.path)
+        except OSError as error:
+            raise _unusable(self.path, self.size, error) from error
+        finally:
+            self.path.unlink()
+        if self._direct is not None:
+            weakref.finalize(self, os.close, self._direct)
+        self._map = mmap.mmap(self._fd, self.size)
+
+    def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
+        """The mapped tensor at `offset`, of the shape and dtype of `like`; it keeps the file alive."""
+        return torch.frombuffer(self._map, dtype=like.dtype, count=like.numel(), offset=offset).view(like.shape)
+
+    def read(self, buffer: torch.Tensor) -> None:
+        """Fill a buffer of `BLOCK`s with the beginning of the file."""
+        began = time.perf_counter()
+        self._move(os.preadv, buffer, "read")
+        if self._checksum is not None and _checksum(buffer[: self._checksum[0]]) != self._checksum:
+            raise OffloadError(
+                f"{self.path.parent}: {self.path.name} has come back other than it was written, so the disk or its "
+                "controller is damaged; continue on another one from the last checkpoint, with --resume"
+            )
+        self._count(buffer, began)
+
+    def write(self, buffer: torch.Tensor) -> None:
+        """Replace the beginning of the file by a buffer of `BLOCK`s."""
+        began = time.perf_counter()
+        self._checksum = _checksum(buffer) if self.checksums else None
+        self._move(os.pwritev, buffer, "written")
+        if self._direct is None:
+            self.forget()
+        self._count(buffer, began)
+
+    def changed(self) -> None:
+        """Tell that a mapped tensor was filled: the checksum is that of before."""
+        self._checksum = None
+
+    def forget(self) -> None:
+        """Bring mapped tensors to the disk and let the system's cache forget them."""
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            raise self._broken("written", error) from error
+        self._map.madvise(mmap.MADV_DONTNEED)
+        with contextlib.suppress(OSError):  # advice
+            os.posix_fadvise(self._fd, 0, self.size, os.POSIX_FADV_DONTNEED)
+
+    def _move(self, move: Callable[[int, list[memoryview], int], int], buffer: torch.Tensor, done: str) -> None:
+        """Read or write a whole buffer; plainly, where the file system takes O_DIRECT and does not obey it."""
+        view, place = buffer.numpy().data, 0
+        while place < len(view):
+            try:
+                count = move(self._fd if self._direct is None else self._direct, [view[place:]], place)
+            except OSError as error:
+                if error.errno != errno.EINVAL or self._direct is None:
+                    raise self._broken(done, error) from error
+                self._direct = None
+                continue
+            if count <= 0:
+                raise self._broken(done, OSError(errno.EIO, os.strerror(errno.EIO)))
+            place += count
+
+    def _count(self, buffer: torch.Tensor, began: float) -> None:
+        self.moved += len(buffer)
+        self.seconds += time.perf_counter() - began
+
+    def _broken(self, done: str, error: OSError) -> OffloadError:
+        return OffloadError(
+            f"{self.path}: optimizer state could not be {done} ({(error.strerror or 'error').lower()}); the "
+            "last checkpoint is as it was: continue from it with --resume, with another layout.offload.directory"
+        )
+
+
+def _checksum(buffer: torch.Tensor) -> tuple[int, int]:
+    return len(buffer), zlib.crc32(buffer.numpy().data)
+
+
+def rounded(size: int, block: int = BLOCK) -> int:
+    """The least multiple of `block` that is not smaller, and not zero."""
+    return max(1, -(-size // block)) * block
+
+
+def aligned_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
+    """Bytes in memory that begin at a multiple of `BLOCK`."""
+    whole = torch.empty(size + BLOCK, dtype=torch.uint8, pin_memory=pinned)
+    start = -whole.data_ptr() % BLOCK
+    return whole[start : start + size]
+
+
+def check_directory(directory: Path) -> None:
+    """Make the folder; raise `OffloadError` where it cannot be, or where its files would be memory."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OffloadError(f"layout.offload.directory: {error.filename}: {(error.strerror or '').lower()}") from error
+    kind = file_system(directory)
+    if kind in IN_MEMORY:
+        raise OffloadError(
+            f"layout.offload.directory: {directory} is a {kind}, whose files take the memory that they should save; "
+            "give a folder on a disk"
+        )
+
+
+def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """The kind of file system that `path` is on; empty where the system does not tell."""
+    found, path = (0, ""), path.resolve()
+    with contextlib.suppress(OSError):
+        for line in mounts.read_text().splitlines():
+            _, point, kind, *_ = line.split()
+            place = Path(point.replace("\\040", " "))
+            if path.is_relative_to(place):
+                found = max(found, (len(place.parts), kind), key=lambda entry: entry[0])
+    return found[1]
+
+
+def _open_directly(path: Path) -> int | None:
+    """A second descriptor past the system's cache; None where the file system has none."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_DIRECT)
+    except (OSError, AttributeError):
+        return None
+
+
+def _unusable(path: Path, size: int, error: OSError) -> OffloadError:
+    """The error of a file that could not be made."""
+    free = ""
+    with contextlib.suppress(OSError):
+        stat = os.statvfs(path.parent)
+        free = f", {stat.f_bavail * stat.f_frsize / GB:.2f} GB are free"
+    return OffloadError(
+        f"{path}: {(error.strerror or 'cannot be made').lower()}: optimizer state on disk needs {size / GB:.2f} GB in "
+        f"this file{free}; make room, or give another layout.offload.directory"
+    )

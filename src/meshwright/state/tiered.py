@@ -1,0 +1,308 @@
+"""State that a step fetches a bucket at a time, from host memory or from files (`layout.offload`).
+
+What lives elsewhere are the optimizer's tensors; and of one process that computes in low precision master weights and
+their gradients too, for nothing but the step needs them. A tensor stays the same object: its memory is exchanged, the
+home's between steps, a buffer's while its bucket is stepped. So optimizers and checkpoints know nothing of it.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.optim.build import Builder
+from meshwright.optim.plugged import Plugged
+from meshwright.spec.errors import UserError
+from meshwright.spec.model import Parameter
+from meshwright.spec.training import TrainingSpec
+from meshwright.state.files import BLOCK, rounded
+from meshwright.state.host import HostStore
+from meshwright.state.masters import MasterWeights
+from meshwright.state.store import Bucket, StateStore
+from meshwright.state.tiers import Home, Mover, Tier, complaint, cut_evenly
+from meshwright.torch_internals import allocate_each, local_tensor
+
+BUCKET_PARAMETERS = 2**22
+"""Parameters of a rank that are stepped together: fp32 masters, moments and gradients of so many are 64 MiB."""
+ALIGNED = 64
+"""What tensors in a bucket begin at a multiple of."""
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A tensor's place in its bucket."""
+
+    tensor: torch.Tensor
+    home: torch.Tensor
+    offset: int
+
+    def place(self, buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The tensor as it lies in a buffer, on the device."""
+        part = buffer[self.offset : self.offset + self.home.nbytes]
+        return part.view(self.home.dtype).view(self.home.shape).to(device)
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """A bucket that lives elsewhere."""
+
+    home: Home
+    kept: list[_Slot]
+    """What is read and written."""
+    gradients: dict[str, _Slot]
+    """By parameter: behind the others, read only."""
+    kept_bytes: int
+    all_bytes: int
+
+
+class TieredStore(StateStore):
+    """The optimizer's tensors live in `tier`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rows: Iterable[Parameter],
+        training: TrainingSpec,
+        build: Builder | None = None,
+        *,
+        tier: Tier | None = None,
+    ) -> None:
+        """See `StateStore`. Raises `OffloadError` where there is no room."""
+        assert tier is not None
+        self.tier, self._mover = tier, Mover(tier)
+        self._in_hand: torch.Tensor | None = None
+        super().__init__(model, rows, training, build, tier=tier)
+        self._moved = dict(self._move_out())
+        self._told = False
+
+    def cut(self, rows: tuple[Parameter, ...]) -> Iterator[tuple[Parameter, ...]]:
+        """See `StateStore`: as many as `BUCKET_PARAMETERS`, the same on every rank that shares them."""
+        left = iter(rows)
+        for count in cut_evenly([_on_a_rank(self.parameters[row.name]) for row in rows], BUCKET_PARAMETERS):
+            yield tuple(islice(left, count))
+
+    def _move_out(self) -> Iterator[tuple[int, _Moved]]:
+        """Give the buckets' tensors homes, a bucket at a time, until the share is there that is to live elsewhere."""
+        for optimizer in self.optimizers.optimizers:
+            if isinstance(optimizer, Plugged):
+                raise UserError(
+                    f"training.optimizer.name={optimizer.name} with layout.offload.optimizer="
+                    f"{self.tier.offload.optimizer}: a plug-in may make new tensors of its state at every step, so it "
+                    "stays where it is; leave layout.offload out, or use an optimizer that ships"
+                )
+        sizes = [sum(map(_on_a_rank, bucket.parameters.values())) for bucket in self.buckets]
+        most, done = self.tier.offload.optimizer_share * sum(sizes), 0
+        for bucket, size in zip(self.buckets, sizes, strict=True):
+            done += size
+            if done <= most or not bucket.index:
+                yield bucket.index, self._moved_bucket(bucket)
+            else:
+                self.stays(bucket)
+
+    def _moved_bucket(self, bucket: Bucket) -> _Moved:
+        states = [local_tensor(tensor) for state in bucket.state.values() for tensor in state.values()]
+        kept = [tensor for tensor in (*self.masters_in(bucket), *states) if tensor.dim() and tensor.numel()]
+        gradients = self.gradients_in(bucket)
+        offsets, end = _offsets([*kept], 0)
+        kept_bytes = rounded(end)
+        behind, end = _offsets(list(gradients.values()), kept_bytes)
+        all_bytes = max(kept_bytes, rounded(end))
+        home = self.tier.home(f"bucket{bucket.index}", all_bytes)
+        slots = []
+        for tensor, offset in zip(kept, offsets, strict=True):
+            there = home.tensor(offset, tensor)
+            if tensor.any():  # it is zeros already
+                there.copy_(tensor)
+            tensor.data = there
+            slots.append(_Slot(tensor, there, offset))
+        home.forget()
+        of = {
+            name: _Slot(there := home.tensor(offset, like), there, offset)
+            for (name, like), offset in zip(gradients.items(), behind, strict=True)
+        }
+        return _Moved(home, slots, of, kept_bytes, all_bytes)
+
+    def masters_in(self, bucket: Bucket) -> list[torch.Tensor]:
+        """Of a bucket's master weights, those that live elsewhere: none that the model computes with."""
+        return []
+
+    def gradients_in(self, bucket: Bucket) -> dict[str, torch.Tensor]:
+        """The like of a bucket's gradients that live elsewhere, by parameter."""
+        return {}
+
+    def stays(self, bucket: Bucket) -> None:
+        """Leave a bucket in memory."""
+
+    def fetch(self, bucket: Bucket) -> None:
+        """See `StateStore`; begins to read the next bucket."""
+        moved = self._moved.get(bucket.index)
+        if moved is None:
+            return
+        buffer = self._mover.read(bucket.index, moved.home, self._bytes_read(bucket, moved))
+        if following := self._moved.get(bucket.index + 1):
+            size = self._bytes_read(self.buckets[bucket.index + 1], following)
+            self._mover.read_ahead(bucket.index + 1, following.home, size)
+        self._in_hand = buffer
+        for name in moved.gradients:
+            bucket.parameters[name].grad = None  # its place may be on another device
+        for slot in moved.kept:
+            slot.tensor.data = slot.place(buffer, self.tier.device)
+        if len(buffer) > moved.kept_bytes:
+            for name, slot in moved.gradients.items():
+                bucket.parameters[name].grad = slot.place(buffer, self.tier.device)
+
+    def _bytes_read(self, bucket: Bucket, moved: _Moved) -> int:
+        """With gradients, where there are any."""
+        there = any(bucket.parameters[name].grad is not None for name in moved.gradients)
+        return moved.all_bytes if there else moved.kept_bytes
+
+    def put(self, bucket: Bucket) -> None:
+        """See `StateStore`: a thread writes the bucket while the next one is stepped."""
+        super().put(bucket)
+        moved, buffer = self._moved.get(bucket.index), self._in_hand
+        if moved is None or buffer is None:
+            return
+        self._in_hand = None
+        for name in moved.gradients:
+            bucket.parameters[name].grad = None
+        for slot in moved.kept:
+            if slot.tensor.device != buffer.device:
+                slot.place(buffer, buffer.device).copy_(slot.tensor)
+            slot.tensor.data = slot.home
+        self._mover.write(bucket.index, moved.home, buffer[: moved.kept_bytes])
+
+    def step(self, lr_factor: float, gradient_factor: float = 1.0) -> None:
+        """See `StateStore`: afterwards all is at home."""
+        for moved in self._moved.values():
+            moved.home.forget()
+        super().step(lr_factor, gradient_factor)
+        self._mover.settle()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """See `StateStore`: straight from where the masters live."""
+        for moved in self._moved.values():
+            moved.home.changed()
+        for bucket in self.buckets:
+            super().put(bucket)
+
+    @property
+    def in_hand(self) -> list[torch.Tensor]:
+        """See `StateStore`."""
+        return [*([] if self._in_hand is None else [self._in_hand]), *self._mover.buffers]
+
+    @property
+    def writes_at_once(self) -> bool:
+        """See `StateStore`: a copy of what is on disk would need the memory that it has not."""
+        return self.tier.offload.optimizer == "disk"
+
+    @property
+    def place(self) -> str:
+        """See `StateStore`."""
+        return str(self.tier.directory)
+
+    def here(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `StateStore`."""
+        elsewhere = {id(slot.tensor) for moved in self._moved.values() for slot in moved.kept}
+        return (entry for entry in super().here() if id(local_tensor(entry[1])) not in elsewhere)
+
+    def complaint(self) -> str | None:
+        """See `StateStore`."""
+        told = None if self._told else complaint([moved.home for moved in self._moved.values()])
+        self._told = self._told or told is not None
+        return told
+
+    @property
+    def bytes_elsewhere(self) -> int:
+        """See `StateStore`."""
+        return sum(moved.all_bytes for moved in self._moved.values())
+
+
+class TieredMasters(TieredStore, MasterWeights):
+    """Of one process: master weights and their gradients live in `tier` too."""
+
+    def __init__(self, *args: Any, tier: Tier | None = None) -> None:
+        self._gradient_homes: dict[int, tuple[torch.Tensor, int]] = {}
+        super().__init__(*args, tier=tier)
+        self._missing = {index: len(moved.gradients) for index, moved in self._moved.items()}
+
+    @staticmethod
+    def allocate(model: nn.Module, device: torch.device, tier: Tier | None) -> None:
+        """See `StateStore`: what trains begins in the tier, for memory has no room for all of it in full precision."""
+        assert tier is not None
+        number = iter(range(2**62))
+
+        def allocated(tensor: torch.Tensor) -> torch.Tensor:
+            if not (tensor.requires_grad and tensor.nbytes >= BLOCK):
+                return torch.empty_like(tensor, device=device)
+            return tier.home(f"weights{next(number)}", tensor.nbytes).tensor(0, tensor)
+
+        allocate_each(model, allocated)
+
+    def masters_in(self, bucket: Bucket) -> list[torch.Tensor]:
+        """See `TieredStore`: all."""
+        return list(bucket.parameters.values())
+
+    def gradients_in(self, bucket: Bucket) -> dict[str, torch.Tensor]:
+        """See `TieredStore`: all."""
+        return {name: parameter.detach() for name, parameter in bucket.parameters.items() if parameter.dim()}
+
+    def _moved_bucket(self, bucket: Bucket) -> _Moved:
+        moved = super()._moved_bucket(bucket)
+        for name, slot in moved.gradients.items():
+            self._gradient_homes[id(bucket.parameters[name])] = slot.home, bucket.index
+        return moved
+
+    def stays(self, bucket: Bucket) -> None:
+        """See `TieredStore`: masters come to the device."""
+        for parameter in bucket.parameters.values():
+            parameter.data = parameter.data.to(self.tier.device, copy=True)
+
+    def first_gradient(self, master: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """See `MasterWeights`."""
+        home, _ = self._gradient_homes.get(id(master), (None, 0))
+        return gradient if home is None else home.copy_(gradient)
+
+    def arrived(self, master: torch.Tensor) -> None:
+        """See `MasterWeights`: gradients of a bucket go to the disk when all have come."""
+        home, bucket = self._gradient_homes.get(id(master), (None, -1))
+        if home is None:
+            return
+        self._missing[bucket] -= 1
+        if not self._missing[bucket]:
+            self._missing[bucket] = len(self._moved[bucket].gradients)
+            self._mover.forget(self._moved[bucket].home)
+
+    def each_parameter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `StateStore`: a bucket's gradients leave memory before the next one's are looked at."""
+        for bucket in self.buckets:
+            yield from bucket.parameters.items()
+            if bucket.index in self._moved:
+                self._moved[bucket.index].home.forget()
+
+
+class TieredHost(TieredStore, HostStore):
+    """Weights and gradients live in host memory, where the optimizer steps, and its state in files."""
+
+
+def _on_a_rank(parameter: torch.Tensor) -> int:
+    """Numbers of a parameter that each rank has; the same on all of them."""
+    if not isinstance(parameter, DTensor):
+        return parameter.numel()
+    mesh = parameter.device_mesh
+    split = prod(mesh.size(axis) for axis, placement in enumerate(parameter.placements) if placement.is_shard())
+    return -(-parameter.numel() // split)
+
+
+def _offsets(tensors: list[torch.Tensor], start: int) -> tuple[list[int], int]:
+    """Where each begins, one behind another, and where the last ends."""
+    found = []
+    for tensor in tensors:
+        found.append(rounded(start, ALIGNED) if start else 0)
+        start = found[-1] + tensor.nbytes
+    return found, start

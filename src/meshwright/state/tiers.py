@@ -1,0 +1,175 @@
+"""Where buckets of state live between steps: in host memory or in files; what moves them, beside the computation."""
+
+import math
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from meshwright.spec.offload import OffloadSpec
+from meshwright.state.files import StateFile, aligned_buffer, check_directory, rounded
+
+SLOW = 200e6
+"""Bytes a second below which a disk is told of."""
+
+
+class Home(Protocol):
+    """Bytes of one bucket where they live."""
+
+    size: int
+    moved: int
+    seconds: float
+
+    def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
+        """A tensor that lies here."""
+        ...
+
+    def read(self, buffer: torch.Tensor) -> None:
+        """Fill a buffer with the beginning."""
+        ...
+
+    def write(self, buffer: torch.Tensor) -> None:
+        """Replace the beginning by a buffer."""
+        ...
+
+    def changed(self) -> None:
+        """Tell that a tensor that lies here was filled."""
+        ...
+
+    def forget(self) -> None:
+        """Keep no copy of it in the device's or host's memory."""
+        ...
+
+
+class HostMemory:
+    """A bucket's home in host memory, pinned where a GPU reads it."""
+
+    def __init__(self, size: int, *, pinned: bool) -> None:
+        self.size, self.moved, self.seconds = rounded(size), 0, 0.0
+        self._bytes = aligned_buffer(self.size, pinned=pinned)
+        self._bytes.zero_()
+
+    def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
+        """See `Home`."""
+        return self._bytes[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
+
+    def read(self, buffer: torch.Tensor) -> None:
+        """See `Home`."""
+        buffer.copy_(self._bytes[: len(buffer)])
+
+    def write(self, buffer: torch.Tensor) -> None:
+        """See `Home`."""
+        self._bytes[: len(buffer)].copy_(buffer)
+
+    def changed(self) -> None:
+        """See `Home`: nothing is remembered."""
+
+    def forget(self) -> None:
+        """See `Home`: this is all there is."""
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A place for state, as a run's `layout.offload` describes it."""
+
+    offload: OffloadSpec
+    directory: Path
+    """For the files of `optimizer: disk`."""
+    device: torch.device
+    """Where the optimizer steps."""
+    rank: int = 0
+
+    def prepare(self) -> None:
+        """Raise `OffloadError` where the folder will not do."""
+        if self.offload.optimizer == "disk":
+            check_directory(self.directory)
+
+    def home(self, name: str, size: int) -> Home:
+        """A new home for so many bytes, zeros."""
+        if self.offload.optimizer == "disk":
+            return StateFile(self.directory, f"rank{self.rank}-{name}", size, checksums=self.offload.checksums)
+        return HostMemory(size, pinned=self.device.type == "cuda")
+
+    def buffer(self, size: int) -> torch.Tensor:
+        """Memory through which a home is read and written."""
+        return aligned_buffer(size, pinned=self.device.type == "cuda")
+
+
+class Mover:
+    """Reads the next home and writes the one before, each in a thread, while the one between is stepped."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        self._reader, self._writer = (
+            ThreadPoolExecutor(1, thread_name_prefix=f"meshwright-{verb}") for verb in ("fetch", "put")
+        )
+        self._ahead: dict[int, tuple[torch.Tensor, Future[None]]] = {}
+        self._written: dict[int, Future[None]] = {}
+        self._forgetting: list[Future[None]] = []
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """What is being read."""
+        return [buffer for buffer, _ in self._ahead.values()]
+
+    def read_ahead(self, key: int, home: Home, size: int) -> None:
+        """Begin to read a home's first `size` bytes, after what is being written there."""
+        if key not in self._ahead:
+            buffer, before = self.tier.buffer(size), self._written.pop(key, None)
+
+            def read() -> None:
+                if before is not None:
+                    before.result()
+                home.read(buffer)
+
+            self._ahead[key] = buffer, self._reader.submit(read)
+
+    def read(self, key: int, home: Home, size: int) -> torch.Tensor:
+        """What a home holds, waited for."""
+        self.read_ahead(key, home, size)
+        buffer, done = self._ahead.pop(key)
+        done.result()
+        return buffer
+
+    def write(self, key: int, home: Home, buffer: torch.Tensor) -> None:
+        """Begin to write a buffer, which then belongs to the thread; the last but one is waited for."""
+        while len(self._written) > 1:
+            self._written.pop(next(iter(self._written))).result()
+        self._written[key] = self._writer.submit(home.write, buffer)
+
+    def forget(self, home: Home) -> None:
+        """Let a home keep no copy in memory, soon."""
+        self._forgetting.append(self._writer.submit(home.forget))
+
+    def settle(self) -> None:
+        """Wait until all is where it lives. Raises what went wrong on the way."""
+        self._ahead.clear()
+        while self._written:
+            self._written.pop(next(iter(self._written))).result()
+        while self._forgetting:
+            self._forgetting.pop().result()
+
+
+def cut_evenly(sizes: list[int], most: int) -> list[int]:
+    """How many of the sizes, in their order, go into each bucket of at most `most`; a larger one is alone."""
+    counts, filled = [], math.inf
+    for size in sizes:
+        if filled + size > most:
+            counts.append(0)
+            filled = 0
+        counts[-1] += 1
+        filled += size
+    return counts
+
+
+def complaint(homes: list[Home]) -> str | None:
+    """A sentence where files are read and written slowly."""
+    moved, seconds = (sum(getattr(home, field) for home in homes) for field in ("moved", "seconds"))
+    if seconds < 1 or moved / seconds >= SLOW:
+        return None
+    return (
+        f"layout.offload: the disk reads and writes {moved / seconds / 1e6:.0f} MB/s, so the optimizer waits for it; "
+        "give a folder on a faster one (layout.offload.directory)"
+    )

@@ -1,0 +1,267 @@
+"""Tiers of memory: state in host memory and on disk changes no bit of training, and takes none of the device's."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.checkpoint.writer import CheckpointWriter
+from meshwright.optim.plugged import Plugged
+from meshwright.plan.blueprint import blueprint
+from meshwright.plan.engine import engine_job
+from meshwright.plan.memory import predict_memory
+from meshwright.rehearse.rank import rehearse_rank
+from meshwright.spec.checkpoint import CheckpointSpec
+from meshwright.spec.errors import UserError
+from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.offload import OffloadSpec
+from meshwright.spec.run import ResolvedRun
+from meshwright.state import TieredStore, files, tiered
+from meshwright.state.files import OffloadError, StateFile, aligned_buffer, check_directory, file_system
+from meshwright.state.tiers import Tier, complaint
+from meshwright.testing.equivalence import build_here, loader_for, whole_of_all
+from meshwright.testing.ranks import RankPool
+from meshwright.trainer.setup import Trainer
+from meshwright.trainer.state import restore, state_tensors, state_values
+from tiny import tiny_run
+
+DISK = {"optimizer": "disk"}
+SMALL = 3000
+"""Parameters of a bucket, so that a tiny model has several."""
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiered, "BUCKET_PARAMETERS", SMALL)
+
+
+def run(offload: Any, folder: Path, layout: dict[str, Any] | None = None, **options: Any) -> ResolvedRun:
+    """A tiny run in a folder."""
+    made = tiny_run(LayoutSpec.model_validate({**(layout or {}), "offload": offload}), **options)
+    return made.model_copy(update={"run": made.run.model_copy(update={"run_dir": str(folder)})})
+
+
+def train(trainer: Trainer, *steps: int) -> list[float]:
+    """The losses of steps."""
+    with loader_for(trainer) as loader:
+        losses = []
+        for trainer.step in steps:
+            losses.append(trainer.train_step(trainer.step, loader.microbatches(trainer.step - 1)).loss)
+    return losses
+
+
+def assert_same(ours: Trainer, theirs: Trainer) -> None:
+    """Masters, optimizer state and the model's weights, to the last bit."""
+    expected = state_tensors(theirs)
+    for name, tensor in state_tensors(ours).items():
+        assert torch.equal(tensor, expected[name]), name
+    assert all(map(torch.equal, ours.model.parameters(), theirs.model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("offload", "options"),
+    [
+        (DISK, {"precision": "bf16"}),
+        (DISK, {"precision": "bf16", "optimizer": {"name": "muon"}}),
+        (DISK, {"precision": "bf16", "optimizer": {"name": "adamw_8bit"}, "width": 64}),
+        (DISK, {"precision": "bf16", "finetune": {"method": "lora", "rank": 3}}),
+        (DISK, {"precision": "fp16", "reduce_dtype": "bf16"}),
+        (DISK, {"precision": "fp32"}),
+        (DISK | {"optimizer_share": 0.5, "checksums": True}, {"precision": "bf16"}),
+        ({"optimizer": "host"}, {"precision": "bf16"}),
+        ({"optimizer": "host"}, {"precision": "fp32", "optimizer": {"name": "muon"}}),
+    ],
+)
+def test_state_elsewhere_changes_no_bit(tmp_path: Path, offload: dict[str, Any], options: dict[str, Any]) -> None:
+    options = {"clip": 0.1, "accumulation": 2, **options}
+    here, stored = build_here(run("none", tmp_path, **options)), build_here(run(offload, tmp_path, **options))
+    assert isinstance(stored.store, TieredStore)
+    assert "finetune" in options or len(stored.store.buckets) > 3
+    assert stored.store.bytes_elsewhere
+    assert train(stored, 1, 2, 3) == train(here, 1, 2, 3)
+    assert_same(stored, here)
+
+
+def _differences(folder: Path, layouts: list[dict[str, Any]], offload: dict[str, Any], options: dict[str, Any]) -> list:
+    """Of each layout the names of tensors that differ from those of the same layout in memory. Collective."""
+    tiered.BUCKET_PARAMETERS = SMALL
+    found = []
+    for layout in layouts:
+        trained = []
+        beside = "cpu" if offload.get("parameters") else "none"
+        for place in (beside, offload):
+            trainer = build_here(run(place, folder, layout, **options))
+            losses = train(trainer, 1, 2)
+            trained.append((losses, whole_of_all(trainer, trainer.parameters), state_tensors(trainer)))
+        (losses, weights, state), (others, their_weights, their_state) = trained
+        found.append(
+            [name for name in weights if not torch.equal(weights[name], their_weights[name])]
+            + [name for name in state if not torch.equal(_local(state[name]), _local(their_state[name]))]
+            + (["loss"] if losses != others else [])
+        )
+    return found
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@pytest.mark.parametrize(
+    ("layouts", "offload", "options"),
+    [
+        (
+            [{"dp_replicate": 2}, {"dp_shard": 2, "zero": 1}, {"dp_shard": 2, "zero": 2}, {"dp_shard": 2, "zero": 3}],
+            DISK,
+            {"precision": "bf16"},
+        ),
+        ([{"tp": 2}, {"pp": 2}, {"cp": 2}], DISK, {"precision": "bf16"}),
+        ([{"dp_shard": 2, "zero": 3}], DISK, {"precision": "fp32", "optimizer": {"name": "muon"}}),
+        ([{"dp_shard": 2, "ep": 2}], DISK, {"family": "mixtral"}),
+        ([{"dp_shard": 2, "zero": 3}], {"optimizer": "host"}, {"finetune": {"method": "lora", "rank": 3}}),
+        ([{"dp_shard": 2, "zero": 3}], DISK | {"parameters": "host"}, {}),
+    ],
+)
+def test_every_layout_trains_to_the_bit(
+    ranks: RankPool, tmp_path: Path, layouts: list[dict[str, Any]], offload: dict[str, Any], options: dict[str, Any]
+) -> None:
+    for found in ranks.run(2, _differences, tmp_path, layouts, offload, options):
+        assert found == [[]] * len(layouts)
+
+
+@pytest.mark.parametrize("from_disk", [True, False])
+def test_checkpoints_go_to_disk_and_back(tmp_path: Path, from_disk: bool) -> None:
+    options = {"precision": "bf16", "steps": 3}
+    offload = DISK | {"checksums": True}
+    here, stored = build_here(run("none", tmp_path, **options)), build_here(run(offload, tmp_path, **options))
+    first, second = (stored, here) if from_disk else (here, stored)
+    train(first, 1, 2)
+    assert first.store.writes_at_once == from_disk
+    writer = CheckpointWriter(tmp_path / "checkpoints", CheckpointSpec(asynchronous=not from_disk))
+    writer.begin(2, state_tensors(first), state_values(first))
+    outcome = writer.finish()
+    assert outcome is not None
+    assert outcome.path is not None, outcome.problem
+    train(second, 1)  # elsewhere
+    restore(second, outcome.path)
+    assert_same(second, first)
+    assert train(first, 3) == train(second, 3)
+    assert_same(second, first)
+
+
+def test_files_have_no_names_and_are_what_was_written(tmp_path: Path) -> None:
+    file = StateFile(tmp_path, "bucket", 10000, checksums=True)
+    assert not list(tmp_path.iterdir())
+    assert file.size == 12288
+    mapped = file.tensor(4096, torch.zeros(4, 8, dtype=torch.float64))
+    assert not mapped.any()
+    buffer = aligned_buffer(file.size)
+    buffer.copy_(torch.arange(file.size) % 251)
+    file.write(buffer)
+    expected = buffer[4096 : 4096 + 256].view(torch.float64).view(4, 8)
+    assert torch.equal(mapped, expected)
+    mapped.fill_(7)
+    file.changed()
+    file.read(buffer)
+    assert torch.equal(expected, torch.full((4, 8), 7, dtype=torch.float64))
+
+
+def test_without_direct_access_the_bytes_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_open_directly", lambda path: None)
+    stored = build_here(run(DISK, tmp_path, precision="bf16"))
+    here = build_here(run("none", tmp_path, precision="bf16"))
+    assert train(stored, 1, 2) == train(here, 1, 2)
+    assert_same(stored, here)
+
+
+def test_a_full_disk_is_one_sentence_and_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as inside:
+        inside.setattr(os, "posix_fallocate", full)
+        with pytest.raises(
+            OffloadError, match=r"rank0-weights0-.*: no space left on device: .* GB are free; make room"
+        ):
+            build_here(run(DISK, tmp_path, precision="bf16"))
+    assert not list((tmp_path / "offload").iterdir())
+    trainer = build_here(run(DISK, tmp_path, precision="bf16"))
+    train(trainer, 1)
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(OffloadError, match=r"could not be written \(no space left on device\); the last checkpoint is"):
+        train(trainer, 2)
+
+
+def test_a_bit_that_flips_on_disk_is_found(tmp_path: Path) -> None:
+    trainer = build_here(run(DISK | {"checksums": True}, tmp_path, precision="bf16"))
+    train(trainer, 1)
+    state = next(iter(trainer.store.buckets[1].state.values()))
+    state["exp_avg"].view(torch.uint8)[0, 0] ^= 1
+    with pytest.raises(OffloadError, match="has come back other than it was written"):
+        train(trainer, 2)
+
+
+def test_a_folder_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"/dev/sda / ext4 rw 0 0\nnone {tmp_path}/fast tmpfs rw 0 0\n")
+    assert [file_system(path, mounts) for path in (tmp_path / "fast/a", tmp_path / "fastest")] == ["tmpfs", "ext4"]
+    monkeypatch.setattr(files, "file_system", lambda path: "tmpfs")
+    with pytest.raises(OffloadError, match="is a tmpfs, whose files take the memory that they should save"):
+        check_directory(tmp_path)
+
+
+def test_a_slow_disk_is_told_once() -> None:
+    class Home:
+        moved, seconds = 10**8, 2.0
+
+    assert "reads and writes 50 MB/s" in (complaint([Home()]) or "")  # type: ignore[list-item]
+    Home.moved = 10**9
+    assert complaint([Home()]) is None  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("offload", "message"),
+    [
+        ({"parameters": "host"}, "add optimizer=host, or optimizer=disk"),
+        ({"parameters": "host", "optimizer": "host", "optimizer_share": 0.5}, "leave optimizer_share out"),
+        ({"optimizer": "host", "directory": "x"}, "directory is for optimizer=disk"),
+        ({"checksums": True}, "checksums is for optimizer=disk"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(offload: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OffloadSpec.model_validate(offload)
+
+
+def test_a_plugged_optimizer_stays_in_memory(tmp_path: Path) -> None:
+    tier = Tier(OffloadSpec(optimizer="disk"), tmp_path, torch.device("cpu"))
+    made = run("none", tmp_path)
+    trainer = build_here(made)
+    rows = [row for row in trainer.table if row.trained]
+
+    def plugged(spec: Any, rows: Any, parameters: Any) -> list[torch.optim.Optimizer]:
+        return [Plugged(torch.optim.SGD, [{"params": list(parameters.values()), "lr": 1.0}], {"lr": 1.0}, "SGD")]
+
+    with pytest.raises(UserError, match="so it stays where it is"):
+        TieredStore(trainer.model, rows, made.run.training, plugged, tier=tier)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_the_planner_and_a_rehearsal_agree(tmp_path: Path, share: float) -> None:
+    """A rehearsal counts what is in memory; the planner says that, and what is on disk."""
+    options = {"precision": "bf16", "width": 256, "num_layers": 4}
+    resolved = run(DISK | {"optimizer_share": share}, tmp_path, **options)
+    report = rehearse_rank(resolved, 0, on_gpu=False)
+    job = engine_job(
+        resolved.run,
+        blueprint(resolved.model),
+        global_batch=resolved.global_batch,
+        micro_batch=resolved.micro_batch,
+        device="cpu",
+    )
+    predicted = predict_memory(job)
+    assert report["peak"] == pytest.approx(predicted.allocated, rel=0.05)
+    assert predicted.disk == pytest.approx(share * 16 * report["parameters"], rel=0.01)
+    assert not (tmp_path / "offload").exists()
