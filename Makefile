@@ -58,7 +58,7 @@ attack: $(VENV)/.dev ## damage, kill and starve runs at random; fails where anyt
 	@PYTHONPATH=src:tests $(BIN)/python -P -m attack $(ATTACK)
 
 mutants: $(VENV)/.dev ## try verify on planted faults and random layouts (an hour; goes on where it was stopped), and write docs/mutants.md
-	@cd tests && PYTHONPATH=../src:. ../$(BIN)/python -m mutants.run $(MUTANTS)
+	@cd tests && OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 PYTHONPATH=. ../$(BIN)/python -m mutants.run $(MUTANTS)
 	@$(BIN)/python docs/make_mutants_md.py
 
 check: $(VENV)/.dev ## formatting, lint, types and the floors' import rules

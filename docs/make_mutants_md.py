@@ -9,12 +9,13 @@ PAGE, RESULTS = (Path(__file__).with_name(name) for name in ("mutants.md", "muta
 INTRODUCTION = """\
 # Mutants: what verify catches
 
-`make mutants` plants {count} realistic faults of distributed training, one at a time, in a copy of the source, and runs
-[verify](verify.md) on a tiny model under a layout that the fault concerns. The faults are patches of what this project
-itself does (`tests/mutants/`): a gradient that is not summed, keys of the wrong rank, a stage that
-begins a layer early. The patch is in the reference's process too, which trains alone, as a real fault would be. Then it
-runs random legal layouts of the source as it is, which must all be equal: families, degrees, ZeRO stages, schedules,
-adapters, optimizers and objectives drawn by a seed (`testing/layouts.py`).
+`make mutants` plants {count} realistic faults of distributed training, one at a time, as the source is imported, and
+runs [verify](verify.md) on a tiny model under a layout that the fault concerns. The faults are patches of what this
+project itself does (`tests/mutants/`): a gradient that is not summed, keys of the wrong rank, a stage that begins a
+layer early. The patch is in the reference's process too, which trains alone, as a real fault would be. Then it runs
+random legal layouts of the source as it is, which must all be equal: families, degrees, ZeRO stages, schedules,
+adapters, optimizers and objectives drawn by a seed (`testing/layouts.py`). Every run is forked from a process that has
+imported torch. `make mutants MUTANTS=--again` forgets what is known; `--precision bf16` plants the faults in bf16.
 
 **Caught**: the layout is said to be different. **Named**: the place that is reported is the first one that the fault
 reaches in the order of computation, as the table of mutants said before the run. Seconds are wall time of one process
@@ -24,7 +25,7 @@ with its ranks on a busy machine of two cores.
 |---|---:|---|
 | faults caught | {count} | {caught} ({caught_share:.0%}) |
 | faults named | {count} | {named} ({named_share:.0%}) |
-| random layouts found equal | {layouts} | {equal} |
+{bf16}| random layouts found equal | {layouts} | {equal} |
 
 A fault that computes the same wrong thing on one process, rope that is wrong everywhere for instance, is no difference
 between layouts. Parity with transformers is its test ([models](models.md)).
@@ -39,9 +40,18 @@ def page() -> str:
     layouts = sorted((row for row in layouts if row["result"] != "refused"), key=lambda row: row["seed"])
     caught = sum(row["result"] == "different" for row in mutants)
     named = sum(row["named"] for row in mutants)
+    bf16 = list(known.get("mutants in bf16", {}).values())
     lines = [
         INTRODUCTION.format(
             count=len(mutants),
+            bf16="".join(
+                f"| the same in bf16, {what} | {len(bf16)} | {number} ({number / len(bf16):.0%}) |\n"
+                for what, number in (
+                    ("caught", sum(row["result"] == "different" for row in bf16)),
+                    ("named", sum(row["named"] for row in bf16)),
+                )
+                if bf16
+            ),
             caught=caught,
             named=named,
             caught_share=caught / len(mutants),

@@ -17,7 +17,7 @@ from meshwright.cli.main import main
 from meshwright.families import resolve_model
 from meshwright.parallel.passes import WholeModel
 from meshwright.prove.pairs import pair_layouts
-from meshwright.prove.reference import train_reference
+from meshwright.prove.reference import MOST_STEPS, train_reference
 from meshwright.prove.shrink import shrink
 from meshwright.prove.verify import Proof, for_proof
 from meshwright.spec.layout import AXES, LayoutSpec
@@ -63,6 +63,21 @@ def wrong_from_the_second_step() -> Iterator[None]:
 
     with patch("trainer.step.TrainStep.gradients", counted), patch("models.head.Head.loss", scaled):
         yield
+
+
+def wrong_from_step_50() -> Any:
+    """The last rank's part of one weight stays what it was, in steps 50 and later."""
+    update = TrainStep.update
+
+    def forget(self: TrainStep, step: int, gnorm: float) -> None:
+        weight = self.store.parameters["norm.weight"]
+        before = weight.detach().clone()
+        update(self, step, gnorm)
+        if step >= 50 and dist.get_rank() == dist.get_world_size() - 1:
+            with torch.no_grad():
+                weight.copy_(before)
+
+    return patch("trainer.step.TrainStep.update", forget)
 
 
 def replicas_not_summed() -> Any:
@@ -145,6 +160,10 @@ DP, MOE = LayoutSpec(dp_shard=2), {"family": "deepseek_v3"}
         (LayoutSpec(dp_replicate=2), {"precision": "fp16"}),
         (LayoutSpec(tp=2), {"precision": "bf16"}),
         (LayoutSpec(dp_shard=2, tp=2), {"finetune": DROPOUT, "recompute": "full", "accumulation": 3}),
+        (
+            LayoutSpec(pp=2, dp_replicate=2, cp=2, schedule="interleaved-zero-bubble", zero=2),
+            {"finetune": {"method": "ia3"}, "accumulation": 2, "num_layers": 4},
+        ),
     ],
 )
 def test_right_layouts_are_proved_equal(ranks: RankPool, tmp_path: Path, layout: LayoutSpec, options: Any) -> None:
@@ -165,7 +184,7 @@ def test_right_layouts_are_proved_equal(ranks: RankPool, tmp_path: Path, layout:
         (one_rank_trains_other_labels, DP, {}, "loss", "loss", (1,)),
         (norm_of_one_shard, DP, {}, "norm", "gradient norm", None),
         (moment_lost, DP, {}, "state", "output.weight.exp_avg", (1,)),
-        (gradients_a_little_large, DP, {"precision": "bf16"}, "reduction", "output.weight", None),
+        (gradients_a_little_large, DP, {"precision": "bf16"}, "backward", "norm", None),
         (start_of_other_rows, LayoutSpec(tp=2), {}, "start", "norm.weight", (1,)),
     ],
 )
@@ -184,6 +203,15 @@ def test_faults_are_named(
     assert (location.phase, location.name) == (phase, name)
     if wrong_ranks is not None:
         assert location.ranks == wrong_ranks
+
+
+@pytest.mark.slow
+def test_a_fault_that_begins_at_step_50_is_found(ranks: RankPool, tmp_path: Path) -> None:
+    run = tiny_run(LayoutSpec(dp_replicate=2), num_layers=1, steps=64)
+    proof = prove(ranks, tmp_path, run, wrong_from_step_50, steps=MOST_STEPS)
+    assert proof.comparisons[-1].step == 50
+    assert proof.location is not None
+    assert (proof.location.phase, proof.location.name, proof.location.ranks) == ("update", "norm.weight", (1,))
 
 
 def test_who_read_what_is_said(ranks: RankPool, tmp_path: Path) -> None:

@@ -236,6 +236,19 @@ def _is_part_of_sum(gradient: torch.Tensor | None) -> bool:
     return isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements)
 
 
+def complete_gradients(modules: Iterable[nn.Module]) -> None:
+    """Give gathered weights that train and have no gradient yet one of zeros: of what waits for its sum over replicas,
+    FSDP2 adds up buffers that must hold the same weights, and drops it where nothing is added. 2.11-2.15; public:
+    none."""
+    for module in modules:
+        group = _group(module)
+        for part in () if group is None else group.fsdp_params:
+            if part.sharded_param.requires_grad and hasattr(part, "_unsharded_param"):
+                weight = part.unsharded_param
+                if weight.grad is None and part.unsharded_accumulated_grad is None:
+                    weight.grad = torch.zeros_like(weight)
+
+
 def end_backward(modules: Iterable[nn.Module]) -> None:
     """Do what FSDP2 does where a backward pass leaves a module: add up its gradients, or reduce them. 2.11-2.15;
     public: none, and torch's own pipelining calls the same."""

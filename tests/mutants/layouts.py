@@ -1,29 +1,37 @@
-"""Random legal layouts through `verify`: `python -m mutants.layouts SEED COUNT` prints a line of JSON for each."""
+"""Random legal layouts through `verify`, each in a process forked from one that has imported everything."""
 
-import json
-import sys
 import time
 from typing import Any
 
+from meshwright.plan.engine import layout_check
 from meshwright.spec.run import ResolvedRun
 from meshwright.testing.layouts import random_layouts
-from mutants.one import answer
+from mutants.forked import Child
+from mutants.one import SECONDS, answer
 from tiny import tiny_run
 
 
 def legal(options: dict[str, Any]) -> ResolvedRun | None:
-    """The tiny run of a drawn layout; None where its batch or pipeline does not come out."""
+    """The tiny run of a drawn layout; None where its batch or pipeline does not come out, or training refuses it."""
     try:
         run = tiny_run(**options)
     except ValueError:
         return None
     batch = run.micro_batch * run.accumulation * run.run.layout.data_parallel
-    return run if run.micro_batch and batch == run.global_batch else None
+    if not run.micro_batch or batch != run.global_batch:
+        return None
+    return None if layout_check(run.run, run.model, "cpu")(run.run.layout) else run
 
 
-if __name__ == "__main__":
-    for drawn in random_layouts(seed=int(sys.argv[1]), count=int(sys.argv[2]), build=legal):
+def answer_layouts(seed: int, count: int) -> list[dict[str, Any]]:
+    """A row for each of some layouts, drawn by this seed."""
+    rows = []
+    for drawn in random_layouts(seed=seed, count=count, build=legal):
         began = time.monotonic()
-        found = answer(drawn.run)
+        try:
+            found = Child(answer, drawn.run).result(4 * SECONDS)
+        except RuntimeError as error:
+            found = {"result": "fails", "text": str(error)[-1500:]}
         row = {"seed": drawn.seed, "layout": drawn.run.run.layout.strategy, "beside": drawn.beside, **found}
-        print(json.dumps(row | {"seconds": round(time.monotonic() - began, 1)}), flush=True)
+        rows.append(row | {"seconds": round(time.monotonic() - began, 1)})
+    return rows

@@ -1,33 +1,36 @@
 """The campaign: `make mutants`, or `python -m mutants.run` from `tests/`.
 
-Every mutant is a patch of a copy of the source, tried by `verify` in a process of its own; random legal layouts of the
-source as it is must all be found equal. Results are kept in docs/mutants.json as they come, so that a campaign can be
-interrupted and goes on; docs/make_mutants_md.py makes a page of them.
+Every mutant is a fault planted in a module as it is imported, tried by `verify` in a process of its own; random legal
+layouts of the source as it is must all be found equal. Results are kept in docs/mutants.json as they come, so that a
+campaign can be interrupted and goes on; docs/make_mutants_md.py makes a page of them. This process imports torch and
+never computes (`forked.py`); nothing of this project is imported in it.
 """
 
 import argparse
 import hashlib
+import importlib
 import json
-import os
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from mutants import table_steps
+from mutants.forked import Child, import_others, plant
 from mutants.table import SPLIT, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE, RESULTS = ROOT / "src", ROOT / "docs" / "mutants.json"
 MUTANTS = [*SPLIT, *table_steps.MUTANTS]
 LAYOUTS_AT_ONCE = 10
-"""Random layouts tried by one process."""
+"""Random layouts tried by one process, one after the other."""
+KINDS = {"fp64": "mutants", "bf16": "mutants in bf16"}
+"""Where the results of a precision are kept."""
+PATIENCE = 1200
+"""Seconds after which a process is taken for dead."""
 
 
 def key_of(mutant: Mutant) -> str:
@@ -35,54 +38,58 @@ def key_of(mutant: Mutant) -> str:
     return hashlib.sha256(repr(mutant[1:5]).encode()).hexdigest()[:12]
 
 
-def plant(mutant: Mutant, folder: Path) -> None:
-    """A copy of the source in `folder` with the mutant's fault; `ValueError` where its text is not there once."""
-    shutil.copytree(SOURCE / "meshwright", folder / "meshwright", ignore=shutil.ignore_patterns("__pycache__"))
-    file = folder / "meshwright" / mutant.file
-    text = file.read_text()
-    if text.count(mutant.old) != 1:
-        raise ValueError(f"{mutant.fault}: {mutant.file} has the text {text.count(mutant.old)} times")
-    file.write_text(text.replace(mutant.old, mutant.new))
-
-
-def ask(words: list[str], source: Path) -> Iterator[Any]:
-    """What a process on `source` prints, a JSON value a line; raises `RuntimeError` where it fails."""
-    environment = os.environ | {"PYTHONPATH": f"{source}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", *words], env=environment, cwd=ROOT / "tests", capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr[-1500:])
-    yield from map(json.loads, done.stdout.splitlines())
-
-
-def try_mutant(mutant: Mutant) -> dict[str, Any]:
-    """One mutant's row."""
+def try_mutant(mutant: Mutant, precision: str) -> dict[str, Any]:
+    """One mutant's row. Called in a process that has imported nothing of ours."""
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="meshwright-mutant-") as name:
-        plant(mutant, Path(name))
-        try:
-            (found,) = ask(["mutants.one", mutant.case], Path(name))
-        except RuntimeError as error:
-            found = {"result": "fails", "text": str(error)}
+    plant(SOURCE / "meshwright" / mutant.file, mutant.old, mutant.new, SOURCE)
+    found = answer_case(mutant.case, precision)
     named = found["result"] == "different" and re.fullmatch(mutant.names, found["text"]) is not None
-    seconds = round(time.monotonic() - began, 1)
-    return {
-        "fault": mutant.fault,
-        "file": mutant.file,
-        "case": mutant.case,
-        **found,
-        "named": named,
-        "seconds": seconds,
-    }
+    row = {"fault": mutant.fault, "file": mutant.file, "case": mutant.case, **found, "named": named}
+    return row | {"seconds": round(time.monotonic() - began, 1)}
+
+
+def answer_case(case: str, precision: str) -> dict[str, Any]:
+    """What `verify` says of a case."""
+    return importlib.import_module("mutants.one").answer_case(case, precision)
 
 
 def try_layouts(seed: int) -> list[dict[str, Any]]:
     """The rows of some random layouts, drawn by this seed."""
-    try:
-        return list(ask(["mutants.layouts", str(seed), str(LAYOUTS_AT_ONCE)], SOURCE))
-    except RuntimeError as error:
-        return [{"seed": seed, "result": "fails", "text": str(error)}]
+    return importlib.import_module("mutants.layouts").answer_layouts(seed, LAYOUTS_AT_ONCE)
+
+
+def work(item: Mutant | int, precision: str) -> Any:
+    """What a child does."""
+    return try_mutant(item, precision) if isinstance(item, Mutant) else try_layouts(item)
+
+
+def outcomes(
+    items: list[Mutant | int], precision: str, jobs: int, seconds: float
+) -> Iterator[tuple[Mutant | int, Any]]:
+    """Each item with its row or rows, `jobs` at once, as they come; nothing is begun after so many seconds."""
+    end, waiting, running = time.monotonic() + seconds, list(items), dict[Any, tuple[Mutant | int, Child, float]]()
+    while waiting or running:
+        while waiting and len(running) < jobs and time.monotonic() < end:
+            item = waiting.pop(0)
+            child = Child(work, item, precision)
+            running[child.connection] = item, child, time.monotonic()
+        if not running:
+            return
+        for connection in wait(list(running), timeout=10) or [c for c, (_, _, t) in running.items() if _late(t)]:
+            item, child, _ = running.pop(connection)
+            try:
+                yield item, child.result(1)
+            except RuntimeError as error:
+                failed = {"result": "fails", "text": str(error)[-1500:]}
+                if isinstance(item, Mutant):
+                    row = {"fault": item.fault, "file": item.file, "case": item.case, "named": False, "seconds": 0.0}
+                    yield item, row | failed
+                else:
+                    yield item, [{"seed": item, "layout": "", "beside": "", "seconds": 0.0, **failed}]
+
+
+def _late(began: float) -> bool:
+    return time.monotonic() - began > PATIENCE
 
 
 def main() -> int:
@@ -93,47 +100,38 @@ def main() -> int:
     parser.add_argument("--only", default="", help="mutants whose fault or case has this text, known or not")
     parser.add_argument("--layouts", type=int, default=200, help="random layouts in all")
     parser.add_argument("--seed", type=int, default=0, help="of the random layouts")
-    parser.add_argument("--again", action="store_true", help="forget what is known")
+    parser.add_argument("--precision", choices=list(KINDS), default="fp64", help="of the mutants' runs")
+    parser.add_argument("--again", action="store_true", help="forget what is known of these")
     arguments = parser.parse_args()
-    known = {"mutants": {}, "layouts": {}}
-    if RESULTS.is_file() and not arguments.again:
-        known = json.loads(RESULTS.read_text())
+    kind = KINDS[arguments.precision]
+    known = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    known = {one: known.get(one, {}) for one in (*KINDS.values(), "layouts")}
+    if arguments.again:
+        known[kind] = {}
+        known["layouts"] = {} if arguments.layouts else known["layouts"]
     current = {key_of(mutant): mutant for mutant in MUTANTS}
-    known["mutants"] = {key: row for key, row in known["mutants"].items() if key in current}
-    end = time.monotonic() + arguments.seconds
+    for one in KINDS.values():
+        known[one] = {key: row for key, row in known[one].items() if key in current}
     wanted = [
         mutant
         for key, mutant in current.items()
         if (arguments.only and arguments.only in f"{mutant.fault} {mutant.case}")
-        or (not arguments.only and key not in known["mutants"])
+        or (not arguments.only and key not in known[kind])
     ]
     seeds = range(arguments.seed, arguments.seed + arguments.layouts, LAYOUTS_AT_ONCE)
     tried = {seed: len(rows) for seed, rows in known["layouts"].items()}
     missing = [seed for seed in seeds if not arguments.only and tried.get(str(seed), 0) < LAYOUTS_AT_ONCE]
-
-    def work(item: Mutant | int) -> tuple[str, str, Any] | None:
-        if time.monotonic() > end:
-            return None
+    sys.path.insert(0, str(SOURCE))
+    import_others(answer_case, "tp", "fp64")
+    for item, found in outcomes([*wanted, *missing], arguments.precision, arguments.jobs, arguments.seconds):
         if isinstance(item, Mutant):
-            return "mutants", key_of(item), try_mutant(item)
-        return "layouts", str(item), try_layouts(item)
-
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        for future in as_completed([pool.submit(work, item) for item in [*wanted, *missing]]):
-            found = future.result()
-            if found is None:
-                continue
-            kind, key, value = found
-            known[kind][key] = value
-            RESULTS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
-            for row in [value] if kind == "mutants" else value:
-                print(
-                    row["result"],
-                    row.get("named", ""),
-                    row.get("fault", row.get("layout")),
-                    row["text"][-300:],
-                    flush=True,
-                )
+            known[kind][key_of(item)] = found
+        else:
+            known["layouts"][str(item)] = found
+        RESULTS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+        for row in [found] if isinstance(item, Mutant) else found:
+            what = row.get("fault", f"{row.get('seed')} {row.get('layout')}")
+            print(row["result"], row.get("named", ""), f"{row['seconds']} s", what, row["text"][-300:], flush=True)
     return 0
 
 

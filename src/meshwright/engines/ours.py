@@ -65,7 +65,7 @@ def alone(resolved: ResolvedRun) -> Run:
     training = run.training.model_copy(
         update={"evaluation": EvaluationSpec(batches=0), "samples": None, "micro_batch": resolved.micro_batch}
     )
-    guards = run.guards.model_copy(update={"stuck_after": 0.0})
+    guards = run.guards.model_copy(update={"stuck_after": 0.0, "verify_every": 0})
     checkpoint = CheckpointSpec(start_from=run.checkpoint.start_from)
     update = {"training": training, "guards": guards, "checkpoint": checkpoint, "trackers": (), "callbacks": ()}
     return run.model_copy(update=update)

@@ -9,9 +9,10 @@
 75   stopped by a signal, everything saved: start again with --resume
 76   replicas differ
 77   another run has taken over the run directory
+78   a step differs from its recomputation on one process (guards.verify_every)
 128 + n   ended at once by signal n
 
-69 to 77 are named in BSD's sysexits.h; none of them is given by a shell or by a signal. 75 is EX_TEMPFAIL, "try again".
+69 to 78 are named in BSD's sysexits.h; none of them is given by a shell or by a signal. 75 is EX_TEMPFAIL, "try again".
 """
 
 MISUSE = 2
@@ -21,8 +22,9 @@ UNSAVED = 74
 STOPPED = 75
 DIFFERING = 76
 LOCK_LOST = 77
+MISCOMPUTED = 78
 
-FINAL = (0, MISUSE, UNSAVED, STOPPED, LOCK_LOST)
+FINAL = (0, MISUSE, UNSAVED, STOPPED, LOCK_LOST, MISCOMPUTED)
 """Statuses after which a restart would not help, or is the user's decision."""
 
 
@@ -48,6 +50,12 @@ class ReplicasDifferError(RunError):
     """Tensors that should be equal on several ranks are not."""
 
     status = DIFFERING
+
+
+class VerificationError(RunError):
+    """A step that was computed again on one process came out different, or could not be computed."""
+
+    status = MISCOMPUTED
 
 
 class TrainingFailed(RuntimeError):  # noqa: N818  (it names what happened, not a kind of error)

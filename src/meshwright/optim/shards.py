@@ -63,6 +63,16 @@ def part_like(global_tensor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor
     return global_tensor
 
 
+def begin_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Where in the global tensor the part of it that this rank holds begins."""
+    begin = [0] * tensor.dim()
+    if isinstance(tensor, DTensor):
+        for axis, dim, size in _splits(tensor):
+            start, _ = split_range(size, tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis))
+            begin[dim] += min(start, size)
+    return tuple(begin)
+
+
 def _splits(tensor: DTensor) -> Iterator[tuple[int, int, int]]:
     """(axis of the mesh, dim, size of the dim before this split) in the order in which the tensor was split: the
     innermost axis first, since data parallelism comes last and is outermost."""

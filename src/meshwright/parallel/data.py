@@ -116,6 +116,8 @@ def reduce_gradients(model: nn.Module, layout: LayoutSpec, modules: Iterable[nn.
     """Do what the end of a backward pass through these modules of `model` does, for gradients that came without one."""
     sharded = [module for module in modules if isinstance(module, FSDPModule)]
     hold_gradients(layout, sharded)
+    if layout.zero_stage >= 2 and layout.dp_replicate > 1:
+        torch_internals.complete_gradients(sharded)
     torch_internals.end_backward(sharded)  # brings all gradients to the dtype in which they are added up and reduced
     if layout.zero_stage >= 2 or last:
         for module in sharded:

@@ -11,11 +11,12 @@ from meshwright.models.init import named_state
 from meshwright.optim import shards
 from meshwright.prove.difference import Difference, measure
 from meshwright.prove.readings import Misread, check_readings
-from meshwright.prove.reference import Facts, Reference, load_weights, loader_for, moments
+from meshwright.prove.reference import Facts, Reference, load_weights, loader_for
 from meshwright.prove.rounding import NUMBER, compare_rounded, rounding_of
 from meshwright.prove.tolerance import Tolerance
 from meshwright.spec.precision import FP32
 from meshwright.trainer.setup import Trainer
+from meshwright.trainer.snapshot import moments
 
 
 @dataclass

@@ -11,6 +11,7 @@ from meshwright.prove.compare import StepComparison
 from meshwright.prove.difference import Difference, measure
 from meshwright.prove.losses import Share, find_wrong_loss, recorded
 from meshwright.prove.reference import PHASES, Reference, load_weights, loader_for
+from meshwright.prove.rounding import NUMBER, Part, judge, rounding_of_trace, worst_of
 from meshwright.prove.tolerance import Tolerance
 from meshwright.prove.trace import Tracer
 from meshwright.trainer.setup import Trainer
@@ -46,6 +47,8 @@ class _Watch:
         everything = torch.arange(resolved.run.data.sequence_length)
         self.places = everything if trainer.places is None else torch.from_numpy(trainer.places)
         self.found: dict[tuple[str, str], Difference] = {}
+        self.parts: dict[str, Part] = {}
+        """Under few bits, in the place of `found`; by `PHASE NAME`."""
         self.computed: set[tuple[str, str]] = set()
 
     def __call__(self, phase: str, name: str, microbatch: int, tensor: torch.Tensor) -> None:
@@ -55,14 +58,22 @@ class _Watch:
         places = self._places(tensor.shape[1])
         if name not in self.index[phase] or places is None:
             return
-        whole = self.reference.tensor("trace", phase, name)[start : start + size]
-        expected = whole[:, places]
-        for dim in range(2, expected.dim()):
-            pieces = expected.shape[dim] // tensor.shape[dim]
-            if phase == "backward" and 1 < pieces < self.tp:
-                return  # a head that several ranks have: each knows only its own share of the gradient
-            piece = self.tp_rank * pieces // self.tp
-            expected = expected.narrow(dim, piece * tensor.shape[dim], tensor.shape[dim])
+        expected = self.reference.tensor("trace", phase, name)[start : start + size][:, places]
+        pieces = {dim: expected.shape[dim] // tensor.shape[dim] for dim in range(2, expected.dim())}
+        if phase == "backward" and any(1 < count < self.tp for count in pieces.values()):
+            return  # a head that several ranks have: each knows only its own share of the gradient
+
+        def here(whole: torch.Tensor) -> torch.Tensor:
+            for dim, count in pieces.items():
+                whole = whole.narrow(dim, self.tp_rank * count // self.tp * tensor.shape[dim], tensor.shape[dim])
+            return whole
+
+        expected = here(expected)
+        if self.tolerance.statistical:
+            square = here(self.reference.tensor("rounding of trace", phase, name)[start : start + size][:, places])
+            part, key = Part.of(tensor, expected, square), f"{phase} {name}"
+            self.parts[key] = self.parts[key] + part if key in self.parts else part
+            return
         allowed = self.tolerance.relative * self.index[phase][name]
         difference = measure(tensor, expected, allowed, self.trainer.worker.rank)
         if (phase, name) not in self.found or difference.by > self.found[phase, name].by:
@@ -99,6 +110,10 @@ def locate(trainer: Trainer, reference: Reference, comparison: StepComparison, t
     share = Share(trainer.worker.rank, trainer.data_rank, watch.tp_rank, losses.terms())
     shares = gather_everywhere(share)
     by_rank = gather_everywhere((watch.found, watch.computed))
+    rounded, relative = dict[str, list[Difference]](), tolerance.relative
+    if tolerance.statistical:
+        moved = rounding_of_trace(reference)
+        rounded, relative = judge(gather_everywhere(watch.parts), moved), min(relative, NUMBER * moved["loss"])
 
     def first(phase: str) -> Location | None:
         """A block that no rank computed shows where its end would be; its modules are not asked for one by one."""
@@ -106,17 +121,17 @@ def locate(trainer: Trainer, reference: Reference, comparison: StepComparison, t
             if BLOCK.fullmatch(name) and not any((phase, name) in computed for _, computed in by_rank):
                 return Location(phase, name, None)
             found = [differences[phase, name] for differences, _ in by_rank if (phase, name) in differences]
-            wrong = [difference for difference in found if not difference.equal]
+            wrong = [difference for difference in (*found, *rounded.get(f"{phase} {name}", [])) if not difference.equal]
             if wrong:
-                worst = max(wrong, key=lambda difference: difference.by)
-                return Location(phase, name, worst, tuple(difference.rank for difference in wrong))
+                worst = worst_of(wrong) if tolerance.statistical else max(wrong, key=lambda difference: difference.by)
+                return Location(phase, name, worst, tuple(sorted({difference.rank for difference in wrong})))
         return None
 
     def loss() -> Location | None:
         over_tokens = passes.objective.over == "tokens"
-        wrong = find_wrong_loss(shares, reference.losses(), over_tokens=over_tokens, relative=tolerance.relative)
+        wrong = find_wrong_loss(shares, reference.losses(), over_tokens=over_tokens, relative=relative)
         if wrong is not None:
-            difference = Difference(abs(wrong.loss - wrong.expected), tolerance.relative * abs(wrong.expected))
+            difference = Difference(abs(wrong.loss - wrong.expected), relative * abs(wrong.expected))
             place = f"microbatch {wrong.microbatch} of these ranks, whose terms are {wrong.terms}"
             place += f" instead of {wrong.expected_terms}" if wrong.terms != wrong.expected_terms else ""
             return Location("loss", "loss", replace(difference, rank=wrong.ranks[0], place=place), wrong.ranks)

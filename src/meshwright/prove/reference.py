@@ -13,15 +13,15 @@ from meshwright.data.packing import Samples
 from meshwright.launch.launcher import Worker
 from meshwright.models.init import named_state
 from meshwright.optim import shards
-from meshwright.optim.adamw_8bit import read_state
 from meshwright.prove.facts import Facts
 from meshwright.prove.losses import recorded
 from meshwright.prove.samples import RandomSamples
-from meshwright.prove.trace import Tracer
+from meshwright.prove.trace import Tracer, Visit
 from meshwright.prove.weights import proof_weights
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.setup import Trainer, build_trainer
+from meshwright.trainer.snapshot import moments
 
 PHASES = ("forward", "backward")
 
@@ -47,7 +47,12 @@ class Reference:
 
     def tensor(self, *place: str) -> torch.Tensor:
         """A stored tensor; what is not looked at is not read."""
-        return torch.from_numpy(np.load(self._path(*place), mmap_mode="c"))
+        return self.read(self._path(*place))
+
+    @staticmethod
+    def read(file: Path) -> torch.Tensor:
+        """A tensor in a file."""
+        return torch.from_numpy(np.load(file, mmap_mode="c"))
 
     def gradient(self, step: int, name: str) -> torch.Tensor:
         """The whole gradient of a parameter."""
@@ -148,40 +153,49 @@ def load_weights(trainer: Trainer, reference: Reference, step: int) -> None:
     trainer.store.refresh()
 
 
-def moments(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """The optimizer's state on this rank as numbers: (NAME.KEY, what is here, the parameter)."""
-    for bucket in trainer.store.buckets:
-        for name, state in bucket.state.items():
-            for key, moment in read_state(state).items():
-                yield f"{name}.{key}", moment, bucket.parameters[name]
-
-
 def trace_reference(resolved: ResolvedRun, reference: Reference, step: int) -> None:
     """Keep every activation of a step and its gradient, computed with the weights that the step started from."""
-    trainer = build_alone(resolved)
-    load_weights(trainer, reference, step - 1)
     stored: dict[tuple[str, str], np.memmap] = {}
     index: dict[str, dict[str, float]] = {phase: {} for phase in PHASES}
 
     def keep(phase: str, name: str, microbatch: int, tensor: torch.Tensor) -> None:
-        rows = slice(microbatch * resolved.micro_batch, (microbatch + 1) * resolved.micro_batch)
         if tensor.shape[:2] != (resolved.micro_batch, resolved.run.data.sequence_length):
             return  # not the sequence's own dims: experts' rows
         values = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)).numpy()
         if (phase, name) not in stored:
-            path = reference.folder / "trace" / phase / f"{name}.npy"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            shape = resolved.global_batch, *values.shape[1:]
-            stored[phase, name] = np.lib.format.open_memmap(path, "w+", values.dtype, shape)
-        stored[phase, name][rows] = values
+            stored[phase, name] = trace_file(reference, resolved, values, "trace", phase, name)
+        stored[phase, name][rows_of(resolved, microbatch)] = values
         index[phase][name] = max(index[phase].get(name, 0.0), float(np.abs(values).max()))
 
-    with loader_for(trainer) as loader, Tracer(trainer.model, keep), recorded(trainer.train_step.passes) as losses:
-        trainer.train_step.gradients(loader.microbatches(step - 1))
+    losses = trace_alone(build_alone(resolved), reference, step, keep)
     for array in stored.values():
         array.flush()
     (reference.folder / "trace" / "index.json").write_text(json.dumps(index))
-    (reference.folder / "trace" / "losses.json").write_text(json.dumps(losses.terms()))
+    (reference.folder / "trace" / "losses.json").write_text(json.dumps(losses))
+
+
+def trace_alone(
+    trainer: Trainer, reference: Reference, step: int, visit: Visit, names: set[str] | None = None
+) -> list[tuple[float, int]]:
+    """Show `visit` what one process computes in a step from the reference's weights (of these `names`, or everything);
+    returns of each microbatch the summed loss and the number of terms."""
+    load_weights(trainer, reference, step - 1)
+    passes = trainer.train_step.passes
+    with loader_for(trainer) as loader, Tracer(trainer.model, visit, names), recorded(passes) as losses:
+        trainer.train_step.gradients(loader.microbatches(step - 1))
+    return losses.terms()
+
+
+def trace_file(reference: Reference, resolved: ResolvedRun, values: np.ndarray, *place: str) -> np.memmap:
+    """A file for what one process computes of all samples of a step, of which `values` are one microbatch's."""
+    path = reference.folder.joinpath(*place[:-1], f"{place[-1]}.npy")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return np.lib.format.open_memmap(path, "w+", values.dtype, (resolved.global_batch, *values.shape[1:]))
+
+
+def rows_of(resolved: ResolvedRun, microbatch: int) -> slice:
+    """The samples of the step in one of its microbatches on one process."""
+    return slice(microbatch * resolved.micro_batch, (microbatch + 1) * resolved.micro_batch)
 
 
 def loader_for(trainer: Trainer, samples: Samples | Mixture | None = None) -> Loader:

@@ -9,12 +9,13 @@ It cannot see what is smaller than that: a fault of a tenth of a tensor's roundi
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import inf, sqrt
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -23,7 +24,16 @@ from meshwright.models.embedding import Embedding
 from meshwright.models.linear import Linear
 from meshwright.optim import shards
 from meshwright.prove.difference import Difference
-from meshwright.prove.reference import Reference, build_alone, load_weights, loader_for
+from meshwright.prove.reference import (
+    PHASES,
+    Reference,
+    build_alone,
+    load_weights,
+    loader_for,
+    rows_of,
+    trace_alone,
+    trace_file,
+)
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.setup import Trainer
 
@@ -39,7 +49,9 @@ def rounded_anew(model: nn.Module, epsilon: float, seed: int) -> Iterator[None]:
 
     def again(tensor: torch.Tensor) -> torch.Tensor:
         wide = tensor.detach().double()
-        return (wide * (1 + epsilon / 2 * (2 * torch.rand(wide.shape, generator=generator) - 1))).to(tensor.dtype)
+        return (wide * (1 + epsilon / 2 * (2 * torch.rand(wide.shape, generator=generator, dtype=wide.dtype) - 1))).to(
+            tensor.dtype
+        )
 
     def perturbed(tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
@@ -123,8 +135,61 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
+class _Moves:
+    """Adds up by how much a traced step's activations and their gradients move from what was traced."""
+
+    def __init__(self, resolved: ResolvedRun, reference: Reference) -> None:
+        self.resolved, self.reference, self.index = resolved, reference, reference.trace_index()
+        self.squares: dict[tuple[str, str], np.memmap] = {}
+        self.factors: dict[str, float] = {}
+        self._sums: dict[str, tuple[float, float]] = {}
+
+    def __call__(self, phase: str, name: str, microbatch: int, tensor: torch.Tensor) -> None:
+        if name not in self.index[phase] or len(tensor) != self.resolved.micro_batch:
+            return
+        rows = rows_of(self.resolved, microbatch)
+        expected = self.reference.tensor("trace", phase, name)[rows].double()
+        moved = tensor.detach().double() - expected
+        if (phase, name) not in self.squares:
+            place, like = ("rounding of trace", phase, name), expected.float().numpy()
+            self.squares[phase, name] = trace_file(self.reference, self.resolved, like, *place)
+        self.squares[phase, name][rows] += (moved.square() / RUNS).numpy()
+        along, change = self._sums.get(f"{phase} {name}", (0.0, 0.0))
+        sums = along + float((moved * expected).sum()), change + float(expected.square().sum())
+        self._sums[f"{phase} {name}"] = sums
+
+    def end_run(self) -> None:
+        """Count what the run made of each tensor as a whole."""
+        for name, sums in self._sums.items():
+            _add(self.factors, name, _ratio(*sums))
+        self._sums.clear()
+
+
+def trace_rounding(resolved: ResolvedRun, reference: Reference, step: int) -> None:
+    """Keep by how much rounding moves every activation of a traced step, its gradient, and each microbatch's loss."""
+    moves, losses = _Moves(resolved, reference), reference.losses()
+    names = {name for phase in PHASES for name in moves.index[phase]}
+    for run in range(RUNS):
+        trainer = build_alone(resolved)
+        with rounded_anew(trainer.model, resolved.run.training.dtypes.compute.epsilon, run):
+            ours = trace_alone(trainer, reference, step, moves, names)
+        moves.end_run()
+        for (loss, _), (expected, _) in zip(ours, losses, strict=True):
+            _add(moves.factors, "loss", _ratio(loss - expected, expected) / sqrt(len(losses)))
+    for array in moves.squares.values():
+        array.flush()
+    rms = {name: sqrt(square / RUNS) for name, square in moves.factors.items()}
+    (reference.folder / "trace" / "rounding.json").write_text(json.dumps(rms))
+
+
+def rounding_of_trace(reference: Reference) -> dict[str, float]:
+    """By how much rounding moves each microbatch's loss (`loss`) and, as a whole, `PHASE NAME`; standard deviations
+    as shares."""
+    return json.loads((reference.folder / "trace" / "rounding.json").read_text())
+
+
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """Sums over one rank's part of a tensor."""
 
     count: int
@@ -136,6 +201,20 @@ class _Part:
     """The product of what differs with what it is a factor of."""
     change: float
     """The square of the latter."""
+
+    @staticmethod
+    def of(
+        ours: torch.Tensor, expected: torch.Tensor, square: torch.Tensor, base: torch.Tensor | None = None
+    ) -> "Part":
+        """Of what a rank holds, beside the reference and the mean square of what rounding does; `base`: what a factor
+        counts from (default zero)."""
+        moved = ours.detach().double() - expected
+        change = (expected if base is None else expected - base).double()
+        sums = (moved.square(), square, moved * change, change.square())
+        return Part(expected.numel(), *(float(terms.sum()) for terms in sums))
+
+    def __add__(self, other: "Part") -> "Part":
+        return Part(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
 def compare_rounded(
@@ -158,10 +237,15 @@ def compare_rounded(
                 _origin(reference, step, kind, name),
             )
         )
-        moved, change = tensor.detach().double() - expected, (expected - base).double()
-        sums = (moved.square(), square, moved * change, change.square())
-        parts[name] = _Part(expected.numel(), *(float(terms.sum()) for terms in sums))
-    return _judge(gather_everywhere(parts), kind, rounding_of(reference, step))
+        parts[name] = Part.of(tensor, expected, square, base)
+    factors = rounding_of(reference, step)
+    found = judge(gather_everywhere(parts), {name: factors[f"{kind} {name}"] for name in trainer.parameters})
+    return {name: worst_of(of_ranks) for name, of_ranks in found.items()}
+
+
+def worst_of(differences: Sequence[Difference]) -> Difference:
+    """Of those of one tensor (`judge`): the whole as a factor, where that differs."""
+    return max(differences, key=lambda difference: (difference.factor is not None, difference.share))
 
 
 def rounding_of(reference: Reference, step: int) -> dict[str, float]:
@@ -169,22 +253,40 @@ def rounding_of(reference: Reference, step: int) -> dict[str, float]:
     return json.loads((reference.folder / f"step-{step}" / "rounding.json").read_text())
 
 
-def _judge(by_rank: list[dict[str, _Part]], kind: str, factors: dict[str, float]) -> dict[str, Difference]:
-    found: dict[str, Difference] = {}
+def judge(
+    by_rank: Sequence[Mapping[str, Part]],
+    factors: Mapping[str, float],
+    *,
+    size: float = SIZE,
+    least: Mapping[str, float] | None = None,
+) -> dict[str, list[Difference]]:
+    """Of every tensor the differences of all ranks that hold some of it, root mean square, and last that of the whole
+    as a factor.
+
+    Args:
+        by_rank: what each rank holds.
+        factors: what rounding makes of a tensor as a whole, standard deviations.
+        size: root mean squares of what rounding does that a part may differ by.
+        least: of every tensor, what a part may differ by in any case.
+    """
+    found: dict[str, list[Difference]] = {}
     for name in {name: None for parts in by_rank for name in parts}:
         parts = {rank: parts[name] for rank, parts in enumerate(by_rank) if name in parts and parts[name].count}
-        typical = _ratio(sum(part.rounding for part in parts.values()), sum(part.count for part in parts.values()))
-        for rank, part in parts.items():
-            allowed = SIZE * sqrt(max(typical, part.rounding / part.count))
-            size = Difference(_root(part.moved / part.count), allowed, rank)
-            if name not in found or size.share > found[name].share:
-                found[name] = size
+        if not parts:
+            continue
+        count = sum(part.count for part in parts.values())
+        typical = sum(part.rounding for part in parts.values()) / count
+        room = {rank: size * sqrt(max(typical, part.rounding / part.count)) for rank, part in parts.items()}
+        floor = least[name] if least else 0.0
+        found[name] = [
+            Difference(_root(part.moved / part.count), max(room[rank], floor), rank) for rank, part in parts.items()
+        ]
         along, change = sum(part.along for part in parts.values()), sum(part.change for part in parts.values())
-        off = abs(_ratio(along, change))
-        room = FACTOR * factors[f"{kind} {name}"]
-        if not off <= room and name in found:
-            scale = sqrt(change / sum(part.count for part in parts.values()))
-            found[name] = Difference(off * scale, room * scale, found[name].rank, 1 + _ratio(along, change))
+        off, scale = abs(_ratio(along, change)), sqrt(change / count)
+        allowed = max(FACTOR * factors[name] * scale, floor)
+        if not off * scale <= allowed:
+            worst = max(found[name], key=lambda difference: difference.share).rank
+            found[name].append(Difference(off * scale, allowed, worst, 1 + _ratio(along, change)))
     return found
 
 

@@ -13,7 +13,7 @@ from meshwright.prove.compare import StepComparison, compare_start, compare_step
 from meshwright.prove.cost import Cost, measure_cost
 from meshwright.prove.locate import Location, locate, locate_start
 from meshwright.prove.reference import Reference, trace_reference, train_reference
-from meshwright.prove.rounding import measure_rounding
+from meshwright.prove.rounding import measure_rounding, trace_rounding
 from meshwright.prove.tolerance import CLIP, SMOOTHING, derive_tolerance
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import dump_recipe
@@ -70,6 +70,8 @@ def verify(resolved: ResolvedRun, *, steps: int) -> Proof:
             step = proof.comparisons[-1].step
             with StopRequest(raises=True):
                 trace_reference(resolved, reference, step)
+                if resolved.run.training.dtypes.mixed:
+                    trace_rounding(resolved, reference, step)
             proof = _under_layout(resolved, folder, steps, trace=step)
     return replace(proof, cost=cost)
 

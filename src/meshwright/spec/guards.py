@@ -20,6 +20,13 @@ class GuardSpec(Spec):
     """How often a run may go back to its last checkpoint before it ends with an error."""
     replicas_every: int = Field(default=0, ge=0)
     """Compare a hash of every replicated weight over the ranks every this many steps; 0 means never."""
+    verify_every: int = Field(default=0, ge=0)
+    """Every this many steps, compute one again on one process, from the same weights on the same data, and compare
+    loss, gradient norm and what became of every parameter; 0 means never. It runs beside training on the processors of
+    rank 0's machine (three steps' operations) and writes two checkpoints' bytes into run_dir."""
+    on_difference: Literal["raise", "warn"] = "raise"
+    """What the run does where verify_every finds a step different, or cannot compute it again: end with an error, or
+    say so and go on."""
     stuck_after: float = Field(default=60, ge=0)
     """Seconds without progress after which a rank counts as hung. The limit is ten times the longest step so far if
     that is more, and thirty times this value for operations without precedent (first steps, compilation). 0: no

@@ -51,6 +51,20 @@ class Run(Spec):
             raise UserError("rewind goes back to the last checkpoint, and none is saved; set checkpoint.every=100")
         return self
 
+    @model_validator(mode="after")
+    def _can_be_verified(self) -> "Run":
+        if self.guards.verify_every and self.layout.asynchronous:
+            raise UserError(
+                f"guards.verify_every: under layout.schedule={self.layout.schedule} steps differ from one process's by "
+                "design; set it to 0, or take layout.schedule=1f1b"
+            )
+        if self.guards.verify_every and self.training.dtypes.recipe:
+            raise UserError(
+                f"guards.verify_every: one process on a CPU has no {self.training.precision} products to compare with; "
+                "set it to 0, or take training.precision=bf16"
+            )
+        return self
+
     @field_validator("model", mode="before")
     @classmethod
     def _name_alone(cls, value: Any) -> Any:

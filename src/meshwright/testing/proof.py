@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.prove.reference import trace_reference, train_reference
-from meshwright.prove.rounding import measure_rounding
+from meshwright.prove.rounding import measure_rounding, trace_rounding
 from meshwright.prove.verify import Proof, for_proof, prove_rank
 from meshwright.prove.weights import proof_weights
 from meshwright.spec.run import ResolvedRun
@@ -35,6 +35,8 @@ def prove(
     if not proof.equal and proof.location is None:
         step = proof.comparisons[-1].step
         trace_reference(resolved, reference, step)
+        if resolved.run.training.dtypes.mixed:
+            trace_rounding(resolved, reference, step)
         proof = ranks.run(world, rank_proof, plant, resolved, folder, steps, step, timeout=timeout)[0]
     return proof
 

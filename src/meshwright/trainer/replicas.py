@@ -33,12 +33,16 @@ def check_replicas(parameters: Mapping[str, torch.Tensor]) -> None:
 
     Collective.
     """
-    if world_size() == 1:
-        return
-    everyone = gather({_part(name, tensor): checksum(tensor) for name, tensor in parameters.items()})
-    fault = from_first(_first_difference(everyone) if everyone is not None else None)
-    if fault:
+    if fault := replica_fault(parameters):
         raise ReplicasDifferError(f"{fault}; a device or link computes wrongly, or the ranks run different code")
+
+
+def replica_fault(parameters: Mapping[str, torch.Tensor]) -> str | None:
+    """Which part is not the same on all ranks that hold it, or None. Collective."""
+    if world_size() == 1:
+        return None
+    everyone = gather({_part(name, tensor): checksum(tensor) for name, tensor in parameters.items()})
+    return from_first(_first_difference(everyone) if everyone is not None else None)
 
 
 @torch.no_grad()

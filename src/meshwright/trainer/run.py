@@ -68,6 +68,7 @@ from meshwright.trainer.start import (
     with_datasets,
 )
 from meshwright.trainer.state import AUTO, NEWEST, begin, check_continues, choose_checkpoint, seed_generators
+from meshwright.trainer.verification import VerifyGuard, describe
 
 
 @dataclass(frozen=True)
@@ -229,6 +230,7 @@ def train_rank(
             *own_callbacks(trainer, corpus),
             *(open_trackers(run) if first else ()),
             *trainer.callbacks.values(),
+            *([VerifyGuard(trainer, plugins)] if run.guards.verify_every else []),
         ]
         session = Session(trainer, corpus, run_dir, stop, journal=journal, display=display, callbacks=callbacks)
         session.log("start", world_size=worker.world_size, strategy=run.layout.strategy)
@@ -274,6 +276,7 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
         **({"pipeline": describe_pipeline(resolved)} if run.layout.pp > 1 else {}),
         "devices": f"{trainer.worker.world_size} x {trainer.machine.name}, "
         f"mfu against {peak / 1e12:.2f} TFLOP/s ({origin})",
+        **({"verified": describe(run.guards.verify_every)} if run.guards.verify_every else {}),
         "writes": run.run_dir,
     }
     return "\n".join(f"{name:<10}{text}" for name, text in lines.items())

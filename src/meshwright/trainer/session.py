@@ -68,6 +68,11 @@ class Session(Training):
         return self.rank == 0
 
     @property
+    def signal(self) -> int:
+        """The signal that this rank has received, or 0."""
+        return self._signals.number
+
+    @property
     def step(self) -> int:
         """See `Training`."""
         return self.trainer.step

@@ -1,0 +1,36 @@
+"""A process beside a run, on the machine of the rank that starts it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class Beside:
+    """A module of this package, run as a process of its own until it ends or is ended. It must end itself with its
+    parent (`signals.end_with`), whose number it is told as `--parent`."""
+
+    def __init__(self, module: str, words: Sequence[str], log: Path) -> None:
+        """Start `python -m module words...`; what it prints goes to `log`."""
+        self.log = log
+        command = [sys.executable, "-m", module, *words, "--parent", str(os.getpid())]
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    @property
+    def status(self) -> int | None:
+        """How it ended; None while it runs."""
+        return self._process.poll()
+
+    def last_words(self) -> str:
+        """The last line that it printed."""
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return lines[-1] if lines else f"it ended with status {self.status} and said nothing"
+
+    def end(self) -> None:
+        """End it, if it still runs."""
+        self._process.kill()
+        self._process.wait()

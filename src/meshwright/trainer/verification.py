@@ -1,0 +1,169 @@
+"""Continuous verification (`guards.verify_every`): a step of the run in progress is computed again on one process.
+
+Before the step every rank writes the state that it starts from, after it what has become of it (`snapshot.py`). Rank 0
+then starts a process (`prove/replay.py`, by its name, for it stands on a higher floor) on its machine's processors, and
+training goes on. The verdict is heard by all ranks after the step at which it is there, and waited for before the next
+step that is to be verified, and at the end.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from meshwright.callbacks import Callback, Training
+from meshwright.callbacks.callback import Record
+from meshwright.comm.objects import from_first
+from meshwright.families import finetuned_table
+from meshwright.launch.beside import Beside
+from meshwright.launch.memory import field_of
+from meshwright.launch.status import VerificationError
+from meshwright.spec.errors import UserError
+from meshwright.spec.recipe import dump_recipe
+from meshwright.trainer.plugins import Plugins, write_plugins
+from meshwright.trainer.replicas import replica_fault
+from meshwright.trainer.session import Session
+from meshwright.trainer.setup import Trainer
+from meshwright.trainer.snapshot import write_after, write_before
+from meshwright.trainer.start import RESOLVED
+
+FOLDER, VERDICT = ".verify", "verdict.json"
+"""Names in a run directory and in that folder."""
+
+PROGRAM = "meshwright.prove.replay"
+
+LOOK_EVERY = 0.2
+"""Seconds between two looks at a verdict that is waited for."""
+
+
+class VerifyGuard(Callback):
+    """Has every so many steps verified. Make it the last of a run's callbacks, for others may change weights."""
+
+    def __init__(self, trainer: Trainer, plugins: Plugins) -> None:
+        """Raises `UserError` where it cannot be done. Collective."""
+        self.trainer, self.plugins = trainer, plugins
+        self.every = trainer.resolved.run.guards.verify_every
+        self.folder = Path(trainer.resolved.run.run_dir) / FOLDER
+        self._step = 0  # whose state has been written, or 0
+        self._owed = False  # whether a step that was due could not be verified, so that the next one is
+        self._underway = 0  # the step that is being computed again, or 0
+        self._skipped = trainer.skipped
+        self._process: Beside | None = None
+        self._words: list[str] = []
+        if problem := from_first(_too_large(trainer)):
+            raise UserError(problem)
+
+    def on_start(self, training: Training) -> None:
+        """See `Callback`."""
+        if training.is_first_rank:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "log").unlink(missing_ok=True)
+        self._prepare(_session(training))
+
+    def on_step(self, training: Training, record: Record) -> None:
+        """See `Callback`."""
+        session, written = _session(training), self._step == training.step
+        self._step, left_out = 0, record["skipped"] > self._skipped
+        self._skipped = record["skipped"]
+        if written and not left_out:
+            self._begin(record)
+        self._owed |= written and left_out
+        if self._underway:
+            self._hear(session, from_first(self._found()))
+        self._prepare(session)
+
+    def on_stop(self, training: Training, record: Record) -> None:
+        """See `Callback`."""
+        if record["kind"] == "end":
+            self._wait(_session(training))
+        elif self._process is not None:
+            self._process.end()
+
+    def _prepare(self, session: Session) -> None:
+        """Write the state where the next step is to be verified."""
+        step = session.step + 1
+        if step <= session.run.training.steps and (self._owed or step % self.every == 0):
+            self._wait(session)
+            if self._underway:
+                return  # a signal came
+            self._step, self._owed = step, False
+            if fault := replica_fault(self.trainer.parameters):
+                text = f"the weights that it starts from are wrong: {fault}"
+                self._tell(session, step, {"equal": False, "text": text})
+            write_before(self.folder / "step", self.trainer)
+
+    def _begin(self, record: Record) -> None:
+        step, folder = self.trainer.step, self.folder / "step"
+        write_after(folder, self.trainer, {"loss": record["loss"], "gnorm": record["gnorm"]})
+        self._underway = step
+        if self.trainer.worker.rank == 0:
+            (folder / RESOLVED).write_text(dump_recipe(self.trainer.resolved, expanded=True))
+            words = ["--folder", str(folder), *write_plugins(self.plugins, folder)]
+            self._process = Beside(PROGRAM, words, self.folder / "log")
+
+    def _found(self) -> dict[str, Any] | None:
+        """On the first rank the verdict, or why there is none; None while there is none yet."""
+        if self._process is None or self._process.status is None:
+            return None
+        verdict = self.folder / "step" / VERDICT
+        if self._process.status == 0 and verdict.is_file():
+            return json.loads(verdict.read_text())
+        return {"equal": False, "text": f"it could not be computed again: {self._process.last_words()}"}
+
+    def _wait(self, session: Session) -> None:
+        """Wait for the verdict on its way, if there is one, or for a signal. Collective."""
+        waited = 0
+        while self._underway:
+            session.watchdog.enter("verification", waited)
+            found, signalled = from_first((self._found(), session.signal))
+            if signalled:
+                return  # the loop stops the run at its next agreement
+            self._hear(session, found)
+            if self._underway:
+                time.sleep(LOOK_EVERY)
+            waited += 1
+
+    def _hear(self, session: Session, found: dict[str, Any] | None) -> None:
+        """Tell the verdict on its way, if it is there."""
+        if found is not None:
+            step, self._underway, self._process = self._underway, 0, None
+            self._tell(session, step, found)
+
+    def _tell(self, session: Session, step: int, found: dict[str, Any]) -> None:
+        """Raises `VerificationError` on all ranks where the step is not verified and the recipe says so."""
+        session.log("verification", **{"step": step, **found})
+        if found["equal"]:
+            session.say(f"verified step {step}: {found['text']}")
+            return
+        text = f"step {step} is not verified: {found['text']}"
+        if session.run.guards.on_difference == "raise":
+            raise VerificationError(f"{text} (guards.verify_every; the files are in {self.folder})")
+        session.say(f"warning: {text}")
+
+
+def describe(every: int) -> str:
+    """For the banner."""
+    return (
+        f"every {every} steps one is computed again on one process beside the run: three steps' operations on the "
+        "CPUs of rank 0's machine, two checkpoints' bytes in run_dir"
+    )
+
+
+def _session(training: Training) -> Session:
+    assert isinstance(training, Session)
+    return training
+
+
+def _too_large(trainer: Trainer) -> str | None:
+    """Why one process has no room beside the run on this machine; None where it has, or nothing is known."""
+    free = 1024 * field_of(Path("/proc/meminfo"), "MemAvailable:")
+    dtypes, needed = trainer.resolved.run.training.dtypes, 0
+    for row in finetuned_table(trainer.resolved.model, trainer.resolved.run.finetune):
+        state = 4 * dtypes.master.bytes if row.trained else 0  # weights, gradients, two moments
+        needed += row.numel * (state + (dtypes.store.bytes if dtypes.mixed or not row.trained else 0))
+    if not free or needed <= free:
+        return None
+    return (
+        f"guards.verify_every: one process needs {needed / 2**30:.1f} GiB for weights, gradients and optimizer state, "
+        f"and rank 0's machine has {free / 2**30:.1f} GiB of memory free; set it to 0"
+    )
