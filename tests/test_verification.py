@@ -123,7 +123,7 @@ def test_right_layouts_are_verified(ranks: RankPool, tmp_path: Path, layout: Lay
 @pytest.mark.parametrize(
     ("plant", "layout", "options", "first", "wrong"),
     [
-        (last_head_gradient_large, LayoutSpec(tp=2), {}, "norm.weight.exp_avg", [0, 1]),
+        (last_head_gradient_large, LayoutSpec(tp=2), {"clip": None}, "norm.weight.exp_avg", [0, 1]),
         (one_rank_forgets, LayoutSpec(dp_replicate=2), {"precision": "bf16"}, "layers.1.feed_forward.w2.weight", [1]),
         (one_rank_forgets, LayoutSpec(dp_shard=2), {}, "layers.1.feed_forward.w2.weight", [1]),
     ],

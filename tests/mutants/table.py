@@ -53,8 +53,8 @@ SPLIT = [
     Mutant(
         "the gradient of an all-reduce is summed once more",
         "comm/collectives.py",
-        "        return grad_outputs[0], None\n\n\ndef all_reduce_(",
-        "        return grad_outputs[0] * dist.get_world_size(), None\n\n\ndef all_reduce_(",
+        "        return grad_outputs[0], None\n\n\n@torch.no_grad()\ndef maximum(",
+        "        return grad_outputs[0] * dist.get_world_size(), None\n\n\n@torch.no_grad()\ndef maximum(",
         "cp dpo",
         END,
     ),
