@@ -72,7 +72,7 @@ class WarmRank:
 
     def __init__(self, command: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int]) -> None:
         # python -P -u -m meshwright.launch.child PARENT MODULE ...
-        asked = json.dumps([command[command.index("-m") + 2 :], dict(env), list(pass_fds)]).encode()
+        asked = json.dumps([command[command.index("-m") + 3 :], dict(env), list(pass_fds)]).encode()
         socket.send_fds(self.nursery, [asked], list(pass_fds) or [0])
         self.pid, self.returncode = int(self.nursery.recv(100)), None
 
