@@ -26,7 +26,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from attack.files import TARGETS, damage_trial
 from attack.good import make_good
 from attack.inputs import data_files, data_trial, drawn_trials, recipe_trial, recipes
-from attack.machines import FAULTS, disk_trial, network_trial, possible
+from attack.machines import FAULTS, disk_trial, faults, network_trial, possible
 from attack.processes import Expected, expect, signal_trial
 from attack.trial import FAILURES, Trial
 
@@ -85,10 +85,13 @@ class Attacks:
         return found
 
     def _each(self, kind: str, deadline: float, count: int, seed: int) -> Iterator[Trial]:
+        kinds_of_fault = faults() if kind == "network" else ()
+        if kind == "network" and kinds_of_fault != FAULTS:
+            print("no slow and lossy links: this kernel has no netem", flush=True)
         for number in range(count):
             if time.monotonic() > deadline:
                 return
-            fault = f"/{FAULTS[number % len(FAULTS)]}" if kind == "network" else ""
+            fault = f"/{kinds_of_fault[number % len(kinds_of_fault)]}" if kinds_of_fault else ""
             yield self.trial(f"{kind}/{seed}/{number}{fault}")
 
     def _drawn(self, strategy, one, deadline: float, count: int, seed: int) -> Iterable[Trial]:

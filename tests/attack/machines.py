@@ -31,6 +31,19 @@ def possible() -> str:
     return f"there is no {missing[0]}" if missing else ""
 
 
+def faults() -> tuple[str, ...]:
+    """Those that this kernel can make of a link: slow and lossy ones need its `netem`."""
+    name = "meshwright-probe"
+    _do("ip", "netns", "add", name)
+    try:
+        _do("tc", "-n", name, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
+        return FAULTS
+    except subprocess.CalledProcessError:
+        return FAULTS[2:]
+    finally:
+        _do("ip", "netns", "del", name)
+
+
 # ---- disks
 
 
