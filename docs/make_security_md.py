@@ -19,6 +19,8 @@ def page() -> str:
 def table() -> str:
     """Kinds by fates, over all campaigns that are kept."""
     campaigns: list[dict[str, Any]] = json.loads(RESULTS.read_text())
+    if not campaigns:
+        return "\nNo campaign has been kept yet.\n\n"
     found: dict[str, Counter[str]] = {}
     for campaign in campaigns:
         for kind, counts in campaign["found"].items():
