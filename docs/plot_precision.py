@@ -73,7 +73,7 @@ def draw(losses: dict[str, list[float]]) -> str:
     }
     panels = [
         ("loss, nats per token", losses, [1, 2, 3, 4, 5, 6]),
-        (f"loss less bf16's, mean of {WINDOW} steps", beside, [-0.05, 0, 0.05, 0.1, 0.15, 0.2]),
+        (f"loss less bf16's, mean of {WINDOW} steps", beside, [-0.3, -0.2, -0.1, 0, 0.1]),
     ]
     total = TOP + len(panels) * (HEIGHT + GAP)
     parts = [
