@@ -138,7 +138,7 @@ def experts_gradients_scaled() -> Any:
     """Experts' gradients are counted once for each of the two ranks that share out the experts."""
     from meshwright.models.moe import grouped_matmul
 
-    return patch("models.moe.grouped_matmul", lambda x, weight, n: grouped_matmul(x, Scaled.apply(weight), n))
+    return patch("models.moe.grouped_matmul", lambda x, weight, *n: grouped_matmul(x, Scaled.apply(weight), *n))
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ Shapes: N tokens, D hidden, V vocabulary, C tokens of a chunk, R rows that are w
 """
 
 from collections.abc import Iterator
+from contextvars import ContextVar
 from math import ceil
 from typing import Protocol
 
@@ -24,6 +25,9 @@ CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**30}
 
 WIDE_BYTES = {"cpu": 2**22, "cuda": 2**28}
 """Numbers held in fp32 at a time; so few on a CPU that every pass over them but the first is in its cache."""
+
+BUDGETS_OF: ContextVar[str | None] = ContextVar("BUDGETS_OF", default=None)
+"""A slot: the kind of device whose budgets these are, where it is another one than the tensors lie on."""
 
 ROW_MULTIPLE = 64
 """Rows of logits start this many elements apart, or a multiple: products over unaligned rows are slow."""
@@ -245,4 +249,4 @@ def _wide_rows(matrix: torch.Tensor) -> int:
 
 
 def _budget(budgets: dict[str, int], tensor: torch.Tensor) -> int:
-    return budgets["cpu" if tensor.device.type == "cpu" else "cuda"]
+    return budgets["cpu" if (BUDGETS_OF.get() or tensor.device.type) == "cpu" else "cuda"]

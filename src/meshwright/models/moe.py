@@ -135,8 +135,17 @@ class _JoinBackward(torch.autograd.Function):
         return grad, grad.new_tensor(factor) if ctx.joins else None, None, None
 
 
+def read_counts(*counts: torch.Tensor) -> list[list[int]]:
+    """Numbers of rows as Python's numbers, several tensors of one length at once: the only place where what a router
+    decided reaches the host and becomes shapes."""
+    return torch.stack(counts).tolist()
+
+
 class ExpertLinear(Viewed):
     """One matrix of every expert."""
+
+    read_counts: Callable[..., list[list[int]]] = staticmethod(read_counts)
+    """A slot: as the function of this name."""
 
     def __init__(self, num_experts: int, into: int, out: int):
         super().__init__()
@@ -144,16 +153,12 @@ class ExpertLinear(Viewed):
 
     def forward(self, x_MI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """[M, I] to [M, O]: the first `counts[0]` rows by the first expert's matrix, and so on."""
-        return grouped_matmul(x_MI, self.view.read(self)["weight"], counts_E)
+        return grouped_matmul(x_MI, self.view.read(self)["weight"], counts_E, self.read_counts)
 
 
-def read_counts(*counts: torch.Tensor) -> list[list[int]]:
-    """Numbers of rows as Python's numbers, several tensors of one length at once: the only place where what a router
-    decided reaches the host and becomes shapes. A rehearsal, which has no numbers, replaces it."""
-    return torch.stack(counts).tolist()
-
-
-def grouped_matmul(x_MI: torch.Tensor, weight_EOI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+def grouped_matmul(
+    x_MI: torch.Tensor, weight_EOI: torch.Tensor, counts_E: torch.Tensor, read: Callable = read_counts
+) -> torch.Tensor:
     """Rows of `x`, sorted by expert, each multiplied by its expert's matrix: [M, O].
 
     One kernel for all experts where torch has it: not in fp64, and only for rows of whole 16 bytes.
@@ -162,7 +167,7 @@ def grouped_matmul(x_MI: torch.Tensor, weight_EOI: torch.Tensor, counts_E: torch
     if x_MI.dtype != torch.float64 and (into * x_MI.itemsize) % 16 == (out * x_MI.itemsize) % 16 == 0:
         ends_E = counts_E.cumsum(0, dtype=torch.int32)
         return F.grouped_mm(x_MI, weight_EOI.mT, offs=ends_E)
-    (counts,) = read_counts(counts_E)
+    (counts,) = read(counts_E)
     groups = x_MI.split(counts)
     return torch.cat([F.linear(rows, weight_OI) for rows, weight_OI in zip(groups, weight_EOI.unbind(), strict=True)])
 

@@ -3,6 +3,8 @@
 Both compute in fp32 under bf16 and fp16, and in the input's dtype otherwise.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -23,9 +25,12 @@ class LayerNorm(Viewed, nn.LayerNorm):
 class RMSNorm(Viewed, nn.RMSNorm):
     """`nn.RMSNorm` that reads its parameters through a view."""
 
+    kernel: Callable[..., torch.Tensor] = staticmethod(F.rms_norm)
+    """A slot: what computes it of input, shape, weight and eps."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Over the last dim."""
-        return F.rms_norm(x, self.normalized_shape, self.view.read(self)["weight"], self.eps)
+        return self.kernel(x, self.normalized_shape, self.view.read(self)["weight"], self.eps)
 
 
 def build_norm(spec: ModelSpec, width: int) -> nn.Module:

@@ -9,7 +9,7 @@ Shapes: D hidden, I in, E experts, R ranks of `ep`, L = E / R experts of a rank;
 rows that its experts get.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.comm import collectives
-from meshwright.models import Decoder, moe
-from meshwright.models.moe import Dispatch, ExpertLinear, Experts, MoE
+from meshwright.models import Decoder
+from meshwright.models.moe import Dispatch, ExpertLinear, Experts, MoE, read_counts
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.view import LocalView
 
@@ -68,6 +68,9 @@ def _keep_own_experts(linear: ExpertLinear, ep: DeviceMesh) -> None:
 class Exchange(Dispatch):
     """Rows go to the ranks of their experts, wherever these are, and come back."""
 
+    read_counts: Callable[..., list[list[int]]] = staticmethod(read_counts)
+    """A slot: as the function of this name."""
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
@@ -76,7 +79,7 @@ class Exchange(Dispatch):
         group = self.group
         counts_RL = counts_E.view(group.size(), -1)
         received_RL = collectives.all_to_all(counts_RL, group)  # rows that each rank sends for each of the experts here
-        sent, received = moe.read_counts(counts_RL.sum(1), received_RL.sum(1))
+        sent, received = self.read_counts(counts_RL.sum(1), received_RL.sum(1))
         x_PD = collectives.all_to_all_rows(x_MD, received, sent, group)
         # By sender they arrive, and of each sender by expert; they are wanted by expert.
         local_L = torch.arange(received_RL.shape[1], device=x_MD.device)

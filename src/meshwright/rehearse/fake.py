@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from torch import nn
 
 from meshwright import torch_internals
 from meshwright.models import loss, moe
+from meshwright.models.norm import RMSNorm
+from meshwright.parallel.expert import Exchange
 from meshwright.spec.run import ResolvedRun
 from meshwright.state import Tier
 
@@ -41,20 +43,52 @@ class FakeTensors(torch_internals.FakeTensors):
 
 
 @contextlib.contextmanager
-def as_on_gpu() -> Iterator[None]:
-    """Let what depends on the kind of device be as on a GPU, although the fake tensors are CPU tensors.
+def budgets_of_gpu() -> Iterator[None]:
+    """Cut the loss into chunks as on a GPU, although the fake tensors are CPU tensors.
 
     (Autograd with fake tensors of a device that is not there ends the process.)
     """
-    budgets, norm = (dict(loss.CHUNK_BYTES), dict(loss.WIDE_BYTES)), F.rms_norm
-    F.rms_norm = lambda x, shape, weight, eps: _FusedNorm.apply(x, weight)
-    loss.CHUNK_BYTES["cpu"], loss.WIDE_BYTES["cpu"] = loss.CHUNK_BYTES["cuda"], loss.WIDE_BYTES["cuda"]
+    token = loss.BUDGETS_OF.set("cuda")
     try:
         yield
     finally:
-        loss.CHUNK_BYTES.update(budgets[0])
-        loss.WIDE_BYTES.update(budgets[1])
-        F.rms_norm = norm
+        loss.BUDGETS_OF.reset(token)
+
+
+def fill_slots(model: nn.Module, resolved: ResolvedRun, *, on_gpu: bool) -> None:
+    """Put into a model's slots what answers without numbers, and on a CPU what holds as much as a GPU's kernel."""
+    layout, length = resolved.run.layout, resolved.run.data.sequence_length
+    rows = resolved.micro_batch * length // (layout.cp * layout.tp) * resolved.model.experts_per_token
+    for module in model.modules():
+        if isinstance(module, moe.ExpertLinear):
+            module.read_counts = EvenCounts(rows)
+        if isinstance(module, moe.MoE) and isinstance(module.dispatch, Exchange):
+            module.dispatch.read_counts = EvenCounts(rows)
+        if isinstance(module, RMSNorm) and on_gpu:
+            module.kernel = FusedNorm()
+
+
+class EvenCounts:
+    """Every expert gets equally many of a microbatch's `rows`: numbers that say otherwise do not exist."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __call__(self, *counts: torch.Tensor) -> list[list[int]]:
+        """As `moe.read_counts`."""
+        return [[self.rows // len(one) + (n < self.rows % len(one)) for n in range(len(one))] for one in counts]
+
+
+class FusedNorm:
+    """Holds what a GPU's kernel for RMSNorm does."""
+
+    def __call__(
+        self, x: torch.Tensor, shape: tuple[int, ...], weight: torch.Tensor, eps: float | None
+    ) -> torch.Tensor:
+        """As `F.rms_norm`."""
+        result = _FusedNorm.apply(x, weight)
+        assert isinstance(result, torch.Tensor)
+        return result
 
 
 class _FusedNorm(torch.autograd.Function):
@@ -106,16 +140,3 @@ def no_files() -> Iterator[dict[int, torch.Tensor]]:
         torch_internals.replaced(Tier, "buffer", lambda tier, size: torch.empty(size, dtype=torch.uint8)),
     ):
         yield elsewhere
-
-
-@contextlib.contextmanager
-def even_routing(resolved: ResolvedRun) -> Iterator[None]:
-    """Let every expert get equally many of a microbatch's rows: numbers that say otherwise do not exist."""
-    layout, length = resolved.run.layout, resolved.run.data.sequence_length
-    rows = resolved.micro_batch * length // (layout.cp * layout.tp) * resolved.model.experts_per_token
-
-    def evenly(*counts: torch.Tensor) -> list[list[int]]:
-        return [[rows // len(one) + (place < rows % len(one)) for place in range(len(one))] for one in counts]
-
-    with torch_internals.replaced(moe, "read_counts", evenly):
-        yield

@@ -23,7 +23,7 @@ from meshwright.data.packing import ConcatenatedSamples
 from meshwright.launch.launcher import Worker
 from meshwright.parallel import Meshes, build_meshes
 from meshwright.parallel.traffic import Traffic
-from meshwright.rehearse.fake import FakeTensors, as_on_gpu, even_routing, fake_rank, no_files
+from meshwright.rehearse.fake import FakeTensors, budgets_of_gpu, fake_rank, fill_slots, no_files
 from meshwright.rehearse.ledger import Ledger, Storages
 from meshwright.rehearse.shorten import Observed, continued, enough_microbatches, set_microbatches
 from meshwright.spec.batch import Pairs
@@ -52,12 +52,12 @@ def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool) -> dict[str
         passes = build_parallel_model(resolved, meshes)
         with (
             shape_propagation_hidden(),
-            even_routing(resolved),
             no_files() as elsewhere,
             FakeTensors(),
-            as_on_gpu() if on_gpu else nullcontext(),
+            budgets_of_gpu() if on_gpu else nullcontext(),
         ):
             trainer = give_state(passes, resolved, Worker(rank=rank, world_size=world_size), CPU, meshes, weights=None)
+            fill_slots(trainer.model, resolved, on_gpu=on_gpu)
             saved = state_tensors(trainer)  # which makes the optimizer's state, as a resumed run has it
             lasting = _storages(trainer)
             ledger = Ledger(lambda: lasting | _passing_storages(trainer), elsewhere)
