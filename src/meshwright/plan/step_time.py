@@ -42,8 +42,6 @@ class StepTime:
     """Waiting for other stages."""
     update: float
     """Clipping, the optimizer, and what a step costs apart from its parts."""
-    wire_seconds: float
-    """What data-parallel ranks exchange once a step, hidden or not."""
     host: float = 0.0
     """The part of `compute` in which the device waits for the host to issue operators."""
 
@@ -169,7 +167,6 @@ class StepModel:
         arithmetic = repeated + sum(n * (parts.compute[k].forward + parts.compute[k].backward) for k, n in kinds)
         if stage == job.head_rank:
             arithmetic += parts.head.forward + parts.head.backward
-        once, wire = self._gradients(backward)
         update = self.update(stage)
         return StepTime(
             host=count * sum(n * parts.waiting[k] for k, n in kinds),
@@ -178,11 +175,10 @@ class StepModel:
             tensor=count * sum(n * (parts.tensor[k].forward + parts.tensor[k].backward) for k, n in kinds),
             expert=count * sum(n * (parts.expert[k].forward + parts.expert[k].backward) for k, n in kinds),
             context=count * job.stage_layers[stage] * (parts.context.forward + parts.context.backward),
-            data=count * (gathering.forward + gathering.backward) + once,
+            data=count * (gathering.forward + gathering.backward) + self._gradients(backward),
             pipeline=timeline.messages,
             bubble=timeline.bubble - timeline.messages,
             update=update + self.constants.step_ms * 1e-3 * job.stack.python,
-            wire_seconds=wire,
         )
 
     def update(self, stage: int) -> float:
@@ -286,12 +282,12 @@ class StepModel:
             shown.append(wire - hidden + constants.contention * hidden)
         return Pass(*shown)
 
-    def _gradients(self, backward: float) -> tuple[float, float]:
-        """Seconds, exposed and in all, of what data-parallel ranks exchange once a step."""
+    def _gradients(self, backward: float) -> float:
+        """Exposed seconds of what data-parallel ranks exchange once a step."""
         job, constants = self.job, self.constants
         held = sum(held_parameters(job, 0))
         if job.frozen:
-            return 0.0, 0.0
+            return 0.0
         if job.layout.zero_stage >= 3:
             wire = self.wires.all_reduce(self.replicate, held * job.stack.reduce_bytes / job.shards)
         elif job.layout.zero_stage == 0 or job.shards == 1:
@@ -306,9 +302,9 @@ class StepModel:
                 wire += self.wires.all_gather(self.shard, held * job.stack.reduce_bytes)
             wire += self.wires.all_reduce(self.replicate, held * job.stack.reduce_bytes / job.shards)
         if not job.stack.overlap_gradients:
-            return wire, wire
+            return wire
         hidden = min(wire, constants.overlap * backward)
-        return wire - hidden + constants.contention * hidden, wire
+        return wire - hidden + constants.contention * hidden
 
     def _send(self) -> float:
         """Seconds of one message between stages."""
