@@ -20,7 +20,7 @@ from meshwright.launch import supervise as supervise_module
 from meshwright.launch.memory import MemoryWatch
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.status import CRASH_LOOP, STOPPED
-from meshwright.launch.supervise import Job, supervise
+from meshwright.launch.supervise import WorkerSpec, supervise
 from meshwright.trainer.metrics import stepped_since
 
 PRELUDE = """
@@ -39,17 +39,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def job(folder: Path, script: str, *, ranks: int = 2, store: dist.Store | None = None, **options: int) -> Job:
+def job(folder: Path, script: str, *, ranks: int = 2, store: dist.Store | None = None, **options: int) -> WorkerSpec:
     def environments(attempt: int) -> list[dict[str, str]]:
         return [{**os.environ, "RANK": str(rank), "ATTEMPT": str(attempt)} for rank in range(ranks)]
 
     command = [sys.executable, "-c", PRELUDE + script]
     stepped = functools.partial(stepped_since, folder / "metrics.jsonl")
     defaults = {"restarts": 3, "stepped": stepped, "store": store or dist.HashStore()}
-    return Job(command, environments, folder, **defaults | options)
+    return WorkerSpec(command, environments, folder, **defaults | options)
 
 
-def run(job: Job) -> int:
+def run(job: WorkerSpec) -> int:
     with StopRequest(raises=True) as stop:
         return supervise(job, stop)
 

@@ -23,7 +23,7 @@ from meshwright.launch.secret import new_secret
 from meshwright.launch.sentry import Sentry
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.status import StuckError
-from meshwright.launch.supervise import Job, supervise
+from meshwright.launch.supervise import WorkerSpec, supervise
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import Run
 
@@ -183,7 +183,7 @@ def start_workers(
 
     # -P: nothing of the working directory is imported.
     command = [sys.executable, "-P", "-u", "-m", CHILD, str(os.getpid()), module, *arguments]
-    job = Job(
+    spec = WorkerSpec(
         command,
         environments,
         run_dir,
@@ -193,7 +193,7 @@ def start_workers(
         stepped=stepped,
         inherited=tuple(inherited),
     )
-    return supervise(job, stop)
+    return supervise(spec, stop)
 
 
 def _meeting_of_launchers(run: Run, nodes: Nodes) -> tuple[dist.Store, str, bytes]:

@@ -38,7 +38,7 @@ LEAVE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Job:
+class WorkerSpec:
     """The workers of this machine, and the restart policy."""
 
     command: list[str]
@@ -70,43 +70,43 @@ class Verdict:
     message: str
 
 
-def supervise(job: Job, stop: StopRequest) -> int:
-    """Run the job's workers until all have succeeded or the supervisor gives up; returns the exit status."""
+def supervise(spec: WorkerSpec, stop: StopRequest) -> int:
+    """Run the workers until all have succeeded or the supervisor gives up; returns the exit status."""
     stop.running()
-    attempt, verdict = 0, Verdict(True, 0, 0, _newest_step(job.run_dir), "")
+    attempt, verdict = 0, Verdict(True, 0, 0, _newest_step(spec.run_dir), "")
     while True:
-        failure = _run_attempt(job, attempt, stop)
+        failure = _run_attempt(spec, attempt, stop)
         if failure is None:
-            _leave_together(job, attempt)
+            _leave_together(spec, attempt)
             return 0
         key = f"verdict-{attempt}"
-        verdict = _agreed(job, key, _judge(job, attempt, failure, verdict))
+        verdict = _agreed(spec, key, _judge(spec, attempt, failure, verdict))
         if verdict.message:
             print(verdict.message, file=sys.stderr, flush=True)
         if not verdict.again or stop.number:
-            _leave_together(job, attempt)
+            _leave_together(spec, attempt)
             return verdict.status
         attempt += 1
 
 
-def _leave_together(job: Job, attempt: int) -> None:
+def _leave_together(spec: WorkerSpec, attempt: int) -> None:
     """Wait until the launchers of all machines have read the verdict: a scheduler may kill the others after the first
     that ends, and with the first machine's the store is gone."""
-    if job.nodes == 1:
+    if spec.nodes == 1:
         return
     with contextlib.suppress(dist.DistError, TimeoutError):
         deadline, gone = time.monotonic() + LEAVE_SECONDS, f"gone-{attempt}"
-        left = within(ANSWER_SECONDS, lambda: job.store.add(gone, 1))
-        while left < job.nodes and time.monotonic() < deadline:
+        left = within(ANSWER_SECONDS, lambda: spec.store.add(gone, 1))
+        while left < spec.nodes and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-            left = within(ANSWER_SECONDS, lambda: job.store.add(gone, 0))
+            left = within(ANSWER_SECONDS, lambda: spec.store.add(gone, 0))
         time.sleep(2 * POLL_SECONDS)  # the last word of all is read
 
 
-def _agreed(job: Job, key: str, mine: Verdict) -> Verdict:
+def _agreed(spec: WorkerSpec, key: str, mine: Verdict) -> Verdict:
     """The verdict of the first launcher that decided; if the store does not answer, ours, without a restart."""
     try:
-        answer = within(ANSWER_SECONDS, lambda: job.store.compare_set(key, "", json.dumps(asdict(mine))))
+        answer = within(ANSWER_SECONDS, lambda: spec.store.compare_set(key, "", json.dumps(asdict(mine))))
         return Verdict(**json.loads(answer))
     except UserError as error:  # somebody else has written there, and so our workers were ended
         return replace(mine, again=False, status=MISUSE, message=f"error: {error}")
@@ -142,7 +142,7 @@ class _Failure:
     message: str
 
 
-def _run_attempt(job: Job, attempt: int, stop: StopRequest) -> _Failure | None:
+def _run_attempt(spec: WorkerSpec, attempt: int, stop: StopRequest) -> _Failure | None:
     """Start the workers once and wait until they have ended; returns the first failure, if any."""
     began = time.time()
     again = ["--resume", "auto"] if attempt else []
@@ -150,12 +150,12 @@ def _run_attempt(job: Job, attempt: int, stop: StopRequest) -> _Failure | None:
         workers: list[_Worker] = []
         memory = MemoryWatch()
         try:
-            for environment in job.environments(attempt):
+            for environment in spec.environments(attempt):
                 last_words = folder / environment["RANK"]
                 environment = {**environment, "TORCHELASTIC_ERROR_FILE": str(last_words)}
-                process = subprocess.Popen([*job.command, *again], env=environment, pass_fds=job.inherited)
+                process = subprocess.Popen([*spec.command, *again], env=environment, pass_fds=spec.inherited)
                 workers.append(_Worker(int(environment["RANK"]), process, last_words, memory))
-            failed = _wait(workers, job.store, f"verdict-{attempt}", stop)
+            failed = _wait(workers, spec.store, f"verdict-{attempt}", stop)
         except TrainingStopped:
             _kill(workers)
             raise
@@ -245,22 +245,22 @@ def _kill(workers: list[_Worker]) -> None:
         worker.process.wait()
 
 
-def _judge(job: Job, attempt: int, failure: _Failure, before: Verdict) -> Verdict:
+def _judge(spec: WorkerSpec, attempt: int, failure: _Failure, before: Verdict) -> Verdict:
     """Whether to start again after `failure`."""
-    reached = _newest_step(job.run_dir)
+    reached = _newest_step(spec.run_dir)
     fruitless = 1 if reached > before.reached else before.fruitless + 1
-    trained = attempt > 0 or job.stepped(failure.began)
+    trained = attempt > 0 or spec.stepped(failure.began)
     again, status, message = False, failure.status, failure.message
     if status == STOPPED:
         message = ""  # whoever started the job says what there is to continue from
-    elif status not in FINAL and status - 128 not in STOP_SIGNALS and trained and job.restarts:
-        again = fruitless <= job.restarts
+    elif status not in FINAL and status - 128 not in STOP_SIGNALS and trained and spec.restarts:
+        again = fruitless <= spec.restarts
         newest = f"the newest checkpoint is {checkpoint_name(reached) if reached else 'none'}"
         if again:
-            message += f"\nstarting again ({fruitless} of {job.restarts} without a new checkpoint); {newest}"
+            message += f"\nstarting again ({fruitless} of {spec.restarts} without a new checkpoint); {newest}"
         else:
             status = CRASH_LOOP
-            message += f"\nerror: giving up after {job.restarts} restarts without a new checkpoint; {newest}"
+            message += f"\nerror: giving up after {spec.restarts} restarts without a new checkpoint; {newest}"
     return Verdict(again, status, fruitless, reached, message)
 
 
