@@ -1,7 +1,7 @@
 """The private parts of PyTorch that this project needs; a test finds any that another file uses.
 
 Each entry says what it is for, which releases have it, and what is public instead. "2.11-2.15" means: tests of
-parallelism ran on 2.13.0 and 2.15.0, and the sources of 2.11.0 and 2.14.1 have it too. A release that changes one is
+parallelism ran on 2.11.0, 2.13.0 and 2.15.0, and the sources of 2.14.1 have it too. A release that changes one is
 served here.
 """
 
