@@ -205,7 +205,7 @@ OVERRIDES = {
     "torch_internals.py group.post_backward": "FSDP2 has no public way",
     **dict.fromkeys(
         ("torch_internals.py setattr(owner, name, function)", "torch_internals.py setattr(owner, name, original)"),
-        "functions of torch, while a rehearsal runs",
+        "methods of torch and of a tier of state, while a rehearsal runs",
     ),
     "trainer/state.py setattr(trainer, counter, saved.get(counter, 0))": "numbers",
 }
