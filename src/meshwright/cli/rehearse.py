@@ -1,6 +1,7 @@
 """The verb `rehearse`: runs the whole job on fake ranks; reports memory, traffic and what would break."""
 
 import argparse
+import re
 from typing import Any
 
 from meshwright.cli.common import add_recipe_arguments, positive, read_recipe
@@ -10,6 +11,7 @@ from meshwright.plan.machine import Machine
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.display import short
+from meshwright.trainer.remedies import remedies, remedy_lines
 from meshwright.trainer.resolve import resolve_run
 
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
@@ -24,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="NAME", help="cluster to check against, such as 1024xh100")
     parser.add_argument(
         "--ranks", type=_ranks, metavar="R,R", help="ranks to rehearse (default: the first of each pipeline stage)"
+    )
+    parser.add_argument(
+        "--memory", type=_gigabytes, metavar="GB", help="memory of a device, 10**9 bytes, in place of the cluster's"
     )
     add_json_argument(parser)
     parser.epilog = (
@@ -42,19 +47,35 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.world is not None:
         recipe = fill_world(recipe, arguments.world)
     base_dir = arguments.recipe.parent
-    cluster = resolve_cluster(arguments.cluster or recipe.cluster, base_dir=base_dir)
+    if arguments.cluster:
+        recipe = recipe.model_copy(update={"cluster": arguments.cluster})
+    cluster = resolve_cluster(recipe.cluster, base_dir=base_dir)
+    if arguments.memory:
+        cluster = cluster.model_copy(update={"memory_gb": arguments.memory})
     resolved = resolve_run(recipe, base_dir=base_dir, machine=_machine(cluster))
     ranks = arguments.ranks or typical_ranks(recipe.layout)
     on_gpu = cluster.device != "cpu"
     reports = rehearse(resolved, ranks, on_gpu=on_gpu)
     memory_bytes = int(cluster.memory_gb * 1e9)
     found = findings(reports, recipe.layout, memory_bytes=memory_bytes, per_node=cluster.per_node)
+    fits = all(report["peak"] <= memory_bytes for report in reports)
+    would_fit = [] if fits else remedies(resolved, _machine(cluster), memory_bytes)
     if arguments.json:
-        print_json({"layout": recipe.layout.model_dump(), "ranks": reports, "findings": found})
+        overrides = [list(remedy.overrides) for remedy in would_fit]
+        print_json({"layout": recipe.layout.model_dump(), "ranks": reports, "findings": found, "remedies": overrides})
     else:
         print("\n".join(_lines(resolved, reports)))
         print("\n".join(f"would break: {finding}" for finding in found) or "nothing found that would break")
+        if not fits:
+            print("would fit, by what is predicted, the fastest first:")
+            print("\n".join(f"  {line}" for line in remedy_lines(would_fit)))
     return 1 if found else 0
+
+
+def _gigabytes(text: str) -> float:
+    if not re.fullmatch(r"\d+(\.\d+)?", text) or not float(text):
+        raise argparse.ArgumentTypeError(f"'{text}' is not allowed: must be a number of GB, above 0")
+    return float(text)
 
 
 def _ranks(text: str) -> list[int]:

@@ -1,0 +1,177 @@
+"""The cheapest changes with which a run that has too little memory would fit, as overrides to paste. No torch here."""
+
+import json
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from meshwright.plan.candidate import MARGIN, Candidate, evaluate, verdict
+from meshwright.plan.engine import LayoutCheck, layout_check, refusal
+from meshwright.plan.forecast import forecast
+from meshwright.plan.job import Job
+from meshwright.plan.layouts import divisors
+from meshwright.plan.machine import Machine
+from meshwright.plan.memory import MemoryUse
+from meshwright.plan.recompute import least_recompute
+from meshwright.plan.step_time import StepModel
+from meshwright.spec.errors import UserError
+from meshwright.spec.offload import DISK, OffloadSpec
+from meshwright.spec.recipe import dump_recipe, parse_spec
+from meshwright.spec.recompute import plain_recompute
+from meshwright.spec.run import ResolvedRun, Run
+from meshwright.trainer.resolve import resolve_run
+
+MOST = 5
+"""Remedies that are shown."""
+LESS = 0.9
+"""Part of what ran out, though it was predicted to fit, that a remedy may need."""
+OFFLOADS: dict[str, tuple[str | OffloadSpec, str]] = {
+    "host": (OffloadSpec(optimizer="host"), "layout.offload.optimizer=host"),
+    "cpu": ("cpu", "layout.offload=cpu"),
+    "disk": (DISK, "layout.offload.optimizer=disk"),
+}
+"""What may be kept elsewhere, and how a recipe says it."""
+
+Change = dict[str, Any]
+"""Fields of a Job and its layout; `offload` as in `OFFLOADS`."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Changes of a recipe with which it would fit."""
+
+    overrides: tuple[str, ...]
+    """As the command line takes them."""
+    found: Candidate
+    """What the changed run costs, predicted."""
+    before: float
+    """Seconds of a step as it is, predicted."""
+
+    @property
+    def words(self) -> str:
+        """The overrides as a shell takes them."""
+        return " ".join(map(shlex.quote, self.overrides))
+
+    @property
+    def slower(self) -> float:
+        """Part by which a step takes longer."""
+        return self.found.time.total / self.before - 1
+
+
+def remedies(resolved: ResolvedRun, machine: Machine, limit: float, *, ran_out: bool = True) -> list[Remedy]:
+    """What would fit into `limit` bytes a rank with a tenth of them free, the fastest first; each change is needed.
+
+    `ran_out`: the run has shown that it does not fit, whatever is predicted; then a remedy takes at least a tenth less.
+    """
+    found = forecast(resolved, machine)
+    where = found.cluster.model_copy(update={"memory_gb": limit / 1e9})
+    most = LESS * found.memory.allocated if ran_out and verdict(found.memory, where, MARGIN) == "fits" else inf
+
+    def enough(use: MemoryUse) -> bool:
+        return verdict(use, where, MARGIN) == "fits" and use.allocated <= most
+
+    check = layout_check(resolved.run, resolved.model, machine.kind)
+    tried = []
+    for change in _changes(found.job, StepModel(found.job, where), enough, machine.kind):
+        job = _changed(found.job, change)
+        candidate = evaluate(job, where)
+        if enough(candidate.memory):
+            tried.append((candidate.time.total, len(change), change, candidate))
+    kept: list[tuple[Change, Remedy]] = []
+    for _, _, change, candidate in sorted(tried, key=lambda entry: entry[:2]):
+        if any(_is_part(other, change) for other, _ in kept):
+            continue
+        try:
+            overrides = tuple(_overrides(resolved, change, _changed(found.job, change), check))
+            _legal(resolved, overrides, machine)
+        except UserError:
+            continue
+        kept.append((change, Remedy(overrides, candidate, found.time.total)))
+        if len(kept) == MOST:
+            break
+    return [remedy for _, remedy in kept]
+
+
+def remedy_lines(found: list[Remedy]) -> list[str]:
+    """The remedies for people, a line each."""
+    if not found:
+        return [
+            "nothing that was tried would fit (micro_batch, recompute, ZeRO stages, offloading); what is left is more "
+            "devices, a shorter data.sequence_length or a smaller model"
+        ]
+    width = max(len(remedy.words) for remedy in found)
+    return [
+        f"{remedy.words:<{width}}  step {remedy.slower:+.0%}, {remedy.found.memory.total / 1e9:.3g} GB a rank"
+        for remedy in found
+    ]
+
+
+def _changes(job: Job, model: StepModel, enough: Callable[[MemoryUse], bool], kind: str) -> Iterator[Change]:
+    """Combinations of what usually helps, with the least recomputation that suffices."""
+    layout, dp = job.layout, job.layout.data_parallel
+    sizes = [size for size in divisors(max(1, job.global_batch // dp)) if size < job.micro_batch]
+    micro: list[Change] = [{}, *({"micro_batch": size} for size in sizes)]
+    zero: list[Change] = [{}]
+    if dp > 1:
+        sharded = {"dp_shard": dp, "dp_replicate": 1} if layout.zero_stage == 0 else {}
+        zero += [{"zero": stage, **sharded} for stage in range(layout.zero_stage + 1, 4)]
+    offload: list[Change] = [{}]
+    if layout.offload == "none":
+        offload += [{"offload": place} for place in OFFLOADS if kind != "cpu" or place == "disk"]
+    for small, split, moved in product(micro, zero, offload):
+        change = {**small, **split, **moved}
+        if change:
+            yield change
+        if job.recompute != "full":
+            least = least_recompute(StepModel(_changed(job, change), model.cluster), enough, lambda part: False)
+            if least is not None and least not in ("none", job.recompute):
+                yield {**change, "recompute": least}
+
+
+def _is_part(one: Change, other: Change) -> bool:
+    """Whether the second changes all that the first does, as much or more."""
+    return all(field in other and (other[field] == value or field != "offload") for field, value in one.items())
+
+
+def _changed(job: Job, change: Change) -> Job:
+    """The job with the changes."""
+    own = {field: value for field, value in change.items() if field in ("micro_batch", "recompute")}
+    layout = {field: value for field, value in change.items() if field not in own}
+    if "offload" in layout:
+        layout["offload"] = OFFLOADS[layout["offload"]][0]
+    return replace(job, **own).with_layout(**layout)
+
+
+def _overrides(resolved: ResolvedRun, change: Change, job: Job, check: LayoutCheck) -> Iterator[str]:
+    """The changes as a recipe takes them. Raises `UserError` where the changed layout is refused."""
+    if problem := refusal(job, check):
+        raise UserError(problem)
+    planned = resolved.asked is not None and resolved.asked.layout.choose
+    if planned:
+        yield f"layout={_flow(job.layout.model_dump(mode='json', exclude_defaults=True) or {'dp_shard': 1})}"
+    else:
+        for field in ("zero", "dp_shard", "dp_replicate"):
+            if field in change:
+                yield f"layout.{field}={change[field]}"
+        if "offload" in change:
+            yield OFFLOADS[change["offload"]][1]
+    if "micro_batch" in change or planned:
+        yield f"training.micro_batch={job.micro_batch}"
+    if "recompute" in change:
+        words = plain_recompute(job.recompute)
+        yield f"training.recompute={words if isinstance(words, str) else _flow(words)}"
+
+
+def _flow(value: dict[str, Any]) -> str:
+    """A section on one line."""
+    return json.dumps(value).replace('"', "")
+
+
+def _legal(resolved: ResolvedRun, overrides: tuple[str, ...], machine: Machine) -> None:
+    """Raise `UserError` where the changed recipe is refused."""
+    run = parse_spec(dump_recipe(resolved.asked or resolved.run), Run, overrides)
+    resolve_run(run, base_dir=Path(resolved.base_dir), machine=machine)
