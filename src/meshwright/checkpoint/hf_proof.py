@@ -107,10 +107,11 @@ def _first_other(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch
 def _first_other_block(reference: Decoder, theirs: nn.Module, tokens_BT: torch.Tensor) -> str:
     """The first block whose output differs; the last hidden states that transformers gives are behind the norm."""
     ours: list[torch.Tensor] = []
-    hooks = [
-        block.register_forward_hook(lambda _module, _inputs, output: ours.append(output))
-        for block in reference.layers.values()
-    ]
+
+    def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        ours.append(output)
+
+    hooks = [block.register_forward_hook(keep) for block in reference.layers.values()]
     try:
         reference.logits(Batch(tokens_BT))
     finally:
