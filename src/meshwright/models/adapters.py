@@ -1,6 +1,6 @@
-"""Adapters: what fine-tuning adds to a layer. Low-rank products, magnitudes, factors.
+"""Adapters that fine-tuning adds to a layer: low-rank products, magnitudes, factors.
 
-An adapter is an op around the layer's product, whatever that is. Its parameters are registered in the layer.
+An adapter is an op around the layer's product, of any kind. Its parameters are registered in the layer.
 
 Shapes: B batch, T sequence, D in, N out, R rank, V vocabulary.
 """
@@ -16,7 +16,7 @@ from meshwright.models.slots import Op, Place, Weights
 
 
 def unchanged(squares_N: torch.Tensor) -> torch.Tensor:
-    """What `Lora.sum_over_inputs` is where all inputs are here."""
+    """The default `Lora.sum_over_inputs`: this rank has all inputs."""
     return squares_N
 
 
@@ -24,17 +24,17 @@ class Lora(Op):
     """A linear layer's low-rank adapter (Hu et al., "LoRA", 2021): W x + b + scale B A x, by `lora_a` [R, D] and
     `lora_b` [N, R].
 
-    With a `magnitude` m [N] each row of W + scale B A is brought to the length m (Liu et al., "DoRA", 2024); the row's
-    own length counts as a constant in the backward pass, as in section 4.3 there.
+    With a `magnitude` m [N] each row of W + scale B A is scaled to norm m (Liu et al., "DoRA", 2024); the backward pass
+    treats the row's own norm as a constant, as in section 4.3 there.
     """
 
     place = Place.ADAPTER
 
     def __init__(self, scale: float, dropout: Dropout | None = None) -> None:
-        """`dropout` is a module of the layer's, so that it knows whether the layer trains."""
+        """`dropout` is a submodule of the layer, so that it knows whether the layer trains."""
         self.scale, self.dropout = scale, dropout
         self.sum_over_inputs: Callable[[torch.Tensor], torch.Tensor] = unchanged
-        """Makes of the sums of squares [N] over the inputs that are here those over all inputs."""
+        """Reduces the sums of squares [N] over this rank's inputs to sums over all inputs."""
 
     def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
         """[..., D] to [..., N]."""
@@ -50,14 +50,14 @@ class Lora(Op):
 
     @torch.no_grad()
     def row_norms(self, weights: Weights) -> torch.Tensor:
-        """The length [N] of every row of W + scale B A."""
+        """The norm [N] of every row of W + scale B A."""
         weight_ND = self._sum(weights)
         wide = torch.promote_types(weight_ND.dtype, torch.float32)
         squares_N = torch.linalg.vector_norm(weight_ND, dim=1, dtype=wide).square()
         return self.sum_over_inputs(squares_N).sqrt().to(weight_ND.dtype)
 
     def merged(self, weights: Weights) -> Weights:
-        """The parameters of a layer without adapter that computes the same."""
+        """The parameters of an equivalent layer without adapter."""
         weight_ND, magnitude_N = self._sum(weights), weights.get("magnitude")
         if magnitude_N is not None:
             weight_ND = weight_ND * (magnitude_N / self.row_norms(weights)).unsqueeze(1)
@@ -87,7 +87,7 @@ class LoraRows(Op):
         return self.inner.forward(x, weights) + added_BTD
 
     def merged(self, weights: Weights) -> Weights:
-        """The parameters of an embedding without adapter that computes the same."""
+        """The parameters of an equivalent embedding without adapter."""
         weight_VD = self.inner.merged(weights)["weight"]
         return {"weight": torch.addmm(weight_VD, weights["lora_a"], weights["lora_b"].t(), alpha=self.scale)}
 
@@ -112,7 +112,7 @@ class Scaled(Op):
         return self.inner.forward(x, weights) * factors
 
     def merged(self, weights: Weights) -> Weights:
-        """The parameters of a layer without adapter that computes the same."""
+        """The parameters of an equivalent layer without adapter."""
         plain, factors = self.inner.merged(weights), weights["factors"]
         if self.scales_input:
             return {**plain, "weight": plain["weight"] * factors}

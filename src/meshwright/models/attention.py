@@ -29,14 +29,14 @@ if torch.cuda.is_available():  # elsewhere it serves nothing, and its import tak
 
 
 Mask = torch.Tensor | Documents | None
-"""Which tokens see which: as `attention_mask` makes it (None: causal order is all), or the documents of packed rows."""
+"""Which tokens see which: a mask from `attention_mask` (None: causal order only), or the documents of packed rows."""
 
 VARLEN = frozenset(inspect.signature(varlen_attn).parameters) if varlen_attn else frozenset()
-"""What this torch's kernel for packed documents can be told."""
+"""Options that this torch's kernel for packed documents accepts."""
 
 
 class Core:
-    """What makes of queries, keys and values the heads' outputs; here on one device, by the kernel that serves."""
+    """Computes the heads' outputs from queries, keys and values; here on one device, by the kernel that applies."""
 
     def __call__(self, q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: Mask) -> torch.Tensor:
         """Softmax attention [B, H, T, K] of queries to the keys that `mask` lets them see."""
@@ -51,8 +51,8 @@ class Core:
 class Attention(nn.Module):
     """Causal self-attention, multi-head or grouped-query (Ainslie et al., 2023).
 
-    Slots: `entry`, through which the projections' input goes first, and `core`. A strategy whose ranks share heads or
-    tokens fills them.
+    Slots: `entry`, applied to the projections' input, and `core`. Strategies whose ranks share heads or tokens fill
+    them.
     """
 
     entry: Entry | None = None
@@ -76,7 +76,7 @@ class Attention(nn.Module):
         mask: Mask = None,
         cache: LayerCache | None = None,
     ) -> torch.Tensor:
-        """[B, T, D] to [B, T, D]; `mask` as `attention_mask` makes it (None: causal), or the row's documents."""
+        """[B, T, D] to [B, T, D]; `mask` is from `attention_mask` (None: causal), or the row's documents."""
         x_BTD = x_BTD if self.entry is None else self.entry(x_BTD)
         # The number of heads is read off the projections, so a rank that holds a share of them needs no other
         # code.
@@ -95,7 +95,7 @@ class Attention(nn.Module):
         return self.wo(y_BHTK.transpose(1, 2).flatten(-2))
 
     def extra_repr(self) -> str:
-        """What stands in the slots."""
+        """The contents of the slots."""
         entry = "" if self.entry is None else f"entry: {self.entry}, "
         return f"{entry}core: {self.core}"
 
@@ -103,7 +103,7 @@ class Attention(nn.Module):
 def scaled_dot_product(
     q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Attention [B, H, T, K] by the fastest kernel for device and dtype; `mask` as `attention_mask` makes it."""
+    """Attention [B, H, T, K] by the fastest kernel for device and dtype; `mask` is from `attention_mask`."""
     repeats = q_BHTK.shape[1] // k_BGSK.shape[1]
     if repeats > 1 and q_BHTK.is_cuda and (mask is not None or q_BHTK.dtype in (torch.float32, torch.float64)):
         # Only CUDA's flash kernel shares keys between heads, and it takes neither fp32 nor masks; without
@@ -123,9 +123,9 @@ def attend_documents(
 ) -> torch.Tensor:
     """Causal attention [B, H, T, K] within documents.
 
-    On a GPU by the flash kernel for packed documents where it serves; on a CPU span by span, which computes hardly a
-    score that a mask would throw away. Else under a mask: in fp32 on a GPU, and in compiled code for CPUs, which would
-    be compiled for every arrangement of spans.
+    On a GPU by the flash kernel for packed documents where it applies; on a CPU span by span, which computes hardly any
+    score that a mask would discard. Else under a mask: in fp32 on a GPU, and in compiled code for CPUs, where spans
+    would force a compilation for each of their arrangements.
     """
     if serves_varlen(q_BHTK):
         return _varlen(q_BHTK, k_BGTK, v_BGTK, documents)

@@ -6,7 +6,7 @@ import torch
 from meshwright.spec.batch import Batch
 
 TensorBatch = Batch[torch.Tensor]
-"""A batch as models and objectives take it."""
+"""The batch that models and objectives take."""
 
 
 def to_device(batch: Batch[np.ndarray], device: torch.device) -> TensorBatch:

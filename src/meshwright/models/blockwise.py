@@ -4,12 +4,13 @@
 
 The scale of a block is its largest absolute value (absmax), so scaled values lie in [-1, 1]; a value gets the nearest
 code. NF4 (Dettmers et al., "QLoRA", 2023) has sixteen codes, the quantiles of a normal distribution, packed two to a
-byte, and blocks of 64. Its scales may be quantized in their turn (double quantization): less their mean, in blocks of
-256, to the 256 codes of the dynamic map (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022). All is
-bit for bit what bitsandbytes stores and computes on GPUs, whatever the device, the dtype and the number of threads.
+byte, and blocks of 64. Its scales may be quantized too (double quantization): their mean is subtracted, and blocks of
+256 are quantized to the 256 codes of the dynamic map (Dettmers et al., "8-bit Optimizers via Block-wise Quantization",
+2022). Codes, scales and results equal bitsandbytes' on GPUs bit for bit, on any device, in any dtype and with any
+number of threads.
 
-fp32 scales are kept as int32, the same bits: what casts a model's floating-point numbers (FSDP2's mixed precision,
-`Module.to`) leaves them alone.
+fp32 scales are stored as int32 with the same bits, so casts of a model's floating-point numbers (FSDP2's mixed
+precision, `Module.to`) leave them unchanged.
 """
 
 import functools
@@ -30,16 +31,16 @@ NF4 = (
 """The sixteen codes, as in the paper's appendix E and in bitsandbytes."""
 
 AT_ONCE = 2**24
-"""Numbers decoded at a time: in between they take sixteen bytes each."""
+"""Numbers decoded at a time; intermediates take sixteen bytes each."""
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What bitsandbytes decodes to."""
+"""The dtypes that bitsandbytes decodes to."""
 
 _kernels: set[str] = set()
-"""What is decoded by bitsandbytes."""
+"""The formats that bitsandbytes decodes."""
 
 SMALLEST = 1e-38
-"""A block of zeros is scaled as if this were its largest value."""
+"""The assumed largest value of a block of zeros."""
 
 
 class Scales(NamedTuple):
@@ -95,12 +96,11 @@ def load_kernels() -> bool:
 
 
 def encode_scales(scales: torch.Tensor, *, double: bool) -> Scales:
-    """Scales, fp32 [n], as they are kept: their bits, or, if `double`, a byte each."""
+    """Scales, fp32 [n], as stored: their bits, or, if `double`, a byte each."""
     scales = scales.cpu()
     if not double:
         return Scales(as_bits(scales), None)
-    # Summed beside a copy, for torch lets several threads add up the whole of one row, and the last bit would depend
-    # on their number.
+    # Summed beside a copy: torch sums a single row with several threads, and the last bit would depend on their number.
     mean = scales.expand(2, -1).mean(1)[:1]
     deviations = scales - mean
     padded = F.pad(deviations, (0, -len(scales) % GROUP)).view(-1, GROUP)
@@ -134,7 +134,7 @@ def encode_blocks(blocks: torch.Tensor, book: torch.Tensor) -> tuple[torch.Tenso
     """The nearest codes of an ascending code book, uint8 [n, block], and scales, fp32 [n], of numbers [n, block]."""
     blocks = blocks.float()
     scales = blocks.abs().amax(1)
-    # By the reciprocal, as GPUs do it: a quotient differs in the last bit, and so now and then a code.
+    # By the reciprocal, as on GPUs: a quotient differs in the last bit, so now and then a code would differ.
     scaled = (blocks * (1 / scales.clamp(min=SMALLEST))[:, None]).clamp_(-1, 1)
     return torch.bucketize(scaled, (book[1:] + book[:-1]) / 2, out_int32=True).to(torch.uint8), scales
 
@@ -160,11 +160,11 @@ def _pairs(device: torch.device) -> torch.Tensor:
 
 
 POWERS = 7
-"""Of ten in the dynamic map: 10**-6 to 1."""
+"""Powers of ten in the dynamic map: 10**-6 to 1."""
 
 
 def code_of_zero(name: str) -> int:
-    """The code of 0 in the dynamic map `signed`, where all negative numbers stand before it, or `unsigned`."""
+    """The code of 0 in the dynamic map: `signed`, where all negative numbers precede it, or `unsigned`."""
     return sum(2**power for power in range(POWERS)) if name == "signed" else 0
 
 

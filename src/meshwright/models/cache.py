@@ -1,8 +1,8 @@
-"""Keys and values of sequences that are being continued: any lengths side by side, new tokens of all in one flat row.
+"""KV cache of sequences that are being continued: lengths may differ, and all new tokens form one flat row.
 
-A forward pass takes the new tokens of some sequences behind one another, [1, N], so that products see one batch of N
-rows and nothing is padded: first one token each of the sequences that are being continued, then parts of prompts.
-Attention alone knows which token belongs to which sequence.
+A forward pass takes the concatenated new tokens of some sequences, [1, N], so that products see one batch of N rows and
+nothing is padded: first one token for each sequence in decoding, then parts of prompts. Only attention knows which
+token belongs to which sequence.
 
 Shapes: M sequences (rows of the cache), P of them that get one token, N new tokens, H heads, G key and value heads, R =
 H / G query heads that share one, T new tokens of one sequence, S keys, C room for keys, K head_dim.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from meshwright.models.decoder import Decoder
 
 ROOM = 64
-"""Room for keys grows to at least twice what it was, and to a multiple of this."""
+"""Capacity for keys at least doubles when it grows, to a multiple of this."""
 KEYS = 16
 """Where lengths differ, keys are read up to a multiple of this."""
 
@@ -35,28 +35,28 @@ class Part:
 
     row: int
     begin: int
-    """Where they begin among all new tokens."""
+    """Their start among all new tokens."""
     start: int
-    """Tokens of the sequence before them."""
+    """Number of tokens of the sequence before them."""
     stop: int
     mask: torch.Tensor | None
 
     @property
     def end(self) -> int:
-        """Where they end among all new tokens."""
+        """Their end among all new tokens."""
         return self.begin + self.stop - self.start
 
 
 @dataclass(frozen=True)
 class Step:
-    """Who attends to what in one forward pass."""
+    """Which tokens attend to which keys in one forward pass."""
 
     singles: int
-    """Sequences that get one token: the first new tokens, of the first rows."""
+    """Number of sequences that get one token: the first new tokens, of the first rows."""
     rows: torch.Tensor
-    """Theirs, int64 [P]."""
+    """Cache rows of those sequences, int64 [P]."""
     places: torch.Tensor
-    """Where in their sequences the tokens stand, int64 [P]."""
+    """Positions of the tokens in their sequences, int64 [P]."""
     keys: slice
     """Which keys those P read."""
     mask: torch.Tensor | None
@@ -66,14 +66,14 @@ class Step:
 
 
 class LayerCache:
-    """One layer's keys and values, [M, G, C, K] each; `Cache.append` says what comes next."""
+    """One layer's keys and values, [M, G, C, K] each; `Cache.append` describes the next forward pass."""
 
     def __init__(self, cache: "Cache") -> None:
         self._cache = cache
         self.keys_MGCK = self.values_MGCK = torch.empty(0)
 
     def attend(self, core: "Core", q_1HNK: torch.Tensor, k_1GNK: torch.Tensor, v_1GNK: torch.Tensor) -> torch.Tensor:
-        """Keep the new keys and values; the heads' outputs [1, H, N, K] for the new tokens."""
+        """Store the new keys and values; return the heads' outputs [1, H, N, K] for the new tokens."""
         self._make_room(k_1GNK)
         step = self._cache.step
         found = [self._attend_singles(step, q_1HNK, k_1GNK, v_1GNK)] if step.singles else []
@@ -88,7 +88,7 @@ class LayerCache:
     def _attend_singles(
         self, step: Step, q_1HNK: torch.Tensor, k_1GNK: torch.Tensor, v_1GNK: torch.Tensor
     ) -> torch.Tensor:
-        """One query a sequence. Heads that share keys stand where several queries do, so that no key is repeated."""
+        """One query a sequence. Heads that share keys take the query dim, so that no key is repeated."""
         count, groups = step.singles, k_1GNK.shape[1]
         self.keys_MGCK[step.rows, :, step.places] = k_1GNK[0, :, :count].transpose(0, 1)
         self.values_MGCK[step.rows, :, step.places] = v_1GNK[0, :, :count].transpose(0, 1)

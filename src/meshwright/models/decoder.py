@@ -52,7 +52,7 @@ class Block(Wrapped):
 
 
 Read = Callable[[torch.Tensor, Head, TensorBatch], Any]
-"""(hidden states [B, T, D], the head, the batch) -> what is wanted of them."""
+"""(hidden states [B, T, D], the head, the batch) -> anything computed from them."""
 
 
 class Decoder(nn.Module):
@@ -63,7 +63,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.table = parameter_table(spec)
-        """What the parameters are; fine-tuning replaces it."""
+        """The parameter table; fine-tuning replaces it."""
         self.tok_embeddings = Embedding(spec.vocab, spec.hidden)
         learned = spec.positions == "learned"
         self.pos_embeddings = Embedding(spec.max_positions, spec.hidden) if learned else None
@@ -73,10 +73,10 @@ class Decoder(nn.Module):
         self.head_split = HeadSplit()
 
     draws: Draws | None = None
-    """A slot: what tells dropouts which tokens are computed."""
+    """A slot: tells dropouts which tokens are computed."""
 
     def keep_layers(self, parts: Iterable[range]) -> None:
-        """Drop every module that running these parts of the layers, by `forward(layers=part)`, does not need.
+        """Drop every module that `forward(layers=part)` does not need for these parts of the layers.
 
         Embeddings go with the first layer, norm and head with the last one; a tied head keeps the embedding.
         """
@@ -93,7 +93,7 @@ class Decoder(nn.Module):
 
     @property
     def like(self) -> torch.Tensor:
-        """A weight of the dtype and on the device of all that is kept in full."""
+        """A weight whose dtype and device are those of every unquantized weight."""
         return next(parameter for parameter in self.parameters() if parameter.is_floating_point())
 
     @property
@@ -111,15 +111,15 @@ class Decoder(nn.Module):
         layers: range | None = None,
         x_BTD: torch.Tensor | None = None,
     ) -> Any:
-        """The hidden states [B, T, D] behind `layers`; behind the last one normed, or what `read` makes of them.
+        """The hidden states [B, T, D] after `layers`; after the last one the normed ones, or the result of `read`.
 
         Args:
-            batch: its tokens, documents and positions; where there are none of the latter, they are counted.
-            read: what is wanted of the last hidden states. It is called inside the forward pass, where the head's
-                weight is there however the model is sharded.
-            cache: keys and values of earlier tokens, which made the batch (`Cache.append`) and keeps the new ones.
+            batch: its tokens, documents and positions; by default positions count from each row's or document's start.
+            read: computes the result from the last hidden states. It is called inside the forward pass, where the
+                head's weight is gathered however the model is sharded.
+            cache: keys and values of earlier tokens; it made the batch (`Cache.append`) and stores the new ones.
             layers: the layers to run; default all.
-            x_BTD: the residual stream [B, T, D] that goes into `layers` where they do not begin with the first.
+            x_BTD: the residual stream [B, T, D] that enters `layers` where they do not begin with the first.
 
         Raises:
             UserError: more positions than learned position embeddings.
@@ -148,12 +148,13 @@ class Decoder(nn.Module):
         return y_BTD if read is None else read(y_BTD, Head(self.head_split, self.head_weight), batch)
 
     def tell_draws(self, batch: TensorBatch) -> None:
-        """Before a batch is computed, or computed again in a backward pass that comes after other batches."""
+        """Give dropouts the batch's tokens: before it is computed, or recomputed in a backward pass after other
+        batches."""
         if self.draws is not None:
             self.draws.numbers = batch.numbers
 
     def logits(self, batch: TensorBatch) -> torch.Tensor:
-        """The logits [B, T, V] of every place, in the model's dtype."""
+        """The logits [B, T, V] of every position, in the model's dtype."""
         return self(batch, lambda x_BTD, head, _: head.logits(x_BTD))
 
     def _check_positions(self, number: int) -> None:

@@ -1,11 +1,11 @@
-"""Dropout that is the same on every layout: whether a number is dropped is a hash of seed, layer, token and feature.
+"""Dropout that is the same on every layout: a hash of seed, layer, token and feature decides what is dropped.
 
-A token has a number in the run's endless order of samples (`Batch.numbers`), which says step, sample and place. So no
-generator has a state: whatever rank holds a token, in whichever microbatch, and however often a forward pass is
-computed again, the same numbers are dropped (counter-based, as in Salmon et al., "Parallel Random Numbers: As Easy as
-1, 2, 3", 2011; the mixing is MurmurHash3's, Appleby, 2011).
+A token has a number in the run's endless order of samples (`Batch.numbers`), which encodes step, sample and place. So
+no generator has a state, and the same numbers are dropped on any rank, in any microbatch and in every recomputation of
+a forward pass (counter-based, as in Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011; the mixing is
+MurmurHash3's, Appleby, 2011).
 
-Shapes: B batch, T sequence, N = B T tokens, D features of a token that are here.
+Shapes: B batch, T sequence, N = B T tokens, D features of a token on this rank.
 """
 
 import hashlib
@@ -14,31 +14,31 @@ import torch
 from torch import nn
 
 AT_ONCE = 2**22
-"""Numbers that are hashed together, which bounds the memory it takes."""
+"""Numbers hashed at a time, which bounds the memory."""
 
 ODD_64, ODD_32 = -7046029254386353131, -1640531527  # 2**64 and 2**32 over the golden ratio, as signed integers
 MIX_32 = ((16, 0xFFFF, -2048144789), (13, 0x7FFFF, -1028477387))
-"""Shift, the bits that are left of it, factor."""
+"""Shift, mask of the remaining bits, factor."""
 
 
 class Draws:
-    """The numbers of the tokens that a model computes now, which all of its dropouts read."""
+    """The numbers of the tokens in the current forward pass; all dropouts of a model read them."""
 
     numbers: torch.Tensor | None = None
     """int64 [B, T]."""
 
 
 class Dropout(nn.Module):
-    """Sets a share of its inputs to 0 and enlarges the others, in training only."""
+    """Sets a share of its inputs to 0 and scales up the others, in training only."""
 
     def __init__(self, share: float, draws: Draws, seed: int, name: str) -> None:
-        """`name`: of the layer, each of which draws for itself."""
+        """`name`: of the layer; each layer draws for itself."""
         super().__init__()
         self.share, self.draws = share, draws
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         self.key = int.from_bytes(digest, "little", signed=True)
         self.part = 0
-        """A slot: which part of the features is here, where tensor-parallel ranks have equal parts of them."""
+        """A slot: the index of this rank's part of the features, where tensor-parallel ranks have equal parts."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, D] to [B, T, D]."""
@@ -60,7 +60,7 @@ class Dropout(nn.Module):
 
 
 def drawn_bits(key: int, numbers_N: torch.Tensor, first: int, features: int) -> torch.Tensor:
-    """Evenly in [0, 2**31), int32 [N, D]: a hash of a key, the numbers of tokens and `features` features from `first`
+    """Uniform in [0, 2**31), int32 [N, D]: a hash of a key, the tokens' numbers and `features` features from `first`
     on."""
     features_D = torch.arange(first, first + features, device=numbers_N.device, dtype=torch.int32) * ODD_32
     mixed_N = (numbers_N + key) * ODD_64
@@ -70,7 +70,7 @@ def drawn_bits(key: int, numbers_N: torch.Tensor, first: int, features: int) -> 
 
 
 def _mix(bits: torch.Tensor) -> torch.Tensor:
-    """Every bit of int32 numbers spread over all, then the sign left out: evenly in [0, 2**31)."""
+    """Mixes every bit of int32 numbers into all others, then drops the sign: uniform in [0, 2**31)."""
     for shift, kept, factor in MIX_32:
         bits = (bits ^ ((bits >> shift) & kept)) * factor
     return (bits ^ ((bits >> 16) & 0xFFFF)) & 0x7FFFFFFF

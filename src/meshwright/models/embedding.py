@@ -1,4 +1,4 @@
-"""Embeddings: rows looked up by number, in a stack of ops as every layer has one.
+"""Embeddings: rows looked up by number, through the same stack of ops as every layer.
 
 Shapes: B batch, T sequence, D hidden, V rows.
 """
@@ -28,8 +28,8 @@ class LookUp(Op):
 
 
 class Embedding(Layer, nn.Embedding):
-    """`nn.Embedding` with slots, whose numbers somebody else draws: torch's own drawing on the meta device loads its
-    compiler, for seconds."""
+    """`nn.Embedding` with slots and without initialization: on the meta device torch's own loads its compiler, for
+    seconds."""
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__(rows, width, _weight=torch.empty(rows, width))

@@ -16,7 +16,7 @@ from meshwright.spec.model import ModelSpec
 class FeedForward(nn.Module):
     """`w2(silu(w1 x) * w3 x)`, or `w2(gelu(w1 x))` with the tanh approximation.
 
-    A slot: `entry`, through which the input goes first; a strategy whose ranks share the width fills it.
+    A slot: `entry`, applied to the input; a strategy whose ranks share the width fills it.
     """
 
     entry: Entry | None = None
@@ -36,5 +36,5 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(self.w1(x_BTD)) * self.w3(x_BTD))
 
     def extra_repr(self) -> str:
-        """What stands in the slot."""
+        """The contents of the slot."""
         return "" if self.entry is None else f"entry: {self.entry}"

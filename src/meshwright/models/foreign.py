@@ -31,32 +31,34 @@ _MIXES_DOCUMENTS = (
 
 
 PROBE = 8
-"""Tokens of a document that a model is tried with."""
+"""Tokens of a document in the checks of a model."""
 
 
 class ForeignBlock(Wrapped):
-    """A block of transformers', whose class stands behind this one, with a forward pass that may be wrapped."""
+    """A transformers block whose forward pass may be wrapped; its own class comes next in the method resolution
+    order."""
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
-        """What transformers computes."""
+        """The forward pass of transformers."""
         theirs: Any = super(Wrapped, self)
         return theirs.forward(*args, **kwargs)
 
 
 class ForeignDecoder(Decoder):
-    """A causal language model of transformers' with the face of ours: parameters as in its table, one list of blocks,
+    """A transformers causal language model with `Decoder`'s interface: parameters as in its table, one list of blocks,
     summed losses.
 
-    A class of transformers' stands behind this one (`build_foreign`), so parameters keep the names that they have
-    there. What it computes is transformers' forward pass as it is: all logits are held.
+    The transformers class comes next in the method resolution order (`build_foreign`), so parameters keep their names
+    there. The forward pass is transformers' own: all logits are held.
     """
 
     takes_positions: bool
 
     def forward(self, batch: TensorBatch, read: Read | None = None) -> Any:  # type: ignore[override]
-        """As `Decoder.forward`, for a whole model that continues nothing; the logits stand for the hidden states.
+        """As `Decoder.forward`, for a whole model without a cache; the logits take the place of the hidden states.
 
-        Documents are told to transformers by their positions: where they do not count on, it masks what is before.
+        transformers learns of documents by their positions: where these do not increase by one, it masks everything
+        before.
         """
         self.tell_draws(batch)
         arguments = {"input_ids": batch.tokens}
@@ -79,7 +81,7 @@ class ForeignDecoder(Decoder):
 
     @torch.no_grad()
     def check_causal(self) -> None:
-        """Raise `UserError` where a token's logits depend on tokens behind it; collective where the model is sharded.
+        """Raise `UserError` where a token's logits depend on later tokens; collective where the model is sharded.
 
         The last token of a row is changed: the logits before it must stay as they are.
         """
@@ -96,10 +98,10 @@ class ForeignDecoder(Decoder):
 
     @torch.no_grad()
     def check_documents(self) -> None:
-        """Raise `UserError` where a document of a row is not read as if it stood alone; collective where the model is
+        """Raise `UserError` where a document of a packed row is not read as if alone; collective where the model is
         sharded.
 
-        Two documents stand in a row: the second must have the logits that it has alone and behind any other.
+        With two documents in a row, the second must have the same logits as alone and after any other document.
         """
         first_BT, second_BT, other_BT = self._probe(1), self._probe(2), self._probe(3)
         documents_BT = torch.arange(2, device=first_BT.device).repeat_interleave(PROBE)[None]
@@ -122,13 +124,13 @@ class ForeignDecoder(Decoder):
         return torch.randint(self.spec.vocab, (1, PROBE), generator=generator).to(self.like.device)
 
     def _same(self, left: torch.Tensor, right: torch.Tensor, *, same_shapes: bool = False) -> bool:
-        """Whether logits differ by rounding alone. What is computed in the `same_shapes` is rounded alike, but where
-        experts get more or fewer rows."""
+        """Whether logits differ by rounding only. Computations of the `same_shapes` round alike, except where experts
+        get more or fewer rows."""
         room = 1e-4 if self.like.dtype.itemsize >= 4 else 2e-2
         return bool((left - right).norm() <= (room / 10 if same_shapes else room) * left.norm())
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """What `to` and `to_empty` do; constants keep their values and dtypes, parameters that are one stay one."""
+        """Implements `to` and `to_empty`; constants keep their values and dtypes, tied parameters stay tied."""
         constants = [(module, name, value) for module in self.modules() for name, value in module._buffers.items()]
         ties = _ties(self)
         super()._apply(fn, recurse)
@@ -144,7 +146,7 @@ class ForeignDecoder(Decoder):
 
 
 class ForeignNeoX(ForeignDecoder):
-    """GPT-NeoX, whose head is `embed_out` in files; transformers 5 calls it otherwise, and renames it when it reads."""
+    """GPT-NeoX, whose head is `embed_out` in files; transformers 5 uses another name and renames it when loading."""
 
     @property
     def lm_head(self) -> nn.Module:
@@ -153,7 +155,7 @@ class ForeignNeoX(ForeignDecoder):
 
 
 def build_foreign(spec: ModelSpec) -> ForeignDecoder:
-    """The model with its parameters on the meta device, in fp32, and its constants (rotary frequencies) as they are.
+    """The model with its parameters on the meta device, in fp32, and its constants (rotary frequencies) in memory.
 
     Dropout is switched off, as everywhere here.
 
@@ -187,7 +189,7 @@ def build_foreign(spec: ModelSpec) -> ForeignDecoder:
 
 
 def _stand_before(module: nn.Module, face: type[nn.Module]) -> None:
-    """Let `face` stand before the class of a module that was built here, so that its parameters keep their names."""
+    """Put `face` before the class of a module that was built here, so that its parameters keep their names."""
     module.__class__ = _faced(face, type(module))
 
 
@@ -216,7 +218,7 @@ def _build(foreign: ForeignModel) -> nn.Module:
 
 
 class _MatricesOnMeta(TorchFunctionMode):
-    """Memory that layers ask for to fill it later is on the meta device; constants, which are computed, are not."""
+    """Puts uninitialized memory that layers allocate on the meta device; computed constants stay in memory."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -226,7 +228,7 @@ class _MatricesOnMeta(TorchFunctionMode):
 
 
 def _take_state(model: nn.Module, foreign: ForeignModel) -> None:
-    """Make what files hold beside parameters the state of the model, in memory; and give scalars the files' values."""
+    """Make the files' tensors that are no parameters the model's state, in memory; give scalars the files' values."""
     modules = dict(model.named_modules())
     for name, shape in foreign.buffers:
         path, _, last = name.rpartition(".")
@@ -246,7 +248,7 @@ def _take_state(model: nn.Module, foreign: ForeignModel) -> None:
 
 
 def _check_parameters(model: ForeignDecoder) -> None:
-    """Raise where the module's parameters are not those of the files, which would then not be what it computes with."""
+    """Raise where the module's parameters are not the files', so that it would compute with others."""
     built = {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
     stored = {row.name: row.shape for row in (*model.table, *state_table(model.spec))}
     for name in sorted(built.keys() | stored.keys()):
@@ -264,7 +266,7 @@ def _check_parameters(model: ForeignDecoder) -> None:
 
 
 def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
-    """(module, name) of every parameter that is another one, and of that one."""
+    """(module, name) of every tied parameter, and of the one that it is tied to."""
     first: dict[nn.Parameter, tuple[nn.Module, str]] = {}
     places = [(module, name) for module in model.modules() for name in module._parameters]
     found = [(module._parameters[name], (module, name)) for module, name in places]

@@ -1,8 +1,8 @@
-"""Sampling: how the next token is chosen; and generation of rows that are read anew for every token.
+"""Sampling of the next token, and generation without a cache.
 
-What serves a model keeps keys and values (`models/cache.py`, `serve/engine.py`).
+Serving uses a KV cache (`models/cache.py`, `serve/engine.py`).
 
-Shapes: B prompts, T their longest length, or room for all that is asked for, V vocabulary.
+Shapes: B prompts, T their longest length, or room for all tokens asked for, V vocabulary.
 """
 
 import random
@@ -16,9 +16,9 @@ import torch
 from meshwright.spec.errors import UserError
 
 LEAST_PENALTY, MOST_PENALTY = 1e-6, 1e6
-"""With any of them logits stay finite."""
+"""Logits stay finite within these bounds."""
 COLDEST = 1e-200
-"""The least temperature that logits are divided by: of less, quotients would not be finite."""
+"""The least temperature that logits are divided by: smaller ones would give infinite quotients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Sampling:
     """How the next token is chosen."""
 
     temperature: float = 1.0
-    """Divides the logits; 0 takes the likeliest token always."""
+    """Divides the logits; 0 always takes the likeliest token."""
     top_k: int = 0
     """Only the likeliest `top_k` tokens may be drawn; 0: all."""
     top_p: float = 1.0
@@ -34,12 +34,12 @@ class Sampling:
     min_p: float = 0.0
     """Only tokens at least this fraction as likely as the likeliest may be drawn (Nguyen et al., 2024)."""
     repetition_penalty: float = 1.0
-    """Divides the positive logits of tokens that stand in prompt or answer, and multiplies their negative ones (Keskar
-    et al., 2019)."""
+    """Divides the positive logits of tokens in prompt or answer, and multiplies their negative ones (Keskar et al.,
+    2019)."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that stand in the answer."""
+    """Subtracted from the logits of tokens in the answer."""
     frequency_penalty: float = 0.0
-    """The same, once for each time that a token stands there."""
+    """The same, once for each occurrence of the token."""
     seed: int = 0
     """Row i of a batch draws from a stream of its own, a pure function of (seed, i)."""
 
@@ -65,19 +65,19 @@ class Sampling:
 
     @property
     def penalizes(self) -> bool:
-        """Whether what has been read changes the logits."""
+        """Whether earlier tokens change the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 class Rows(Protocol):
-    """Prompts and what has been written behind them, as a model reads them."""
+    """Prompts and their continuations, as a model reads them."""
 
     def logits(self) -> torch.Tensor:
-        """Of the token behind each row, [B, V]."""
+        """The logits of each row's next token, [B, V]."""
         ...
 
     def append(self, next_B: torch.Tensor) -> None:
-        """Write a token behind each row."""
+        """Append a token to each row."""
         ...
 
 
@@ -106,8 +106,8 @@ def continue_rows(
 
 
 class WholeRows:
-    """Rows that are read anew for every token, padded on the right to one length: serves every model that has a forward
-    pass, however it is split."""
+    """Rows without a cache, padded on the right to one length and read in full for every token: for any model with a
+    forward pass, however it is split."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ def choose(logits_BV: torch.Tensor, sampling: Sampling, streams: Sequence[random
     probability_BV, order_BV = _allowed((logits_BV.double() / temperature).softmax(-1), sampling)
     cumulative_BV = probability_BV.cumsum(-1)
     total_B1 = cumulative_BV[:, -1:]
-    # Never the total itself, which a product may be rounded to: behind it only forbidden tokens stand.
+    # Never the total itself, which a product may be rounded to: only forbidden tokens come after it.
     target_B1 = (drawn_B[:, None] * total_B1).minimum(total_B1.nextafter(torch.zeros_like(total_B1)))
     index_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
     return (index_B1 if order_BV is None else order_BV.gather(-1, index_B1)).squeeze(-1)
@@ -170,8 +170,8 @@ def _allowed(probability_BV: torch.Tensor, sampling: Sampling) -> tuple[torch.Te
 
 
 def penalize(logits_V: torch.Tensor, sampling: Sampling, read_V: torch.Tensor, written_V: torch.Tensor) -> torch.Tensor:
-    """The logits of one row, less likely where a token has been read (prompt and answer, bool) or written (how often in
-    the answer so far)."""
+    """The logits of one row, penalized for tokens in prompt and answer (`read`, bool) and by their count in the answer
+    so far (`written`)."""
     if sampling.repetition_penalty != 1:
         lowered_V = torch.where(
             logits_V < 0, logits_V * sampling.repetition_penalty, logits_V / sampling.repetition_penalty
@@ -183,7 +183,7 @@ def penalize(logits_V: torch.Tensor, sampling: Sampling, read_V: torch.Tensor, w
 
 
 def check_room(prompts: Sequence[Sequence[int]], max_tokens: int, room: int) -> None:
-    """Raise `UserError` where prompts and new tokens have no room in a model that is meant for `room` positions."""
+    """Raise `UserError` where prompts and new tokens exceed the `room` positions that the model is meant for."""
     if max_tokens < 1:
         raise UserError(f"max_tokens={max_tokens} is not allowed: must be at least 1")
     if not prompts or not all(prompts):

@@ -1,6 +1,6 @@
-"""The head: what objectives ask of the last hidden states, whole or split over vocabulary and sequence.
+"""The head: losses and logits of the last hidden states, whole or split over vocabulary and sequence.
 
-Shapes: B rows, T tokens of a row that are here, D hidden, V vocabulary; N = B * T tokens.
+Shapes: B rows, T tokens of a row on this rank, D hidden, V vocabulary; N = B * T tokens.
 """
 
 from collections.abc import Callable
@@ -16,31 +16,31 @@ from meshwright.spec.errors import UserError
 
 
 class SplitVocabulary(VocabularyShare, Protocol):
-    """The rows of the head that are here, where others hold the rest and split the hidden states along the sequence."""
+    """This rank's rows of the head; the other ranks hold the rest and split the hidden states along the sequence."""
 
     def gather_sequence(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """The hidden states of all tokens; backward, the sum of the gradients of all shares."""
+        """The hidden states of all tokens; backward: the sum of the gradients of all shares."""
         ...
 
     def gather_vocabulary(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        """The logits of the whole vocabulary, from those of the rows here."""
+        """The logits of the whole vocabulary, from the logits of this rank's rows."""
         ...
 
 
 class SplitSequence(Protocol):
-    """The tokens of every row that are here, where others hold the rest."""
+    """This rank's tokens of every row; the other ranks hold the rest."""
 
     counts: bool
-    """Whether what belongs to a whole row is counted here, and not where other tokens of it are."""
+    """Whether this rank counts whole-row terms, and not a rank with other tokens of the row."""
 
     def sum(self, parts: torch.Tensor) -> torch.Tensor:
-        """The sum over all parts of the rows; its gradient goes to this part alone, for each has the sum."""
+        """The sum over all parts of the rows; its gradient goes to this part only, for every part has the sum."""
         ...
 
 
 class HeadSplit(nn.Module):
-    """The slots of a head: where it is split over ranks, who has the rest of its vocabulary and of its sequences; and
-    how logits are computed where they alone are wanted."""
+    """The slots of a head: the ranks with the rest of its vocabulary and sequences where it is split, and how logits
+    are computed where only they are needed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,21 +50,21 @@ class HeadSplit(nn.Module):
         """Hidden states [B, D] to logits [B, V]; None: by the head's weight."""
 
     def extra_repr(self) -> str:
-        """What stands in the slots."""
+        """The contents of the slots."""
         product = "" if self.product is None else f", product={self.product}"
         return f"vocabulary={self.vocabulary or 'whole'}, sequence={self.sequence or 'whole'}{product}"
 
 
 class Head:
-    """A head with its weight. What comes out is the same on all ranks that share the vocabulary."""
+    """A head with its weight. Results are equal on all ranks that share the vocabulary."""
 
     def __init__(self, split: HeadSplit, weight_VD: torch.Tensor) -> None:
-        """`weight_VD`: the rows that are here."""
+        """`weight_VD`: this rank's rows."""
         self.split, self.weight_VD = split, weight_VD
 
     def loss(self, x_BTD: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
-        """The sum over labels of the cross-entropy in nats, a scalar in fp32 (fp64), without ever holding all logits;
-        a label of -100 is none."""
+        """The sum over labels of the cross-entropy in nats, a scalar in fp32 (fp64), without ever holding all logits; a
+        label of -100 is ignored."""
         hidden_ND = self._whole(x_BTD).flatten(0, 1)
         return linear_cross_entropy(hidden_ND, self.weight_VD, labels_BT.flatten(), self.split.vocabulary)
 
@@ -77,10 +77,10 @@ class Head:
     def token_terms(
         self, x_BTD: torch.Tensor, labels_BT: torch.Tensor, terms: TokenTerms, *others: torch.Tensor
     ) -> torch.Tensor:
-        """What `terms` makes of each label's logits, [B, T] in fp32 (fp64); 0 where the label is -100.
+        """`terms` of each label's logits, [B, T] in fp32 (fp64); 0 where the label is -100.
 
-        It is called chunk by chunk with the `Logits` of C tokens, their labels [C] and their parts of `others`
-        [B, T, ...], and once more in the backward pass, so that all logits are never held.
+        `terms` is called chunk by chunk with the `Logits` of C tokens, their labels [C] and their parts of `others` [B,
+        T, ...], and once more in the backward pass, so that all logits are never held at once.
         """
         hidden_ND, labels_N = self._whole(x_BTD).flatten(0, 1), labels_BT.flatten()
         rest = (other.flatten(0, 1) for other in others)
@@ -90,7 +90,7 @@ class Head:
     def logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of hidden states [..., D], in the model's dtype.
 
-        Raises `UserError` where the vocabulary is split, for then no rank has them.
+        Raises `UserError` where the vocabulary is split, for then no rank has them all.
         """
         if self.split.vocabulary is not None:
             raise UserError(
@@ -99,13 +99,13 @@ class Head:
         return self._project(x_BTD)
 
     def next_logits(self, x_BTD: torch.Tensor, asked_BT: torch.Tensor) -> torch.Tensor:
-        """The logits [B, V] of the one place of each row that `asked_BT`, bool, asks for, on whichever rank it is."""
+        """The logits [B, V] of the one position in each row that `asked_BT`, bool, marks, on whichever rank it is."""
         x_BD = self.row_sums(self._whole(x_BTD).where(asked_BT.unsqueeze(-1), 0).sum(1))
         logits_BV = self._project(x_BD)
         return logits_BV if self.split.vocabulary is None else self.split.vocabulary.gather_vocabulary(logits_BV)
 
     def row_sums(self, parts: torch.Tensor) -> torch.Tensor:
-        """Sums over whole rows, from sums over the tokens of them that are here."""
+        """Sums over whole rows, from sums over this rank's tokens."""
         return parts if self.split.sequence is None else self.split.sequence.sum(parts)
 
     def _project(self, x_BTD: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ class Head:
 
 
 class LogitsHead(Head):
-    """The head of a model that computes all its logits itself: they stand for hidden states here."""
+    """The head of a model that computes all its logits itself: they take the place of the hidden states."""
 
     def __init__(self, split: HeadSplit) -> None:
         self.split = split

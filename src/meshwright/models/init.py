@@ -1,7 +1,7 @@
-"""Weight initialization: any rows of any parameter, the same numbers on every layout.
+"""Weight initialization: any rows of any parameter, equal on every layout.
 
-A tensor is drawn in blocks of whole rows, each from a generator seeded by (seed, name, block). So a rank that
-keeps some rows draws those blocks and no others, and every layout starts from the same weights.
+A tensor is drawn in blocks of whole rows, each from a generator seeded by (seed, name, block). So a rank draws only the
+blocks of its own rows, and every layout starts from the same weights.
 """
 
 import hashlib
@@ -58,12 +58,12 @@ def initialize(model: nn.Module, table: Iterable[Parameter], seed: int) -> None:
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Everything that makes up a model, by name: its parameters and its state."""
+    """A model's parameters and state, by name."""
     return {**dict(model.named_parameters()), **named_state(model)}
 
 
 def named_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A model's buffers by name, less constants (those that torch calls not persistent)."""
+    """A model's persistent buffers by name: its constants are not persistent."""
     constants = {
         f"{path}.{name}".removeprefix(".")
         for path, module in model.named_modules()

@@ -16,12 +16,12 @@ from meshwright.models.rope import RopeTables, apply_rope, attention_scale
 from meshwright.spec.model import ModelSpec
 
 LATENT_NORM_EPS = 1e-6
-"""Of the latents' norms, whatever the model's other norms have: so it was published."""
+"""The latents' norms use this, whatever the model's other norms use: so it was published."""
 
 
 class LatentAttention(Attention):
     """Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1): each head's keys and values are
-    expanded from one latent, but for a rotated part of the key that all heads share."""
+    expanded from one latent, except a rotated part of the key that all heads share."""
 
     def __init__(self, spec: ModelSpec):
         nn.Module.__init__(self)
@@ -57,7 +57,7 @@ class LatentAttention(Attention):
         k_BTHP, v_BTHV = kv_BTHC.split(self.widths_PV, -1)
         q_BTHR = apply_rope(_halves(q_BTHR), rope)
         k_BT1R = apply_rope(_halves(k_BTR.unsqueeze(-2)), rope)
-        # The scale that yarn adds goes into the queries, and values become as wide as keys, so that every way to attend
+        # YaRN's scale goes into the queries, and values are padded to the keys' width, so that every attention kernel
         # serves unchanged.
         q_BTHK = torch.cat((q_BTHP, q_BTHR), -1) * self.scale
         k_BTHK = torch.cat((k_BTHP, k_BT1R.expand(*k_BTHP.shape[:-1], -1)), -1)
@@ -71,6 +71,6 @@ class LatentAttention(Attention):
 
 
 def _halves(x_BTHR: torch.Tensor) -> torch.Tensor:
-    """Rotated pairs from (2 i, 2 i + 1), where these weights have them, to (i, i + R / 2), where `apply_rope` does.
-    Queries and keys alike, so their products do not change."""
+    """Moves rotated pairs from (2 i, 2 i + 1), these weights' order, to (i, i + R / 2), `apply_rope`'s order. Queries
+    and keys move alike, so their products do not change."""
     return x_BTHR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

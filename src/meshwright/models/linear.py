@@ -1,7 +1,7 @@
-"""Linear layers: the product with a weight, whose gradients of input and weight are apart.
+"""Linear layers: the product with a weight, with separate functions for its input and weight gradients.
 
-A kind of product (plain, a quantized weight, low precision) is a class that says three products; the rest follows:
-adapters compute beside it, zero-bubble schedules let its weight gradient wait, tensor parallelism sums it over ranks.
+A kind of product (plain, a quantized weight, low precision) is a class with three methods; the rest follows: adapters
+compute beside it, zero-bubble schedules defer its weight gradient, tensor parallelism sums it over ranks.
 
 Shapes: M rows, D in, N out.
 """
@@ -20,14 +20,16 @@ class Product(Op):
 
     place = Place.PRODUCT
     names: tuple[str, ...] = ("weight",)
-    """The parameters that make up the matrix W, of which only the first may train, and what `noted` adds."""
+    """The parameters that make up the matrix W, of which only the first may train, and the entries that `noted`
+    adds."""
 
     def noted(self, weights: Weights) -> Weights:
-        """The parameters, and beside them what of the moment of the forward pass the gradients must know."""
+        """The parameters, with whatever state of the forward pass the gradients need."""
         return weights
 
     def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """[..., D] to [..., N]; only what makes up W waits for the backward pass, and x where W trains."""
+        """[..., D] to [..., N]; only the tensors that make up W are saved for the backward pass, and x where W
+        trains."""
         weights = self.noted(weights)
         matrix = (weights.get(name) for name in self.names)
         y = _Apart.apply(x, weights.get("bias"), self, *matrix)
@@ -39,11 +41,11 @@ class Product(Op):
         raise NotImplementedError
 
     def input_gradient(self, grad: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """The gradient [..., D] of x, of that of the output [..., N]."""
+        """The gradient [..., D] of x, from the gradient of the output [..., N]."""
         raise NotImplementedError
 
     def weight_gradient(self, x: torch.Tensor, grad: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """The gradient [N, D] of W, of x [..., D] and the gradient of the output [..., N]."""
+        """The gradient [N, D] of W, from x [..., D] and the gradient of the output [..., N]."""
         raise NotImplementedError
 
     def merged(self, weights: Weights) -> Weights:
@@ -55,7 +57,7 @@ class Plain(Product):
     """The product in the dtype of its inputs."""
 
     def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """As `Product.forward`, by torch's own autograd, which compilers look into."""
+        """As `Product.forward`, by torch's own autograd, which compilers can trace."""
         return linear(x, weights["weight"], weights.get("bias"))
 
     def compute(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
@@ -90,7 +92,7 @@ class Linear(Layer, nn.Linear):
 
 
 def take_over(module: nn.Linear) -> Linear:
-    """A `Linear` with the parameters of `module`, the very same objects, so that ties hold and names stay."""
+    """A `Linear` with the very parameter objects of `module`, so that ties and names stay."""
     with torch.device("meta"):
         ours = Linear(module.in_features, module.out_features, bias=False)
     for name, parameter in module._parameters.items():
@@ -99,7 +101,7 @@ def take_over(module: nn.Linear) -> Linear:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module computes what `nn.Linear` does; a forward pass of its own class is tried on a few numbers."""
+    """Whether a module computes `nn.Linear`'s function; a subclass's own forward pass is tried on a few numbers."""
     cls = type(module)
     if not isinstance(module, nn.Linear) or cls.forward is nn.Linear.forward:
         return isinstance(module, nn.Linear)

@@ -1,6 +1,6 @@
-"""Terms of a loss that read a token's logits: written for whole logits, computed chunk by chunk on the rows here.
+"""Loss terms over a token's logits: written for whole logits, computed chunk by chunk on this rank's rows.
 
-Shapes: N tokens, C tokens of a chunk, D hidden, V vocabulary, or the rows of it that are here.
+Shapes: N tokens, C tokens of a chunk, D hidden, V vocabulary, or this rank's rows of it.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from meshwright.models.loss import VocabularyShare, add_product_, logit_chunks, 
 
 
 class Logits:
-    """The logits of some tokens, of which others may hold a part: every method knows all of them."""
+    """The logits of some tokens. Other ranks may hold a part; every method returns the result over all."""
 
     def __init__(self, here_CV: torch.Tensor, share: VocabularyShare | None = None) -> None:
         """`here_CV`: in fp32 (fp64), of the whole vocabulary or of the rows of `share`."""
@@ -26,14 +26,14 @@ class Logits:
         return self._total(found.where(here, 0))
 
     def logsumexp(self) -> torch.Tensor:
-        """The logarithm of what softmax divides by, [C]."""
+        """The logarithm of softmax's denominator, [C]."""
         top_C = self.here_CV.detach().amax(1)
         if self._share is not None:
             self._share.maximum_(top_C)
         return self._total((self.here_CV - top_C[:, None]).exp().sum(1)).log() + top_C
 
     def mean(self) -> torch.Tensor:
-        """Over the whole vocabulary, [C]."""
+        """The mean over the whole vocabulary, [C]."""
         return self._total(self.here_CV.sum(1)) / (self.here_CV.shape[1] if self._share is None else self._share.vocab)
 
     def _total(self, part: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ class Logits:
 
 
 TokenTerms = Callable[..., torch.Tensor]
-"""(logits of C tokens, their labels [C], whatever else there is of each of them [C, ...]) -> their terms [C]."""
+"""(logits of C tokens, their labels [C], any other tensors [C, ...] of these tokens) -> their terms [C]."""
 
 
 def linear_token_terms(
@@ -52,10 +52,10 @@ def linear_token_terms(
     share: VocabularyShare | None = None,
     *others: torch.Tensor,
 ) -> torch.Tensor:
-    """What `terms` makes of each label's `hidden @ weight.T`, [N] in fp32 (fp64); 0 where the label is -100.
+    """`terms` of each label's `hidden @ weight.T`, [N] in fp32 (fp64); 0 where the label is -100.
 
-    As `linear_token_losses`; `terms` is called once more in the backward pass, chunk by chunk. `others`: [N, ...], of
-    which `terms` gets those of its tokens.
+    As `linear_token_losses`; `terms` is called once more in the backward pass, chunk by chunk. `others`: [N, ...];
+    `terms` gets the rows of its tokens.
     """
     found_N = _LinearTokenTerms.apply(hidden_ND, weight_VD, labels_N, terms, share, *others)
     assert isinstance(found_N, torch.Tensor)

@@ -4,7 +4,7 @@ Logits are made for a chunk of tokens at a time, turned in place into their own 
 the gradients of the hidden states and of the head, as in Liger's fused linear cross-entropy (Hsu et al.,
 2024). So the backward pass has nothing to recompute, only to scale.
 
-Shapes: N tokens, D hidden, V vocabulary, C tokens of a chunk, R rows that are widened together.
+Shapes: N tokens, D hidden, V vocabulary, C tokens of a chunk, R rows that are converted to fp32 together.
 """
 
 from collections.abc import Iterator
@@ -21,27 +21,27 @@ IGNORED = -100
 """The label of a token that is not trained on."""
 
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**30}
-"""Logits held at a time. More of them means fewer passes over the head's gradient: one a chunk."""
+"""Bytes of logits held at a time. Larger chunks mean fewer passes over the head's gradient: one a chunk."""
 
 WIDE_BYTES = {"cpu": 2**22, "cuda": 2**28}
-"""Numbers held in fp32 at a time; so few on a CPU that every pass over them but the first is in its cache."""
+"""Numbers held in fp32 at a time; so few on a CPU that every pass after the first reads from its cache."""
 
 BUDGETS_OF: ContextVar[str | None] = ContextVar("BUDGETS_OF", default=None)
-"""A slot: the kind of device whose budgets these are, where it is another one than the tensors lie on."""
+"""A slot: the device type whose budgets apply, where it differs from the tensors'."""
 
 ROW_MULTIPLE = 64
-"""Rows of logits start this many elements apart, or a multiple: products over unaligned rows are slow."""
+"""Rows of logits start a multiple of this many elements apart: products over unaligned rows are slow."""
 
 
 class VocabularyShare(Protocol):
-    """Which rows of the head are here, where others hold the rest of them, and what all of them have together."""
+    """This rank's share of the head's rows, and reductions over all shares."""
 
     first: int
-    """Token id of the first row here."""
+    """Token id of this rank's first row."""
     vocab: int
-    """Tokens of the whole vocabulary."""
+    """Size of the whole vocabulary."""
     rows: int
-    """Rows of the largest share: by it all cut the tokens into the same chunks."""
+    """Rows of the largest share; from it all ranks derive the same chunks."""
 
     def maximum_(self, values: torch.Tensor) -> None:
         """Replace `values` by their element-wise maximum over all shares."""
@@ -50,7 +50,7 @@ class VocabularyShare(Protocol):
         """Replace `values` by their sum over all shares."""
 
     def sum(self, parts: torch.Tensor) -> torch.Tensor:
-        """The sum over all shares; its gradient goes to this part alone, for every share has the sum."""
+        """The sum over all shares; its gradient goes to this part only, for every share has the sum."""
         ...
 
 
@@ -63,15 +63,15 @@ def linear_cross_entropy(
         hidden_ND: floating point [N, D].
         weight_VD: the head [V, D], of the same dtype.
         labels_N: int64 [N].
-        share: where others hold the rest of the head. All call with the same hidden states and labels and have the same
-            loss; the gradient of the hidden states is what flows through the rows here, to be summed over shares.
+        share: this rank's rows, where other ranks hold the rest. All ranks pass the same hidden states and labels and
+            get the same loss; the gradient of the hidden states is this rank's part, to be summed over shares.
 
     Returns:
-        scalar, fp32 (fp64 for fp64 inputs). Softmax and loss are computed in that dtype and matrix products in that
-        of the inputs; over chunks the head's gradient is accumulated in fp32 (fp64).
+        scalar, fp32 (fp64 for fp64 inputs). Softmax and loss are computed in this dtype, matrix products in the inputs'
+        dtype; the head's gradient is accumulated over chunks in fp32 (fp64).
 
     Raises:
-        RuntimeError: a label outside the vocabulary (on a GPU, as an assertion of the device).
+        RuntimeError: a label outside the vocabulary (on a GPU, as a device-side assertion).
     """
     loss = _LinearCrossEntropy.apply(hidden_ND, weight_VD, labels_N, torch.is_grad_enabled(), share)
     assert isinstance(loss, torch.Tensor)
@@ -81,9 +81,9 @@ def linear_cross_entropy(
 def linear_token_losses(
     hidden_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor, share: VocabularyShare | None = None
 ) -> torch.Tensor:
-    """The terms of `linear_cross_entropy` one by one, [N], 0 where the label is -100: for losses that are no sum.
+    """The terms of `linear_cross_entropy` one by one, [N], 0 where the label is -100: for losses that are not a sum.
 
-    The backward pass makes the logits a second time, chunk by chunk.
+    The backward pass recomputes the logits, chunk by chunk.
     """
     losses_N = _LinearTokenLosses.apply(hidden_ND, weight_VD, labels_N, share)
     assert isinstance(losses_N, torch.Tensor)
@@ -131,7 +131,7 @@ class _LinearTokenLosses(torch.autograd.Function):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden_ND = torch.empty_like(hidden_ND) if need_hidden else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide(weight_VD.dtype)) if need_weight else None
-        # Logits are made once more: only now is it known what flows back into each label.
+        # Logits are recomputed: only now is each label's incoming gradient known.
         for rows, hidden_CD, trained_C1, _, grad_CV in _chunks(hidden_ND, weight_VD, labels_N, ctx.share):
             grad_CV *= grad_N[rows, None].to(grad_CV.dtype)
             if grad_hidden_ND is not None:
@@ -144,9 +144,9 @@ class _LinearTokenLosses(torch.autograd.Function):
 def logit_chunks(
     hidden_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor, share: VocabularyShare | None
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The logits of all tokens, so many at a time as take `CHUNK_BYTES`: (which tokens, their hidden states [C, D], 0
-    where there is no label, their labels [C], then one that is here, whether they have one [C], their logits [C, V] in
-    the dtype of the hidden states, which the next chunk overwrites)."""
+    """The logits of all tokens in chunks of `CHUNK_BYTES`: (which tokens, their hidden states [C, D], 0 where there is
+    no label, their labels [C], a valid one where there is none, whether they have one [C], their logits [C, V] in the
+    dtype of the hidden states, which the next chunk overwrites)."""
     tokens, vocab, first = len(hidden_ND), len(weight_VD), 0
     if share is not None:
         first = share.first
@@ -159,7 +159,7 @@ def logit_chunks(
     for start in range(0, tokens, max(1, chunk)):
         rows = slice(start, start + chunk)
         trained_C = labels_N[rows] != IGNORED
-        # A token is ignored by zeroing its hidden state: its row of logits is many times as long.
+        # A token is ignored by zeroing its hidden state, for its row of logits is many times as long.
         hidden_CD = hidden_ND[rows].where(trained_C[:, None], 0)
         made_CV = matmul(hidden_CD, weight_VD.t(), logits_CV[: len(hidden_CD)])
         yield rows, hidden_CD, labels_N[rows].where(trained_C, first), trained_C, made_CV
@@ -169,7 +169,7 @@ def _chunks(
     hidden_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor, share: VocabularyShare | None
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Chunk by chunk: (its tokens, their hidden states [C, D], whether they carry loss [C, 1], their losses [C, 1], the
-    losses' gradient by the logits [C, V], which the next chunk overwrites)."""
+    losses' gradient with respect to the logits [C, V], which the next chunk overwrites)."""
     first = 0 if share is None else share.first
     for rows, hidden_CD, labels_C, trained_C, grad_CV in logit_chunks(hidden_ND, weight_VD, labels_N, share):
         losses_C1 = _cross_entropy_(grad_CV, labels_C[:, None] - first, share)
@@ -179,13 +179,13 @@ def _chunks(
 def _cross_entropy_(logits_CV: torch.Tensor, targets_C1: torch.Tensor, share: VocabularyShare | None) -> torch.Tensor:
     """The losses [C, 1] in fp32 (fp64); `logits_CV` becomes their gradient, softmax - one-hot, in place.
 
-    A target outside the rows of a share is another's.
+    A target outside this share's rows belongs to another share.
     """
     here_C1 = torch.ones_like(targets_C1, dtype=torch.bool)
     if share is not None:
         here_C1 = (targets_C1 >= 0) & (targets_C1 < logits_CV.shape[1])
         targets_C1 = targets_C1.where(here_C1, 0)
-    # Of each row: its largest logit and that one's probability; how far the target's logit is below it, and its
+    # Of each row: the largest logit and its probability; the target logit's distance below it, and the target's
     # probability.
     largest_C1, peak_C1, below_C1, target_C1 = (
         torch.empty_like(targets_C1, dtype=wide(logits_CV.dtype)) for _ in range(4)
@@ -217,14 +217,14 @@ def _cross_entropy_(logits_CV: torch.Tensor, targets_C1: torch.Tensor, share: Vo
         logits_CV *= part_C1
         target_C1 *= part_C1
     gradients_C1 = (target_C1 - 1).to(logits_CV.dtype)
-    # By index, not by `scatter_`, which on a CPU in half precision goes over all logits.
+    # By index, not by `scatter_`, which in half precision on a CPU traverses all logits.
     places = torch.arange(len(logits_CV), device=logits_CV.device)[:, None], targets_C1
     logits_CV[places] = gradients_C1.where(here_C1, logits_CV[places])
     return losses_C1
 
 
 def add_product_(total_VD: torch.Tensor, grad_CV: torch.Tensor, hidden_CD: torch.Tensor) -> None:
-    """total += grad.T @ hidden; by rows of the total, so that no product is held in full or leaves the cache."""
+    """total += grad.T @ hidden, by rows of the total, so that no product is held in full or leaves the cache."""
     rows = _wide_rows(total_VD)
     for total_RD, grad_CR in zip(total_VD.split(rows), grad_CV.split(rows, dim=1), strict=True):
         # Widened before it is added: adding across dtypes is ten times slower on a CPU.
@@ -232,7 +232,7 @@ def add_product_(total_VD: torch.Tensor, grad_CV: torch.Tensor, hidden_CD: torch
 
 
 def _scaled(grad: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`grad * factor`, rounded to `dtype` once; by rows, so that the product is never held in full."""
+    """`grad * factor`, rounded to `dtype` once, by rows, so that the product is never held in full."""
     scaled, rows = torch.empty_like(grad, dtype=dtype), _wide_rows(grad)
     for source, target in zip(grad.split(rows), scaled.split(rows), strict=True):
         target.copy_(source * factor)

@@ -1,15 +1,15 @@
-"""Linear layers whose three products take operands in few bits: fp8, MXFP8 and NVFP4, by published recipes.
+"""Linear layers whose three products take quantized operands: fp8, MXFP8 and NVFP4, by published recipes.
 
     output          x   W^T    sums over inputs
     input gradient  g   W      sums over outputs
     weight gradient g^T x      sums over tokens
 
-Each product brings its operands to few bits along the dim that it sums over, multiplies them with sums in fp32 and
-rounds the result to the dtype of its inputs. Where the device has a kernel for it (`has_kernel`), that multiplies the
-codes; elsewhere what they stand for is multiplied in fp32: the same numbers, whatever the device.
+Each product quantizes its operands along the dim that it sums over, multiplies them with accumulation in fp32 and
+rounds the result to the dtype of its inputs. Where the device has a kernel (`has_kernel`), it multiplies the codes;
+elsewhere the dequantized operands are multiplied in fp32: the same numbers on any device.
 
-A recipe's scales are those of whole matrices, wherever their parts are. A strategy whose ranks share the tokens of a
-microbatch, the inputs or the outputs of a layer says in `LowPrecision.over` how a maximum is taken over all of them.
+A recipe's scales belong to whole matrices, however they are split. A strategy whose ranks share the tokens of a
+microbatch, the inputs or the outputs of a layer sets in `LowPrecision.over` how a maximum is reduced over all of them.
 
 Shapes: M rows (tokens of a microbatch), D in, N out; K kept and S summed over by a product.
 """
@@ -34,7 +34,7 @@ Dim = Literal["tokens", "in", "out"]
 Role = Literal["input", "weight", "gradient"]
 ROLES: tuple[Role, ...] = ("input", "weight", "gradient")
 Pair = tuple[Scaling, Scaling]
-"""Of a product's operands, the one of the result's rows first."""
+"""The scalings of a product's operands, the one with the result's rows first."""
 
 KERNEL_SIZES = 16
 """What K and S must be multiples of for a kernel."""
@@ -42,7 +42,7 @@ KERNEL_SIZES = 16
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the operands of a layer's products are brought to few bits."""
+    """How the operands of a layer's products are quantized."""
 
     name: str
     forward: Pair
@@ -52,13 +52,13 @@ class Recipe:
     weight_gradient: Pair | None
     """Of gradient and input; None: in the dtype of the layer."""
     four_bits: bool = False
-    """Weight gradients' operands go through a random Hadamard transform, and gradients are rounded at random."""
+    """Weight gradients' operands go through a random Hadamard transform, and gradients are rounded stochastically."""
     kernel: tuple[int, int] | None = None
-    """The compute capability from which on GPUs have kernels; None: no kernel is used."""
+    """The lowest compute capability with kernels; None: no kernel is used."""
 
     @property
     def delayed(self) -> bool:
-        """Whether scales are made of the largest values of the steps before."""
+        """Whether scales come from the largest values of earlier steps."""
         return self.forward[0].scale == "delayed"
 
 
@@ -89,47 +89,46 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 class AmaxHistory(nn.Module):
-    """The largest absolute values of a layer's input, weight and gradient in the last steps: state, from which delayed
-    scales are made."""
+    """The largest absolute values of a layer's input, weight and gradient in the last steps: state for delayed
+    scales."""
 
     amax_history: torch.Tensor
     """fp32 [3, H], the newest first; 0 where there was no step."""
     current: torch.Tensor
-    """fp32 [3]: of the step that is computed, on this rank."""
+    """fp32 [3]: of the current step, on this rank."""
 
     def __init__(self, steps: int, margin: int, place: int) -> None:
-        """`steps`: H; `place`: of the layer among all that have such a history, wherever they are."""
+        """`steps`: H; `place`: the layer's index among all layers with a history, on any rank."""
         super().__init__()
         self.margin, self.place = margin, place
         self.register_buffer("amax_history", torch.zeros(len(ROLES), steps, device="meta"))
         self.register_buffer("current", torch.zeros(len(ROLES), device="meta"), persistent=False)
 
     def scale(self, role: Role, scaling: Scaling) -> torch.Tensor:
-        """What numbers of this kind are multiplied by now."""
+        """The current scale of this kind of operand."""
         return delayed_scale(self.amax_history[ROLES.index(role)].amax(), scaling.format, self.margin)
 
     @torch.no_grad()
     def see(self, role: Role, tensor: torch.Tensor) -> None:
-        """Take note of the largest value, in training only; twice of the same tensor is as good as once."""
+        """Record the largest value, in training only; recording a tensor twice changes nothing."""
         if self.training:
             seen = self.current[ROLES.index(role)]
             seen.copy_(torch.maximum(seen, tensor.abs().amax().float()))
 
     @torch.no_grad()
     def turn(self, amax_3: torch.Tensor) -> None:
-        """Begin the next step; `amax_3` [3] are this step's values over all ranks. Others than finite ones are not
-        kept."""
+        """Begin the next step; `amax_3` [3] are this step's values over all ranks. Non-finite ones are not recorded."""
         newest_31 = amax_3.where(amax_3.isfinite(), self.amax_history[:, 0])[:, None]
         self.amax_history.copy_(torch.cat([newest_31, self.amax_history[:, :-1]], 1))
 
 
 def everywhere(maxima: torch.Tensor) -> torch.Tensor:
-    """What `LowPrecision.over` is for a dim that is here as a whole."""
+    """The default `LowPrecision.over`, for a dim that is whole on this rank."""
     return maxima
 
 
 class LowPrecision(Product):
-    """A product whose operands are brought to few bits."""
+    """A product whose operands are quantized."""
 
     def __init__(
         self,
@@ -143,20 +142,20 @@ class LowPrecision(Product):
         """
         Args:
             recipe: how.
-            name: the layer's, and `seed`, the run's: by both it draws for itself.
-            draws: tells the numbers of tokens, by which gradients are rounded at random.
-            history: for delayed scales; a module of the layer's, so that it knows whether the layer trains.
+            name: the layer's; with `seed`, the run's, it seeds the layer's random numbers.
+            draws: the numbers of tokens, on which stochastic rounding of gradients depends.
+            history: for delayed scales; a submodule of the layer, so that it knows whether the layer trains.
         """
         self.recipe, self.draws, self.history = recipe, draws, history
         self.names = ("weight", "numbers") if recipe.four_bits else ("weight",)
         self.over: dict[Dim, Spread] = {"tokens": everywhere, "in": everywhere, "out": everywhere}
-        """A slot: how a maximum over what is here of a dim becomes that over all of it."""
+        """A slot: reduces a maximum over this rank's part of a dim to the maximum over all of it."""
         self.part = 0
-        """A slot: which part of the outputs is here, where ranks have equal parts of them."""
+        """A slot: the index of this rank's part of the outputs, where ranks have equal parts."""
         self._keys = {use: _key(seed, name, use) for use in ("input gradient", "weight gradient")}
 
     def noted(self, weights: Weights) -> Weights:
-        """See `Product`: the numbers of the tokens that are computed now."""
+        """See `Product`: the numbers of the tokens in the current forward pass."""
         if not self.recipe.four_bits or self.draws is None:
             return weights
         return {**weights, "numbers": self.draws.numbers}
@@ -217,8 +216,8 @@ class LowPrecision(Product):
         return linear(left.decode(), right.decode()).to(dtype)
 
     def _uniform(self, use: str, features: int, weights: Weights) -> torch.Tensor | None:
-        """Numbers in [0, 1) of 24 bits [M, features], which depend on the run's seed, layer, use, token and output, and
-        on nothing else; None where gradients are rounded to the nearest."""
+        """Numbers in [0, 1) of 24 bits [M, features], which depend only on the run's seed, layer, use, token and
+        output; None where gradients are rounded to the nearest."""
         if not self.recipe.four_bits:
             return None
         numbers = weights.get("numbers")
@@ -231,14 +230,14 @@ class LowPrecision(Product):
 
 
 def has_kernel(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products of this recipe are a kernel's on this device, and not emulated."""
+    """Whether a kernel computes products of this recipe on this device, rather than emulation."""
     if device.type != "cuda" or dtype != torch.bfloat16 or recipe.kernel is None:
         return False
     return torch.cuda.get_device_capability(device) >= recipe.kernel
 
 
 def _by_kernel(left: Encoded, right: Encoded, dtype: torch.dtype) -> torch.Tensor:
-    """The product of codes that have one scale, or one a row."""
+    """The product of codes with one scale, or one a row."""
     scaling = F.ScalingType.TensorWise if left.scales.numel() == 1 else F.ScalingType.RowWise
     (a_KS, scale_a), (b_NS, scale_b) = ((one.whole(one.codes), 1 / one.scales) for one in (left, right))
     shapes = ((), ()) if left.scales.numel() == 1 else ((-1, 1), (1, -1))

@@ -10,8 +10,8 @@ import torch
 from meshwright.torch_internals import size_varies
 
 MERGED = 128
-"""On a CPU short documents that follow one another are attended together, up to so many tokens, under a mask: a call a
-document would cost more than the scores that the mask throws away."""
+"""On a CPU consecutive short documents are attended together, up to so many tokens, under a mask: a call a document
+would cost more than the scores that the mask discards."""
 
 
 def attention_mask(
@@ -23,7 +23,7 @@ def attention_mask(
 ) -> torch.Tensor | None:
     """Which keys each of the last `num_queries` positions sees: bool [T, S].
 
-    None where SDPA's own causal rule says the same, which keeps its fast path.
+    None where SDPA's own causal rule is equivalent, which keeps its fast path.
 
     Args:
         window: keys a query sees at most, itself included.
@@ -41,7 +41,7 @@ def attention_mask(
 
 
 def document_positions(documents_BT: torch.Tensor) -> torch.Tensor:
-    """Each token's place in its document: int64 [B, T], 0 at every document's first token of a row."""
+    """Each token's position in its document: int64 [B, T], 0 at every document's first token of a row."""
     indices_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
     return indices_T - torch.where(_starts(documents_BT), indices_T, 0).cummax(1).values
 
@@ -49,8 +49,7 @@ def document_positions(documents_BT: torch.Tensor) -> torch.Tensor:
 class Documents:
     """The documents of a batch, for attention that never crosses their borders.
 
-    A plain class, because FSDP2's mixed precision casts what it finds in a block's inputs, tuples and dataclasses
-    included.
+    A plain class, because FSDP2's mixed precision casts tensors in a block's inputs, tuples and dataclasses included.
     """
 
     def __init__(self, documents_BT: torch.Tensor, *, window: int | None):
@@ -64,8 +63,8 @@ class Documents:
 
     @functools.cached_property
     def spans(self) -> list[tuple[int, torch.Tensor | None]]:
-        """The N tokens cut into (length, mask), none of which sees another: a document alone (without a mask where
-        causal order is all), or neighbours that are short."""
+        """The N tokens cut into (length, mask) spans that do not see each other: a single document (without a mask
+        where causal order suffices), or short neighbours."""
         spans, together = [], []
         for length in [*self.offsets.diff().tolist(), MERGED]:
             if together and sum(together) + length > MERGED:
@@ -75,7 +74,7 @@ class Documents:
         return spans
 
     def mask(self) -> torch.Tensor:
-        """Who sees whom, in full: bool [B, 1, T, T]."""
+        """The full mask: bool [B, 1, T, T]."""
         sees_BTT = self.documents_BT[:, :, None] == self.documents_BT[:, None, :]
         return (sees_BTT & self._order(self.documents_BT.shape[1]))[:, None]
 
@@ -86,7 +85,7 @@ class Documents:
         return torch.block_diag(*(self._order(length).int() for length in lengths)).bool()
 
     def _order(self, length: int) -> torch.Tensor:
-        """Causal order and sliding window alone: bool [T, T]."""
+        """The mask of causal order and sliding window: bool [T, T]."""
         order_TT = torch.ones(length, length, dtype=torch.bool, device=self.documents_BT.device).tril()
         return order_TT if self.window is None else order_TT.triu(1 - self.window)
 

@@ -17,15 +17,15 @@ from meshwright.spec.model import ModelSpec
 
 
 def whole_sequences(counts_BE: torch.Tensor) -> torch.Tensor:
-    """The counts [B, E] where every sequence is whole here: as they are."""
+    """The default `Router` slot: every sequence is whole on this rank, so its counts [B, E] are returned unchanged."""
     return counts_BE
 
 
 class Router(Viewed):
-    """Chooses each token's experts and what their outputs are weighed by; keeps account of every expert's load."""
+    """Chooses each token's experts and their weights, and counts every expert's load."""
 
     bias: torch.Tensor | None
-    """Added to scores where experts are chosen, and only there; [E], fp32 or wider. State, not trained."""
+    """Added to scores only for the choice of experts; [E], fp32 or wider. State, not trained."""
 
     def __init__(self, spec: ModelSpec, layer: int):
         super().__init__()
@@ -34,15 +34,15 @@ class Router(Viewed):
         self.weight = nn.Parameter(torch.empty(spec.num_experts, spec.hidden))
         self.register_buffer("bias", torch.empty(spec.num_experts) if spec.router_bias else None)
         self.over_sequence: Callable[[torch.Tensor], torch.Tensor] = whole_sequences
-        """A slot: makes of the counts [B, E] of the tokens that are here those of whole sequences."""
+        """A slot: reduces the counts [B, E] of this rank's tokens to counts of whole sequences."""
         self.sequence_weight = 0.0
-        """What the balance loss of one sequence is multiplied by when it joins the gradient: the trainer's share of one
-        sequence in the global batch. 0 leaves it out."""
+        """The factor of one sequence's balance loss in the gradient: the trainer's share of one sequence in the global
+        batch. 0 leaves it out."""
         self.load_E: torch.Tensor | None = None
         """Tokens sent to each expert in all backward passes since `take_load`, int64."""
 
     def forward(self, x_BTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Route every token, in fp32 (fp64 in fp64), for a rounded score may choose another expert.
+        """Route every token, in fp32 (fp64 in fp64), because a rounded score may choose another expert.
 
         Returns:
             the chosen experts' weights [B, T, K], the experts [B, T, K], int64, and how many tokens of each
@@ -64,8 +64,8 @@ class Router(Viewed):
         return weights_BTK, experts_BTK, counts_BE
 
     def _choose(self, scores_BTE: torch.Tensor) -> torch.Tensor:
-        """The experts [B, T, K] with the best scores, the bias added where there is one. Of groups only the best take
-        part, by the sum of their two best (DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2)."""
+        """The experts [B, T, K] with the best scores, the bias added where there is one. Only the best groups take
+        part, ranked by the sum of their two best scores (DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2)."""
         if self.bias is not None:
             scores_BTE = scores_BTE + self.bias.to(scores_BTE)
         if self.spec.router_groups > 1:
@@ -76,13 +76,13 @@ class Router(Viewed):
         return scores_BTE.topk(self.spec.experts_per_token, dim=-1).indices
 
     def move_bias(self, load_E: torch.Tensor) -> None:
-        """Make experts with more load than the mean less likely by `balance_rate` and those with less more likely (Wang
-        et al., "Auxiliary-Loss-Free Load Balancing", 2024). `load`: [E], of the whole global batch."""
+        """Lower the bias of experts with more load than the mean by `balance_rate` and raise it for experts with less
+        (Wang et al., "Auxiliary-Loss-Free Load Balancing", 2024). `load`: [E], of the whole global batch."""
         if self.bias is not None:
             self.bias += self.spec.balance_rate * (load_E.double().mean() - load_E).sign().to(self.bias)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Router":
-        """Keeps the bias in fp32 or wider whatever becomes of the model, for its steps are small."""
+        """Keeps the bias in fp32 or wider when the model is cast, for its steps are small."""
         before = self.bias
         super()._apply(fn, recurse)
         if before is not None and self.bias is not None:
@@ -95,7 +95,7 @@ class Router(Viewed):
         it): f_i is the share of the sequence's tokens that expert i gets, of all K choices (so they sum to K), and P_i
         the mean of its probability. Only P has a gradient.
 
-        Each sequence counts by itself, so that how a batch is split into microbatches and ranks changes nothing.
+        Each sequence counts by itself, so that the split of a batch into microbatches and ranks changes nothing.
         """
         if self.sequence_weight * self.spec.balance_loss == 0 or not torch.is_grad_enabled():
             return None
@@ -115,10 +115,10 @@ class Router(Viewed):
 
 
 class _JoinBackward(torch.autograd.Function):
-    """Passes the routing weights on; the backward pass lets the balance loss join the gradient and counts the load.
+    """Passes the routing weights through; the backward pass adds the balance loss's gradient and counts the load.
 
-    The loss joins here, where it arises, so that no block has to hand it on, and the load is counted where it happens
-    once for each microbatch, however often a forward pass is computed again.
+    The loss joins where it arises, so that no block has to return it. The load is counted in the backward pass, which
+    runs once for each microbatch even if the forward pass is recomputed.
     """
 
     @staticmethod
@@ -136,8 +136,8 @@ class _JoinBackward(torch.autograd.Function):
 
 
 def read_counts(*counts: torch.Tensor) -> list[list[int]]:
-    """Numbers of rows as Python's numbers, several tensors of one length at once: the only place where what a router
-    decided reaches the host and becomes shapes."""
+    """Row counts as Python ints, from several tensors of one length at once: only here does a router's decision reach
+    the host and become shapes."""
     return torch.stack(counts).tolist()
 
 
@@ -187,7 +187,7 @@ class Experts(nn.Module):
 
 
 class Dispatch:
-    """What brings rows to their experts and back; here all experts are at hand."""
+    """Brings rows to their experts and back; here this rank has all experts."""
 
     def __call__(self, experts: Experts, x_MD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """[M, D] to [M, D]: rows sorted by expert, through their experts."""
@@ -198,10 +198,10 @@ class Dispatch:
 
 
 class MoE(Wrapped):
-    """A feed-forward layer of experts, of which each token uses a few (Shazeer et al., 2017). Dropless: an expert takes
+    """A feed-forward layer of experts; each token uses a few of them (Shazeer et al., 2017). Dropless: an expert takes
     all tokens that are sent to it, however many.
 
-    A slot: `dispatch`, which a strategy whose ranks share the experts fills.
+    A slot: `dispatch`; a strategy whose ranks share the experts fills it.
     """
 
     dispatch: Dispatch = Dispatch()
@@ -225,5 +225,5 @@ class MoE(Wrapped):
         return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
 
     def extra_repr(self) -> str:
-        """What stands in the slot, and the wrappers."""
+        """The contents of the slot, and the wrappers."""
         return ", ".join(filter(None, (f"dispatch: {self.dispatch}", super().extra_repr())))

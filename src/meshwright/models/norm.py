@@ -26,7 +26,7 @@ class RMSNorm(Viewed, nn.RMSNorm):
     """`nn.RMSNorm` that reads its parameters through a view."""
 
     kernel: Callable[..., torch.Tensor] = staticmethod(F.rms_norm)
-    """A slot: what computes it of input, shape, weight and eps."""
+    """A slot: the function of input, shape, weight and eps."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Over the last dim."""

@@ -1,4 +1,4 @@
-"""The base of users' own models: a decoder of ours with blocks of theirs.
+"""Base class of users' own models: Meshwright's decoder with custom blocks.
 
     class SquaredReLU(FeedForward):
         def forward(self, x_BTD):
@@ -16,7 +16,7 @@
         def block(self, spec, layer):
             return MyBlock(spec, layer)
 
-Parameters that the base has under the same name keep its dims; of others `dims` names them.
+Parameters that the base has under the same name keep its dims; `dims` names the dims of others.
 """
 
 from abc import ABC, abstractmethod
@@ -32,17 +32,17 @@ from meshwright.spec.model import ModelSpec, Parameter
 
 
 class Model(ABC):
-    """A user's own model; its sizes are given as a family's (`model: {family: NAME, hidden: ...}`)."""
+    """A user's own model; the recipe gives its sizes as for any family (`model: {family: NAME, hidden: ...}`)."""
 
     base: ClassVar[str] = "llama"
-    """The family whose defaults, switches, embeddings, norms and head it has."""
+    """The family that provides defaults, switches, embeddings, norms and head."""
     switches: ClassVar[Mapping[str, Any]] = {}
     """Fields of `ModelSpec` that differ from the base's."""
     dims: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Name of a parameter within its block (`mixer.gate.weight`) -> its named dims, a weight's (out, in)."""
     zeros: ClassVar[tuple[str, ...]] = ()
-    """Of these names, those that begin at zero. Others: matrices are drawn, biases begin at zero, other vectors at
-    one."""
+    """The names among `dims` that are initialized to zero. Others: matrices are drawn, biases begin at zero, other
+    vectors at one."""
 
     @abstractmethod
     def block(self, spec: ModelSpec, layer: int) -> Block:

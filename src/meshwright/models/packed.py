@@ -1,9 +1,9 @@
 """Blocks packed for generation on a CPU: fewer and larger products, with weights in the order that oneDNN reads.
 
-A step of generation multiplies a few rows with every weight, so each operation's own cost and the order of weights in
-memory decide. `pack` wraps blocks: where a cache is given, they compute with copies of their weights, queries, keys and
-values in one product and both gates in another. What has an adapter, a quantized weight or a form of its own stays as
-it is.
+A step of generation multiplies a few rows with every weight, so the overhead of each operation and the order of weights
+in memory decide. `pack` wraps blocks: where a cache is given, they compute with copies of their weights, queries, keys
+and values in one product and both gates in another. Layers with an adapter, a quantized weight or a forward pass of
+their own stay unchanged.
 
 Shapes: N tokens, D in, O out, H heads, G key and value heads, K head_dim.
 """
@@ -27,13 +27,13 @@ from meshwright.models.slots import View
 from meshwright.torch_internals import ONEDNN_LINEAR, linear_by_onednn, reorder_for_onednn
 
 SMALL = 2**16
-"""Numbers of a weight up to which torch's own product is faster: oneDNN's costs ten microseconds to call."""
+"""Size of a weight up to which torch's own product is faster: a call of oneDNN's costs ten microseconds."""
 DTYPES = (torch.float32, torch.bfloat16)
-"""What oneDNN has fast products for."""
+"""The dtypes for which oneDNN has fast products."""
 ROWS = 8
-"""Rows that weights are ordered for; others are computed as well."""
+"""The number of rows that weights are ordered for; other numbers work too."""
 PACKED_BYTES = 4 * 2**30
-"""Weights of a model that are copied at most; a larger one stays as it is."""
+"""The largest model that is packed; a larger one stays unchanged."""
 
 
 class PackedLinear:
@@ -75,7 +75,7 @@ class PackedAttention:
             qk = torch.cat((q_norm(qk[:, :, : self._heads]), k_norm(qk[:, :, self._heads :])), 2)
         if rope is not None:
             cos, sin = rope.wide
-            # Pairs lie half a head apart, so that each one's other half is where a turn by half a head puts it.
+            # Pairs lie half a head apart, so a roll by half a head aligns each number with its pair's other one.
             qk = torch.addcmul(qk * cos, qk.roll(self._width // 2, -1), sin).to(v_1NGK.dtype)
         q, k = qk[:, :, : self._heads], qk[:, :, self._heads :]
         y_1HNK = cache.attend(self._core, q.transpose(1, 2), k.transpose(1, 2), v_1NGK.transpose(1, 2))
@@ -99,7 +99,7 @@ class PackedFeedForward:
 
 
 class PackedBlock:
-    """A wrapper of a block: with a cache it computes with packed parts, else as before."""
+    """A wrapper of a block: with a cache it computes with packed parts, else unchanged."""
 
     def __init__(self, block: Block) -> None:
         self._norms = [_norm(block.attention_norm), _norm(block.feed_forward_norm)]
@@ -147,10 +147,10 @@ class PackedHead:
 
 
 def pack(model: Decoder) -> None:
-    """Fill the slots of a model that from now on is used for generation only: later changes of its weights would not be
-    seen.
+    """Fill the slots of a model that is used only for generation from now on: later changes of its weights have no
+    effect.
 
-    Nothing happens where there is nothing to win: on a GPU, in other precisions than fp32 and bf16, in models that
+    Nothing happens where there is nothing to gain: on a GPU, in other precisions than fp32 and bf16, in models that
     transformers computes, and where the copies would take much memory.
     """
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
@@ -171,7 +171,7 @@ def pack(model: Decoder) -> None:
 
 
 def _norm(norm: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The norm without what a module's call costs."""
+    """The norm without the overhead of a module's call."""
     if type(norm) is RMSNorm and _is_plain_view(norm):
         return partial(F.rms_norm, normalized_shape=list(norm.normalized_shape), weight=norm.weight, eps=norm.eps)
     if type(norm) is LayerNorm and _is_plain_view(norm):

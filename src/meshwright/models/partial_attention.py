@@ -17,7 +17,7 @@ from meshwright.torch_internals import FLASH_CPU, FLASH_CPU_BACKWARD, FLASH_CUDA
 aten = torch.ops.aten
 
 Sight = torch.Tensor | Literal["causal", "all"]
-"""Which keys of a part a query sees: all, those up to its own place (Q = S), or bool [Q, S] or [B, 1, Q, S]."""
+"""Which keys of a part a query sees: all, those up to its own position (Q = S), or bool [Q, S] or [B, 1, Q, S]."""
 
 
 def attend_part(
@@ -25,7 +25,7 @@ def attend_part(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The part's result [B, H, Q, K] and logsumexp [B, H, Q], both fp32 (fp64 for fp64); without autograd.
 
-    A query that sees nothing of the part gets 0 and -inf.
+    A query that sees no key of the part gets 0 and -inf.
     """
     k_BHSK, v_BHSK = (_repeat(x, q_BHQK.shape[1]) for x in (k_BGSK, v_BGSK))
     wide = _wide(q_BHQK.dtype)
@@ -56,7 +56,7 @@ def attend_part_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The part's share of the gradients of q, k and v, fp32 (fp64 for fp64).
 
-    `y` (in q's dtype) and `logsumexp` are those of all parts together.
+    `y` (in q's dtype) and `logsumexp` cover all parts together.
     """
     k_BHSK, v_BHSK = (_repeat(x, q_BHQK.shape[1]) for x in (k_BGSK, v_BGSK))
     flash = None if isinstance(sight, torch.Tensor) else _flash_kernels(q_BHQK, v_BHSK)
@@ -75,7 +75,7 @@ def attend_part_backward(
 def add_part_(
     y_BHQK: torch.Tensor, logsumexp_BHQ: torch.Tensor, part_BHQK: torch.Tensor, part_logsumexp_BHQ: torch.Tensor
 ) -> None:
-    """Add a part to the sum of others, in place; each query must have seen something in one of those."""
+    """Add a part to the sum of others, in place; each query must have seen a key in one of the others."""
     total_BHQ = torch.logaddexp(logsumexp_BHQ, part_logsumexp_BHQ)
     y_BHQK.mul_((logsumexp_BHQ - total_BHQ).exp()[..., None])
     y_BHQK.addcmul_(part_BHQK, (part_logsumexp_BHQ - total_BHQ).exp()[..., None])
@@ -83,7 +83,7 @@ def add_part_(
 
 
 def _flash_kernels(q_BHQK: torch.Tensor, v_BHSK: torch.Tensor):
-    """torch's flash kernels (forward, backward) where they serve this dtype, device and head width; else None."""
+    """torch's flash kernels (forward, backward) where they support this dtype, device and head width; else None."""
     if q_BHQK.shape[-1] != v_BHSK.shape[-1]:
         return None
     if q_BHQK.device.type == "cpu":
@@ -106,7 +106,7 @@ def _flash_backward_cuda(grad, q, k, v, y, logsumexp, causal: bool):
 
 
 def _plain_backward(grad_BHQK, q_BHQK, k_BHSK, v_BHSK, y_BHQK, logsumexp_BHQ, sight: Sight):
-    """By ordinary products, some queries at a time."""
+    """The backward pass by ordinary products, some queries at a time."""
     scale, dtype = q_BHQK.shape[-1] ** -0.5, q_BHQK.dtype
     wide = _wide(dtype)
     grad_q_BHQK = torch.empty_like(q_BHQK, dtype=wide)
@@ -123,7 +123,7 @@ def _plain_backward(grad_BHQK, q_BHQK, k_BHSK, v_BHSK, y_BHQK, logsumexp_BHQ, si
 
 
 def _scores(q_BHQK: torch.Tensor, k_BHSK: torch.Tensor, sight: Sight, rows: slice) -> torch.Tensor:
-    """Scaled scores of some queries, fp32 (fp64); -inf for what they do not see."""
+    """Scaled scores of some queries, fp32 (fp64); -inf for keys that they do not see."""
     scores_BHqS = (q_BHQK[:, :, rows] @ k_BHSK.mT).to(_wide(q_BHQK.dtype)) * q_BHQK.shape[-1] ** -0.5
     if sight == "all":
         return scores_BHqS
@@ -135,19 +135,19 @@ def _scores(q_BHQK: torch.Tensor, k_BHSK: torch.Tensor, sight: Sight, rows: slic
 
 
 def _blocks(q_BHQK: torch.Tensor, k_BHSK: torch.Tensor) -> list[slice]:
-    """Cuts of the queries, so that no more than SCORES scores a head and row of the batch are held."""
+    """Slices of the queries, so that at most SCORES scores a head and row of the batch are held."""
     queries = max(1, SCORES // k_BHSK.shape[2])
     return [slice(start, min(start + queries, q_BHQK.shape[2])) for start in range(0, q_BHQK.shape[2], queries)]
 
 
 def _repeat(x_BGSK: torch.Tensor, heads: int) -> torch.Tensor:
-    """Each key and value head once for each query head that shares it."""
+    """Each key and value head repeated for each query head that shares it."""
     repeats = heads // x_BGSK.shape[1]
     return x_BGSK if repeats == 1 else x_BGSK.repeat_interleave(repeats, 1)
 
 
 def _finite(logsumexp: torch.Tensor) -> torch.Tensor:
-    """0 instead of -inf, so that what sees nothing has probabilities of 0 instead of NaN."""
+    """0 instead of -inf, so that queries that see nothing have probabilities of 0 instead of NaN."""
     return logsumexp.where(logsumexp.isfinite(), 0)
 
 

@@ -1,9 +1,9 @@
 """Linear layers with quantized weights: quantization, and products with dequantized matrices.
 
-A matrix's place is taken by parameters that do not train: `codes`, `scales` and, where scales are quantized too,
-`groups` (`families/quantized.py` gives their shapes, `models/blockwise.py` says what is in them). They are integers:
-whoever moves, shards, gathers or counts parameters treats them like any other. A matrix is decoded for a product, then
-forgotten; the backward pass decodes it again.
+Frozen parameters replace a matrix: `codes`, `scales` and, where scales are quantized too, `groups`
+(`families/quantized.py` gives their shapes, `models/blockwise.py` their contents). They are integers: code that moves,
+shards, gathers or counts parameters treats them like any other. A matrix is decoded for a product, then freed; the
+backward pass decodes it again.
 
 Shapes: D in, N out.
 """
@@ -35,16 +35,16 @@ RowSource = Callable[[Parameter, int, int], torch.Tensor]
 """(parameter, start, stop) -> rows [start, stop) of dim 0 of its global value."""
 
 NUMBERS_AT_ONCE = 2**26
-"""Numbers of a matrix read at a time where all its scales are wanted."""
+"""Numbers of a matrix read at a time where all its scales are needed."""
 
 
 class Quantized(Product):
-    """A product with a frozen weight in few bits: `codes`, `scales` and `groups`, decoded for every product."""
+    """A product with a frozen quantized weight: `codes`, `scales` and `groups`, decoded for every product."""
 
     names = ("codes", "scales", "groups")
 
     def __init__(self, kept_as: str, shape_ND: tuple[int, int]) -> None:
-        """`shape_ND` is the whole matrix's; `kept_as` is a name for people."""
+        """`shape_ND` is the whole matrix's; `kept_as` is a display name."""
         self.kept_as, self.shape_ND = kept_as, shape_ND
 
     def compute(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
@@ -70,8 +70,8 @@ class Quantized(Product):
 
 
 def decode(kept: Sequence[torch.Tensor | None], shape_ND: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """The matrix in `dtype`, of its codes, scales and groups. Of codes that are a part of the rows, or of every row,
-    that part."""
+    """The matrix in `dtype`, from its codes, scales and groups. Codes of a part of the rows, or of every row, give that
+    part."""
     codes, scales, groups = kept
     assert codes is not None
     assert scales is not None
@@ -84,11 +84,11 @@ def decode(kept: Sequence[torch.Tensor | None], shape_ND: tuple[int, int], dtype
 
 
 class QuantizedRows:
-    """Any rows of what is kept of quantized matrices, made from rows of the matrices.
+    """Any rows of the codes, scales and groups of quantized matrices, made from rows of the matrices.
 
-    Scales that are quantized depend on the mean of all scales of their matrix. For them every rank reads the whole
-    matrix, a slice at a time, and remembers its scales until the next matrix's turn: so what is kept is the same under
-    every layout, and no rank waits for another.
+    Quantized scales depend on the mean of all scales of their matrix. For them every rank reads the whole matrix, a
+    slice at a time, and caches its scales until the next matrix's turn: so the result is the same under every layout,
+    and no rank waits for another.
     """
 
     def __init__(self, read: RowSource, weights: Iterable[Parameter], table: Iterable[Parameter]) -> None:
@@ -101,8 +101,7 @@ class QuantizedRows:
         self._scales: tuple[str, Scales] | None = None
 
     def __call__(self, parameter: Parameter, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of dim 0 of a parameter; of a matrix that is quantized, its numbers as they are decoded,
-        fp32."""
+        """Rows [start, stop) of dim 0 of a parameter; for a quantized matrix, its decoded numbers, fp32."""
         if parameter.name in self._weights:
             return self._decoded(parameter)[start:stop]
         if parameter.name not in self._kept:
@@ -125,7 +124,7 @@ class QuantizedRows:
         return (groups if name == "groups" else scales.view(parameter.shape))[start:stop]
 
     def _numbers(self, weight: Parameter, first: int, last: int) -> torch.Tensor:
-        """Numbers [first, last) of a matrix, row by row; beyond its end zeros."""
+        """Numbers [first, last) of a matrix, row by row; zeros beyond its end."""
         rows, columns = weight.shape
         start = first // columns
         numbers = self._read(weight, start, min(rows, -(-last // columns))).reshape(-1)

@@ -14,9 +14,8 @@ from meshwright.spec.model import ModelSpec, RopeScaling
 class RopeTables:
     """Cosine and sine of every position's angles: fp32 [B, T, 1, R], or [T, 1, R] where the batch shares its positions.
 
-    A plain class, because FSDP2's mixed precision casts what it finds in a block's inputs, tuples and dataclasses
-    included, and in bf16 the angles of distant positions run together (Wang et al., "When Precision Meets Position",
-    2024).
+    A plain class, because FSDP2's mixed precision casts tensors in a block's inputs, tuples and dataclasses included,
+    and in bf16 the angles of distant positions collide (Wang et al., "When Precision Meets Position", 2024).
     """
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor):
@@ -30,8 +29,8 @@ class RopeTables:
 
 
 def rope_frequencies(spec: ModelSpec, device: torch.device) -> torch.Tensor:
-    """Angle per position of each rotated pair, fp32 [R]; computed in the order of operations of transformers,
-    so that models agree to the last bit of fp32."""
+    """Angle per position of each rotated pair, fp32 [R]; computed in transformers' order of operations, so that models
+    agree to the last bit of fp32."""
     exponents_R = torch.arange(0, spec.rotated_dim, 2, dtype=torch.float32, device=device) / spec.rotated_dim
     powers_R = spec.rope_theta**exponents_R
     if spec.rope_scaling is None:
@@ -42,12 +41,12 @@ def rope_frequencies(spec: ModelSpec, device: torch.device) -> torch.Tensor:
 
 
 def _yarn(powers_R: torch.Tensor, scaling: RopeScaling, theta: float) -> torch.Tensor:
-    """Low frequencies divided by `factor`, high ones kept, those between on a straight line from pair to pair (Peng et
-    al., "YaRN", 2023, section 3.2; whole pairs, as in its code)."""
+    """Low frequencies divided by `factor`, high ones unchanged, those between interpolated linearly in the pair's index
+    (Peng et al., "YaRN", 2023, section 3.2; whole pairs, as in its code)."""
     pairs = len(powers_R)
 
     def pair_that_turns(times: float) -> float:
-        """The pair, a fraction, that turns so many times in the original context."""
+        """The (fractional) pair that turns so many times in the original context."""
         return pairs * math.log(scaling.original_max_positions / (times * 2 * math.pi)) / math.log(theta)
 
     low = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
@@ -62,7 +61,7 @@ def _growth(scaling: RopeScaling, mscale: float = 1.0) -> float:
 
 
 def _turn_factor(scaling: RopeScaling | None) -> float:
-    """What cosines and sines are multiplied by."""
+    """The factor of cosines and sines."""
     if scaling is None or scaling.kind != "yarn":
         return 1.0
     if scaling.attention_factor is not None:
@@ -73,7 +72,7 @@ def _turn_factor(scaling: RopeScaling | None) -> float:
 
 
 def attention_scale(spec: ModelSpec) -> float:
-    """What latent attention multiplies its scores by, besides one over the root of head_dim."""
+    """The factor of latent attention's scores, besides one over the root of head_dim."""
     scaling = spec.rope_scaling
     if scaling is None or scaling.kind != "yarn" or not scaling.mscale_all_dim:
         return 1.0
@@ -81,8 +80,7 @@ def attention_scale(spec: ModelSpec) -> float:
 
 
 def _llama3(frequencies_R: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Low frequencies divided by `factor`, high ones kept, those between interpolated (Dubey et al.,
-    2024)."""
+    """Low frequencies divided by `factor`, high ones unchanged, those between interpolated (Dubey et al., 2024)."""
     original = scaling.original_max_positions
     wavelengths_R = 2 * math.pi / frequencies_R
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -93,8 +91,8 @@ def _llama3(frequencies_R: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 
 def rope_tables(spec: ModelSpec, positions_BT: torch.Tensor) -> RopeTables:
-    """Tables for integer positions [B, T] or [T] (the same for the whole batch). Nothing is cached and
-    nothing is a buffer, so a model built on the meta device has nothing left to initialise."""
+    """Tables for integer positions [B, T] or [T] (shared by the whole batch). Nothing is cached and nothing is a
+    buffer, so a model built on the meta device has nothing left to initialise."""
     frequencies_R = rope_frequencies(spec, positions_BT.device)
     angles_BT1R = (positions_BT[..., None].float() * frequencies_R).unsqueeze(-2)
     factor = _turn_factor(spec.rope_scaling)

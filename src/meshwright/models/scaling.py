@@ -1,6 +1,6 @@
-"""Numbers in few bits with scales: formats, scales, codes, and what they stand for, bit for bit on any device.
+"""Scaled low-precision numbers: formats, scales, codes and decoded values, equal bit for bit on any device.
 
-A matrix is scaled in blocks. A block's scale is made of its largest absolute value, so that this fits the format:
+A matrix is scaled in blocks. A block's scale maps its largest absolute value (amax) into the format:
 
 | scale        | code      | made as                                                                            |
 |--------------|-----------|------------------------------------------------------------------------------------|
@@ -10,7 +10,7 @@ A matrix is scaled in blocks. A block's scale is made of its largest absolute va
 | e8m0         | x 2^-e    | e = floor(log2 amax) - the exponent of the format's largest (OCP MX 1.0, section 6.3) |
 | nvfp4        | x / (t s) | t = amax of the whole matrix / (6 * 448), in fp32; s = amax / 6 / t, in e4m3       |
 
-Numbers that a scale makes too large become the largest. Computed in fp32, or fp64 where the matrix is.
+Scaled numbers beyond the format's largest saturate. Computed in fp32, or in fp64 for fp64 matrices.
 
 Shapes: a matrix [K, S]: K rows that a product keeps, S columns that it sums over; blocks of r x c.
 """
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 SMALLEST = 1e-12
-"""A block of zeros is scaled as if this were its largest value."""
+"""The assumed largest value of a block of zeros."""
 
 LEAST_E4M3 = 2.0**-6
 """The least scale of NVFP4's blocks: e4m3's smallest normal number."""
@@ -32,7 +32,7 @@ HADAMARD = 16
 """Numbers that a Hadamard transform mixes."""
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""The signs of the random Hadamard transform, drawn once and for all, as in Transformer Engine."""
+"""The fixed signs of the random Hadamard transform, as in Transformer Engine."""
 
 
 def _transform() -> torch.Tensor:
@@ -46,7 +46,7 @@ TRANSFORM = _transform()
 """The random Hadamard transform [16, 16]: orthogonal."""
 
 Spread = Callable[[torch.Tensor], torch.Tensor]
-"""Makes of the maxima over what is here of a dim those over all of it."""
+"""Reduces maxima over this rank's part of a dim to maxima over all of it."""
 
 
 class Format(NamedTuple):
@@ -55,9 +55,9 @@ class Format(NamedTuple):
     name: str
     largest: float
     exponent: int
-    """The largest number's."""
+    """The exponent of the largest number."""
     dtype: torch.dtype | None
-    """torch's; None for e2m1, whose codes are kept as the numbers that they stand for."""
+    """torch's; None for e2m1, whose codes are stored as the numbers that they represent."""
 
 
 E4M3 = Format("e4m3", 448.0, 8, torch.float8_e4m3fn)
@@ -67,7 +67,7 @@ E2M1 = Format("e2m1", 6.0, 2, None)
 
 @dataclass(frozen=True)
 class Scaling:
-    """How an operand of a product is brought to few bits."""
+    """How an operand of a product is quantized."""
 
     format: Format
     rows: int | None
@@ -78,7 +78,7 @@ class Scaling:
 
 
 class Encoded(NamedTuple):
-    """A matrix in few bits: blocks of codes [K / r, r, S / c, c], the last ones padded with zeros, and a scale of
+    """A quantized matrix: blocks of codes [K / r, r, S / c, c], the last ones padded with zeros, and a scale of
     each."""
 
     codes: torch.Tensor
@@ -87,7 +87,7 @@ class Encoded(NamedTuple):
     shape: tuple[int, int]
     """K and S."""
     multiplies: bool
-    """Whether a code times the scale is the number, and not a code by the scale."""
+    """Whether a number is code * scale, rather than code / scale."""
 
     def decode(self) -> torch.Tensor:
         """The matrix [K, S], in fp32 (fp64)."""
@@ -96,7 +96,7 @@ class Encoded(NamedTuple):
         return self.whole(blocks)
 
     def whole(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Blocks as a matrix, the padding left out."""
+        """Blocks as a matrix, without the padding."""
         rows, columns = self.shape
         return blocks.flatten(2).flatten(0, 1)[:rows, :columns].contiguous()
 
@@ -109,15 +109,14 @@ def encode(
     amax: torch.Tensor | None = None,
     uniform_KS: torch.Tensor | None = None,
 ) -> Encoded:
-    """A matrix in few bits.
+    """Quantize a matrix.
 
     Args:
-        x_KS: the matrix; of one that ranks share, what is here.
+        x_KS: the matrix, or this rank's part of it.
         scaling: how.
-        spread: over dim 0, and over dim 1.
-        amax: with delayed scales the largest value to expect; 0 where none is known.
-        uniform_KS: numbers in [0, 1), by which numbers are rounded up or down at random; None: to the nearest, ties to
-            even. For e2m1 alone.
+        spread: of maxima over dim 0, and over dim 1.
+        amax: the expected largest value, for delayed scales; 0 where none is known.
+        uniform_KS: numbers in [0, 1) for stochastic rounding; None: to the nearest, ties to even. For e2m1 only.
     """
     wide = torch.promote_types(x_KS.dtype, torch.float32)
     blocks = _blocks(x_KS.to(wide), scaling)
@@ -138,15 +137,15 @@ def encode(
 
 
 def delayed_scale(amax: torch.Tensor, format: Format, margin: int) -> torch.Tensor:
-    """Transformer Engine's: largest / amax / 2^margin, fp32; 1 where there has been nothing but zeros."""
+    """Transformer Engine's delayed scale: largest / amax / 2^margin, fp32; 1 where there were only zeros."""
     scale = (format.largest / amax) / 2.0**margin
     scale = torch.where(amax > 0, scale, torch.ones_like(scale))
     return torch.where(scale.isinf(), torch.full_like(scale, torch.finfo(torch.float32).max), scale)
 
 
 def round_e2m1(x: torch.Tensor, uniform: torch.Tensor | None = None) -> torch.Tensor:
-    """Numbers in [-6, 6] to 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and their negatives: to the nearest, ties to the even code,
-    or up or down with the chances that leave the mean as it is."""
+    """Round numbers in [-6, 6] to 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and their negatives: to the nearest, ties to the even
+    code, or up or down at random with the mean unchanged."""
     size = x.abs()
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     steps = size / step
@@ -154,7 +153,7 @@ def round_e2m1(x: torch.Tensor, uniform: torch.Tensor | None = None) -> torch.Te
 
 
 def hadamard(x_KS: torch.Tensor) -> torch.Tensor:
-    """Every 16 columns mixed by the random Hadamard transform, the last ones beside zeros. It is orthogonal, so a
+    """The random Hadamard transform of every 16 columns, the last ones padded with zeros. It is orthogonal, so a
     product over the columns of two matrices stays the same."""
     blocks = F.pad(x_KS, (0, -x_KS.shape[1] % HADAMARD)).unflatten(1, (-1, HADAMARD))
     wide = torch.promote_types(x_KS.dtype, torch.float32)
@@ -170,7 +169,7 @@ def _blocks(x_KS: torch.Tensor, scaling: Scaling) -> torch.Tensor:
 
 
 def _largest(blocks: torch.Tensor, scaling: Scaling, spread: tuple[Spread, Spread]) -> torch.Tensor:
-    """Of every block, wherever its numbers are: [K / r, 1, S / c, 1]."""
+    """The largest value of every block over all ranks: [K / r, 1, S / c, 1]."""
     amax = blocks.abs().amax((1, 3), keepdim=True)
     for size, over in zip((scaling.rows, scaling.columns), spread, strict=True):
         amax = over(amax) if size is None else amax
@@ -180,8 +179,8 @@ def _largest(blocks: torch.Tensor, scaling: Scaling, spread: tuple[Spread, Sprea
 def _scales(
     amax: torch.Tensor, scaling: Scaling, spread: tuple[Spread, Spread]
 ) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
-    """The scales of blocks; what numbers are multiplied by before they are rounded, where it is not the scale; and
-    whether codes are multiplied by the scale to get the numbers back."""
+    """The scales of blocks; the factor of numbers before rounding, where it is not the scale; and whether decoding
+    multiplies by the scale."""
     if scaling.scale == "e8m0":
         exponents = (amax.float().view(torch.int32) >> 23 & 255) - 127 - scaling.format.exponent
         return torch.exp2(-exponents.clamp(-126, 127).float()), None, False
@@ -193,7 +192,7 @@ def _scales(
         of_blocks = (amax.float() / E2M1.largest / tensor).clamp(LEAST_E4M3, E4M3.largest)
         of_blocks = of_blocks.to(torch.float8_e4m3fn).float()
         return of_blocks * tensor, 1 / tensor / of_blocks, True
-    # By way of fp64, for compiled and eager divisions differ in fp32's last bit.
+    # Divided in fp64, because compiled and eager divisions differ in fp32's last bit.
     scales = (scaling.format.largest / amax.double().clamp(min=SMALLEST)).float()
     if scaling.scale == "power_of_two":
         scales = torch.exp2(torch.floor(torch.log2(scales)))

@@ -1,4 +1,4 @@
-"""The slots of a layer: what may stand in them, in which order, and how a layer reads its parameters.
+"""The slots of a layer: their ops, the order of the ops, and how a layer reads its parameters.
 
 A layer with parameters computes through a stack of ops, the innermost first:
 
@@ -9,8 +9,8 @@ A layer with parameters computes through a stack of ops, the innermost first:
 | ADAPTER  | LoRA, DoRA, IA3                                       | `finetune/apply.py`             |
 | SPLIT    | tensor parallelism: the sum over ranks, the vocabulary | `parallel/tensor.py`           |
 
-Each place has one op at most. Whoever changes a layer puts an op in its place; nobody replaces a method or a class.
-`print(model)` shows the stack. Parameters stay registered in the layer itself, so their names never change.
+Each place has at most one op. A strategy changes a layer by putting an op in its place; it never replaces a method or a
+class. `print(model)` shows the stack. Parameters stay registered in the layer itself, so their names never change.
 """
 
 from collections.abc import Callable
@@ -22,11 +22,11 @@ import torch
 from torch import nn
 
 Weights = dict[str, Any]
-"""A layer's parameters by name, as its ops compute with them: tensors, or None where a parameter is left out."""
+"""A layer's parameters by name, as its ops use them: tensors, or None where a parameter is absent."""
 
 
 class Place(IntEnum):
-    """Where an op stands in a layer's stack, from the inside out."""
+    """The position of an op in a layer's stack, from the inside out."""
 
     PRODUCT = 0
     DEFERRED = 1
@@ -35,7 +35,7 @@ class Place(IntEnum):
 
 
 class View:
-    """How a layer reads its parameters: as they are. A strategy whose ranks keep parts of them gives the layer another
+    """How a layer reads its parameters: unchanged. A strategy whose ranks keep parts of them gives the layer another
     view."""
 
     def read(self, module: nn.Module) -> Weights:
@@ -52,12 +52,12 @@ class Viewed(nn.Module):
     view: View = View()
 
     def extra_repr(self) -> str:
-        """What `print(model)` says of the module."""
+        """The module's details in `print(model)`."""
         return ", ".join(filter(None, (super().extra_repr(), repr(self.view))))
 
 
 class Op:
-    """One step of what a layer computes."""
+    """One step of a layer's computation."""
 
     place: ClassVar[Place]
     inner: "Op"
@@ -68,7 +68,7 @@ class Op:
         raise NotImplementedError
 
     def merged(self, weights: Weights) -> Weights:
-        """The parameters of a plain layer that computes the same."""
+        """The parameters of an equivalent plain layer."""
         return self.inner.merged(weights)
 
 
@@ -81,22 +81,22 @@ class Layer(Viewed):
     ops: tuple[Op, ...]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """What the outermost op makes of `input`."""
+        """The output of the outermost op."""
         return self.ops[-1].forward(input, self.view.read(self))
 
     def put(self, op: Op) -> None:
-        """Put an op in its place, instead of whatever stands there."""
+        """Put an op in its place, replacing any that is there."""
         others = (other for other in self.ops if other.place != op.place)
         self.ops = tuple(sorted((*others, op), key=lambda op: op.place))
         for inner, outer in pairwise(self.ops):
             outer.inner = inner
 
     def find(self, kind: type[OpT]) -> OpT | None:
-        """The op of this kind, if one stands here."""
+        """The op of this kind, if the layer has one."""
         return next((op for op in self.ops if isinstance(op, kind)), None)
 
     def merged(self) -> dict[str, torch.Tensor]:
-        """The parameters of a plain layer that computes the same."""
+        """The parameters of an equivalent plain layer."""
         merged = self.ops[-1].merged(self.view.read(self))
         return {name: tensor for name, tensor in merged.items() if tensor is not None}
 
@@ -106,13 +106,13 @@ class Layer(Viewed):
 
 
 Entry = Callable[[torch.Tensor], torch.Tensor]
-"""What the input of several layers goes through before they read it."""
+"""Applied to the input of several layers before they read it."""
 
 Compute = Callable[..., Any]
 """A forward pass."""
 
 Wrapper = Callable[[Compute], Compute]
-"""Makes of a forward pass one that computes the same in another way: recomputed, compiled or kept out of it."""
+"""Wraps a forward pass without changing its result: recomputed, compiled or excluded from compilation."""
 
 
 class Wrapped(nn.Module):
@@ -131,7 +131,7 @@ class Wrapped(nn.Module):
         raise NotImplementedError
 
     def wrap(self, wrapper: Wrapper) -> None:
-        """Put `wrapper` around everything that wraps the forward pass so far."""
+        """Put `wrapper` around the forward pass and its present wrappers."""
         self.wrappers = (*self.wrappers, wrapper)
         self.run = wrapper(self.compute if self.run is None else self.run)
 

@@ -1,4 +1,4 @@
-"""How a single-device model is spread over ranks: one file a strategy, `apply.py` the page that says the order."""
+"""How a single-device model is spread over ranks: one file per strategy, and `apply.py` with their order."""
 
 from meshwright.parallel.apply import apply_parallelism
 from meshwright.parallel.materialize import materialize

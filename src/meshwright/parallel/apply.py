@@ -34,15 +34,15 @@ from meshwright.spec.run import ResolvedRun
 def apply_parallelism(
     model: Decoder, resolved: ResolvedRun, meshes: Meshes | None, objective: Objective, offload: OffloadPolicy
 ) -> Passes:
-    """Change `model` (on the meta device) in place into what this rank runs; `meshes` is None for one process alone.
+    """Turn `model` (on the meta device) in place into this rank's model; `meshes` is None for a single process.
     `offload` tells FSDP2 where weights and gradients live (`state/`).
 
-    The pipeline comes first, for the others then have less to do. Each strategy then fills its slots: the ops of linear
-    layers and embeddings (whose order `models/slots.py` states, whoever comes first), the cores of attention, the
-    dispatch of experts; products in few bits learn there which ranks share a layer. What wraps whole blocks comes after
-    these, recomputation inside compilation. Data parallelism comes last, for it shards whatever the others made.
+    The pipeline comes first, so that the others have less to do. Each strategy then fills its slots: the ops of linear
+    layers and embeddings (`models/slots.py` fixes their order, whichever comes first), the cores of attention, the
+    dispatch of experts; low-precision products learn there which ranks share a layer. Wrappers of whole blocks come
+    next, recomputation inside compilation. Data parallelism comes last, because it shards the result of the others.
 
-    Returns what takes batches through the model, for `objective`.
+    Returns the forward and backward passes for `objective`.
     """
     run, precision = resolved.run, resolved.run.training.dtypes
     stages = plan_stages(resolved) if run.layout.pp > 1 else None

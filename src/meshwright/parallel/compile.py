@@ -8,7 +8,7 @@ from meshwright.models.slots import Compute, Wrapped
 
 
 class Compiled:
-    """A compiled forward pass; what data parallelism hooks around the module stays outside."""
+    """A compiled forward pass; data parallelism's hooks around the module stay outside."""
 
     def __call__(self, compute: Compute) -> Compute:
         """`compute`, compiled when it is first called."""
@@ -22,8 +22,8 @@ class NotCompiled:
     """A forward pass that interrupts the compiled one around it."""
 
     def __call__(self, compute: Compute) -> Compute:
-        """`compute` as it is. (A decorator where a class is defined would load the compiler where nothing is
-        compiled.)"""
+        """`compute`, excluded from compilation. (A decorator at class definition would load the compiler even where
+        nothing is compiled.)"""
         return torch.compiler.disable(compute)
 
     def __repr__(self) -> str:
@@ -31,7 +31,7 @@ class NotCompiled:
 
 
 def apply_compile(blocks: nn.ModuleDict) -> None:
-    """Compile each block. Experts are left out: their loads decide the shapes."""
+    """Compile each block. Experts are left out, because their loads determine shapes."""
     for block in blocks.values():
         for module in block.modules():
             if isinstance(module, MoE):

@@ -1,14 +1,14 @@
 """Context parallelism: each rank holds a part of every sequence and attends to all of it.
 
-Everything but attention works on single tokens, so the batch is split once, and only attention talks:
+Everything but attention works on single tokens, so the batch is split once, and only attention communicates:
 
-- ring (Liu et al., 2023): keys and values go round, and each rank attends to what it has just received;
+- ring (Liu et al., 2023): keys and values travel around the ring, and each rank attends to the part it has received;
 - all_gather (as for Llama 3, Dubey et al., 2024, section 3.3.2): every rank gets all keys and values at once;
 - ulysses (Jacobs et al., "DeepSpeed Ulysses", 2023): an all-to-all turns a part of the tokens of all heads into all
-  tokens of a part of the heads, on which attention is computed as ever, and another turns the result back.
+  tokens of a part of the heads, attention is computed as on one device, and another all-to-all turns the result back.
 
 For ring and all_gather a sequence is cut into 2 N chunks and rank r holds chunks r and 2N-1-r, so that under causal
-order all have the same to do ("zigzag"); for ulysses it is cut into N.
+order all ranks have the same work ("zigzag"); for ulysses it is cut into N.
 
 Shapes: B batch, T tokens of a rank, H heads, G key and value heads, K head_dim, N ranks, C tokens of a chunk, S keys of
 a part.
@@ -32,7 +32,7 @@ from meshwright.spec.layout import ContextMethod
 
 
 def apply_context_parallel(model: Decoder, mesh: DeviceMesh, method: ContextMethod) -> None:
-    """Make the attention of every block see whole sequences, of which each rank of `mesh` holds `sequence_places`."""
+    """Let the attention of every block see whole sequences, while each rank of `mesh` holds `sequence_places`."""
     group, window = mesh.get_group(), model.spec.sliding_window
     model.head_split.sequence = _SequenceShare(group, mesh.get_local_rank())
     for module in model.modules():
@@ -44,14 +44,14 @@ def apply_context_parallel(model: Decoder, mesh: DeviceMesh, method: ContextMeth
 
 
 def sequence_places(method: ContextMethod, *, degree: int, rank: int, length: int) -> np.ndarray:
-    """The places in a row of `length` tokens that a rank holds, in the order in which it holds them: int64 [T]."""
+    """A rank's positions in a row of `length` tokens, in the order in which it holds them: int64 [T]."""
     if method == "ulysses":
         return np.arange(length).reshape(degree, -1)[rank]
     return np.arange(length).reshape(2 * degree, -1)[list(_own_chunks(rank, degree))].ravel()
 
 
 class _SequenceShare:
-    """This rank's tokens of every row, as `HeadSplit` wants to know them."""
+    """This rank's tokens of every row, for `HeadSplit`."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
         self.group, self.rank, self.counts = group, rank, rank == 0
@@ -64,7 +64,8 @@ class _SequenceShare:
 
 
 class _NotCompiled(Core):
-    """Communication cannot be compiled, nor can what depends on this rank's place."""
+    """A core excluded from compilation: neither communication nor code that depends on this rank's index can be
+    compiled."""
 
     def __init__(self) -> None:
         self._attend: Any = torch.compiler.disable(self.attend)
@@ -74,12 +75,12 @@ class _NotCompiled(Core):
         return self._attend(q_BHTK, k_BGTK, v_BGTK, mask)
 
     def attend(self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, mask: Mask) -> torch.Tensor:
-        """See `Core`; documents are those of whole rows. Collective."""
+        """See `Core`; documents cover whole rows. Collective."""
         raise NotImplementedError
 
 
 class Ulysses(_NotCompiled):
-    """All tokens of a part of the heads, attended to as on one device."""
+    """Attention to all tokens with a part of the heads, computed as on one device."""
 
     def __init__(self, group: dist.ProcessGroup, core: Core, window: int | None) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ class Ulysses(_NotCompiled):
             length = q_BHTK.shape[2] * self.degree
             mask = attention_mask(length, length, window=self.window, device=q_BHTK.device)
         heads, kv_heads = q_BHTK.shape[1], k_BGTK.shape[1]
-        # Fewer key and value heads than ranks: copies, as few as will do.
+        # Fewer key and value heads than ranks: copies, as few as suffice.
         shares = range(1, heads // kv_heads + 1)
         repeats = next(n for n in shares if heads // kv_heads % n == 0 and kv_heads * n % self.degree == 0)
         if repeats > 1:
@@ -149,7 +150,7 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class _Zigzag:
-    """What this rank's two chunks of queries see of other chunks of keys."""
+    """Which keys of other chunks this rank's two chunks of queries see."""
 
     rank: int
     degree: int
@@ -157,7 +158,7 @@ class _Zigzag:
     """Tokens of a chunk."""
     window: int | None
     documents: torch.Tensor | None
-    """Of whole rows, [B, S]."""
+    """Document ids of whole rows, [B, S]."""
     device: torch.device
 
     def own(self) -> list[_Part]:
@@ -173,7 +174,7 @@ class _Zigzag:
         return self._part(slice(self.chunk, None), ours[1:], slice(None), theirs)
 
     def of_all(self) -> list[_Part]:
-        """Parts of all keys in the order of the sequence, this rank's own left out."""
+        """Parts of all keys in sequence order, except this rank's own."""
         early, late = ours = _own_chunks(self.rank, self.degree)
         before, between = slice(0, early * self.chunk), slice((early + 1) * self.chunk, late * self.chunk)
         return [
@@ -182,7 +183,7 @@ class _Zigzag:
         ]
 
     def _part(self, queries: slice, ours: Sequence[int], keys: slice, theirs: Sequence[int]) -> list[_Part]:
-        """One part, or none where there is nothing to see. `ours` and `theirs` are the chunks of queries and keys."""
+        """One part, or none where the queries see no key. `ours` and `theirs` are the chunks of queries and keys."""
         if not theirs:
             return []
         nearest = ours[0] * self.chunk - (theirs[-1] + 1) * self.chunk + 1
@@ -209,7 +210,7 @@ def _own_chunks(rank: int, degree: int) -> tuple[int, int]:
 
 
 class _Sum:
-    """The result of this rank's own keys, to which others are added."""
+    """Attention to this rank's own keys, to which other parts are added."""
 
     def __init__(self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, zigzag: _Zigzag) -> None:
         self.q_BHTK = q_BHTK
@@ -223,14 +224,14 @@ class _Sum:
 
 
 class _Backward:
-    """The gradient of this rank's queries, and from the same products those of the keys and values at hand."""
+    """The gradients of this rank's queries and, from the same products, of the keys and values at hand."""
 
     def __init__(self, grad_BHTK, q_BHTK, y_BHTK, logsumexp_BHT) -> None:
         self.inputs = grad_BHTK, q_BHTK, y_BHTK, logsumexp_BHT
         self.grad_q_BHTK = torch.zeros_like(q_BHTK, dtype=logsumexp_BHT.dtype)
 
     def of_keys(self, parts: list[_Part], k_BGSK: torch.Tensor, v_BGSK: torch.Tensor) -> torch.Tensor:
-        """Gradients of the keys and values, side by side as `_join` puts them; those of the queries are kept."""
+        """Gradients of the keys and values, joined as by `_join`; the queries' gradient is accumulated."""
         width = k_BGSK.shape[-1] + v_BGSK.shape[-1]
         grads_BGSW = torch.zeros(*k_BGSK.shape[:-1], width, dtype=self.grad_q_BHTK.dtype, device=k_BGSK.device)
         for queries, keys, sight in parts:
@@ -254,8 +255,8 @@ def _separate(joint_BGTW: torch.Tensor, like_BGTK: torch.Tensor) -> tuple[torch.
 
 
 class _Ring(torch.autograd.Function):
-    """Keys and values go to the next rank while those at hand are attended to; in the backward pass their gradients
-    follow them, until after N hops they are at home."""
+    """Ring attention: keys and values go to the next rank while the present ones are attended to; in the backward pass
+    their gradients travel with them and are home after N hops."""
 
     @staticmethod
     def forward(ctx, q_BHTK, k_BGTK, v_BGTK, zigzag, group):
@@ -291,7 +292,8 @@ class _Ring(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    """All keys and values at once; in the backward pass they are gathered again, and their gradients reduced."""
+    """All-gather attention: all keys and values at once; the backward pass gathers them again and reduces their
+    gradients."""
 
     @staticmethod
     def forward(ctx, q_BHTK, k_BGTK, v_BGTK, zigzag, group):
@@ -313,7 +315,7 @@ class _AllGather(torch.autograd.Function):
 
 
 def _gather(k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and values of all ranks in the order of the sequence."""
+    """The keys and values of all ranks in sequence order."""
     all_NBGTW = collectives.all_gather(_join(k_BGTK, v_BGTK), group).unflatten(0, (group.size(), -1))
     early_NBGCW, late_NBGCW = all_NBGTW.chunk(2, dim=3)
     return _separate(torch.cat((*early_NBGCW, *late_NBGCW.flip(0)), dim=2), k_BGTK)

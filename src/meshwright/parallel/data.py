@@ -78,7 +78,7 @@ def apply_data_parallel(
 
 
 def _shard_placement(shards: int, parameter: nn.Parameter) -> Shard:
-    """The dim that FSDP2 splits over so many ranks: `families.split` has the rules, and says why."""
+    """The dim that FSDP2 splits over so many ranks, by the rules of `families.split`."""
     rows = []  # over how many ranks they are split already
     if isinstance(parameter, DTensor):
         axes = enumerate(parameter.placements)
@@ -89,9 +89,10 @@ def _shard_placement(shards: int, parameter: nn.Parameter) -> Shard:
 
 
 def set_gradient_sync(layout: LayoutSpec, modules: Iterable[nn.Module], last: bool) -> None:
-    """Say before a backward pass whether it is the last one through these modules before the optimizer steps.
+    """Announce before a backward pass whether it is the last one through these modules before the optimizer steps.
 
-    Only then are DDP's and ZeRO-1's gradients reduced, hybrid's reduced over replicas, and gathered weights freed.
+    Only then are DDP's and ZeRO-1's gradients reduced, hybrid's gradients reduced over replicas, and gathered weights
+    freed.
     """
     for module in modules:
         if isinstance(module, FSDPModule):
@@ -104,8 +105,8 @@ def set_gradient_sync(layout: LayoutSpec, modules: Iterable[nn.Module], last: bo
 
 
 def hold_gradients(layout: LayoutSpec, modules: Iterable[nn.Module]) -> None:
-    """Say before a backward pass that its gradients are not complete: weights' are put off, and `reduce_gradients` is
-    called when they are there."""
+    """Announce before a backward pass that its gradients are incomplete: weight gradients are deferred, and
+    `reduce_gradients` is called once they are computed."""
     for module in modules:
         if isinstance(module, FSDPModule):
             module.set_requires_gradient_sync(False, recurse=False)
@@ -113,7 +114,7 @@ def hold_gradients(layout: LayoutSpec, modules: Iterable[nn.Module]) -> None:
 
 
 def reduce_gradients(model: nn.Module, layout: LayoutSpec, modules: Iterable[nn.Module], last: bool) -> None:
-    """Do what the end of a backward pass through these modules of `model` does, for gradients that came without one."""
+    """End a backward pass through these modules of `model`, for gradients that were computed outside one."""
     sharded = [module for module in modules if isinstance(module, FSDPModule)]
     hold_gradients(layout, sharded)
     if layout.zero_stage >= 2 and layout.dp_replicate > 1:
@@ -130,7 +131,7 @@ def reduce_gradients(model: nn.Module, layout: LayoutSpec, modules: Iterable[nn.
 
 
 def pass_inside(model: nn.Module) -> Callable[..., torch.Tensor]:
-    """The model's forward pass for blocks alone: embeddings, last norm and head are not gathered around it."""
+    """The model's forward pass for blocks only: embeddings, last norm and head are not gathered around it."""
     assert isinstance(model, FSDPModule)
     torch_internals.make_root(model)  # else the first module that a pass goes through would be
     return model.forward

@@ -1,9 +1,9 @@
 """Expert parallelism: ranks share a layer's experts and exchange tokens.
 
 Each rank of the axis `ep` keeps an equal run of every layer's experts (GShard, Lepikhin et al., 2021). Its tokens go to
-the ranks of their experts and come back, two all-to-all exchanges of as many rows as the router has sent; no capacity,
-no padding, nothing dropped. To the experts all ranks that hold different tokens are data-parallel ranks, those of one
-sequence included, so their gradients are summed over all of these: `Meshes.experts` is the view that says so.
+the ranks of their experts and come back: two all-to-all exchanges of exactly the routed rows, without capacity, padding
+or dropped tokens. For the experts all ranks that hold different tokens are data-parallel ranks, also ranks that share a
+sequence, so the experts' gradients are summed over all of these (`Meshes.experts`).
 
 Shapes: D hidden, I in, E experts, R ranks of `ep`, L = E / R experts of a rank; M rows that this rank's tokens make, P
 rows that its experts get.
@@ -25,7 +25,7 @@ from meshwright.parallel.view import LocalView
 
 
 def apply_expert_parallel(model: Decoder, meshes: Meshes) -> None:
-    """Make every layer of experts of `model` (on the meta device) in place what one rank runs.
+    """Turn every layer of experts of `model` (on the meta device) in place into one rank's part.
 
     Data parallelism shards the experts afterwards, over `meshes.experts`.
     """
@@ -44,7 +44,7 @@ def apply_expert_parallel(model: Decoder, meshes: Meshes) -> None:
 
 
 class SumOverRanks:
-    """The counts of whole sequences, of which each rank has a part."""
+    """Sums counts over the ranks that share a sequence."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
         self.groups = groups
@@ -66,7 +66,7 @@ def _keep_own_experts(linear: ExpertLinear, ep: DeviceMesh) -> None:
 
 
 class Exchange(Dispatch):
-    """Rows go to the ranks of their experts, wherever these are, and come back."""
+    """Sends rows to the ranks of their experts and back."""
 
     read_counts: Callable[..., list[list[int]]] = staticmethod(read_counts)
     """A slot: as the function of this name."""
@@ -81,7 +81,7 @@ class Exchange(Dispatch):
         received_RL = collectives.all_to_all(counts_RL, group)  # rows that each rank sends for each of the experts here
         sent, received = self.read_counts(counts_RL.sum(1), received_RL.sum(1))
         x_PD = collectives.all_to_all_rows(x_MD, received, sent, group)
-        # By sender they arrive, and of each sender by expert; they are wanted by expert.
+        # Rows arrive sorted by sender, then by expert; they are needed by expert.
         local_L = torch.arange(received_RL.shape[1], device=x_MD.device)
         local_P = local_L.repeat(group.size()).repeat_interleave(received_RL.flatten(), output_size=sum(received))
         order_P = local_P.argsort(stable=True)

@@ -1,10 +1,10 @@
-"""Products in few bits: put into the layers that the recipe names, and made to agree on scales wherever a layer's
-tokens, inputs or outputs are on several ranks.
+"""Low-precision products: put into the layers that the recipe names, with common scales wherever a layer's tokens,
+inputs or outputs are on several ranks.
 
-Scales are those of one process with the same microbatches. Context-parallel ranks share a microbatch's tokens;
-tensor-parallel ranks share the outputs of a column-wise matrix and the inputs of a row-wise one: there maxima are taken
-over the ranks. Data-parallel ranks and pipeline stages have microbatches and layers of their own. Delayed scales are
-made of the largest values over all ranks, once a step (`optim/delayed_scaling.py`).
+Scales equal those of one process with the same microbatches. Context-parallel ranks share a microbatch's tokens;
+tensor-parallel ranks share the outputs of a column-wise matrix and the inputs of a row-wise one: there maxima are
+reduced over the ranks. Data-parallel ranks and pipeline stages have microbatches and layers of their own. Delayed
+scales come from the largest values over all ranks, once a step (`optim/delayed_scaling.py`).
 """
 
 import functools
@@ -27,8 +27,8 @@ from meshwright.spec.training import TrainingSpec
 def apply_low_precision(
     model: Decoder, training: TrainingSpec, tp: DeviceMesh | None = None, cp: DeviceMesh | None = None
 ) -> None:
-    """Let the chosen layers of `model` (on the meta device) multiply in few bits, in place; nothing where the recipe
-    asks for none."""
+    """Let the chosen layers of `model` (on the meta device) multiply in low precision, in place; nothing where the
+    recipe asks for none."""
     if training.product_recipe is None:
         return
     recipe, low = RECIPES[training.product_recipe], training.low_precision

@@ -14,23 +14,22 @@ from meshwright.spec.layout import LayoutSpec
 class Meshes:
     """Views of the same ranks, which are numbered in the order of `spec.layout.AXES`, `tp` fastest.
 
-    All have the same parent, as FSDP2 demands of the meshes that a parameter lies on. Axes of one rank are left out
-    (`shard` excepted, which FSDP2 always asks for), and so are views that say nothing new: every axis costs process
-    groups.
+    All have the same parent, as FSDP2 requires of a parameter's meshes. Axes of one rank are left out (except `shard`,
+    which FSDP2 always needs), and so are redundant views: every axis costs process groups.
     """
 
     state: DeviceMesh
-    """pp, replicate, shard, tp: on which axes parameters, gradients and optimizer state are copied or split. The
-    ranks of a context-parallel group share the work on their samples, so to the state they are data-parallel ranks:
+    """pp, replicate, shard, tp: the axes on which parameters, gradients and optimizer state are copied or split. The
+    ranks of a context-parallel group share the work on their samples, so for the state they are data-parallel ranks:
     `shard` is dp_shard x cp, or under ZeRO stage 0 `replicate` is dp_replicate x cp."""
     batch: DeviceMesh | None
-    """data, cp, rest, where there is a cp: `data` ranks read different samples, `cp` ranks different parts of the same
-    samples."""
+    """data, cp, rest, where there is context parallelism: `data` ranks read different samples, `cp` ranks different
+    parts of the same samples."""
     experts: DeviceMesh | None
-    """pp, replicate, shard, ep: as `state`, for experts, where their ranks are others. Tensor-parallel ranks hold
-    different tokens of a sequence between blocks, so to the experts they are data-parallel ranks too."""
+    """pp, replicate, shard, ep: as `state`, for experts, where their ranks differ. Tensor-parallel ranks hold different
+    tokens of a sequence between blocks, so for the experts they are data-parallel ranks too."""
     data_rank: int
-    """This rank's place among those that read different samples."""
+    """This rank's index among those that read different samples."""
 
     def axis(self, name: str) -> DeviceMesh | None:
         """The axis pp, replicate, shard, tp, cp or ep; None where it has one rank."""
@@ -39,12 +38,12 @@ class Meshes:
         return view[name] if view is not None and found and view[name].size() > 1 else None
 
     def rank_along(self, name: str) -> int:
-        """This rank's place along an axis."""
+        """This rank's index along an axis."""
         axis = self.axis(name)
         return 0 if axis is None else axis.get_local_rank()
 
     def views(self) -> Iterator[DeviceMesh]:
-        """All that there are."""
+        """All views that exist."""
         yield from (view for view in (self.state, self.batch, self.experts) if view is not None)
 
     @property

@@ -1,4 +1,4 @@
-"""Batches through a model, forward and backward: the same verbs for a whole model and for one in pipeline stages."""
+"""Forward and backward passes of batches: one interface for whole models and pipeline stages."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ GradientSync = Callable[[Iterable[nn.Module], bool], None]
 """(modules, whether their accumulation ends with it) -> None, before a backward pass through the modules."""
 
 Scale = float | Sequence[float]
-"""What losses are multiplied by before backward passes: all batches' alike, or each batch's."""
+"""The factor of losses before backward passes: one for all batches, or one for each."""
 
 
 def scale_of(scale: Scale, index: int) -> float:
@@ -30,15 +30,15 @@ def scale_of(scale: Scale, index: int) -> float:
 
 
 class Passes(ABC):
-    """What the trainer knows of the strategy that runs. All verbs are collective.
+    """The trainer's interface to the strategy that runs. All methods are collective.
 
-    Sums and logits are zeros on ranks without `has_loss`, which are other pipeline stages'.
+    Sums and logits are zeros on ranks without `has_loss`, which hold other pipeline stages.
     """
 
     has_loss = True
     """Whether this rank has the head."""
     late = False
-    """Whether `train` leaves the gradient of the batches that it was given the time before, and the first time none."""
+    """Whether `train` adds the gradient of the previous call's batches, and none the first time."""
     stages: dist.ProcessGroup | None = None
     """The ranks that hold the other pipeline stages of the same share of the model."""
 
@@ -54,18 +54,18 @@ class Passes(ABC):
         """
 
     def flush(self) -> None:
-        """Leave the gradient that `train` still owes; asked only of those that are `late`."""
+        """Add the gradient that `train` still owes; called only where `late`."""
         raise NotImplementedError
 
     @abstractmethod
     def read(self, batches: Iterable[TensorBatch], read: Read) -> Iterator[Any]:
-        """What `read` makes of the last hidden states of each batch, without gradients.
+        """The result of `read` on the last hidden states of each batch, without gradients.
 
-        All ranks go to the end of it; without `has_loss` there is nothing in it.
+        All ranks must exhaust it; without `has_loss` it is empty.
         """
 
     def evaluate(self, batches: Iterable[TensorBatch]) -> Sums:
-        """The objective's sums over all terms that are counted here, each a scalar in fp64."""
+        """The objective's sums over all terms that this rank counts, each a scalar in fp64."""
         names, total = self.objective.metrics, torch.zeros(1 + len(self.objective.metrics), dtype=torch.float64)
         for sums in self.read(batches, self.sums):
             added = torch.stack([part.double() for part in (sums.loss, *(sums.metrics[name] for name in names))])
@@ -81,27 +81,27 @@ class Passes(ABC):
         return found[0] if found else torch.zeros(labels_BT.shape)
 
     def next_logits(self, batch: TensorBatch, asked_BT: torch.Tensor) -> torch.Tensor:
-        """The logits [B, V] of the one place of each row that `asked_BT` [B, T], bool, asks for."""
+        """The logits [B, V] of the one position in each row that `asked_BT` [B, T], bool, marks."""
         found = list(self.read([batch], lambda x_BTD, head, _: head.next_logits(x_BTD, asked_BT)))
         return found[0] if found else torch.zeros(len(asked_BT), self.model.spec.vocab)
 
     @property
     def counted_elsewhere(self) -> frozenset[str]:
-        """Parameters here that are copies of another pipeline stage's; the gradient's norm counts them there."""
+        """This rank's parameters that are copies of another pipeline stage's; the gradient norm counts them there."""
         return frozenset()
 
     @property
     def counts(self) -> bool:
-        """Whether terms of the rows here are counted here, and not by another rank that shares the rows."""
+        """Whether this rank counts the terms of its rows, rather than another rank that shares the rows."""
         sequence = self.model.head_split.sequence
         return self.objective.over == "tokens" or sequence is None or sequence.counts
 
     def count(self, batch: Batch[Any]) -> int:
-        """How many terms of a batch are counted here."""
+        """How many terms of a batch this rank counts."""
         return check_count(self.objective, self.objective.count(batch)) if self.counts else 0
 
     def sums(self, x_BTD: torch.Tensor, head: Head, batch: TensorBatch) -> Sums:
-        """A `Read`: the objective's sums over the terms that are counted here; gradients are those of all."""
+        """A `Read`: the objective's sums over the terms that this rank counts; gradients cover all terms."""
         sums = check_sums(self.objective, self.objective.sums(x_BTD, head, batch))
         if self.counts:
             return sums
@@ -112,13 +112,13 @@ class Passes(ABC):
         return self.sums(x_BTD, head, batch).loss
 
     def working_copies(self) -> Mapping[str, Iterable[torch.Tensor]]:
-        """What is held beside the parameters from step to step, by kind (`weights`, `gradients`)."""
+        """Tensors held beside the parameters from step to step, by kind (`weights`, `gradients`)."""
         return {}
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Whatever dropout the model has is off meanwhile."""
+    """Disables the model's dropout inside the context."""
     was_training = model.training
     model.eval()
     try:

@@ -5,10 +5,10 @@ pipeline never empties, so there is no bubble, and the optimizer steps with the 
 
     W(t + 1) = W(t) - step(gradient of batch t - 1 at W(t - 1)),
 
-on all stages alike. A rank keeps two versions of its weights to compute with: that of the batch whose forward passes
-run, and that of the batch before, until its last backward pass. The optimizer's own weights are a third, as everywhere.
+on all stages alike. A rank keeps two versions of its weights to compute with: one for the batch in its forward passes,
+and one for the previous batch until its last backward pass. The optimizer's own weights are a third, as everywhere.
 
-It is another training than one process's: gradients are a step late.
+Results differ from one process's: gradients are a step late.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def apply_pipedream(
     replicas: DeviceMesh,
     dtypes: tuple[torch.dtype, torch.dtype],
 ) -> "Pipedream":
-    """Make `model`, this rank's part on the meta device, one of an asynchronous pipeline.
+    """Turn `model`, this rank's part on the meta device, into a part of an asynchronous pipeline.
 
     Args:
         group: the ranks of one pipeline.
@@ -71,7 +71,7 @@ class Pipedream(Pipeline):
         dtypes: tuple[torch.dtype, torch.dtype],
     ) -> None:
         def nothing(*_: object) -> None:
-            """There is nothing sharded to be told."""
+            """Nothing to announce, since nothing is sharded."""
 
         super().__init__(
             model,
@@ -93,11 +93,11 @@ class Pipedream(Pipeline):
 
     @cached_property
     def versions(self) -> list["Version"]:
-        """The weights of the newest batch, and those that no pass needs any more."""
+        """The weights of the newest batch, and the version that no pass needs any more."""
         return [Version(self.model, *self.dtypes) for _ in range(2)]
 
     def train(self, batches: Sequence[TensorBatch], scale: Scale) -> torch.Tensor:
-        """See `Passes`: forward passes of these batches, and the backward passes that those before lacked."""
+        """See `Passes`: forward passes of these batches, and the remaining backward passes of the previous ones."""
         size = self.stage_plan.schedule.num_microbatches
         assert len(batches) == size
         self.versions.reverse()
@@ -112,7 +112,7 @@ class Pipedream(Pipeline):
         return loss
 
     def flush(self) -> None:
-        """See `Passes`: the backward passes that the last batches lack."""
+        """See `Passes`: the remaining backward passes of the last batches."""
         assert self.under_way is not None
         self.under_way.run(self.stream.drain[self.rank], ())
         self.under_way = None
@@ -120,14 +120,14 @@ class Pipedream(Pipeline):
 
     @torch.no_grad()
     def read(self, batches: Iterable[TensorBatch], read: Read) -> Iterator[Any]:
-        """See `Passes`; with the optimizer's weights, in the place of a version that is not needed."""
+        """See `Passes`; with the optimizer's weights, which replace a version that is not needed."""
         free = self.versions[1]
         free.refresh()
         with free.used():
             yield from super().read(batches, read)
 
     def working_copies(self) -> Mapping[str, Iterable[torch.Tensor]]:
-        """See `Passes`: the versions, once there are any."""
+        """See `Passes`: the versions, once they exist."""
         versions = self.versions if "versions" in vars(self) else []
         return {
             "weights": [weight for version in versions for weight in version.weights],
@@ -135,7 +135,7 @@ class Pipedream(Pipeline):
         }
 
     def announce(self, action: Action, sync: GradientSync) -> None:
-        """Nobody waits for it: gradients are summed over replicas when a batch is done."""
+        """Does nothing: gradients are summed over replicas when a batch is done."""
 
     def _leave_gradient(self, version: "Version") -> None:
         """Give the optimizer's weights the gradient of a batch, summed over replicas and a tied embedding's copies."""
@@ -144,7 +144,7 @@ class Pipedream(Pipeline):
 
 
 class _StreamPass(Pass):
-    """What a rank has begun; every microbatch keeps the version of the weights that its forward pass had."""
+    """The passes in flight on a rank; every microbatch keeps its forward pass's version of the weights."""
 
     def __init__(self, pipeline: Pipedream) -> None:
         super().__init__(pipeline, pipeline.loss, 1.0)
@@ -154,7 +154,7 @@ class _StreamPass(Pass):
     def step(
         self, program: Program, microbatches: Iterable[tuple[int, TensorBatch]], newest: "Version", scale: Scale
     ) -> torch.Tensor:
-        """Do a step's part of the stream; the sum of the losses computed in it."""
+        """Run a step's part of the stream; returns the sum of its losses."""
         self.newest, self.scale, self.loss = newest, scale, torch.zeros((), dtype=torch.float64)
         self.go_on(program, microbatches)
         return self.loss
@@ -167,13 +167,13 @@ class _StreamPass(Pass):
             super().forward(action)
 
     def backward(self, action: Action) -> None:
-        """With those of the forward pass; recomputation reads them again."""
+        """With the weights of the forward pass; recomputation reads them again."""
         with self.stash.pop(action.microbatch).used():
             super().backward(action)
         del self.microbatches[action.microbatch]
 
     def renumber(self, size: int) -> None:
-        """The newest batch is now the one before: its microbatches, so far from `size` on, count from 0."""
+        """Make the newest batch the previous one: its microbatches, numbered from `size` so far, now count from 0."""
         self.stash = {m - size: version for m, version in self.stash.items()}
         self.microbatches = {m - size: batch for m, batch in self.microbatches.items()}
         self.graphs = {(stage, m - size): graph for (stage, m), graph in self.graphs.items()}
@@ -182,7 +182,7 @@ class _StreamPass(Pass):
 
 
 class Version:
-    """One set of weights to compute with, and the gradient that backward passes through it have added up."""
+    """One set of weights to compute with, and the gradient accumulated by backward passes through it."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
         self.places = [
@@ -213,7 +213,7 @@ class Version:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take the optimizer's weights."""
+        """Copy the optimizer's weights."""
         copy_all_(self.weights, [_local(parameter) for _, _, parameter in self.places])
 
     @contextlib.contextmanager

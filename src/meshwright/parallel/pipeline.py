@@ -1,11 +1,11 @@
-"""Pipeline parallelism: which layers a rank holds, and the execution of a schedule action by action.
+"""Pipeline parallelism: the layers of each rank, and the execution of a schedule action by action.
 
-A rank's part of the model is a `Decoder` with fewer layers; a stage is a run of them. So all that is done to a model's
-layers, sharding included, is done to a part's in the same way, and parameters keep their names.
+A rank's part of the model is a `Decoder` with fewer layers; a stage is a run of them. So every transformation of a
+model's layers, sharding included, applies to a part unchanged, and parameters keep their names.
 
-`spec/schedule.py` says what runs when. Every rank runs its own list, and results go to the next or the previous stage's
+`spec/schedule.py` fixes the order. Every rank runs its own list, and results go to the next or the previous stage's
 rank as the list says. Every pipeline rank has every microbatch's tokens, labels and documents, so only the residual
-stream and its gradient travel.
+stream and its gradient are sent.
 
 Shapes: B batch, T tokens of a sequence that this rank reads, D hidden; between layers it has T / tp of them.
 """
@@ -39,7 +39,7 @@ Key = tuple[bool, int, int]
 
 @dataclass(frozen=True)
 class Stages:
-    """Which layers every stage has, and what runs when."""
+    """The layers of every stage, and the schedule."""
 
     schedule: Schedule
     layers: tuple[range, ...]
@@ -61,12 +61,12 @@ def plan_stages(resolved: ResolvedRun) -> Stages:
 
 
 def apply_pipeline(model: Decoder, stages: Stages, rank: int) -> None:
-    """Drop what this rank's stages do not need."""
+    """Drop the modules that this rank's stages do not need."""
     model.keep_layers([stages.layers[stage] for stage in stages.schedule.stages_of(rank)])
 
 
 class Pipeline(Passes):
-    """Takes microbatches through the stages of all ranks of a pipeline, as a schedule says.
+    """Runs microbatches through the stages of all ranks of a pipeline, by a schedule.
 
     Gradients are summed, as everywhere; nothing is averaged over microbatches.
     """
@@ -95,12 +95,12 @@ class Pipeline(Passes):
             dtype: of the residual stream.
             sequence_split: ranks that share a microbatch's tokens between layers, tp.
             sync: called before whole backward passes.
-            hold: called before backward passes whose weight gradients are put off.
-            reduce: called when those have been added.
-            release: called after the last backward pass: later passes through one stage gather what all stages of the
-                rank share.
-            inside: gives what computes a stage that has neither embedding nor head, on ranks where another one has.
-            weights: what puts them off, where the schedule splits backward passes.
+            hold: called before backward passes whose weight gradients are deferred.
+            reduce: called when the deferred gradients have been added.
+            release: called after the last backward pass, because later passes through one stage gather the weights that
+                all stages of the rank share.
+            inside: returns the forward pass of stages without embedding and head, on ranks where another stage has one.
+            weights: defers weight gradients, where the schedule splits backward passes.
         """
         super().__init__(model, objective)
         self.stage_plan, self.group, self.stages = stages, group, group
@@ -112,7 +112,7 @@ class Pipeline(Passes):
         self.has_loss = stages.last in self.here
 
     def follow(self, stages: Stages) -> None:
-        """Take the steps of another schedule of the same stages from now on."""
+        """Use another schedule of the same stages from now on."""
         self.stage_plan = stages
         for name in ("training_program", "completing", "completes_ends"):
             if name in vars(self):
@@ -120,12 +120,12 @@ class Pipeline(Passes):
 
     @cached_property
     def training_program(self) -> Program:
-        """What this rank does in a step."""
+        """This rank's actions in a step."""
         return with_transfers(self.stage_plan.schedule)[self.rank]
 
     @lru_cache(maxsize=4)  # noqa: B019  (a trainer lives as long as its process)
     def evaluation_program(self, microbatches: int) -> Program:
-        """What this rank does to evaluate a few microbatches."""
+        """This rank's actions to evaluate a few microbatches."""
         return with_transfers(forward_only(self.stage_plan.schedule.placement, microbatches))[self.rank]
 
     @property
@@ -161,21 +161,21 @@ class Pipeline(Passes):
                 yield from (found for _, found in sorted(running.found.items()))
 
     def modules_of(self, stage: int) -> list[nn.Module]:
-        """What a backward pass through a stage goes through; the model itself stands for embeddings, norm and head."""
+        """The modules of a backward pass through a stage; the model itself represents embeddings, norm and head."""
         ends = [self.model] if stage in self.ends else []
         blocks = (self.model.layers[str(i)] for i in self.stage_plan.layers[stage])
         return [module for block in blocks for module in block.modules()] + ends
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Those of this rank's stages that have an embedding or a head."""
+        """This rank's stages that have an embedding or a head."""
         return tuple(stage for stage in self.here if stage in (0, self.stage_plan.last))
 
     @cached_property
     def completing(self) -> dict[Action, bool]:
-        """For each action that completes gradients of weights: whether it is the last one of its stage.
+        """For each action that completes weight gradients: whether it is the last one of its stage.
 
-        The first and the last stage may be on one rank; then their common modules end with the later one.
+        The first and the last stage may be on one rank; then the later one completes their common modules.
         """
         actions = [action for action in self.stage_plan.schedule.ranks[self.rank] if action.kind in "BW"]
         return {action: action == [a for a in actions if a.stage == action.stage][-1] for action in actions}
@@ -186,7 +186,7 @@ class Pipeline(Passes):
         return next((action for action in reversed(list(self.completing)) if action.stage in self.ends), None)
 
     def announce(self, action: Action, sync: GradientSync) -> None:
-        """Call `sync` for the modules of an action's stage, each with whether this is its last gradient."""
+        """Call `sync` for the modules of an action's stage, with whether this is their last gradient."""
         modules = self.modules_of(action.stage)
         sync([module for module in modules if module is not self.model], self.completing[action])
         if action.stage in self.ends:
@@ -195,7 +195,7 @@ class Pipeline(Passes):
     def sum_copies(self) -> None:
         """Add the gradients of a tied embedding's two copies, so that both take the same step.
 
-        Addition of two numbers does not care for their order, so the copies stay equal bit for bit.
+        The sum of two numbers does not depend on their order, so the copies stay equal bit for bit.
         """
         if self.copied is None or not self.model.tok_embeddings.weight.requires_grad:
             return
@@ -211,16 +211,16 @@ class Pipeline(Passes):
 
 
 class Pass:
-    """One run of a rank's list: what has been computed or has arrived and is still needed."""
+    """One run of a rank's list: results, computed or received, that are still needed."""
 
     def __init__(self, pipeline: Pipeline, read: Read, scale: Scale | None) -> None:
-        """`read` gives what is wanted of the last hidden states: losses, which are multiplied by `scale` before
-        backward passes; where that is None, anything, and there are none."""
+        """`read` of the last hidden states gives losses, which are multiplied by `scale` before backward passes; where
+        `scale` is None it may give anything, and there are no backward passes."""
         self.pipeline, self.read, self.scale = pipeline, read, scale
         self.loss = torch.zeros((), dtype=torch.float64)
         """The sum of the losses."""
         self.found: dict[int, Any] = {}
-        """What was read of each microbatch where there are no backward passes."""
+        """The result of `read` for each microbatch where there are no backward passes."""
         self.microbatches: dict[int, TensorBatch] = {}
         self.results: dict[Key, torch.Tensor] = {}
         self.arriving: dict[Key, Message] = {}
@@ -229,13 +229,13 @@ class Pass:
         self.put_off: dict[tuple[int, int], list[Waiting]] = {}
 
     def run(self, program: Program, microbatches: Iterable[tuple[int, TensorBatch]]) -> None:
-        """Do all of it."""
+        """Run all of it."""
         self.go_on(program, microbatches)
         left = (self.results, self.graphs, self.put_off)
         assert not any(left)
 
     def go_on(self, program: Program, microbatches: Iterable[tuple[int, TensorBatch]]) -> None:
-        """Do a part of it, to which `microbatches` come in, by their numbers."""
+        """Run a part of it with new `microbatches`, by their numbers."""
         self.microbatches.update(microbatches)
         do = {"F": self.forward, "B": self.backward, "I": self._backward_input, "W": self._backward_weight}
         for item in program:
@@ -308,14 +308,14 @@ class Pass:
             self.arriving[key] = collectives.receive(self.results[key], transfer.source, self.pipeline.group)
 
     def _take(self, key: Key) -> torch.Tensor:
-        """A result for this rank, once it is there."""
+        """A result for this rank, once it has arrived."""
         message = self.arriving.pop(key, None)
         if message is not None:
             message.wait()
         return self.results.pop(key)
 
     def _room(self, microbatch: int) -> torch.Tensor:
-        """An empty [B, T, D] for what arrives of a microbatch."""
+        """An empty [B, T, D] to receive a microbatch's tensor."""
         tokens_BT = self.microbatches[microbatch].tokens
         shape = len(tokens_BT), tokens_BT.shape[1] // self.pipeline.sequence_split, self.pipeline.model.spec.hidden
         return torch.empty(shape, dtype=self.pipeline.dtype, device=tokens_BT.device)

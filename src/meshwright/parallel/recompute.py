@@ -19,7 +19,7 @@ from meshwright.spec.recompute import Policy
 aten = torch.ops.aten
 
 PRODUCTS: dict[Any, int] = {**dict.fromkeys((aten.mm.default, aten.bmm.default, *MATMULS), 0), aten.addmm.default: 1}
-"""Matrix products, and which of their arguments comes first in the product."""
+"""Matrix products, and the index of their left operand among the arguments."""
 
 # What selective recomputation keeps: the results that are dear to compute for their size (Korthikanti et al., "Reducing
 # Activation Recomputation in Large Transformer Models", 2022, keeps all but attention; with flash attention that
@@ -39,13 +39,14 @@ KEPT = frozenset(
 def _keep_dear_results(
     ranks: frozenset[int], ctx: object, op: Callable, *args: Any, **kwargs: object
 ) -> CheckpointPolicy:
-    """Adapters' `ranks` are the inner widths of products that cost no more than the sums around them."""
+    """Products whose inner width is in adapters' `ranks` cost no more than the sums around them."""
     cheap = op in PRODUCTS and args[PRODUCTS[op]].shape[-1] in ranks
     return CheckpointPolicy.MUST_SAVE if op in KEPT and not cheap else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Recomputed:
-    """A forward pass that is computed again in the backward pass; all of it, or what selective recomputation leaves."""
+    """A forward pass that is recomputed in the backward pass: all of it, or the part that selective recomputation
+    drops."""
 
     def __init__(self, policy: Policy, options: dict[str, Any]) -> None:
         self.policy, self.options = policy, options
@@ -59,7 +60,7 @@ class Recomputed:
 
 
 def apply_recompute(blocks: nn.ModuleDict, policies: Sequence[Policy]) -> None:
-    """Make blocks recompute their activations in the backward pass, by the policies of all of the model's layers."""
+    """Let blocks recompute their activations in the backward pass, by the policies of all of the model's layers."""
     layers = (module for module in blocks.modules() if isinstance(module, Layer))
     adapters = [layer for layer in layers if layer.find(Lora)]
     ranks = frozenset(layer.get_parameter("lora_a").shape[0] for layer in adapters)
@@ -74,9 +75,9 @@ def apply_recompute(blocks: nn.ModuleDict, policies: Sequence[Policy]) -> None:
 
 
 def hide_sharding(blocks: nn.ModuleDict) -> None:
-    """Let selective recomputation not see what data parallelism does around modules inside a block.
+    """Hide data parallelism's hooks around modules inside a block from selective recomputation.
 
-    It compares a block's operations with those of the first time, and weights that are gathered already are not
+    It compares a block's operations with the original forward pass, but weights that are already gathered are not
     gathered again.
     """
     for block in blocks.values():

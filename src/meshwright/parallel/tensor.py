@@ -7,10 +7,10 @@ parameter table say which matrices are split, and how:
 
 Embedding, head and loss are split by the vocabulary, so that no rank ever holds a whole row of logits.
 
-Parameters are DTensors on the axis `tp`, from which data parallelism, clipping and checkpoints read how they are split;
-modules compute on the local tensors. One rule serves all gradients: that of a split parameter is complete on its rank;
-that of a parameter which every rank keeps is what flows through this rank's part of the sequence, or through its heads,
-and is summed over ranks.
+Parameters are DTensors on the axis `tp`, which tell data parallelism, clipping and checkpoints how they are split;
+modules compute on the local tensors. One rule covers all gradients: a split parameter's gradient is complete on its
+rank; the gradient of a parameter that every rank keeps covers this rank's part of the sequence, or its heads, and is
+summed over ranks.
 
 Shapes: B batch, T sequence, t = T / tp (this rank's part of it), D hidden, V vocabulary.
 """
@@ -37,7 +37,7 @@ from meshwright.torch_internals import assert_on_device
 
 
 def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
-    """Make `model` (on the meta device) in place what one rank of `mesh`, the axis `tp`, runs.
+    """Turn `model` (on the meta device) in place into the part of one rank of `mesh`, the axis `tp`.
 
     It still takes whole tokens, positions and labels; between blocks the residual stream is [B, t, D]. The loss is the
     same on every rank.
@@ -78,7 +78,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
 
 
 def _split_parameters(module: Viewed, own: dict[str, Parameter], spec: ModelSpec, mesh: DeviceMesh) -> None:
-    """Make a module's parameters DTensors on `mesh`, and let the module see the local tensors of them."""
+    """Make a module's parameters DTensors on `mesh`, and let the module see their local tensors."""
     kept: dict[str, tuple[int, int]] = {}
     dims = {name: split_dim(row, spec, mesh.size()) for name, row in own.items()}
     for name, row in own.items():
@@ -100,8 +100,8 @@ def _is_row_wise(own: dict[str, Parameter]) -> bool:
 
 
 class RowParallel(Op):
-    """A linear layer of which each rank has a part of the inputs: the products are summed over ranks, and the sum
-    scattered along the sequence. The bias is added to it once, to this rank's tokens."""
+    """A linear layer with a part of the inputs on each rank: the products are summed over ranks, and the sum is
+    scattered along the sequence. The bias is added once, to this rank's tokens."""
 
     place = Place.SPLIT
 
@@ -119,8 +119,7 @@ class RowParallel(Op):
 
 
 class VocabularyParallel(Op):
-    """An embedding of which each rank has a part of the rows: it looks up those, and the sum over ranks is
-    scattered."""
+    """An embedding with a part of the rows on each rank: it looks up its own, and the sum over ranks is scattered."""
 
     place = Place.SPLIT
 
@@ -157,7 +156,7 @@ class OwnPositions(Op):
 
 
 class GatheredSequence:
-    """The entry of what begins with column-wise layers: every rank gets the whole sequence."""
+    """The entry of modules that begin with column-wise layers: every rank gets the whole sequence."""
 
     def __init__(self, sequence: "_Sequence") -> None:
         self.sequence = sequence
@@ -195,7 +194,7 @@ class _Sequence:
 
 
 class _VocabularyShare:
-    """This rank's rows of the head, as `HeadSplit` wants to know them."""
+    """This rank's rows of the head, for `HeadSplit`."""
 
     def __init__(self, vocab: int, sequence: _Sequence) -> None:
         self.vocab = vocab

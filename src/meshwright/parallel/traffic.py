@@ -32,14 +32,14 @@ KINDS = {
     "send": "send",
     "recv_": "receive",
 }
-"""Names of operations in torch's namespaces `c10d` and `_c10d_functional` -> what the field calls them. Waiting,
-barriers and exchanges of Python objects are not counted."""
+"""Names of operations in torch's namespaces `c10d` and `_c10d_functional` -> their usual names. Waits, barriers and
+exchanges of Python objects are not counted."""
 
 
 @dataclass
 class Count:
-    """How often a rank took part in something, and the bytes of the whole tensors: what a gather makes, what a
-    scatter is given, what is reduced, what goes out or, of messages, comes in."""
+    """How often a rank took part in a collective, and the bytes of the whole tensors: a gather's output, a scatter's
+    input, the reduced tensor, and what is sent or, for messages, received."""
 
     calls: int = 0
     bytes: int = 0
@@ -66,8 +66,8 @@ class Traffic(DispatchMode):
 
 
 def _sizes(name: str, *values: Any) -> Iterator[int]:
-    """Bytes of every tensor among a collective's arguments and results; of an all-to-all's, in which more may come in
-    than goes out, of what goes out."""
+    """Bytes of every tensor among a collective's arguments and results; for an all-to-all, where more may come in than
+    goes out, bytes of its input."""
     if KINDS[name] == "all-to-all":
         (args, *_) = values
         values = args[1] if name.startswith("alltoall") else args[0]  # behind the output, where that is an argument
@@ -75,12 +75,13 @@ def _sizes(name: str, *values: Any) -> Iterator[int]:
 
 
 def ranks_of(group: ProcessGroup) -> tuple[int, ...]:
-    """The ranks of a group; several groups may have the same, for slices of meshes make their own."""
+    """The ranks of a group; several groups may have the same ranks, because slices of meshes make their own."""
     return tuple(dist.get_process_group_ranks(group))
 
 
 def axis_names(meshes: Meshes) -> dict[tuple[int, ...], str]:
-    """Ranks of a process group -> name of their axis; the experts' own are `expert replicate` and `expert shard`."""
+    """Ranks of a process group -> name of their axis; the experts' own axes are `expert replicate` and `expert
+    shard`."""
     names: dict[tuple[int, ...], str] = {}
 
     def add(view: DeviceMesh, prefix: str = "") -> None:

@@ -1,8 +1,8 @@
-"""Backward passes in two parts: the gradients of linear layers' weights wait for later.
+"""Backward passes in two parts: the gradients of linear layers' weights are deferred.
 
-Zero-bubble schedules compute them in ranks' waiting time (Qi et al., "Zero Bubble Pipeline Parallelism", 2024). Only
-the products that make the weight gradients of linear layers wait; everything else is done at once, recomputation
-included. Any kind of product can wait, because its two gradients are functions of their own (`models/linear.py`).
+Zero-bubble schedules compute them while a rank would be idle (Qi et al., "Zero Bubble Pipeline Parallelism", 2024).
+Only the products for linear layers' weight gradients are deferred; everything else is done at once, recomputation
+included. Any kind of product can be deferred, because its two gradients are separate functions (`models/linear.py`).
 
 Shapes: M rows, D in, N out.
 """
@@ -18,7 +18,7 @@ from meshwright.models.slots import Op, Place, Weights
 
 
 class Waiting(NamedTuple):
-    """What the gradient of one linear layer's weight will be computed from."""
+    """The inputs of one linear layer's deferred weight gradient."""
 
     product: Product
     weights: Weights
@@ -27,17 +27,18 @@ class Waiting(NamedTuple):
 
 
 class WeightGradients:
-    """Collects what a backward pass leaves for later, until somebody takes it and adds it up."""
+    """Collects a backward pass's deferred weight gradients until they are taken and added."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Make every linear layer of `model` whose matrix trains defer its gradient; adapters' do not wait."""
+        """Let every linear layer of `model` whose matrix trains defer its gradient; adapters' gradients are not
+        deferred."""
         self._waiting: list[Waiting] = []
         for module in model.modules():
             if isinstance(module, Linear) and module.get_parameter(module.product.names[0]).requires_grad:
                 module.put(Deferred(self._waiting.append))
 
     def take(self) -> list[Waiting]:
-        """What backward passes have left since the last call."""
+        """The deferred gradients since the last call."""
         waiting = list(self._waiting)
         self._waiting.clear()
         return waiting
@@ -45,7 +46,7 @@ class WeightGradients:
 
 @torch.no_grad()
 def add_weight_gradients(waiting: list[Waiting]) -> None:
-    """Add the gradients that waited to those of the weights and biases."""
+    """Add the deferred gradients to the weights' and biases' gradients."""
     for product, weights, x, grad in waiting:
         weight, bias_N = weights[product.names[0]], weights.get("bias")
         if weight is not None and weight.requires_grad:
@@ -55,7 +56,7 @@ def add_weight_gradients(waiting: list[Waiting]) -> None:
 
 
 class Deferred(Op):
-    """The product, but for the gradients of its weight and bias, which are handed to `leave`."""
+    """The product, except the gradients of its weight and bias, which are handed to `leave`."""
 
     place = Place.DEFERRED
 
@@ -79,10 +80,10 @@ class Deferred(Op):
 
 
 class _InputGradientAlone(torch.autograd.Function):
-    """A product whose backward pass computes the gradient of its input alone.
+    """A product whose backward pass computes only the gradient of its input.
 
-    The weights are hidden from autograd in a dict, so that it neither waits for their gradients nor takes what leads to
-    them apart; `anchor` says that there is something to do even where the input needs no gradient.
+    The weights are hidden from autograd in a dict, so that it neither waits for their gradients nor frees the graph
+    that leads to them; `anchor` keeps the backward pass in the graph even where the input needs no gradient.
     """
 
     @staticmethod
