@@ -1,4 +1,4 @@
-"""Where each figure of a plan comes from, term by term: `plan --explain`."""
+"""Derivation of a plan's figures, term by term: `plan --explain`."""
 
 from meshwright.plan.candidate import Candidate
 from meshwright.plan.explain import describe, recomputes, why_not
@@ -12,9 +12,8 @@ GB = 1e9
 
 
 def explain_field(plan: Plan, field: str) -> str:
-    """Where one figure comes from: of the recipe's own layout, where it says one, else of the chosen one; where nothing
-    fits, of the one that needs least memory. Raises `UserError` with the fields that there are, or where there is no
-    layout."""
+    """The derivation of one figure, for the recipe's own layout, else the chosen one; where nothing fits, for the one
+    that needs least memory. Raises `UserError` with the known fields, or where there is no layout."""
     shown, about = plan.chosen or (plan.found.ranked[0] if plan.found.ranked else None), ""
     if plan.given:
         about = "the recipe's own layout is " if shown else "nothing fits; the recipe's own layout is "
@@ -70,7 +69,7 @@ def _explain_memory(plan: Plan, chosen: Candidate) -> list[str]:
 
 
 def _kept_weights(job: Job) -> str:
-    """How the weights that compute are kept."""
+    """How the weights of the computation are stored."""
     each = f"{job.stack.weight_bytes:g} bytes a parameter"
     if not job.frozen:
         return f"{each} of the copy that computes"
@@ -80,7 +79,7 @@ def _kept_weights(job: Job) -> str:
 
 
 def _in_transit(job: Job) -> str:
-    """What comes and goes while blocks run."""
+    """Transient memory while blocks run."""
     parts = ["a matrix decoded from few bits"] if job.frozen_bytes else []
     if not job.alone:
         parts += ["layers gathered and gradients on their way"]

@@ -1,4 +1,4 @@
-"""Activation memory: what a block keeps for its backward pass, and what lives while that runs, in bytes.
+"""Activation memory in bytes: tensors saved for backward passes, and tensors that live while one runs.
 
 After Korthikanti et al. ("Reducing Activation Recomputation in Large Transformer Models", 2022, section 4), itemised so
 that flash attention, gated feed-forward layers, experts and each recomputation policy are sums of the same items.
@@ -15,25 +15,25 @@ from meshwright.spec.recompute import Policy
 
 
 def pass_activations(job: Job, stages: Sequence[Groups]) -> float:
-    """What one microbatch keeps in all blocks of a rank's stages."""
+    """Saved activations of one microbatch in all blocks of a rank's stages."""
     return sum([group_activations(job, policy, kinds) for groups in stages for policy, kinds in groups])
 
 
 def group_activations(job: Job, policy: Policy, kinds: Kinds) -> float:
-    """What one microbatch keeps in some blocks."""
+    """Saved activations of one microbatch in some blocks."""
     return sum([count * block_activations(job, job.model.kinds[kind], policy) for kind, count in kinds])
 
 
 def saved_activations(job: Job, stage: int, one_pass: float, *, at_loss: bool = False) -> float:
-    """What backward passes of a stage wait for, over all microbatches in flight, at most or when losses are made;
-    `one_pass` as `pass_activations` says."""
+    """A stage's saved activations over all microbatches in flight, at the peak or when losses are computed; `one_pass`
+    is from `pass_activations`."""
     flying = microbatches_in_flight(job, stage, at_loss=at_loss)
     total = flying * one_pass * (1 - job.offload_activations)
     if job.offload_activations:  # one chunk on its way to the host, one on its way back
         total += 2 * one_pass / job.layout.virtual_stages
     if job.stack.dropout and stage == 0:
         total += flying * job.stream_tokens * job.model.hidden
-    # What goes into the first block, counted as the first block's; what comes out of the last one is kept as well.
+    # The first block counts its input as its own; the output of the last one is kept as well.
     return total + flying * job.stream_bytes * job.layout.virtual_stages
 
 
@@ -48,7 +48,7 @@ def microbatches_in_flight(job: Job, stage: int, *, at_loss: bool = False) -> fl
 
 
 def _once(figure: Callable[[Job, Block, Policy], float]) -> Callable[[Job, Block, Policy], float]:
-    """Remember a job's figure of a block: all pipeline ranks ask for the same ones."""
+    """Cache a job's figure of a block: all pipeline ranks ask for the same ones."""
 
     @functools.wraps(figure)
     def remembered(job: Job, block: Block, policy: Policy) -> float:
@@ -63,7 +63,7 @@ def _once(figure: Callable[[Job, Block, Policy], float]) -> Callable[[Job, Block
 
 @_once
 def block_activations(job: Job, block: Block, policy: Policy) -> float:
-    """Bytes that one block keeps of one microbatch for its backward pass, by recomputation policy."""
+    """Bytes that one block saves of one microbatch for its backward pass, by recomputation policy."""
     if policy == "none":
         return _saved_everything(job, block) + _beside(job, block, policy)
     if policy == "full":
@@ -76,8 +76,8 @@ def block_activations(job: Job, block: Block, policy: Policy) -> float:
 
 
 def passing_activations(job: Job, stages: Sequence[Groups]) -> tuple[float, float]:
-    """Of the last block's backward pass, and of any before it: what it computes again, and gradients of activations;
-    less what blocks behind it in its stage have freed by then."""
+    """Recomputed activations and activation gradients, in the last block's backward pass and in any before it; less the
+    memory that later blocks of its stage have freed by then."""
     last, before = 0.0, -inf
     for groups in stages:
         freed = 0.0
@@ -96,9 +96,9 @@ def passing_activations(job: Job, stages: Sequence[Groups]) -> tuple[float, floa
 
 @_once
 def _passing(job: Job, block: Block, policy: Policy) -> float:
-    """What one block computes again before its backward pass, besides what it has kept, and gradients of activations
-    while the feed-forward layer's backward pass runs: that of the stream, and of what the layer computes inside more
-    than what it frees meanwhile."""
+    """Activations that one block recomputes before its backward pass, besides its saved ones, and gradients of
+    activations while the feed-forward layer's backward pass runs: of the stream, and of the layer's inner tensors
+    beyond those that it frees meanwhile."""
     inner, again = inner_bytes(job, block), 0.0
     if policy != "none":
         again = block_activations(job, block, "none") - block_activations(job, block, policy)
@@ -110,7 +110,7 @@ def _passing(job: Job, block: Block, policy: Policy) -> float:
 
 
 def inner_bytes(job: Job, block: Block) -> float:
-    """A tensor as wide as the widest feed-forward layer of a block."""
+    """Bytes of a tensor as wide as the widest feed-forward layer of a block."""
     widest = max((inner * per_token for inner, per_token, _ in _inner_widths(job, block)), default=0)
     return job.tokens / job.layout.tp * widest * job.width
 
@@ -140,7 +140,7 @@ def _saved_selectively(job: Job, block: Block) -> float:
             tokens * width * per_token * inner * (2 if model.gated else 1)
             for inner, per_token, _ in _inner_widths(job, block)
         )
-    # Of a row-wise product its whole result too, before ranks add it up and each keeps a part.
+    # Also the whole result of a row-wise product, before the sum over ranks is scattered.
     saved = 3 * job.stream_bytes + (2 * _whole(job) if job.stack.keeps_gathered else 0.0)
     saved += tokens * (_queries_and_keys(job) + width * kv_heads(job) * model.head_dim + _attended(job))
     for inner, per_token, routed in _inner_widths(job, block):
@@ -149,8 +149,8 @@ def _saved_selectively(job: Job, block: Block) -> float:
 
 
 def _beside(job: Job, block: Block, policy: Policy) -> float:
-    """Of adapters what one process alone casts of A, until the forward pass ends at least; A x, where products are
-    kept; and B times its scale and what dropout leaves of x, with its mask, where everything is."""
+    """Tensors of adapters: a single process's cast of A, at least until the forward pass ends; A x, where products are
+    saved; and scaled B and the dropped-out x with its mask, where everything is saved."""
     if not job.adapter_rank:
         return 0.0
     matrices, rank = adapted(block, job.adapter_rank), job.adapter_rank
@@ -165,7 +165,7 @@ def _beside(job: Job, block: Block, policy: Policy) -> float:
 
 
 def _normed(job: Job) -> float:
-    """Both norms' outputs, which matrix products read; those of all tensor-parallel ranks, where they stay gathered."""
+    """Both norms' outputs, which matrix products read; of all tensor-parallel ranks, where they stay gathered."""
     return 2 * (_whole(job) if job.stack.keeps_gathered and job.layout.tp > 1 else job.stream_bytes)
 
 
@@ -175,7 +175,7 @@ def _whole(job: Job) -> float:
 
 
 def kv_heads(job: Job) -> float:
-    """Key heads of all tensor-parallel ranks together: copies count."""
+    """Key heads of all tensor-parallel ranks together, copies included."""
     return max(job.model.num_kv_heads, job.layout.tp) if job.stack.keeps_gathered else job.model.num_kv_heads
 
 
@@ -185,13 +185,13 @@ def _queries_and_keys(job: Job) -> float:
 
 
 def _projected(job: Job, block: Block) -> float:
-    """Of a token, what attention reads: queries, keys and values, and what the norms of heads read."""
+    """Bytes of a token's queries, keys and values, and of the inputs of the heads' norms."""
     return _queries_and_keys(job) * (2 if block.head_norms else 1) + job.width * kv_heads(job) * job.model.head_dim
 
 
 def _attended(job: Job) -> float:
-    """Of a token, attention's result, and the logarithm of each head's sum in fp32. Under context parallelism the
-    result is copied on its way to the matrix product behind."""
+    """Bytes of a token's attention result and each head's logsumexp in fp32. Under context parallelism the result is
+    copied before the next matrix product."""
     model, copies = job.model, 2 if job.layout.cp > 1 and job.stack.keeps_gathered else 1
     return job.width * copies * model.num_heads * model.head_dim + 4 * model.num_heads
 
@@ -213,7 +213,7 @@ def _inner_widths(job: Job, block: Block) -> list[tuple[int, float, bool]]:
 
 
 def _inner_steps(job: Job) -> int:
-    """Tensors of the feed-forward layer's width that are kept."""
+    """Number of saved tensors of the feed-forward layer's width."""
     if not job.model.gated:
         return 2  # before and after the activation function
     return 3 if job.stack.fused else 4  # both projections, the product, and the activated gate where it is eager

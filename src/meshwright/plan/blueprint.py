@@ -1,4 +1,4 @@
-"""A parameter table condensed to what costs depend on: matrices, attention and experts."""
+"""A parameter table condensed to the inputs of the cost model: matrices, attention and experts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ class Matrix:
     split: bool
     """Whether tensor parallelism gives a rank only a share of it."""
     experts: int = 0
-    """Number of such matrices side by side; 0 for a dense one."""
+    """Number of parallel matrices of this shape, one per expert; 0 for a dense one."""
     keys: bool = False
     """Whether it makes keys or values, which tensor-parallel ranks copy where there are fewer heads than ranks."""
 
@@ -46,7 +46,7 @@ class Block:
 
     @cached_property
     def keys(self) -> int:
-        """Those of them that make keys and values."""
+        """Parameters among `dense` that make keys and values."""
         return sum(matrix.numel for matrix in self.matrices if matrix.keys)
 
     def on_rank(self, tp: int, kv_heads: int) -> float:
@@ -99,7 +99,7 @@ class Blueprint:
     """Parameters of the last norm."""
     window: int | None = None
     top_k: int = 0
-    """Experts that a token visits."""
+    """Experts per token."""
     kinds: tuple[Block, ...]
     """The different blocks."""
     pattern: tuple[int, ...]
@@ -122,7 +122,7 @@ class Blueprint:
 
     @cached_property
     def embedding(self) -> int:
-        """Parameters of the token embedding, and of the head where it is not the same matrix."""
+        """Parameters of the token embedding, and of the head where it is untied."""
         return self.vocab * self.hidden
 
     @cached_property
@@ -133,7 +133,7 @@ class Blueprint:
 
     @cached_property
     def active_parameters(self) -> int:
-        """Parameters that one token is multiplied by, head included, embedding's look-up not."""
+        """Parameters that one token is multiplied by, including the head but not the embedding's look-up."""
         total = self.embedding
         for block in self.blocks:
             for matrix in block.matrices:
@@ -170,7 +170,7 @@ def blueprint(spec: ModelSpec, table: Iterable[Parameter] | None = None) -> Blue
 
 
 def _named_as_ours(spec: ModelSpec, table: Iterable[Parameter]) -> Iterable[Parameter]:
-    """The rows, those of blocks named `layers.N.` whatever their architecture calls them."""
+    """The rows, with blocks renamed to `layers.N.` whatever their names in the architecture."""
     if spec.foreign is None:
         return table
     blocks = f"{spec.foreign.blocks}."
@@ -180,7 +180,7 @@ def _named_as_ours(spec: ModelSpec, table: Iterable[Parameter]) -> Iterable[Para
 
 
 def condense(table: Iterable[Parameter], **sizes) -> Blueprint:
-    """A blueprint from rows of parameters, `layers.N.` in the name of every block's; `sizes` as in `Blueprint`."""
+    """A blueprint from parameter rows; rows of blocks are named `layers.N.`; `sizes` as in `Blueprint`."""
     layers: dict[str, list[Parameter]] = {}
     final = 0
     for row in table:

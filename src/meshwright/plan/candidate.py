@@ -1,4 +1,4 @@
-"""A layout with what it costs: its memory, its time, whether it fits, and what it is called."""
+"""A layout with its costs: memory, time, whether it fits, and its name."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,14 +16,14 @@ VERDICTS: tuple[Verdict, ...] = ("fits", "tight", "does not fit")
 AXES = ("pp", "tp", "cp", "ep")
 """Axes that split the model or its sequences."""
 MARGIN = 0.1
-"""Part of a device's memory that a plan leaves free unless it is told otherwise."""
+"""Part of a device's memory that a plan leaves free by default."""
 TIGHT = 2.0
-"""How many times its step a tight layout counts: it may run out of memory, so it has to be twice as fast."""
+"""Factor on a tight layout's step time in the ranking: it may run out of memory, so it has to be twice as fast."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with what it costs."""
+    """A layout with its costs."""
 
     job: Job
     cluster: ClusterSpec
@@ -38,12 +38,12 @@ class Candidate:
 
     @property
     def verdict(self) -> Verdict:
-        """fits with the margin left free; tight where an allocator under pressure may still make it."""
+        """`fits` with the margin left free; `tight` where an allocator under pressure may still succeed."""
         return verdict(self.memory, self.cluster, self.margin)
 
     @cached_property
     def cost(self) -> float:
-        """Seconds of a step, those of a tight layout times `TIGHT`: what layouts are ranked by."""
+        """Seconds of a step, times `TIGHT` for a tight layout; layouts are ranked by it."""
         return self.time.total * (TIGHT if self.verdict == "tight" else 1.0)
 
     @property
@@ -68,18 +68,18 @@ class Candidate:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation, of the datasheet's rate in the job's precision."""
+        """Model FLOPs utilisation, relative to the datasheet's rate in the job's precision."""
         peak = self.cluster.peak(self.job.precision)
         return self.tokens_per_second * self.job.flops_per_token / (peak * 1e12)
 
     @cached_property
     def strategy(self) -> str:
-        """The field's name for the layout."""
+        """The layout's usual name."""
         return strategy_name(self.job)
 
 
 def verdict(memory: MemoryUse, cluster: ClusterSpec, margin: float) -> Verdict:
-    """Whether a rank's need fits a device, of which a share is to stay free, and that of a node's ranks their host."""
+    """Whether a rank's memory fits a device with a share left free, and a node's ranks fit their host."""
     capacity = cluster.memory_gb * 1e9
     if memory.host * cluster.per_node > (1 - margin) * cluster.host_memory_gb * 1e9:
         return "does not fit"
@@ -100,7 +100,7 @@ def strategy_name(job: Job) -> str:
 
 
 def family_name(layout: LayoutSpec) -> str:
-    """What a layout is compared as: offloading, the axes that split the model, or its data-parallel strategy."""
+    """The strategy that a layout is compared as: offloading, the axes that split the model, or its data parallelism."""
     if layout.offload != "none":
         return layout.tiers.words
     if axes := _split_axes(layout):
@@ -119,12 +119,12 @@ def _zero_name(layout: LayoutSpec) -> str:
 
 
 def complexity(layout: LayoutSpec) -> int:
-    """In how many ways a layout splits the work, by which the simplest of equally fast ones is chosen."""
+    """The number of ways in which a layout splits the work; of equally fast layouts the simplest is chosen."""
     degrees = (layout.pp, layout.tp, layout.cp, layout.ep, layout.virtual_stages, layout.dp_replicate)
     other_schedule = layout.pp > 1 and layout.schedule != "1f1b"
     return sum(degree > 1 for degree in degrees) + other_schedule + (layout.offload != "none")
 
 
 def evaluate(job: Job, cluster: ClusterSpec, margin: float = MARGIN, cache: Cache | None = None) -> Candidate:
-    """What one layout costs."""
+    """The costs of one layout."""
     return Candidate(job, cluster, margin, predict_memory(job), StepModel(job, cluster, cache=cache).predict())

@@ -2,7 +2,7 @@
 
 A ring over N ranks puts (N - 1) / N of the payload on every rank's wire for an all-gather or reduce-scatter, twice that
 for an all-reduce (Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005). Where a group
-leaves the node, its ranks in a node share the node's network, one channel each, so the slower of the two decides.
+spans nodes, its ranks in a node share the node's network, one channel each, so the slower of link and network decides.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from meshwright.spec.cluster import ClusterSpec
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate: how many, and how many of them sit within one fast-link domain."""
+    """Ranks that communicate: how many, and how many of them are within one fast-link domain."""
 
     ranks: int
     local: int
@@ -32,13 +32,13 @@ def axis_group(cluster: ClusterSpec, degree: int, stride: int) -> Group:
 
 
 def visited(places: int, draws: float) -> float:
-    """Chance that one of `places` is among `draws` of them drawn evenly."""
+    """Probability that a given one of `places` is among `draws` uniform draws."""
     return 1 - (1 - 1 / places) ** draws
 
 
 @dataclass(frozen=True)
 class Wires:
-    """A cluster's links at the rates that collectives reach."""
+    """A cluster's links at the rates achieved by collectives."""
 
     link: float
     """Bytes per second of one rank inside its domain."""
@@ -55,7 +55,7 @@ class Wires:
 
     @classmethod
     def of(cls, cluster: ClusterSpec, constants: Constants) -> "Wires":
-        """Measured figures where there are any, else the datasheet's with the fitted efficiencies."""
+        """Measured figures where available, else the datasheet's with the fitted efficiencies."""
         link, network = (cluster.measured.collectives.get(kind) for kind in ("link", "network"))
         return cls(
             link=link.bandwidth_gb_s * 1e9 if link else cluster.link_gb_s * 1e9 * constants.link,
@@ -85,10 +85,10 @@ class Wires:
 
     def all_to_all(self, group: Group, copies: float, payload: float, *, relay: bool) -> float:
         """Seconds until every rank has sent `copies` of each of its tokens, `payload` bytes in all if sent once, to
-        ranks drawn evenly.
+        uniformly drawn ranks.
 
-        What stays in the domain takes the fast link; all else leaves through the rank's own network channel. A relay
-        sends a token to a rank, or to another domain, once, whatever number of its copies is wanted there.
+        Traffic within the domain takes the fast link; the rest leaves through the rank's own network channel. A relay
+        sends a token to a rank, or to another domain, only once, for any number of its copies there.
         """
         if group.ranks <= 1 or payload <= 0:
             return 0.0

@@ -1,4 +1,4 @@
-"""Fitted constants: numbers that no datasheet gives, fitted once over all published runs."""
+"""Fitted constants, which no datasheet gives, fitted once over all published runs."""
 
 from dataclasses import dataclass
 
@@ -7,27 +7,28 @@ from dataclasses import dataclass
 class Constants:
     """Global constants of the time model; none belongs to one source, model or cluster.
 
-    The defaults are what one would guess from kernels' own benchmarks and documentation, and the fit is drawn to them.
-    They were made before any run was looked at, but `fp8_casts`, `bias` and `relay`, whose first guesses left-out runs
-    had shown to be wrong: what the kernels say of themselves was read again.
+    The defaults are priors from kernels' own benchmarks and documentation; the fit is regularised towards them. They
+    were set before any run was looked at, except `fp8_casts`, `bias` and `relay`: held-out runs had shown their first
+    values to be wrong, and the kernels' documentation was read again.
     """
 
     matmul: float = 0.88
-    """Large products in training, relative to the best shape of the best benchmark."""
+    """Rate of large products in training, relative to the best shape of the best benchmark."""
     matmul_memory: float = 0.6
     """Share of a product's memory traffic that its arithmetic does not hide."""
     fp8_casts: float = 4.0
     """Traffic of quantization per element of a product's operands: 2 bytes read, 1 written in either orientation."""
     memory: float = 0.8
-    """Achieved part of the memory bandwidth."""
+    """Achieved fraction of the memory bandwidth."""
     flash: float = 0.5
-    """Flash attention on Ampere, part of the achievable matrix rate."""
+    """Rate of flash attention on Ampere, as a fraction of the achievable matrix rate."""
     flash_hopper: float = 0.33
-    """The same kernel on Hopper and later, which it does not use well."""
+    """The same kernel on Hopper and later, which it uses poorly."""
     hopper: float = 0.6
     """Kernels written for Hopper."""
     bias: float = 0.75
-    """What an additive bias leaves of a flash kernel's rate: nearly all of it where the kernel adds it itself."""
+    """Fraction of a flash kernel's rate with an additive bias: nearly all of it where the kernel adds the bias
+    itself."""
     unfused: float = 0.5
     """Batched products over scores that are written to memory."""
     attention_backward: float = 2.5
@@ -49,35 +50,35 @@ class Constants:
     collective_operators: float = 2.0
     """Operators that a tensor-parallel collective is worth to the host: the call, the wait, and copies around it."""
     step_ms: float = 8.0
-    """What a step costs apart from its parts: data, logging, the optimizer's launches."""
+    """Fixed cost of a step: data, logging, the optimizer's launches."""
     link: float = 0.75
-    """Achieved part of the fast link's rate."""
+    """Achieved fraction of the fast link's rate."""
     network: float = 0.75
-    """Achieved part of the network's rate."""
+    """Achieved fraction of the network's rate."""
     link_us: float = 25.0
     """Latency of a collective inside a node."""
     network_us: float = 60.0
     """Latency that each doubling of the nodes adds."""
     message_us: float = 60.0
-    """What a message between stages takes besides its bytes and the network's latency: the host's calls."""
+    """Time of a message between stages besides its bytes and the network's latency: the host's calls."""
     overlap: float = 0.8
-    """Part of the computation behind which a collective can hide."""
+    """Fraction of the computation that can overlap a collective."""
     contention: float = 0.15
-    """Slow-down of computation while a collective runs, as a part of the collective's time."""
+    """Slow-down of computation while a collective runs, as a fraction of the collective's time."""
     tensor_hidden: float = 0.5
-    """Part of tensor-parallel collectives that a program which cuts them up hides."""
+    """Fraction of tensor-parallel collectives hidden by programs that split them."""
     offload_gb_s: float = 12.0
     """Host link and host optimizer together, per device, 10**9 bytes per second."""
     all_to_all: float = 0.7
     """Rate of an all-to-all, relative to a ring's."""
     relay: float = 1.15
-    """The same where a relay sends tokens on: 43 to 58 GB/s over ports of 50 (DeepEP's own benchmarks)."""
+    """The same where a relay forwards tokens: 43 to 58 GB/s over ports of 50 (DeepEP's own benchmarks)."""
     imbalance: float = 1.1
-    """Busiest expert rank over the mean."""
+    """Load of the busiest expert rank over the mean."""
     expert_matmul: float = 0.75
-    """Grouped products, relative to one large product of as many tokens."""
+    """Rate of grouped products, relative to one large product of as many tokens."""
     route_bytes: float = 24.0
-    """Traffic per routed token and hidden unit of permuting, weighing and summing, forward pass."""
+    """Traffic per routed token and hidden unit of permuting, weighting and summing, forward pass."""
 
 
 FITTED = Constants(

@@ -1,4 +1,4 @@
-"""A recipe as this engine runs it: the bytes it keeps and sends."""
+"""The planner's job for a recipe in this engine: the bytes it keeps and sends."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,11 +19,11 @@ from meshwright.spec.run import Run
 from meshwright.spec.training import OptimizerName, TrainingSpec
 
 MOMENT_BYTES = {"adamw_8bit": 2 * (1 + 4 / 256)}
-"""Of both moments of a parameter, by optimizer; two numbers as they are stored for every other one of ours."""
+"""Bytes of both moments of a parameter, by optimizer; every other built-in optimizer stores two numbers."""
 STATES = 2
 """Numbers that a user's optimizer keeps of each parameter, where its class does not say (`states = 1`)."""
 LayoutCheck = Callable[[LayoutSpec], list[str]]
-"""Every reason why a layout is refused, each a sentence; none where it runs."""
+"""The reasons why a layout is refused, each a sentence; empty where it runs."""
 CPU_CONTEXT_BYTES = 0.45e9
 """A Python process with torch and gloo."""
 
@@ -56,8 +56,8 @@ def engine_job(
 
 
 def method_fields(finetune: FinetuneSpec | None, model: Blueprint) -> dict[str, Any]:
-    """What a way of fine-tuning makes of a job's adapters and frozen weights. Adapters that sit beside some matrices
-    only are counted beside all."""
+    """A job's fields for adapters and frozen weights under a fine-tuning method. Adapters beside only some matrices are
+    counted beside all."""
     if finetune is None or finetune.method == "full":
         return {"adapters": None, "adapter_rank": 0, "adapter_dropout": False, "frozen_bytes": None}
     if finetune.method == "ia3":
@@ -72,7 +72,7 @@ def method_fields(finetune: FinetuneSpec | None, model: Blueprint) -> dict[str, 
 
 
 def engine_stack(training: TrainingSpec, *, alone: bool, device: Literal["cpu", "cuda"] = "cuda") -> Stack:
-    """What every parameter costs under a recipe's precision and optimizer; `alone` without a mesh."""
+    """The cost per parameter under a recipe's precision and optimizer; `alone`: without a mesh."""
     dtypes = training.dtypes
     stored = dtypes.master.bytes
     return replace(
@@ -98,8 +98,8 @@ def _moment_bytes(optimizer: str, stored: int) -> float:
 
 
 def layout_check(run: Run, model: ModelSpec, device: Literal["cpu", "cuda"] = "cuda") -> LayoutCheck:
-    """What says why the engine refuses a layout for a recipe's model, sequences, fine-tuning and optimizer: the planner
-    asks it of every candidate, and what resolves a recipe of the recipe's own."""
+    """A function that says why the engine refuses a layout for a recipe's model, sequences, fine-tuning and optimizer.
+    The planner applies it to every candidate, and recipe resolution to the recipe's own layout."""
     table = finetuned_table(model, run.finetune) if run.finetune else ()
     split = cache(lambda tp: split_misfit(table, model, tp))
     adapted = tuple(row for row in table if row.adapter)
@@ -123,12 +123,12 @@ def layout_check(run: Run, model: ModelSpec, device: Literal["cpu", "cuda"] = "c
 
 
 def refusal(job: Job, check: LayoutCheck) -> str | None:
-    """Why the engine of today cannot run the layout; None where it can."""
+    """Why the engine cannot run the layout; None where it can."""
     if problem := job.layout.problem:
         return problem
     return next(iter(check(job.layout) or batch_misfits(job.layout, job.global_batch)), None)
 
 
 def runs_today(job: Job, check: LayoutCheck) -> bool:
-    """Whether the engine of today can run the layout."""
+    """Whether the engine can run the layout."""
     return refusal(job, check) is None

@@ -1,4 +1,4 @@
-"""A plan's reasons in sentences: what binds, why other layouts lose, what would help."""
+"""A plan's reasons in sentences: the bottleneck, why other layouts lose, what would help."""
 
 from dataclasses import replace
 
@@ -23,13 +23,13 @@ CAUSES = {
     "recompute": "recomputation",
 }
 WORTH_A_WORD = 0.01
-"""Part of a step below which a cause is not named."""
+"""Fraction of a step below which a cause is not named."""
 SAME = 0.005
-"""Part of a step by which two layouts may differ and are called as fast."""
+"""Fraction of a step within which two layouts are called equally fast."""
 
 
 def short(number: float) -> str:
-    """Three digits, for gigabytes and seconds."""
+    """A number of gigabytes or seconds to three digits."""
     return f"{number:.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
 
 
@@ -48,12 +48,12 @@ def describe(job: Job) -> str:
 
 
 def recomputes(job: Job) -> str:
-    """What a job recomputes: a policy, or numbers of layers of all that there are."""
+    """A job's recomputation: a policy, or the number of layers out of all."""
     return describe_recompute(layer_policies(job.recompute, job.cut))
 
 
 def why_not(candidate: Candidate, chosen: Candidate | None) -> str:
-    """Why a strategy's best layout is not the one chosen: the memory it lacks, or what it loses the time to."""
+    """Why a strategy's best layout is not the chosen one: the memory it lacks, or where it loses time."""
     memory = candidate.memory
     if candidate.verdict == "does not fit" and memory.total <= candidate.capacity:
         available = (1 - candidate.margin) * candidate.cluster.host_memory_gb
@@ -79,7 +79,7 @@ def why_not(candidate: Candidate, chosen: Candidate | None) -> str:
 
 
 def _largest_loss(candidate: Candidate, chosen: Candidate) -> str:
-    """The cause in which a layout spends most time more than the chosen one."""
+    """The cause in which a layout loses most time to the chosen one."""
 
     def seconds(of: Candidate, cause: str) -> float:
         return of.time.compute - of.time.recompute if cause == "once" else getattr(of.time, cause)
@@ -93,7 +93,7 @@ def _largest_loss(candidate: Candidate, chosen: Candidate) -> str:
 
 
 def _unlike(more: float, less: float) -> str:
-    """Two times that differ, in as many digits as show it."""
+    """Two different times, in enough digits to show the difference."""
     shown = short(more), short(less)
     for decimals in range(1, 9):
         if shown[0] != shown[1]:
@@ -103,7 +103,7 @@ def _unlike(more: float, less: float) -> str:
 
 
 def binding(candidate: Candidate) -> str:
-    """What takes most of the step, what takes most of the rest, and how full the memory is."""
+    """The two largest costs of the step, and how full the memory is."""
     time, share = candidate.time, candidate.memory.total / candidate.capacity
     names = {"compute": "computation"} | {cause: name for cause, name in CAUSES.items() if cause != "recompute"}
     if candidate.job.layout.tiers.moves_state:
@@ -122,7 +122,7 @@ def binding(candidate: Candidate) -> str:
 
 
 def no_layout(base: Job, cluster: ClusterSpec, limits: Limits) -> str:
-    """Why a cluster has no layout for a job at all, and what would work; nobody has looked at memory or time then."""
+    """Why a cluster has no legal layout for a job, and what would work, before any look at memory or time."""
 
     def works(job: Job, devices: int) -> bool:
         where = cluster.model_copy(update={"devices": devices})
@@ -145,7 +145,7 @@ def no_layout(base: Job, cluster: ClusterSpec, limits: Limits) -> str:
 
 
 def relief(job: Job, cluster: ClusterSpec, margin: float) -> str | None:
-    """The change that costs least time and makes a layout fit; None where none of the usual ones does."""
+    """The change with the least time cost that makes a layout fit; None where no usual one does."""
     before = evaluate(job, cluster, margin)
     tried = [(words, evaluate(changed, where, margin)) for words, changed, where in _reliefs(job, cluster, margin)]
     fitting = [(found.time.total, words, found) for words, found in tried if found.verdict == "fits"]
@@ -157,7 +157,7 @@ def relief(job: Job, cluster: ClusterSpec, margin: float) -> str | None:
 
 
 def _reliefs(job: Job, cluster: ClusterSpec, margin: float) -> list[tuple[str, Job, ClusterSpec]]:
-    """The usual remedies, each alone."""
+    """The usual remedies, one at a time."""
     found: list[tuple[str, Job, ClusterSpec]] = []
     if job.recompute != "full":
         again = frugal(job, cluster, margin)
@@ -184,7 +184,7 @@ def _reliefs(job: Job, cluster: ClusterSpec, margin: float) -> list[tuple[str, J
 
 
 def bandwidth(candidate: Candidate) -> str | None:
-    """How much faster the network must be to hide the exchange of weights and gradients; None where it is."""
+    """How much faster the network must be to hide the exchange of weights and gradients; None where it is hidden."""
     job, cluster, time = candidate.job, candidate.cluster, candidate.time
     if cluster.devices <= cluster.domain or time.data < 0.1 * time.total:
         return None

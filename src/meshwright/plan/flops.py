@@ -1,8 +1,8 @@
 """Floating-point operations of a model.
 
-The convention is that of PaLM's model FLOPs utilisation (Chowdhery et al., 2022, appendix B): 6 N + 12 L H Q T a token,
-with N the parameters in matrix products, L layers, H heads of width Q and T tokens of attention. A multiplication and
-an addition are two operations; the backward pass is twice the forward pass. Attention counts in full, although a causal
+The convention is PaLM's model FLOPs utilisation (Chowdhery et al., 2022, appendix B): 6 N + 12 L H Q T a token, with N
+the parameters in matrix products, L layers, H heads of width Q and T tokens of attention. A multiplication and an
+addition are two operations; the backward pass is twice the forward pass. Attention counts in full, although a causal
 kernel may skip half of it; recomputation, norms, activations, the embedding's look-up and the optimizer do not count.
 """
 
@@ -16,7 +16,7 @@ from meshwright.spec.model import ModelSpec, Parameter
 
 def matmul_parameters(spec: ModelSpec) -> int:
     """Parameters that every token is multiplied by: all matrices and the head, tied or not, without embeddings and
-    without the experts that it is not sent to."""
+    without the experts that the token skips."""
     return sum(active_numel(spec, row) for row in _matrices(spec))
 
 
@@ -43,7 +43,7 @@ def forward_flops_per_token(spec: ModelSpec, sequence_length: int) -> int:
 def flops_per_token(spec: ModelSpec, sequence_length: int, finetune: FinetuneSpec | None = None) -> int:
     """Operations of training, forward and backward, for one token of a sequence of `sequence_length` tokens.
 
-    A matrix that does not train has no gradient to be computed, so it counts 4 operations a parameter instead of 6.
+    A frozen matrix has no weight gradient, so it counts 4 operations a parameter instead of 6.
     """
     whole = 3 * forward_flops_per_token(spec, sequence_length)
     if finetune is None:
@@ -56,6 +56,6 @@ def flops_per_token(spec: ModelSpec, sequence_length: int, finetune: FinetuneSpe
 
 
 def finetuning_flops(whole: float, frozen: float, adapters: float) -> float:
-    """Of a token, where training all takes `whole` and so many parameters of matrices that multiply it are frozen, and
-    so many of adapters' matrices added."""
+    """Operations of a token in fine-tuning: full training takes `whole`, `frozen` parameters in matrix products are
+    frozen, and `adapters` parameters of adapters' matrices are added."""
     return whole - 2 * frozen + 6 * adapters

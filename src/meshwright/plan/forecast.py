@@ -1,4 +1,4 @@
-"""What a run would need and take on the devices that it asks for, and what would fit where that is too much."""
+"""A run's predicted memory and time on its devices, and remedies where they are too much."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,12 +16,13 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.run import ResolvedRun
 
 LONGEST_STEP = 3600.0
-"""Seconds of a step that are a mistake: the longest steps of published runs take some minutes."""
+"""Seconds of a step beyond which a recipe is taken for a mistake: the longest steps of published runs take some
+minutes."""
 GIB = 2**30
 
 
 def forecast(resolved: ResolvedRun, machine: Machine) -> Candidate:
-    """What the run's layout costs on the devices it asks for: the recipe's cluster, or this machine.
+    """The costs of the run's layout on its devices: the recipe's cluster, or this machine.
 
     Raises `UserError` for an unknown cluster.
     """
@@ -38,8 +39,8 @@ def forecast(resolved: ResolvedRun, machine: Machine) -> Candidate:
 
 
 def warnings(resolved: ResolvedRun, found: Candidate) -> list[str]:
-    """Why the run would not do although nothing is wrong with it, each with what would: more memory than the devices
-    have, or steps of more than `LONGEST_STEP` seconds."""
+    """Reasons why a valid run would not work, each with a remedy: more memory than the devices have, or steps longer
+    than `LONGEST_STEP` seconds."""
     told, where = [], f"{found.cluster.devices} x {found.cluster.device} ({resolved.run.cluster})"
     if found.verdict == "does not fit":
         need, there = found.memory.total, found.capacity
@@ -58,7 +59,7 @@ def warnings(resolved: ResolvedRun, found: Candidate) -> list[str]:
 
 
 def _remedy(resolved: ResolvedRun, found: Candidate, enough: Callable[[Candidate], bool]) -> str:
-    """The first that helps of: a change of the layout, another layout, a smaller published model."""
+    """The first remedy that helps: a change of the layout, another layout, or a smaller published model."""
     job, cluster = found.job, found.cluster
     change = (
         relief(job, cluster, MARGIN) if found.verdict == "does not fit" and found.time.total <= LONGEST_STEP else None

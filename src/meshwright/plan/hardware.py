@@ -19,25 +19,25 @@ SIBLINGS = {
     "H20": "H200-SXM-141GB",
     "GB300": "B300-SXM",
 }
-"""Export and successor variants take the figures that the table lacks from the device they are made of."""
+"""Export and successor variants take missing figures from the device they derive from."""
 
 NETWORK_GB_S = {"P100": 12.5, "V100": 12.5, "A100": 25.0, "A800": 25.0, "MI250X": 25.0, "TPU": 50.0}
-"""Network per device where nobody says: 4 x 100 Gb/s a node of Voltas, 8 x 200 Gb/s of Amperes."""
+"""Default network per device: 4 x 100 Gb/s a node of Voltas, 8 x 200 Gb/s of Amperes."""
 
 MODERN_NETWORK_GB_S = 50.0
 """8 x 400 Gb/s a node: Hopper and later."""
 
 WORKSTATION = {"A10", "A10G", "A30", "A40", "A6000", "L4", "L20", "L40", "L40S", "T4"}
 WORKSTATION_NETWORK_GB_S = 3.1
-"""25 Gb/s a node for these cards, and for all that are called RTX."""
+"""25 Gb/s a node for these cards, and for all named RTX."""
 DESKTOP_HOST_GB = 64.0
-"""Host memory of a machine with GeForce cards where nobody says."""
+"""Default host memory of a machine with GeForce cards."""
 
 VARIANTS = {"V100": (16,), "RTX 3060": (8,), "RTX 3080": (12,), "RTX 4060 Ti": (8,), "RTX 5060 Ti": (8,)}
-"""Gigabytes that a card is sold with besides those of its row."""
+"""Other memory sizes of a card than its row's, in gigabytes."""
 
 USABLE_GB = 2**30 / 1e9 * 0.985
-"""Gigabytes that a card sold with one can give out: they are 2**30 bytes, less what its error correction keeps."""
+"""Usable part of a nominal gigabyte: it is 2**30 bytes, less the part for error correction."""
 
 PRICES = {
     "V100": 1.0,
@@ -60,13 +60,13 @@ PRICES = {
 """US dollars a device and hour, rounded list prices of GPU clouds in 2025; give `price_per_hour` for your own."""
 
 SILENT = ("pcie", "geforce", "instinct", "tensor", "core", "gpu", "tesla", "dgx", "hgx", "ascend", "google", "intel")
-"""Words of a device's name that do not say which it is."""
+"""Words of a device's name that do not identify it."""
 
 SLICE = 256
-"""TPUs that their own network joins: the smallest generation's pod."""
+"""TPUs joined by their own network: the smallest generation's pod."""
 
 CPU_CORE_TFLOPS = {"fp64": 0.02, "fp32": 0.05, "bf16": 0.1, "fp16": 0.05}
-"""A core of today, to an order of magnitude: `meshwright plan calibrate` measures it."""
+"""A current CPU core, to an order of magnitude: `meshwright plan calibrate` measures it."""
 
 
 @functools.cache
@@ -80,8 +80,8 @@ def hardware_table(kind: str = "accelerator") -> tuple[dict[str, str], ...]:
 def find_device(name: str, memory_gb: int | None = None, form: str | None = None) -> dict[str, str]:
     """The row of an accelerator such as `h100`, `A100-80GB-SXM` or `NVIDIA H200`.
 
-    Of several that fit, the one with just that memory, SXM rather than PCIe, with measured rates, then the largest.
-    Raises `UserError` with the known names.
+    Of several matches, prefer the exact memory size, SXM over PCIe, measured rates, then the largest memory. Raises
+    `UserError` with the known names.
     """
     wanted, memory_gb, form = _words(name, memory_gb, form)
     fitting = [row for row in hardware_table() if _fits(row, wanted, memory_gb, form)]
@@ -107,7 +107,7 @@ def is_known(name: str) -> bool:
 
 
 def nearest_device(text: str) -> str | None:
-    """The device whose name stands somewhere in a text, whatever else does (`DGX-A100 (48 GB)`); None where none."""
+    """The device whose name occurs anywhere in a text (`DGX-A100 (48 GB)`); None where there is none."""
     bare = re.sub(r"[^a-z0-9]", "", text.lower())
     names = sorted({row["name"].split("-")[0].split(" (")[0] for row in hardware_table()}, key=len, reverse=True)
     return next((name for name in names if re.sub(r"[^a-z0-9]", "", name.lower()) in bare), None)
@@ -168,7 +168,7 @@ def device_cluster(
 
 
 def resolve_cluster(text: str | ClusterSpec, *, base_dir: Path, machine: Machine | None = None) -> ClusterSpec:
-    """What `cluster:` means: a ClusterSpec as it is, `local`, a YAML or JSON file below `base_dir`, or a short name.
+    """Resolve `cluster:`: a ClusterSpec, `local`, a YAML or JSON file below `base_dir`, or a short name.
 
     Raises `UserError` where it is none of them.
     """
@@ -193,7 +193,7 @@ def resolve_cluster(text: str | ClusterSpec, *, base_dir: Path, machine: Machine
 
 
 def local_cluster(machine: Machine, ranks: int | None = None) -> ClusterSpec:
-    """This machine: its GPUs by their table row, or `ranks` processes (default: one a core) on its CPU cores."""
+    """This machine: its GPUs with their table row, or `ranks` processes (default: one a core) on its CPU cores."""
     if machine.kind == "cuda":
         spec = device_cluster(machine.name, machine.devices, per_node=machine.devices)
         found = {"name": "local", "memory_gb": machine.memory_bytes / 1e9}
@@ -223,7 +223,7 @@ def _network(short: str) -> float:
 
 
 def _words(name: str, memory_gb: int | None, form: str | None) -> tuple[str, int | None, str | None]:
-    """`A100-80GB-SXM4` as ("a100", 80, "sxm"); words that say nothing about the kind are left out."""
+    """`A100-80GB-SXM4` as ("a100", 80, "sxm"); words that do not identify the device are left out."""
     kind = []
     for word in re.sub(r"[^a-z0-9.]+", " ", name.lower().replace("nvidia", " ").replace("amd", " ")).split():
         size = word.removesuffix("gb").removesuffix("g")
@@ -247,7 +247,7 @@ def _fits(row: dict[str, str], wanted: str, memory_gb: int | None, form: str | N
 
 
 def _sizes(row: dict[str, str]) -> list[float]:
-    """Gigabytes of memory that a device is sold with; none where the table does not know."""
+    """A device's memory sizes in gigabytes; empty where the table does not know."""
     bare = row["name"].split(" (")[0]
     _, named, _ = _words(bare, None, None)
     known = named or float(row["mem_gb"] or 0)
@@ -255,7 +255,7 @@ def _sizes(row: dict[str, str]) -> list[float]:
 
 
 def _preference(row: dict[str, str], memory_gb: int | None, form: str | None) -> tuple[bool, bool, bool, bool, float]:
-    """Of the memory that is asked for, not named in brackets, of the usual form, measured, large."""
+    """Sort key: the requested memory, no brackets in the name, the usual form, measured, large."""
     size, usual = float(row["mem_gb"] or 0), "PCIe" not in row["name"] and "NVL" not in row["name"]
     exact = memory_gb is not None and abs(size - memory_gb) < 1
     return exact, "(" not in row["name"], usual or form is not None, bool(row["bf16_achievable_tflops"]), size

@@ -16,14 +16,14 @@ def held_parameters(job: Job, stage: int) -> tuple[float, float]:
 
 
 def expert_shards(job: Job) -> int:
-    """Ranks over which ZeRO splits what a rank has of the experts."""
+    """Ranks over which ZeRO splits a rank's experts."""
     if job.layout.ep == 1 and job.stack.splits_experts:
         return job.shards
     return max(1, job.layout.dp_shard * job.layout.cp * job.layout.tp // job.layout.ep)
 
 
 def _expert_split(job: Job) -> int:
-    """Ranks among which the experts are divided before ZeRO divides what is left."""
+    """Ranks among which the experts are divided before ZeRO divides the rest."""
     return job.layout.ep if job.layout.ep > 1 or not job.stack.splits_experts else job.layout.tp
 
 
@@ -40,7 +40,7 @@ def block_parameters(job: Job, block: Block) -> float:
 
 
 def first_weights(job: Job, block: Block) -> float:
-    """Parameters of one block on one rank whose gradients are there when most activations still are: those of all
-    experts, or of the feed-forward layer's last matrix."""
+    """Parameters of one block on one rank whose gradients exist while most activations are still held: all experts, or
+    the feed-forward layer's last matrix."""
     last = (m.numel for m in block.matrices if m.out == job.model.hidden and not m.name.startswith("attention"))
     return block.experts / job.layout.ep if block.experts else sum(last) / job.layout.tp

@@ -1,6 +1,6 @@
-"""Prediction intervals: lognormal, with a width that follows from the prediction's parts.
+"""Prediction intervals: lognormal, with a width derived from the prediction's parts.
 
-The widths were fitted to the residuals of published runs, each source's by the constants of all others.
+The widths were fitted to the residuals of published runs, each source predicted with the constants of all others.
 """
 
 import re
@@ -13,7 +13,7 @@ from meshwright.plan.step_time import StepTime
 from meshwright.spec.cluster import ClusterSpec
 
 NOMINAL = 0.8
-"""Share of measurements that lie inside."""
+"""Share of measurements inside the interval."""
 Z = 1.2816
 """Normal quantile of (1 + NOMINAL) / 2."""
 
@@ -32,7 +32,7 @@ class Interval:
         return cls(value, value * exp(-Z * sigma), value * exp(Z * sigma))
 
     def scaled(self, factor: float) -> "Interval":
-        """The same in another unit."""
+        """The interval in another unit."""
         return Interval(self.value * factor, self.low * factor, self.high * factor)
 
 
@@ -45,10 +45,10 @@ GENERATIONS = {
     "GH200": 0.0,
     "V100": 0.3,
 } | dict.fromkeys(("B200", "B300", "GB200", "GB300"), 0.1)
-"""Spread of a generation of devices beyond that of those with many published runs: of V100s they vary by 40 % from one
-allocation to the next, of Blackwells the table has one model's."""
+"""Additional spread of device generations with few published runs: V100s vary by 40 % from one allocation to the next,
+and for Blackwells the table has runs of one model."""
 RARE, UNMEASURED = 0.2, 0.35
-"""That of others, and what it is more where nobody has measured what they reach of their datasheet."""
+"""The spread of other devices, and the addition where their achieved rate has not been measured."""
 
 
 def time_sigma(time: StepTime, job: Job, cluster: ClusterSpec, completed: int = 0) -> float:
@@ -79,7 +79,7 @@ def _device_spread(cluster: ClusterSpec) -> float:
 
 
 def memory_sigma(use: MemoryUse, job: Job, completed: int = 0) -> float:
-    """Spread of a rank's peak memory: states are exact, activations nearly, what the allocator wastes is not."""
+    """Spread of a rank's peak memory: states are exact, activations nearly so, fragmentation is not."""
     total = use.total
     parts = [
         0.046,

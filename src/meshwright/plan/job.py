@@ -1,4 +1,4 @@
-"""A job to predict: model, batch, layout and the habits of the software that runs it."""
+"""A job to predict: model, batch, layout and the behaviour of the software that runs it."""
 
 import functools
 from collections import Counter
@@ -17,8 +17,8 @@ from meshwright.spec.recompute import Counts, Policy, RecomputeSpec, stage_count
 from meshwright.spec.schedule import SCHEDULES
 
 Attention = Literal["unfused", "flash", "flash-bias", "hopper"]
-"""unfused holds all scores; flash is FlashAttention-2; flash-bias the same with an additive bias (ALiBi); hopper are
-the kernels written for Hopper and later (FlashAttention-3, cuDNN)."""
+"""unfused stores all scores; flash is FlashAttention-2; flash-bias the same with an additive bias (ALiBi); hopper means
+kernels written for Hopper and later (FlashAttention-3, cuDNN)."""
 
 
 Kinds = tuple[tuple[int, int], ...]
@@ -29,7 +29,7 @@ Groups = tuple[tuple[Policy, Kinds], ...]
 ONE_RANK = LayoutSpec()
 
 RANK = 16
-"""Of adapters, where nobody says."""
+"""Default rank of adapters."""
 
 QUANTIZED = 0.5 + 0.127 / 8
 """Bytes of a weight in four bits, with its share of the doubly quantized scales (Dettmers et al., "QLoRA", 2023)."""
@@ -37,7 +37,7 @@ QUANTIZED = 0.5 + 0.127 / 8
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """Habits of a training program that a layout does not say."""
+    """Behaviour of a training program beyond its layout."""
 
     name: str
     attention: Attention = "flash"
@@ -52,27 +52,27 @@ class Stack:
     weight_bytes: float = 2.0
     """Bytes per parameter of the weights that the model computes with."""
     casts_when_gathering: bool = False
-    """Whether ZeRO-3 keeps only master weights and makes the low-precision ones as it gathers them (FSDP)."""
+    """Whether ZeRO-3 keeps only master weights and casts them as it gathers them (FSDP)."""
     dropout: bool = False
     overlap_gradients: bool = True
-    """Whether gradients travel while the backward pass still computes."""
+    """Whether gradient communication overlaps the backward pass."""
     offloads_gradients: bool = True
-    """Whether offloading moves gradients and parameters to the host too, not the optimizer alone."""
+    """Whether offloading moves gradients and parameters to the host too, not only the optimizer."""
     overlap_tensor: bool = False
-    """Whether tensor-parallel collectives are cut up and hidden behind matrix products."""
+    """Whether tensor-parallel collectives are split and hidden behind matrix products."""
     expert_relay: bool = False
-    """Whether a token crosses to another node once for all of its experts there, and is copied on inside the node."""
+    """Whether a token is sent to another node once for all of its experts there, and copied inside the node."""
     logit_bytes: float = 10.0
-    """Live bytes per logit of a loss that holds them all: low precision, fp32 copy, and the gradient of both."""
+    """Live bytes per logit of an unchunked loss: low precision, fp32 copy, and the gradient of both."""
     balanced: bool = False
-    """Whether the pipeline's last stage gets fewer layers for having the head."""
+    """Whether the pipeline's last stage gets fewer layers because it has the head."""
     chunked_loss: bool = False
-    """Whether logits exist for a chunk of tokens at a time only."""
+    """Whether logits exist only for a chunk of tokens at a time."""
     chunk_bytes: int = 2**30
     wide_bytes: int = 2**28
-    """Such a chunk, and what of it is held in fp32 at a time; on a GPU."""
+    """Size of a chunk of logits, and the part of it held in fp32 at a time; on a GPU."""
     keeps_gathered: bool = False
-    """Whether tensor-parallel ranks keep what they have gathered of the sequence, instead of gathering it again."""
+    """Whether tensor-parallel ranks keep the gathered sequence, instead of gathering it again."""
     splits_experts: bool = True
     """Whether tensor parallelism splits experts where there is no expert parallelism."""
     group_shards: bool = True
@@ -80,17 +80,17 @@ class Stack:
     saves_products: bool = True
     """Whether selective recomputation keeps the results of matrix products, not their operands."""
     bucket_bytes: float = 0.0
-    """Buffers, besides the gradients, that they are collected in before they travel."""
+    """Buffers that gradients are collected in before communication, besides the gradients themselves."""
     fragmentation: float = 0.1
-    """What a caching allocator holds beyond live tensors, as a share of what comes and goes in a step."""
+    """A caching allocator's memory beyond live tensors, as a share of a step's transient memory."""
     context_bytes: float = 1.0e9
-    """What driver and libraries take of a GPU before the first tensor."""
+    """GPU memory of driver and libraries before the first tensor."""
     communicator_bytes: float = 0.5e9
     """Buffers of the communicator of all ranks, and of each axis of more than one."""
     python: float = 1.0
     """Host time per operator, relative to an eager PyTorch program."""
     adapts_all: bool = True
-    """Whether adapters stand beside all matrices, not only attention's."""
+    """Whether all matrices have adapters, not only attention's."""
     spread: float = 0.0
     """Standard deviation of a step time's logarithm beyond that of programs with many published runs."""
 
@@ -118,27 +118,27 @@ class Job:
     micro_batch: int
     """Sequences that a data-parallel rank runs at once."""
     layout: LayoutSpec = ONE_RANK
-    """Not always a legal one: a search tries layouts before it asks, and published runs were other programs'."""
+    """Not always legal: a search tries layouts before it checks them, and published runs used other programs."""
     sequence_parallel: bool = True
     """Whether tensor-parallel ranks split the sequence between matrix products."""
     recompute: Policy | RecomputeSpec = "none"
     recompute_share: float = 1.0
-    """Share of the blocks that recompute, all over the model, where `recompute` is a word."""
+    """Share of the blocks that recompute, spread over the model, where `recompute` is a word."""
     precision: Precision = MIXED
     offload_activations: float = 0.0
-    """Share of the activations that is kept in host memory."""
+    """Share of the activations kept in host memory."""
     adapters: float | None = None
-    """Parameters of low-rank adapters, which alone are trained; None: all of the model is."""
+    """Parameters of low-rank adapters, the only ones trained; None: the whole model is trained."""
     adapter_rank: int = 0
-    """Inner width of adapters beside every matrix; 0 where they are none, or factors."""
+    """Rank of adapters beside every matrix; 0 without adapters, or where they are factors."""
     adapter_dropout: bool = False
-    """Whether what adapters read is dropped out."""
+    """Whether adapters apply dropout to their input."""
     frozen_bytes: float | None = None
-    """Bytes of a weight that is not trained, where it is stored in fewer than those that are computed with."""
+    """Bytes of a frozen weight, where it is stored in fewer than the computation uses."""
     stack: Stack = MESHWRIGHT
 
     def with_layout(self, **changes: Any) -> "Job":
-        """The same job in another layout, whether that is legal or not (`LayoutSpec.problem`)."""
+        """The same job in another layout, legal or not (`LayoutSpec.problem`)."""
         return replace(self, layout=self.layout.model_copy(update=changes))
 
     @cached_property
@@ -153,7 +153,7 @@ class Job:
 
     @cached_property
     def width(self) -> int:
-        """Bytes of an activation."""
+        """Bytes per number of an activation."""
         return self.precision.compute.bytes
 
     @cached_property
@@ -163,17 +163,17 @@ class Job:
 
     @cached_property
     def stream_bytes(self) -> float:
-        """The residual stream between two blocks."""
+        """Bytes of the residual stream between two blocks."""
         return self.stream_tokens * self.model.hidden * self.width
 
     @cached_property
     def of_blocks(self) -> dict[Any, float]:
-        """What `plan/activations.py` has found for this job's blocks."""
+        """Cache of `plan/activations.py` for this job's blocks."""
         return {}
 
     @cached_property
     def shards(self) -> int:
-        """Ranks over which ZeRO splits what it splits."""
+        """Ranks over which ZeRO shards."""
         return self.layout.dp_shard * (self.layout.cp if self.stack.group_shards else 1)
 
     @property
@@ -184,17 +184,17 @@ class Job:
 
     @cached_property
     def alone(self) -> bool:
-        """Whether one process trains without any group of ranks."""
+        """Whether a single process trains, without process groups."""
         return self.layout.world_size == 1 and self.layout.tiers.parameters == "device"
 
     @property
     def keeps_masters(self) -> bool:
-        """Whether the optimizer has full-precision weights that the model does not compute with: of one process."""
+        """Whether a single process's optimizer has full-precision weights beside the model's."""
         return self.alone and self.stack.weight_bytes > 0
 
     @property
     def frozen(self) -> bool:
-        """Whether the model's own weights stay as they are."""
+        """Whether the model's own weights are frozen."""
         return self.adapters is not None
 
     @property
@@ -207,7 +207,7 @@ class Job:
 
     @cached_property
     def head_rank(self) -> int:
-        """The pipeline rank that holds the last stage: the first one, where stages go there and back."""
+        """The pipeline rank that holds the last stage: the first rank, where stages go there and back (V shape)."""
         return 0 if self.layout.pp > 1 and _is_v(self.layout.schedule) else self.layout.pp - 1
 
     @cached_property
@@ -222,29 +222,29 @@ class Job:
 
     @cached_property
     def spans(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Of every pipeline rank, the first layer of each of its stages and the one behind its last."""
+        """For every pipeline rank, (first, one past the last) layer of each of its stages."""
         return _spans(self.cut, self.layout.pp, _is_v(self.layout.schedule))
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
-        """Of every pipeline rank, the numbers of its stages."""
+        """For every pipeline rank, the numbers of its stages."""
         return _places(len(self.cut), self.layout.pp, _is_v(self.layout.schedule))
 
     @cached_property
     def counts(self) -> tuple[Counts, ...]:
-        """What every stage recomputes."""
+        """The recomputation of every stage."""
         return stage_counts(self.recompute, self.cut)
 
     def groups(self, rank: int) -> tuple[Groups, ...]:
-        """What a pipeline rank recomputes, in each of its stages."""
+        """The recomputation of a pipeline rank, in each of its stages."""
         counts = (self.counts[stage] for stage in self.stages[rank])
         return tuple(
             _groups(self.model.pattern[slice(*span)], *c) for span, c in zip(self.spans[rank], counts, strict=True)
         )
 
     def grouped(self, rank: int, full: int, selective: int) -> tuple[Groups, ...]:
-        """The same if of each of its stages the first so many layers recompute everything, and those behind them so
-        many selectively."""
+        """The same with `full` layers at the start of each stage recomputing everything, and the next `selective`
+        layers selectively."""
         return tuple(_groups(self.model.pattern[slice(*span)], full, selective) for span in self.spans[rank])
 
     @cached_property
@@ -272,13 +272,13 @@ def adapted(block: Block, rank: int) -> Sequence[Matrix]:
 
 
 def block_flops(model: Blueprint, kind: int, sequence: int) -> float:
-    """Forward operations of one token in a block of a kind, as stages are balanced by."""
+    """Forward operations of one token in a block of a kind, for balancing stages."""
     active = (m.out * m.into * (model.top_k if m.experts else 1) for m in model.kinds[kind].matrices)
     return 2.0 * sum(active) + model.attention_flops(sequence, causal=False)
 
 
 _balanced = functools.lru_cache(maxsize=256)(balanced_stages)
-"""For a search, which asks the same for every candidate of as many stages."""
+"""Cache size for a search, which asks the same for every candidate with as many stages."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -329,7 +329,7 @@ def _even_cut(layers: int, stages: int) -> tuple[int, ...]:
 
 @functools.cache
 def _cut_before_head(layers: int, stages: int, head: float) -> tuple[int, ...]:
-    """What `balanced_stages` makes of equal layers and a head worth `head` of them, without its tables."""
+    """The result of `balanced_stages` for equal layers and a head worth `head` of them, in closed form."""
     if stages == 1:
         return (layers,)
     best, found = (float("inf"), float("inf")), 0

@@ -17,20 +17,20 @@ MOST_STAGES = 64
 MOST_MICROBATCH = 16
 VIRTUAL_STAGES = (2, 3, 4, 5, 6, 8)
 MOST_SPLIT = 16
-"""Degrees beyond which no published run has gone (context: Llama 3 on 128k tokens; stages: Megatron's trillion)."""
+"""Largest degrees in published runs (context: Llama 3 on 128k tokens; stages: Megatron's trillion)."""
 SHORTEST_PART = 1024
-"""Tokens of a sequence below which context parallelism is not worth a message."""
+"""Tokens of a sequence below which context parallelism is not tried."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a search may choose."""
+    """The freedom of a search."""
 
     margin: float = MARGIN
     offload: bool = True
     """Whether state may live in host memory."""
     disk: bool = False
-    """Whether the optimizer's state lies on disk, which a search takes only where it is told so."""
+    """Whether the optimizer's state is on disk; a search never chooses that itself."""
     recompute: bool = True
     """Whether the recomputation policy is open."""
     micro_batch: bool = True
@@ -38,7 +38,7 @@ class Limits:
 
 
 def layouts(base: Job, cluster: ClusterSpec, limits: Limits) -> Iterator[tuple[LayoutSpec, int]]:
-    """Every legal layout of all devices, with each of the microbatches that are open."""
+    """Every legal layout of all devices, with each allowed microbatch."""
     plain = LayoutSpec()
     for degrees in _degrees(base, cluster.devices):
         for state in _states(degrees, cluster, limits):
@@ -88,7 +88,7 @@ def _expert_degrees(base: Job, sharers: int) -> list[int]:
 
 
 def _states(degrees: dict[str, int], cluster: ClusterSpec, limits: Limits) -> Iterator[dict[str, Any]]:
-    """How the data-parallel ranks share the state: not at all, all of them, or those within a node."""
+    """How data-parallel ranks shard the state: not at all, over all of them, or within a node."""
     dp = cluster.devices // (degrees["tp"] * degrees["cp"] * degrees["pp"])
     inside = max(1, cluster.domain // (degrees["tp"] * degrees["cp"]))
     # On a CPU the host's memory is the device's.
@@ -114,7 +114,7 @@ def _micro_batches(base: Job, per_rank: int, limits: Limits) -> list[int]:
 
 
 def _schedules(base: Job, pp: int, microbatches: int) -> list[tuple[str, int]]:
-    """(schedule, stages of a rank): what the job says, else 1F1B, interleaved, and those that split backward passes.
+    """(schedule, stages of a rank): the job's, else 1F1B, interleaved, and schedules that split backward passes.
 
     Compiled blocks compute both parts of a backward pass at once, so they cannot be split.
     """

@@ -12,7 +12,7 @@ from meshwright.spec.errors import UserError
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices one process each may use, all alike."""
+    """This machine's identical devices, one process each."""
 
     kind: Literal["cpu", "cuda"]
     name: str
@@ -22,7 +22,7 @@ class Machine:
     memory_bytes: int
     """Memory of one GPU, or of the whole machine."""
     host_memory_bytes: int = 0
-    """Memory beside GPUs; 0 where that is not known."""
+    """Host memory beside GPUs; 0 where unknown."""
 
     def memory_per_rank(self, local_ranks: int) -> int:
         """Bytes that each of `local_ranks` processes on this machine can count on."""

@@ -1,7 +1,7 @@
 """Peak memory of a rank, predicted by kind, in bytes.
 
-State follows the ZeRO paper (Rajbhandari et al., 2020, section 3), tensor by tensor; what comes and goes in a step
-stands in `plan/moments.py`.
+State follows the ZeRO paper (Rajbhandari et al., 2020, section 3), tensor by tensor; transient memory is in
+`plan/moments.py`.
 """
 
 from collections.abc import Sequence
@@ -33,28 +33,28 @@ class MemoryUse:
     host: float = 0.0
     """State that offloading keeps in host memory; not part of the device's total."""
     disk: float = 0.0
-    """State that it keeps on disk."""
+    """State that offloading keeps on disk."""
     stage: int = 0
     """The pipeline stage that needs most."""
 
     @property
     def states(self) -> float:
-        """Weights, gradients and optimizer: what the ZeRO paper counts."""
+        """Weights, gradients and optimizer, as in the ZeRO paper."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def allocated(self) -> float:
-        """What the allocator has given out."""
+        """Bytes allocated by the allocator."""
         return self.states + self.activations + self.logits + self.communication
 
     @property
     def total(self) -> float:
-        """What the device reports as used."""
+        """Bytes that the device reports as used."""
         return self.allocated + self.fragmentation + self.context
 
     @property
     def least(self) -> float:
-        """With an allocator under pressure, which gives back what it holds in reserve."""
+        """The total with an allocator under pressure, which releases its reserve."""
         return self.allocated + self.context
 
     def kinds(self) -> dict[str, float]:
@@ -74,7 +74,7 @@ def predict_memory(job: Job, *, enough: float = inf) -> MemoryUse:
 
 
 def _telling_ranks(job: Job) -> Sequence[int]:
-    """Behind the first rank, those that may need most. Of ranks with equal blocks the first one does, or the last."""
+    """The ranks after the first that may need most: of ranks with equal blocks the first one or the last."""
     if not isinstance(job.recompute, str):
         return range(1, job.layout.pp)
     alike = {job.stage_kinds.index(kinds) for kinds in set(job.stage_kinds)} if len(job.model.kinds) > 1 else set()
@@ -82,7 +82,7 @@ def _telling_ranks(job: Job) -> Sequence[int]:
 
 
 def stage_memory(job: Job, stage: int, groups: Sequence[Groups] | None = None) -> MemoryUse:
-    """Peak bytes of a rank of pipeline stage `stage`; `groups` replaces what its stages recompute."""
+    """Peak bytes of a rank of pipeline stage `stage`; `groups` replaces its stages' recomputation."""
     stack, shards, zero = job.stack, job.shards, job.layout.zero_stage
     held, experts = held_parameters(job, stage)
 

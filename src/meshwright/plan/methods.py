@@ -39,8 +39,9 @@ def by_method(job: Job, method: Method) -> Job:
 def compare_methods(
     base: Job, run: Run, model: ModelSpec, cluster: ClusterSpec, limits: Limits, found: Found | None = None
 ) -> dict[str, Candidate]:
-    """The layout to choose by each method, else the one that needs least memory; `found` is what a search brought back
-    for the recipe's own. A method is left out where the engine runs none, for then nobody looked at its memory."""
+    """The layout to choose for each method, else the one that needs least memory; `found` is the search result for the
+    recipe's own method. A method is left out where the engine runs no layout, since then its memory was not
+    predicted."""
     best = {}
     for method in METHODS:
         check = layout_check(run.model_copy(update={"finetune": method.finetune}), model)
@@ -56,7 +57,8 @@ def compare_methods(
 def method_facts(
     base: Job, run: Run, model: ModelSpec, cluster: ClusterSpec, limits: Limits, found: Found | None = None
 ) -> dict[str, dict[str, Any]]:
-    """The comparison as plain data: bytes, tokens a second and device, the layout, and what lacks where none fits."""
+    """The comparison as plain data: bytes, tokens a second and device, the layout, and what is missing where none
+    fits."""
     return {
         name: {
             "strategy": best.strategy,

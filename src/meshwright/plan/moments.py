@@ -1,9 +1,10 @@
 """The point of a step at which memory peaks, and the transient tensors held there.
 
-Of this repository's engine (FSDP2, `models/loss.py`) these are compared: the beginning, when embedding and head have
-been gathered; the loss and its backward pass, with every activation saved; the last blocks' backward passes; the end
-of the backward pass, when embedding and head are reduced. Of other programs, which hold all logits, one: the last
-block's backward pass with the logits still there. docs/rehearsal.md holds it to the program itself.
+For this repository's engine (FSDP2, `models/loss.py`) four are compared: the beginning, when embedding and head have
+been gathered; the loss and its backward pass, with every activation saved; the last blocks' backward passes; the end of
+the backward pass, when embedding and head are reduced. For other programs, which hold all logits, there is one: the
+last block's backward pass with the logits still live. docs/rehearsal.md compares the prediction with the program
+itself.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,33 +27,33 @@ from meshwright.spec.recompute import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """Bytes at one time of a step, besides the optimizer."""
+    """Bytes at one point of a step, besides the optimizer."""
 
     weights: float
-    """Those that are kept from one block to the next."""
+    """Weights kept from one block to the next."""
     activations: float
     logits: float = 0.0
     transit: float = 0.0
-    """Gathered weights, and gradients between a microbatch's backward pass and where they are kept."""
+    """Gathered weights, and gradients on the way from a microbatch's backward pass to their accumulators."""
     gradients: float
-    """Those that are kept."""
+    """Accumulated gradients."""
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all."""
         return self.weights + self.activations + self.logits + self.transit + self.gradients
 
 
 def peak_moment(job: Job, stage: int, weights: float, gradients: float, groups: Sequence[Groups]) -> Moment:
-    """When a rank of a stage holds most; `weights` is what it computes with throughout, `gradients` what it keeps of
-    them at the end of the backward pass, and `groups` what its stages recompute."""
+    """The point at which a rank of a stage holds most; `weights` are its resident weights, `gradients` those kept at
+    the end of the backward pass, and `groups` its stages' recomputation."""
     if not job.stack.chunked_loss:
         return _all_logits(job, stage, weights, gradients, groups)
     return max(_Engine(job, stage, weights, gradients, groups).moments(), key=lambda moment: moment.total)
 
 
 def _all_logits(job: Job, stage: int, weights: float, gradients: float, groups: Sequence[Groups]) -> Moment:
-    """They live while the last block's backward pass begins."""
+    """The peak of programs whose logits are live when the last block's backward pass begins."""
     saved = saved_activations(job, stage, pass_activations(job, groups)) + max(passing_activations(job, groups))
     transit, layer = 0.0, max(block_parameters(job, block) for block in job.model.kinds)
     if job.frozen_bytes:
@@ -77,8 +78,8 @@ def all_logits_bytes(job: Job) -> float:
 
 
 def _decoded(job: Job, block: Block) -> float:
-    """What the largest of a block's matrices that are kept in few bits takes, decoded, in its backward pass beyond the
-    one tensor that the feed-forward layer's backward pass holds only later."""
+    """Bytes of a block's largest quantized matrix, decoded, in its backward pass, beyond the one tensor that the
+    feed-forward layer's backward pass holds only later."""
     largest = max((m.numel / (job.layout.tp if m.split else 1) for m in block.matrices if not m.experts), default=0.0)
     return max(0.0, job.stack.weight_bytes * largest - inner_bytes(job, block)) if job.frozen_bytes else 0.0
 
@@ -92,7 +93,7 @@ class _Engine:
         self.head = stage == job.head_rank
         self.vocab = ceil(job.model.vocab / job.layout.tp)
         self.table = 0 if job.frozen else self.vocab * job.model.hidden
-        """Parameters of the head whose gradient is here."""
+        """Parameters of the head whose gradient is on this rank."""
         self.ends = end_parameters(job, stage)
         blocks = [job.model.kinds[kind] for kind, _ in job.stage_kinds[stage]]
         self.layer = max((block_parameters(job, block) for block in blocks), default=0.0)
@@ -112,11 +113,11 @@ class _Engine:
         self.reduced = 0.0 if self.job.alone or job.frozen else stack.reduce_bytes
         # Tensor-parallel ranks' gradients are widened before they are added up (`parallel/data.py`).
         self.fresh = self.reduced if job.layout.tp > 1 else float(self.width)
-        # Of one microbatch nothing is kept before its own backward pass.
+        # With one microbatch nothing is accumulated before its own backward pass.
         self.kept = 0.0 if job.microbatches == 1 else gradients
 
     def moments(self) -> Iterator[Moment]:
-        """Those at which there may be most."""
+        """The candidates for the peak."""
         # In the first block's forward pass what embedding and head were gathered from is still there, and the block's.
         yield self._moment(0.0, 2 * (self.gathered * self.ends + self.gathered_layer))
         if self.head:
@@ -125,11 +126,12 @@ class _Engine:
         yield from self._end()
 
     def _messages(self) -> float:
-        """What comes early from other stages, and what is on its way to the previous one."""
+        """Early messages from other stages, and the message to the previous one."""
         return self.job.stream_bytes * ((self.job.layout.pp > 1) + (self.stage > 0))
 
     def _loss(self) -> Iterator[Moment]:
-        """All is saved. Gathered are embedding and head; the last block's weights, as they came, are still there."""
+        """At the loss all activations are saved; embedding and head are gathered, and the last block's gathered weights
+        are still live."""
         job, hidden = self.job, self.job.model.hidden
         saved = saved_activations(job, self.stage, self.one_pass, at_loss=True) + self._messages()
         transit = self.gathered * self.ends + self.gathered_layer
@@ -149,14 +151,15 @@ class _Engine:
         logits = chunk * stride * self.width + wide * self.table + max(widened, product if self.table else 0.0)
         logits += normed + states + self.width * hidden * chunk
         yield self._moment(saved, transit, logits)
-        # The backward pass gathers embedding and head again: for a moment they are there twice.
+        # The backward pass gathers embedding and head again: briefly they exist twice.
         kept = wide * self.table + states
         yield self._moment(saved, 2 * self.gathered * self.ends, kept)
         scaled = (wide + self.width) * self.table + wide * min(self.table, rows * hidden) + 2 * states
         yield self._moment(saved, transit, scaled)
 
     def _blocks(self) -> Iterator[Moment]:
-        """Backward passes of the last block and the one before. The head's gradient waits for the embedding's."""
+        """Backward passes of the last block and the one before. The head's gradient waits for the embedding's
+        gradient."""
         transit = self.decoded + self.gathered * self.ends + 2 * self.gathered_layer
         if self.head and not self.job.alone:
             transit += self.width * self.table
@@ -166,13 +169,14 @@ class _Engine:
         yield self._moment(saved + max(self.passing, self.passing_before), transit)
         if self.job.layout.zero_stage < 2 or self.job.alone or self.job.frozen:
             return
-        # A block's weights go before its gradients are copied to be reduced; that copy stays until the next one's.
+        # A block's weights are freed before its gradients are copied for the reduction; that copy lives until the next
+        # block's.
         yield self._moment(saved - self.block, transit + (self.fresh + self.reduced - self.gathered) * self.layer)
         yield self._moment(saved + self.passing_before, transit + self.reduced * self.layer)
 
     def _end(self) -> Iterator[Moment]:
-        """Embedding and head are reduced: under ZeRO-2 and 3 after every microbatch, else after the last, when weights
-        that were gathered have gone."""
+        """Reduction of embedding and head: under ZeRO-2 and 3 after every microbatch, else after the last, when
+        gathered weights have been freed."""
         flying = microbatches_in_flight(self.job, self.stage)
         left = self.saved * (flying - 1 / self.job.layout.virtual_stages) / flying
         ends = 0.0 if self.job.frozen else self.ends
@@ -184,7 +188,7 @@ class _Engine:
             gone = self.job.layout.zero_stage == 2 and self.job.microbatches == 1
             yield self._ended(left, (self.fresh + self.reduced) * ends, 0.0 if gone else self.weights)
             return
-        # What was added up is copied to be reduced; one rank alone copies it twice.
+        # Accumulated gradients are copied for the reduction; a single rank copies them twice.
         transit = self.reduced * ends * (2 if self.job.shards == 1 else 1)
         yield self._ended(0.0, transit, 0.0)
 

@@ -11,13 +11,13 @@ from meshwright.spec.timeline import StageCosts, simulate
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999999", "#dddddd", "#ee8866")
 WIDTH, LINE, BAR = 440, 14, 14
-"""Of a drawing, a line of text in it, and a bar; so narrow that text is readable on a phone."""
+"""Sizes of a drawing, a line of text in it, and a bar; narrow enough for text to be readable on a phone."""
 CHARACTERS = 56
-"""Of a line of text, in the widest of usual fonts."""
+"""Width of a line of text, in the widest of usual fonts."""
 LEGEND = 4
 """Names in a row of a legend."""
 MOST_RANKS, MOST_STAGES = 64, 16
-"""What a rank map and a timeline show at most."""
+"""Limits of a rank map and a timeline."""
 
 HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width,initial-scale=1"><title>Plan</title>

@@ -1,5 +1,5 @@
-"""Pipelines of unequal stages: the time of a step's microbatches and how many a rank holds, read off the schedule with
-equal stages.
+"""Pipelines of unequal stages: a step's time and a rank's microbatches in flight, derived from the schedule with equal
+stages.
 """
 
 import functools
@@ -11,12 +11,12 @@ from meshwright.spec.timeline import StageCosts, simulate
 
 PROBE_RANKS = 6
 PROBE_ROUNDS = 2
-"""Ranks of the pipeline in which the bubble of longer ones is measured, and rounds of microbatches after which it no
-longer depends on their number."""
+"""Ranks of the pipeline in which longer ones' bubbles are measured, and rounds of microbatches after which the bubble
+no longer depends on their number."""
 
 TRANSFER = 0.01
 UNIT = 3.0
-"""What a microbatch takes on a stage of `StageCosts.equal`."""
+"""Time of a microbatch on a stage of `StageCosts.equal`."""
 
 
 @dataclass(frozen=True)
@@ -25,21 +25,21 @@ class Timeline:
 
     total: float
     bubble: float
-    """What the busiest stage waits for the others, messages included."""
+    """Waiting time of the busiest stage, messages included."""
     messages: float
-    """The part of it in which messages travel."""
+    """The part of `bubble` due to messages."""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a rank of a pipeline of equal stages waits for in a step."""
+    """Waiting time of a rank in a pipeline of equal stages, per step."""
 
     share: float
-    """Idle time over what a microbatch takes on all the other ranks: 1 for 1F1B."""
+    """Idle time over a microbatch's time on all the other ranks: 1 for 1F1B."""
     messages: float
-    """Messages on the way in and out, for every other rank."""
+    """Messages during fill and drain, per other rank."""
     each: float
-    """Messages that every microbatch waits for once the pipeline is full: 1F1B's neighbours wait for one another."""
+    """Messages that each microbatch waits for once the pipeline is full: in 1F1B neighbours wait for one another."""
 
 
 def pipeline_seconds(
@@ -52,8 +52,8 @@ def pipeline_seconds(
 ) -> Timeline:
     """Seconds for `microbatches` through ranks that take the given forward and backward seconds for each.
 
-    The busiest rank computes without a pause once the pipeline is full; before and after, it waits for the others, as
-    long as the schedule makes it. `send` is the time of one message.
+    The busiest rank computes without a pause once the pipeline is full; before and after, it waits for the others as
+    the schedule requires. `send` is the time of one message.
     """
     stages = len(forward)
     both = [f + b for f, b in zip(forward, backward, strict=True)]
@@ -68,7 +68,8 @@ def pipeline_seconds(
 
 
 def schedule_waiting(schedule: str, ranks: int, microbatches: int, virtual: int) -> Waiting:
-    """The bubble of a schedule, off its timeline; that of many ranks off a shorter pipeline as full as theirs."""
+    """The bubble of a schedule, from its timeline; for many ranks, from a shorter pipeline filled to the same
+    degree."""
     if is_asynchronous(schedule):  # filled once in a run
         return Waiting(0.0, 0.0, 2.0)
     few = min(ranks, PROBE_RANKS)
@@ -95,8 +96,8 @@ def _seconds(schedule: str, ranks: int, microbatches: int, virtual: int, transfe
 def most_in_flight(
     schedule: str, rank: int, microbatches: int, virtual: int, layers: Sequence[int], *, at_loss: bool = False
 ) -> float:
-    """Microbatches whose activations a rank holds at its peak, in whole passes through all its stages; `layers` are
-    those of every stage. `at_loss`: when it computes losses, which is not when it holds most where stages go there and
+    """Microbatches whose activations a rank holds at its peak, in whole passes through all its stages; `layers` is the
+    number of layers of every stage. `at_loss`: when it computes losses, which is not the peak where stages go there and
     back."""
     ranks = len(layers) // virtual
     if schedule in ("afab", "looped-bfs"):
@@ -114,7 +115,7 @@ def most_in_flight(
 def _held(
     schedule: str, ranks: int, microbatches: int, virtual: int, layers: tuple[int, ...]
 ) -> tuple[tuple[float, float], ...]:
-    """Of every rank the most passes that it has begun and not finished, at any time and when it computes losses."""
+    """For every rank, the most unfinished passes at any time, and when it computes losses."""
     built = build_schedule(schedule, ranks=ranks, microbatches=microbatches, stages_per_rank=virtual)
     found = []
     for rank, actions in enumerate(built.ranks):

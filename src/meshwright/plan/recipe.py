@@ -1,4 +1,4 @@
-"""The plan of a recipe: its model and batch looked up, its cluster resolved, its layout searched for and written."""
+"""The plan of a recipe: look up model and batch, resolve the cluster, search for the layout and write it."""
 
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def plan_recipe(
 
 
 def _chose_for_one(run: Run, where: ClusterSpec) -> bool:
-    """Whether a recipe for one device says what a plan would choose."""
+    """Whether a recipe for one device already sets what a plan would choose."""
     training = run.training
     said = training.micro_batch != "auto" or "recompute" in training.model_fields_set
     return "layout" in run.model_fields_set or (where.devices == 1 and said)

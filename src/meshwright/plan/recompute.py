@@ -1,9 +1,9 @@
 """The least recomputation with which every pipeline rank fits, layer by layer; exact.
 
-Only time is saved by recomputing less, and a step is the shorter the sooner any of its ranks has done, so every rank
-may be looked at alone. Of its stages the first layers recompute everything, those behind them selectively
-(`spec/recompute.py`): the more of either, the less memory and the more time. So for every number of the first the
-fewest of the second are found by halving, and numbers that alone take longer than the best found are not looked at.
+Recomputing less only saves time, and a step never takes longer when one of its ranks is faster, so each rank is solved
+by itself. In each stage the first layers recompute everything, the next ones selectively (`spec/recompute.py`): more of
+either means less memory and more time. So for every number of the first, bisection finds the fewest of the second;
+numbers that by themselves take longer than the best so far are skipped.
 """
 
 from bisect import bisect_left
@@ -14,12 +14,12 @@ from meshwright.plan.step_time import StepModel
 from meshwright.spec.recompute import Counts, Recompute, of_counts
 
 Enough = Callable[[MemoryUse], bool]
-"""Whether what a rank needs is there."""
+"""Whether a rank has enough memory."""
 
 
 def least_recompute(model: StepModel, enough: Enough, beaten: Callable[[Recompute], bool]) -> Recompute | None:
-    """The recomputation of `model`'s job, whatever it recomputes itself, that takes least time and with which all ranks
-    have enough memory; None where a part of it is `beaten` already, or where no recomputation suffices."""
+    """The fastest recomputation of `model`'s job with which all ranks have enough memory, whatever the job recomputes
+    itself; None where a part of it is `beaten` already, or where no recomputation suffices."""
     job, counts = model.job, [(0, 0)] * len(model.job.cut)
     for rank in range(job.layout.pp):
         found = _least_of_rank(model, rank, enough)

@@ -18,12 +18,12 @@ from meshwright.spec.recompute import plain_recompute
 from meshwright.spec.run import Run
 
 MOST_FOR_METHODS = 64
-"""Devices up to which a plan also says what fine-tuning by adapters would need."""
+"""Number of devices up to which a plan also compares fine-tuning by adapters."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a search found for one recipe on one cluster, and what may be said about it."""
+    """The search result for one recipe on one cluster, and facts derived from it."""
 
     run: Run
     spec: ModelSpec
@@ -31,10 +31,10 @@ class Plan:
     base: Job
     limits: Limits
     check: LayoutCheck
-    """What says why the engine refuses a layout."""
+    """Says why the engine refuses a layout."""
     found: Found
     given: Candidate | None
-    """The recipe's own layout, where it says one."""
+    """The recipe's own layout, if it sets one."""
 
     @property
     def chosen(self) -> Candidate | None:
@@ -43,7 +43,7 @@ class Plan:
 
     @property
     def margin(self) -> float:
-        """Part of the memory that is to stay free."""
+        """Fraction of the memory to leave free."""
         return self.limits.margin
 
     @property
@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def problem(self) -> str | None:
-        """Why nothing was chosen; None where something was, or where memory is what lacks, as the strategies say."""
+        """Why nothing was chosen; None where something was, or where memory is missing, which the strategies report."""
         if self.chosen:
             return None
         if not self.found.legal:
@@ -61,7 +61,7 @@ class Plan:
         return self.refusal(self.found.ranked[0]) if self.found.ranked else None
 
     def refusal(self, candidate: Candidate) -> str | None:
-        """Why the engine of today does not run a layout; None where it does."""
+        """Why the engine does not run a layout; None where it does."""
         return refusal(candidate.job, self.check)
 
     def reason(self, candidate: Candidate) -> str:
@@ -75,7 +75,7 @@ class Plan:
         return candidate.seconds.scaled(self.steps)
 
     def cost(self, candidate: Candidate) -> Interval | None:
-        """Price of the whole run; None where nobody knows a device's."""
+        """Price of the whole run; None where a device's price is unknown."""
         price = self.cluster.price_per_hour
         if price is None:
             return None
@@ -143,7 +143,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
 
 
 def compiled_gain(candidate: Candidate) -> float | None:
-    """The part of the step that `training.compile` would save; None where it is on, or cannot be."""
+    """The fraction of the step that `training.compile` would save; None where it is on, or unavailable."""
     job = candidate.job
     if job.stack.fused or (
         job.layout.pp > 1 and job.layout.schedule in ("interleaved-zero-bubble", "zbv", "dualpipev")
@@ -195,7 +195,7 @@ def _range(interval: Interval) -> dict[str, float]:
 
 
 def _order(entry: tuple[str, Candidate]) -> tuple[bool, float]:
-    """Those that fit by time, then the others by memory."""
+    """Sort key: layouts that fit by time, then the others by memory."""
     candidate = entry[1]
     lost = candidate.verdict == "does not fit"
     return lost, candidate.memory.total if lost else candidate.time.total

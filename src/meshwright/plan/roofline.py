@@ -2,7 +2,7 @@
 
 Every operator costs its arithmetic at the achievable (not the datasheet's) rate, plus the part of its memory traffic
 that the arithmetic does not hide; thin matrices are slow because their traffic is large for their arithmetic. Chains of
-element-wise operators cost their traffic alone. The host issues operators at its own pace and may be the slower one.
+element-wise operators cost only their traffic. The host issues operators at its own rate and may be the bottleneck.
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ HOPPER = ("H100", "H200", "H800", "H20", "GH200", "B200", "B300", "GB200", "GB30
 
 
 UNMEASURED = 0.75
-"""What the best shape reaches of a datasheet's rate, where nobody has measured it: 0.73 to 0.87 of those that were."""
+"""The best shape's fraction of a datasheet's rate, where it has not been measured; measured ones are 0.73 to 0.87."""
 
 ADAPTER_OPERATORS = 6
-"""Of an adapter's forward pass: dropout, a cast, two products, scaling and adding."""
+"""Operators of an adapter's forward pass: dropout, a cast, two products, scaling and adding."""
 
 KEPT_WIDE = 0.15
-"""Part of the matrix products that recipes in fp4 leave in bf16 (NVIDIA, "Pretraining LLMs with NVFP4", 2025)."""
+"""Fraction of the matrix products that fp4 recipes leave in bf16 (NVIDIA, "Pretraining LLMs with NVFP4", 2025)."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,13 @@ class Device:
         return gemm + attention + Pass(traffic, 2 * traffic)
 
     def block(self, block: Block, sent: Pass) -> Pass:
-        """The same, no faster than the host issues its operators; what is `sent` meanwhile takes its time too."""
+        """The same, no faster than the host issues its operators; communication `sent` meanwhile takes device time
+        too."""
         device, wait = self.busy(block), self.waiting(block, sent)
         return device + wait
 
     def issue(self, block: Block) -> float:
-        """Seconds in which the host issues a block's forward pass; the backward pass takes it twice as long."""
+        """Seconds for the host to issue a block's forward pass; the backward pass takes twice as long."""
         job, constants = self.job, self.constants
         operators = constants.block_operators * (2.0 if block.num_experts else 1.0)
         if job.frozen:
@@ -98,7 +99,7 @@ class Device:
         return self.host * operators
 
     def waiting(self, block: Block, sent: Pass) -> Pass:
-        """Seconds in which the device neither computes nor sends because the host has not issued what comes next."""
+        """Seconds in which the device neither computes nor sends because the host has not issued the next operator."""
         device, host = self.busy(block) + sent, self.issue(block)
         return Pass(max(0.0, host - device.forward), max(0.0, 2 * host - device.backward))
 
@@ -128,13 +129,13 @@ class Device:
         return product + self._adapter(tokens, out, into) if self._adapted(matrix) else product
 
     def _adapted(self, matrix: Matrix) -> bool:
-        """Whether a low-rank adapter stands beside a matrix."""
+        """Whether a matrix has a low-rank adapter."""
         everywhere = self.job.stack.adapts_all and not matrix.experts
         return self.job.frozen and (everywhere or matrix.name.startswith("attention"))
 
     def _adapter(self, rows: float, out: float, into: float) -> Pass:
-        """A low-rank adapter beside a matrix has little arithmetic, but reads what the matrix reads, and its result is
-        written and added; likewise its gradients."""
+        """A low-rank adapter has little arithmetic, but reads its matrix's input, and its result is written and added;
+        likewise its gradients."""
         each = rows * self.width * self.fusion / self.bandwidth
         return Pass(each * (into + 4 * out), each * (4 * into + 2 * out))
 
@@ -164,7 +165,7 @@ class Device:
         gradient = 2 * self.job.stack.gradient_bytes * out * into
         if not self.job.frozen:
             return Pass(forward, 2 * backward + gradient * exposed)
-        # A frozen matrix has no gradient of its own; one that is stored quantized is unpacked before either product.
+        # A frozen matrix has no weight gradient; a quantized one is unpacked before either product.
         packed = self.job.frozen_bytes
         unpacked = out * into * (packed + 2 * width) / self.bandwidth if packed else 0.0
         return Pass(forward + unpacked, backward + unpacked)

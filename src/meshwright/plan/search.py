@@ -1,7 +1,7 @@
-"""The search for the best layout: exact, though most layouts are never looked at.
+"""The search for the best layout: exact, although most layouts are never evaluated.
 
-Layouts are ordered by what no network can undercut, their computation spread evenly over the stages; once that exceeds
-the best found so far, neither they nor any that follow can win. So the result is that of brute force (a test compares).
+Layouts are ordered by a lower bound for any network: their computation spread evenly over the stages. Once that bound
+exceeds the best cost so far, no remaining layout can win. So the result equals brute force (a test compares).
 """
 
 from collections.abc import Callable
@@ -28,42 +28,43 @@ from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.recompute import recompute_misfit
 
 ALIKE = 0.03
-"""Part of a step by which two layouts may differ without one being known to be faster: predictions are off by more."""
+"""Fraction of a step within which two layouts count as equally fast: predictions are off by more."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search brought back."""
+    """The result of a search."""
 
     ranked: tuple[Candidate, ...]
     """The layouts of least cost, best first."""
     strategies: dict[str, Candidate]
-    """The best of every strategy: the one of least cost, else the one that needs least memory."""
+    """The best layout of every strategy: least cost, else least memory."""
     chosen: Candidate | None
-    """Of the layouts that run and cost at most `ALIKE` more than the best of them, one that fits before one that is
-    tight, then the simplest, then the one of least cost; None where none runs."""
+    """Among layouts that run and cost at most `ALIKE` more than the best of them: one that fits before a tight one,
+    then the simplest, then the cheapest; None where none runs."""
     fastest: Candidate | None
-    """Of the layouts that run the one of least cost."""
+    """The layout of least cost that runs."""
     looked_at: int
     """Layouts whose memory and time were predicted."""
     legal: int
-    """Layouts that there were."""
+    """Number of legal layouts."""
 
 
 class _Best:
-    """The best layouts so far, and which bound on a step's seconds rules a layout out."""
+    """The best layouts so far, and the bound on a step's seconds that rules a layout out."""
 
     def __init__(self, top: int, runs: Callable[[Job], bool] | None) -> None:
         self.top, self.runs = top, runs
         self.ranked: list[Candidate] = []
         self.strategies: dict[str, Candidate] = {}
         self.smallest: dict[str, tuple[float, Job]] = {}
-        """(bytes, layout) of every strategy's layout that does not fit and needs least memory."""
+        """For every strategy, (bytes, layout) of the layout of least memory that does not fit."""
         self.running: dict[tuple[bool, int], Candidate] = {}
-        """The best layout that runs, by whether it is tight and by its complexity."""
+        """The best layout that runs, by (tight, complexity)."""
 
     def beaten(self, least: float, name: str, plain: int) -> bool:
-        """Whether a layout of strategy `name` and complexity `plain` that takes at least so long comes nowhere."""
+        """Whether a layout of strategy `name` and complexity `plain` that takes at least `least` cannot appear in the
+        result."""
         if len(self.ranked) < self.top or least <= self.ranked[-1].cost:
             return False
         if name not in self.strategies or least <= self.strategies[name].cost:
@@ -85,11 +86,11 @@ class _Best:
         del self.ranked[self.top :]
 
     def fastest(self) -> Candidate | None:
-        """Of the layouts that run the one of least cost."""
+        """The layout of least cost that runs."""
         return min(self.running.values(), key=_rank, default=None)
 
     def chosen(self) -> Candidate | None:
-        """As `Found.chosen` says."""
+        """See `Found.chosen`."""
         fastest = self.fastest()
         if fastest is None:
             return None
@@ -111,8 +112,8 @@ def search(
     """The `top` best layouts of `base`'s model and batch on all of the cluster's devices, each strategy's best, and the
     one to choose.
 
-    Every layout is taken with the least recomputation that fits, for more only costs time. `runs` says what an engine
-    can run; the chosen layout is one of these. `prune` False looks at every layout, for comparison.
+    Every layout uses the least recomputation that fits, because more only costs time. `runs` says whether the engine
+    can run a layout; the chosen layout is one that it can. `prune=False` evaluates every layout, for comparison.
     """
     limits = limits or Limits()
     cache: Cache = {}
@@ -147,7 +148,7 @@ def search(
 
 
 def _bounded(base: Job, cluster: ClusterSpec, limits: Limits, cache: Cache) -> list[tuple[float, LayoutSpec, int]]:
-    """Every legal layout and microbatch behind the seconds that they cannot undercut, the least first."""
+    """(lower bound in seconds, layout, microbatch) for every legal layout and microbatch, in ascending order."""
     microbatch: dict[tuple[int, ...], float] = {}
     update: dict[int, float] = {}
     quantized, found = base.precision.recipe is not None, []
@@ -170,7 +171,7 @@ def _bounded(base: Job, cluster: ClusterSpec, limits: Limits, cache: Cache) -> l
 
 
 def _least(microbatch: float, base: Job, layout: LayoutSpec, micro: int) -> float:
-    """Seconds that no arrangement of stages can undercut: all of them equally long, nothing exchanged between ranks.
+    """A lower bound in seconds for any arrangement of stages: all equally long, without communication between ranks.
 
     A stage longer than the others costs more than it saves in the bubble, for there are more microbatches than stages
     that wait.
@@ -183,7 +184,7 @@ def _least(microbatch: float, base: Job, layout: LayoutSpec, micro: int) -> floa
 
 
 def frugal(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Job:
-    """The same layout with the least recomputation that fits, else the least that is tight, else all of it."""
+    """The same layout with the least recomputation that fits, else the least that is tight, else full recomputation."""
     found = _frugal(replace(job, recompute="none"), cluster, Limits(margin=margin), {}, lambda _: False, wanted=True)
     assert found is not None
     return found[0]
@@ -192,8 +193,8 @@ def frugal(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Job:
 def _frugal(
     plain: Job, cluster: ClusterSpec, limits: Limits, cache: Cache, beaten: Callable[[Job], bool], *, wanted: bool
 ) -> tuple[Job, MemoryUse] | None:
-    """The layout with the least recomputation that fits, else the least that is tight, else all of it; None where it
-    is beaten even without, or where it does not fit and is not `wanted` then."""
+    """The layout with the least recomputation that fits, else the least that is tight, else full recomputation; None
+    where it is beaten even without any, or where it does not fit and is then not `wanted`."""
     capacity = cluster.memory_gb * 1e9
     memory = predict_memory(plain, enough=capacity)
     if verdict(memory, cluster, limits.margin) == "fits":
@@ -220,5 +221,5 @@ def _frugal(
 
 
 def _rank(candidate: Candidate) -> tuple[float, float]:
-    """By cost, then by memory."""
+    """Sort key: cost, then memory."""
     return candidate.cost, candidate.memory.total

@@ -1,4 +1,4 @@
-"""Pipeline stages of equal work, cut from a model's layers. No torch here."""
+"""Pipeline stages of equal work, cut from a model's layers. Without torch."""
 
 import functools
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from meshwright.spec.timeline import StageCosts, Timeline, in_flight, simulate
 def layer_costs(spec: ModelSpec, sequence_length: int) -> tuple[float, ...]:
     """Forward operations per token of every layer; the head's are added to the last one's.
 
-    The embedding's look-up does no arithmetic and weighs nothing.
+    The embedding's look-up does no arithmetic and costs nothing.
     """
     attention = attention_flops_per_token(spec, sequence_length) / spec.num_layers
     costs = [attention] * spec.num_layers
@@ -30,10 +30,10 @@ def layer_costs(spec: ModelSpec, sequence_length: int) -> tuple[float, ...]:
 
 
 def balanced_stages(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """How many of the layers each stage takes, at least one: no other way has a lighter heaviest stage.
+    """The number of layers of each stage, at least one, that minimizes the cost of the heaviest stage.
 
-    Of the ways that are as good, the one with the smallest sum of squares: work is spread evenly over the other stages
-    too. Exact, by dynamic programming over (stage, layers so far).
+    Ties go to the smallest sum of squares, so that work is spread evenly over the other stages too. Exact, by dynamic
+    programming over (stage, layers so far).
 
     Raises `UserError` where there are fewer layers than stages.
     """
@@ -43,7 +43,7 @@ def balanced_stages(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
     @functools.cache
     def lightest(stage: int, stop: int) -> float:
-        """The heaviest of the first `stage` stages, cut as well as can be, if they take the first `stop` layers."""
+        """The cost of the heaviest of the first `stage` stages in the best cut of the first `stop` layers."""
         if stage == 1:
             return sums[stop]
         return min(max(lightest(stage - 1, cut), sums[stop] - sums[cut]) for cut in range(stage - 1, stop))
@@ -52,7 +52,7 @@ def balanced_stages(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
     @functools.cache
     def evenest(stage: int, stop: int) -> tuple[float, tuple[int, ...]]:
-        """(sum of squares, layers of each) of the best of those whose stages all stay within the limit."""
+        """(sum of squares, layers of each stage) of the best cut whose stages all stay within the limit."""
         if stage == 0:
             return (0.0 if stop == 0 else float("inf")), ()
         best: tuple[float, tuple[int, ...]] = float("inf"), ()
@@ -69,7 +69,7 @@ def balanced_stages(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 def predict_timeline(resolved: ResolvedRun) -> Timeline:
-    """The run's pipeline in time, by operations, from empty to empty. Transfers take nothing."""
+    """The run's pipeline timeline, in operations, from empty to empty. Transfers take no time."""
     return simulate(_schedule(resolved), _stage_costs(resolved))
 
 

@@ -14,10 +14,10 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.recompute import POLICIES, Policy
 
 HOST_LINK = 20e9
-"""Bytes per second between a device and pinned host memory, one way: what copies over PCIe 4.0 x16 reach."""
+"""Bytes per second between a device and pinned host memory, one way: the rate of copies over PCIe 4.0 x16."""
 DISK_GB_S = 1.6
-"""Of a device, each way, where all of a node read or write NVMe disks at once (Rajbhandari et al., "ZeRO-Infinity",
-2021, figure 2b)."""
+"""Bytes per second of a device, each way, where all devices of a node use NVMe disks at once (Rajbhandari et al.,
+"ZeRO-Infinity", 2021, figure 2b)."""
 OFFLOAD_BYTES = 16
 """Bytes of a parameter's gradient, weight and moments that the host reads and writes in a step."""
 
@@ -29,7 +29,7 @@ class StepTime:
     compute: float
     """Arithmetic and memory traffic of the busiest stage, recomputation included."""
     recompute: float
-    """The part of `compute` that recomputation is."""
+    """The part of `compute` due to recomputation."""
     tensor: float
     """Exposed communication of the axis tp."""
     context: float
@@ -41,7 +41,7 @@ class StepTime:
     bubble: float
     """Waiting for other stages."""
     update: float
-    """Clipping, the optimizer, and what a step costs apart from its parts."""
+    """Clipping, the optimizer, and the fixed cost of a step."""
     host: float = 0.0
     """The part of `compute` in which the device waits for the host to issue operators."""
 
@@ -53,19 +53,19 @@ class StepTime:
 
     @property
     def exposed(self) -> float:
-        """All communication that nothing hides."""
+        """All exposed communication."""
         return self.tensor + self.context + self.expert + self.data + self.pipeline
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What one microbatch costs in each kind of block, and in the head; the same for many layouts."""
+    """The costs of one microbatch in each kind of block and in the head; many layouts share them."""
 
     compute: tuple[Pass, ...]
     waiting: tuple[float, ...]
     """Seconds of `compute` in which the device waits for the host."""
     again: dict[Policy, tuple[float, ...]]
-    """Seconds of computing again, by recomputation policy."""
+    """Seconds of recomputation, by policy."""
     tensor: tuple[Pass, ...]
     context: Pass
     expert: tuple[Pass, ...]
@@ -73,7 +73,7 @@ class Parts:
 
 
 Cache = dict[tuple, Parts]
-"""Parts by what they depend on, for a search over many layouts of one job."""
+"""Cache of parts for a search over many layouts of one job."""
 
 
 class StepModel:
@@ -122,8 +122,8 @@ class StepModel:
         )
 
     def microbatch(self) -> float:
-        """Seconds of one microbatch through the whole model, both passes, as if on one stage and unsharded; where only
-        some layers recompute, as if none did."""
+        """Seconds of one microbatch through the whole model, both passes, as on one stage and unsharded; where only
+        some layers recompute, as without recomputation."""
         parts, policy = self.parts, self.job.recompute
         again = parts.again[policy if isinstance(policy, str) else "none"]
         one = parts.head.forward + parts.head.backward
@@ -160,7 +160,7 @@ class StepModel:
         return self._account(timeline, busiest, gathering[busiest], backward[busiest])
 
     def _account(self, timeline: Timeline, stage: int, gathering: Pass, backward: float) -> StepTime:
-        """The busiest stage's parts, times the microbatches, and what a step pays once."""
+        """The busiest stage's parts, times the microbatches, and the costs once a step."""
         job, parts, count = self.job, self.parts, self.job.microbatches
         kinds = job.stage_kinds[stage]
         repeated = self.repeated(job.groups(stage))
@@ -182,7 +182,8 @@ class StepModel:
         )
 
     def update(self, stage: int) -> float:
-        """Seconds in which a rank of a stage clips and steps what it trains, offloaded state moved there and back."""
+        """Seconds in which a rank of a stage clips and steps its trained parameters, with offloaded state moved both
+        ways."""
         job = self.job
         trained = 1.0 if job.adapters is None else job.adapters / job.model.num_parameters
         parameters = sum(held_parameters(job, stage)) * trained / (job.shards if job.layout.zero_stage >= 1 else 1)
@@ -197,12 +198,12 @@ class StepModel:
         return self.device.update(parameters)
 
     def repeated(self, stages: Sequence[Groups]) -> float:
-        """Seconds in which a rank computes again of one microbatch."""
+        """Seconds of a rank's recomputation for one microbatch."""
         again = self.parts.again
         return sum(n * again[policy][kind] for groups in stages for policy, kinds in groups for kind, n in kinds)
 
     def _recompute(self, policy: Policy, block: Block, forward: float) -> float:
-        """Seconds of computing again in the backward pass, tensor-parallel collectives included."""
+        """Seconds of recomputation in the backward pass, tensor-parallel collectives included."""
         if policy == "none":
             return 0.0
         share = self.job.recompute_share
@@ -221,7 +222,7 @@ class StepModel:
         return Pass(shown * both, shown * both * (1.25 if job.sequence_parallel else 1.0))
 
     def _context(self, group: Group) -> Pass:
-        """Keys and values travel around the ring behind the attention of the part before."""
+        """Keys and values travel around the ring, overlapped with attention to the previous part."""
         job, model = self.job, self.job.model
         if job.layout.cp == 1:
             return Pass(0.0, 0.0)
@@ -247,7 +248,7 @@ class StepModel:
         return Pass(2 * trip * self.constants.imbalance, 2 * trip * self.constants.imbalance)
 
     def _gathered_per_microbatch(self) -> tuple[float, float] | None:
-        """ZeRO-3's seconds a layer: gathering weights and, as ZeRO-2 does too, reducing gradients."""
+        """Seconds per layer of ZeRO-3's weight gathering and of gradient reduction, which ZeRO-2 does too."""
         job = self.job
         if job.layout.zero_stage < 2 or job.shards == 1:
             return None
@@ -271,7 +272,8 @@ class StepModel:
         return gather, reduce
 
     def _hide_gathering(self, sharded: tuple[float, float] | None, layers: int, f: float, b: float) -> Pass:
-        """What of ZeRO-3's traffic a stage's computation does not hide, and how much it slows that down."""
+        """The part of ZeRO-3's traffic that a stage's computation does not hide, and the slow-down of that
+        computation."""
         if sharded is None:
             return Pass(0.0, 0.0)
         gather, reduce = sharded
@@ -283,7 +285,7 @@ class StepModel:
         return Pass(*shown)
 
     def _gradients(self, backward: float) -> float:
-        """Exposed seconds of what data-parallel ranks exchange once a step."""
+        """Exposed seconds of the data-parallel exchange once a step."""
         job, constants = self.job, self.constants
         held = sum(held_parameters(job, 0))
         if job.frozen:
@@ -318,7 +320,7 @@ class StepModel:
 
 
 def moved_bytes(job: Job) -> float:
-    """Bytes of a trained parameter that a step reads and writes where its state lives, both ways together."""
+    """Bytes per trained parameter that a step reads and writes in the state's home, both ways together."""
     stack = job.stack
     each = stack.state_bytes + stack.gradient_bytes if job.keeps_masters else stack.state_bytes - stack.gradient_bytes
     return 2 * job.layout.tiers.optimizer_share * each

@@ -1,11 +1,11 @@
 """Traffic of a rank in a step, in bytes, by kind of collective and mesh axis.
 
-A gather counts what it makes, a scatter what it is given, an all-reduce what is reduced, a message or an all-to-all
-what goes out, as `parallel/traffic.py` counts them; in a ring of n ranks (n - 1) / n of a gather or scatter is on a
-rank's wire, twice that of an all-reduce. A test holds every formula to what is counted, to the byte.
+A gather counts its output, a scatter its input, an all-reduce the reduced tensor, a message or an all-to-all the bytes
+sent, as in `parallel/traffic.py`; in a ring of n ranks (n - 1) / n of a gather or scatter is on a rank's wire, twice as
+much for an all-reduce. A test compares every formula with the counted bytes, exactly.
 
 Letters: M microbatches of a rank, of b sequences of T tokens; L layers of width D; G key and value heads of width K; E
-experts, of which a token uses some.
+experts, some per token.
 """
 
 import re
@@ -24,7 +24,7 @@ from meshwright.spec.precision import DTYPES
 from meshwright.spec.run import ResolvedRun
 
 ALTERNATING = ("dualpipev", ".csv")
-"""Schedules in which passes of a rank's stages may alternate: FSDP2 gathers blocks ahead then that are not used."""
+"""Schedules in which passes of a rank's stages may alternate: FSDP2 then prefetches blocks that are not used."""
 
 Traffic = Counter[tuple[str, str]]
 """Bytes by (kind, axis): `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all`, `send` and `receive` over `shard`,
@@ -32,12 +32,11 @@ Traffic = Counter[tuple[str, str]]
 
 
 def predict_traffic(resolved: ResolvedRun) -> Traffic:
-    """Bytes of a step on the first rank, and on those that differ from it in their data only.
+    """Bytes of a step on the first rank, and on ranks that differ from it only in their data.
 
-    Not in it is what follows the gradients: the norm that clipping needs, the experts' loads. Where tensor-parallel
-    ranks do not divide the vocabulary, the last ones have less. The rows that tokens send to experts go back and forth,
-    and as many return as went; what a rank sends of the others' is the mean over ranks, which routing moves between
-    them.
+    Communication after the gradients is not included: the norm for clipping, the experts' loads. Where tensor-parallel
+    ranks do not divide the vocabulary, the last ones have less. Rows sent to experts all return; the bytes that a rank
+    returns for others are the mean over ranks, which depends on routing.
 
     Raises `UserError` where the formulas do not cover the run: steps that overlap (`pipedream-2bw`), ZeRO-3 under
     `dualpipev` and schedules of one's own, and under tensor parallelism fine-tuning of embeddings, norms, head or
@@ -61,7 +60,7 @@ def predict_traffic(resolved: ResolvedRun) -> Traffic:
 
 
 class _Rank:
-    """What the first rank has of the model."""
+    """The first rank's part of the model."""
 
     def __init__(self, resolved: ResolvedRun) -> None:
         self.resolved, self.model, self.layout = resolved, resolved.model, resolved.run.layout
@@ -80,7 +79,7 @@ class _Rank:
         self.layers = layers
         self.first_stage = layers[: resolved.stages[0]]
         self.again = [layer for layer in layers if resolved.recompute[layer] != "none"]
-        """Those that are computed again, some selectively only."""
+        """The layers that are recomputed, some only selectively."""
         self.whole_again = [layer for layer in layers if resolved.recompute[layer] == "full"]
         self.first, self.last = 0 in layers, self.model.num_layers - 1 in layers
         finetune = resolved.run.finetune
@@ -88,15 +87,15 @@ class _Rank:
         table = finetuned_table(self.model, finetune) if finetune else parameter_table(self.model)
         self.rows = tuple(rows_of_layers(table, self.model, layers))
         self.tokens = resolved.micro_batch * resolved.run.data.sequence_length // self.layout.cp
-        """Of a microbatch; tensor-parallel ranks share them between blocks."""
+        """Tokens of a microbatch; tensor-parallel ranks share them between blocks."""
 
     def moe(self, layers: Iterable[int]) -> int:
-        """How many of some layers are layers of experts."""
+        """How many of some layers are MoE layers."""
         return sum(map(self.model.is_moe, layers))
 
     @property
     def tunes_blocks_alone(self) -> bool:
-        """Whether all that trains sits beside matrices of blocks, of which none are experts'."""
+        """Whether only adapters of blocks' non-expert matrices train."""
         trained = (row.name for row in self.rows if row.trained)
         return not self.model.num_experts and all(
             re.match(r"layers\.\d+\.(attention|feed_forward)\.", n) for n in trained
@@ -104,18 +103,18 @@ class _Rank:
 
     @property
     def tokens_between(self) -> int:
-        """Of a microbatch, between blocks."""
+        """This rank's tokens of a microbatch between blocks."""
         return self.tokens // self.layout.tp
 
     def visits(self, row: Parameter) -> tuple[int, int]:
-        """How many of this rank's stages gather a parameter, and in how many it gets a gradient: embeddings, norm and
-        head are gathered together, for the first stage and for the last."""
+        """How many of this rank's stages gather a parameter, and how many give it a gradient: embeddings, norm and head
+        are gathered together, for the first stage and for the last."""
         if row.name.startswith("layers."):
             return 1, 1
         return self.ends, self.ends if self.model.tied_embeddings and row.name == "tok_embeddings.weight" else 1
 
     def bytes_of(self, row: Parameter) -> int:
-        """Of each number of a parameter where it is gathered."""
+        """Bytes per number of a parameter when gathered."""
         return self.dtypes.store.bytes if row.storage == "float" else DTYPES[row.storage].bytes
 
     def stored_by_all(self, row: Parameter) -> int:
@@ -145,8 +144,8 @@ def _weights(rank: _Rank) -> Traffic:
 
 
 def _tensor(rank: _Rank) -> Traffic:
-    """Before each half of a block the sequence is gathered, behind it scattered, and once for embedding and head; the
-    backward pass turns each round. Experts are no such half, those that all tokens share are."""
+    """Each half of a block gathers the sequence before and scatters it after, embedding and head once; the backward
+    pass does the reverse. Routed experts are no such half, shared experts are."""
     layout, model = rank.layout, rank.model
     if layout.tp == 1:
         return Traffic()
@@ -173,7 +172,7 @@ def _tensor(rank: _Rank) -> Traffic:
         {
             ("all-gather", "tp"): rank.rounds * gathers * stream,
             ("reduce-scatter", "tp"): rank.rounds * scatters * stream,
-            # Of every token the largest logit, the sum of exponentials and the label's logit; and the gradients of
+            # For every token the largest logit, the sum of exponentials and the label's logit; and the gradients of
             # parameters that all ranks keep.
             ("all-reduce", "tp"): rank.rounds * rank.last * rank.tokens * 3 * rank.wide
             + sum(row.numel for row in kept) * summed
@@ -184,8 +183,8 @@ def _tensor(rank: _Rank) -> Traffic:
 
 
 def _silent_halves(rank: _Rank) -> tuple[list[int], bool]:
-    """Where adapters train: the halves of the first stage, each by its layer, in front of the first one that has any,
-    which have no backward pass; and whether one has."""
+    """Where adapters train: the halves of the first stage, each by its layer, before the first half with an adapter,
+    which have no backward pass; and whether any half has one."""
     silent: list[int] = []
     for layer in rank.first_stage if rank.frozen else ():
         for half in ("attention", "feed_forward"):
@@ -206,7 +205,7 @@ def _row_norms(rank: _Rank, again: Sequence[int]) -> int:
 
 
 def _context(rank: _Rank) -> Traffic:
-    """What attention exchanges in every layer; recomputation exchanges what the forward pass did once more."""
+    """Attention's exchange in every layer; recomputation repeats the forward pass's exchange."""
     layout, model = rank.layout, rank.model
     if layout.cp == 1:
         return Traffic()
@@ -239,7 +238,7 @@ def _balance(rank: _Rank) -> int:
 
 
 def _experts(rank: _Rank) -> Traffic:
-    """Every token's row to each of its experts and back, and their gradients; before them, how many rows there are."""
+    """Every token's row to each of its experts and back, and their gradients; first the numbers of rows."""
     layout, model = rank.layout, rank.model
     if layout.ep == 1:
         return Traffic()

@@ -1,4 +1,4 @@
-"""What-ifs: the effect of what a recipe does not ask for, or this engine does not have."""
+"""What-ifs: the effect of options that the recipe does not use, or that this engine lacks."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,13 +13,13 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.precision import BF16
 
 LEAST = 0.01
-"""Part of a step that is worth a word."""
+"""Fraction of a step that is worth reporting."""
 ENDLESS_GB = 1e9
 
 
 def in_fp8(candidate: Candidate) -> dict[str, float] | None:
-    """Seconds of a step of the same layout with its blocks' matrix products in fp8, and the part of the step that they
-    save; None where the device has no fp8, or where it saves nothing."""
+    """Seconds of a step of the same layout with its blocks' matrix products in fp8, and the fraction of the step that
+    this saves; None where the device has no fp8, or where it saves nothing."""
     job, cluster = candidate.job, candidate.cluster
     if job.precision.products != BF16.name or "fp8" not in cluster.tflops:
         return None
@@ -36,8 +36,8 @@ def on_disk(base: Job, cluster: ClusterSpec, limits: Limits, runs: Callable[[Job
 
 
 def on_nvme(base: Job, cluster: ClusterSpec, limits: Limits, runs: Callable[[Job], bool]) -> dict[str, Any] | None:
-    """The fastest layout that would fit if what offloading takes from the devices lay on their nodes' disks, whatever
-    its size; its seconds a step, in which all of it is read and written once; None where none fits even so."""
+    """The fastest layout that would fit if offloaded state were on the nodes' disks, whatever its size, and its seconds
+    a step, in which all of it is read and written once; None where none fits even so."""
     endless = cluster.model_copy(update={"host_memory_gb": ENDLESS_GB})
     best = search(base, endless, top=1, limits=replace(limits, offload=True), runs=runs).chosen
     if best is None:
