@@ -1,1 +1,1 @@
-"""Other training engines beside ours: what each can express of a recipe, and the program that it is then."""
+"""Other training engines: which recipes each can express, and their translation into its program."""

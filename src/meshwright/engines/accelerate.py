@@ -7,8 +7,8 @@ from meshwright.engines.engine import Strategy, TemplateEngine
 
 
 class AccelerateEngine(TemplateEngine):
-    """Accelerate's `Accelerator`. On a CPU its plug-ins for FSDP and DeepSpeed are ignored in silence, so the program
-    has data parallelism alone."""
+    """Accelerate's `Accelerator`. On a CPU its plug-ins for FSDP and DeepSpeed are silently ignored, so the program has
+    only data parallelism."""
 
     name = "accelerate"
     about = "a loop of Hugging Face Accelerate"

@@ -7,7 +7,7 @@ from meshwright.engines.engine import Strategy, TemplateEngine
 
 
 class Bare(TemplateEngine):
-    """PyTorch alone, over transformers' model."""
+    """Plain PyTorch with transformers' model."""
 
     name = "bare"
     about = "a plain PyTorch loop"

@@ -28,7 +28,7 @@ JOURNAL, OUTPUT = "metrics.jsonl", "output.log"
 
 @dataclass(frozen=True)
 class Pace:
-    """How many steps are made, and when whose turn it is."""
+    """The number of steps, and the schedule of turns."""
 
     rounds: int = 5
     """Turns of each engine."""
@@ -56,22 +56,22 @@ class Contestant:
 
 @dataclass(kw_only=True)
 class Row:
-    """What was found of a contestant."""
+    """A contestant's results."""
 
     name: str
     engine: str
     strategy: str
     error: str | None = None
-    """Why it was not measured, or not to the end."""
+    """Why it was not measured, or not completely."""
     missing: bool = False
-    """Whether that is because it is not installed."""
+    """Whether the error is a missing installation."""
     translation: Translation | None = None
     ran: dict[str, Any] = field(default_factory=dict)
-    """What it said of itself after its first step (`what_ran`)."""
+    """Its report after its first step (`what_ran`)."""
     turns: list[list[float]] = field(default_factory=list)
     """Seconds of every step, by turn."""
     losses: list[float] = field(default_factory=list)
-    """Of every step, warm-up included."""
+    """The loss of every step, warm-up included."""
     gnorms: list[float] = field(default_factory=list)
     tokens_per_step: int = 0
     peak_bytes: int | None = None
@@ -81,12 +81,13 @@ class Row:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """By the median over all timed steps."""
+        """Throughput by the median over all timed steps."""
         seconds = [second for turn in self.turns for second in turn]
         return None if self.error or not seconds else self.tokens_per_step / statistics.median(seconds)
 
     def ratio_to(self, other: "Row") -> tuple[float, float, float] | None:
-        """Its speed over another's: by the medians of all steps; and the least and the largest of single rounds."""
+        """Its speed relative to another's: by the medians of all steps, then the least and the largest of single
+        rounds."""
         mine, theirs = self.tokens_per_second, other.tokens_per_second
         if mine is None or theirs is None:
             return None
@@ -109,7 +110,7 @@ def compare(
     """Train every contestant in turns on this machine; `folder` receives programs, inputs and journals.
 
     An engine that cannot express its recipe, is not installed, fails, makes no step for `patience` seconds or trains
-    otherwise than asked becomes a row that says so. Raises `UserError` for mistakes in the recipes.
+    differently than asked becomes a row that says so. Raises `UserError` for mistakes in the recipes.
     """
     if find_worker() is not None:
         raise UserError("compare starts the engines' processes itself; run it without torchrun or srun")
@@ -145,7 +146,7 @@ class _Running:
         self.program: RankedProgram | None = None
 
     def attempt(self, what: Callable[[], None]) -> bool:
-        """Do it; where it fails, the row says why and its processes end."""
+        """Call `what`; where it fails, the row records why and its processes end."""
         try:
             what()
         except UserError as error:
@@ -239,7 +240,7 @@ def _file_name(name: str) -> str:
 
 
 def _left(running: Sequence[_Running], number: int, pace: Pace) -> str:
-    """How long the rounds that are left will take, once there is one to judge by."""
+    """The remaining time, estimated once one round is done."""
     if not number:
         return ""
     seconds = sum(sum(turn) for one in running for turn in one.row.turns) / number * (pace.rounds - number)

@@ -1,4 +1,4 @@
-"""Who takes part in a comparison: recipes times engines times layouts, each with a name of its own."""
+"""The contestants of a comparison: recipes times engines times layouts, each with a unique name."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,9 @@ def contestants(
     layouts: Sequence[str] = (),
     pythons: Mapping[str, Path] | None = None,
 ) -> list[Contestant]:
-    """Every combination, recipe by recipe; ours comes first, for the others are held against the first.
+    """Every combination, recipe by recipe; Meshwright comes first, because the others are compared with the first.
 
-    Without `engines`, all of them; but ours alone if there are several layouts or recipes. Raises `UserError` for
+    `engines` defaults to all, or to Meshwright only if there are several layouts or recipes. Raises `UserError` for
     unknown names and recipes that cannot be trained.
     """
     alone = not engines and (layouts or len(recipes) > 1)
@@ -45,7 +45,7 @@ def contestants(
 
 
 def pythons(words: Sequence[str]) -> dict[str, Path]:
-    """What `--python ENGINE=PATH` says; raises `UserError` if it says nothing that exists."""
+    """The Pythons in `--python ENGINE=PATH`; raises `UserError` for an engine or path that does not exist."""
     found = {}
     for word in words:
         engine, _, path = word.partition("=")

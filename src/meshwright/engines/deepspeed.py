@@ -12,7 +12,7 @@ STAGES: Mapping[Strategy, int] = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2,
 
 
 class DeepSpeedEngine(TemplateEngine):
-    """DeepSpeed's engine under ZeRO 0 to 3, with every setting said: its default clips gradients at 1.0."""
+    """DeepSpeed's engine under ZeRO 0 to 3, with every setting explicit: by default it clips gradients at 1.0."""
 
     name = "deepspeed"
     about = "a loop of DeepSpeed"
@@ -21,7 +21,7 @@ class DeepSpeedEngine(TemplateEngine):
     numel = 'getattr(parameter, "ds_numel", parameter.numel())'
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
-        """As any; and bf16 without ZeRO, where gradients accumulate in bf16 alone."""
+        """As `TemplateEngine`, and bf16 without ZeRO, where gradients accumulate only in bf16."""
         found, training = dict(super().cannot(resolved)), resolved.run.training
         whole = strategy_of(resolved.run.layout) in ("single", "ddp")
         if whole and training.precision == BF16.name and training.reduce_dtype == FP32.name:

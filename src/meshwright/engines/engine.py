@@ -1,4 +1,4 @@
-"""`Engine`: what it can express of a recipe, setting by setting, and the program and configuration that it becomes."""
+"""The `Engine` interface: translation of a recipe, setting by setting, into a program and its configuration."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ PROGRAMS = Path(__file__).with_name("programs")
 """Folder of the programs' templates."""
 
 Strategy = Literal["single", "ddp", "zero1", "zero2", "zero3", "hybrid"]
-"""What data-parallel ranks keep: everything, or their share of optimizer state, gradients, parameters."""
+"""Data-parallel strategy: ranks keep everything, or their share of optimizer state, gradients, parameters."""
 
 
 class InexpressibleError(UserError):
-    """An engine cannot train what the recipe says."""
+    """An engine cannot express the recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Translation:
 
     engine: str
     settings: tuple[Setting, ...]
-    """Every setting of the recipe and what became of it."""
+    """Every setting of the recipe, and its fate."""
     program: str
     """Name of the file that is run, once a rank."""
     files: Mapping[str, str]
@@ -40,7 +40,7 @@ class Translation:
 
     @property
     def left_out(self) -> list[Setting]:
-        """What the program does not do, though the recipe asks for it; no loss or weight changes by it."""
+        """Requested settings that the program does not implement; they change no loss or weight."""
         return [setting for setting in self.settings if setting.fate == "left_out"]
 
     @property
@@ -58,7 +58,7 @@ class Translation:
 
 
 def strategy_of(layout: LayoutSpec) -> Strategy:
-    """The name of what a layout's data-parallel ranks keep."""
+    """The data-parallel strategy of a layout."""
     if layout.data_parallel == 1:
         return "single"
     if layout.zero_stage and layout.dp_replicate > 1:
@@ -68,19 +68,19 @@ def strategy_of(layout: LayoutSpec) -> Strategy:
 
 
 class Engine(ABC):
-    """A way to train what a recipe says."""
+    """A training engine."""
 
     name: ClassVar[str]
-    """As `--engines` takes it."""
+    """Its name in `--engines`."""
     about: ClassVar[str]
-    """What it is, for people."""
+    """A description for people."""
     packages: ClassVar[Mapping[str, str]] = {}
     """Modules that its program imports, each with the extra of this project that installs it."""
 
     def translate(self, resolved: ResolvedRun) -> Translation:
         """The recipe in this engine's terms.
 
-        Raises `InexpressibleError`, naming every setting without which it would be another training.
+        Raises `InexpressibleError` with every setting that it cannot express and that changes the training.
         """
         settings = tuple(settings_of(resolved, self.cannot(resolved)))
         refused = [setting for setting in settings if setting.fate == "refused"]
@@ -99,10 +99,10 @@ class Engine(ABC):
 
 
 class TemplateEngine(Engine):
-    """An engine whose program is a Jinja template: one loop over transformers' model, told in the engine's terms."""
+    """An engine whose program is a Jinja template: one training loop for transformers' model, in the engine's API."""
 
     strategies: ClassVar[Mapping[Strategy, str]]
-    """Every strategy it has; the text is empty if it runs on a CPU too, and else says what happens there."""
+    """Its strategies; the text is empty for those that also run on a CPU, and else says what happens there."""
     precisions: ClassVar[tuple[str, ...]] = (FP32.name, BF16.name)
     more_transformers: ClassVar[str] = ""
     """Further names that the program imports from transformers."""
@@ -143,7 +143,7 @@ class TemplateEngine(Engine):
         return {}
 
     def words(self, resolved: ResolvedRun, program: str) -> dict[str, Any]:
-        """What the template is told."""
+        """The template's variables."""
         run, training, schedule = resolved.run, resolved.run.training, resolved.run.training.lr_schedule
         ranks, threads = run.layout.world_size, threads_per_rank(run.layout.world_size)
         start = "python" if ranks == 1 else f"OMP_NUM_THREADS={threads} torchrun --nproc-per-node {ranks}"

@@ -1,4 +1,4 @@
-"""A run handed over to another engine: its program, configuration, weights, tokens, and what it leaves out."""
+"""Export of a run to another engine: program, configuration, weights, tokens, and a list of what is left out."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from meshwright.trainer.run import corpus_of
 from meshwright.trainer.start import RESOLVED, check_start, check_vocabulary, read_resolved
 
 LEFT_OUT = "left-out.md"
-"""The file that says what the program leaves out."""
+"""The file that lists what the program leaves out."""
 
 
 def run_at(path: Path) -> ResolvedRun:

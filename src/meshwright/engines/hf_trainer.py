@@ -7,8 +7,8 @@ from meshwright.engines.engine import Strategy, TemplateEngine
 
 
 class HfTrainer(TemplateEngine):
-    """transformers' `Trainer`; sharding is transformers' own (`DistributedConfig`), because on a CPU `fsdp=` is ignored
-    in silence."""
+    """transformers' `Trainer`; sharding is transformers' own (`DistributedConfig`), because on a CPU `fsdp=` is
+    silently ignored."""
 
     name = "hf_trainer"
     about = "the Trainer of Hugging Face transformers"

@@ -10,13 +10,13 @@ FORMS = (
     "single, ddp, zero1, zero2, zero3 (or fsdp), each also as ddp:4; tp2, pp2, cp2, ep2; joined by +, as in tp2+ddp:2"
 )
 DATA = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
-"""What a word asks data-parallel ranks to share, as a ZeRO stage."""
+"""The ZeRO stage of each word."""
 
 
 def layout_called(name: str, ranks: int = 2) -> LayoutSpec:
     """The layout of a short name; `ranks` is the degree of data parallelism where the name gives none.
 
-    Raises `UserError` if the name or the layout makes no sense.
+    Raises `UserError` if the name or the layout is invalid.
     """
     given: dict[str, Any] = {}
     for word in name.split("+"):
@@ -36,6 +36,6 @@ def layout_called(name: str, ranks: int = 2) -> LayoutSpec:
 
 
 def _reason(error: ValueError) -> str:
-    """What pydantic was told, without what it says around it."""
+    """The validator's own message, without pydantic's wrapping."""
     errors = getattr(error, "errors", None)
     return str(errors()[0]["msg"]).removeprefix("Value error, ") if errors else str(error)

@@ -1,4 +1,4 @@
-"""What every engine's program reads: the weights that a run starts from, its tokens, and the order of its samples."""
+"""The input of every engine's program: initial weights, tokens, and the order of samples."""
 
 import json
 from collections.abc import Sequence
@@ -43,7 +43,8 @@ def write_start(model: ModelSpec, read: RowSource, folder: Path) -> None:
 
 
 def write_order(files: Sequence[TokenFile], samples: Mixture, folder: Path, *, seed: int, count: int) -> None:
-    """Write where the tokens of `samples` lie, which are cut from `files`, and the order of the first `count`."""
+    """Write the locations of the tokens of `samples`, which are cut from `files`, and the order of the first
+    `count`."""
     folder.mkdir(parents=True, exist_ok=True)
     order = np.empty((count, 2), np.int64)
     begins = [_begin(file) for file in files]
@@ -57,7 +58,7 @@ def write_order(files: Sequence[TokenFile], samples: Mixture, folder: Path, *, s
 
 
 def _begin(file: TokenFile) -> int:
-    """The first token of what is trained on, counted from the beginning of the file."""
+    """The first trained token, counted from the beginning of the file."""
     return int(file.places[file.firsts[0]]) // file.tokens.dtype.itemsize if len(file.firsts) > 1 else 0
 
 

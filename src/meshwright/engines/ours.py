@@ -1,4 +1,4 @@
-"""Engine `meshwright`: our own trainer, as a user starts it."""
+"""Engine `meshwright`: Meshwright's own trainer, as a user starts it."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -34,7 +34,7 @@ train(run, base_dir="{base_dir}", callbacks=[TakeTurns(options.journal, options.
 
 
 class Ours(Engine):
-    """Our trainer, from the recipe; only what the other programs do not do either is switched off."""
+    """Meshwright's trainer, from the recipe; only features that the other programs lack too are switched off."""
 
     name = "meshwright"
     about = "Meshwright"
@@ -59,8 +59,8 @@ class Ours(Engine):
 
 
 def alone(resolved: ResolvedRun) -> Run:
-    """The recipe with training alone: no evaluation, no checkpoints on the way, no trackers; and no guard that takes
-    a rank for stuck that waits for its turn. Microbatches are those of the other engines."""
+    """The recipe with only training: no evaluation, no intermediate checkpoints, no trackers; and no hang guard, which
+    would report a rank that waits for its turn. Microbatches are the other engines'."""
     run = resolved.run
     training = run.training.model_copy(
         update={"evaluation": EvaluationSpec(batches=0), "samples": None, "micro_batch": resolved.micro_batch}

@@ -8,7 +8,7 @@ from meshwright.engines.report import ABOUT, left_out, ran, reference, table
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999999", "#ee8866")
 WIDTH, HEIGHT, LEFT, BOTTOM = 640, 260, 60, 24
-"""Of a drawing, and what its axes take."""
+"""Sizes of a drawing and its axes."""
 
 HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width,initial-scale=1"><title>Engines side by side</title>
@@ -78,7 +78,7 @@ def _speeds(rows: Sequence[Row]) -> str:
 
 
 def _curves(curves: Sequence[tuple[str, Sequence[float]]], *, colour: int = 0) -> str:
-    """Lines over steps, later ones thinner, so that equal ones are all seen."""
+    """Lines over steps, later ones thinner, so that equal lines all stay visible."""
     steps = max(len(values) for _, values in curves)
     low, high = min(min(values) for _, values in curves), max(max(values) for _, values in curves)
     wide, tall = (WIDTH - LEFT - 10) / max(1, steps - 1), (HEIGHT - BOTTOM - 10) / ((high - low) or 1.0)

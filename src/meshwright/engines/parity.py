@@ -1,4 +1,5 @@
-"""An engine's program held to our one process: loss, gradients, norm and updates of a few steps, tensor by tensor."""
+"""Proof of an engine's program against Meshwright on one process: loss, gradients, norm and updates of a few steps,
+tensor by tensor."""
 
 import sys
 import tempfile
@@ -43,13 +44,13 @@ class Compared:
     step: int
     what: What
     name: str
-    """As in the engine, of a tensor."""
+    """The engine's name of a tensor."""
     difference: Difference
 
 
 @dataclass(frozen=True)
 class EngineProof:
-    """What was compared, and the first that differs in the order of computation."""
+    """The comparisons of an engine, in the order of computation."""
 
     relative: float
     """The largest relative difference that rounding explains in the first step."""
@@ -61,12 +62,12 @@ class EngineProof:
         return next((one for one in self.compared if not one.difference.equal), None)
 
     def worst(self, step: int, what: What) -> Compared:
-        """Of a step's numbers of a kind, the one that is worst for what is allowed."""
+        """The comparison of a kind in a step that is largest relative to its allowance."""
         kind = (one for one in self.compared if (one.step, one.what) == (step, what))
         return max(kind, key=lambda one: one.difference.share)
 
     def as_data(self) -> dict[str, Any]:
-        """For machines."""
+        """The proof as plain data."""
         first = None if self.first is None else asdict(self.first)
         return {"equal": self.first is None, "relative": self.relative, "first": first}
 
@@ -74,8 +75,8 @@ class EngineProof:
 def verify_engine(
     resolved: ResolvedRun, engine: Engine, *, steps: int, python: Path = Path(sys.executable)
 ) -> EngineProof:
-    """Train `steps` steps in the engine's program and on our one process, from the same weights on the same random
-    tokens, in fp32, and compare.
+    """Train `steps` steps in the engine's program and in Meshwright on one process, from the same weights on the same
+    random tokens, in fp32, and compare.
 
     Raises `InexpressibleError`, `MissingPackageError`, `ProgramError` or `SilentFallbackError` if there is nothing
     to compare.
@@ -105,8 +106,8 @@ def verify_engine(
 
 
 def _as_files_say(resolved: ResolvedRun) -> ResolvedRun:
-    """The run, its heads as wide as the model over their number where Hugging Face's files (GPT-2's) say no width:
-    shrinking makes them narrower."""
+    """The run with head_dim = hidden / heads where Hugging Face's files (GPT-2's) store no head_dim: shrinking makes
+    heads narrower."""
     model = resolved.model
     if model.foreign is not None or model.kv_rank is not None or "head_dim" in family_of(model).hf_fields:
         return resolved
@@ -114,7 +115,7 @@ def _as_files_say(resolved: ResolvedRun) -> ResolvedRun:
 
 
 def _write_inputs(resolved: ResolvedRun, folder: Path, steps: int) -> Mixture:
-    """Lively weights and random tokens, of which every one is trained."""
+    """Write perturbed weights and random tokens, all of them trained on."""
     count, length = steps * resolved.global_batch, resolved.run.data.sequence_length
     tokens = np.random.default_rng(0).integers(0, resolved.model.vocab, count * length + 1)
     file = file_in_memory([tokens], folder / "tokens.bin")
@@ -131,7 +132,7 @@ def _compare_step(
 ) -> Iterator[Compared]:
     """Everything that a step computes, in the order of computation: the gradient of the last parameter comes first.
 
-    A program goes on from its own weights, so every step before adds its roundings to what is allowed.
+    A program continues from its own weights, so every earlier step adds its rounding to the allowance.
     """
     step = record["step"]
     facts, relative = reference.facts(step), step * tolerance.relative

@@ -1,5 +1,4 @@
-"""What really ran, held against what was asked: engines that fall back in silence are not reported as what they are
-not."""
+"""Check of what really ran against the request, so that silent fallbacks of engines are detected."""
 
 from typing import Any
 
@@ -9,15 +8,15 @@ from meshwright.spec.run import ResolvedRun
 
 
 class SilentFallbackError(UserError):
-    """A program trained in another way than the recipe says."""
+    """A program trained differently than the recipe says."""
 
 
 def check_what_ran(resolved: ResolvedRun, found: dict[str, Any]) -> None:
     """Raise `SilentFallbackError` if a rank's report contradicts the layout: fewer ranks than asked, no wrapper that
     reduces gradients, or parameters or optimizer state that are not sharded.
 
-    A share of one n-th may be padded or rounded up to whole rows, so it counts as such where it is nearer to an n-th
-    than to the whole.
+    A share of one n-th may be padded or rounded up to whole rows, so it passes where it is nearer to an n-th than to
+    the whole.
     """
     layout, wrappers = resolved.run.layout, " in ".join(reversed(found["wrappers"]))
     if found["world_size"] != layout.world_size:

@@ -1,4 +1,4 @@
-"""Every engine by name, and whether a Python has what its program imports."""
+"""The engines by name, and a check that a Python has the modules of an engine's program."""
 
 import json
 import subprocess
@@ -35,8 +35,7 @@ def find_engine(name: str) -> Engine:
 
 
 def check_installed(engine: Engine, python: Path) -> None:
-    """Raise `MissingPackageError`, with the line that installs it, where `python` lacks what the engine's program
-    imports."""
+    """Raise `MissingPackageError`, with the install command, where `python` lacks a module of the engine's program."""
     modules = list(engine.packages)
     code = "import importlib.util as u, json, sys; print(json.dumps([u.find_spec(m) is None for m in sys.argv[1:]]))"
     try:

@@ -20,12 +20,12 @@ step. Lines are those of program and configuration files."""
 
 
 def reference(rows: Sequence[Row]) -> Row:
-    """The row that others are held against: the first that was measured."""
+    """The row that others are compared with: the first measured one."""
     return next((row for row in rows if row.error is None), rows[0])
 
 
 def as_json(rows: Sequence[Row]) -> dict[str, Any]:
-    """What `--json` prints."""
+    """The output of `--json`."""
     first = reference(rows)
     return {
         "engines": [
@@ -43,7 +43,7 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def as_data(rows: Sequence[Row], about: dict[str, str]) -> dict[str, Any]:
-    """The same with everything that was measured, and where."""
+    """The same with all measurements and the machine."""
     data, first = as_json(rows), reference(rows)
     for found, row in zip(data["engines"], rows, strict=True):
         ratio = row.ratio_to(first)
@@ -77,7 +77,7 @@ def describe(pace: Pace, command: str) -> dict[str, str]:
 
 
 def table(rows: Sequence[Row]) -> list[list[str]]:
-    """Head and rows of the table; of an engine that was not measured, its name alone."""
+    """Header and rows of the table; an engine that was not measured has only its name."""
     head = ["engine", "tokens/s", "x", "rounds", "peak GiB", "first step s", "loss differs", "norm differs", "lines"]
     return [head, *(_cells(row, reference(rows)) for row in rows)]
 
@@ -132,7 +132,7 @@ def markdown(rows: Sequence[Row], about: dict[str, str]) -> str:
 
 
 def ran(row: Row) -> str:
-    """What an engine said of itself, in a line."""
+    """An engine's report of itself, in a line."""
     found = row.ran
     return (
         f"{found['world_size']} ranks, {' in '.join(reversed(found['wrappers']))} of {'/'.join(found['parameter'])} in "
@@ -142,7 +142,7 @@ def ran(row: Row) -> str:
 
 
 def left_out(row: Row) -> str:
-    """What its program leaves out, in a line."""
+    """The settings that its program leaves out, in a line."""
     settings = row.translation.left_out if row.translation else []
     return "; ".join(f"{setting.path}={setting.shown} ({setting.why})" for setting in settings)
 

@@ -1,4 +1,4 @@
-"""What becomes of every setting of a recipe in another engine's program."""
+"""The fate of every setting of a recipe in another engine's program."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.training import ScheduleName
 
 Fate = Literal["said", "left_out", "refused"]
-"""said: the program does it, or there is nothing to do; left_out: it does not, and neither losses nor weights change by
-it; refused: without it, it would be another training."""
+"""said: the program implements it, or there is nothing to do; left_out: it does not, but neither losses nor weights
+change; refused: without it the training would differ."""
 
 
 @dataclass(frozen=True)
@@ -20,19 +20,19 @@ class Setting:
     """One setting of a recipe."""
 
     path: str
-    """As an override says it, such as `training.clip`."""
+    """The path as in an override, for example `training.clip`."""
     value: Any
     fate: Fate
     why: str = ""
 
     @property
     def shown(self) -> str:
-        """The value as a recipe says it."""
+        """The value as in a recipe."""
         return "null" if self.value is None else str(self.value).lower() if self.value is True else str(self.value)
 
 
 Rule = Callable[[Any, ResolvedRun], tuple[Fate, str]]
-"""(value, run) -> what becomes of it, and why."""
+"""(value, run) -> its fate, and why."""
 
 
 def _said(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
@@ -40,12 +40,12 @@ def _said(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
 
 
 def _left_out(why: str) -> Rule:
-    """Nothing that is trained depends on it."""
+    """A rule for settings that no trained weight depends on."""
     return lambda value, resolved: ("left_out", why)
 
 
 def _only(*accepted: Any, why: str) -> Rule:
-    """Other values would be another training."""
+    """A rule for settings whose other values would change the training."""
     return lambda value, resolved: ("said", "") if value in accepted else ("refused", why)
 
 
@@ -104,13 +104,13 @@ RULES: Mapping[str, Rule] = {
     "trackers": _left_out("the journal is not copied"),
     "callbacks": _left_out("nothing happens beside training"),
 }
-"""The rule of a setting, or of every setting in a section that has none of its own."""
+"""The rule of a setting, or of all settings of a section without their own rule."""
 
 
 def settings_of(resolved: ResolvedRun, cannot: Mapping[str, str]) -> Iterator[Setting]:
-    """Every setting of a run and what becomes of it; `cannot` are those that an engine cannot express.
+    """Every setting of a run and its fate; `cannot` are settings that an engine cannot express.
 
-    What is left out is told only if the recipe asks for something other than the default.
+    Settings left out are listed only if the recipe differs from the default.
     """
     defaults = dict(leaves(Run(model=resolved.run.model)))
     for path, value in leaves(resolved.run):
@@ -123,7 +123,7 @@ def settings_of(resolved: ResolvedRun, cannot: Mapping[str, str]) -> Iterator[Se
 
 
 def rule_of(path: str) -> Rule:
-    """The rule of the longest beginning of `path` that has one; raises `KeyError` if nobody thought of it."""
+    """The rule of the longest prefix of `path` that has one; raises `KeyError` if there is none."""
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
         if (rule := RULES.get(".".join(parts[:length]))) is not None:

@@ -1,4 +1,4 @@
-"""`TakeTurns`: the callback through which our trainer tells its steps to a comparison and waits for its next turn."""
+"""The callback `TakeTurns`: Meshwright's trainer reports its steps to a comparison and waits for its next turn."""
 
 import json
 import os
@@ -18,7 +18,7 @@ KEPT = ("step", "loss", "gnorm", "lr", "tokens", "mem")
 
 
 class TakeTurns(Callback):
-    """Writes what the programs of other engines write, from the same places of a step."""
+    """Writes the same journal as the other engines' programs, at the same points of a step."""
 
     def __init__(self, journal: Path, pauses: Sequence[int] = ()) -> None:
         """`journal` receives a line a step; after the steps `pauses` every rank waits for a line of its input."""
@@ -48,7 +48,7 @@ class TakeTurns(Callback):
 
 
 def what_ran(training: Training) -> dict[str, Any]:
-    """What really trains, read off the objects: as the programs of other engines say it."""
+    """What really trains, read from the objects, in the format of the other engines' programs."""
     parameters = list(training.parameters.values())
     optimizers = training.optimizers
     moments = [

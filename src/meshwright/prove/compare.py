@@ -21,8 +21,8 @@ from meshwright.trainer.snapshot import moments
 
 @dataclass
 class StepComparison:
-    """One step, the same on every rank. What comes after a difference of gradients is not compared, for without equal
-    gradients ranks may not even agree on what to send next."""
+    """The comparison of one step, the same on every rank. Nothing after a difference of gradients is compared, for
+    without equal gradients ranks may not even agree on what to send next."""
 
     step: int
     loss: Difference
@@ -32,11 +32,11 @@ class StepComparison:
     """None: not compared."""
     gradients: dict[str, Difference] = field(default_factory=dict)
     updates: dict[str, Difference] = field(default_factory=dict)
-    """Of every parameter after the step."""
+    """The difference of every parameter after the step."""
     state: dict[str, Difference] = field(default_factory=dict)
-    """Of buffers and of the optimizer's state after the step, and of the load of experts."""
+    """Differences of buffers and optimizer state after the step, and of the experts' load."""
     misread: Misread | None = None
-    """Where ranks did not read the step's samples."""
+    """Set where ranks did not read the step's samples."""
 
     @property
     def equal(self) -> bool:
@@ -47,7 +47,7 @@ class StepComparison:
 
 
 def compare_start(trainer: Trainer, reference: Reference) -> dict[str, Difference]:
-    """Every parameter and buffer before the first step, of which each bit must be equal. Collective."""
+    """Every parameter and buffer before the first step, which must be equal bit for bit. Collective."""
     rank, found = trainer.worker.rank, {}
     for name, parameter in trainer.parameters.items():
         found[name] = measure(
@@ -61,7 +61,7 @@ def compare_start(trainer: Trainer, reference: Reference) -> dict[str, Differenc
 def compare_steps(trainer: Trainer, reference: Reference, steps: int, tolerance: Tolerance) -> list[StepComparison]:
     """Train up to `steps` steps and compare each; the last one compared is the first that differs. Collective.
 
-    Every step starts from the reference's weights, so that what rounding did to one step is not counted in the next.
+    Every step starts from the reference's weights, so that one step's rounding is not counted in the next.
     """
     comparisons = []
     with loader_for(trainer) as loader:
@@ -156,7 +156,7 @@ def _number(
     reference: Reference,
     tolerance: Tolerance,
 ) -> Difference:
-    """Of all ranks the worst; it should be the same on each."""
+    """The worst difference over all ranks; the number should be the same on each."""
     expected = reference.facts(step)[name]
     number = torch.tensor([ours, expected], dtype=torch.float64)
     allowed = tolerance.relative * abs(expected)
@@ -167,7 +167,7 @@ def _number(
 
 
 def worst_over_ranks(differences: dict[str, Difference]) -> dict[str, Difference]:
-    """Of every tensor that some rank holds, the difference that is worst for what is allowed. Collective."""
+    """For every tensor that some rank holds, the difference that is largest relative to its allowance. Collective."""
     worst: dict[str, Difference] = {}
     for of_rank in gather_everywhere(differences):
         for name, difference in of_rank.items():

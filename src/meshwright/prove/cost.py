@@ -1,4 +1,4 @@
-"""What low precision costs: how far a step of it is from the same step without, on one process."""
+"""The cost of low precision: how far a step is from the same step without it, on one process."""
 
 from dataclasses import dataclass
 from math import sqrt
@@ -15,18 +15,18 @@ class Cost:
 
     step: int
     beside: str
-    """The dtype of the step without."""
+    """The dtype of the step without low precision."""
     loss: float
     """The loss without it."""
     gradients: float
-    """The length of the difference of all gradients over the length of all gradients without."""
+    """Norm of the difference of all gradients over the norm of all gradients without it."""
     worst: str
-    """The parameter whose gradient differs most for its length."""
+    """The parameter whose gradient differs most relative to its norm."""
     worst_by: float
 
 
 def measure_cost(resolved: ResolvedRun, reference: Reference, step: int) -> Cost | None:
-    """What low precision did to `step` of the reference; None where the run has none of it."""
+    """The effect of low precision on `step` of the reference; None where the run uses none."""
     training = resolved.run.training
     if training.product_recipe is None:
         return None

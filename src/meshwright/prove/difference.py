@@ -1,4 +1,4 @@
-"""How far two computations of a number or tensor are apart, and how far they may be."""
+"""The difference of two computations of a number or tensor, and its allowance."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a number or tensor is from the reference, at most."""
+    """The largest difference of a number or tensor from the reference."""
 
     by: float
     allowed: float
@@ -15,7 +15,7 @@ class Difference:
     factor: float | None = None
     """Where the whole difference is a factor: ours = factor x reference."""
     place: str = ""
-    """Where the largest difference is, where that says something."""
+    """The position of the largest difference, where it is informative."""
 
     @property
     def equal(self) -> bool:
@@ -24,7 +24,7 @@ class Difference:
 
     @property
     def share(self) -> float:
-        """Of what is allowed."""
+        """The difference as a share of the allowance."""
         return self.by / self.allowed if self.allowed else (torch.inf if self.by else 0.0)
 
 

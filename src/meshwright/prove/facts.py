@@ -11,7 +11,7 @@ class Facts(TypedDict):
     largest: float
     """The largest entry of all gradients, as scaled."""
     smallest_norm: float
-    """Of the gradients of matrices; 0 without one."""
+    """The smallest norm of a matrix's gradient; 0 without matrices."""
     factor: float
-    """What clipping and the loss scale multiply gradients by: the largest so far."""
+    """The factor of gradients from clipping and the loss scale: the largest so far."""
     expert_load: float | None

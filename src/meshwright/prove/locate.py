@@ -1,5 +1,5 @@
-"""Localization of the first difference: data, activations forward, losses, activations' gradients, weights' gradients,
-the norm, updates, other state."""
+"""Localization of the first difference: data, activations forward, losses, activation gradients, weight gradients, the
+norm, updates, other state."""
 
 import re
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ class Location:
     """`start` (a weight before the first step), `data`, `forward`, `loss`, `backward`, `reduction` (a weight's
     gradient, though all activations' are right), `norm`, `update` or `state` (a buffer or moment after the step)."""
     name: str
-    """Module, parameter or buffer; of data, who read what."""
+    """Module, parameter or buffer; for data, which ranks read what."""
     difference: Difference | None
     """None where no rank computed it."""
     ranks: tuple[int, ...] = ()
@@ -35,7 +35,7 @@ class Location:
 
 
 class _Watch:
-    """Compares one rank's activations with the reference's, keeping the worst place of each."""
+    """Compares one rank's activations with the reference's and keeps the worst position of each."""
 
     def __init__(self, trainer: Trainer, reference: Reference, tolerance: Tolerance) -> None:
         self.trainer, self.reference, self.tolerance = trainer, reference, tolerance
@@ -84,7 +84,7 @@ class _Watch:
             )
 
     def _places(self, length: int) -> torch.Tensor | None:
-        """Which positions an activation of this length is of; between blocks tensor-parallel ranks share them."""
+        """The positions of an activation of this length; between blocks tensor-parallel ranks share them."""
         if length == len(self.places):
             return self.places
         return self.places.chunk(self.tp)[self.tp_rank] if length * self.tp == len(self.places) else None
@@ -101,7 +101,7 @@ def locate(trainer: Trainer, reference: Reference, comparison: StepComparison, t
     load_weights(trainer, reference, step - 1)
     watch = _Watch(trainer, reference, tolerance)
     names = {name for phase in PHASES for name in watch.index[phase]}
-    if trainer.resolved.run.training.compile:  # what happens inside a compiled block is not the modules' anymore
+    if trainer.resolved.run.training.compile:  # inside a compiled block modules' outputs are not observable
         names = {name for name in names if name.count(".") <= 1}
     passes = trainer.train_step.passes
     with loader_for(trainer) as loader, Tracer(trainer.model, watch, names), recorded(passes) as losses:
@@ -116,7 +116,8 @@ def locate(trainer: Trainer, reference: Reference, comparison: StepComparison, t
         rounded, relative = judge(gather_everywhere(watch.parts), moved), min(relative, NUMBER * moved["loss"])
 
     def first(phase: str) -> Location | None:
-        """A block that no rank computed shows where its end would be; its modules are not asked for one by one."""
+        """The first location of a phase. A block that no rank computed is reported at its output, without its
+        modules."""
         for name in (name for name in watch.index[phase] if name in names):
             if BLOCK.fullmatch(name) and not any((phase, name) in computed for _, computed in by_rank):
                 return Location(phase, name, None)
@@ -141,7 +142,7 @@ def locate(trainer: Trainer, reference: Reference, comparison: StepComparison, t
 
 
 def locate_start(differences: dict[str, Difference]) -> Location | None:
-    """The first weight or buffer that is not the reference's before the first step."""
+    """The first weight or buffer that differs from the reference's before the first step."""
     for name, difference in differences.items():
         if not difference.equal:
             return Location("start", name, difference, (difference.rank,))
@@ -149,7 +150,7 @@ def locate_start(differences: dict[str, Difference]) -> Location | None:
 
 
 def _weights(comparison: StepComparison) -> Location:
-    """The backward pass goes through the table from its end."""
+    """The first weight gradient that differs; the backward pass goes through the table from its end."""
     for name in reversed(comparison.gradients):
         difference = comparison.gradients[name]
         if not difference.equal:

@@ -1,4 +1,5 @@
-"""Whose loss: every rank's own sums over its microbatches, before ranks add them up, against the reference's."""
+"""Comparison of losses by rank: every rank's own sums over its microbatches, before the sum over ranks, against the
+reference's."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from meshwright.spec.batch import Batch
 
 
 class Recorded(Objective):
-    """An objective that notes the loss and the number of terms of each microbatch."""
+    """An objective that records the loss and the number of terms of each microbatch."""
 
     def __init__(self, inner: Objective) -> None:
         self.inner = inner
@@ -34,13 +35,13 @@ class Recorded(Objective):
         return sums
 
     def terms(self) -> list[tuple[float, int]]:
-        """Of each microbatch so far its summed loss and its number of terms."""
+        """(summed loss, number of terms) of each microbatch so far."""
         return [(loss.item(), count) for loss, count in self.found]
 
 
 @contextmanager
 def recorded(passes: Passes) -> Iterator[Recorded]:
-    """Meanwhile `passes` notes its losses."""
+    """Records the losses of `passes` inside the context."""
     objective = passes.objective
     passes.objective = Recorded(objective)
     try:
@@ -57,16 +58,16 @@ class Share:
     data_rank: int
     tp_rank: int
     terms: list[tuple[float, int]]
-    """Of each of its microbatches the summed loss and the number of terms; nothing where it has no head."""
+    """(summed loss, number of terms) of each of its microbatches; empty where it has no head."""
 
 
 @dataclass(frozen=True)
 class WrongLoss:
-    """Some ranks' loss of a microbatch."""
+    """A wrong loss of a microbatch on some ranks."""
 
     ranks: tuple[int, ...]
     microbatch: int
-    """Of these ranks'."""
+    """Index among these ranks' microbatches."""
     loss: float
     expected: float
     terms: int
@@ -76,12 +77,12 @@ class WrongLoss:
 def find_wrong_loss(
     shares: Sequence[Share], reference: Sequence[tuple[float, int]], *, over_tokens: bool, relative: float
 ) -> WrongLoss | None:
-    """The first microbatch whose loss is another than the reference's.
+    """The first microbatch whose loss differs from the reference's.
 
     Args:
         shares: of all ranks.
         reference: of all the step's microbatches, in the order of the data-parallel ranks that have them.
-        over_tokens: whether ranks that share rows have each the loss of their own tokens only.
+        over_tokens: whether each of the ranks that share rows has only the loss of its own tokens.
         relative: how far a loss may be off.
     """
     groups: dict[tuple[int, int], list[Share]] = {}

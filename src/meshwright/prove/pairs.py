@@ -1,7 +1,7 @@
-"""A large layout as several small ones: each pair of its axes by itself, at small degrees. No torch here.
+"""A large layout as several small ones: each pair of its axes by itself, at small degrees. Without torch.
 
-Faults of layouts arise where two axes meet, and a pair of them needs few ranks. What only three axes together get wrong
-is not seen; `verify --full` proves the layout as it is.
+Faults of layouts arise where two axes meet, and a pair of axes needs few ranks. Faults that need three axes are not
+seen; `verify --full` proves the unchanged layout.
 """
 
 from itertools import combinations
@@ -11,14 +11,15 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.layout import AXES, LayoutSpec
 
 MOST_RANKS = 16
-"""Of a layout that is proved as it is: beyond, two cores take minutes to start its processes alone."""
+"""Largest number of ranks of a layout that is proved unchanged: beyond it, two cores take minutes just to start the
+processes."""
 
 DEGREES = (4, 2, 3)
-"""Of an axis in a pair, the first that divides its own; a degree without these keeps its smallest divisor."""
+"""Degrees of an axis in a pair: the first that divides the axis's own degree, else its smallest divisor."""
 
 
 def pair_layouts(layout: LayoutSpec) -> list[LayoutSpec]:
-    """The layouts of all pairs of axes that have several ranks; of the only such axis, where there is one."""
+    """The layouts of all pairs of axes with several ranks; or of the only such axis."""
     axes = [axis for axis in AXES if getattr(layout, axis) > 1]
     found: list[LayoutSpec] = []
     for pair in combinations(axes, min(2, len(axes))):
@@ -29,7 +30,7 @@ def pair_layouts(layout: LayoutSpec) -> list[LayoutSpec]:
 
 
 def _restricted(layout: LayoutSpec, pair: tuple[str, ...]) -> LayoutSpec | None:
-    """None where the axes of the pair are no layout without the others."""
+    """The layout of a pair of axes; None where they are no legal layout without the others."""
     degrees = {axis: _degree(getattr(layout, axis)) if axis in pair else 1 for axis in AXES}
     sharers = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
     fields = {**layout.model_dump(), **degrees, "ep": gcd(layout.ep, sharers), "stage_layers": "auto"}

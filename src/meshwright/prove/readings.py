@@ -1,4 +1,4 @@
-"""Who reads what: every rank's microbatches held against the samples of the step."""
+"""Check of data reading: every rank's microbatches against the samples of the step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from meshwright.trainer.setup import Trainer
 
 @dataclass(frozen=True)
 class Reading:
-    """What one rank read of a step."""
+    """The samples that one rank read in a step."""
 
     rows: tuple[int | None, ...]
-    """The sample of the step in each of its rows; None for what is none."""
+    """The sample of the step in each row; None for a row that is no sample."""
     places: tuple[int, ...]
-    """Those in each sample whose tokens it has."""
+    """The positions in each sample whose tokens the rank has."""
     other: str = ""
-    """What beside the tokens is not the sample's."""
+    """What differs from the sample besides the tokens."""
 
 
 @dataclass(frozen=True)
 class Misread:
-    """What some ranks read and should not have, or should have and did not."""
+    """Samples that some ranks wrongly read or failed to read."""
 
     what: str
     ranks: tuple[int, ...]
@@ -73,7 +73,7 @@ def _differs(microbatch: HostBatch, row: int, whole: HostBatch, sample: int, pla
 
 
 def _apart(readings: Sequence[Reading], together: int) -> Misread | None:
-    """So many neighbouring ranks, which split one model or sequence, read the same samples."""
+    """Checks that `together` neighbouring ranks, which split one model or sequence, read the same samples."""
     for rank, reading in enumerate(readings):
         first = rank // together * together
         if reading.rows != readings[first].rows:

@@ -26,11 +26,11 @@ from meshwright.trainer.snapshot import moments
 PHASES = ("forward", "backward")
 
 MOST_STEPS = 64
-"""Steps for which there are samples."""
+"""The number of steps with samples."""
 
 
 class Reference:
-    """A folder with what one process computed.
+    """A folder with one process's results.
 
     step-S/step.json         the step's figures (`Facts`)
     step-S/gradients/NAME    of every parameter
@@ -46,7 +46,7 @@ class Reference:
         self.folder = folder
 
     def tensor(self, *place: str) -> torch.Tensor:
-        """A stored tensor; what is not looked at is not read."""
+        """A stored tensor, read lazily."""
         return self.read(self._path(*place))
 
     @staticmethod
@@ -75,11 +75,11 @@ class Reference:
         return json.loads((self.folder / f"step-{step}" / "step.json").read_text())
 
     def losses(self) -> list[tuple[float, int]]:
-        """What was traced: of each microbatch its summed loss and its number of terms."""
+        """The traced (summed loss, number of terms) of each microbatch."""
         return [tuple(pair) for pair in json.loads((self.folder / "trace" / "losses.json").read_text())]
 
     def trace_index(self) -> dict[str, dict[str, float]]:
-        """What was traced."""
+        """The index of the trace."""
         return json.loads((self.folder / "trace" / "index.json").read_text())
 
     def save(self, tensor: torch.Tensor, *place: str) -> None:
@@ -94,7 +94,7 @@ class Reference:
 
 
 def alone(resolved: ResolvedRun) -> ResolvedRun:
-    """The same run on one process, plainly: nothing compiled, offloaded or computed twice."""
+    """The same run on one process, without compilation, offloading or recomputation."""
     run = resolved.run
     training = run.training.model_copy(update={"compile": False, "recompute": "none"})
     run = run.model_copy(update={"layout": LayoutSpec(), "training": training})
@@ -105,7 +105,7 @@ def alone(resolved: ResolvedRun) -> ResolvedRun:
 def train_reference(
     resolved: ResolvedRun, folder: Path, steps: int, samples: Samples | Mixture | None = None
 ) -> Reference:
-    """Train `steps` steps on this process, on `samples` or else random ones, and keep what they computed."""
+    """Train `steps` steps on this process, on `samples` or else random ones, and keep the results."""
     reference, trainer = Reference(folder), build_alone(resolved)
     _save_weights(reference, trainer, 0)
     factor = 0.0
@@ -154,7 +154,7 @@ def load_weights(trainer: Trainer, reference: Reference, step: int) -> None:
 
 
 def trace_reference(resolved: ResolvedRun, reference: Reference, step: int) -> None:
-    """Keep every activation of a step and its gradient, computed with the weights that the step started from."""
+    """Save every activation of a step and its gradient, computed with the weights that the step started from."""
     stored: dict[tuple[str, str], np.memmap] = {}
     index: dict[str, dict[str, float]] = {phase: {} for phase in PHASES}
 
@@ -177,8 +177,8 @@ def trace_reference(resolved: ResolvedRun, reference: Reference, step: int) -> N
 def trace_alone(
     trainer: Trainer, reference: Reference, step: int, visit: Visit, names: set[str] | None = None
 ) -> list[tuple[float, int]]:
-    """Show `visit` what one process computes in a step from the reference's weights (of these `names`, or everything);
-    returns of each microbatch the summed loss and the number of terms."""
+    """Show `visit` one process's activations of a step from the reference's weights (of these `names`, or all); returns
+    (summed loss, number of terms) of each microbatch."""
     load_weights(trainer, reference, step - 1)
     passes = trainer.train_step.passes
     with loader_for(trainer) as loader, Tracer(trainer.model, visit, names), recorded(passes) as losses:
@@ -187,7 +187,7 @@ def trace_alone(
 
 
 def trace_file(reference: Reference, resolved: ResolvedRun, values: np.ndarray, *place: str) -> np.memmap:
-    """A file for what one process computes of all samples of a step, of which `values` are one microbatch's."""
+    """A file for one process's values over all samples of a step; `values` are one microbatch's."""
     path = reference.folder.joinpath(*place[:-1], f"{place[-1]}.npy")
     path.parent.mkdir(parents=True, exist_ok=True)
     return np.lib.format.open_memmap(path, "w+", values.dtype, (resolved.global_batch, *values.shape[1:]))

@@ -1,9 +1,9 @@
-"""A step of a run in progress, computed again on one process and compared: `python -m meshwright.prove.replay`.
+"""Recomputation of a step of a run in progress on one process, and comparison: `python -m meshwright.prove.replay`.
 
-The run (`trainer/verification.py`) has written the state that the step started from, and what each rank has made of it.
-The step is computed once as the recipe says, and `RUNS` times more with everything rounded anew (`rounding.py`), which
-says by how much rounding moves each tensor; nobody knows a bound for a real optimizer's step. In wide formats, where
-sums in another order differ by more than one rounding of their results, it is rounded to `WIDE` times fewer numbers.
+The run (`trainer/verification.py`) has written the step's initial state and each rank's results. The step is computed
+once as the recipe says, and `RUNS` times more with random extra rounding (`rounding.py`), which measures how far
+rounding moves each tensor; no bound is known for a real optimizer's step. In wide formats, where sums in another order
+differ by more than one rounding of their results, the extra rounding is `WIDE` times coarser.
 """
 
 import argparse
@@ -43,11 +43,11 @@ from meshwright.trainer.verification import VERDICT
 RUNS, WIDE = 2, 32
 
 SIZE = 4.0
-"""Root mean squares of what rounding does that a rank's part may differ by: twice what a proof allows, for a run has
-very many tensors and steps, and a false alarm ends it."""
+"""Allowance of a rank's part, in root mean squares of the effect of rounding: twice a proof's, because a run has very
+many tensors and steps, and a false alarm ends it."""
 
 SQUARES = ("exp_avg_sq",)
-"""Moments that say less about a gradient than others do."""
+"""Moments that are less informative about a gradient than others."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Wrong:
 
 
 class Replay:
-    """The step on one process: what it leaves, and by how much rounding moves that."""
+    """The step on one process: its results, and how far rounding moves them."""
 
     def __init__(self, resolved: ResolvedRun, folder: Path) -> None:
         run = resolved.run.model_copy(update={"device": "cpu"})
@@ -72,12 +72,12 @@ class Replay:
         self.trainer.step = values["step"] + 1
         self.position = values["step"] + values["passed_over"]
         self.figures: dict[str, float] = {}
-        """What one process says of the step."""
+        """One process's figures of the step."""
         self.moved: dict[str, list[float]] = {}
-        """How far each run that rounds anew is from it: the figures, and every tensor as a factor."""
+        """The distance of each run with extra rounding: the figures, and every tensor as a factor."""
 
     def compute(self) -> None:
-        """Make the step, and then again with other roundings."""
+        """Compute the step, then again with extra roundings."""
         corpus = with_references(self.trainer, corpus_of(self.resolved), Path(self.resolved.run.run_dir))
         with build_loader(self.trainer, corpus) as loader:
             microbatches = loader.microbatches(self.position)
@@ -98,7 +98,7 @@ class Replay:
 
     @property
     def epsilon(self) -> float:
-        """To what numbers are rounded anew."""
+        """The precision of the extra rounding."""
         dtypes = self.resolved.run.training.dtypes
         return dtypes.compute.epsilon * (1 if dtypes.mixed else WIDE)
 
@@ -119,7 +119,7 @@ class Replay:
         self.moved.setdefault(f"{kind} {name}", []).append(part.along / part.change if part.change else 0.0)
 
     def allowed(self, ours: dict[str, float]) -> dict[str, Difference]:
-        """Loss and norm as the run has them, beside one process's."""
+        """The run's loss and norm, compared with one process's."""
         typical, room = statistics.median(self.factors().values()), dict[str, float]()
         share = self.epsilon / sqrt(self.trained)
         for name, least in (("loss", share), ("gnorm", typical)):
@@ -127,14 +127,14 @@ class Replay:
         return {name: Difference(_apart(ours[name], self.figures[name]), room[name]) for name in room}
 
     def factors(self) -> dict[str, float]:
-        """By how much rounding moves each tensor as a whole; of two runs that is little known, so nowhere less than of
-        most tensors."""
+        """How far rounding moves each tensor as a whole; two runs estimate that poorly, so never less than for most
+        tensors."""
         own = {name: _rms(values) for name, values in self.moved.items() if " " in name}
         typical = statistics.median(own.values())
         return {name: max(value, typical) for name, value in own.items()}
 
     def wrong(self, held: list[Held]) -> list[Wrong]:
-        """The tensors that differ, in the order of the backward pass, what tells of gradients first."""
+        """The tensors that differ, in the order of the backward pass, the most informative about gradients first."""
         parts: list[dict[str, Part]] = [{} for _ in range(1 + max(one.ranks[0] for one in held))]
         holders: dict[tuple[str, int], Held] = {}
         least: dict[str, float] = {}
@@ -158,8 +158,8 @@ class Replay:
         return sorted(found, key=lambda one: _rank_of(one, order))
 
     def _least(self, kind: str, expected: torch.Tensor) -> float:
-        """What a number is rounded to when it is stored. A router's bias moves by a fixed amount up or down, which a
-        single token may decide."""
+        """The rounding of a stored number. A router's bias moves by a fixed amount up or down, which a single token may
+        decide."""
         model, dtypes = self.resolved.model, self.resolved.run.training.dtypes
         stored = dtypes.master.epsilon * expected.double().square().mean().sqrt().item() if expected.numel() else 0.0
         return max(stored, model.balance_rate or 0.0) if kind == "state" else stored
@@ -177,7 +177,7 @@ def _part(whole: torch.Tensor, held: Held, ours: torch.Tensor) -> torch.Tensor:
 
 
 def _rank_of(wrong: Wrong, order: dict[str, int]) -> tuple[int, int]:
-    """Where a tensor stands among those that differ."""
+    """Sort key of a tensor among those that differ."""
     name, _, key = wrong.name.rpartition(".") if wrong.kind == "moments" else (wrong.name, "", "")
     what = 0 if wrong.kind == "moments" and key not in SQUARES else 1 if wrong.kind == "weights" else 2
     return what, -order.get(name, 0)
@@ -193,7 +193,7 @@ def _apart(ours: float, theirs: float) -> float:
 
 
 def verdict(replay: Replay, seconds: float) -> dict[str, Any]:
-    """What is told of the step, for `metrics.jsonl` and for people."""
+    """The report of the step, for `metrics.jsonl` and for people."""
     held, ours = read_index(replay.folder)
     numbers, wrong = replay.allowed(ours), replay.wrong(held)
     equal = not wrong and all(number.equal for number in numbers.values())
@@ -225,7 +225,7 @@ def _describe(wrong: Wrong) -> str:
 
 
 def main() -> int:
-    """Compute the step in a folder again, and write the verdict beside it."""
+    """Recompute the step in a folder, and write the verdict beside it."""
     parser = argparse.ArgumentParser(prog="meshwright.prove.replay", description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="what the run has written of the step")
     parser.add_argument("--plugins", type=Path, help="what Python code handed to train")

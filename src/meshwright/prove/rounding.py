@@ -1,11 +1,11 @@
-"""What rounding to few bits does to a step, measured on one process, and whether a layout's differences look like it.
+"""The effect of low-precision rounding on a step, measured on one process, as the yardstick for a layout's differences.
 
 In bf16 a bound on single numbers tolerates tens of percent. But a step has many numbers, and rounding is unbiased. So
 the step is computed `RUNS` times more on one process, with every input and output of every layer, and their gradients,
-rounded anew at random; that says by how much each tensor moves. A layout's tensors may move `SIZE` times as much, root
-mean square, part by part; as a whole they may grow or shrink by `FACTOR` standard deviations of what they do there.
+stochastically rounded once more; that measures how far each tensor moves. A layout's tensors may move `SIZE` times as
+far, root mean square, part by part; as a whole they may grow or shrink by `FACTOR` of the measured standard deviations.
 
-It cannot see what is smaller than that: a fault of a tenth of a tensor's rounding, or of few numbers of many.
+Smaller faults are not seen: a tenth of a tensor's rounding, or a few numbers of many.
 """
 
 import json
@@ -43,8 +43,8 @@ RUNS, SIZE, FACTOR, NUMBER = 4, 2.0, 8.0, 8.0
 
 @contextmanager
 def rounded_anew(model: nn.Module, epsilon: float, seed: int) -> Iterator[None]:
-    """Meanwhile what goes through the layers of `model` is rounded once more, up or down at random; `epsilon`: the
-    distance from 1 to the next number."""
+    """Inside the context, the inputs and outputs of `model`'s layers are rounded once more, up or down at random;
+    `epsilon`: the distance from 1 to the next number."""
     generator = torch.Generator().manual_seed(seed)
 
     def again(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ def rounded_anew(model: nn.Module, epsilon: float, seed: int) -> Iterator[None]:
 
 
 def measure_rounding(resolved: ResolvedRun, reference: Reference, steps: int) -> None:
-    """Keep by how much rounding moves every gradient and weight of each step, and the loss and the norm."""
+    """Save how far rounding moves every gradient and weight of each step, and the loss and the norm."""
     epsilon = resolved.run.training.dtypes.compute.epsilon
     numbers: dict[int, dict[str, float]] = {step: {} for step in range(1, steps + 1)}
     for run in range(RUNS):
@@ -113,7 +113,8 @@ def _keep(
     *,
     first: bool,
 ) -> None:
-    """Add the mean square of each number's difference to what is kept, and that of the tensor's factor to `found`."""
+    """Add the mean square of each number's difference to the saved one, and the mean square of the tensor's factor to
+    `found`."""
     expected = reference.tensor(f"step-{step}", kind, name)
     base = _origin(reference, step, kind, name)
     moved = (torch.zeros_like(expected) if ours is None else ours.detach()).double() - expected
@@ -125,7 +126,7 @@ def _keep(
 
 
 def _origin(reference: Reference, step: int, kind: str, name: str) -> torch.Tensor:
-    """What a factor counts from: a gradient is one from nothing, a weight from where the step found it."""
+    """The origin of a factor: zero for a gradient, the value before the step for a weight."""
     if kind == "weights":
         return reference.weight(step - 1, name)
     return torch.zeros_like(reference.tensor(f"step-{step}", kind, name))
@@ -136,7 +137,7 @@ def _ratio(part: float, whole: float) -> float:
 
 
 class _Moves:
-    """Adds up by how much a traced step's activations and their gradients move from what was traced."""
+    """Accumulates how far a traced step's activations and their gradients move from the trace."""
 
     def __init__(self, resolved: ResolvedRun, reference: Reference) -> None:
         self.resolved, self.reference, self.index = resolved, reference, reference.trace_index()
@@ -159,14 +160,14 @@ class _Moves:
         self._sums[f"{phase} {name}"] = sums
 
     def end_run(self) -> None:
-        """Count what the run made of each tensor as a whole."""
+        """Add the run's effect on each tensor as a whole."""
         for name, sums in self._sums.items():
             _add(self.factors, name, _ratio(*sums))
         self._sums.clear()
 
 
 def trace_rounding(resolved: ResolvedRun, reference: Reference, step: int) -> None:
-    """Keep by how much rounding moves every activation of a traced step, its gradient, and each microbatch's loss."""
+    """Save how far rounding moves every activation of a traced step, its gradient, and each microbatch's loss."""
     moves, losses = _Moves(resolved, reference), reference.losses()
     names = {name for phase in PHASES for name in moves.index[phase]}
     for run in range(RUNS):
@@ -183,8 +184,8 @@ def trace_rounding(resolved: ResolvedRun, reference: Reference, step: int) -> No
 
 
 def rounding_of_trace(reference: Reference) -> dict[str, float]:
-    """By how much rounding moves each microbatch's loss (`loss`) and, as a whole, `PHASE NAME`; standard deviations
-    as shares."""
+    """How far rounding moves each microbatch's loss (`loss`) and, as a whole, `PHASE NAME`; standard deviations as
+    shares."""
     return json.loads((reference.folder / "trace" / "rounding.json").read_text())
 
 
@@ -194,20 +195,20 @@ class Part:
 
     count: int
     moved: float
-    """Sum of squares of what differs."""
+    """Sum of squares of the difference."""
     rounding: float
-    """The same as rounding makes it."""
+    """The same for the effect of rounding."""
     along: float
-    """The product of what differs with what it is a factor of."""
+    """The dot product of the difference with the tensor less its origin."""
     change: float
-    """The square of the latter."""
+    """The squared norm of the tensor less its origin."""
 
     @staticmethod
     def of(
         ours: torch.Tensor, expected: torch.Tensor, square: torch.Tensor, base: torch.Tensor | None = None
     ) -> "Part":
-        """Of what a rank holds, beside the reference and the mean square of what rounding does; `base`: what a factor
-        counts from (default zero)."""
+        """The sums for a rank's part, from the reference and the mean square of rounding's effect; `base`: the origin
+        of a factor (default zero)."""
         moved = ours.detach().double() - expected
         change = (expected if base is None else expected - base).double()
         sums = (moved.square(), square, moved * change, change.square())
@@ -220,11 +221,11 @@ class Part:
 def compare_rounded(
     trainer: Trainer, reference: Reference, step: int, kind: str, ours: dict[str, torch.Tensor]
 ) -> dict[str, Difference]:
-    """Of every tensor how far it is from the reference, root mean square, in the part that is worst. Collective.
+    """The root-mean-square difference of every tensor from the reference, in its worst part. Collective.
 
     Args:
         kind: `gradients` or `weights`.
-        ours: what this rank holds, by the parameters' names.
+        ours: this rank's tensors, by the parameters' names.
     """
     parts = {}
     for name, tensor in ours.items():
@@ -244,12 +245,12 @@ def compare_rounded(
 
 
 def worst_of(differences: Sequence[Difference]) -> Difference:
-    """Of those of one tensor (`judge`): the whole as a factor, where that differs."""
+    """The worst of one tensor's differences (`judge`): the whole as a factor, where that differs."""
     return max(differences, key=lambda difference: (difference.factor is not None, difference.share))
 
 
 def rounding_of(reference: Reference, step: int) -> dict[str, float]:
-    """By how much rounding moves the loss, the norm and every tensor as a whole, standard deviations."""
+    """How far rounding moves the loss, the norm and every tensor as a whole, in standard deviations."""
     return json.loads((reference.folder / f"step-{step}" / "rounding.json").read_text())
 
 
@@ -260,14 +261,14 @@ def judge(
     size: float = SIZE,
     least: Mapping[str, float] | None = None,
 ) -> dict[str, list[Difference]]:
-    """Of every tensor the differences of all ranks that hold some of it, root mean square, and last that of the whole
-    as a factor.
+    """For every tensor, the root-mean-square differences of all ranks that hold some of it, and last the difference of
+    the whole as a factor.
 
     Args:
-        by_rank: what each rank holds.
-        factors: what rounding makes of a tensor as a whole, standard deviations.
-        size: root mean squares of what rounding does that a part may differ by.
-        least: of every tensor, what a part may differ by in any case.
+        by_rank: each rank's parts.
+        factors: rounding's effect on a tensor as a whole, in standard deviations.
+        size: allowance of a part, in root mean squares of rounding's effect.
+        least: for every tensor, the least allowance of a part.
     """
     found: dict[str, list[Difference]] = {}
     for name in {name: None for parts in by_rank for name in parts}:

@@ -6,9 +6,9 @@ from meshwright.data.packing import NO_LABEL, Piece, Sample
 
 
 class RandomSamples:
-    """Random tokens, of whose labels a varying share is ignored: ranks and microbatches carry unequal token counts.
+    """Random tokens; a varying share of labels is ignored, so that ranks and microbatches carry unequal token counts.
 
-    With `documents` every row holds several documents that are kept apart, with `pairs` one or two pairs of answers.
+    With `documents` every row holds several separate documents, with `pairs` one or two pairs of answers.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class RandomSamples:
         return self.count
 
     def pieces(self, index: int) -> list[Piece]:
-        """One piece; it lies nowhere."""
+        """One piece, which is in no file."""
         return [Piece(index * self.sequence_length, self.sequence_length)]
 
     def __getitem__(self, index: int) -> Sample:
@@ -47,7 +47,7 @@ class RandomSamples:
         return Sample(inputs_T, labels_T, documents_T)
 
     def _pairs(self, sample: Sample, generator: np.random.Generator) -> Sample:
-        """The sample as answers of random lengths, with padding behind them."""
+        """The sample as answers of random lengths, followed by padding."""
         answers = 2 * int(generator.integers(1, 3))
         borders = np.sort(generator.choice(np.arange(1, self.sequence_length), answers, replace=False))
         documents_T = np.searchsorted(borders, np.arange(self.sequence_length), side="right")

@@ -1,7 +1,7 @@
-"""A small run that meets the same conditions as a large one. No torch here.
+"""A small run that meets the same conditions as a large one. Without torch.
 
-What a layout is about stays: degrees, numbers of stages and microbatches, ratios of heads, whether things divide. What
-only costs time goes: width, depth, vocabulary, length.
+Everything that matters to a layout stays: degrees, numbers of stages and microbatches, ratios of heads, divisibility.
+Sizes that only cost time shrink: width, depth, vocabulary, length.
 """
 
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ from meshwright.spec.run import ResolvedRun
 from meshwright.spec.training import TrainingSpec
 
 HEAD_DIM, HIDDEN, FFN, LENGTH, VOCAB, EXPERTS = 8, 32, 48, 288, 96, 4
-"""Sizes that no layout enlarges. The length has positions that bf16 and a byte cannot tell apart."""
+"""Default sizes, which no layout enlarges. The length has positions that bf16 and a byte cannot tell apart."""
 
 HIDDEN_OF_BLOCKS = 64
-"""Width of a model whose moments take eight bits: its matrices have the 4,096 numbers from which on they do."""
+"""Width of a model with 8-bit moments: its matrices reach the 4,096 numbers from which moments are quantized."""
 
 
 def shrink(resolved: ResolvedRun) -> ResolvedRun:
-    """The run with a small model and batch, and random weights, adapters' included: no file has any of its shapes.
+    """The run with a small model and batch, and random weights, adapters included, because no file has its shapes.
 
     Raises `UserError` where no small model fits the layout, though the large one does.
     """
@@ -69,7 +69,7 @@ def shrink(resolved: ResolvedRun) -> ResolvedRun:
 
 
 def _kept_layers(training: TrainingSpec, model: ModelSpec) -> TrainingSpec:
-    """The same with those patterns of layers in full precision alone that mean any of a small model's."""
+    """The same with only those full-precision layer patterns that match a layer of the small model."""
     if training.product_recipe is None:
         return training
 
@@ -93,7 +93,8 @@ def _stage_layers(large: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _recompute(resolved: ResolvedRun, stages: tuple[int, ...]) -> Recompute:
-    """The first layers of a stage as before, one by one, in the place of as many as there were."""
+    """The recomputation of small stages: one layer of a policy for any number in the large stage, all where it has no
+    other."""
     counts = []
     for (full, selective), large, small in zip(
         stage_counts(resolved.run.training.recompute, resolved.stages), resolved.stages, stages, strict=True
@@ -104,8 +105,8 @@ def _recompute(resolved: ResolvedRun, stages: tuple[int, ...]) -> Recompute:
 
 
 def _accumulation(resolved: ResolvedRun) -> int:
-    """Three microbatches, where the recipe has several: a first, a last and one between; of those that the pipeline
-    takes the fewest from there up."""
+    """Three microbatches where the recipe has several: a first, a last and one between; the fewest from there up that
+    the pipeline accepts."""
     layout, most = resolved.run.layout, resolved.accumulation
     if layout.pp == 1:
         return 3 if most > 1 else 1
@@ -141,7 +142,7 @@ def _candidates(resolved: ResolvedRun, layers: int) -> Iterator[tuple[ModelSpec,
         sizes["sliding_window"] = max(1, model.sliding_window * length // max(whole, 2 * model.sliding_window))
     if model.num_experts:
         chosen, groups = model.experts_per_token, model.router_groups
-        # Twice as many as are chosen, of which half are crowded: the others are left without any token at times.
+        # Twice as many as are chosen; half of them are crowded, so that the others at times get no token.
         fewest = max(EXPERTS, 2 * chosen + 2, 2 * groups, -(-chosen // model.router_top_groups) * groups)
         sizes["num_experts"] = _like(model.num_experts, fewest, lcm(layout.ep, groups))
         sizes["expert_ffn"] = _like(model.expert_ffn, FFN, columns)
@@ -158,6 +159,5 @@ def _candidates(resolved: ResolvedRun, layers: int) -> Iterator[tuple[ModelSpec,
 
 
 def _like(size: int, small: int, unit: int) -> int:
-    """The smallest number from `small` up that leaves the same rest as `size` when divided by `unit`; never more than
-    `size`."""
+    """The smallest number from `small` up that is congruent to `size` modulo `unit`; never more than `size`."""
     return min(size, next(n for n in range(small, small + unit) if n % unit == size % unit))

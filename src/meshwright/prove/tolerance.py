@@ -8,18 +8,18 @@ from meshwright.spec.precision import FP32
 from meshwright.spec.run import ResolvedRun
 
 STORED_PER_BLOCK = 12
-"""Results that a block writes down in the compute dtype, one after the other: two norms, projection, rotation,
-attention, projection, sum; two products, activation, product, sum."""
+"""Results that a block stores in the compute dtype in sequence: two norms, projection, rotation, attention, projection,
+sum; two products, activation, product, sum."""
 
 CONFIDENCE = 4.0
 """Standard deviations: how far independent roundings may add up."""
 
 SMOOTHING = 0.1
-"""AdamW's epsilon in a proof. With the usual 1e-8 a first step is nearly the gradient's sign, which turns rounding
-into whole steps; with this the step is a smooth function of the gradient, of slope at most lr / epsilon."""
+"""AdamW's epsilon in a proof. With the usual 1e-8 a first step is nearly the gradient's sign, which turns rounding into
+whole steps; with this the step is a smooth function of the gradient with slope at most lr / epsilon."""
 
 CLIP = 0.01
-"""The norm to which a proof clips where the recipe clips: below that of any gradient, so that a wrong norm shows."""
+"""The norm to which a proof clips where the recipe clips: below any gradient's norm, so that a wrong norm shows."""
 
 MUON_SLOPE = 3.4445**5
 """Five Newton-Schulz iterations enlarge a difference by at most their largest coefficient each."""
@@ -31,32 +31,33 @@ class Tolerance:
 
     relative: float
     rounding: float
-    """Of a stored weight, relative to the largest weight of its tensor."""
+    """Rounding of a stored weight, relative to the largest weight of its tensor."""
     slope: float
-    """Of AdamW's step with respect to the gradient."""
+    """Slope of AdamW's step with respect to the gradient."""
     muon_slope: float
-    """Of Muon's step, times the norm of the matrix's gradient; 0 without Muon."""
+    """Slope of Muon's step, times the norm of the matrix's gradient; 0 without Muon."""
     beta2: float = 0.95
     """AdamW's."""
     statistical: bool = False
-    """Whether gradients and updates are held to what rounding does to them (`rounding.py`), not to `relative`."""
+    """Whether the allowance of gradients and updates is the measured effect of rounding (`rounding.py`), not
+    `relative`."""
     moment_rounding: float = 0.0
-    """Of the optimizer's state, relative to its tensor's largest number, and of what is computed from it."""
+    """Rounding of the optimizer's state and of values computed from it, relative to its tensor's largest number."""
 
     def of_update(self, facts: Facts, weight: float) -> float:
-        """For a weight after a step of these figures, where weights are at most `weight`."""
+        """The allowance of a weight after a step of these figures, where weights are at most `weight`."""
         smallest = facts["smallest_norm"] * facts["factor"]
         slope = max(self.slope, self.muon_slope / smallest if smallest else 0.0)
         rounding = self.slope * self.moment_rounding * facts["largest"] * facts["factor"]
         return slope * self.of_gradient(facts) + rounding + self.rounding * weight
 
     def of_gradient(self, facts: Facts) -> float:
-        """For a gradient as the optimizer has it. Clipping may err by as much as the norm does, which is as much again
-        as the gradient itself."""
+        """The allowance of a gradient as the optimizer gets it. Clipping adds the norm's error, which is as large as
+        the gradient's own."""
         return 2 * self.relative * facts["largest"] * facts["factor"]
 
     def of_moment(self, key: str, facts: Facts, step: int, largest: float) -> float:
-        """For a tensor of the optimizer's state after a step, whose numbers are at most `largest`: a mean of the
+        """The allowance of an optimizer state tensor after a step, whose numbers are at most `largest`: a mean of the
         gradients so far or of their squares; counts of steps are exact."""
         if key == "step":
             return 0.0
@@ -68,7 +69,7 @@ class Tolerance:
 
 
 def derive_tolerance(resolved: ResolvedRun) -> Tolerance:
-    """What the order of summation may change, from dtypes and the lengths of sums."""
+    """The allowed effect of summation order, from dtypes and the lengths of sums."""
     training, model = resolved.run.training, resolved.model
     sums = model.hidden + model.num_heads * model.head_dim + model.ffn + resolved.run.data.sequence_length
     terms = resolved.tokens_per_step + 2 * (model.num_layers * sums + model.vocab + model.hidden)

@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor
 from meshwright.torch_internals import in_backward_pass, waited_for
 
 Visit = Callable[[str, str, int, torch.Tensor], None]
-"""(`forward` or `backward`, name, microbatch, activation or its gradient). Names are `MODULE` for what a module returns
-and `input of MODULE` for what it is given."""
+"""(`forward` or `backward`, name, microbatch, activation or its gradient). Names are `MODULE` for a module's output and
+`input of MODULE` for its input."""
 
 
 class Tracer:
     """While entered, shows `visit` every floating-point activation [b, T, ...] of a model's modules, and its gradient.
 
-    An activation that several modules pass on is shown once, unless `names` says which to show.
+    An activation that several modules pass on is shown once, unless `names` selects which to show.
     """
 
     def __init__(self, model: nn.Module, visit: Visit, names: set[str] | None = None) -> None:

@@ -25,19 +25,19 @@ RESOLVED, PROOF = "resolved.yaml", "proof.pickle"
 
 
 class LayoutFailed(RuntimeError):  # noqa: N818  (it names what happened, not a kind of error)
-    """The layout's processes ended before they had compared anything; their messages have been printed."""
+    """The layout's processes ended before any comparison; their messages have been printed."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What was compared, and where the first difference is."""
+    """The comparisons, and the location of the first difference."""
 
     comparisons: list[StepComparison]
     relative: float
     """The largest relative difference that rounding explains."""
     location: Location | None = None
     cost: Cost | None = None
-    """What low precision does to the last step, where the run has any."""
+    """The effect of low precision on the last step, where the run uses it."""
 
     @property
     def equal(self) -> bool:
@@ -46,7 +46,7 @@ class Proof:
         return not wrong_start and all(comparison.equal for comparison in self.comparisons)
 
     def as_data(self) -> dict[str, Any]:
-        """For machines."""
+        """The proof as plain data."""
         return {"equal": self.equal, **asdict(self)}
 
 
@@ -78,7 +78,7 @@ def verify(resolved: ResolvedRun, *, steps: int) -> Proof:
 
 def for_proof(resolved: ResolvedRun) -> ResolvedRun:
     """The run as it is proved: on CPUs, its optimizer a smooth function of the gradient, every step clipped if the
-    recipe clips at all. Of a user's optimizer nobody knows how smooth it is: AdamW stands for it."""
+    recipe clips at all. AdamW replaces a user's own optimizer, whose smoothness is unknown."""
     training = resolved.run.training
     ours = training.optimizer if training.optimizer.name in OPTIMIZERS else OptimizerSpec(lr=training.optimizer.lr)
     optimizer = ours.model_copy(update={"eps": max(SMOOTHING, ours.eps)})

@@ -1,7 +1,7 @@
-"""Weights of a proof: where a fresh model is constant or even, they are not, for a constant hides who computed with it.
+"""Weights of a proof, perturbed where a fresh model is constant or even: a constant hides which rank computed with it.
 
-Norms that are all one are equal on every rank however they are split, an adapter that begins with zero passes no
-gradient on, and a fresh router sends every expert its share.
+Norm weights of one are equal on every rank however they are split, an adapter initialized to zero passes no gradient
+on, and a fresh router loads experts evenly.
 """
 
 from dataclasses import replace
@@ -15,19 +15,19 @@ from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.weights import run_weights
 
 NOISE = 0.2
-"""Standard deviation of what is added to constants."""
+"""Standard deviation of the noise added to constants."""
 
 ADAPTER_NOISE = 0.05
-"""The same for the zero matrix of an adapter, which then adds about as much as its base computes. Four times as much
+"""The same for the zero matrix of an adapter, whose output is then about as large as its base's. Four times as much
 saturates attention, and its rounding exceeds the tolerances."""
 
 LOUD, QUIET = 2.0, 0.1
-"""What the routing weights of every other expert are multiplied by, so that tokens crowd on half of the experts."""
+"""Factor of every other expert's routing weights, so that tokens crowd on half of the experts."""
 
 
 def proof_weights(resolved: ResolvedRun) -> RowSource:
-    """The run's weights, lively: constants get noise and routers become uneven. Pretrained weights, adapters apart, are
-    as they are. Collective where they come from a checkpoint."""
+    """The run's weights with noise added to constants and with uneven routers. Pretrained weights, except adapters,
+    stay unchanged. Collective where they come from a checkpoint."""
     weights, drawn = run_weights(resolved), resolved.run.model.weights != "pretrained"
 
     def read(row: Parameter, start: int, stop: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from meshwright.trainer.worker import report_to_parent
 
 
 def main() -> int:
-    """Compare as one rank; a user's mistake goes to the parent."""
+    """Compare as one rank; user errors are reported to the parent."""
     parser = argparse.ArgumentParser(prog="meshwright.prove.worker", description=__doc__)
     parser.add_argument("--resolved", type=Path, required=True, help="the run to prove")
     parser.add_argument("--folder", type=Path, required=True, help="the reference's folder")
@@ -45,4 +45,4 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # gloo's threads may abort a process that tears itself down in order
+    os._exit(status)  # gloo's threads may abort a process during an orderly teardown

@@ -1,1 +1,1 @@
-"""A run on fake ranks: the program that really trains, with tensors that have shapes but no numbers."""
+"""A run on fake ranks: the real training program, with tensors that have shapes but no data."""

@@ -27,9 +27,9 @@ def fake_rank(rank: int, world_size: int) -> Iterator[None]:
 
 
 class FakeTensors(torch_internals.FakeTensors):
-    """Every tensor made inside has a shape, a dtype and a device, but no numbers; one that is read as a number is 1.
+    """Every tensor made inside has a shape, a dtype and a device, but no data; one that is read as a number is 1.
 
-    Meshes must be built outside: they compute with the numbers of ranks.
+    Meshes must be built outside, because they compute with rank numbers.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class FakeTensors(torch_internals.FakeTensors):
 def budgets_of_gpu() -> Iterator[None]:
     """Cut the loss into chunks as on a GPU, although the fake tensors are CPU tensors.
 
-    (Autograd with fake tensors of a device that is not there ends the process.)
+    (Autograd with fake tensors of a missing device ends the process.)
     """
     token = loss.BUDGETS_OF.set("cuda")
     try:
@@ -56,7 +56,7 @@ def budgets_of_gpu() -> Iterator[None]:
 
 
 def fill_slots(model: nn.Module, resolved: ResolvedRun, *, on_gpu: bool) -> None:
-    """Put into a model's slots what answers without numbers, and on a CPU what holds as much as a GPU's kernel."""
+    """Fill a model's slots with versions that work without data, and on a CPU save as much memory as a GPU's kernel."""
     layout, length = resolved.run.layout, resolved.run.data.sequence_length
     rows = resolved.micro_batch * length // (layout.cp * layout.tp) * resolved.model.experts_per_token
     for module in model.modules():
@@ -69,7 +69,7 @@ def fill_slots(model: nn.Module, resolved: ResolvedRun, *, on_gpu: bool) -> None
 
 
 class EvenCounts:
-    """Every expert gets equally many of a microbatch's `rows`: numbers that say otherwise do not exist."""
+    """Every expert gets an equal share of a microbatch's `rows`, since there is no data to route by."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -80,7 +80,7 @@ class EvenCounts:
 
 
 class FusedNorm:
-    """Holds what a GPU's kernel for RMSNorm does."""
+    """Saves the same tensors as a GPU's kernel for RMSNorm."""
 
     def __call__(
         self, x: torch.Tensor, shape: tuple[int, ...], weight: torch.Tensor, eps: float | None
@@ -92,7 +92,8 @@ class FusedNorm:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """What a GPU's kernel for RMSNorm keeps: its input, and a number a row; on a CPU it is a chain of operations."""
+    """Saves what a GPU's kernel for RMSNorm does: its input, and a number a row; on a CPU RMSNorm is a chain of
+    operations."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -105,7 +106,7 @@ class _FusedNorm(torch.autograd.Function):
 
 
 class _NoHome:
-    """A bucket's home outside the memory that a rehearsal counts, of tensors without numbers."""
+    """A bucket's home outside the counted memory, of tensors without data."""
 
     moved, seconds = 0, 0.0
 
@@ -132,7 +133,7 @@ class _NoHome:
 
 @contextlib.contextmanager
 def no_files() -> Iterator[dict[int, torch.Tensor]]:
-    """Let state that lives elsewhere take no room anywhere; yields what does, by the identity of its storage."""
+    """Let state that lives elsewhere take no room; yields its tensors, by the identity of their storage."""
     elsewhere: dict[int, torch.Tensor] = {}
     with (
         torch_internals.replaced(Tier, "prepare", lambda tier: None),

@@ -19,17 +19,17 @@ from meshwright.torch_internals import (
 )
 
 Storages = dict[int, str]
-"""Identity of a storage -> what kind of memory it is."""
+"""Identity of a storage -> its kind of memory."""
 
 STEP = 1.01
-"""A new peak is looked at in detail once it exceeds the last one looked at by this factor."""
+"""A new peak is examined in detail once it exceeds the last examined one by this factor."""
 
 OTHER = "activations"
-"""The kind of what nobody names: saved activations, temporaries, buffers of communication."""
+"""The kind of unnamed storages: saved activations, temporaries, communication buffers."""
 
 
 def _flash_flops(q: torch.Tensor, k: torch.Tensor) -> int:
-    """Two products of T x S x K per head; as torch's counter does, causality is not taken off."""
+    """Two products of T x S x K per head; like torch's counter, without a discount for causality."""
     batch, heads, length, width = q.shape
     return 4 * batch * heads * length * k.shape[2] * width
 
@@ -38,14 +38,14 @@ CPU_FLOPS: dict[Any, Callable[..., int]] = {
     FLASH_CPU: lambda q, k, *_, **__: _flash_flops(q, k),
     FLASH_CPU_BACKWARD: lambda _, q, k, *__, **___: 5 * _flash_flops(q, k) // 2,
 }
-"""What torch's table of FLOPs does not know: attention on a CPU, on which fake tensors lie."""
+"""Operations missing in torch's FLOPs table: attention on a CPU, the device of fake tensors."""
 
 
 class Ledger(DispatchMode):
-    """Follows storages while it is entered.
+    """Tracks storages while it is entered.
 
-    `name_storages` says which kind the storages of parameters, gradients, optimizer state and gathered weights are; it
-    is asked at every new peak. Bytes are those of the storages, without an allocator's rounding.
+    `name_storages` gives the kind of the storages of parameters, gradients, optimizer state and gathered weights; it is
+    called at every new peak. Bytes are storage sizes, without an allocator's rounding.
     """
 
     def __init__(self, name_storages: Callable[[], Storages], elsewhere: Container[int] = ()) -> None:
@@ -56,16 +56,16 @@ class Ledger(DispatchMode):
         self.now = 0
         """Bytes allocated."""
         self.peak = 0
-        """Most bytes that were ever allocated at once."""
+        """Most bytes allocated at once."""
         self.peak_by_kind: dict[str, int] = {}
         self.peak_phase = ""
-        """When that was, in words."""
+        """The time of the peak, in words."""
         self.flops = 0
         self._bytes: dict[int, int] = {}
         self._seen_peak = 0
 
     def begin(self) -> None:
-        """Forget peak and operations so far, not what is allocated."""
+        """Reset peak and operations, but not the allocated bytes."""
         self.peak, self.flops, self._seen_peak = 0, 0, 0
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The rehearsal of one rank: its part of the run, one step, what was held and sent.
+"""The rehearsal of one rank: its part of the run for one step, with memory and traffic.
 
 python -m meshwright.rehearse.rank --resolved FILE --rank R [--on-gpu]    # prints one JSON object
 """
@@ -34,15 +34,15 @@ from meshwright.trainer.start import read_resolved
 from meshwright.trainer.state import state_tensors
 
 CPU = torch.device("cpu")
-"""Where fake tensors lie: autograd ends the process where it meets one on a device that is not there."""
+"""The device of fake tensors: autograd ends the process where one is on a missing device."""
 
 
 def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool) -> dict[str, Any]:
-    """What rank `rank` of the run holds and sends in one step of training, as JSON values; sizes in bytes.
+    """Memory and traffic of rank `rank` in one step of training, as JSON values; sizes in bytes.
 
-    `on_gpu`: choose chunk sizes as on a GPU. Exactly the program that trains runs here; only numbers are missing.
-    Of many microbatches, which repeat themselves, only some run (`rehearse.shorten`), and what they send and compute is
-    continued in a straight line. A process can be one rank only: torch remembers shapes by mesh, whoever asks.
+    `on_gpu`: choose chunk sizes as on a GPU. This is exactly the training program, only without data. Of many
+    microbatches, which repeat themselves, only some run (`rehearse.shorten`), and their traffic and operations are
+    extrapolated linearly. A process can be only one rank, because torch caches shapes by mesh.
     """
     began, world_size = time.perf_counter(), resolved.run.layout.world_size
     counts, runs = enough_microbatches(resolved), []
@@ -113,19 +113,19 @@ def _named(kind: str, tensors: Iterable[torch.Tensor | None]) -> Storages:
 
 
 def _storages(trainer: Trainer) -> Storages:
-    """The storages that last from step to step."""
+    """The storages that persist from step to step."""
     stored = list(trainer.parameters.values())
     states = (state for tensor in stored for state in trainer.optimizers.state_of(tensor).values())
     return _named("optimizer", states) | _named("weights", [*stored, *_frozen(trainer)])
 
 
 def _frozen(trainer: Trainer) -> list[torch.Tensor]:
-    """What fine-tuning does not train."""
+    """The parameters that fine-tuning freezes."""
     return [parameter for parameter in trainer.model.parameters() if not parameter.requires_grad]
 
 
 def _passing_storages(trainer: Trainer) -> Storages:
-    """The storages that come and go, named as they are now: what FSDP2 gathered, the copies that an asynchronous
+    """The transient storages with their present kinds: weights gathered by FSDP2, the copies that an asynchronous
     pipeline computes with, and gradients."""
     found = _named("optimizer", trainer.store.in_hand)
     found |= _named("gradients", (tensor.grad for tensor in trainer.parameters.values()))
@@ -148,7 +148,7 @@ def _place(meshes: Meshes | None) -> dict[str, int]:
 
 
 def _save_plan(tensors: dict[str, torch.Tensor], *, coordinator: bool) -> SavePlan:
-    """What this rank would write, before ranks agree who writes what several of them hold."""
+    """What this rank would write, before ranks deduplicate shared tensors."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(tensors, is_coordinator=coordinator)  # type: ignore[arg-type]
     return planner.create_local_plan()

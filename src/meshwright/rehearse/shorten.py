@@ -1,4 +1,4 @@
-"""Shortened steps: how few microbatches suffice, because the middle of a step repeats."""
+"""Shortened steps: the few microbatches that suffice, because the middle of a step repeats."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from meshwright.spec.run import ResolvedRun
 from meshwright.spec.timeline import in_flight
 
 MOST_TRIED = 64
-"""Numbers of microbatches among which those are looked for with which ranks hold as much as in the whole step."""
+"""Numbers of microbatches tried in the search for a step in which ranks hold as much as in the whole step."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What one rank did in a step."""
+    """One rank's counters of a step."""
 
     flops: int
     peak: int
-    """Most bytes allocated at once: those of the batch itself grow with it."""
+    """Most bytes allocated at once; the batch's own bytes grow with it."""
     traffic: dict[tuple[str, str], tuple[int, int]]
     """(kind, axis) -> calls, bytes."""
 
@@ -32,7 +32,7 @@ class Observed:
 
 
 def enough_microbatches(resolved: ResolvedRun) -> tuple[int, ...]:
-    """All of a step's microbatches; or, where these are many, two smaller numbers that show how it goes on.
+    """All of a step's microbatches; or, where these are many, two smaller numbers to extrapolate from.
 
     Without stages the first microbatch and the last one are special: 2 and 3. In a pipeline: the fewest with which all
     ranks hold as many at once as in the whole step, and then some: the next two numbers that the schedule takes. Where
@@ -58,7 +58,7 @@ def enough_microbatches(resolved: ResolvedRun) -> tuple[int, ...]:
 
 
 def _regular(found: Sequence[int], many: int) -> bool:
-    """Whether the whole step is as many microbatches longer as a multiple of what two short ones differ by."""
+    """Whether the whole step is longer by a multiple of the difference between two short ones."""
     return (many - found[0]) % (found[1] - found[0]) == 0
 
 
@@ -67,13 +67,13 @@ def _schedule(resolved: ResolvedRun, count: int) -> Schedule:
 
 
 def set_microbatches(passes: Passes, resolved: ResolvedRun, count: int) -> None:
-    """Let a step take so many microbatches; only pipelines need to know before."""
+    """Let a step take so many microbatches; only pipelines need to know in advance."""
     if isinstance(passes, Pipeline):
         passes.follow(plan_stages(resolved.model_copy(update={"accumulation": count})))
 
 
 def continued(runs: Sequence[Observed], counts: Sequence[int], many: int) -> Observed:
-    """What a step of `many` microbatches does: the last one, or on the straight line through what was observed."""
+    """The counters of a step of `many` microbatches: the last observed ones, or linearly extrapolated."""
     if counts[-1] == many:
         return runs[-1]
     (one, two), (few, more) = runs, counts

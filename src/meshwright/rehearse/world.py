@@ -15,7 +15,7 @@ from meshwright.spec.run import ResolvedRun, Run
 from meshwright.storage.scratch import scratch_folder
 
 SHOWN_STAGES = 4
-"""Pipeline stages of which each is rehearsed; of more, the first two and the last two are."""
+"""Number of pipeline stages up to which each is rehearsed; of more, only the first two and the last two."""
 
 
 def fill_world(run: Run, world_size: int) -> Run:
@@ -48,7 +48,7 @@ def typical_ranks(layout: LayoutSpec) -> list[int]:
 def rehearse(resolved: ResolvedRun, ranks: Sequence[int], *, on_gpu: bool) -> list[dict[str, Any]]:
     """The reports of `ranks` (see `rehearse.rank.rehearse_rank`), as many at a time as this machine has cores.
 
-    Raises `UserError` with what the program said where a rank failed: so would all of the run.
+    Raises `UserError` with the program's output where a rank failed, as the whole run would.
     """
     world_size = resolved.run.layout.world_size
     if outside := [rank for rank in ranks if not 0 <= rank < world_size]:
@@ -70,7 +70,7 @@ def _rehearse_apart(resolved: Path, rank: int, *, on_gpu: bool) -> dict[str, Any
 
 
 def findings(reports: Sequence[dict[str, Any]], layout: LayoutSpec, *, memory_bytes: int, per_node: int) -> list[str]:
-    """What would break or hurt: ranks that do not fit, and axes that leave a node though every layer uses them."""
+    """Problems of the run: ranks that do not fit, and axes that span nodes although every layer uses them."""
     found = []
     for report in reports:
         if report["peak"] > memory_bytes:

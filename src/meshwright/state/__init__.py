@@ -1,4 +1,4 @@
-"""Where a rank's training state lives, and the one choice between those places."""
+"""Storage of a rank's training state, and the choice of the store."""
 
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.precision import Precision
@@ -12,7 +12,7 @@ __all__ = ["Bucket", "HostStore", "MasterWeights", "StateStore", "Tier", "Tiered
 
 
 def choose_store(layout: LayoutSpec, precision: Precision, *, alone: bool) -> type[StateStore]:
-    """The store of a run; `alone`: one process, whose weights FSDP2 does not keep. A `TieredStore` needs a `Tier`."""
+    """The store of a run; `alone`: a single process, without FSDP2. A `TieredStore` needs a `Tier`."""
     host, masters = layout.tiers.parameters == "host", alone and precision.mixed
     if layout.tiers.moves_state:
         return TieredHost if host else TieredMasters if masters else TieredStore

@@ -1,4 +1,4 @@
-"""A piece of state in a file: moved in and out whole, past the system's cache where the file system allows it."""
+"""State in a file: read and written whole, bypassing the page cache where the file system allows it."""
 
 import contextlib
 import errno
@@ -16,9 +16,9 @@ import torch
 from meshwright.spec.errors import UserError
 
 BLOCK = 4096
-"""What sizes, and addresses in memory, are multiples of: direct reading and writing asks for it."""
+"""Alignment of sizes and memory addresses, as direct I/O requires."""
 IN_MEMORY = frozenset(("tmpfs", "ramfs", "devtmpfs"))
-"""File systems whose files are memory."""
+"""File systems that keep files in memory."""
 GB = 1e9
 
 
@@ -27,10 +27,10 @@ class OffloadError(UserError):
 
 
 class StateFile:
-    """Bytes in a file that has no name: the system frees it with the process, however that ends.
+    """Bytes in an unlinked file: the system frees it with the process, however that ends.
 
-    It is read and written whole, from buffers whose address and size are multiples of `BLOCK`; whoever must see single
-    tensors of it (a checkpoint) has them mapped. Both ways see the same bytes.
+    It is read and written whole, from buffers whose address and size are multiples of `BLOCK`; code that needs single
+    tensors (a checkpoint) has them mapped. Both ways see the same bytes.
     """
 
     def __init__(self, directory: Path, name: str, size: int, *, checksums: bool = False) -> None:
@@ -40,7 +40,7 @@ class StateFile:
         """
         self.path, self.size, self.checksums = directory / f"{name}-{secrets.token_hex(4)}", rounded(size), checksums
         self.moved, self.seconds = 0, 0.0
-        """Bytes read and written so far, and how long that took."""
+        """Bytes read and written so far, and the seconds it took."""
         self._checksum: tuple[int, int] | None = None  # of so many bytes
         try:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -83,11 +83,11 @@ class StateFile:
         self._count(buffer, began)
 
     def changed(self) -> None:
-        """Tell that a mapped tensor was filled: the checksum is that of before."""
+        """Report that a mapped tensor was filled, so the checksum is outdated."""
         self._checksum = None
 
     def forget(self) -> None:
-        """Bring mapped tensors to the disk and let the system's cache forget them."""
+        """Flush mapped tensors to disk and drop them from the page cache."""
         try:
             os.fdatasync(self._fd)
         except OSError as error:
@@ -97,7 +97,8 @@ class StateFile:
             os.posix_fadvise(self._fd, 0, self.size, os.POSIX_FADV_DONTNEED)
 
     def _move(self, move: Callable[[int, list[memoryview], int], int], buffer: torch.Tensor, done: str) -> None:
-        """Read or write a whole buffer; plainly, where the file system takes O_DIRECT and does not obey it."""
+        """Read or write a whole buffer; with buffered I/O where the file system accepts O_DIRECT but fails to honour
+        it."""
         view, place = buffer.numpy().data, 0
         while place < len(view):
             try:
@@ -127,19 +128,19 @@ def _checksum(buffer: torch.Tensor) -> tuple[int, int]:
 
 
 def rounded(size: int, block: int = BLOCK) -> int:
-    """The least multiple of `block` that is not smaller, and not zero."""
+    """`size` rounded up to a positive multiple of `block`."""
     return max(1, -(-size // block)) * block
 
 
 def aligned_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
-    """Bytes in memory that begin at a multiple of `BLOCK`."""
+    """A byte buffer that begins at a multiple of `BLOCK`."""
     whole = torch.empty(size + BLOCK, dtype=torch.uint8, pin_memory=pinned)
     start = -whole.data_ptr() % BLOCK
     return whole[start : start + size]
 
 
 def check_directory(directory: Path) -> None:
-    """Make the folder; raise `OffloadError` where it cannot be, or where its files would be memory."""
+    """Make the folder; raise `OffloadError` where that fails, or where its files would be in memory."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -153,7 +154,7 @@ def check_directory(directory: Path) -> None:
 
 
 def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """The kind of file system that `path` is on; empty where the system does not tell."""
+    """The type of `path`'s file system; empty where the system does not tell."""
     found, path = (0, ""), path.resolve()
     with contextlib.suppress(OSError):
         for line in mounts.read_text().splitlines():
@@ -165,7 +166,7 @@ def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
 
 
 def _open_directly(path: Path) -> int | None:
-    """A second descriptor past the system's cache; None where the file system has none."""
+    """A second descriptor that bypasses the page cache; None where the file system does not support it."""
     try:
         return os.open(path, os.O_RDWR | os.O_DIRECT)
     except (OSError, AttributeError):
@@ -173,7 +174,7 @@ def _open_directly(path: Path) -> int | None:
 
 
 def _unusable(path: Path, size: int, error: OSError) -> OffloadError:
-    """The error of a file that could not be made."""
+    """The error for a file that could not be made."""
     free = ""
     with contextlib.suppress(OSError):
         stat = os.statvfs(path.parent)

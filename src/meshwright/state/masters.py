@@ -12,14 +12,14 @@ from meshwright.torch_internals import copy_all_, keep_gradient_as_made
 
 
 class MasterWeights(StateStore):
-    """The model's parameters become copies in `store`; their masters are here.
+    """Master weights; the model's parameters become copies in `store`.
 
-    Gradients are added to the masters' in `reduce` as soon as autograd has them, so that accumulation over microbatches
-    does not round to bf16 at each. Parameters that do not train have no master.
+    Gradients are added to the masters' gradients in `reduce` as soon as autograd has them, so that accumulation over
+    microbatches does not round to bf16 each time. Frozen parameters have no master.
     """
 
     def masters_of(self, model: nn.Module, training: TrainingSpec) -> dict[str, torch.Tensor]:
-        """See `StateStore`: the model's tensors, which gets copies in their place."""
+        """See `StateStore`: the model's tensors, replaced by copies in the model."""
         self.reduce_dtype = torch_dtype(training.dtypes.reduce)
         self._copies: dict[str, torch.Tensor] = {}
         masters: dict[str, torch.Tensor] = {}
@@ -48,15 +48,15 @@ class MasterWeights(StateStore):
         return accumulate
 
     def first_gradient(self, master: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Where a master's gradient is kept, which is that of the first microbatch so far."""
+        """The tensor that accumulates a master's gradient; it holds the first microbatch's so far."""
         return gradient
 
     def arrived(self, master: torch.Tensor) -> None:
-        """Hear that a microbatch's gradient was added to a master's."""
+        """Called when a microbatch's gradient has been added to a master's."""
 
     @property
     def copies(self) -> Sequence[torch.Tensor]:
-        """See `StateStore`: what trains, as the model computes with it."""
+        """See `StateStore`: the model's copies of the trained parameters."""
         return tuple(self._copies.values())
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Master weights, gradients and optimizer state of one rank: where they live, and how they are stepped.
+"""Master weights, gradients and optimizer state of one rank: their home, and their step.
 
 Between steps every tensor is at home: on the device, in host memory, on disk. A step goes bucket by bucket:
 
@@ -7,12 +7,12 @@ Between steps every tensor is at home: on the device, in host memory, on disk. A
         bucket.optimizers.step()
         store.put(bucket)      home again, and the new weights to the model
 
-`StateStore` is the store whose home is the place of computation, so that nothing moves and one bucket holds everything:
-torch's fused optimizers take all parameters at once. Its subclasses are one file each. One that moves state overrides
-`cut`, `fetch` and `put`: `fetch` replaces each entry of `bucket.state` by a copy where it steps (and may begin to read
-the next bucket, `self.buckets[bucket.index + 1]`), `put` writes it back and leaves the tensor of its home in the entry.
-`state/tiered.py` does so by exchanging the tensors' memory. Checkpoints read and fill homes (`tensors`), so a tensor
-mapped from a file is as good as any.
+`StateStore` is the store whose home is the compute device, so that nothing moves and one bucket holds everything:
+torch's fused optimizers take all parameters at once. Its subclasses are one file each. A subclass that moves state
+overrides `cut`, `fetch` and `put`: `fetch` replaces each entry of `bucket.state` by a copy where it steps (and may
+begin to read the next bucket, `self.buckets[bucket.index + 1]`), `put` writes it back and leaves the home tensor in the
+entry. `state/tiered.py` does so by exchanging the tensors' memory. Checkpoints read and fill homes (`tensors`), so a
+tensor mapped from a file works like any other.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,11 +34,11 @@ class Bucket:
     """Parameters that are fetched, stepped and put together."""
 
     index: int
-    """Its place among the store's buckets, which are stepped in this order."""
+    """Its index among the store's buckets, which are stepped in this order."""
     parameters: dict[str, torch.Tensor]
     """Master weights by name; their gradients are `.grad`."""
     optimizers: Optimizers
-    """Those that update these parameters and no others."""
+    """The optimizers of exactly these parameters."""
 
     @property
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -47,7 +47,7 @@ class Bucket:
 
 
 class StateStore:
-    """State that stays where it is: of one process in full precision, or FSDP2's shards on their devices."""
+    """State that never moves: a single process in full precision, or FSDP2's shards on their devices."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class StateStore:
         """
         Args:
             model: this rank's part, with its weights.
-            rows: of its table, those that train.
+            rows: the trained rows of its table.
             build: see `build_optimizers`.
-            tier: where state lives that a step fetches; None where it stays.
+            tier: the home of state that a step fetches; None where state does not move.
         """
         self.parameters = self.masters_of(model, training)
         """Master weights by name, as sharded on this rank, plain or DTensor."""
@@ -76,16 +76,16 @@ class StateStore:
             for index, part in enumerate(self.cut(tuple(rows)))
         )
         self.optimizers = Optimizers.joined(bucket.optimizers for bucket in self.buckets)
-        """Of all buckets."""
+        """The optimizers of all buckets."""
 
     @staticmethod
     def home(device: torch.device) -> torch.device:
-        """Where master weights live, of a rank that computes on `device`."""
+        """The device of master weights, for a rank that computes on `device`."""
         return device
 
     @staticmethod
     def offload_policy(device_type: str) -> OffloadPolicy:
-        """How FSDP2 is told where weights and gradients live."""
+        """FSDP2's policy for the home of weights and gradients."""
         return OffloadPolicy()
 
     @staticmethod
@@ -94,40 +94,40 @@ class StateStore:
         model.to_empty(device=device)
 
     def masters_of(self, model: nn.Module, training: TrainingSpec) -> dict[str, torch.Tensor]:
-        """The master weights of what trains: here the model's own parameters."""
+        """The master weights of trained parameters: here the model's own parameters."""
         return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
     @property
     def copies(self) -> Sequence[torch.Tensor]:
-        """Parameters of the model that are lasting copies of masters."""
+        """Parameters of the model that are persistent copies of masters."""
         return ()
 
     @property
     def in_hand(self) -> Sequence[torch.Tensor]:
-        """Memory that a step needs for what it has fetched."""
+        """Buffers of the state that a step has fetched."""
         return ()
 
     @property
     def bytes_elsewhere(self) -> int:
-        """What lies neither on the device nor, by the device's library, in host memory."""
+        """Bytes of state outside the device and outside host memory allocated by the device's library."""
         return 0
 
     @property
     def writes_at_once(self) -> bool:
-        """Whether a checkpoint is written from where the state lives, while training waits, and not from a copy."""
+        """Whether a checkpoint is written directly from the state's home, while training waits, and not from a copy."""
         return False
 
     @property
     def place(self) -> str:
-        """Where files are; empty where there are none."""
+        """The folder of files; empty where there are none."""
         return ""
 
     def complaint(self) -> str | None:
-        """What a user should be told of the place, once."""
+        """A warning to the user about the storage, once."""
         return None
 
     def each_parameter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Master weights by name, for whoever looks at one's gradient after another's."""
+        """Master weights by name, for access to gradients one after another."""
         yield from self.parameters.items()
 
     def cut(self, rows: tuple[Parameter, ...]) -> Iterable[tuple[Parameter, ...]]:
@@ -135,10 +135,10 @@ class StateStore:
         yield rows
 
     def fetch(self, bucket: Bucket) -> None:
-        """Bring a bucket from home to where it is stepped."""
+        """Bring a bucket from home to the device of its step."""
 
     def put(self, bucket: Bucket) -> None:
-        """Bring a bucket home, and its weights to the model's copies."""
+        """Write a bucket home, and its weights to the model's copies."""
 
     @torch.no_grad()
     def step(self, lr_factor: float, gradient_factor: float = 1.0) -> None:
@@ -154,7 +154,7 @@ class StateStore:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Give the model the masters, which something else than a step has changed: a checkpoint was loaded."""
+        """Copy the masters to the model after a change outside a step, such as loading a checkpoint."""
         for bucket in self.buckets:
             self.fetch(bucket)
             self.put(bucket)
@@ -176,7 +176,7 @@ class StateStore:
         return {f"model.{name}": parameter.detach() for name, parameter in self.parameters.items()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All that a checkpoint keeps of the state, at home: `model.NAME` and `optimizer.NAME.KEY`."""
+        """All state in a checkpoint, at home: `model.NAME` and `optimizer.NAME.KEY`."""
         tensors = {}
         for bucket in self.buckets:
             for name, state in bucket.state.items():

@@ -1,8 +1,8 @@
 """State that a step fetches a bucket at a time, from host memory or from files (`layout.offload`).
 
-What lives elsewhere are the optimizer's tensors; and of one process that computes in low precision master weights and
-their gradients too, for nothing but the step needs them. A tensor stays the same object: its memory is exchanged, the
-home's between steps, a buffer's while its bucket is stepped. So optimizers and checkpoints know nothing of it.
+The optimizer's tensors live elsewhere; on a single process in low precision so do master weights and their gradients,
+because only the step needs them. A tensor stays the same object, but its memory is exchanged: the home's between steps,
+a buffer's while its bucket is stepped. So optimizers and checkpoints need not know.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,19 +30,19 @@ from meshwright.torch_internals import allocate_each, local_tensor
 BUCKET_PARAMETERS = 2**22
 """Parameters of a rank that are stepped together: fp32 masters, moments and gradients of so many are 64 MiB."""
 ALIGNED = 64
-"""What tensors in a bucket begin at a multiple of."""
+"""Alignment of tensors in a bucket."""
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """A tensor's place in its bucket."""
+    """A tensor's position in its bucket."""
 
     tensor: torch.Tensor
     home: torch.Tensor
     offset: int
 
     def place(self, buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """The tensor as it lies in a buffer, on the device."""
+        """The tensor's view of a buffer, on the device."""
         part = buffer[self.offset : self.offset + self.home.nbytes]
         return part.view(self.home.dtype).view(self.home.shape).to(device)
 
@@ -53,9 +53,9 @@ class _Moved:
 
     home: Home
     kept: list[_Slot]
-    """What is read and written."""
+    """Tensors that are read and written."""
     gradients: dict[str, _Slot]
-    """By parameter: behind the others, read only."""
+    """By parameter; they follow the others and are only read."""
     kept_bytes: int
     all_bytes: int
 
@@ -81,13 +81,13 @@ class TieredStore(StateStore):
         self._told = False
 
     def cut(self, rows: tuple[Parameter, ...]) -> Iterator[tuple[Parameter, ...]]:
-        """See `StateStore`: as many as `BUCKET_PARAMETERS`, the same on every rank that shares them."""
+        """See `StateStore`: up to `BUCKET_PARAMETERS` each, the same on every rank that shares them."""
         left = iter(rows)
         for count in cut_evenly([_on_a_rank(self.parameters[row.name]) for row in rows], BUCKET_PARAMETERS):
             yield tuple(islice(left, count))
 
     def _move_out(self) -> Iterator[tuple[int, _Moved]]:
-        """Give the buckets' tensors homes, a bucket at a time, until the share is there that is to live elsewhere."""
+        """Give the buckets' tensors homes, a bucket at a time, until the requested share lives elsewhere."""
         for optimizer in self.optimizers.optimizers:
             if isinstance(optimizer, Plugged):
                 raise UserError(
@@ -128,15 +128,15 @@ class TieredStore(StateStore):
         return _Moved(home, slots, of, kept_bytes, all_bytes)
 
     def masters_in(self, bucket: Bucket) -> list[torch.Tensor]:
-        """Of a bucket's master weights, those that live elsewhere: none that the model computes with."""
+        """A bucket's master weights that live elsewhere: none that the model computes with."""
         return []
 
     def gradients_in(self, bucket: Bucket) -> dict[str, torch.Tensor]:
-        """The like of a bucket's gradients that live elsewhere, by parameter."""
+        """Tensors shaped like a bucket's gradients that live elsewhere, by parameter."""
         return {}
 
     def stays(self, bucket: Bucket) -> None:
-        """Leave a bucket in memory."""
+        """Keep a bucket in memory."""
 
     def fetch(self, bucket: Bucket) -> None:
         """See `StateStore`; begins to read the next bucket."""
@@ -157,7 +157,7 @@ class TieredStore(StateStore):
                 bucket.parameters[name].grad = slot.place(buffer, self.tier.device)
 
     def _bytes_read(self, bucket: Bucket, moved: _Moved) -> int:
-        """With gradients, where there are any."""
+        """Bytes to read, including gradients where they exist."""
         there = any(bucket.parameters[name].grad is not None for name in moved.gradients)
         return moved.all_bytes if there else moved.kept_bytes
 
@@ -177,7 +177,7 @@ class TieredStore(StateStore):
         self._mover.write(bucket.index, moved.home, buffer[: moved.kept_bytes])
 
     def step(self, lr_factor: float, gradient_factor: float = 1.0) -> None:
-        """See `StateStore`: afterwards all is at home."""
+        """See `StateStore`: afterwards all state is at home."""
         for moved in self._moved.values():
             moved.home.forget()
         super().step(lr_factor, gradient_factor)
@@ -185,7 +185,7 @@ class TieredStore(StateStore):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """See `StateStore`: straight from where the masters live."""
+        """See `StateStore`: directly from the masters' home."""
         for moved in self._moved.values():
             moved.home.changed()
         for bucket in self.buckets:
@@ -198,7 +198,7 @@ class TieredStore(StateStore):
 
     @property
     def writes_at_once(self) -> bool:
-        """See `StateStore`: a copy of what is on disk would need the memory that it has not."""
+        """See `StateStore`: a copy of state on disk would need memory that is not there."""
         return self.tier.offload.optimizer == "disk"
 
     @property
@@ -224,7 +224,7 @@ class TieredStore(StateStore):
 
 
 class TieredMasters(TieredStore, MasterWeights):
-    """Of one process: master weights and their gradients live in `tier` too."""
+    """A single process's store: master weights and their gradients live in `tier` too."""
 
     def __init__(self, *args: Any, tier: Tier | None = None) -> None:
         self._gradient_homes: dict[int, tuple[torch.Tensor, int]] = {}
@@ -233,7 +233,8 @@ class TieredMasters(TieredStore, MasterWeights):
 
     @staticmethod
     def allocate(model: nn.Module, device: torch.device, tier: Tier | None) -> None:
-        """See `StateStore`: what trains begins in the tier, for memory has no room for all of it in full precision."""
+        """See `StateStore`: trained parameters begin in the tier, because memory has no room for all of them in full
+        precision."""
         assert tier is not None
         number = iter(range(2**62))
 
@@ -269,7 +270,7 @@ class TieredMasters(TieredStore, MasterWeights):
         return gradient if home is None else home.copy_(gradient)
 
     def arrived(self, master: torch.Tensor) -> None:
-        """See `MasterWeights`: gradients of a bucket go to the disk when all have come."""
+        """See `MasterWeights`: a bucket's gradients go to disk when all have arrived."""
         home, bucket = self._gradient_homes.get(id(master), (None, -1))
         if home is None:
             return
@@ -279,7 +280,7 @@ class TieredMasters(TieredStore, MasterWeights):
             self._mover.forget(self._moved[bucket].home)
 
     def each_parameter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `StateStore`: a bucket's gradients leave memory before the next one's are looked at."""
+        """See `StateStore`: a bucket's gradients leave memory before the next bucket's are read."""
         for bucket in self.buckets:
             yield from bucket.parameters.items()
             if bucket.index in self._moved:
@@ -291,7 +292,7 @@ class TieredHost(TieredStore, HostStore):
 
 
 def _on_a_rank(parameter: torch.Tensor) -> int:
-    """Numbers of a parameter that each rank has; the same on all of them."""
+    """Elements of a parameter on each rank; the same on all ranks."""
     if not isinstance(parameter, DTensor):
         return parameter.numel()
     mesh = parameter.device_mesh
@@ -300,7 +301,7 @@ def _on_a_rank(parameter: torch.Tensor) -> int:
 
 
 def _offsets(tensors: list[torch.Tensor], start: int) -> tuple[list[int], int]:
-    """Where each begins, one behind another, and where the last ends."""
+    """The offset of each tensor, one after another, and the end of the last."""
     found = []
     for tensor in tensors:
         found.append(rounded(start, ALIGNED) if start else 0)

@@ -1,4 +1,4 @@
-"""Where buckets of state live between steps: in host memory or in files; what moves them, beside the computation."""
+"""Homes of state buckets between steps, in host memory or in files, and their movement during computation."""
 
 import math
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,18 +12,18 @@ from meshwright.spec.offload import OffloadSpec
 from meshwright.state.files import StateFile, aligned_buffer, check_directory, rounded
 
 SLOW = 200e6
-"""Bytes a second below which a disk is told of."""
+"""Bytes a second below which a disk is reported as slow."""
 
 
 class Home(Protocol):
-    """Bytes of one bucket where they live."""
+    """The home of one bucket's bytes."""
 
     size: int
     moved: int
     seconds: float
 
     def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
-        """A tensor that lies here."""
+        """A tensor in this home."""
         ...
 
     def read(self, buffer: torch.Tensor) -> None:
@@ -35,11 +35,11 @@ class Home(Protocol):
         ...
 
     def changed(self) -> None:
-        """Tell that a tensor that lies here was filled."""
+        """Report that a tensor in this home was filled."""
         ...
 
     def forget(self) -> None:
-        """Keep no copy of it in the device's or host's memory."""
+        """Drop any copy in the device's or host's memory."""
         ...
 
 
@@ -64,10 +64,10 @@ class HostMemory:
         self._bytes[: len(buffer)].copy_(buffer)
 
     def changed(self) -> None:
-        """See `Home`: nothing is remembered."""
+        """See `Home`: nothing is cached."""
 
     def forget(self) -> None:
-        """See `Home`: this is all there is."""
+        """See `Home`: there is no other copy."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ class Tier:
     directory: Path
     """For the files of `optimizer: disk`."""
     device: torch.device
-    """Where the optimizer steps."""
+    """The device of the optimizer's step."""
     rank: int = 0
 
     def prepare(self) -> None:
-        """Raise `OffloadError` where the folder will not do."""
+        """Raise `OffloadError` where the folder is unusable."""
         if self.offload.optimizer == "disk":
             check_directory(self.directory)
 
@@ -93,12 +93,12 @@ class Tier:
         return HostMemory(size, pinned=self.device.type == "cuda")
 
     def buffer(self, size: int) -> torch.Tensor:
-        """Memory through which a home is read and written."""
+        """A buffer to read and write a home."""
         return aligned_buffer(size, pinned=self.device.type == "cuda")
 
 
 class Mover:
-    """Reads the next home and writes the one before, each in a thread, while the one between is stepped."""
+    """Reads the next home and writes the previous one, each in a thread, while the current one is stepped."""
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
@@ -111,11 +111,11 @@ class Mover:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """What is being read."""
+        """The buffers being read."""
         return [buffer for buffer, _ in self._ahead.values()]
 
     def read_ahead(self, key: int, home: Home, size: int) -> None:
-        """Begin to read a home's first `size` bytes, after what is being written there."""
+        """Begin to read a home's first `size` bytes, after any pending write to it."""
         if key not in self._ahead:
             buffer, before = self.tier.buffer(size), self._written.pop(key, None)
 
@@ -127,24 +127,24 @@ class Mover:
             self._ahead[key] = buffer, self._reader.submit(read)
 
     def read(self, key: int, home: Home, size: int) -> torch.Tensor:
-        """What a home holds, waited for."""
+        """A home's contents; waits for the read."""
         self.read_ahead(key, home, size)
         buffer, done = self._ahead.pop(key)
         done.result()
         return buffer
 
     def write(self, key: int, home: Home, buffer: torch.Tensor) -> None:
-        """Begin to write a buffer, which then belongs to the thread; the last but one is waited for."""
+        """Begin to write a buffer, which then belongs to the thread; waits for the last write but one."""
         while len(self._written) > 1:
             self._written.pop(next(iter(self._written))).result()
         self._written[key] = self._writer.submit(home.write, buffer)
 
     def forget(self, home: Home) -> None:
-        """Let a home keep no copy in memory, soon."""
+        """Let a home drop its copy in memory, asynchronously."""
         self._forgetting.append(self._writer.submit(home.forget))
 
     def settle(self) -> None:
-        """Wait until all is where it lives. Raises what went wrong on the way."""
+        """Wait until all state is at home. Raises errors of the threads."""
         self._ahead.clear()
         while self._written:
             self._written.pop(next(iter(self._written))).result()
@@ -153,7 +153,7 @@ class Mover:
 
 
 def cut_evenly(sizes: list[int], most: int) -> list[int]:
-    """How many of the sizes, in their order, go into each bucket of at most `most`; a larger one is alone."""
+    """How many of the sizes, in order, go into each bucket of at most `most`; a larger one gets its own bucket."""
     counts, filled = [], math.inf
     for size in sizes:
         if filled + size > most:
@@ -165,7 +165,7 @@ def cut_evenly(sizes: list[int], most: int) -> list[int]:
 
 
 def complaint(homes: list[Home]) -> str | None:
-    """A sentence where files are read and written slowly."""
+    """A warning where files are read and written slowly."""
     moved, seconds = (sum(getattr(home, field) for home in homes) for field in ("moved", "seconds"))
     if seconds < 1 or moved / seconds >= SLOW:
         return None

@@ -1,9 +1,9 @@
-"""Twenty-four conversations that chat templates are tried on, each with words of its own in every message."""
+"""Twenty-four conversations to test chat templates, each with unique words in every message."""
 
 from typing import Any
 
 Record = dict[str, Any]
-"""`messages`, and `tools` if there are any, as `data/records.py` writes them."""
+"""`messages`, and `tools` if there are any, in the format of `data/records.py`."""
 
 
 def said(role: str, content: str = "", **fields: Any) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def called(*calls: tuple[str, dict[str, Any]], content: str = "", **fields: Any)
 
 
 def answered(number: int, name: str, content: str) -> dict[str, Any]:
-    """What a tool gave back for the call of this number."""
+    """A tool's result for the call of this number."""
     return said("tool", content, tool_call_id=f"id{number:07}", name=name)
 
 

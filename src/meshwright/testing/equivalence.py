@@ -25,19 +25,19 @@ from meshwright.trainer.weights import run_weights
 
 @dataclass
 class Outcome:
-    """What one optimizer step did, whole tensors on the CPU."""
+    """The result of one optimizer step, as whole tensors on the CPU."""
 
     loss: float
     gnorm: float
     gradients: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
-    """After the step; state that is not trained included."""
+    """Weights after the step, untrained state included."""
 
 
 def build_here(resolved: ResolvedRun, objective: Objective | None = None, weights: RowSource | None = None) -> Trainer:
-    """A trainer on the CPU for this rank of whatever process group there is.
+    """A trainer on the CPU for this rank of the current process group.
 
-    Adapters are drawn as if they had been trained: one that begins with zero would hide what it computes. `objective`,
+    Adapters are drawn as if they had been trained, because a zero adapter would hide its computation. `objective`,
     `weights`: default the recipe's.
     """
     distributed = dist.is_initialized()
@@ -62,7 +62,7 @@ def _with_lively_adapters(weights: RowSource) -> RowSource:
 
 @functools.cache
 def _meshes(*, sharded: bool, **degrees: int) -> Meshes:
-    """One set of meshes per arrangement of ranks: each costs gloo groups that last as long as the process."""
+    """One set of meshes per arrangement of ranks, because each costs gloo groups that last as long as the process."""
     return build_meshes(LayoutSpec.model_validate({**degrees, "zero": 3 if sharded else 0}), "cpu")
 
 

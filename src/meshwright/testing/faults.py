@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 AUDITED = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"}
-"""Python's audit events that change files, or begin to; `os.fsync` is not audited and is wrapped instead."""
+"""Python's audit events for operations that change files, or begin to; `os.fsync` is not audited and is wrapped
+instead."""
 
 
 def run_in_fork(work: Callable[[], Any], *, die_at: int | None = None, below: Path | None = None) -> int:
     """Run `work` in a forked child and return its exit status, 0 if it returned.
 
-    With `die_at`, the child ends without a word (as by kill -9, status 9) right before its `die_at`-th file operation,
-    counted from 0, on something below the folder `below`.
+    With `die_at`, the child ends abruptly (as by kill -9, status 9) right before its `die_at`-th file operation,
+    counted from 0, below the folder `below`.
     """
     child = os.fork()
     if child == 0:
@@ -34,7 +35,7 @@ def run_in_fork(work: Callable[[], Any], *, die_at: int | None = None, below: Pa
 
 
 def before_file_operations(below: Path, hook: Callable[[int], object]) -> None:
-    """Call `hook` with their running number before all file operations below a folder, for the rest of the process."""
+    """Call `hook` with a running number before each file operation below a folder, for the rest of the process."""
     count = -1
     prefix = str(below)
     really_sync = os.fsync
@@ -57,5 +58,5 @@ def before_file_operations(below: Path, hook: Callable[[int], object]) -> None:
 
 
 def slow_storage(below: Path, seconds: float) -> None:
-    """Make every file operation below a folder wait first, for the rest of the process."""
+    """Delay every file operation below a folder, for the rest of the process."""
     before_file_operations(below, lambda count: time.sleep(seconds))

@@ -1,9 +1,9 @@
-"""Random kills of training, and a check of what is left: `python -m meshwright.testing.kills`.
+"""Random kills of training, and a check of the remaining checkpoints: `python -m meshwright.testing.kills`.
 
-Some ranks train a tiny model, saving every few steps on storage that is made slow, so that many kills hit a save. One
-rank is killed by kill -9, and a moment later the others, as the launcher does. Then the newest checkpoint must be good,
-must be the last that was begun or the one before it, and must hold the state that an undisturbed run has at its step,
-bit for bit. The next ranks, in another number, continue from it.
+Some ranks train a tiny model and save every few steps on slowed storage, so that many kills hit a save. One rank is
+killed by kill -9, and a moment later the others, as the launcher does. Then the newest checkpoint must be good, must be
+the last that was begun or the one before it, and must equal an undisturbed run's state at its step bit for bit. Another
+number of ranks continues from it.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def fresh_state() -> dict[str, torch.Tensor]:
 
 
 def advance(state: dict[str, torch.Tensor], step: int) -> None:
-    """One step: every number depends on all steps before, so that a lost or repeated one shows."""
+    """One step: every number depends on all earlier steps, so that a lost or repeated one shows."""
     state["optimizer.a.m"].mul_(0.9).add_(step % 7)
     state["model.a"].mul_(1.01).sub_(state["optimizer.a.m"], alpha=0.1)
 
@@ -87,7 +87,7 @@ def train_forever(root: Path, progress: Path, rank: int, world_size: int) -> Non
 
 
 def kill_once(root: Path, progress: Path, draw: random.Random, world_size: int) -> list[int]:
-    """Start ranks, kill one and then the others at a random moment; the steps whose save had begun."""
+    """Start ranks, kill one and then the others at a random moment; returns the steps whose save had begun."""
     for path in (progress, Path(f"{progress}.store")):
         path.unlink(missing_ok=True)
     children: list[int] = []
@@ -114,7 +114,7 @@ def kill_once(root: Path, progress: Path, draw: random.Random, world_size: int) 
 
 
 def saves_begun(progress: Path) -> list[int]:
-    """At which steps, since the last start."""
+    """The steps of saves begun since the last start."""
     return [int(line) for line in progress.read_text().splitlines()] if progress.exists() else []
 
 
@@ -126,7 +126,8 @@ def storm(
     seed: int = 0,
     report: Callable[[str], None] = lambda text: None,
 ) -> Counter[str]:
-    """Kill the ranks `kills` times, in turns so many of them; how often what was hit, and the steps that were kept.
+    """Kill the ranks `kills` times, with numbers of ranks in turn; returns how often each phase was hit, and the steps
+    kept.
 
     Raises `AssertionError` if anything is lost that must not be.
     """

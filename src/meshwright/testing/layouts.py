@@ -1,6 +1,6 @@
 """The layouts that tests compare with one process, and those that must be refused.
 
-`docs/equivalence.md` is made from it. To prove another mix, add a line.
+`docs/equivalence.md` is made from this file. To prove another layout, add a line.
 """
 
 import random
@@ -53,13 +53,13 @@ LAYOUTS = {
     "pp-cp-tp": LayoutSpec(pp=2, cp=2, tp=2),
 }
 """By name, for the tests' model: 4 query heads, 2 key and value heads, a vocabulary of 50. `wide`: more ranks than key
-and value heads, and than divide the vocabulary. `uneven`: ranks that do not divide the rows of a matrix."""
+and value heads, and not a divisor of the vocabulary. `uneven`: ranks that do not divide the rows of a matrix."""
 
 DATA_PARALLEL = {name: layout for name, layout in LAYOUTS.items() if layout.data_parallel == layout.world_size}
-"""Those that leave the model as it is."""
+"""Layouts that do not split the model."""
 
 MODEL_PARALLEL = {name: layout for name, layout in LAYOUTS.items() if name not in DATA_PARALLEL}
-"""Those that split it."""
+"""Layouts that split the model."""
 
 CONTEXT_PARALLEL = {
     "cp-every-method": LayoutSpec(cp=4),
@@ -69,7 +69,7 @@ CONTEXT_PARALLEL = {
     "zero-3-cp-every-method": LayoutSpec(dp_shard=2, cp=2, zero=3),
     "hybrid-3-cp-every-method": LayoutSpec(dp_replicate=2, cp=2, zero=3),
 }
-"""Proven with each way for ranks to attend to one another's tokens: ring, all_gather and ulysses."""
+"""Proven with each context-parallel method: ring, all_gather and ulysses."""
 
 PIPELINE_SHARDED = {
     "pp-ddp-every-schedule": LayoutSpec(pp=2, dp_replicate=2),
@@ -77,7 +77,7 @@ PIPELINE_SHARDED = {
     "pp-zero-2-every-schedule": LayoutSpec(pp=2, dp_shard=2, zero=2),
     "pp-zero-3-every-schedule": LayoutSpec(pp=2, dp_shard=2, zero=3),
 }
-"""Proven with schedules of every kind: backward passes whole or in two parts, one stage per rank or several."""
+"""Proven with every kind of schedule: backward passes whole or in two parts, one stage per rank or several."""
 
 EXPERT_PARALLEL = {
     "zero-1-ep": LayoutSpec(dp_shard=4, zero=1, ep=4),
@@ -101,7 +101,7 @@ EXPERT_PARALLEL = {
     "pp-tp-ep": LayoutSpec(pp=2, tp=2, ep=2),
     "pp-zero-bubble-ep": LayoutSpec(pp=2, dp_shard=2, ep=2, schedule="interleaved-zero-bubble", stages_per_rank=1),
 }
-"""For models of experts, of which the tests' have 8. `uneven`: a number of ranks that is no power of two."""
+"""For MoE models; the tests' have 8 experts. `uneven`: a number of ranks that is no power of two."""
 
 REFUSED: tuple[dict[str, Any], ...] = (
     {"dp_shard": 4, "zero": 0},
@@ -117,7 +117,7 @@ REFUSED: tuple[dict[str, Any], ...] = (
 
 
 def refusal(layout: dict[str, Any], model: ModelSpec, sequence_length: int) -> str:
-    """Why a layout is refused, in the words that people get; empty if it is not."""
+    """Why a layout is refused, in the user's error message; empty if it is not."""
     try:
         return "; ".join(find_misfits(LayoutSpec.model_validate(layout), model, sequence_length))
     except ValidationError as error:
@@ -128,10 +128,10 @@ class Drawn(NamedTuple):
     """A random run whose layout is legal."""
 
     seed: int
-    """Of this one alone."""
+    """The seed of this run only."""
     run: ResolvedRun
     beside: str
-    """What was drawn beside the layout."""
+    """The option drawn besides the layout."""
 
 
 FAMILIES = ("llama", "gpt2", "mistral", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
@@ -149,14 +149,14 @@ BESIDE: tuple[dict[str, Any], ...] = (
     {"finetune": {"method": "ia3"}},
     {"finetune": {"method": "qlora", "rank": 4}},
 )
-"""What `tiny_run` may be given beside a layout."""
+"""Options for `tiny_run` besides a layout."""
 
 
 def random_layouts(
     *, seed: int, count: int, build: Callable[[dict[str, Any]], ResolvedRun | None], most_ranks: int = 8
 ) -> Iterator[Drawn]:
-    """Random legal layouts of 2 to `most_ranks` ranks, each with a family and one thing beside it. The i-th depends on
-    `seed + i` alone. `build` makes a run of the options of tests' `tiny_run`, or None if it cannot."""
+    """Random legal layouts of 2 to `most_ranks` ranks, each with a family and one further option. The i-th depends only
+    on `seed + i`. `build` makes a run from the options of the tests' `tiny_run`, or None if it cannot."""
     for number in range(seed, seed + count):
         generator = random.Random(number)
         while True:
@@ -169,7 +169,7 @@ def random_layouts(
 
 
 def _draw(generator: random.Random, most_ranks: int) -> dict[str, Any] | None:
-    """Options of a run; None if the degrees are no layout."""
+    """Options of a run; None if the degrees are no legal layout."""
     degrees = {axis: generator.choice((1, 1, 1, 2, 2, 3, 4)) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}
     family, beside = generator.choice(FAMILIES), generator.choice(BESIDE)
     choices: dict[str, Any] = {"zero": generator.choice(("auto", 1, 2, 3)), "ep": generator.choice((1, 2, 4))}

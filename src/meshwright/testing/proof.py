@@ -1,4 +1,4 @@
-"""`verify` on ranks that are at hand, with a fault planted in the layout's processes and not in the reference's."""
+"""`verify` on existing ranks, with a fault planted in the layout's processes but not in the reference's."""
 
 import contextlib
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from meshwright.testing.equivalence import build_here
 from meshwright.testing.ranks import RankPool
 
 Plant = Callable[[], Any]
-"""Makes a context that plants a fault; importable by its module's name, for ranks call it."""
+"""Makes a context that plants a fault; importable by its module's name, because ranks call it."""
 
 
 def prove(
@@ -26,7 +26,7 @@ def prove(
     steps: int = 2,
     timeout: float = 120,
 ) -> Proof:
-    """What `verify` says of a run under whose layout a fault was planted; `timeout` in seconds."""
+    """The proof of `verify` for a run with a fault planted under its layout; `timeout` in seconds."""
     resolved, world = for_proof(resolved), resolved.run.layout.world_size
     reference = train_reference(resolved, folder, steps)
     if resolved.run.training.dtypes.mixed:

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 MOST_THREADS = 200
-"""Threads of a rank beyond which it is replaced. Every gloo group has three, of which one wakes a hundred times a
-second though there is nothing to do: with some thousand of them in all, two cores do little else."""
+"""Number of threads at which a rank is replaced. Every gloo group has three, and one of them wakes a hundred times a
+second even when idle: a thousand of them keep two cores busy."""
 
 STOPS = sys.platform == "linux"
 """Whether processes are stopped between cases."""
@@ -30,11 +30,11 @@ PR_SET_PDEATHSIG = 1
 
 
 class RankPool:
-    """Groups of waiting gloo ranks, one group per world size, started when first asked for and then kept.
+    """Groups of waiting gloo ranks, one group per world size, started on first use and then kept.
 
-    On Linux a group that nobody asks is stopped, so that its gloo threads do not wake either. A group lives as long as
-    its processes: gloo's threads outlive a destroyed group wherever a mesh is still cached, and spin once their peers
-    are gone. So processes that have made too many of them are replaced.
+    On Linux an idle group is stopped, so that its gloo threads do not wake either. A group lives as long as its
+    processes: gloo's threads outlive a destroyed group wherever a mesh is still cached, and spin once their peers are
+    gone. So processes with too many threads are replaced.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class RankPool:
         atexit.register(self.close)  # else multiprocessing would wait for the end of what is stopped
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
-        """What `function(*args)` returned on each of `world_size` ranks, in rank order.
+        """The results of `function(*args)` on each of `world_size` ranks, in rank order.
 
         `function` must be importable by its module's name. Raises `RuntimeError` with the tracebacks of the ranks that
         failed; their group is ended, since the others may hang, and the next call starts a new one.
@@ -122,8 +122,8 @@ class _Group:
 
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     if STOPS:
-        # A stopped process does not see that its pipe has ended. So it is to be killed when the fork server ends, which
-        # ends with whoever has started it: unless one of its children keeps it alive.
+        # A stopped process does not see that its pipe has closed. So it is killed when the fork server ends, which ends
+        # with its parent, unless one of its children keeps it alive.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Checks before any weight is read: what a run starts from, where it writes."""
+"""Checks before any weight is read: the start of a run, and where it writes."""
 
 import inspect
 import json
@@ -29,8 +29,8 @@ from meshwright.storage.lock import Lock
 
 RECIPE, RESOLVED, PLAN = "recipe.yaml", "resolved.yaml", "plan.json"
 TOKENIZER, LOCK = "tokenizer", ".lock"
-"""Names in a run directory: the recipe as given, the run with nothing left open, what the planner said, the tokenizer's
-folder, the lock."""
+"""Names in a run directory: the recipe as given, the fully resolved run, the planner's result, the tokenizer's folder,
+the lock."""
 
 SETTING = "checkpoint.start_from"
 
@@ -42,7 +42,7 @@ def run_files(run_dir: Path) -> dict[str, bytes]:
 
 
 class Records(NamedTuple):
-    """What tells of a run beside its tensors."""
+    """A run's records besides its tensors."""
 
     resolved: Path
     """A `resolved.yaml`."""
@@ -57,20 +57,20 @@ def records_in(run_dir: Path) -> Records | None:
 
 
 def records_of(checkpoint: Path) -> Records | None:
-    """The records in a checkpoint; of one that an earlier version saved, those in its run directory; None if there
-    are none either."""
+    """The records in a checkpoint; for one from an earlier version, the records in its run directory; None if there are
+    none either."""
     if (checkpoint / RESOLVED).is_file():
         return Records(checkpoint / RESOLVED, checkpoint)
     return records_in(checkpoint.resolve().parent.parent)
 
 
 def starting_checkpoint(resolved: ResolvedRun) -> Path:
-    """The checkpoint that `checkpoint.start_from` means; raises `CheckpointError` if there is none."""
+    """The checkpoint that `checkpoint.start_from` names; raises `CheckpointError` if there is none."""
     return checkpoint_at(Path(resolved.base_dir) / (resolved.run.checkpoint.start_from or ""), SETTING)
 
 
 def checkpoint_at(path: Path, setting: str) -> Path:
-    """The checkpoint that is at `path`, or the newest of the run that is there; raises `CheckpointError`."""
+    """The checkpoint at `path`, or the newest one of the run at `path`; raises `CheckpointError`."""
     if (path / MANIFEST).is_file():
         return path
     saved = list_checkpoints(path / "checkpoints")
@@ -80,9 +80,9 @@ def checkpoint_at(path: Path, setting: str) -> Path:
 
 
 def check_writable(run_dir: Path) -> None:
-    """Raise `UserError` if `run_dir` cannot be made, or nothing in it. Leaves nothing behind.
+    """Raise `UserError` if `run_dir` cannot be made or written. Leaves nothing behind.
 
-    Permissions do not tell (root has all of them, on a read-only disk too), so a folder is made and removed again.
+    Permissions are not enough (root has all of them, even on a read-only disk), so a folder is made and removed again.
     """
     place = run_dir
     try:
@@ -95,14 +95,14 @@ def check_writable(run_dir: Path) -> None:
 
 
 def run_lock(run_dir: Path, wait: float) -> Lock:
-    """What keeps every other run out of `run_dir`; one that is at work there is waited for so many seconds.
+    """The lock that keeps other runs out of `run_dir`; waits `wait` seconds for a run that holds it.
 
     Raises `UserError` if nothing can be written there.
     """
 
     def lost(text: str) -> None:
         print(f"error: {text}; this run ends", file=sys.stderr, flush=True)
-        os._exit(LOCK_LOST)  # at once: whatever it still wrote would be written over the other's
+        os._exit(LOCK_LOST)  # at once: any further write would overwrite the other run's
 
     check_writable(run_dir)
     hint = "; wait for its end with --wait-for-lock, or choose another run_dir"
@@ -110,11 +110,11 @@ def run_lock(run_dir: Path, wait: float) -> Lock:
 
 
 def check_start(resolved: ResolvedRun) -> None:
-    """Raise `CheckpointError` if `checkpoint.start_from` names nothing, or a run that has not this model's weights,
-    `AdapterError` where `finetune.start_from` names no adapter, or one of another kind, `UserError` where a
-    directory lacks its weights, or frozen ones would be random without the recipe saying so.
+    """Raise `CheckpointError` if `checkpoint.start_from` names nothing or a run without this model's weights,
+    `AdapterError` where `finetune.start_from` names no adapter or one of another kind, `UserError` where a directory
+    lacks its weights, or where frozen weights would be random without the recipe asking for it.
 
-    A checkpoint outside its run directory is known only when it is read, as are an adapter's tensors.
+    A checkpoint outside its run directory, and an adapter's tensors, are checked only when they are read.
     """
     _check_base(resolved)
     _check_given_adapter(resolved)
@@ -136,8 +136,8 @@ def check_start(resolved: ResolvedRun) -> None:
 
 
 def _check_base(resolved: ResolvedRun) -> None:
-    """Raise `UserError` if a Hugging Face directory lacks its weights, or where weights that do not train would be
-    random and the recipe does not say so."""
+    """Raise `UserError` if a Hugging Face directory lacks its weights, or where frozen weights would be random and the
+    recipe does not ask for that."""
     run, finetune = resolved.run, resolved.run.finetune
     if finetune is not None and run.checkpoint.start_from:
         return
@@ -204,7 +204,7 @@ def require_plugins(run: Run) -> None:
 
 def _check_decay(optimizer: OptimizerSpec) -> None:
     """Raise `UserError` if the recipe gives a weight decay to an optimizer that takes none. `optim/plugged.py` sees
-    only what differs from the default, for a run that has been written down gives every setting."""
+    only values that differ from the default, because a saved run sets every field."""
     taken = inspect.signature(load_plugin("optimizers", optimizer.name)).parameters.values()
     if optimizer.weight_decay and not any(one.name == "weight_decay" or one.kind is one.VAR_KEYWORD for one in taken):
         raise UserError(
@@ -214,8 +214,8 @@ def _check_decay(optimizer: OptimizerSpec) -> None:
 
 
 def with_datasets(run: Run, base_dir: Path, *, most: int | None = None) -> Run:
-    """The recipe with files instead of the datasets that are plugged in, of which as much is read as the run will
-    see, or as `most` samples need."""
+    """The recipe with files instead of plugged-in datasets, reading as much of them as the run will see, or as `most`
+    samples need."""
     if not has_datasets(run.data):
         return run
     bare = run.data.tokenizer == "auto" and pretrained_directory(run.model, base_dir=base_dir) is None
@@ -225,7 +225,7 @@ def with_datasets(run: Run, base_dir: Path, *, most: int | None = None) -> Run:
 
 
 def check_vocabulary(run: Run, model: ModelSpec, size: int) -> None:
-    """Raise `UserError` if a tokenizer of `size` tokens knows some that the model has no row for."""
+    """Raise `UserError` if a tokenizer of `size` tokens has some without a row in the model."""
     if size > model.vocab:
         trained = (
             run.data.tokenizer == "auto" and run.model.weights != "pretrained" and size == run.data.tokenizer_vocab
@@ -237,10 +237,10 @@ def check_vocabulary(run: Run, model: ModelSpec, size: int) -> None:
 
 
 def check_tokenizer(resolved: ResolvedRun, tokenizer: TextTokenizer | None, *, continued: Path | None = None) -> None:
-    """Raise `UserError` if tokens have other numbers than the weights have learnt, in the run `continued` or else
-    in the one that `checkpoint.start_from` means.
+    """Raise `UserError` if token ids differ from those that the weights have learnt, in the run `continued` or else in
+    the one that `checkpoint.start_from` names.
 
-    None: the tokenizer is yet to be trained, which gives the same one on the same data only.
+    None: the tokenizer is yet to be trained, which gives the same tokenizer only on the same data.
     """
     records = records_in(continued) if continued else _starting_records(resolved)
     if records is None or not records.tokenizer.is_dir():
@@ -261,9 +261,9 @@ def check_tokenizer(resolved: ResolvedRun, tokenizer: TextTokenizer | None, *, c
 
 
 def check_objective(run: Run, streams: Mapping[str, bool]) -> None:
-    """Raise `UserError` if pairs of answers are to be learnt from and there are none, or the other way round.
+    """Raise `UserError` if the objective needs pairs of answers and the data has none, or the other way round.
 
-    `streams` says of each stream of the data whether it holds pairs.
+    `streams` says for each data stream whether it holds pairs.
     """
     pairs = [name for name, is_pairs in streams.items() if is_pairs]
     others = [name for name, is_pairs in streams.items() if not is_pairs]
@@ -280,7 +280,7 @@ def check_objective(run: Run, streams: Mapping[str, bool]) -> None:
 
 
 def read_resolved(path: Path) -> ResolvedRun:
-    """A `resolved.yaml` as a value again, with the `plan.json` beside it. Raises `UserError` if one is damaged."""
+    """Read a `resolved.yaml`, with the `plan.json` beside it. Raises `UserError` if one is damaged."""
     resolved, plan = load_spec(path, ResolvedRun), path.with_name(PLAN)
     if not plan.is_file():
         return resolved
@@ -291,8 +291,8 @@ def read_resolved(path: Path) -> ResolvedRun:
 
 
 def _starting_records(resolved: ResolvedRun) -> Records | None:
-    """The records of the run that `checkpoint.start_from` means, or of a checkpoint outside its run directory; None
-    if there are none. Raises as `starting_checkpoint`."""
+    """The records of the run that `checkpoint.start_from` names, or of a checkpoint outside its run directory; None if
+    there are none. Raises as `starting_checkpoint`."""
     if not resolved.run.checkpoint.start_from:
         return None
     checkpoint = starting_checkpoint(resolved)

@@ -1,4 +1,4 @@
-"""The state in a checkpoint: what is saved of a run, how it is restored, and what was preserved."""
+"""The state in a checkpoint: saving, restoring, and a report of what was preserved."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -29,19 +29,19 @@ from meshwright.trainer.start import starting_checkpoint
 from meshwright.trainer.weights import base_of, check_base
 
 NEWEST, AUTO = "newest", "auto"
-"""What a run can be told to continue from, besides a checkpoint's name: the newest checkpoint, which must be there and
-good; or the newest good one, and the beginning if there is none."""
+"""Values of `--resume` besides a checkpoint's name: the newest checkpoint, which must exist and be good; or the newest
+good one, or the beginning if there is none."""
 
 COUNTERS = ("skipped", "spikes", "rewinds", "passed_over")
 
 BATCH_SPLIT = ("micro_batch", "device", "torch", "training.precision", "training.reduce_dtype", "training.compile")
-"""What may change in which order numbers are added, besides the layout."""
+"""Settings that may change the order of summation, besides the layout."""
 
 NEW = "histories that begin empty"
-"""What `restore` adds to what was saved: the layers whose delayed scales know nothing of the steps before."""
+"""The key that `restore` adds to the saved values: layers whose delayed scales have no history."""
 
 SILENT = ("run_dir", "trackers", "callbacks", "checkpoint.", "layout.", "guards.", "data.cache_dir", *BATCH_SPLIT)
-"""Settings that do not change what is trained, or are told of apart."""
+"""Settings that do not change the training, or are reported separately."""
 
 
 def state_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -83,10 +83,10 @@ def state_values(trainer: Trainer, *, held_out_loss: float | None = None) -> dic
 
 
 def begin(trainer: Trainer, root: Path, resume: str | None) -> str:
-    """Put the trainer where it is to begin, and say where that is. Collective.
+    """Load the trainer's starting point, and describe it. Collective.
 
-    That is the checkpoint below `root` that `resume` means; if there is none, the weights that the recipe names to
-    start from (`checkpoint.start_from`), or fresh ones.
+    It is the checkpoint below `root` that `resume` names; without one, the weights of `checkpoint.start_from`, or fresh
+    ones.
     """
     checkpoint, lines = choose_checkpoint(root, resume) if resume else (None, [])
     if checkpoint is not None:
@@ -105,10 +105,10 @@ def begin(trainer: Trainer, root: Path, resume: str | None) -> str:
 
 
 def choose_checkpoint(root: Path, which: str) -> tuple[Path | None, list[str]]:
-    """The checkpoint below `root` that `which` means, and what is to be said about others. Collective.
+    """The checkpoint below `root` that `which` names, and messages about others. Collective.
 
-    `which` is `NEWEST`, `AUTO` or a checkpoint's name. Raises `CheckpointError` if it is not there, and where there
-    are some for `AUTO` and all are damaged: a run is not begun anew over its own remains.
+    `which` is `NEWEST`, `AUTO` or a checkpoint's name. Raises `CheckpointError` if it does not exist, or where under
+    `AUTO` all are damaged: a run never restarts over its own damaged checkpoints.
     """
     if which == AUTO:
         found, faults = newest_good_checkpoint(root)
@@ -125,8 +125,8 @@ def choose_checkpoint(root: Path, which: str) -> tuple[Path | None, list[str]]:
 
 
 def check_continues(resolved: ResolvedRun, root: Path, which: str) -> None:
-    """Raise `CheckpointError`, before any process starts, where the checkpoint `which` is of a run that differs from
-    this one in base, data or the tensors that train. Reads no tensor."""
+    """Raise `CheckpointError`, before any process starts, where the run of checkpoint `which` differs from this one in
+    base, data or the trained tensors. Reads no tensor."""
     checkpoint, _ = choose_checkpoint(root, which)
     assert checkpoint is not None  # only AUTO may find none
     saved = read_values(checkpoint)
@@ -136,7 +136,7 @@ def check_continues(resolved: ResolvedRun, root: Path, which: str) -> None:
 
 
 def restore(trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
-    """Continue from `checkpoint`; returns what was saved beside the tensors. Collective.
+    """Continue from `checkpoint`; returns the values saved beside the tensors. Collective.
 
     Raises `CheckpointError` if a file is damaged, or where the run's data would not continue where it stopped.
     """
@@ -178,9 +178,9 @@ def _describe_start(trainer: Trainer) -> str:
 
 
 def load_weights(trainer: Trainer, checkpoint: Path) -> None:
-    """Start from the weights of `checkpoint` alone: optimizer, schedule and data start over. Collective.
+    """Start from only the weights of `checkpoint`: optimizer, schedule and data start over. Collective.
 
-    Raises `CheckpointError` if a file is damaged or the model is another one.
+    Raises `CheckpointError` if a file is damaged or the model differs.
     """
     verify_checkpoint(checkpoint)
     load_tensors(checkpoint, trainer.store.weights())
@@ -188,7 +188,7 @@ def load_weights(trainer: Trainer, checkpoint: Path) -> None:
 
 
 def describe_restored(trainer: Trainer, saved: dict[str, Any]) -> str:
-    """What is preserved exactly, what to float tolerance, and which settings have changed, for the banner."""
+    """A report for the banner: what is preserved exactly, what to float tolerance, and which settings have changed."""
     before, now = saved.get("settings", {}), _settings(trainer)
     changed = [
         f"{key} {_short(before[key])} -> {_short(value)}"
@@ -225,9 +225,9 @@ def describe_restored(trainer: Trainer, saved: dict[str, Any]) -> str:
 
 
 def _other_data(before: list[dict[str, Any]] | None, now: list[dict[str, Any]]) -> str:
-    """How the data differ from those that a checkpoint was trained on; empty if they do not, or it does not say.
+    """How the data differ from a checkpoint's training data; empty if they do not, or if the checkpoint does not say.
 
-    Names are for people: the same tokens from another path are the same data.
+    Names do not matter: the same tokens from another path are the same data.
     """
     if before is None:
         return ""
@@ -247,7 +247,7 @@ def _other_stream(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def _short(value: Any) -> Any:
-    """A setting as a recipe would say it: sources by what is said of them, or by their path alone."""
+    """A setting as in a recipe: sources by their settings, or only by their path."""
     if isinstance(value, list):
         return f"[{', '.join(str(_short(one)) for one in value)}]"
     if isinstance(value, dict):
@@ -257,8 +257,8 @@ def _short(value: Any) -> Any:
 
 
 def _lr_change(trainer: Trainer, before: dict[str, Any]) -> str:
-    """What the changed settings do to the learning rate of the next step; nothing if the schedule was a plug-in,
-    which need not be here any more."""
+    """The effect of changed settings on the learning rate of the next step; empty if the schedule was a plug-in, which
+    may be gone."""
     prefix = "training.lr_schedule."
     if before[f"{prefix}name"] not in SHAPES:
         return ""
@@ -270,7 +270,7 @@ def _lr_change(trainer: Trainer, before: dict[str, Any]) -> str:
 
 
 def _check_trained(checkpoint: Path, resolved: ResolvedRun) -> None:
-    """Raise where the tensors that train are not those that were trained."""
+    """Raise where this run's trained tensors differ from the checkpoint's."""
     table = finetuned_table(resolved.model, resolved.run.finetune)
     trained = {f"model.{row.name}": row.shape for row in table if row.trained}
     check_shapes(checkpoint, trained)
@@ -294,7 +294,7 @@ def _check_fixed(checkpoint: Path, saved: dict[str, Any], resolved: ResolvedRun)
 
 
 def _fixed(resolved: ResolvedRun) -> dict[str, Any]:
-    """What must not change between a run and its continuation for the data's order to continue."""
+    """Values that must not change for the data order to continue."""
     run = resolved.run
     return {
         "training.seed": run.training.seed,
@@ -331,13 +331,13 @@ def _same_ranks(trainer: Trainer, saved: dict[str, Any]) -> bool:
 
 
 def seed_generators(trainer: Trainer) -> None:
-    """Begin this rank's generators from training.seed and the rank: PyTorch's own are seeded anew in every process.
-    Nothing of ours draws from them; objectives, models and callbacks of users may."""
+    """Seed this rank's generators from training.seed and the rank: PyTorch seeds its own differently in every process.
+    Meshwright itself never draws from them; users' objectives, models and callbacks may."""
     torch.manual_seed(((trainer.resolved.run.training.seed << 20) + trainer.worker.rank) % 2**63)
 
 
 def random_state(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """This rank's generators, under names that no other rank has."""
+    """The states of this rank's generators, under names unique to the rank."""
     states = {f"random.cpu.{trainer.worker.rank}": torch.get_rng_state()}
     if trainer.device.type == "cuda":
         states[f"random.cuda.{trainer.worker.rank}"] = torch.cuda.get_rng_state(trainer.device)

@@ -28,7 +28,7 @@ class NonFiniteError(UserError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step saw, the same on every rank."""
+    """The result of one optimizer step, the same on every rank."""
 
     loss: float
     """Mean loss over the terms of the global batch: trained tokens, pairs of answers."""
@@ -39,11 +39,11 @@ class StepResult:
     tokens: int
     """Tokens of the global batch that went through the model."""
     skipped: bool
-    """Whether the weights were left alone."""
+    """Whether the weights were left unchanged."""
     spike: bool = False
-    """Whether that was because of an outlier (`guards.spikes`), not because loss or gradient were not finite."""
+    """Whether the reason was an outlier (`guards.spikes`), rather than a non-finite loss or gradient."""
     rewind: bool = False
-    """Whether the recipe's policy is to go back to the last checkpoint."""
+    """Whether the recipe's policy is to return to the last checkpoint."""
     expert_load: float | None = None
     """See `trainer/metrics.py`."""
 
@@ -74,9 +74,9 @@ class TrainStep:
         self.scaler = LossScaler() if run.training.dtypes.scales_loss else None
         self.spikes = None if run.guards.spikes == "off" else SpikeGuard()
         self.shape = find_shape(run.training.lr_schedule)
-        """The learning rate's schedule behind its warm-up."""
+        """The learning rate schedule after its warm-up."""
         self.left_out = 0
-        """Steps in a row that policy left out (`skip`)."""
+        """Consecutive steps skipped by the policy (`skip`)."""
         self.tokens = 0
         """Tokens of the last global batch that went through the model."""
         self._owed = False
@@ -122,7 +122,7 @@ class TrainStep:
         )
 
     def finish(self, step: int) -> None:
-        """Make the update that `late` passes still owe to optimizer step `step`, before weights are saved or handed on.
+        """Make the pending update of `late` passes for optimizer step `step`, before weights are saved or handed on.
         Collective."""
         if self._flush():
             gnorm = self.gradient_norm()
@@ -131,12 +131,12 @@ class TrainStep:
             self.store.zero_grad()
 
     def abandon(self) -> None:
-        """Drop what `late` passes owe, before other weights are loaded. Collective."""
+        """Drop the pending update of `late` passes, before other weights are loaded. Collective."""
         self._flush()
         self.store.zero_grad()
 
     def _flush(self) -> bool:
-        """Get the gradient that is owed; whether there was one."""
+        """Compute the pending gradient; returns whether there was one."""
         owed, self._owed = self._owed, False
         if owed:
             self.passes.flush()
@@ -163,7 +163,7 @@ class TrainStep:
         return self._sum_over_ranks(loss_sum).item() / trained, trained
 
     def gradient_norm(self) -> float:
-        """The 2-norm of the whole gradient, the loss scale taken out, the same on every rank; collective."""
+        """The 2-norm of the whole unscaled gradient, the same on every rank; collective."""
         counted = (tensor for name, tensor in self.store.each_parameter() if name not in self.passes.counted_elsewhere)
         return global_gradient_norm(counted, self.passes.stages, self.device).item() / self._scale
 
@@ -177,8 +177,8 @@ class TrainStep:
         self.scaling.update()
 
     def gradient_factor(self, gnorm: float) -> float:
-        """What the gradients in `store`, whose unscaled norm is `gnorm`, are multiplied by before the optimizer has
-        them: the loss scale taken out, and clipped."""
+        """The factor of the gradients in `store`, whose unscaled norm is `gnorm`, before the optimizer: it removes the
+        loss scale and clips."""
         factor = 1 / self._scale
         if self.training.clip is not None and gnorm > self.training.clip:
             factor *= self.training.clip / gnorm

@@ -23,7 +23,7 @@ from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.start import checkpoint_at, starting_checkpoint
 
 SAMPLED_BYTES, SAMPLES = 2**16, 64
-"""Of every file of a base, so many pieces of so many bytes go into its fingerprint; a shorter file goes in whole."""
+"""The number and size in bytes of the pieces of each base file in its fingerprint; a shorter file is used whole."""
 
 
 def run_weights(resolved: ResolvedRun) -> RowSource:
@@ -38,14 +38,14 @@ def run_weights(resolved: ResolvedRun) -> RowSource:
 
 
 def kept_weights(resolved: ResolvedRun) -> RowSource:
-    """The weights without adapters, as they are kept: those that are kept in few bits have been encoded."""
+    """The weights without adapters, as stored: quantized ones are encoded."""
     table = finetuned_table(resolved.model, resolved.run.finetune)
     return QuantizedRows(base_weights(resolved), parameter_table(resolved.model), table)
 
 
 def base_weights(resolved: ResolvedRun) -> RowSource:
-    """The weights without adapters: drawn, of the Hugging Face directory that the recipe names, or, for fine-tuning, of
-    the checkpoint that `checkpoint.start_from` names."""
+    """The weights without adapters: fresh, from the recipe's Hugging Face directory, or, for fine-tuning, from the
+    checkpoint that `checkpoint.start_from` names."""
     source = _named_weights(resolved)
 
     def read(row: Parameter, start: int, stop: int) -> torch.Tensor:
@@ -69,7 +69,7 @@ def _named_weights(resolved: ResolvedRun) -> RowSource:
 
 
 def base_of(resolved: ResolvedRun) -> dict[str, str] | None:
-    """What a fine-tuned run does not keep because it does not change: where it comes from, and its fingerprint.
+    """The origin and fingerprint of a fine-tuned run's base, which the run does not save because it does not change.
 
     None where everything trains.
     """
@@ -126,7 +126,7 @@ def _rows_of_checkpoint(checkpoint: Path) -> RowSource:
 
 
 def _with_fresh_adapters(base: RowSource, resolved: ResolvedRun) -> RowSource:
-    """Adapters' rows drawn, or, where they begin as the lengths of a weight's rows, computed from the base."""
+    """Adapters' rows: drawn, or, where they are initialized to the norms of a weight's rows, computed from the base."""
     seed = resolved.run.training.seed
     weights = {row.name: row for row in parameter_table(resolved.model)}
 
@@ -143,12 +143,12 @@ def _with_fresh_adapters(base: RowSource, resolved: ResolvedRun) -> RowSource:
 
 
 def _with_given_adapters(fresh: RowSource, resolved: ResolvedRun, finetune: AdapterSpec, path: Path) -> RowSource:
-    """Everything that trains from a peft adapter, or a checkpoint of adapters, at `path`."""
+    """All trained tensors from a peft adapter, or a checkpoint of adapters, at `path`."""
     base = base_of(resolved)
     assert base is not None
     if (path / CONFIG).is_file() or not path.is_dir():
         tensors = read_adapter(path, resolved.model, finetune, fingerprint=base["fingerprint"])
-        # The state of routers is none of peft's.
+        # peft stores no router state.
         return lambda row, start, stop: (
             tensors[row.name][start:stop] if row.name in tensors else fresh(row, start, stop)
         )

@@ -21,7 +21,7 @@ from meshwright.trainer.start import read_resolved
 
 
 def main() -> int:
-    """Train as one rank; what went wrong goes to the parent, which prints it once for all ranks."""
+    """Train as one rank; errors are reported to the parent, which prints them once for all ranks."""
     parser = argparse.ArgumentParser(prog="meshwright.trainer.worker", description=__doc__)
     parser.add_argument("--resolved", type=Path, required=True, help="resolved.yaml of the run")
     parser.add_argument("--resume", help="newest, auto or a checkpoint's name")
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def report_to_parent(message: str) -> None:
-    """Leave `message` in the file where torch's elastic launcher looks for a worker's last words."""
+    """Write `message` to the file that torch's elastic launcher reads (TORCHELASTIC_ERROR_FILE)."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
@@ -66,4 +66,4 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # gloo's threads may abort a process that tears itself down in order
+    os._exit(status)  # gloo's threads may abort a process during an orderly teardown
