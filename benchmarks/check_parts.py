@@ -1,4 +1,4 @@
-"""What each check costs by itself, in CPU time: `PYTHONPATH=src python -P benchmarks/check_parts.py`."""
+"""The CPU time of each check by itself: `PYTHONPATH=src python -P benchmarks/check_parts.py`."""
 
 import os
 import pickle

@@ -1,9 +1,10 @@
-"""Saving and loading beside torch's `dcp.save`, `dcp.async_save` and `dcp.load`: `python benchmarks/checkpoints.py`.
+"""Saving and loading compared with torch's `dcp.save`, `dcp.async_save` and `dcp.load`: `python
+benchmarks/checkpoints.py`.
 
 All save the same tensors to the same folder, in turns; a figure is the median over rounds, a comparison the median of
-the ratios within a round. `blocked` is the time after which training could go on, `total` the time until the
-checkpoint is complete and on disk; ours includes its checksums, manifest and publication, and our loading verifies
-every file first, which torch's do not have.
+the ratios within a round. `blocked` is the time until training could continue, `total` the time until the checkpoint is
+complete and on disk. Ours includes checksums, manifest and publication, and our loading verifies every file first;
+torch's does neither.
 """
 
 import argparse
@@ -52,7 +53,7 @@ def main() -> None:
         times: dict[str, list[Times]] = {name: [] for name in saves}
         loads: dict[str, list[float]] = {"ours, verified": [], "dcp.load": []}
         for step in range(arguments.rounds + 1):
-            for name in list(saves)[:: 1 if step % 2 else -1]:  # there and back, so that nobody is always first
+            for name in list(saves)[:: 1 if step % 2 else -1]:  # there and back, so that none is always first
                 times[name].append(saves[name](step))
             newest = sorted((folder / "async").glob("step-*"))[-1]
             loads["ours, verified"].append(timed(lambda newest=newest: load_ours(newest, tensors)))

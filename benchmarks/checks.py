@@ -1,8 +1,8 @@
-"""What the checks cost: a run with them and one without, in turns; CPU time of all its processes, and wall time.
+"""The cost of the checks: a run with them and one without, in turns; CPU time of all its processes, and wall time.
 
 `python -P benchmarks/checks.py` trains a tiny model with and without the checksums of token files, the lock of the run
-directory, and the signatures of what ranks send one another. It begins with a short run (start-up) and goes on with a
-long one; speed is of the steps that the long one has more.
+directory, and the signatures of objects between ranks. A short run measures the start-up; speed is measured over the
+additional steps of a long run.
 """
 
 import argparse
@@ -31,7 +31,7 @@ run_dir: run
 
 
 def leave_out() -> None:
-    """Take the checks out of this process, and of those that it starts."""
+    """Disable the checks in this process, and in those that it starts."""
     from meshwright.comm import objects, store
     from meshwright.data.checksums import Sums
     from meshwright.launch import launcher

@@ -1,15 +1,16 @@
-"""The data room beside its peers: preparing tokens, memory, packing and loading.
+"""Data preparation compared with other tools: tokens, memory, packing and loading.
 
     python benchmarks/data.py                 # a quarter of an hour on 2 quiet cores
     python benchmarks/data.py --quick         # proves that it runs
     python benchmarks/data.py --only packing  # one part of it
 
 - prepare: .jsonl to tokens on disk, with the same tokenizer on the same file: ours, `datasets` (loading the file and
-  `map` with as many processes, each with its own share of the time), and a loop as Megatron-LM's `preprocess_data.py`
-  has (a pool that encodes line by line, one writer). Every engine is a process of its own; they take turns.
+  `map` with as many processes, each with its own share of the time), and a loop like Megatron-LM's `preprocess_data.py`
+  (a pool that encodes line by line, one writer). Every engine is a process of its own; they take turns.
 - memory: ours on 1, 4 and 16 times the corpus, the largest resident size of any process.
-- packing: best-fit bins beside trl's `bfd_split`, on the same lengths. `--trl PATH` is a folder of packages with trl.
-- loader: what a step of the demo waits for its batches, and what reading them takes in the thread, beside the step.
+- packing: best-fit bins compared with trl's `bfd_split`, on the same lengths. `--trl PATH` is a folder of packages with
+  trl.
+- loader: how long a step of the demo waits for its batches, and how long the thread reads them, beside the step.
 
 Needs `pip install -e '.[bench]'`.
 """
@@ -105,7 +106,7 @@ def make_corpus(folder: Path, megabytes: int) -> None:
 
 
 def run_engine(arguments: argparse.Namespace, engine: str, **options: str) -> dict[str, Any]:
-    """What an engine's process reports, and the largest resident size of its processes in bytes."""
+    """The report of an engine's process, and the largest resident size of its processes in bytes."""
     command = [sys.executable, __file__, "--engine", engine, "--work", str(arguments.work)]
     command += [word for name, value in options.items() for word in (f"--{name}", value)]
     environment = dict(os.environ)
@@ -136,7 +137,7 @@ def prepare_table(arguments: argparse.Namespace) -> str:
 
 
 def memory_table(arguments: argparse.Namespace) -> str:
-    """The largest process of ours as the corpus grows."""
+    """Our largest process as the corpus grows."""
     rows = []
     for times in (1, 4, 16):
         content = (arguments.work / "1.jsonl").read_bytes()
@@ -169,7 +170,7 @@ def packing_table(arguments: argparse.Namespace) -> str:
 
 
 def packed_lengths(count: int) -> dict[str, np.ndarray]:
-    """Lengths as of web text, of chats, and with few short ones to fill holes."""
+    """Lengths like web text's, like chats', and with few short ones to fill holes."""
     generator = np.random.default_rng(0)
     drawn = {
         "log-normal, median 400": generator.lognormal(6, 1.1, count),
@@ -253,7 +254,7 @@ _tokenizers: dict[str, Any] = {}
 
 
 def encode_rows(rows: dict[str, list[str]], directory: str, eos: int) -> dict[str, Any]:
-    """What `map` calls."""
+    """The function for `map`."""
     tokenizer = _tokenizers.setdefault(directory, load_tokenizer(Path(directory)))
     ids = [np.array([*found, eos], np.int32) for found in tokenizer.encode_batch(rows["text"])]
     return {"input_ids": ids, "length": [len(found) for found in ids]}
@@ -282,7 +283,7 @@ def start_worker(directory: str) -> None:
 
 
 def encode_line(line: str) -> list[int]:
-    """One document's tokens and its end."""
+    """One document's tokens and its end token."""
     tokenizer = _tokenizers["worker"]
     return [*tokenizer.encode(json.loads(line)["text"]), tokenizer.eos_id]
 

@@ -1,9 +1,9 @@
-"""Our preference tuning beside trl's DPOTrainer: the same pairs from the same base, the losses step by step.
+"""Our preference tuning compared with trl's DPOTrainer: the same pairs from the same base, the losses step by step.
 
     python benchmarks/dpo.py --trl FOLDER    # where trl was put: pip install --target FOLDER --no-deps trl
 
-Everything is computed in fp32 and all parameters train, so what is left of a difference is rounding. trl is given the
-tokens that our recipe makes of the pairs, and keeps a second model as its reference.
+Everything is computed in fp32 and all parameters train, so any remaining difference is rounding. trl gets our recipe's
+tokens of the pairs, and keeps a second model as its reference.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def prepare(folder: Path) -> Run:
-    """A base with random weights, pairs of answers, and the recipe that learns from them."""
+    """A base with random weights, pairs of answers, and a recipe that trains on them."""
     pairs = [
         {
             "prompt": f"What is {n} plus {n}?",
@@ -99,7 +99,7 @@ def prepare(folder: Path) -> Run:
 
 
 def pairs_of(recipe: Run) -> Iterator[dict[str, list[int]]]:
-    """The pairs of every step in their order, as trl keeps them."""
+    """The pairs of every step in order, in trl's format."""
     corpus = prepare_corpus(recipe.data, base_dir=Path(), model_dir=Path(recipe.model.name or ""))
     with Loader(training_samples(corpus, recipe.data), seed=0, global_batch=BATCH, micro_batch=BATCH) as loader:
         for step in range(STEPS):
@@ -119,7 +119,7 @@ def pairs_of(recipe: Run) -> Iterator[dict[str, list[int]]]:
 
 
 def trl_losses(folder: Path, recipe: Run) -> list[float]:
-    """What trl's trainer logs of the same pairs."""
+    """The losses that trl's trainer logs for the same pairs."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import DPOConfig, DPOTrainer

@@ -1,14 +1,14 @@
-"""Our trainer beside a bare loop, Hugging Face's Trainer, Lightning Fabric and nanoGPT on the same work.
+"""Our trainer compared with a bare loop, Hugging Face's Trainer, Lightning Fabric and nanoGPT on the same work.
 
     python benchmarks/engines.py --nanogpt PATH/TO/nanoGPT                # about a quarter of an hour on 2 cores
     python benchmarks/engines.py --nanogpt PATH/TO/nanoGPT --quick        # below 5 minutes
 
-Every engine is a process of its own. All live side by side and take turns of a few steps, A B C C B A A B C ..., so
-that a machine whose speed drifts drifts under all of them, and nobody always follows the same one; what counts is the
-ratio of the medians over all timed steps. All start from the same weights, see the same batches of the standard
-library's text and train every token; first and last losses stand in the table to show that the work is the same.
-(nanoGPT uses the exact GELU, the others its approximation by tanh.) Every cell needs the memory of all engines
-together. Needs `pip install -e '.[bench]'`.
+Every engine is a process of its own. All are alive together and take turns of a few steps, A B C C B A A B C ..., so
+that a drift in the machine's speed affects all of them, and none always follows the same one; the result is the ratio
+of the medians over all timed steps. All start from the same weights, see the same batches of the standard library's
+text and train every token; the table shows first and last losses as evidence that the work is the same. (nanoGPT uses
+the exact GELU, the others its approximation by tanh.) Every cell needs the memory of all engines together. Needs `pip
+install -e '.[bench]'`.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def main() -> int:
 
 
 class Engine:
-    """One engine's process, which computes only while this one waits for it."""
+    """One engine's process, which computes only while this process waits for it."""
 
     def __init__(
         self, name: str, module: str, words: list[str], *, threads: int, packages: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ class Engine:
         self.turns.append(self.hear()["seconds"])
 
     def finish(self) -> None:
-        """Let it end and take its last words."""
+        """Let it end, and take its final report."""
         self.release()
         self.report |= self.hear()
         self.process.wait()
@@ -114,7 +114,7 @@ class Engine:
         self.process.stdin.flush()
 
     def hear(self) -> dict:
-        """Wait for its next line; raises with its errors where it ended instead."""
+        """Wait for its next line; raises its errors where it ended instead."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -163,7 +163,7 @@ def summarise(engines: list[Engine], workload: Workload) -> dict[str, dict]:
 
 
 def table(name: str, rows: dict[str, dict]) -> str:
-    """A cell as a Markdown table, and what each engine was found to have done."""
+    """A cell as a Markdown table, and each engine's report of what it trained."""
     lines = [
         f"\n## {name}\n",
         "| engine | tok/s | x nanogpt (rounds) | x bare (rounds) | peak GiB | first step s | first, last loss |",
@@ -183,7 +183,7 @@ def table(name: str, rows: dict[str, dict]) -> str:
 
 
 def describe(arguments: argparse.Namespace, *, script: str, hidden: tuple[str, ...]) -> dict[str, str]:
-    """Where and how the figures were measured; words of the command line that are `hidden` are paths of one's own."""
+    """Where and how the figures were measured; `hidden` command-line words are private paths."""
     git = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
@@ -202,7 +202,7 @@ def describe(arguments: argparse.Namespace, *, script: str, hidden: tuple[str, .
 
 
 def load() -> str:
-    """How many processes wanted to run, on average over the last minute: below 0.5 before a measurement, one hopes."""
+    """The load average over the last minute; it should be below 0.5 before a measurement."""
     return f"{os.getloadavg()[0]:.1f}"
 
 

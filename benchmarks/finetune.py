@@ -1,12 +1,11 @@
-"""Our fine-tuning beside peft with transformers' Trainer and trl's SFTTrainer on the same work.
+"""Our fine-tuning compared with peft under transformers' Trainer and trl's SFTTrainer on the same work.
 
     python benchmarks/finetune.py --trl FOLDER    # where trl was put: pip install --target FOLDER --no-deps trl
 
-LoRA and QLoRA, with records packed into rows and kept apart, and with a row for each. Engines live side by side and
-take turns as those of `engines.py` do; all start from the same base, see the same rows in the same order, and train
-adapters of the same sizes; first and last losses stand in the table to show that the work is the same (fresh adapters
-are drawn differently). A token counts where it belongs to a record: padding does not. Needs
-`pip install -e '.[bench,qlora]' peft`.
+LoRA and QLoRA, with records packed into rows as separate documents, and with a row for each. Engines are alive together
+and take turns as in `engines.py`; all start from the same base, see the same rows in the same order, and train adapters
+of the same sizes; the table shows first and last losses as evidence that the work is the same (fresh adapters are drawn
+differently). Tokens of records count, padding does not. Needs `pip install -e '.[bench,qlora]' peft`.
 """
 
 import argparse
@@ -84,7 +83,7 @@ def summarise(engines: list[Engine], work: Tuning) -> dict[str, dict]:
 
 
 def table(name: str, rows: dict[str, dict]) -> str:
-    """A cell as a Markdown table, and what each engine was found to have done."""
+    """A cell as a Markdown table, and each engine's report of what it trained."""
     lines = [
         f"\n## {name}\n",
         "| engine | tok/s | ours : it (rounds) | peak GiB | first step s | first, last loss |",
@@ -101,7 +100,7 @@ def table(name: str, rows: dict[str, dict]) -> str:
 
 
 def about(arguments: argparse.Namespace) -> dict[str, str]:
-    """Where, how and with what was measured."""
+    """Where, how and with which versions the figures were measured."""
     facts = describe(arguments, script="finetune.py", hidden=("--trl", str(arguments.trl)))
     versions = [f"peft {version('peft')}", f"bitsandbytes {version('bitsandbytes')}"]
     if arguments.trl:

@@ -1,5 +1,5 @@
 """Fine-tuning from end to end, on one small machine: a base model is trained on the standard library's source, then
-taught to answer a function's signature with its docstring, by every method side by side.
+taught by every method to answer a function's signature with its docstring.
 
     python benchmarks/finetuning_story.py FOLDER     about ten minutes on two cores; writes docs/finetuning-story.md
 
@@ -30,7 +30,7 @@ from meshwright.trainer.metrics import read_journal
 PAGE = Path(__file__).parents[1] / "docs" / "finetuning-story.md"
 TALKS = "docstrings.jsonl"
 LONGEST_ANSWER = 200
-"""Characters of an answer at most."""
+"""Most characters of an answer."""
 
 BASE: dict[str, Any] = {
     "model": {
@@ -88,7 +88,7 @@ Start = Callable[[Path, str], None]
 
 
 def story(folder: Path, start: Start, *, base: dict[str, Any] = BASE, tuned: dict[str, Any] = TUNED) -> dict[str, Any]:
-    """Do everything that has not been done in `folder`; returns {method: its figures and texts}."""
+    """Do everything that is still missing in `folder`; returns {method: its figures and texts}."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / TALKS).exists():
         (folder / TALKS).write_text("".join(json.dumps(talk) + "\n" for talk in talks()))
@@ -107,7 +107,7 @@ def story(folder: Path, start: Start, *, base: dict[str, Any] = BASE, tuned: dic
 
 
 def talks() -> Iterator[dict[str, Any]]:
-    """Conversations: a function's signature is asked, the first paragraph of its docstring answers."""
+    """Conversations: the question is a function's signature, the answer the first paragraph of its docstring."""
     seen = set()
     for document in read_documents(find_files([SourceSpec(path="stdlib")], Path())):
         try:
@@ -126,7 +126,7 @@ def talks() -> Iterator[dict[str, Any]]:
 
 
 def figures(run_dir: Path) -> dict[str, Any]:
-    """What a run's own files say about it."""
+    """A run's figures from its own files."""
     resolved = load_spec(run_dir / "resolved.yaml", ResolvedRun)
     table = finetuned_table(resolved.model, resolved.run.finetune)
     records = read_journal(run_dir / "metrics.jsonl")

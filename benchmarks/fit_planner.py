@@ -1,11 +1,12 @@
-"""Fits the planner's global constants to published runs, and says how far off each source is when it is left out.
+"""Fits the planner's global constants to published runs, and reports each source's error when it is left out.
 
     python benchmarks/fit_planner.py                 fit to everything and print the constants
     python benchmarks/fit_planner.py --left-out      fit without each family of sources in turn, and judge that family
 
-The most likely constants, given a guess of each with its width (from datasheets and kernels' own benchmarks) and all
-runs: Gauss-Newton steps on the logarithms of ratios, far ones at less weight (Huber, 1964). A source weighs as the
-square root of its rows, for they err alike; what the table does not decide stays as guessed.
+The most likely constants, given all runs and a prior of each constant with its width (from datasheets and kernels' own
+benchmarks): Gauss-Newton steps on the logarithms of ratios, with less weight on outliers (Huber, 1964). A source's
+weight is the square root of its rows, because their errors are alike; constants that the table does not determine stay
+at their priors.
 """
 
 import argparse
@@ -38,7 +39,7 @@ FAMILIES = {
     "BigScience V100": ("v1",),
     "Megatron tests": ("gv",),
 }
-"""Sources that share authors or program, by the beginning of their rows' ids: left out together."""
+"""Sources that share authors or program, by the prefix of their rows' ids; they are left out together."""
 
 NOISY = {"v1": 0.25, "gv": 0.05, "ns": 0.3, "nl": 0.3}
 """Weights of sources whose own authors call them noisy, of toy models, and of near duplicates."""
@@ -59,25 +60,25 @@ WIDTHS = {
     "score_bytes": 0.2,
     "logit_bytes": 0.2,
 }
-"""Standard deviations of the logarithms of guesses that benchmarks of their own support."""
+"""Standard deviations of the logarithms of priors that are supported by benchmarks."""
 WIDE = 0.35
-"""That of all others."""
+"""The standard deviation of all other priors."""
 
 NOISE = 0.08
 """Standard deviation of a run's logarithm that no constant explains."""
 FAR = 1.5
-"""Residuals beyond which they count less, in that deviation."""
+"""Residuals, in units of `NOISE`, beyond which a run counts less."""
 
 NAMES = [field.name for field in fields(Constants)]
 
 
 def source(run: PublishedRun) -> str:
-    """The beginning of a row's id."""
+    """The prefix of a row's id."""
     return run.id.split("-")[0]
 
 
 def weights(runs: Sequence[PublishedRun]) -> np.ndarray:
-    """Of every run."""
+    """The weight of every run."""
     rows = Counter(source(run) for run in runs)
     return np.array([NOISY.get(source(run), 1.0) * 2 / sqrt(rows[source(run)]) for run in runs])
 
@@ -90,7 +91,7 @@ def residuals(constants: Constants, runs: Sequence[PublishedRun]) -> np.ndarray:
 
 
 def slopes(constants: Constants, runs: Sequence[PublishedRun], at: np.ndarray) -> np.ndarray:
-    """Derivatives of the residuals by the logarithms of the constants, [runs, constants]."""
+    """Derivatives of the residuals with respect to the logarithms of the constants, [runs, constants]."""
     moved = [replace(constants, **{name: getattr(constants, name) * exp(0.05)}) for name in NAMES]
     return np.stack([(residuals(other, runs) - at) / 0.05 for other in moved], axis=1)
 
@@ -112,12 +113,12 @@ def fit(runs: Sequence[PublishedRun], rounds: int = 4) -> Constants:
 
 
 def shifted(guess: Constants, moved: np.ndarray) -> Constants:
-    """Constants whose logarithms are those of the guess, moved."""
+    """The constants whose logarithms are the prior's plus `moved`."""
     return replace(guess, **{name: getattr(guess, name) * exp(by) for name, by in zip(NAMES, moved, strict=True)})
 
 
 def left_out(runs: Sequence[PublishedRun], family: str, rounds: int) -> dict[str, float]:
-    """Rows, errors and share inside the interval of a family, by constants fitted to all others."""
+    """Rows, errors and share inside the interval of a family, with constants fitted to all others."""
     prefixes = FAMILIES[family]
     judged = judge(
         [run for run in runs if source(run) in prefixes],

@@ -1,11 +1,11 @@
-"""Our generation beside transformers' `generate` on the same model, prompts and threads: tokens a second.
+"""Our generation compared with transformers' `generate` on the same model, prompts and threads: tokens a second.
 
     python benchmarks/generation.py                 # some minutes on 2 cores
 
-A model of random weights is exported, and transformers reads the export. Both write the same number of greedy tokens
-behind the same prompts, in one process, by turns (A B B A A B ...), so that a machine whose speed drifts drifts under
-both; what counts is the ratio of the medians. That both write the same tokens stands in the table. Needs
-`pip install -e '.[transformers]'`.
+A model of random weights is exported, and transformers reads the export. Both generate the same number of greedy tokens
+after the same prompts, in one process, by turns (A B B A A B ...), so that a drift in the machine's speed affects both;
+the result is the ratio of the medians. The table shows whether both generate the same tokens. Needs `pip install -e
+'.[transformers]'`.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def both(name: str, dtype: torch.dtype) -> tuple[Decoder, object]:
-    """The model as ours, packed as the verbs pack it, and as transformers'."""
+    """Our model, packed as the verbs pack it, and transformers' model."""
     from transformers import AutoModelForCausalLM
 
     spec = resolve_model(ModelFields(family="llama", max_positions=1024, **MODELS[name]), base_dir=Path())  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ def row(name: str, model: Decoder, theirs: object, batch: int, arguments: argpar
 
 
 def about(arguments: argparse.Namespace) -> dict[str, str]:
-    """Where, how and with what was measured."""
+    """Where, how and with which versions the figures were measured."""
     git = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
@@ -141,7 +141,7 @@ def about(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def load() -> str:
-    """How many processes wanted to run, on average over the last minute."""
+    """The load average over the last minute."""
     return f"{os.getloadavg()[0]:.1f}"
 
 

@@ -1,7 +1,7 @@
-"""How the code is built, of two trees side by side, as Markdown: `python benchmarks/house.py BEFORE AFTER`.
+"""Code structure of two trees side by side, as Markdown: `python benchmarks/house.py BEFORE AFTER`.
 
-Each is the root of a checkout (`git worktree add --detach ../before a53d974`). What counts as an override and as a
-private part of PyTorch is what tests/test_house.py finds, so both trees are held to the rules of today.
+Each is the root of a checkout (`git worktree add --detach ../before a53d974`). Overrides and private parts of PyTorch
+are found by tests/test_house.py, so both trees are measured by today's rules.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def table(before: Path, after: Path) -> Iterator[str]:
 
 
 def figures(source: Path) -> dict[str, int | str]:
-    """What is counted over a tree."""
+    """The counts over a tree."""
     trees = {path.relative_to(source).as_posix(): ast.parse(path.read_text()) for path in source.rglob("*.py")}
     lines = Counter({file: len((source / file).read_text().splitlines()) for file in trees})
     known = {file: set(names(tree)) for file, tree in trees.items()}

@@ -1,4 +1,4 @@
-"""Compares what the planner predicts with what training takes: step time and peak memory of real steps on this machine.
+"""Compares the planner's predictions with training: step time and peak memory of real steps on this machine.
 
     python benchmarks/predicted.py                      calibrate, train a grid of sizes and layouts, compare
     python benchmarks/predicted.py --write NAME         the same into benchmarks/results/NAME.json and NAME.md
@@ -6,7 +6,7 @@
     python benchmarks/predicted.py --again NAME         today's predictions beside what was measured then
 
 On a machine without GPUs the models are tiny and the ranks are processes on its cores; with GPUs they have from 0.1 to
-8 billion parameters, and every layout is taken that its GPUs make. Every configuration runs in processes of its own.
+8 billion parameters, with every layout that its GPUs allow. Every configuration runs in processes of its own.
 """
 
 import argparse
@@ -48,9 +48,9 @@ from meshwright.validate.judge import spearman
 
 RESULTS = Path(__file__).resolve().parent / "results"
 WARM, TIMED = 1, 3
-"""Steps that are not timed, and steps of which the median is taken."""
+"""Warm-up steps, and timed steps, whose median counts."""
 SECONDS = 0.3
-"""Spent on each measurement of the calibration."""
+"""Seconds for each measurement of the calibration."""
 PATIENCE = 300
 """Seconds after which a configuration counts as failed."""
 
@@ -68,7 +68,7 @@ class Case:
 
 @dataclass
 class Row:
-    """What was measured and what was predicted: seconds a step, bytes of tensors of the rank that holds most."""
+    """Measurement and prediction: seconds a step, bytes of tensors of the rank that holds most."""
 
     name: str
     ranks: int
@@ -159,8 +159,8 @@ def resolved_run(case: Case, machine: Machine) -> ResolvedRun:
 
 
 def measure(resolved: ResolvedRun, tiny: ResolvedRun, kind: str) -> tuple[float, int, int]:
-    """Seconds of a step, bytes of tensors of the rank that holds most, and of what its process grew by; from processes
-    of their own that have run `tiny` before.
+    """Seconds of a step, tensor bytes of the rank that holds most, and its process's growth in bytes; from separate
+    processes that have run `tiny` before.
 
     Raises `RuntimeError` where they did not answer.
     """
@@ -209,7 +209,7 @@ def _rank(resolved: ResolvedRun, tiny: ResolvedRun, kind: str, worker: Worker, s
         backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, init_method=store, rank=worker.rank, world_size=worker.world_size)
         meshes = build_meshes(layout, device.type)
-    _train(tiny, worker, device, meshes)  # libraries and groups are there now, and not counted
+    _train(tiny, worker, device, meshes)  # libraries and groups are loaded now, and not counted
     before = _resident()
     took, allocated = _train(resolved, worker, device, meshes)
     resident = 0 if kind == "cuda" else _resident("VmHWM") - before
@@ -220,7 +220,7 @@ def _rank(resolved: ResolvedRun, tiny: ResolvedRun, kind: str, worker: Worker, s
 def _train(
     resolved: ResolvedRun, worker: Worker, device: torch.device, meshes: Meshes | None
 ) -> tuple[list[float], int]:
-    """Seconds of every step, and the most bytes of tensors at once; on a CPU they are followed in one more step."""
+    """Seconds of every step, and the most bytes of tensors at once; on a CPU one more step tracks them."""
     trainer, took = build_trainer(resolved, worker, device, meshes), []
     with loader_for(trainer) as loader:
         for step in range(1, WARM + TIMED + 1):
@@ -248,7 +248,7 @@ def _resident(field_name: str = "VmRSS") -> int:
 
 
 def predict(resolved: ResolvedRun, cluster: ClusterSpec, kind: str) -> Candidate:
-    """What the planner says of a configuration."""
+    """The planner's prediction for a configuration."""
     job = engine_job(
         resolved.run,
         blueprint(resolved.model),
@@ -260,8 +260,8 @@ def predict(resolved: ResolvedRun, cluster: ClusterSpec, kind: str) -> Candidate
 
 
 def compare(wanted: Iterable[Case], machine: Machine) -> tuple[list[Row], dict[str, Any]]:
-    """Measure every configuration, and predict it; one that does not fit or fails is left out and said so. Returns the
-    rows, and of every number of ranks what the calibration measured."""
+    """Measure and predict every configuration; one that does not fit or fails is left out with a message. Returns the
+    rows, and the calibration for every number of ranks."""
     rows, calibrated = [], {}
     for case in wanted:
         resolved = resolved_run(case, machine)
@@ -287,7 +287,7 @@ def compare(wanted: Iterable[Case], machine: Machine) -> tuple[list[Row], dict[s
 
 
 def predictions(resolved: ResolvedRun, machine: Machine, calibrated: ClusterSpec) -> dict[str, float]:
-    """What the planner says, with what was measured of the machine and without."""
+    """The planner's predictions, with the machine's measurements and without."""
     guessed = predict(resolved, local_cluster(machine, resolved.run.layout.world_size), machine.kind)
     known = predict(resolved, calibrated, machine.kind)
     return {
@@ -298,7 +298,7 @@ def predictions(resolved: ResolvedRun, machine: Machine, calibrated: ClusterSpec
 
 
 def predict_again(facts: dict[str, Any]) -> None:
-    """Replace the predictions of an earlier run by those of today's planner, from the same calibration."""
+    """Replace the predictions of an earlier run by today's planner's, from the same calibration."""
     machine = Machine(**facts["machine"])
     wanted = {case.name: case for case in cases(machine)}
     for row in facts["rows"]:
@@ -307,7 +307,7 @@ def predict_again(facts: dict[str, Any]) -> None:
 
 
 def summary(rows: list[Row]) -> dict[str, float]:
-    """Median errors, and how well the order is right."""
+    """Median errors, and the quality of the order."""
     found: dict[str, float] = {"configurations": len(rows)}
     for what in ("seconds", "seconds uncalibrated", "bytes"):
         found[f"median error of {what}"] = statistics.median(abs(row.off(what)) for row in rows)
@@ -353,7 +353,7 @@ def page(facts: dict[str, Any]) -> str:
 
 
 def commit() -> str:
-    """Of the working tree."""
+    """The commit of the working tree."""
     words = ["git", "-C", str(RESULTS), "rev-parse", "--short", "HEAD"]
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
 

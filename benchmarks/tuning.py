@@ -33,11 +33,11 @@ class Tuning:
     """A llama of 12 million parameters, an adapter beside every matrix of its layers, AdamW at a constant rate."""
 
     folder: str
-    """With the base, `base`, and the records, `records.jsonl`."""
+    """Contains the base, `base`, and the records, `records.jsonl`."""
     method: str
     """lora or qlora."""
     packed: bool
-    """Whether records share rows, kept apart, or each has one of its own."""
+    """Whether records share rows as separate documents, or each has its own row."""
     precision: str
     rounds: int
     turn: int
@@ -82,7 +82,7 @@ class Tuning:
 
 
 def used(labels_T: np.ndarray) -> int:
-    """How much of a row is used: answers end records, so all up to the last label."""
+    """The used length of a row: answers end records, so up to the last label."""
     return int(np.flatnonzero(labels_T != -100)[-1]) + 1
 
 
@@ -113,7 +113,7 @@ def arguments_for(work: Tuning) -> list[str]:
 
 
 def read_arguments() -> tuple[Tuning, Report]:
-    """What the parent asks of this process; sets the number of threads."""
+    """The work that the parent requests; sets the number of threads."""
     parser = argparse.ArgumentParser(description="One engine of benchmarks/finetune.py, started by it.")
     parser.add_argument("--work", required=True)
     parser.add_argument("--began", type=float, required=True)

@@ -60,7 +60,7 @@ class Workload:
 
     @property
     def fields(self) -> ModelFields:
-        """The model as a recipe says it."""
+        """The model's fields as in a recipe."""
         return ModelFields(
             family="gpt2",
             hidden=self.width,
@@ -76,7 +76,7 @@ class Workload:
         return resolve_model(self.fields, base_dir=Path())
 
     def model(self) -> Decoder:
-        """Our model with the weights that every engine starts from, fp32."""
+        """Our model with every engine's initial weights, fp32."""
         model = build_model(self.spec, device="cpu")
         initialize(model, parameter_table(self.spec), seed=0)
         return model
@@ -94,8 +94,8 @@ class Workload:
 class Report:
     """Times the steps of one engine's process, a turn at a time, and tells the parent by lines of json.
 
-    After the warm-up and after every turn the process waits until the parent gives it the next: so all engines live
-    side by side and only one computes.
+    After the warm-up and after every turn the process waits until the parent gives it the next one: all engines are
+    alive together, but only one computes.
     """
 
     def __init__(self, workload: Workload, began: float) -> None:
@@ -123,7 +123,7 @@ class Report:
         self._since = time.perf_counter()
 
     def end(self, about: str) -> None:
-        """Tell the rest: peak resident memory, first and last loss, and what the engine is found to have done."""
+        """Send the rest: peak resident memory, first and last loss, and the engine's report of what it trained."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         losses = [round(loss, 4) for loss in (self.losses[0], self.losses[-1])]
         self._tell(peak_gib=peak, losses=losses, about=about)
@@ -133,7 +133,7 @@ class Report:
 
 
 def describe(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> str:
-    """What was trained and how, read back from the objects that did it."""
+    """What was trained and how, read from the training objects."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # wrapped by Accelerate
     tensors, groups = list(parameters), optimizer.param_groups
     dtypes = "/".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
@@ -158,7 +158,7 @@ def arguments_for(workload: Workload) -> list[str]:
 
 
 def read_arguments() -> tuple[Workload, Report, Path | None]:
-    """What the parent asks of this process; sets the number of threads."""
+    """The work that the parent requests; sets the number of threads."""
     parser = argparse.ArgumentParser(description="One engine of benchmarks/engines.py, started by it.")
     parser.add_argument("--workload", required=True)
     parser.add_argument("--began", type=float, required=True)

@@ -1,4 +1,4 @@
-"""Engine `bare`: the plainest PyTorch loop over the same module, to show what the trainer adds."""
+"""Engine `bare`: the simplest PyTorch loop over the same module, to show the trainer's overhead."""
 
 import torch
 from workload import BETAS, CLIP, EPS, LR, decay_groups, describe, read_arguments

@@ -1,4 +1,4 @@
-"""Engine `hf_trainer`: Hugging Face's Trainer over transformers' GPT-2, every hyper-parameter said."""
+"""Engine `hf_trainer`: Hugging Face's Trainer over transformers' GPT-2, with every hyper-parameter explicit."""
 
 import tempfile
 
@@ -11,7 +11,7 @@ workload, report, _ = read_arguments()
 
 
 class Clock(TrainerCallback):
-    """Notes the end of every step and the losses that the Trainer logs."""
+    """Records the end of every step and the losses that the Trainer logs."""
 
     def on_step_end(self, args, state, control, **kwargs):
         report.step()

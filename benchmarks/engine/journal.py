@@ -1,4 +1,4 @@
-"""Our trainer's steps, told to a benchmark's report by a callback."""
+"""A callback that sends our trainer's steps to a benchmark's report."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from meshwright import Callback, Training
 
 
 class TellSteps(Callback):
-    """Tells `report` the loss of every step."""
+    """Sends the loss of every step to `report`."""
 
     def __init__(self, report: Any) -> None:
         self.report = report

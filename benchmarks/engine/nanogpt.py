@@ -16,7 +16,7 @@ from model import GPT, GPTConfig  # noqa: E402  # pyright: ignore[reportMissingI
 
 @torch.no_grad()
 def start_from_ours(model: torch.nn.Module, workload: Workload) -> None:
-    """Copy our first weights: the names are GPT-2's, and unlike there no matrix is transposed."""
+    """Copy our initial weights: the names are GPT-2's, but no matrix is transposed."""
     theirs = dict(model.named_parameters())
     places = hf_tensors(workload.spec)
     for name, tensor in workload.model().named_parameters():

@@ -1,4 +1,4 @@
-"""What the engines over peft share: base, adapters, rows, and the options of their trainers."""
+"""Shared by the engines over peft: base, adapters, rows, and the options of their trainers."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def build(work: Tuning) -> Any:
 
 
 def rows_of(work: Tuning) -> list[dict[str, torch.Tensor]]:
-    """Every row of the run: packed ones with each record's own positions, which transformers keeps apart by them, the
+    """Every row of the run: packed ones with each record's own positions, by which transformers separates them; the
     others as long as the longest of their batch."""
     rows = []
     for batch in work.batches():
@@ -58,7 +58,7 @@ def stacked(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def options_for(work: Tuning, folder: str) -> dict[str, Any]:
-    """What TrainingArguments and SFTConfig are both told."""
+    """The common options of TrainingArguments and SFTConfig."""
     return {
         "output_dir": folder,
         "max_steps": work.steps,
@@ -85,7 +85,7 @@ def options_for(work: Tuning, folder: str) -> dict[str, Any]:
 
 
 class Clock(TrainerCallback):
-    """Notes the end of every step and the losses that the trainer logs."""
+    """Records the end of every step and the losses that the trainer logs."""
 
     def __init__(self, report: Report) -> None:
         self.report = report
@@ -101,7 +101,7 @@ class Clock(TrainerCallback):
 
 
 def about(model: Any) -> str:
-    """What was trained, read back from the model that was."""
+    """What was trained, read from the trained model."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     kept = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters() if not p.requires_grad})
     dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained})

@@ -1,4 +1,4 @@
-"""What the engines over transformers share: its GPT-2 of the workload's shape, with our first weights."""
+"""Shared by the engines over transformers: its GPT-2 of the workload's shape, with our initial weights."""
 
 import tempfile
 from pathlib import Path

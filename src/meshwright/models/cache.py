@@ -104,7 +104,7 @@ class LayerCache:
         _, groups, _, width = k_1GNK.shape
 
         def grown(old_MGCK: torch.Tensor) -> torch.Tensor:
-            # Zeros, because what a mask hides is multiplied by zero, and must not be NaN.
+            # Zeros, because masked values are multiplied by zero and must not be NaN.
             new_MGCK = k_1GNK.new_zeros(rows, groups, capacity, width)
             if old_MGCK.dim() == 4:
                 new_MGCK[: old_MGCK.shape[0], :, : old_MGCK.shape[2]] = old_MGCK
@@ -114,7 +114,7 @@ class LayerCache:
 
 
 class Cache:
-    """The sequences, and every layer's keys and values of them. Room grows with them."""
+    """The sequences, and every layer's keys and values for them. Capacity grows with them."""
 
     step: Step
 
@@ -122,14 +122,14 @@ class Cache:
         self._window, self._like = model.spec.sliding_window, model.like
         self.layers = {key: LayerCache(self) for key in model.layers}
         self.lengths: list[int] = []
-        """Tokens of each sequence that have been read, or are in the step that was begun."""
+        """Tokens of each sequence, including those of the step in progress."""
         self.rows = self.capacity = 0
 
     def append(self, new: Sequence[tuple[int, Sequence[int]]]) -> TensorBatch:
         """Begin a step that reads new tokens, (row, tokens) each, and return the batch for `Decoder.forward`.
 
-        A row beyond the others begins a sequence. Those that get one token come first, as rows 0, 1, ...; where they
-        are not these, or come later, they are read one by one.
+        A new row begins a sequence. Sequences that get one token come first, as rows 0, 1, ...; in other rows, or
+        later, they are read one by one.
         """
         singles = 0
         while singles < len(new) and len(new[singles][1]) == 1 and new[singles][0] == singles:
