@@ -45,8 +45,8 @@ GENERATIONS = {
     "GH200": 0.0,
     "V100": 0.3,
 } | dict.fromkeys(("B200", "B300", "GB200", "GB300"), 0.1)
-"""Additional spread of device generations with few published runs: V100s vary by 40 % from one allocation to the next,
-and for Blackwells the table has runs of one model."""
+"""Spread of a device generation beyond generations with many published runs: V100s vary by 40 % from one allocation to
+the next, and for Blackwells the table has runs of one model."""
 RARE, UNMEASURED = 0.2, 0.35
 """The spread of other devices, and the addition where their achieved rate has not been measured."""
 
