@@ -92,7 +92,7 @@ def test_settings_are_changed_and_refused(talk: Talk, models: Path) -> None:
     assert "max_tokens 3\n" in notes
     assert "temperature 0.0" in notes
     assert "error: /set top_p: top_p=2.0 is not allowed: must be greater than 0 and at most 1" in notes
-    assert "error: /set top_k: 'x' is no whole number" in notes
+    assert "error: /set top_k: 'x' is not an integer" in notes
     assert "error: /set colour: no such setting" in notes
 
 

@@ -92,8 +92,11 @@ def test_a_batch_script_without_srun_on_one_machine_is_an_ordinary_machine() -> 
     [
         ({"SLURM_NNODES": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "write srun before meshwright"),
         ({"SLURM_NNODES": "2"}, "this Slurm job has 2 machines, but was not started on each of them"),
-        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, "mpirun started 4 copies of this"),
-        ({"PMI_SIZE": "4", "PMI_RANK": "1"}, "mpirun started 4 copies of this"),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"},
+            "mpirun started 4 copies, each of which",
+        ),
+        ({"PMI_SIZE": "4", "PMI_RANK": "1"}, "mpirun started 4 copies, each of which"),
     ],
 )
 def test_copies_that_would_not_find_one_another_are_refused(environment: dict[str, str], message: str) -> None:
@@ -296,7 +299,7 @@ def test_a_killed_worker_is_started_again_and_none_outlives_the_launcher(here: P
     assert "error: rank 1 was killed by SIGKILL" in errors
     assert "starting again (1 of 3 without a new checkpoint)" in errors
     assert "passed over" not in errors
-    assert f"the launcher, process {process.pid}, is gone" in errors
+    assert f"the launcher, process {process.pid}, has ended" in errors
     reached = records(run, "step")[-1]["step"]
     assert newest(run) >= reached - 2 * RECIPE["checkpoint"]["every"]  # the last one may have been on its way
     last = f"training.steps={newest(run) + 1}"

@@ -177,7 +177,7 @@ def test_every_key_of_pefts_configurations_is_known_or_refused(bases: Path, tmp_
     assert {"alora_invocation_tokens", "target_parameters", "lora_bias", "use_qalora"} <= others
     for key, value in [*((key, True) for key in sorted(others)), ("of_tomorrow", {"a": 1})]:
         (tmp_path / "adapter" / CONFIG).write_text(json.dumps(plain | {key: value}))
-        assert f"{key} is set, which adapters here do not have" in refusal(bases / "llama", tmp_path / "adapter")
+        assert f"{key} is set, which adapters here do not support" in refusal(bases / "llama", tmp_path / "adapter")
     for key, value, told in (
         ("bias", "all", "biases that peft trains"),
         ("init_lora_weights", "loftq", "an adapter that only peft computes"),

@@ -17,7 +17,7 @@ RATES = "plan/hardware.py"
 """Measurements by dtype."""
 WORDS = {"spec/synonyms.py", "validate/words.py"}
 """What people write for a dtype."""
-OTHERS = {file for file in MODULES if file.startswith("imports/")} | {"engines/deepspeed.py"}
+OTHERS = {file for file in MODULES if file.startswith("imports/")} | {"engines/deepspeed.py", "serve/gguf.py"}
 """What other systems call it in their configuration files, which are read and written there."""
 OWNERS = {"spec/precision.py", "models/dtypes.py", RATES, *WORDS, *OTHERS}
 

@@ -138,7 +138,7 @@ def test_a_damaged_table_of_references_is_named(tmp_path: Path) -> None:
     whole = (tmp_path / "reference.npz").read_bytes()
     for content in (whole[:-40], whole[:300], b"", b"PK", whole[:60] + b"~" * 40 + whole[100:]):
         (tmp_path / "reference.npz").write_bytes(content)
-        with pytest.raises(UserError, match=r"reference.npz is damaged \(.*\), and the model that was"):
+        with pytest.raises(UserError, match=r"reference.npz is damaged \(.*\), and the reference model has"):
             _read(tmp_path / "reference.npz", {})
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from meshwright.cli.main import main
 from meshwright.families import resolve_model
 from meshwright.launch.status import STOPPED
+from meshwright.models.norm import RMSNorm
 from meshwright.prove import verify as verify_module
 from meshwright.prove.shrink import shrink
 from meshwright.spec.checkpoint import CheckpointSpec
@@ -96,7 +97,7 @@ def gradients_not_summed_over_ranks() -> Any:
     def lossy(x: Any, shape: Any, weight: Any = None, eps: Any = None) -> torch.Tensor:
         return rms_norm(x, shape, Lossy.apply(weight), eps)  # type: ignore[arg-type]
 
-    return mock.patch("torch.nn.functional.rms_norm", lossy)
+    return mock.patch.object(RMSNorm, "kernel", staticmethod(lossy))
 
 
 def one_rank_learns_faster() -> Any:

@@ -60,7 +60,7 @@ class Partner:
         if self.chats:
             ends = " or ".join(self._prompts.shown(self._prompts.answer_ends))
             return [*lines, f"template  the chat template of {self.trained.tokenizer_dir}; answers end at {ends}"]
-        return [*lines, "template none: a base model, which continues your text; /more continues further"]
+        return [*lines, "template  none: a base model, which continues your text; /more continues further"]
 
     def say(self, asked: str, settings: Settings) -> Iterator[str]:
         """The parts of the answer as they are generated. If the iterator is closed early, the text so far stays in the

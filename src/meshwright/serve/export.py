@@ -21,7 +21,13 @@ from meshwright.finetune import merged_model
 from meshwright.models import Decoder, build_model, named_tensors
 from meshwright.models.dtypes import torch_dtype
 from meshwright.serve.conversation import Prompts
-from meshwright.serve.gguf import StoredModel, context_length, write_gguf
+from meshwright.serve.gguf import (
+    LLAMA_CPP_TOLERANCE,
+    QUANTIZED_TOLERANCE,
+    StoredModel,
+    context_length,
+    write_gguf,
+)
 from meshwright.serve.gguf_tokenizer import composes
 from meshwright.serve.llama_cpp import llama_cpp_installed, read_by_llama_cpp
 from meshwright.serve.receipt import (
@@ -42,14 +48,6 @@ from meshwright.spec.precision import BF16, FP32, FP64
 from meshwright.storage.durable import complete_folder
 
 GGUF_FILE = "model.gguf"
-
-LLAMA_CPP_TOLERANCE = {"f32": 2e-3, "f16": 1e-2, "bf16": 2e-2}
-"""By format: largest allowed difference of two log-probabilities, as a part of the range from the smallest to the
-largest. llama.cpp rounds activations to the format of the weights (and GELU to fp16), so that differences grow with the
-format's rounding. A tensor in the wrong place makes them as large as the range."""
-
-QUANTIZED_TOLERANCE = 0.1
-"""The same for quantized formats, under which activations have 8 bits."""
 
 READ_BY_TRANSFORMERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Families whose GGUF files transformers reads; mixtral's it takes for a llama's, without experts."""

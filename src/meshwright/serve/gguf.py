@@ -32,6 +32,14 @@ ARCHITECTURES = {
 BLOCK = 32
 """Numbers of a row that a quantized format scales together."""
 
+LLAMA_CPP_TOLERANCE = {"f32": 2e-3, "f16": 1e-2, "bf16": 2e-2}
+"""By format: largest allowed difference of two log-probabilities, as a part of the range from the smallest to the
+largest. llama.cpp rounds activations to the format of the weights (and GELU to fp16), so that differences grow with the
+format's rounding. A tensor in the wrong place makes them as large as the range."""
+
+QUANTIZED_TOLERANCE = 0.1
+"""The same for quantized formats, under which activations have 8 bits."""
+
 _NAMES = {
     "tok_embeddings": "token_embd",
     "pos_embeddings": "position_embd",
