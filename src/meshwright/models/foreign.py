@@ -209,7 +209,8 @@ def _build(foreign: ForeignModel) -> nn.Module:
         ) from error
     config = json.loads(foreign.config)
     if config["model_type"] not in CONFIG_MAPPING:
-        raise UserError(f"transformers {transformers.__version__} does not know model_type {config['model_type']!r}")
+        known = f"transformers {transformers.__version__} does not know model_type {config['model_type']!r}"
+        raise UserError(f"config.json: {known}, nor does Meshwright")
     dropouts = [key for key in config if key.endswith(("dropout", "pdrop", "dropout_rate", "dropout_prob"))]
     settings = {**config, **dict.fromkeys(dropouts, 0.0), "use_cache": False}
     parsed = CONFIG_MAPPING[config["model_type"]].from_dict(settings)
