@@ -58,7 +58,7 @@ def make_good(folder: Path) -> Good:
     start = {**tuning, "finetune": tune | {"start_from": "adapter"}, "run_dir": "started"}
     (good / "start.yaml").write_text(yaml.safe_dump({**start, "data": data | {"tokenizer": "hf"}}, sort_keys=False))
     for words in (
-        TRAIN,
+        (*TRAIN, "checkpoint.asynchronous=false"),  # else a save that is due while one is being written is left out
         ("export", "run", "--hf", "hf"),
         ("train", "tune.yaml"),
         ("export", "tuned", "--adapter", "adapter"),

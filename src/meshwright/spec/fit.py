@@ -54,8 +54,9 @@ def _nearest_degrees(layout: LayoutSpec, model: ModelSpec, sequence_length: int)
         return sum(moves), sum(map(bool, moves)), moves[0], degrees[0]
 
     tps = [n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0] if layout.tp > 1 else [1]
-    eps = [n for n in range(1, layout.ep + 1) if n == 1 or (model.num_experts and model.num_experts % n == 0)]
-    for tp, cp, ep in sorted(product(tps, range(1, layout.cp + 1), eps), key=distance):
+    eps = [n for n in range(1, min(layout.ep, model.num_experts) + 1) if model.num_experts % n == 0] or [1]
+    cps = range(1, min(layout.cp, sequence_length) + 1)  # a rank has a token at least
+    for tp, cp, ep in sorted(product(tps, cps, eps), key=distance):
         near = layout.model_copy(update={"tp": tp, "cp": cp, "ep": ep})
         if layout.dp_shard * cp * tp % ep or _reasons(near, model, sequence_length):
             continue
