@@ -192,6 +192,8 @@ def test_the_nearest_layout_is_found_for_all_axes_together() -> None:
     assert tensor.endswith("; the nearest legal layout is tp=2, cp=2")
     assert context.endswith("; the nearest legal layout is tp=2, cp=2")
     assert not find_misfits(LayoutSpec(tp=2, cp=2, cp_method="ring"), model, 16)
+    (problem,) = find_misfits(LayoutSpec(cp=48_872_231, cp_method="ring"), model, 16)  # in no time and memory
+    assert problem.endswith("the nearest legal layout is cp=8")
     (problem,) = find_misfits(LayoutSpec(cp=3, cp_method="ring", zero=3), model, 17)
     assert problem.endswith("the nearest legal layout is cp=1, zero=0, or use data.sequence_length=18")
 
