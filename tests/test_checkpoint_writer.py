@@ -20,6 +20,7 @@ from meshwright.checkpoint.manifest import checkpoint_name, list_checkpoints
 from meshwright.checkpoint.verify import newest_good_checkpoint, verify_checkpoint
 from meshwright.checkpoint.writer import CheckpointWriter, SaveOutcome
 from meshwright.spec.checkpoint import CheckpointSpec
+from meshwright.storage.sync import sync
 from meshwright.testing.faults import before_file_operations, run_in_fork
 from meshwright.testing.kills import storm
 from meshwright.testing.ranks import RankPool
@@ -224,7 +225,7 @@ def count_operations(root: str) -> int:
         before_file_operations(folder, counts.append)
         folder.mkdir()
         with (folder / "a").open("w") as file:
-            os.fsync(file.fileno())
+            sync(file.fileno())
         (folder / "a").rename(folder / "b")
         (folder / "b").unlink()
         os._exit(len(counts))

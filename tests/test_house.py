@@ -194,20 +194,11 @@ def test_only_the_launcher_reads_the_environment() -> None:
 
 OVERRIDES = {
     "models/foreign.py module.__class__": "transformers' class stands behind ours, right after it is built",
-    **dict.fromkeys(
-        (
-            "parallel/pipedream.py setattr(module, name, weight)",
-            "parallel/pipedream.py setattr(module, name, parameter)",
-        ),
-        "parameters, of two versions in turn",
-    ),
-    "testing/faults.py os.fsync": "a fault that a test plants",
     "torch_internals.py group.post_backward": "FSDP2 has no public way",
     **dict.fromkeys(
         ("torch_internals.py setattr(owner, name, function)", "torch_internals.py setattr(owner, name, original)"),
-        "methods of torch and of a tier of state, while a rehearsal runs",
+        "methods of torch, while a rehearsal runs",
     ),
-    "trainer/state.py setattr(trainer, counter, saved.get(counter, 0))": "numbers",
 }
 """`file what` -> why something built elsewhere may be replaced there."""
 

@@ -7,7 +7,6 @@ checkpoints removed (`retention.py`). A process killed anywhere leaves the last 
 
 import hashlib
 import json
-import os
 import re
 import secrets
 import shutil
@@ -16,6 +15,7 @@ from typing import Any
 
 from meshwright.spec.errors import UserError
 from meshwright.storage.durable import regular, sync_folder, write_durably
+from meshwright.storage.sync import sync
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -77,7 +77,7 @@ def describe_file(path: Path) -> dict[str, Any]:
     """Size in bytes and sha256 of a file, which is also flushed to disk."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        os.fsync(file.fileno())
+        sync(file.fileno())
     return {"bytes": path.stat().st_size, "sha256": digest}
 
 

@@ -1,7 +1,6 @@
 """safetensors files: opened, and written as a stream; `families/tensor_headers.py` reads their headers."""
 
 import json
-import os
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from meshwright.spec.errors import UserError
+from meshwright.storage.sync import sync
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes of weights, as safetensors names them."""
@@ -63,4 +63,4 @@ class TensorFileWriter:
             if error is None:
                 assert not self._offsets, f"never written: {', '.join(self._offsets)}"
                 self._stream.flush()
-                os.fsync(self._stream.fileno())
+                sync(self._stream.fileno())

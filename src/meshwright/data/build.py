@@ -6,7 +6,6 @@ the files are truncated at the last commit and reading continues from its positi
 """
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -22,6 +21,7 @@ from meshwright.data.split import Census, Split, likely_split, plan_split, text_
 from meshwright.data.token_file import LENGTHS, Mark, TokenWriter
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.spec.errors import UserError
+from meshwright.storage.sync import sync
 
 TRAIN, HELD_OUT = "train.bin", "held_out.bin"
 """Files in a corpus's folder; without held-out text there is no second file."""
@@ -162,7 +162,7 @@ def _tokenize(
             marks = {"train": train.sync(), "held_out": held_out.sync() if held_out else Mark()}
             journal.write(json.dumps({"place": place, "census": asdict(census), **marks}) + "\n")
             journal.flush()
-            os.fsync(journal.fileno())
+            sync(journal.fileno())
 
         cut = (lambda text: [text]) if records else tokenizer.pieces
         for pieces, encoded in encoders.map(_chunks(_pieces(files, split, cut, place))):
@@ -241,7 +241,7 @@ def _write_journal(directory: Path, split: Split, commit: Commit | None) -> None
     with beside.open("w") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
         file.flush()
-        os.fsync(file.fileno())
+        sync(file.fileno())
     beside.rename(directory / JOURNAL)
 
 

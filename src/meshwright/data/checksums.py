@@ -5,7 +5,6 @@ that it reads, each once. So a run on a corpus of any size starts at once, and d
 on it.
 """
 
-import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.spec.errors import UserError
+from meshwright.storage.sync import sync
 
 BLOCK = 1 << 16
 """Bytes of a block: small enough for random reads of samples; its checksum takes some 30 microseconds."""
@@ -36,7 +36,7 @@ def write_sums(path: Path) -> None:
     with sums_path(path).open("wb") as file:
         file.write(sums_of(path).tobytes())
         file.flush()
-        os.fsync(file.fileno())
+        sync(file.fileno())
 
 
 class Checked(np.ndarray):

@@ -10,7 +10,6 @@ elsewhere have none. `x.mask`, where only some tokens carry loss, has one byte f
 import bisect
 import hashlib
 import json
-import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from meshwright.data.checksums import Checked, Sums, write_sums
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.spec.errors import UserError
 from meshwright.storage.durable import regular
+from meshwright.storage.sync import sync
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
@@ -395,4 +395,4 @@ def _lengths_path(path: Path) -> Path:
 
 def _to_disk(file: Any) -> None:
     file.flush()
-    os.fsync(file.fileno())
+    sync(file.fileno())

@@ -9,6 +9,7 @@ import secrets
 from pathlib import Path
 
 from meshwright.spec.errors import UserError
+from meshwright.storage.sync import sync
 
 FILE = ".secret"
 SECRET_BYTES = 32
@@ -27,7 +28,7 @@ def write_secret(run_dir: Path) -> None:
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(new_secret())
         file.flush()
-        os.fsync(file.fileno())
+        sync(file.fileno())
     temporary.rename(run_dir / FILE)
 
 

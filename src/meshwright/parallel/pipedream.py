@@ -220,12 +220,12 @@ class Version:
     def used(self) -> Iterator[None]:
         """Inside, the model computes with this version."""
         for (module, name, _), weight in zip(self.places, self.weights, strict=True):
-            setattr(module, name, weight)
+            module.register_parameter(name, weight)
         try:
             yield
         finally:
             for module, name, parameter in self.places:
-                setattr(module, name, parameter)
+                module.register_parameter(name, parameter)
 
     @torch.no_grad()
     def take_gradients(self, replicas: dist.ProcessGroup) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from meshwright.models import loss, moe
 from meshwright.models.norm import RMSNorm
 from meshwright.parallel.expert import Exchange
 from meshwright.spec.run import ResolvedRun
-from meshwright.state import Tier
+from meshwright.state import Home, Tier
 
 
 @contextlib.contextmanager
@@ -105,17 +106,36 @@ class _FusedNorm(torch.autograd.Function):
         return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:2])
 
 
+@dataclass(frozen=True)
+class UncountedTier(Tier):
+    """A tier outside the counted memory: it takes no room, and its tensors have no data."""
+
+    tensors: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Those in its homes, by the identity of their storage."""
+
+    def prepare(self) -> None:
+        """Does nothing: no file will be written."""
+
+    def home(self, name: str, size: int) -> Home:
+        """A home without bytes."""
+        return _NoHome(size, self.tensors)
+
+    def buffer(self, size: int) -> torch.Tensor:
+        """A buffer in the counted memory."""
+        return torch.empty(size, dtype=torch.uint8)
+
+
 class _NoHome:
     """A bucket's home outside the counted memory, of tensors without data."""
 
     moved, seconds = 0, 0.0
 
-    def __init__(self, size: int, elsewhere: dict[int, torch.Tensor]) -> None:
-        self.size, self._elsewhere = size, elsewhere
+    def __init__(self, size: int, tensors: dict[int, torch.Tensor]) -> None:
+        self.size, self._tensors = size, tensors
 
     def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
         there = torch.empty(like.shape, dtype=like.dtype)
-        self._elsewhere[id(there.untyped_storage())] = there
+        self._tensors[id(there.untyped_storage())] = there
         return there
 
     def read(self, buffer: torch.Tensor) -> None:
@@ -129,15 +149,3 @@ class _NoHome:
 
     def forget(self) -> None:
         pass
-
-
-@contextlib.contextmanager
-def no_files() -> Iterator[dict[int, torch.Tensor]]:
-    """Let state that lives elsewhere take no room; yields its tensors, by the identity of their storage."""
-    elsewhere: dict[int, torch.Tensor] = {}
-    with (
-        torch_internals.replaced(Tier, "prepare", lambda tier: None),
-        torch_internals.replaced(Tier, "home", lambda tier, name, size: _NoHome(size, elsewhere)),
-        torch_internals.replaced(Tier, "buffer", lambda tier, size: torch.empty(size, dtype=torch.uint8)),
-    ):
-        yield elsewhere

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from meshwright.data.packing import ConcatenatedSamples
 from meshwright.launch.launcher import Worker
 from meshwright.parallel import Meshes, build_meshes
 from meshwright.parallel.traffic import Traffic
-from meshwright.rehearse.fake import FakeTensors, budgets_of_gpu, fake_rank, fill_slots, no_files
+from meshwright.rehearse.fake import FakeTensors, UncountedTier, budgets_of_gpu, fake_rank, fill_slots
 from meshwright.rehearse.ledger import Ledger, Storages
 from meshwright.rehearse.shorten import Observed, continued, enough_microbatches, set_microbatches
 from meshwright.spec.batch import Pairs
@@ -52,11 +53,12 @@ def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool) -> dict[str
         passes = build_parallel_model(resolved, meshes)
         with (
             shape_propagation_hidden(),
-            no_files() as elsewhere,
             FakeTensors(),
             budgets_of_gpu() if on_gpu else nullcontext(),
         ):
-            trainer = give_state(passes, resolved, Worker(rank=rank, world_size=world_size), CPU, meshes, weights=None)
+            worker, elsewhere = Worker(rank=rank, world_size=world_size), dict[int, torch.Tensor]()
+            make_tier = partial(UncountedTier, tensors=elsewhere)
+            trainer = give_state(passes, resolved, worker, CPU, meshes, weights=None, make_tier=make_tier)
             fill_slots(trainer.model, resolved, on_gpu=on_gpu)
             saved = state_tensors(trainer)  # which makes the optimizer's state, as a resumed run has it
             lasting = _storages(trainer)

@@ -6,9 +6,9 @@ from meshwright.state.host import HostStore
 from meshwright.state.masters import MasterWeights
 from meshwright.state.store import Bucket, StateStore
 from meshwright.state.tiered import TieredHost, TieredMasters, TieredStore
-from meshwright.state.tiers import Tier
+from meshwright.state.tiers import Home, Tier
 
-__all__ = ["Bucket", "HostStore", "MasterWeights", "StateStore", "Tier", "TieredStore", "choose_store"]
+__all__ = ["Bucket", "Home", "HostStore", "MasterWeights", "StateStore", "Tier", "TieredStore", "choose_store"]
 
 
 def choose_store(layout: LayoutSpec, precision: Precision, *, alone: bool) -> type[StateStore]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from meshwright.spec.errors import UserError
 from meshwright.storage.lock import Lock
+from meshwright.storage.sync import sync
 
 
 def write_durably(path: Path, content: str | bytes) -> None:
@@ -24,7 +25,7 @@ def write_durably(path: Path, content: str | bytes) -> None:
         with temporary.open("wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            sync(file.fileno())
         temporary.rename(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -43,7 +44,7 @@ def sync_folder(path: Path) -> None:
     """Flush a folder's entries to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync(descriptor)
     finally:
         os.close(descriptor)
 

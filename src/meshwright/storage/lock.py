@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from meshwright.spec.errors import UserError
+from meshwright.storage.sync import sync
 
 BEAT, LEASE = 5.0, 60.0
 """Seconds between an owner's signs of life, and after which one that gives none counts as dead."""
@@ -140,7 +141,7 @@ class Lock:
             _hold(file)  # before it says whose it is: by then it must not look left behind
             me = Owner(secrets.token_hex(8), socket.gethostname(), _boot(), os.getpid(), time.strftime("%F %T"))
             os.write(file, json.dumps(asdict(me)).encode())
-            os.fsync(file)
+            sync(file)
         except OSError as error:
             mine.unlink()
             os.close(file)

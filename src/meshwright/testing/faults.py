@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from meshwright.storage.sync import SYNC
+
 AUDITED = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"}
-"""Python's audit events for operations that change files, or begin to; `os.fsync` is not audited and is wrapped
-instead."""
+"""Python's audit events for operations that change files, or begin to; `SYNC` is the event of a flush to disk."""
 
 
 def run_in_fork(work: Callable[[], Any], *, die_at: int | None = None, below: Path | None = None) -> int:
@@ -38,7 +39,6 @@ def before_file_operations(below: Path, hook: Callable[[int], object]) -> None:
     """Call `hook` with a running number before each file operation below a folder, for the rest of the process."""
     count = -1
     prefix = str(below)
-    really_sync = os.fsync
 
     def count_one() -> None:
         nonlocal count
@@ -46,15 +46,11 @@ def before_file_operations(below: Path, hook: Callable[[int], object]) -> None:
         hook(count)
 
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in AUDITED and isinstance(arguments[0], str | os.PathLike) and str(arguments[0]).startswith(prefix):
+        path = arguments[0] if event in AUDITED else None
+        if event == SYNC or (isinstance(path, str | os.PathLike) and str(path).startswith(prefix)):
             count_one()
 
-    def fsync(descriptor: int) -> None:
-        count_one()
-        really_sync(descriptor)
-
     sys.addaudithook(audit)
-    os.fsync = fsync
 
 
 def slow_storage(below: Path, seconds: float) -> None:

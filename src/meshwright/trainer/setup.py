@@ -3,6 +3,7 @@
 import functools
 import json
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -183,15 +184,19 @@ def give_state(
     device: torch.device,
     meshes: Meshes | None,
     weights: RowSource | None,
+    make_tier: Callable[..., Tier] = Tier,
 ) -> Trainer:
-    """Give a parallel model its weights (None: memory for them, unfilled), optimizers and state store."""
+    """Give a parallel model its weights (None: memory for them, unfilled), optimizers and state store.
+
+    `make_tier`: makes the tier of a run whose state lives elsewhere than on the device; default: the real one.
+    """
     run, training = resolved.run, resolved.run.training
     model, table = passes.model, finetuned_table(resolved.model, run.finetune)
     names = named_tensors(model).keys()
     kept = (*state_table(resolved.model), *low_precision_state(table, training))
     here, state = ([row for row in rows if row.name in names] for rows in (table, kept))
     kind = choose_store(run.layout, training.dtypes, alone=meshes is None)
-    tier = build_tier(resolved, worker, kind.home(device))
+    tier = build_tier(resolved, worker, kind.home(device), make_tier)
     with torch.no_grad():
         kind.allocate(model, kind.home(device), tier)
     if weights is not None:
@@ -210,7 +215,9 @@ def give_state(
     )
 
 
-def build_tier(resolved: ResolvedRun, worker: Worker, device: torch.device) -> Tier | None:
+def build_tier(
+    resolved: ResolvedRun, worker: Worker, device: torch.device, make_tier: Callable[..., Tier]
+) -> Tier | None:
     """Where the optimizer's state lives that steps on `device`; None where it stays there."""
     run = resolved.run
     offload = run.layout.tiers
@@ -218,7 +225,7 @@ def build_tier(resolved: ResolvedRun, worker: Worker, device: torch.device) -> T
         return None
     given = offload.directory
     directory = Path(run.run_dir) / OFFLOAD if given is None else Path(resolved.base_dir) / given
-    tier = Tier(offload, directory.absolute(), device, worker.rank)
+    tier = make_tier(offload, directory.absolute(), device, worker.rank)
     tier.prepare()
     return tier
 

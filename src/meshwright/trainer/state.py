@@ -156,8 +156,7 @@ def restore(trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
     trainer.store.refresh()
     restore_random_state(trainer, tensors)
     trainer.step, trainer.tokens = saved["step"], saved["tokens"]
-    for counter in COUNTERS:
-        setattr(trainer, counter, saved.get(counter, 0))
+    trainer.skipped, trainer.spikes, trainer.rewinds, trainer.passed_over = (saved.get(name, 0) for name in COUNTERS)
     if trainer.train_step.spikes is not None and saved.get("spike_history"):
         trainer.train_step.spikes.load(saved["spike_history"])
     if trainer.train_step.scaler is not None and saved["loss_scale"] is not None:

@@ -1,0 +1,13 @@
+"""Flushes open files to disk, audibly."""
+
+import os
+import sys
+
+SYNC = "meshwright.sync"
+"""The audit event before a flush; Python audits its own file operations, but not `os.fsync`."""
+
+
+def sync(descriptor: int) -> None:
+    """Flush an open file to disk, after the audit event `SYNC`. Raises `OSError` as `os.fsync` does."""
+    sys.audit(SYNC, descriptor)
+    os.fsync(descriptor)
