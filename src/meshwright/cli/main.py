@@ -29,7 +29,7 @@ VERBS = {
     "generate": "continue prompts with a trained model",
     "chat": "chat with a trained model in the terminal",
     "serve": "serve a trained model with OpenAI's API and a chat page",
-    "eval": "measure loss and perplexity of a trained model on any text",
+    "eval": "measure a trained model: loss and perplexity on any text, accuracy in tasks",
     "export": "write a trained model for Hugging Face or llama.cpp, or its adapters for peft",
     "doctor": "show what this machine has and what is missing",
     "demo": "train, evaluate and sample a small model on this machine",

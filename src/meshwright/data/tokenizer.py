@@ -93,13 +93,15 @@ class TextTokenizer:
         with _panics_told():
             return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def encode_marked(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+    def encode_marked(
+        self, texts: Sequence[str], *, add_special_tokens: bool = False
+    ) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """(token ids, characters that each stands for) of texts in which special tokens are meant as such: those that a
-        chat template has written."""
+        chat template has written. `add_special_tokens`: with those that the tokenizer puts around every text."""
         self._tokenizer.encode_special_tokens = False
         try:
             with _panics_told():
-                found = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+                found = self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
         finally:
             self._tokenizer.encode_special_tokens = True
         return [(encoding.ids, encoding.offsets) for encoding in found]

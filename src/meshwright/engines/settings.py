@@ -91,7 +91,7 @@ RULES: Mapping[str, Rule] = {
     ),
     "training.objective": _only(None, why="the program predicts the next token"),
     "training.preference": _only(None, why="the program predicts the next token"),
-    "training.evaluation": _left_out("nothing is held out"),
+    "training.evaluation": _left_out("nothing is held out, no task is asked"),
     "training.samples": _left_out("nothing is generated"),
     "finetune": _finetune,
     "layout": _said,

@@ -27,10 +27,15 @@ class Logits:
 
     def logsumexp(self) -> torch.Tensor:
         """The logarithm of softmax's denominator, [C]."""
+        top_C = self.maximum()
+        return self._total((self.here_CV - top_C[:, None]).exp().sum(1)).log() + top_C
+
+    def maximum(self) -> torch.Tensor:
+        """The largest logit, [C], without a gradient."""
         top_C = self.here_CV.detach().amax(1)
         if self._share is not None:
             self._share.maximum_(top_C)
-        return self._total((self.here_CV - top_C[:, None]).exp().sum(1)).log() + top_C
+        return top_C
 
     def mean(self) -> torch.Tensor:
         """The mean over the whole vocabulary, [C]."""

@@ -10,6 +10,7 @@ from meshwright.spec.low_precision import LowPrecisionSpec
 from meshwright.spec.plugins import Pluggable, PluginSpec
 from meshwright.spec.precision import NARROW, Precision, PrecisionName, ReduceName
 from meshwright.spec.recompute import Policy, RecomputeSpec
+from meshwright.spec.tasks import TaskSpec
 
 MOST_WARMUP = 100
 """Steps of warm-up that are enough for a run of any length, where the recipe leaves them open."""
@@ -71,12 +72,14 @@ class LrScheduleSpec(Spec):
 
 
 class EvaluationSpec(Spec):
-    """Loss on held-out text during training."""
+    """Loss on held-out text, and tasks, during training."""
 
     every: int = Field(default=0, ge=0)
     """Evaluate every this many steps; 0 means only after the last step."""
     batches: int = Field(default=16, ge=0)
-    """Global batches per evaluation; 0 switches evaluation off."""
+    """Global batches per evaluation; 0 switches the loss on held-out text off."""
+    tasks: tuple[TaskSpec, ...] = ()
+    """Tasks that the model is asked as often: names of tasks and files of questions, or sections."""
 
 
 class SampleSpec(Spec):

@@ -68,6 +68,7 @@ from meshwright.trainer.start import (
     with_datasets,
 )
 from meshwright.trainer.state import AUTO, NEWEST, begin, check_continues, choose_checkpoint, seed_generators
+from meshwright.trainer.tasks import TaskCallback
 from meshwright.trainer.verification import VerifyGuard, describe
 
 
@@ -245,8 +246,9 @@ def train_rank(
 
 def own_callbacks(trainer: Trainer, corpus: Corpus) -> list[Callback]:
     """The built-in callbacks that the recipe enables."""
-    samples = trainer.resolved.run.training.samples
-    return [ReplicaGuard(), *([Samples(samples, trainer, corpus)] if samples else [])]
+    training = trainer.resolved.run.training
+    samples = [Samples(training.samples, trainer, corpus)] if training.samples else []
+    return [ReplicaGuard(), *samples, *([TaskCallback(trainer, corpus)] if training.evaluation.tasks else [])]
 
 
 def banner(trainer: Trainer, corpus: Corpus) -> str:

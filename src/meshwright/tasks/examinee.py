@@ -1,0 +1,192 @@
+"""A model that is asked: log-probabilities of continuations under any layout, and texts that it writes.
+
+Shapes: B rows, T tokens of a row, V vocabulary, C tokens of a chunk.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+
+import numpy as np
+import torch
+
+from meshwright.comm.objects import gather_everywhere
+from meshwright.data.loader import HostBatch
+from meshwright.data.tokenizer import TextTokenizer
+from meshwright.models.batch import TensorBatch, to_device
+from meshwright.models.generate import Sampling
+from meshwright.models.head import Head
+from meshwright.models.logits import Logits
+from meshwright.models.loss import IGNORED
+from meshwright.parallel import Passes
+from meshwright.parallel.data import release_gathered
+from meshwright.spec.batch import Batch
+from meshwright.spec.errors import UserError
+
+LENGTHS = 32
+"""Rows are padded to a multiple of this many tokens."""
+
+Ids = Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What this rank reads of each batch, and where."""
+
+    device: torch.device
+    max_length: int
+    """Most tokens of a row."""
+    tokens_at_once: int
+    """Tokens that a rank reads at a time."""
+    multiple: int = 1
+    """Rows have a multiple of this many tokens."""
+    data_rank: int = 0
+    """This rank's index among the `data_ranks` that read different rows."""
+    data_ranks: int = 1
+    places_of: Callable[[int], np.ndarray | None] = lambda length: None
+    """The places that this rank holds of a row of some length; None: all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Writing:
+    """How a text is written."""
+
+    max_tokens: int
+    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.0))
+    stops: Sequence[str] = ()
+    """The text ends before the first of them."""
+    chat: bool = False
+    """Whether the tokens that end the assistant's turn end the text."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A continuation's log-probability."""
+
+    logprob: float
+    """In nats, summed over its tokens."""
+    greedy: bool
+    """Whether no other token was likelier than any of its tokens."""
+
+
+@dataclass(frozen=True)
+class Examinee:
+    """A model with its tokenizer. Under several ranks its methods are collective, and every rank gets the same."""
+
+    passes: Passes
+    tokenizer: TextTokenizer
+    share: Share
+    write: Callable[[Sequence[Ids], Writing], list[str]]
+    """The text that the model writes behind each prompt."""
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a row."""
+        return self.share.max_length
+
+    def logprobs(self, rows: Sequence[tuple[Ids, Ids]]) -> list[Found]:
+        """The log-probability of each (tokens, continuation). Of a row that is too long the beginning is not read.
+
+        Raises `UserError` if a continuation has no token, or has more than fit.
+        """
+        read = [_cut(before, asked, self.max_length) for before, asked in rows]
+        ends: dict[tuple[int, ...], list[int]] = {}
+        """What is read -> the rows that ask for one token behind it: they are answered together."""
+        longer = []
+        for number, (tokens, asked) in enumerate(read):
+            if len(asked) == 1:
+                ends.setdefault(tokens, []).append(number)
+            else:
+                longer.append(number)
+        found: dict[int, Found] = {}
+        texts = list(ends)
+        for together, logits_V in self._read([(tokens, 1) for tokens in texts], _next_logits):
+            logprobs_V = logits_V.double().log_softmax(-1)
+            best = float(logprobs_V.max())
+            for number in ends[texts[together]]:
+                logprob = float(logprobs_V[read[number][1][0]])
+                found[number] = Found(logprob, logprob >= best)
+        whole = [(read[number][0], len(read[number][1])) for number in longer]
+        labels = [read[number][1] for number in longer]
+        for index, sums in self._read(whole, _sums, labels):
+            logprob, missed = sums.tolist()
+            found[longer[index]] = Found(logprob, missed == 0)
+        release_gathered(self.passes.model)
+        for others in gather_everywhere(found):
+            found = {**found, **others}
+        return [found[number] for number in range(len(rows))]
+
+    def _read(
+        self,
+        rows: Sequence[tuple[tuple[int, ...], int]],
+        read: Callable[[torch.Tensor, Head, TensorBatch], torch.Tensor],
+        labels: Sequence[Sequence[int]] | None = None,
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """(index of a row, what `read` makes of it), where this rank has both. `rows`: tokens, and how many of the last
+        places are asked; `labels`: their tokens, or any if only the places matter."""
+        order = sorted(range(len(rows)), key=lambda index: -len(rows[index][0]))
+        parts: list[list[int]] = []
+
+        def batches() -> Iterator[TensorBatch]:
+            start = 0
+            while start < len(order):
+                length = self._length(len(rows[order[start]][0]))
+                size = max(1, self.share.tokens_at_once // length)
+                first = start + self.share.data_rank * size
+                parts.append(order[first : min(first + size, start + size * self.share.data_ranks)])
+                batch = self._batch([(*rows[i], labels[i] if labels else (0,)) for i in parts[-1]], size, length)
+                yield to_device(batch, self.share.device)
+                start += size * self.share.data_ranks
+
+        for number, made in enumerate(self.passes.read(batches(), read)):
+            yield from zip(parts[number], made, strict=False)  # rows behind are blank
+
+    def _length(self, longest: int) -> int:
+        unit = self.share.multiple * ceil(LENGTHS / self.share.multiple)
+        return max(longest, min(ceil(longest / unit) * unit, self.max_length))
+
+    def _batch(self, rows: Sequence[tuple[Ids, int, Ids]], size: int, length: int) -> HostBatch:
+        tokens_BT, labels_BT = np.zeros((size, length), np.int64), np.full((size, length), IGNORED, np.int64)
+        for row, (tokens, asked, labels) in enumerate(rows):
+            tokens_BT[row, : len(tokens)] = tokens
+            labels_BT[row, len(tokens) - asked : len(tokens)] = labels
+        places = self.share.places_of(length)
+        if places is None:
+            return Batch(tokens_BT, labels_BT)
+        positions_BT = np.broadcast_to(places, (size, len(places))).copy()
+        return Batch(tokens_BT[:, places], labels_BT[:, places], position_ids=positions_BT)
+
+
+def ends_among(tokenizer: TextTokenizer, stops: Sequence[str]) -> set[int]:
+    """The ids of those stop texts that are special tokens, which a written text does not show."""
+    found = (tokenizer.token_id(stop) for stop in stops if stop in tokenizer.special_tokens)
+    return {number for number in found if number is not None}
+
+
+def _cut(before: Ids, asked: Ids, room: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if not asked or not before:
+        raise UserError("a task asks for the log-probability of a text without tokens, or behind none")
+    if len(asked) > room:
+        raise UserError(f"a task's answer has {len(asked)} tokens, but the model is meant for {room}")
+    return (*before, *asked)[:-1][-room:], tuple(asked)
+
+
+def _next_logits(x_BTD: torch.Tensor, head: Head, batch: TensorBatch) -> torch.Tensor:
+    """The logits [B, V] behind the one place of each row that has a label."""
+    assert batch.labels is not None
+    return head.next_logits(x_BTD, batch.labels != IGNORED)
+
+
+def _sums(x_BTD: torch.Tensor, head: Head, batch: TensorBatch) -> torch.Tensor:
+    """Each row's log-probability, and the number of its labels that are not the likeliest token, [B, 2]."""
+    assert batch.labels is not None
+    signed_BT = head.token_terms(x_BTD, batch.labels, _signed)
+    missed_BT = signed_BT < 0
+    return head.row_sums(torch.stack([-signed_BT.abs().double().sum(1), missed_BT.double().sum(1)], 1))
+
+
+def _signed(logits: Logits, labels_C: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities; with a plus where the token is the likeliest, as only it can have probability 1."""
+    logit_C = logits.of(labels_C)
+    logprob_C = logit_C - logits.logsumexp()
+    return torch.where(logit_C >= logits.maximum(), logprob_C.abs(), -logprob_C.abs())

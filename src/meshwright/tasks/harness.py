@@ -1,0 +1,232 @@
+"""Tasks of lm-evaluation-harness, asked of an examinee: its registry, its prompts, its metrics.
+
+The package is an extra (`pip install 'meshwright[eval]'`), imported only when a task needs it. Every rank makes the
+same requests in the same order; the first that gets results shares them.
+"""
+
+import importlib
+import importlib.util
+import logging
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from meshwright.comm.objects import gather_everywhere
+from meshwright.data.chat import find_template
+from meshwright.models.generate import Sampling
+from meshwright.spec.errors import UserError
+from meshwright.spec.problems import did_you_mean
+from meshwright.spec.tasks import TaskSpec
+from meshwright.tasks.examinee import Examinee, Writing
+from meshwright.tasks.result import Metric, TaskResult
+
+MAX_TOKENS = 256
+"""Most tokens of an answer, where the task says nothing."""
+_NAMED = re.compile(r"^(task|group|tag):[ \t]*['\"]?([^\s'\"#]+)", re.MULTILINE)
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+
+
+@dataclass(frozen=True)
+class HarnessTask:
+    """A task, group or tag of the registry, or of a YAML file."""
+
+    name: str
+    spec: TaskSpec
+    folder: Path | None
+    """Where the YAML file is."""
+    with_defaults: bool
+    """Whether the package's own tasks are needed."""
+
+
+def find_task(spec: TaskSpec, base_dir: Path) -> HarnessTask:
+    """The task that is named.
+
+    Raises `UserError` if the package is not installed, or there is no such task.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError(
+            f"task {spec.task}: needs lm-evaluation-harness: pip install 'meshwright[eval]'; questions of your own are "
+            "a .jsonl file"
+        )
+    if spec.examples is not None:
+        raise UserError(f"task {spec.task}: a task of lm-evaluation-harness has its own examples; leave examples out")
+    path = base_dir / spec.task
+    if path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            raise UserError(f"task {spec.task}: {path} does not exist")
+        named = _NAMED.search(path.read_text(encoding="utf-8"))
+        if named is None:
+            raise UserError(f"{path}: names no task; a task file of lm-evaluation-harness says task: NAME")
+        return HarnessTask(named[2], spec, path.resolve().parent, named[1] != "task")
+    known = _manager(None, with_defaults=True).all_tasks
+    if spec.task not in known:
+        raise UserError(
+            f"task {spec.task}: lm-evaluation-harness has none of this name{did_you_mean(spec.task, known)}"
+        )
+    return HarnessTask(spec.task, spec, None, True)
+
+
+def run_harness_task(task: HarnessTask, examinee: Examinee) -> list[TaskResult]:
+    """The results of a task, or of each in a group.
+
+    Raises `UserError` if the task's data cannot be read.
+    """
+    with _undisturbed():
+        try:
+            found = importlib.import_module("lm_eval").simple_evaluate(
+                model=_language_model(examinee),
+                tasks=[task.name],
+                num_fewshot=task.spec.shots,
+                limit=task.spec.limit,
+                apply_chat_template=task.spec.chat,
+                task_manager=_manager(task.folder, with_defaults=task.with_defaults),
+            )
+        except OSError as error:
+            raise UserError(f"task {task.spec.task}: its data cannot be read ({error})") from error
+    results = None if found is None or not found.get("results") else _results(found)
+    (first, *_) = (each for each in gather_everywhere(results) if each is not None)
+    return first
+
+
+def _manager(folder: Path | None, *, with_defaults: bool) -> Any:
+    tasks = importlib.import_module("lm_eval.tasks")
+    return tasks.TaskManager(include_path=None if folder is None else str(folder), include_defaults=with_defaults)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Restores the states of random generators, which the package seeds, and keeps its notes off the terminal."""
+    python, numpy, logger = random.getstate(), np.random.get_state(), logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        logger.setLevel(level)
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _results(found: Mapping[str, Any]) -> list[TaskResult]:
+    """One result for each task and group."""
+    sizes = {name: int(size["effective"]) for name, size in found.get("n-samples", {}).items()}
+    told = []
+    for name, figures in found["results"].items():
+        metrics = {}
+        for key, value in figures.items():
+            metric, _, filtered = key.partition(",")
+            if not isinstance(value, int | float) or metric.endswith("_stderr") or not filtered:
+                continue
+            error = figures.get(f"{metric}_stderr,{filtered}")
+            known = isinstance(error, int | float)
+            metrics[metric if filtered == "none" else key] = Metric(float(value), float(error) if known else None)
+        members = _members(name, found.get("group_subtasks", {}))
+        records = [{"task": name, **_plain(sample)} for sample in found.get("samples", {}).get(name, [])]
+        told.append(TaskResult(name, sum(sizes.get(member, 0) for member in members), metrics, records))
+    return told
+
+
+def _members(name: str, groups: Mapping[str, Sequence[str]]) -> list[str]:
+    below = [member for each in groups.get(name, ()) for member in _members(each, groups)]
+    return below or [name]
+
+
+def _plain(sample: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {"doc_id": sample.get("doc_id"), "right": sample.get("target"), "answer": sample.get("filtered_resps")}
+    return kept | {name: sample.get(name) for name in sample.get("metrics", ())}
+
+
+def _language_model(examinee: Examinee) -> Any:
+    """The examinee as the package sees a model: its `TemplateLM`, tokens as transformers' `HFLM` makes them."""
+    tokenizer = examinee.tokenizer
+    base = importlib.import_module("lm_eval.api.model").TemplateLM
+    utils = importlib.import_module("lm_eval.utils")
+    beginning = tokenizer.named_tokens.get("bos_token")
+
+    class LanguageModel(base):
+        """A model of ours."""
+
+        eot_token_id = tokenizer.eos_id
+        prefix_token_id = (tokenizer.token_id(beginning) if beginning else None) or tokenizer.eos_id
+        max_length = examinee.max_length
+        max_gen_toks = MAX_TOKENS
+        tokenizer_name = "meshwright"
+        device = examinee.share.device
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+            """Token ids, special tokens by their names."""
+            if add_special_tokens is None:
+                add_special_tokens = not (beginning and string.startswith(beginning))
+            return tokenizer.encode_marked([string], add_special_tokens=add_special_tokens)[0][0]
+
+        def chat_template(self, chat_template: bool | str = False) -> str | None:
+            """The template's source."""
+            return tokenizer.chat_template if chat_template else None
+
+        def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> str:
+            """The conversation as text."""
+            return find_template("auto", tokenizer, Path()).render(chat_history, answer=add_generation_prompt)
+
+        def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+            rows = [(before, asked) for _, before, asked in requests]
+            return [(found.logprob, found.greedy) for found in examinee.logprobs(rows)]
+
+        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+            """Each text's log-probability, read in windows of the model's length."""
+            rows, counts = [], []
+            for (text,) in (request.args for request in requests):
+                windows = utils.get_rolling_token_windows(
+                    token_list=self.tok_encode(text),
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=self.max_length,
+                    context_len=1,
+                )
+                windows = [utils.make_disjoint_window(window) for window in windows]
+                rows += windows
+                counts.append(len(windows))
+            found = iter(examinee.logprobs(rows))
+            return [sum(next(found).logprob for _ in range(count)) for count in counts]
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+            """What the model writes, up to the request's stop texts."""
+            texts, groups = [""] * len(requests), {}
+            for number, request in enumerate(requests):
+                groups.setdefault(repr(request.args[1]), []).append(number)
+            for numbers in groups.values():
+                writing = _writing(requests[numbers[0]].args[1], tokenizer.decode([tokenizer.eos_id]))
+                room = examinee.max_length - writing.max_tokens
+                if room < 1:
+                    raise UserError(
+                        f"a task wants answers of {writing.max_tokens} tokens, but the model is meant for "
+                        f"{examinee.max_length} in all"
+                    )
+                prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
+                for number, text in zip(numbers, examinee.write(prompts, writing), strict=True):
+                    texts[number] = text
+            return texts
+
+    return LanguageModel()
+
+
+def _writing(options: Mapping[str, Any], end: str) -> Writing:
+    """The package's options of generation."""
+    until = options.get("until") or []
+    stops = [until] if isinstance(until, str) else list(until)
+    length = next((int(options[name]) for name in _LENGTHS if options.get(name) is not None), MAX_TOKENS)
+    temperature = float(options.get("temperature") or 0.0)
+    if options.get("do_sample") is False or (not options.get("do_sample") and not temperature):
+        return Writing(max_tokens=length, stops=[*stops, end])
+    sampling = Sampling(
+        temperature=float(options.get("temperature", 1.0)),
+        top_p=float(options.get("top_p", 1.0)),
+        top_k=int(options.get("top_k", 0)),
+    )
+    return Writing(max_tokens=length, sampling=sampling, stops=[*stops, end])

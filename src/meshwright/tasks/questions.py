@@ -1,0 +1,188 @@
+"""Questions with known answers, read from .jsonl files. The columns say which layout a file has. No torch here."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.spec.errors import UserError
+from meshwright.tasks.answers import Extract, boxed, last_number, number_behind_hashes, plain_math, plain_text
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+LAYOUTS = (
+    "question, choices, answer (MMLU); question, A, B, C, D, answer (MMLU); question, choices {text, label}, answerKey "
+    "(ARC); ctx, endings, label (HellaSwag); problem, solution (MATH); question, answer (GSM8K, or any short answer)"
+)
+"""The layouts, for people."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question. A model answers it by the likeliest of `choices`, or writes its answer."""
+
+    prompt: str
+    solved: str
+    """What an example shows after the prompt."""
+    choices: tuple[str, ...] = ()
+    """Continuations to choose from; none: the model writes."""
+    right: int = 0
+    """Index of the right choice."""
+    answers: tuple[str, ...] = ()
+    """The right answers of a question without choices, normalized."""
+    head: str = ""
+    """What stands before the first example."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How questions of one layout are answered and scored."""
+
+    name: str
+    read: Callable[[Mapping[str, Any]], Question]
+    metrics: Mapping[str, Extract] = field(default_factory=dict)
+    """Of questions without choices: metric -> what finds the answer in the model's text."""
+    by_length: bool = False
+    """Whether choices are also compared per byte (acc_norm)."""
+    stops: tuple[str, ...] = ()
+    """Texts before which the model's answer ends."""
+    max_tokens: int = 256
+    """Most tokens of an answer."""
+
+
+def _letters(prompt: str, texts: Any, right: int, subject: Any) -> Question:
+    texts = [str(text) for text in texts]
+    if not 0 <= right < len(texts) <= len(LETTERS):
+        raise ValueError(f"the answer is number {right} of {len(texts)} choices")
+    listed = "".join(f"\n{letter}. {text}" for letter, text in zip(LETTERS, texts, strict=False))
+    about = f" about {str(subject).replace('_', ' ')}" if subject else ""
+    return Question(
+        prompt=f"{prompt.strip()}{listed}\nAnswer:",
+        solved=f" {LETTERS[right]}",
+        choices=tuple(f" {letter}" for letter in LETTERS[: len(texts)]),
+        right=right,
+        head=f"The following are multiple choice questions (with answers){about}.\n\n",
+    )
+
+
+def _index(answer: Any, texts: list[str]) -> int:
+    """The right choice, told by its number, its letter or its text."""
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        return answer
+    if str(answer) in texts:
+        return texts.index(str(answer))
+    if len(str(answer).strip()) == 1 and str(answer).strip().upper() in LETTERS:
+        return LETTERS.index(str(answer).strip().upper())
+    if str(answer).strip().isdigit():
+        return int(str(answer))
+    raise ValueError(f"answer {str(answer)[:40]!r} is neither a choice's number, nor its letter, nor its text")
+
+
+def _mmlu(row: Mapping[str, Any]) -> Question:
+    texts = [str(text) for text in row["choices"]]
+    return _letters(row["question"], texts, _index(row["answer"], texts), row.get("subject"))
+
+
+def _mmlu_columns(row: Mapping[str, Any]) -> Question:
+    texts = [str(row[letter]) for letter in "ABCD"]
+    return _letters(row["question"], texts, LETTERS.index(str(row["answer"]).strip().upper()), row.get("subject"))
+
+
+def _texts(prompt: str, texts: Any, right: int) -> Question:
+    choices = tuple(f" {str(text).strip()}" for text in texts)
+    if not 0 <= right < len(choices):
+        raise ValueError(f"the answer is number {right} of {len(choices)} choices")
+    return Question(prompt=prompt, solved=choices[right], choices=choices, right=right)
+
+
+def _arc(row: Mapping[str, Any]) -> Question:
+    right = list(row["choices"]["label"]).index(row["answerKey"])
+    return _texts(f"Question: {row['question']}\nAnswer:", row["choices"]["text"], right)
+
+
+def _hellaswag(row: Mapping[str, Any]) -> Question:
+    return _texts(row["ctx"].strip(), row["endings"], int(row["label"]))
+
+
+def _gsm8k(row: Mapping[str, Any]) -> Question:
+    answer = number_behind_hashes(row["answer"])
+    if answer is None:
+        raise ValueError("answer has no #### with a number behind it")
+    return Question(f"Question: {row['question']}\nAnswer:", f" {row['answer']}", answers=(answer,))
+
+
+def _math(row: Mapping[str, Any]) -> Question:
+    answer = plain_math(str(row["answer"])) if row.get("answer") else boxed(row["solution"])
+    if answer is None:
+        raise ValueError("solution has no \\boxed{} answer")
+    return Question(f"Problem:\n{row['problem']}\n\nSolution:", f" {row['solution']}", answers=(answer,))
+
+
+def _short(row: Mapping[str, Any]) -> Question:
+    given = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
+    if not given:
+        raise ValueError("answer is an empty list")
+    texts = [str(one) for one in given]
+    return Question(f"Question: {row['question']}\nAnswer:", f" {texts[0]}", answers=tuple(map(plain_text, texts)))
+
+
+MMLU = Layout("MMLU", _mmlu)
+MMLU_COLUMNS = Layout("MMLU", _mmlu_columns)
+ARC = Layout("ARC", _arc, by_length=True)
+HELLASWAG = Layout("HellaSwag", _hellaswag, by_length=True)
+GSM8K = Layout(
+    "GSM8K", _gsm8k, {"exact_match": number_behind_hashes, "exact_match_flexible": last_number}, stops=("Question:",)
+)
+MATH = Layout("MATH", _math, {"exact_match": boxed}, stops=("Problem:",), max_tokens=512)
+SHORT = Layout("short answers", _short, {"exact_match": plain_text}, stops=("\n",), max_tokens=64)
+
+
+def layout_of(row: Mapping[str, Any]) -> Layout | None:
+    """The layout of a record with these columns; None if it has none of them."""
+    has = row.keys().__ge__
+    if has({"question", "choices", "answerKey"}) and isinstance(row["choices"], dict):
+        return ARC
+    if has({"question", "choices", "answer"}):
+        return MMLU
+    if has({"question", "answer", *"ABCD"}):
+        return MMLU_COLUMNS
+    if has({"ctx", "endings", "label"}):
+        return HELLASWAG
+    if has({"problem", "solution"}):
+        return MATH
+    if has({"question", "answer"}):
+        return GSM8K if isinstance(row["answer"], str) and "####" in row["answer"] else SHORT
+    return None
+
+
+def read_questions(path: Path) -> tuple[Layout, list[Question]]:
+    """The layout and the questions of a .jsonl file.
+
+    Raises `UserError` if a line is no question of the layout of the first.
+    """
+    layout, questions = None, []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            found = layout_of(row) if isinstance(row, dict) else None
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}:{number}: is not JSON ({error})") from error
+        if found is None:
+            told = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+            raise UserError(f"{path}:{number}: no known layout has these columns ({told}); there are {LAYOUTS}")
+        layout = layout or found
+        if found is not layout:
+            raise UserError(f"{path}:{number}: has the columns of {found.name}, the first line those of {layout.name}")
+        try:
+            questions.append(layout.read(row))
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            raise UserError(f"{path}:{number}: is not a question of the layout {layout.name}: {error}") from error
+    if layout is None:
+        raise UserError(f"{path}: holds no question")
+    return layout, questions

@@ -1,0 +1,90 @@
+"""lm-evaluation-harness through our model and through transformers: equal figures and answers. A program of its own,
+because the package warns when it is imported.
+
+Use: beside_lm_eval.py HF_DIRECTORY FOLDER
+"""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TQDM_DISABLE": "1"}
+
+import lm_eval
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from meshwright.serve.examine import examinee_of
+from meshwright.serve.trained import open_trained
+from meshwright.spec.tasks import TaskSpec
+from meshwright.tasks.ask import open_tasks
+
+TASKS = {
+    "choices": """\
+output_type: multiple_choice
+doc_to_text: "Question: {{question}}\\nAnswer:"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+num_fewshot: 2
+fewshot_split: test
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "rolling": """\
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{question}} {{text}}"
+metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]
+""",
+    "written": """\
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{text}}"
+generation_kwargs: {until: ["\\n\\n", "three"], max_gen_toks: 12, do_sample: false}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+""",
+}
+
+
+def main(model: Path, folder: Path) -> None:
+    """Measure both ways and compare."""
+    rows = [
+        {
+            "question": f"def add_{number}(x): return",
+            "choices": ["x + 1", f"x + {number}", "x", "add"],
+            "answer": number % 4,
+            # No repetition: HFLM takes windows with equal tokens for one, even if other places in them are asked.
+            "text": "x = " + "".join(f"add {number * step} to x, " for step in range(number * 3)),
+        }
+        for number in range(24)
+    ]
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, body in TASKS.items():
+        head = f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\ntest_split: test\n"
+        (folder / f"{name}.yaml").write_text(head + body)
+    specs = [TaskSpec(task=f"{name}.yaml") for name in TASKS]
+    ours = open_tasks(specs, folder).ask(examinee_of(open_trained(model, device="cpu")))
+    theirs = lm_eval.simple_evaluate(
+        model=HFLM(pretrained=str(model), device="cpu", dtype="float32", batch_size=5),
+        tasks=list(TASKS),
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+    )
+    assert [result.name for result in ours] == list(TASKS)
+    for result in ours:
+        assert result.num_questions == len(rows)
+        for name, metric in result.metrics.items():
+            told = theirs["results"][result.name][f"{name},none"]
+            assert math.isclose(metric.value, told, rel_tol=1e-5), (result.name, name, metric.value, told)
+        samples = theirs["samples"][result.name]
+        for record, sample in zip(result.records, samples, strict=True):
+            if result.name == "written":
+                assert record["answer"] == sample["filtered_resps"], (record, sample["filtered_resps"])
+        print(result.line())
+    found = {result.name: result.metrics for result in ours}
+    assert 0 < found["choices"]["acc"].value < 1
+    assert len({str(record["answer"]) for record in ours[2].records}) > 3
+
+
+main(Path(sys.argv[1]), Path(sys.argv[2]))
