@@ -15,7 +15,7 @@ LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 """`file:function` -> why it may be longer."""
 
-READS_ENVIRONMENT = {"launch/launcher.py", "trainer/worker.py"}
+READS_ENVIRONMENT = {"launch/launcher.py", "trainer/worker.py", "cli/judge.py"}
 TORCH_FREE = ("cli", "data", "families", "imports", "plan", "spec", "storage", "validate")
 """Rooms that `--help`, `init`, `check` and `doctor` are made of: importing them never loads torch."""
 TENSOR_COLLECTIVES = (
@@ -188,6 +188,7 @@ def test_the_lower_rooms_and_the_verbs_never_load_torch() -> None:
 
 
 def test_only_the_launcher_reads_the_environment() -> None:
+    """And `judge` its API key, which no command line should show."""
     assert users("os.environ") | users("os.getenv") == READS_ENVIRONMENT
     assert not importers(MODULES, "os.environ") + importers(MODULES, "os.getenv")
 

@@ -162,7 +162,7 @@ def test_examples_come_from_their_file_or_are_not_asked(tmp_path):
     own = open_task(TaskSpec(task="q.jsonl", shots=1), tmp_path)
     assert [question.prompt[:11] for question in own.questions] == ["Question 1?", "Question 2?", "Question 3?"]
     assert own.prompt(own.questions[0]).count("Question 0?") == 1
-    dev = open_task(TaskSpec(task="q.jsonl", shots=1, examples="dev.jsonl", limit=3), tmp_path)
+    dev = open_task(TaskSpec(task="q.jsonl", shots=1, shots_from="dev.jsonl", limit=3), tmp_path)
     assert len(dev.questions) == 3
     assert "Solved?" in dev.prompt(dev.questions[0])
     assert "Answer: C\n\nQuestion 0?" in dev.prompt(dev.questions[0])

@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         help="ask tasks instead: .jsonl files of questions, YAML files or names of lm-evaluation-harness",
     )
-    parser.add_argument("--shots", metavar="N", type=whole, help="solved examples before each question of a task")
-    parser.add_argument("--examples", metavar="FILE", help=".jsonl file that the examples come from")
+    parser.add_argument("--shots", metavar="N", type=whole, help="solved questions before each question of a task")
+    parser.add_argument("--shots-from", metavar="FILE", help=".jsonl file that these come from")
     parser.add_argument("--limit", metavar="N", type=positive, help="only the first N questions of each task")
     parser.add_argument("--chat", action="store_true", help="ask tasks through the chat template")
     parser.add_argument("--log", metavar="FILE", type=Path, help="write every question and answer to a .jsonl file")
@@ -61,9 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure and print."""
     if arguments.tasks:
         return _ask(arguments)
-    for name in ("shots", "examples", "limit", "chat", "log"):
+    for name in ("shots", "shots_from", "limit", "chat", "log"):
         if getattr(arguments, name):
-            raise UserError(f"--{name} is of tasks; name them with --tasks")
+            raise UserError(f"--{name.replace('_', '-')} is of tasks; name them with --tasks")
     # Torch loads here, so that --help and misuse never wait for it.
     from meshwright.serve.trained import evaluate_texts, open_trained
 
@@ -100,7 +100,7 @@ def _ask(arguments: argparse.Namespace) -> int:
     from meshwright.serve.trained import open_trained
     from meshwright.tasks.ask import open_tasks
 
-    options = {name: getattr(arguments, name) for name in ("shots", "examples", "limit", "chat")}
+    options = {name: getattr(arguments, name) for name in ("shots", "shots_from", "limit", "chat")}
     tasks = open_tasks([TaskSpec(task=task, **options) for task in arguments.tasks], Path())
     with progress_on_stderr(arguments.json):
         trained = open_trained(

@@ -30,6 +30,7 @@ VERBS = {
     "chat": "chat with a trained model in the terminal",
     "serve": "serve a trained model with OpenAI's API and a chat page",
     "eval": "measure a trained model: loss and perplexity on any text, accuracy in tasks",
+    "judge": "compare models' answers by a judge model, or by people's votes",
     "export": "write a trained model for Hugging Face or llama.cpp, or its adapters for peft",
     "doctor": "show what this machine has and what is missing",
     "demo": "train, evaluate and sample a small model on this machine",

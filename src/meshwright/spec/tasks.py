@@ -15,7 +15,7 @@ class TaskSpec(Spec):
     'meshwright[eval]')."""
     shots: int | None = Field(default=None, ge=0)
     """Solved examples before each question. Default 0, or what a task of lm-evaluation-harness says."""
-    examples: str | None = None
+    shots_from: str | None = None
     """A .jsonl file with the examples. Default: the first `shots` questions of the file, which are then not asked."""
     limit: int | None = Field(default=None, ge=1)
     """Ask only the first so many questions."""

@@ -55,8 +55,8 @@ def find_task(spec: TaskSpec, base_dir: Path) -> HarnessTask:
             f"task {spec.task}: needs lm-evaluation-harness: pip install 'meshwright[eval]'; questions of your own are "
             "a .jsonl file"
         )
-    if spec.examples is not None:
-        raise UserError(f"task {spec.task}: a task of lm-evaluation-harness has its own examples; leave examples out")
+    if spec.shots_from is not None:
+        raise UserError(f"task {spec.task}: a task of lm-evaluation-harness has its own examples; leave shots_from out")
     path = base_dir / spec.task
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
@@ -181,39 +181,50 @@ def _language_model(examinee: Examinee) -> Any:
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
             """Each text's log-probability, read in windows of the model's length."""
-            rows, counts = [], []
-            for (text,) in (request.args for request in requests):
-                windows = utils.get_rolling_token_windows(
-                    token_list=self.tok_encode(text),
-                    prefix_token=self.prefix_token_id,
-                    max_seq_len=self.max_length,
-                    context_len=1,
-                )
-                windows = [utils.make_disjoint_window(window) for window in windows]
-                rows += windows
-                counts.append(len(windows))
-            found = iter(examinee.logprobs(rows))
-            return [sum(next(found).logprob for _ in range(count)) for count in counts]
+            windows = [
+                [
+                    utils.make_disjoint_window(window)
+                    for window in utils.get_rolling_token_windows(
+                        token_list=self.tok_encode(request.args[0]),
+                        prefix_token=self.prefix_token_id,
+                        max_seq_len=self.max_length,
+                        context_len=1,
+                    )
+                ]
+                for request in requests
+            ]
+            found = iter(examinee.logprobs([row for rows in windows for row in rows]))
+            return [sum(next(found).logprob for _ in rows) for rows in windows]
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
             """What the model writes, up to the request's stop texts."""
-            texts, groups = [""] * len(requests), {}
-            for number, request in enumerate(requests):
-                groups.setdefault(repr(request.args[1]), []).append(number)
-            for numbers in groups.values():
-                writing = _writing(requests[numbers[0]].args[1], tokenizer.decode([tokenizer.eos_id]))
-                room = examinee.max_length - writing.max_tokens
-                if room < 1:
-                    raise UserError(
-                        f"a task wants answers of {writing.max_tokens} tokens, but the model is meant for "
-                        f"{examinee.max_length} in all"
-                    )
-                prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
-                for number, text in zip(numbers, examinee.write(prompts, writing), strict=True):
-                    texts[number] = text
-            return texts
+            return _write(examinee, [(self.tok_encode(text), options) for text, options in _arguments(requests)])
 
     return LanguageModel()
+
+
+def _arguments(requests: Sequence[Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    return [request.args for request in requests]
+
+
+def _write(examinee: Examinee, requests: Sequence[tuple[list[int], Mapping[str, Any]]]) -> list[str]:
+    """What the model writes behind each prompt; those with the same options together."""
+    end, texts = examinee.tokenizer.decode([examinee.tokenizer.eos_id]), [""] * len(requests)
+    groups: dict[str, list[int]] = {}
+    for number, (_, options) in enumerate(requests):
+        groups.setdefault(repr(options), []).append(number)
+    for numbers in groups.values():
+        writing = _writing(requests[numbers[0]][1], end)
+        room = examinee.max_length - writing.max_tokens
+        if room < 1:
+            raise UserError(
+                f"a task wants answers of {writing.max_tokens} tokens, but the model is meant for "
+                f"{examinee.max_length} in all"
+            )
+        prompts = [requests[number][0][-room:] for number in numbers]
+        for number, text in zip(numbers, examinee.write(prompts, writing), strict=True):
+            texts[number] = text
+    return texts
 
 
 def _writing(options: Mapping[str, Any], end: str) -> Writing:

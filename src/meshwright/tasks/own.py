@@ -38,11 +38,11 @@ def open_task(spec: TaskSpec, base_dir: Path) -> OwnTask:
     path, shots = base_dir / spec.task, spec.shots or 0
     layout, questions = read_questions(path)
     examples, questions = questions[:shots], questions[shots:]
-    if spec.examples is not None:
-        there, others = read_questions(base_dir / spec.examples)
+    if spec.shots_from is not None:
+        there, others = read_questions(base_dir / spec.shots_from)
         examples, questions = others[:shots], [*examples, *questions]
         if there is not layout:
-            raise UserError(f"{spec.examples}: examples have the columns of {there.name}, the task of {layout.name}")
+            raise UserError(f"{spec.shots_from}: examples have the columns of {there.name}, the task of {layout.name}")
     if len(examples) < shots or not questions:
         raise UserError(f"{path}: has too few questions for shots={shots}; ask with fewer, or name a file of examples")
     return OwnTask(path.stem, layout, questions[: spec.limit], examples, spec.chat)

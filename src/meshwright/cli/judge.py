@@ -1,0 +1,205 @@
+"""The verb `judge`: compares models' answers by a judge behind OpenAI's API, or by people's votes."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli.common import positive
+from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
+from meshwright.cli.serve import read_key
+from meshwright.judge.client import Client
+from meshwright.judge.prompts import read_prompts
+from meshwright.judge.questions import Answers, Question, answer_record, read_answers, read_questions
+from meshwright.judge.ratings import Interval, Verdict, mean_ratings, ratings, read_verdicts, settled, versus
+from meshwright.judge.run import (
+    Cost,
+    Journal,
+    estimate,
+    items_of,
+    judge_all,
+    single_ratings,
+    unclear,
+    verdicts_of,
+)
+from meshwright.spec.errors import UserError
+from meshwright.storage.durable import write_durably
+
+KEY = "OPENAI_API_KEY"
+"""The environment variable that holds the API key, as for OpenAI's own clients."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the operands and options of `judge`."""
+    parser.add_argument("questions", metavar="QUESTIONS", type=Path, nargs="?", help=".jsonl file: question, or turns")
+    parser.add_argument(
+        "--answers",
+        metavar="A",
+        nargs="+",
+        default=[],
+        help=".jsonl files of answers, or models that answer first (runs, checkpoints, Hugging Face directories); "
+        "NAME=A names one",
+    )
+    parser.add_argument("--judge", metavar="URL", help="the judge's API, such as http://localhost:8000/v1")
+    parser.add_argument("--judge-model", metavar="NAME", help="the judge's name there (default: its only model)")
+    parser.add_argument("--api-key-file", metavar="FILE", type=Path, help=f"the judge's API key (default: ${KEY})")
+    parser.add_argument(
+        "--mode", choices=["pairwise", "single"], default="pairwise", help="compare two answers, or rate each (1 to 10)"
+    )
+    parser.add_argument("--votes", metavar="FILE", type=Path, nargs="+", default=[], help="also count these votes")
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("judged"), help="default: judged")
+    parser.add_argument("--prompts", metavar="DIR", type=Path, help="your own pairwise.txt, single.txt, reference.txt")
+    parser.add_argument("--limit", metavar="N", type=positive, help="only the first N questions")
+    parser.add_argument("--max-tokens", metavar="N", type=positive, default=1024, help="of a reply (default 1024)")
+    parser.add_argument("--at-once", metavar="N", type=positive, default=8, help="requests at a time (default 8)")
+    parser.add_argument(
+        "--price",
+        metavar=("READ", "WRITTEN"),
+        type=float,
+        nargs=2,
+        help="price of a million tokens that the judge reads, and that it writes",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only estimate the cost; nothing is sent")
+    parser.add_argument("--device", metavar="D", default="auto", help="where models answer (default: auto)")
+    add_json_argument(parser)
+    parser.epilog = (
+        "examples:\n"
+        "  meshwright judge questions.jsonl --answers runs/base runs/tuned --judge http://localhost:8000/v1\n"
+        "  meshwright judge questions.jsonl --answers a.jsonl b.jsonl --judge URL --judge-model NAME --price 2.5 10\n"
+        "  meshwright judge --votes votes.jsonl"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Judge what is not judged yet, and print the comparison."""
+    questions = [] if arguments.questions is None else read_questions(arguments.questions, arguments.limit)
+    if not questions and not arguments.votes:
+        raise UserError("nothing to judge; give QUESTIONS with --answers and --judge, or --votes")
+    found: dict[str, Any] = {}
+    verdicts = read_verdicts(arguments.votes)
+    with progress_on_stderr(arguments.json):
+        if questions:
+            verdicts += _judge(arguments, questions, found)
+    if "estimate" not in found:
+        agreed = settled(verdicts)
+        if verdicts:
+            found["pairs"] = [
+                {
+                    "model_a": one.model_a,
+                    "model_b": one.model_b,
+                    "wins": one.wins,
+                    "ties": one.ties,
+                    "losses": one.losses,
+                    "rate": one.rate.figures(),
+                }
+                for one in versus(agreed)
+            ]
+            found["ratings"] = {name: rated.figures() for name, rated in ratings(agreed).items()}
+        if questions:
+            write_durably(arguments.out / "report.json", json.dumps(found, indent=2) + "\n")
+    if arguments.json:
+        print_json(found)
+    else:
+        _show(found)
+    return 0
+
+
+def _judge(arguments: argparse.Namespace, questions: Sequence[Question], found: dict[str, Any]) -> list[Verdict]:
+    """Judge, note the cost in `found`, and return the verdicts."""
+    if not arguments.answers or (arguments.judge is None and not arguments.dry_run):
+        raise UserError("give the answers with --answers, and the judge's address with --judge")
+    prompts = read_prompts(arguments.prompts)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    items = items_of(questions, _answers(arguments, questions), arguments.mode, prompts)
+    if arguments.dry_run:
+        spent = estimate(
+            items, Journal(arguments.out / "verdicts.jsonl", arguments.judge_model or ""), arguments.max_tokens
+        )
+        found["estimate"] = _figures(spent, arguments)
+        return []
+    key = read_key(arguments.api_key_file) or os.environ.get(KEY) or None
+    client = Client(str(arguments.judge), arguments.judge_model, key=key)
+    journal = Journal(arguments.out / "verdicts.jsonl", client.model)
+    for name, text in prompts.texts.items():
+        (arguments.out / "prompts").mkdir(exist_ok=True)
+        write_durably(arguments.out / "prompts" / f"{name}.txt", text)
+    shown = sys.stderr.isatty()
+
+    def progress(done: int, total: int) -> None:
+        if shown:
+            print(f"\rjudged {done} of {total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+    spent = judge_all(
+        items,
+        journal,
+        lambda prompt: client.ask(prompt, max_tokens=arguments.max_tokens),
+        at_once=arguments.at_once,
+        progress=progress,
+    )
+    found |= {"judge": client.model, "questions": len(questions), "unclear": unclear(items, journal)}
+    found["spent"] = _figures(spent, arguments)
+    single = {name: rated.figures() for name, rated in mean_ratings(single_ratings(items, journal)).items()}
+    if single:
+        found["mean_ratings"] = single
+    return verdicts_of(items, journal)
+
+
+def _answers(arguments: argparse.Namespace, questions: Sequence[Question]) -> list[Answers]:
+    found = []
+    for given in arguments.answers:
+        name, _, path = given.rpartition("=")
+        if Path(path).suffix == ".jsonl":
+            found.append(read_answers(Path(path), questions, name or None))
+            continue
+        if arguments.dry_run:
+            raise UserError(f"--answers {path}: a model would have to answer first; --dry-run needs .jsonl files")
+        # Torch loads here, so that judging files never waits for it.
+        from meshwright.serve.answers import answer_questions
+        from meshwright.serve.served import default_name
+        from meshwright.serve.trained import open_trained
+
+        trained = open_trained(Path(path), device=arguments.device)
+        name = name or default_name(trained)
+        turns = answer_questions(trained, [question.turns for question in questions], max_tokens=arguments.max_tokens)
+        rows = [answer_record(question, name, said) for question, said in zip(questions, turns, strict=True)]
+        place = arguments.out / f"answers-{name}.jsonl"
+        write_durably(place, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        print(f"answered  {place}: {len(rows)} questions by {trained.source}")
+        found.append(read_answers(place, questions, name))
+    return found
+
+
+def _figures(cost: Cost, arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "requests": cost.requests,
+        "prompt_tokens": cost.prompt_tokens,
+        "completion_tokens": cost.completion_tokens,
+        "price": cost.price(arguments.price),
+    }
+
+
+def _show(found: dict[str, Any]) -> None:
+    for name in ("estimate", "spent"):
+        if name in found:
+            cost = found[name]
+            price = "" if cost["price"] is None else f", price {cost['price']:.4g}"
+            what = "would cost" if name == "estimate" else "cost"
+            print(
+                f"{what:10}{cost['requests']} requests, {cost['prompt_tokens']} tokens read and "
+                f"{cost['completion_tokens']} written{price}"
+            )
+    if found.get("unclear"):
+        print(f"unclear   {found['unclear']} replies held no verdict; run again to ask again")
+    for pair in found.get("pairs", []):
+        rate = Interval(**pair["rate"])
+        print(
+            f"{pair['model_a']} against {pair['model_b']}: {pair['wins']} wins, {pair['ties']} ties, "
+            f"{pair['losses']} losses; win rate {rate.value:.3f} [{rate.low:.3f}, {rate.high:.3f}]"
+        )
+    for title, key, digits in (("rating", "ratings", 0), ("mean rating", "mean_ratings", 2)):
+        for name, rated in found.get(key, {}).items():
+            one = Interval(**rated)
+            print(f"{title:12}{name}: {one.value:.{digits}f} [{one.low:.{digits}f}, {one.high:.{digits}f}]")

@@ -1,0 +1,89 @@
+"""The judge's prompts, from text files, and the verdicts in its replies.
+
+After Zheng et al., "Judging LLM-as-a-Judge with MT-Bench and Chatbot Arena" (2023).
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.judge.questions import Question
+from meshwright.spec.errors import UserError
+
+SHIPPED = Path(__file__).with_name("prompts")
+"""Folder of the prompts that are used by default."""
+FIELDS = {
+    "pairwise": ("conversation_a", "conversation_b"),
+    "single": ("conversation",),
+    "reference": ("text",),
+}
+"""Prompt -> what it must have a place for; `{reference}` may be left out."""
+
+_FIELD = re.compile(r"\{(\w+)\}")
+_CHOICE = re.compile(r"\[\[([ABC])\]\]")
+_RATING = re.compile(r"\[\[(\d+(?:\.\d+)?)\]\]")
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The texts of the prompts, with fields in braces."""
+
+    texts: Mapping[str, str]
+
+    def pairwise(self, question: Question, first: Sequence[str], second: Sequence[str]) -> str:
+        """The prompt that asks which of two answers is better."""
+        return self._filled(
+            "pairwise",
+            question,
+            conversation_a=_conversation(question, first, "assistant A"),
+            conversation_b=_conversation(question, second, "assistant B"),
+        )
+
+    def single(self, question: Question, answer: Sequence[str]) -> str:
+        """The prompt that asks for a rating."""
+        return self._filled("single", question, conversation=_conversation(question, answer, "assistant"))
+
+    def _filled(self, name: str, question: Question, **values: str) -> str:
+        shown = ""
+        if question.reference:
+            shown = _fill(self.texts["reference"], {"text": "\n\n".join(question.reference)})
+        return _fill(self.texts[name], {"reference": shown, **values})
+
+
+def read_prompts(folder: Path | None) -> Prompts:
+    """The prompts in a folder (`pairwise.txt`, `single.txt`, `reference.txt`), and ours for those that it lacks.
+
+    Raises `UserError` if one has no place for an answer.
+    """
+    texts = {}
+    for name, fields in FIELDS.items():
+        own = None if folder is None else folder / f"{name}.txt"
+        path = own if own is not None and own.is_file() else SHIPPED / f"{name}.txt"
+        texts[name] = path.read_text(encoding="utf-8")
+        missing = [field for field in fields if f"{{{field}}}" not in texts[name]]
+        if missing:
+            raise UserError(f"{path}: has no place for {missing[0]}; write {{{missing[0]}}} where it belongs")
+    return Prompts(texts)
+
+
+def choice(reply: str) -> str | None:
+    """`model_a`, `model_b` or `tie`, from the last verdict in the reply; None if there is none."""
+    found = _CHOICE.findall(reply)
+    return {"A": "model_a", "B": "model_b", "C": "tie"}[found[-1]] if found else None
+
+
+def rating(reply: str) -> float | None:
+    """The last rating from 1 to 10 in the reply; None if there is none."""
+    found = [float(one) for one in _RATING.findall(reply)]
+    return found[-1] if found and 1 <= found[-1] <= 10 else None
+
+
+def _fill(text: str, values: Mapping[str, str]) -> str:
+    """The text with its fields; braces in values stay."""
+    return _FIELD.sub(lambda found: values.get(found[1], found[0]), text)
+
+
+def _conversation(question: Question, answers: Sequence[str], name: str) -> str:
+    said = zip(question.turns, answers, strict=False)
+    return "\n\n".join(f"### User:\n{asked}\n\n### {name[0].upper()}{name[1:]}:\n{answer}" for asked, answer in said)

@@ -1,0 +1,108 @@
+"""Questions to be answered and judged, and the answers to them, read from .jsonl files."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.spec.errors import UserError
+
+
+@dataclass(frozen=True)
+class Question:
+    """A user's messages, asked one after another."""
+
+    id: str
+    turns: tuple[str, ...]
+    reference: tuple[str, ...] = ()
+    """Right answers, which the judge is shown."""
+    category: str = ""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One model's answers."""
+
+    model: str
+    turns: Mapping[str, tuple[str, ...]]
+    """Question's id -> the answer to each of its messages."""
+
+
+def read_questions(path: Path, limit: int | None = None) -> list[Question]:
+    """The questions of a file: `turns` and `question_id` as in MT-bench, or `question` (or `prompt`).
+
+    Raises `UserError` if a line is none, or two have the same id.
+    """
+    found: dict[str, Question] = {}
+    for place, row in read_lines(path):
+        turns = row.get("turns", row.get("question", row.get("prompt")))
+        turns, reference = _texts(turns), _texts(row.get("reference") or [])
+        if not turns:
+            raise UserError(f"{place}: holds no question: give question (text), or turns (a list of texts)")
+        if reference is None:
+            raise UserError(f"{place}: reference must be a text, or a list of texts")
+        number = str(row.get("question_id", row.get("id", len(found) + 1)))
+        if number in found:
+            raise UserError(f"{place}: question {number} is there twice; give each its own question_id")
+        found[number] = Question(number, turns, reference, str(row.get("category") or ""))
+    if not found:
+        raise UserError(f"{path}: holds no question")
+    return list(found.values())[:limit]
+
+
+def read_answers(path: Path, questions: Sequence[Question], model: str | None = None) -> Answers:
+    """A model's answers to the questions: `choices[0].turns` and `question_id` as in MT-bench, or `answer`, with an
+    `id` or in the questions' order.
+
+    Raises `UserError` if an answer is missing, or has too few turns.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for index, (place, row) in enumerate(read_lines(path)):
+        choices = row.get("choices")
+        turns = choices[0].get("turns") if isinstance(choices, list) and choices else row.get("answer")
+        turns = _texts(turns)
+        if not turns:
+            raise UserError(f"{place}: holds no answer: give answer (text), or choices[0].turns (a list of texts)")
+        order = questions[index].id if index < len(questions) else str(index + 1)
+        found[str(row.get("question_id", row.get("id", order)))] = tuple(turns)
+        model = model or row.get("model_id")
+    for question in questions:
+        if len(found.get(question.id, ())) < len(question.turns):
+            raise UserError(f"{path}: question {question.id} has no answer to each of its {len(question.turns)} turns")
+    return Answers(str(model or path.stem), found)
+
+
+def answer_record(question: Question, model: str, turns: Sequence[str]) -> dict[str, Any]:
+    """One answer in MT-bench's form."""
+    return {"question_id": question.id, "model_id": model, "choices": [{"index": 0, "turns": list(turns)}]}
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place for people, object) of every line; raises `UserError` if one is no JSON object."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}:{number}: is not JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{path}:{number}: is not a JSON object")
+        yield f"{path}:{number}", row
+
+
+def digest(value: Any) -> str:
+    """A short name for data: equal for equal data."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _texts(value: Any) -> tuple[str, ...] | None:
+    """A text, or a list of texts, as a tuple; None if it is neither."""
+    value = [value] if isinstance(value, str) else value
+    return tuple(value) if isinstance(value, list) and all(isinstance(one, str) for one in value) else None

@@ -1,0 +1,187 @@
+"""A judging: every question's prompts, sent to the judge and written down one by one, so that it can be continued."""
+
+import itertools
+import json
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from meshwright.judge.client import Reply
+from meshwright.judge.prompts import Prompts, choice, rating
+from meshwright.judge.questions import Answers, Question, digest, read_lines
+from meshwright.judge.ratings import WINNERS, Verdict
+from meshwright.spec.errors import UserError
+
+Mode = Literal["pairwise", "single"]
+CHARACTERS_PER_TOKEN = 4
+"""A rough figure of English text, for estimates before anything is sent."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One prompt to the judge."""
+
+    question: str
+    models: tuple[str, ...]
+    """The models whose answers it shows, in order: two, or one that is rated."""
+    prompt: str
+
+    def key(self, judge: str) -> str:
+        """Equal for equal prompts to the same judge about the same models."""
+        return digest([self.question, self.models, self.prompt, judge])
+
+
+@dataclass
+class Cost:
+    """Tokens that the judge read and wrote."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def price(self, price: tuple[float, float] | None) -> float | None:
+        """The price, from that of a million tokens read and a million written."""
+        if price is None:
+            return None
+        return (self.prompt_tokens * price[0] + self.completion_tokens * price[1]) / 1e6
+
+
+def items_of(questions: Sequence[Question], answers: Sequence[Answers], mode: Mode, prompts: Prompts) -> list[Item]:
+    """All prompts: each pair of answers in both orders, or each answer alone.
+
+    Raises `UserError` if two models have one name, or there are too few.
+    """
+    names = [each.model for each in answers]
+    if len(set(names)) < len(names):
+        raise UserError(f"--answers: two have the same name ({max(names, key=names.count)}); rename a file")
+    if len(names) < (2 if mode == "pairwise" else 1):
+        raise UserError("--answers: a comparison needs two or more; rate one alone with --mode single")
+    found = []
+    for question in questions:
+        if mode == "single":
+            found += [
+                Item(question.id, (one.model,), prompts.single(question, one.turns[question.id])) for one in answers
+            ]
+            continue
+        for one, other in itertools.permutations(answers, 2):
+            prompt = prompts.pairwise(question, one.turns[question.id], other.turns[question.id])
+            found.append(Item(question.id, (one.model, other.model), prompt))
+    return found
+
+
+class Journal:
+    """The file of verdicts: what it holds already, and what is added."""
+
+    def __init__(self, path: Path, judge: str) -> None:
+        self.path, self.judge, self._lock = path, judge, threading.Lock()
+        self.records: dict[str, dict[str, Any]] = {}
+        """Verdicts by their keys; the last of several."""
+        if path.is_file():
+            _cut_unfinished_line(path)
+            self.records = {row["key"]: row for _, row in read_lines(path) if isinstance(row.get("key"), str)}
+
+    def has(self, item: Item) -> bool:
+        """Whether the judge has given a verdict on this prompt."""
+        record = self.records.get(item.key(self.judge), {})
+        return record.get("winner") is not None or record.get("rating") is not None
+
+    def add(self, item: Item, reply: Reply) -> dict[str, Any]:
+        """Write the verdict in a reply, and the reply."""
+        record: dict[str, Any] = {"key": item.key(self.judge), "time": time.time(), "question_id": item.question}
+        if len(item.models) == 2:
+            record |= {"model_a": item.models[0], "model_b": item.models[1], "winner": choice(reply.text)}
+        else:
+            record |= {"model": item.models[0], "rating": rating(reply.text)}
+        record |= {
+            "judge": self.judge,
+            "judgment": reply.text,
+            "prompt": item.prompt,
+            "prompt_tokens": reply.prompt_tokens,
+            "completion_tokens": reply.completion_tokens,
+        }
+        with self._lock:
+            self.records[record["key"]] = record
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        return record
+
+
+def judge_all(
+    items: Sequence[Item],
+    journal: Journal,
+    ask: Callable[[str], Reply],
+    *,
+    at_once: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Cost:
+    """Ask the judge about every item that the journal lacks, `at_once` at a time; returns what was spent.
+
+    The first error ends it, when requests that are under way have been written. Raises that error.
+    """
+    waiting, cost, lock, stopping = [item for item in items if not journal.has(item)], Cost(), threading.Lock(), []
+
+    def work(item: Item) -> None:
+        if stopping:
+            return
+        reply = ask(item.prompt)
+        journal.add(item, reply)
+        with lock:
+            cost.requests += 1
+            cost.prompt_tokens += reply.prompt_tokens
+            cost.completion_tokens += reply.completion_tokens
+            progress(cost.requests, len(waiting))
+
+    with ThreadPoolExecutor(max_workers=at_once) as pool:
+        futures = [pool.submit(work, item) for item in waiting]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+        finally:
+            stopping.append(True)  # those that wait do nothing then, after an error or Ctrl-C
+    return cost
+
+
+def estimate(items: Iterable[Item], journal: Journal, most_written: int) -> Cost:
+    """What judging the rest would cost: prompts by their length, replies of the greatest length."""
+    waiting = [item for item in items if not journal.has(item)]
+    read = sum(len(item.prompt) for item in waiting) // CHARACTERS_PER_TOKEN
+    return Cost(len(waiting), read, len(waiting) * most_written)
+
+
+def verdicts_of(items: Sequence[Item], journal: Journal) -> list[Verdict]:
+    """The verdicts on pairs, of the items that have one."""
+    found = []
+    for item in items:
+        record = journal.records.get(item.key(journal.judge), {})
+        if record.get("winner") is not None:
+            first, second = item.models
+            found.append(Verdict(item.question, first, second, WINNERS[record["winner"]]))
+    return found
+
+
+def single_ratings(items: Sequence[Item], journal: Journal) -> dict[str, dict[str, float]]:
+    """Model -> question -> rating, of the items that have one."""
+    found: dict[str, dict[str, float]] = defaultdict(dict)
+    for item in items:
+        record = journal.records.get(item.key(journal.judge), {})
+        if record.get("rating") is not None:
+            found[item.models[0]][item.question] = float(record["rating"])
+    return dict(found)
+
+
+def unclear(items: Sequence[Item], journal: Journal) -> int:
+    """Number of items whose reply held no verdict."""
+    return sum(not journal.has(item) for item in items)
+
+
+def _cut_unfinished_line(path: Path) -> None:
+    """Remove the last line if a killed process has written only a part of it."""
+    content = path.read_bytes()
+    if content and not content.endswith(b"\n"):
+        path.write_bytes(content[: content.rfind(b"\n") + 1])

@@ -1,0 +1,60 @@
+"""A trained model's answers to questions of several turns, all at once."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from meshwright.data.chat import TEMPLATES
+from meshwright.models.generate import Sampling
+from meshwright.models.packed import pack
+from meshwright.serve.conversation import Prompts
+from meshwright.serve.engine import Engine, Request
+from meshwright.serve.trained import TrainedModel
+from meshwright.spec.errors import UserError
+
+PLAIN = TEMPLATES / "plain.jinja"
+"""The template of a model that has none; it needs no special tokens."""
+NEXT_TURN = "\n\nUser:"
+"""How such a model, which has learnt no end of a turn, begins to write the user's next message."""
+
+
+def answer_questions(
+    trained: TrainedModel, questions: Sequence[Sequence[str]], *, max_tokens: int, temperature: float = 0.0
+) -> list[list[str]]:
+    """The answers to each question's messages, asked one after another in one conversation.
+
+    Raises `UserError` if a conversation has more tokens than the model's context.
+    """
+    tokenizer, stops = trained.tokenizer, ()
+    if tokenizer.chat_template is None:
+        tokenizer, stops = tokenizer.with_chat_template(PLAIN.read_text()), (NEXT_TURN,)
+        trained = dataclasses.replace(trained, tokenizer=tokenizer)
+    prompts = Prompts(tokenizer)
+    pack(trained.model)
+    engine = Engine(trained.model, decode=tokenizer.decode_text)
+    answers: list[list[str]] = [[] for _ in questions]
+    for turn in range(max(map(len, questions), default=0)):
+        asked = [number for number, question in enumerate(questions) if len(question) > turn]
+        requests = []
+        for number in asked:
+            messages = []
+            for said, answered in zip(questions[number], [*answers[number], None], strict=False):
+                messages.append({"role": "user", "content": said})
+                if answered is not None:
+                    messages.append({"role": "assistant", "content": answered})
+            ids = prompts.conversation(messages)
+            room = engine.max_context - len(ids)
+            if room < 1:
+                raise UserError(
+                    f"{trained.source}: turn {turn + 1} of question {number + 1} has {len(ids)} tokens, and the model "
+                    f"is meant for {engine.max_context}; leave the question out"
+                )
+            sampling = Sampling(temperature=temperature)
+            ends = prompts.answer_ends
+            requests.append(
+                Request(
+                    prompt=ids, max_tokens=min(max_tokens, room), sampling=sampling, row=number, ends=ends, stops=stops
+                )
+            )
+        for number, answer in zip(asked, engine.run(requests), strict=True):
+            answers[number].append(answer.text.strip())
+    return answers
