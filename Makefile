@@ -42,11 +42,11 @@ test: $(VENV)/.dev ## run every test (CPU only, several processes); TORCH=2.15.0
 
 $(VENV)/.engines: $(VENV)/.dev
 	@echo "installing the engines to test with ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) -e '.[compare,deepspeed]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) -e '.[compare,deepspeed,lightning,megatron]'
 	@touch $@
 
-test-engines: $(VENV)/.engines ## run the tests of other engines, DeepSpeed's too, which compiles at first use
-	@$(BIN)/python -m pytest --engines tests/test_engines.py tests/test_compare.py tests/test_engines_parity.py
+test-engines: $(VENV)/.engines ## run the tests of other engines, DeepSpeed's too, which compiles at first use; NANOGPT=DIR for nanoGPT
+	@$(BIN)/python -m pytest --engines $(if $(NANOGPT),--nanogpt $(NANOGPT)) tests/test_engines.py tests/test_compare.py tests/test_engines_parity.py tests/test_engines_train.py
 
 test-slurm: $(VENV)/.dev ## run the documented Slurm script on a Slurm of two machines (root; apt install slurm-wlm munge)
 	@$(BIN)/python -m pytest tests/test_slurm.py --slurm -rs

@@ -17,18 +17,29 @@ from meshwright.plan.job import MESHWRIGHT, Job
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.precision import Precision
 from meshwright.spec.recipe import load_recipe
-from meshwright.spec.run import Run
 from meshwright.trainer.resolve import resolve_run
 from meshwright.validate.software import EAGER, FSDP, MEGATRON
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS = (Path(__file__).with_name(name) for name in ("engines.md", "engines.json"))
 RECIPE = ROOT / "src" / "meshwright" / "recipes" / "compare.yaml"
-LAYOUTS = {"single": "one process", "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3 (FSDP)",
-           "ddp2+zero3:2": "hybrid", "tp2": "tensor", "pp2": "pipeline"}  # fmt: skip
+LAYOUTS = {
+    "single": "one process",
+    "ddp": "DDP",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3 (FSDP)",
+    "ddp2+zero3:2": "hybrid",
+    "tp2": "tensor",
+    "zero3:2+ep2": "expert",
+    "pp2": "pipeline",
+}
+MIXTRAL = "model={family: mixtral, hidden: 256, num_layers: 4, num_heads: 8, num_experts: 4, balance_loss: 0}"
+GPT2 = "model={family: gpt2, hidden: 256, num_layers: 4, num_heads: 8}"  # fmt: skip
 EXPRESSED = {
     "bf16": "training.precision=bf16",
     "fp16": "training.precision=fp16",
+    "state in host memory": "layout={dp_shard: 2, zero: 2, offload: {optimizer: host}}",
     "accumulation": "training.micro_batch=1",
     "recomputation, full": "training.recompute=full",
     "recomputation, selective": "training.recompute=selective",
@@ -52,8 +63,20 @@ $ meshwright compare a.yaml b.yaml
 ```
 
 `make compare` runs it with a small Llama on any machine, in minutes. `pip install 'meshwright[compare]'` installs
-Accelerate, transformers and Lightning Fabric, `'meshwright[deepspeed]'` DeepSpeed. An engine can also be installed in a
-separate environment: `--python deepspeed=PATH/TO/python`.
+Accelerate, transformers and Lightning Fabric; `'meshwright[deepspeed]'`, `[lightning]` and `[megatron]` install these.
+An engine can also be installed in a separate environment: `--python deepspeed=PATH/TO/python`. nanoGPT is no package:
+`--checkout nanogpt=PATH/TO/nanoGPT`.
+
+| engine | what trains |
+|---|---|
+| `bare` | a plain loop: DDP, ZeroRedundancyOptimizer, FSDP2 |
+| `transformers` | a plain loop over a model that transformers splits (`DistributedConfig`): FSDP2, tensor, expert |
+| `hf_trainer` | transformers' `Trainer`: DDP, and FSDP2 by `DistributedConfig` |
+| `accelerate` | `Accelerator`: DDP |
+| `fabric`, `lightning` | Lightning's Fabric, and its Trainer: DDP, FSDP2 by `ModelParallelStrategy` |
+| `deepspeed` | ZeRO 0 to 3, hpZ, AutoTP, state in host memory |
+| `megatron` | Megatron-core's GPT model of local layers, tensor parallel, under PyTorch's DDP |
+| `nanogpt` | nanoGPT's model and optimizer, and DDP as in its train.py |
 
 ## What is the same
 
@@ -83,7 +106,11 @@ After its first step a program inspects what trained: the wrappers around the mo
 the number of elements of parameters and of AdamW's moments on this rank. If the layout differs from the requested one,
 the engine's row is an error instead of figures. This happens: on a machine without GPUs, Accelerate's FSDP and
 DeepSpeed plug-ins and the Trainer's `fsdp=` silently become `DistributedDataParallel`, and Accelerate without
-`cpu=True` trains separately in every process.
+`cpu=True` trains separately in every process. Where more than the data is split, it counts what the rank holds of the
+layers' matrices; DeepSpeed's program also tells what is in host memory, and a rank's second share under hpZ.
+
+At the end of a program stands its recipe as a comment: `meshwright import run_ENGINE_standalone.py` gives it back, with
+the constants as they are in the program now ([importing](importing.md)).
 
 `meshwright export run.yaml --engine deepspeed --program handed-over` writes the program of a whole run, with its
 configuration, initial weights and the order of all samples.
@@ -108,22 +135,21 @@ norms (their update).
 ## What each engine can express
 
 **yes**: in the program. *left out*: the program omits it, without effect on any loss. no: refused by name, because the
-training would differ. (On a CPU.)
+training would differ. (On a CPU; nanogpt trains GPT-2 alone, the others are asked for a Llama, and for a Mixtral where
+experts are split.)
 """
 
 
 def page() -> str:
     """The page as text."""
-    recipe = load_recipe(RECIPE)
     names = list(ENGINES)
     lines = [INTRODUCTION, f"| | {' | '.join(names)} |", f"|---{'|---' * len(names)}|"]
     for layout, name in LAYOUTS.items():
-        run = recipe.model_copy(update={"layout": layout_called(layout)})
-        lines.append(f"| {name} | {' | '.join(_verdict(engine, run) for engine in names)} |")
+        verdicts = (_verdict(engine, [MIXTRAL] if name == "expert" else [], layout=layout) for engine in names)
+        lines.append(f"| {name} | {' | '.join(verdicts)} |")
     for name, override in EXPRESSED.items():
-        run = load_recipe(RECIPE, [override])
         path = override.split("=")[0]
-        lines.append(f"| {name} | {' | '.join(_verdict(engine, run, path) for engine in names)} |")
+        lines.append(f"| {name} | {' | '.join(_verdict(engine, [override], path) for engine in names)} |")
     results: list[dict[str, Any]] = json.loads(RESULTS.read_text())
     if results:
         lines += ["", "## Measured", "", MEASURED]
@@ -132,9 +158,11 @@ def page() -> str:
     return "\n".join([*lines, PREDICTED, *_predicted(), "", NOT_YET])
 
 
-def _verdict(engine: str, run: Run, path: str = "") -> str:
+def _verdict(engine: str, overrides: list[str], path: str = "", layout: str | None = None) -> str:
     if not isinstance(ENGINES[engine], TemplateEngine):
         return "**yes**"
+    run = load_recipe(RECIPE, [GPT2] * (engine == "nanogpt") + overrides)
+    run = run if layout is None else run.model_copy(update={"layout": layout_called(layout)})
     try:
         translation = ENGINES[engine].translate(resolve_run(run, base_dir=ROOT))
     except InexpressibleError:
@@ -203,8 +231,9 @@ def _predicted() -> Iterator[str]:
 NOT_YET = """\
 ## Not yet
 
-There are no engines for Megatron-core, nanoGPT, litgpt, peft, trl, axolotl and torchtitan. Other engines refuse
-best-fit packing and fine-tuning by adapters. Programs have run on CPUs only; on GPUs they are not tested.
+There are no engines for litgpt, peft, trl, axolotl and torchtitan, none of Megatron-core's pipeline and distributed
+optimizer, and none of DeepSpeed's pipeline. Other engines refuse best-fit packing and fine-tuning by adapters. Programs
+have run on CPUs only; on GPUs they are not tested.
 """
 
 

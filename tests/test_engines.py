@@ -28,6 +28,7 @@ data: {sources: "*.txt", tokenizer_vocab: 512, sequence_length: 64}
 training: {steps: 10, global_batch: 8, micro_batch: 2, precision: fp32, lr_schedule: {warmup: 3}}
 device: cpu
 """
+GPT2 = ["model={family: gpt2, hidden: 64, num_layers: 2, num_heads: 4, max_positions: 64}"]
 OTHERS = [name for name in ENGINES if name != "meshwright"]
 
 
@@ -62,6 +63,18 @@ REFUSED = {
     "training.preference.beta": ["training.preference={}", "data.separate_documents=true"],
     "checkpoint.start_from": ["checkpoint.start_from=elsewhere"],
 }
+OWN = {
+    ("transformers", "layout.tp"): ("tp2", GPT2),
+    ("deepspeed", "layout.tp"): ("tp2", GPT2),
+    ("deepspeed", "layout.zero"): ("ddp2+zero2:2", []),
+    ("deepspeed", "layout.offload"): ("ddp", ["layout.offload=cpu"]),
+    ("nanogpt", "model.family"): ("single", []),
+    ("nanogpt", "model.ffn"): ("single", [*GPT2, "model.ffn=96"]),
+    ("nanogpt", "model.norm_eps"): ("single", [*GPT2, "model.norm_eps=1e-6"]),
+    ("nanogpt", "model.tied_embeddings"): ("single", [*GPT2, "model.tied_embeddings=false"]),
+    ("nanogpt", "training.optimizer.eps"): ("single", [*GPT2, "training.optimizer.eps=1e-7"]),
+}
+"""What one engine lacks that others have."""
 
 
 @pytest.mark.parametrize("engine", OTHERS)
@@ -72,9 +85,22 @@ def test_what_would_be_another_training_is_refused_by_name(engine, path):
     assert len(str(refusal.value)) > len(path) + 10
 
 
+@pytest.mark.parametrize(("engine", "path"), OWN)
+def test_what_one_engine_lacks_is_refused_by_name(engine, path):
+    layout, overrides = OWN[engine, path]
+    run = parse_spec(RECIPE, Run, overrides)
+    split = type(run.layout)(**layout_called(layout).model_dump() | {"offload": run.layout.offload})
+    resolved_run = resolve_run(run.model_copy(update={"layout": split}), base_dir=Path())
+    with pytest.raises(InexpressibleError, match=f"{path}="):
+        ENGINES[engine].translate(resolved_run)
+
+
 @pytest.mark.parametrize("engine", OTHERS)
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2"])
-def test_layouts_that_split_more_than_data_are_refused(engine, layout):
+def test_layouts_that_an_engine_does_not_split_are_refused(engine, layout):
+    if layout[:2] in ENGINES[engine].axes:
+        assert ENGINES[engine].translate(resolved(layout=layout)).program
+        return
     with pytest.raises(InexpressibleError, match=rf"layout\.{layout[:2]}=2"):
         ENGINES[engine].translate(resolved(layout=layout))
 
@@ -99,14 +125,18 @@ VARIANTS = [
     ["training.precision=bf16", "training.compile=true", "training.recompute=full", "device=auto"],
     ["training.lr_schedule.name=wsd", "training.clip=null", "training.deterministic=true"],
     ["training.lr_schedule.name=constant", "training.lr_schedule.warmup=0"],
+    [*GPT2, "training.precision=bf16", "training.reduce_dtype=bf16", "training.compile=true"],
 ]
 
 
 def programs(folder: Path) -> Path:
     """Every program that can be written for a few recipes in every data-parallel layout."""
-    layouts = ("single", "ddp", "zero1", "zero2", "zero3", "ddp2+zero3:2")
+    layouts = ("single", "ddp", "zero1", "zero2", "zero3", "ddp2+zero3:2", "tp2", "tp2+zero3:2")
     for number, (overrides, layout) in enumerate(itertools.product(VARIANTS, layouts)):
-        run = resolved(*overrides, layout=layout)
+        try:
+            run = resolved(*overrides, layout=layout)
+        except UserError:  # full recomputation of split blocks is not compiled
+            continue
         for engine in ENGINES.values():
             with contextlib.suppress(InexpressibleError):
                 engine.translate(run).write(folder / f"{number}-{engine.name}")
@@ -115,7 +145,7 @@ def programs(folder: Path) -> Path:
 
 def test_programs_need_nothing_of_ours_and_say_what_the_recipe_says(tmp_path):
     found = list(programs(tmp_path).glob("*/run_*_standalone.py"))
-    assert len(found) > 60
+    assert len(found) > 90
     for path in found:
         text = path.read_text()
         imported = {
@@ -161,6 +191,10 @@ SILENT = {
     "state that is whole": ("zero1", {"wrappers": ["DistributedDataParallel"], "held": 1000, "state": 1000}),
     "parameters that are whole": ("zero3", {"held": 1000}),
     "DDP instead of ZeRO-2": ("zero2", {"wrappers": ["DistributedDataParallel"], "held": 1000, "state": 500}),
+    "layers that are whole": ("tp2", {"matrices": [900, 900]}),
+    "another split than asked": ("tp2", {"matrices": [450, 900], "axes": ["fsdp"]}),
+    "nothing on the host": ("zero2", {"host": []}),
+    "no second share": ("ddp2+zero3:2", {"world_size": 4, "second": 0}),
 }
 
 
@@ -178,6 +212,7 @@ def test_strategies_that_were_used_are_believed():
     check_what_ran(resolved(layout="zero1"), said(wrappers=["DistributedDataParallel"], held=1000))
     check_what_ran(resolved(layout="zero2"), said())
     check_what_ran(resolved(layout="zero3"), said())
+    check_what_ran(resolved(layout="tp2"), said(matrices=[450, 900], axes=["tp"]))
     check_optimizer(resolved(), said())
 
 

@@ -40,6 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ENGINE=PATH",
         help="the Python that runs an engine's program, for an engine in a separate environment",
     )
+    parser.add_argument(
+        "--checkout",
+        action="append",
+        default=[],
+        metavar="ENGINE=PATH",
+        help="the folder of an engine that is no package (nanogpt)",
+    )
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder to write to (default: runs/compare, -2, ...)")
     add_json_argument(parser)
     parser.epilog = (
@@ -59,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     recipes = read_recipes(arguments)
     # Torch loads here, so that errors in a recipe are reported at once.
     from meshwright.engines.compare import Pace, compare
-    from meshwright.engines.contest import contestants, pythons
+    from meshwright.engines.contest import checkouts, contestants, pythons
     from meshwright.engines.page import comparison_page
     from meshwright.engines.report import as_data, as_json, describe, markdown, text
 
@@ -69,7 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
     layouts = arguments.layouts.split(",") if arguments.layouts else []
     names = arguments.engines.split(",") if arguments.engines else []
     with progress_on_stderr(arguments.json):
-        entered = contestants(recipes, engines=names, layouts=layouts, pythons=pythons(arguments.python))
+        places = {"pythons": pythons(arguments.python), "checkouts": checkouts(arguments.checkout)}
+        entered = contestants(recipes, engines=names, layouts=layouts, **places)
         folder = _new_folder(arguments.out or Path("runs/compare"), given=arguments.out is not None)
         say = partial(print, file=sys.stderr, flush=True)
         rows = compare(entered, folder, pace=pace, patience=arguments.patience, say=say)

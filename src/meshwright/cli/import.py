@@ -40,7 +40,15 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.write.write_text(text, encoding="utf-8")
     if arguments.json:
         origins = {path: origin for path, (_, origin) in reading.settings.items()}
-        print_json({"recipe": text, "origins": origins, "without": reading.without, "notes": reading.notes})
+        print_json(
+            {
+                "recipe": text,
+                "origins": origins,
+                "without": reading.without,
+                "notes": reading.notes,
+                "already_so": reading.already_so(),
+            }
+        )
         return 0
     if not arguments.write:
         print(text, end="")

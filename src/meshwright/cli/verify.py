@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine", metavar="NAME", help="compare another engine's program with one process, in fp32: deepspeed, ..."
     )
     parser.add_argument("--python", metavar="PATH", help="with --engine: the Python that runs its program")
+    parser.add_argument("--checkout", metavar="DIR", type=Path, help="with --engine nanogpt: the folder of its code")
     add_json_argument(parser)
     parser.epilog = (
         "Runs on this machine's CPUs, one process per rank, on random tokens.\n"
@@ -65,6 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = read_recipe(arguments)
     if arguments.engine:
         return _prove_engine(recipe, arguments)
+    if arguments.checkout:
+        raise UserError("--checkout needs --engine: it is the folder of that engine's code")
     if arguments.python:
         raise UserError("--python needs --engine: it runs that engine's program")
     resolved = _prepare(recipe, arguments)
@@ -136,7 +139,7 @@ def _prove_engine(recipe: Run, arguments: argparse.Namespace) -> int:
         print(f"engine     {engine.name}: {engine.about}\n{_what(resolved, arguments)}", flush=True)
     with progress_on_stderr(arguments.json):
         python = Path(arguments.python or sys.executable)
-        proof = verify_engine(resolved, engine, steps=arguments.steps, python=python)
+        proof = verify_engine(resolved, engine, steps=arguments.steps, python=python, checkout=arguments.checkout)
     if arguments.json:
         print_json({"engine": engine.name, "strategy": resolved.run.layout.strategy, **proof.as_data()})
     else:

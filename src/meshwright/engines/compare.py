@@ -52,6 +52,8 @@ class Contestant:
     resolved: ResolvedRun
     python: Path = Path(sys.executable)
     """The Python that runs its program."""
+    checkout: Path | None = None
+    """The folder of an engine that is no package."""
 
 
 @dataclass(kw_only=True)
@@ -160,8 +162,9 @@ class _Running:
         resolved, engine = self.contestant.resolved, self.contestant.engine
         self.row.translation = translation = engine.translate(resolved)
         path = translation.write(self.folder)
-        check_installed(engine, self.contestant.python)
+        check_installed(engine, self.contestant.python, self.contestant.checkout)
         options = ["--inputs", str(inputs), "--journal", str(self.folder / JOURNAL)]
+        options += ["--checkout", str(self.contestant.checkout)] if engine.checkout else []
         pauses = ["--pause", *map(str, self.pace.pauses)]
         command = [str(self.contestant.python), "-P", str(path), *options, *pauses]
         self.program = program = RankedProgram(command, resolved.run.layout.world_size, self.folder / OUTPUT)

@@ -18,6 +18,7 @@ def contestants(
     engines: Sequence[str] = (),
     layouts: Sequence[str] = (),
     pythons: Mapping[str, Path] | None = None,
+    checkouts: Mapping[str, Path] | None = None,
 ) -> list[Contestant]:
     """Every combination, recipe by recipe; Meshwright comes first, because the others are compared with the first.
 
@@ -28,8 +29,9 @@ def contestants(
     names = engines or (["meshwright"] if alone else list(ENGINES))
     chosen = [find_engine(name) for name in dict.fromkeys(names)]
     chosen.sort(key=lambda engine: engine.name != "meshwright")
-    if unknown := [name for name in pythons or {} if name not in {engine.name for engine in chosen}]:
-        raise UserError(f"--python {unknown[0]}=...: {unknown[0]} takes no part in the comparison")
+    for option, places in (("--python", pythons or {}), ("--checkout", checkouts or {})):
+        if unknown := [name for name in places if name not in {engine.name for engine in chosen}]:
+            raise UserError(f"{option} {unknown[0]}=...: {unknown[0]} takes no part in the comparison")
     found = []
     for path, run in recipes.items():
         degree = run.layout.data_parallel if run.layout.data_parallel > 1 else 2
@@ -40,7 +42,8 @@ def contestants(
                 parts = [path.stem] * (len(recipes) > 1) + [engine.name] * (not alone or len(chosen) > 1) + [name]
                 label = " ".join(part for part in parts if part) or engine.name
                 python = (pythons or {}).get(engine.name, Path(sys.executable))
-                found.append(Contestant(name=label, engine=engine, resolved=resolved, python=python))
+                checkout = (checkouts or {}).get(engine.name)
+                found.append(Contestant(name=label, engine=engine, resolved=resolved, python=python, checkout=checkout))
     return found
 
 
@@ -53,4 +56,18 @@ def pythons(words: Sequence[str]) -> dict[str, Path]:
         if not Path(path).is_file():
             raise UserError(f"--python {word}: there is no {path or 'path'}; write ENGINE=PATH/TO/python")
         found[engine] = Path(path).absolute()
+    return found
+
+
+def checkouts(words: Sequence[str]) -> dict[str, Path]:
+    """The folders in `--checkout ENGINE=PATH`; raises `UserError` for an engine or folder that does not exist, or an
+    engine that needs none."""
+    found = {}
+    for word in words:
+        name, _, path = word.partition("=")
+        if not find_engine(name).checkout:
+            raise UserError(f"--checkout {word}: {name} is a package; leave it out")
+        if not Path(path).is_dir():
+            raise UserError(f"--checkout {word}: there is no folder {path}; write ENGINE=PATH/TO/ITS/FOLDER")
+        found[name] = Path(path).absolute()
     return found

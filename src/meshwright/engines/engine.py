@@ -9,10 +9,12 @@ from typing import Any, ClassVar, Literal
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from meshwright.engines.settings import Setting, settings_of
+from meshwright.imports.program import as_comment
 from meshwright.launch.launcher import threads_per_rank
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.precision import BF16, FP32
+from meshwright.spec.recipe import dump_recipe
 from meshwright.spec.run import ResolvedRun
 
 PROGRAMS = Path(__file__).with_name("programs")
@@ -76,13 +78,15 @@ class Engine(ABC):
     """A description for people."""
     packages: ClassVar[Mapping[str, str]] = {}
     """Modules that its program imports, each with the extra of this project that installs it."""
+    checkout: ClassVar[str] = ""
+    """Where to clone what is no package: its program has an option --checkout for the folder."""
 
     def translate(self, resolved: ResolvedRun) -> Translation:
         """The recipe in this engine's terms.
 
         Raises `InexpressibleError` with every setting that it cannot express and that changes the training.
         """
-        settings = tuple(settings_of(resolved, self.cannot(resolved)))
+        settings = tuple(settings_of(resolved, self.cannot(resolved), self.leaves_out(resolved)))
         refused = [setting for setting in settings if setting.fate == "refused"]
         if refused:
             raise InexpressibleError("; ".join(f"{setting.path}={setting.shown}: {setting.why}" for setting in refused))
@@ -92,6 +96,10 @@ class Engine(ABC):
     @abstractmethod
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Settings of this run that the engine cannot express and that change what is trained, each with the reason."""
+
+    def leaves_out(self, resolved: ResolvedRun) -> Mapping[str, str]:
+        """Settings of this run that its program lacks and that change no loss, each with the reason."""
+        return {}
 
     @abstractmethod
     def files(self, resolved: ResolvedRun) -> tuple[str, dict[str, str]]:
@@ -104,6 +112,8 @@ class TemplateEngine(Engine):
     strategies: ClassVar[Mapping[Strategy, str]]
     """Its strategies; the text is empty for those that also run on a CPU, and else says what happens there."""
     precisions: ClassVar[tuple[str, ...]] = (FP32.name, BF16.name)
+    axes: ClassVar[Mapping[str, str]] = {}
+    """The axes besides the data that its program splits; the text as in `strategies`."""
     more_transformers: ClassVar[str] = ""
     """Further names that the program imports from transformers."""
     numel: ClassVar[str] = "parameter.numel()"
@@ -114,10 +124,13 @@ class TemplateEngine(Engine):
         run, found = resolved.run, dict[str, str]()
         layout, strategy = run.layout, strategy_of(run.layout)
         for axis in ("pp", "cp", "tp", "ep"):
-            if getattr(layout, axis) > 1:
-                found[f"layout.{axis}"] = f"the program for {self.name} splits only the data"
-        if layout.tiers.words:
-            found["layout.offload"] = f"the program for {self.name} keeps everything on the device"
+            if getattr(layout, axis) > 1 and axis not in self.axes:
+                what = " and ".join(("the data", *self.axes)) if self.axes else "only the data"
+                found[f"layout.{axis}"] = f"the program for {self.name} splits {what}"
+            elif getattr(layout, axis) > 1 and (reason := self.axes[axis]) and run.device == "cpu":
+                found[f"layout.{axis}"] = reason
+        if layout.tiers.words and (reason := self.cannot_offload(layout)):
+            found["layout.offload"] = reason
         if strategy != "single" and strategy not in self.strategies:
             found["layout.zero"] = f"{self.name} has {', '.join(self.strategies)}, not {layout.strategy}"
         elif (reason := self.strategies.get(strategy)) and run.device == "cpu":
@@ -129,6 +142,10 @@ class TemplateEngine(Engine):
             found["training.reduce_dtype"] = "autocast keeps gradients in fp32"
         return found
 
+    def cannot_offload(self, layout: LayoutSpec) -> str:
+        """Why the program keeps nothing in host memory; empty where it keeps there what the layout asks for."""
+        return f"the program for {self.name} keeps everything on the device"
+
     def files(self, resolved: ResolvedRun) -> tuple[str, dict[str, str]]:
         """The template, rendered, and `more_files`."""
         name = f"run_{self.name}_standalone.py"
@@ -136,6 +153,7 @@ class TemplateEngine(Engine):
         jinja = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
         jinja.keep_trailing_newline = True
         text = jinja.get_template(f"{self.name}.py.jinja").render(**self.words(resolved, name))
+        text = f"{text.rstrip()}\n\n{as_comment(dump_recipe(resolved.run))}"
         return name, {name: text, **self.more_files(resolved)}
 
     def more_files(self, resolved: ResolvedRun) -> dict[str, str]:
@@ -176,6 +194,9 @@ class TemplateEngine(Engine):
             "seed": training.seed,
             "deterministic": training.deterministic,
             "strategy": strategy_of(run.layout),
+            "tp": run.layout.tp,
+            "pp": run.layout.pp,
+            "ep": run.layout.ep,
             "replicate": run.layout.dp_replicate,
             "shard": run.layout.dp_shard,
         }

@@ -73,7 +73,12 @@ class EngineProof:
 
 
 def verify_engine(
-    resolved: ResolvedRun, engine: Engine, *, steps: int, python: Path = Path(sys.executable)
+    resolved: ResolvedRun,
+    engine: Engine,
+    *,
+    steps: int,
+    python: Path = Path(sys.executable),
+    checkout: Path | None = None,
 ) -> EngineProof:
     """Train `steps` steps in the engine's program and in Meshwright on one process, from the same weights on the same
     random tokens, in fp32, and compare.
@@ -87,12 +92,13 @@ def verify_engine(
         raise UserError(f"--steps {steps}, but training.steps={resolved.run.training.steps}; give fewer")
     resolved = for_proof(_as_files_say(resolved))
     translation = engine.translate(resolved)
-    check_installed(engine, python)
+    check_installed(engine, python, checkout)
     with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as name:
         folder = Path(name)
         samples = _write_inputs(resolved, folder, steps)
         journal, ranks = folder / "metrics.jsonl", resolved.run.layout.world_size
         options = ["--inputs", str(folder), "--journal", str(journal), "--dump", str(folder), "--pause", str(steps)]
+        options += ["--checkout", str(checkout)] if engine.checkout else []
         command = [str(python), "-P", str(translation.write(folder / "program")), *options]
         with RankedProgram(command, ranks, folder / "output.log") as program:
             program.wait_for(journal, f'"step": {steps},'.encode(), PATIENCE)

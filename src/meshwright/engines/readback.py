@@ -23,9 +23,13 @@ def check_what_ran(resolved: ResolvedRun, found: dict[str, Any]) -> None:
         raise SilentFallbackError(
             f"{layout.world_size} ranks were asked for, but every process trained in a group of {found['world_size']}"
         )
+    if "host" in found and not found["host"]:
+        raise SilentFallbackError(f"{layout.strategy} was asked for, but nothing is in host memory ({wrappers})")
+    if layout.world_size > layout.data_parallel or layout.ep > 1:
+        return _check_split(resolved, found, wrappers)
     strategy = strategy_of(layout)
-    if strategy == "single" or layout.tp * layout.pp * layout.cp * layout.ep > 1:
-        return
+    if strategy == "single":
+        return None
     whole = found["parameters"]
     if strategy == "ddp" and found["held"] < whole:
         raise SilentFallbackError(
@@ -39,11 +43,29 @@ def check_what_ran(resolved: ResolvedRun, found: dict[str, Any]) -> None:
             raise SilentFallbackError(
                 f"{layout.strategy} was asked for, but a rank holds {held} of {whole} elements of {what} ({wrappers})"
             )
+    if found.get("second") == 0:
+        raise SilentFallbackError(f"{layout.strategy} was asked for, but a rank holds no second share ({wrappers})")
     names = ("FSDP", "DeepSpeed", *(("DistributedDataParallel",) if strategy in ("ddp", "zero1") else ()))
     if not any(name in wrapper for wrapper in found["wrappers"] for name in names):
         raise SilentFallbackError(
             f"{layout.strategy} was asked for, but the model is {wrappers}, which reduces no gradient"
         )
+
+
+def _check_split(resolved: ResolvedRun, found: dict[str, Any], wrappers: str) -> None:
+    """The same of a layout that splits more than the data, where the program tells what its layers hold."""
+    layout, (held, whole) = resolved.run.layout, found.get("matrices", (0, 0))
+    shares = layout.tp * layout.pp * (layout.dp_shard if layout.zero_stage == 3 else 1)
+    if shares > 1 and held > whole * (1 + 1 / shares) / 2:
+        raise SilentFallbackError(
+            f"{layout.strategy} was asked for, but a rank holds {held} of {whole} elements of the layers' matrices "
+            f"({wrappers})"
+        )
+    for axis in ("tp", "ep"):
+        if getattr(layout, axis) > 1 and axis not in found.get("axes", (axis,)):
+            raise SilentFallbackError(
+                f"{layout.strategy} was asked for, but no parameter is split along {axis} ({wrappers})"
+            )
 
 
 def check_optimizer(resolved: ResolvedRun, found: dict[str, Any]) -> None:

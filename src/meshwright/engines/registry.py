@@ -11,13 +11,20 @@ from meshwright.engines.deepspeed import DeepSpeedEngine
 from meshwright.engines.engine import Engine
 from meshwright.engines.fabric import FabricEngine
 from meshwright.engines.hf_trainer import HfTrainer
+from meshwright.engines.lightning import LightningEngine
+from meshwright.engines.megatron import MegatronEngine
+from meshwright.engines.nanogpt import NanoGpt
 from meshwright.engines.ours import Ours
+from meshwright.engines.transformers import TransformersEngine
 from meshwright.spec.errors import UserError
 from meshwright.spec.problems import did_you_mean
 
 ENGINES: Mapping[str, Engine] = {
     engine.name: engine
-    for engine in (Ours(), Bare(), HfTrainer(), AccelerateEngine(), FabricEngine(), DeepSpeedEngine())
+    for engine in (
+        *(Ours(), Bare(), TransformersEngine(), HfTrainer(), AccelerateEngine(), FabricEngine(), LightningEngine()),
+        *(DeepSpeedEngine(), MegatronEngine(), NanoGpt()),
+    )
 }
 """In the order in which comparisons list them."""
 
@@ -34,8 +41,13 @@ def find_engine(name: str) -> Engine:
     return ENGINES[name]
 
 
-def check_installed(engine: Engine, python: Path) -> None:
-    """Raise `MissingPackageError`, with the install command, where `python` lacks a module of the engine's program."""
+def check_installed(engine: Engine, python: Path, checkout: Path | None = None) -> None:
+    """Raise `MissingPackageError`, with the command that installs it, where `python` lacks a module of the engine's
+    program, or the engine's `checkout` is not given."""
+    if engine.checkout and checkout is None:
+        raise MissingPackageError(
+            f"{engine.name} is no package; git clone {engine.checkout} and give --checkout with its folder"
+        )
     modules = list(engine.packages)
     code = "import importlib.util as u, json, sys; print(json.dumps([u.find_spec(m) is None for m in sys.argv[1:]]))"
     try:

@@ -107,8 +107,9 @@ RULES: Mapping[str, Rule] = {
 """The rule of a setting, or of all settings of a section without their own rule."""
 
 
-def settings_of(resolved: ResolvedRun, cannot: Mapping[str, str]) -> Iterator[Setting]:
-    """Every setting of a run and its fate; `cannot` are settings that an engine cannot express.
+def settings_of(resolved: ResolvedRun, cannot: Mapping[str, str], leaves_out: Mapping[str, str]) -> Iterator[Setting]:
+    """Every setting of a run and its fate; `cannot` are settings that an engine cannot express, `leaves_out` those that
+    it lacks without effect on any loss.
 
     Settings left out are listed only if the recipe differs from the default.
     """
@@ -117,6 +118,8 @@ def settings_of(resolved: ResolvedRun, cannot: Mapping[str, str]) -> Iterator[Se
         fate, why = rule_of(path)(value, resolved)
         if path in cannot:
             fate, why = "refused", cannot[path]
+        elif path in leaves_out and fate == "said":
+            fate, why = "left_out", leaves_out[path]
         elif fate == "left_out" and path in defaults and defaults[path] == value:
             fate = "said"
         yield Setting(path, value, fate, why if fate != "said" else "")

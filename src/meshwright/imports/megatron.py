@@ -115,6 +115,7 @@ RULES: Mapping[str, Rule] = {
 
 VARIABLE = re.compile(r"^[ \t]*(?:export[ \t]+)?(\w+)=([\w./:,+-]{1,1000})[ \t]*$", flags=re.MULTILINE)
 """A script's `NAME=word`."""
+ASSIGNED = re.compile(r"[A-Z_][A-Z0-9_]*=")
 LONGEST = 2**20
 """Characters of a script with its variables put in."""
 
@@ -141,6 +142,8 @@ def read_flags(text: str, file: str) -> dict[str, Any]:
         if re.fullmatch(r"--[a-z][\w-]*(=.*)?", word):
             name, equals, value = word[2:].partition("=")
             found[name] = [value] if equals else []
+        elif ASSIGNED.match(word):  # the next list of a script's arguments
+            name = ""
         elif name:
             if not found[name] or name == "data-path" or not isinstance(_number(word), str):  # a batch that grows
                 found[name].append(word)

@@ -1,6 +1,7 @@
 """Configuration files of strangers, opened: text within limits, and plain data that is a tree. Nothing is run."""
 
 import json
+import tomllib
 from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
@@ -31,9 +32,12 @@ def read_text(path: Path) -> str:
 
 
 def read_data(path: Path, text: str) -> Any:
-    """JSON or YAML as mappings, lists, texts and finite numbers. Raises `UserError` where it is neither, or no tree."""
+    """JSON, TOML or YAML as mappings, lists, texts and finite numbers. Raises `UserError` if it is none, or no tree."""
     try:
-        found = json.loads(text, parse_constant=_refuse) if path.suffix == ".json" else yaml.safe_load(text)
+        if path.suffix == ".json":
+            found = json.loads(text, parse_constant=_refuse)
+        else:
+            found = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
     except RecursionError as error:
         raise UserError(f"{path}: cannot be read: nested too deeply") from error
     # YAML's own tags (!!int, !!bool, !!timestamp) raise what Python does of a value that is none.

@@ -9,7 +9,7 @@ from meshwright.spec.errors import UserError
 SHOWN = 200
 """Characters of a value that an origin shows."""
 COUNTS = ("ranks", "nodes", "ranks of a node", "accumulation", "accumulation of all ranks", "shard")
-NUMBERS = ("beta1", "beta2", "warmup_ratio", "min_lr", "decay steps", "samples", "epochs")
+NUMBERS = ("beta1", "beta2", "warmup_ratio", "min_lr", "decay steps", "samples", "epochs", "decay_ratio")
 """Facts that are worked with."""
 
 Rule = str | Callable[["Reading", Any, str], None]
@@ -30,6 +30,8 @@ class Reading:
     """(key and value, why nothing of ours says it)."""
     notes: list[str] = field(default_factory=list)
     """Assumptions made."""
+    seen: list[str] = field(default_factory=list)
+    """The origin of every key that was read."""
 
     def set(self, path: str, value: Any, origin: str) -> None:
         """Record a setting; if files disagree, the first one wins and the other value is reported."""
@@ -60,6 +62,12 @@ class Reading:
         """Note what a system does where none of its files says anything, if that is not what a recipe does."""
         self.defaults.setdefault(path, (value, origin))
 
+    def already_so(self) -> list[str]:
+        """Keys that changed nothing: they are off, say what every recipe does, or what another key says too."""
+        origins = [origin for _, origin in self.settings.values()]
+        told = "\n".join([*origins, *(origin for origin, _ in self.without), *self.notes])
+        return [origin for origin in self.seen if origin not in told]
+
     def give_up(self, origin: str, why: str) -> None:
         """Record a key without a counterpart."""
         self.without.append((origin, why))
@@ -75,6 +83,7 @@ class Reading:
             shown = str(value)
             origin = f"{file}: {key}={shown if len(shown) <= SHOWN else f'{shown[:SHOWN]}...'}"
             rule = rules.get(key)
+            self.seen.append(origin)
             if value == "auto" and rule is not None:
                 self.notes.append(f"{origin}: what another file says, or the recipe's default")
             elif rule is None:
@@ -91,6 +100,14 @@ class Reading:
             raise
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise UserError(f"{origin}: it cannot have such a value") from error
+
+
+def apply(rule: Rule, reading: Reading, value: Any, origin: str) -> None:
+    """What a rule makes of a value."""
+    if isinstance(rule, str):
+        reading.set(rule, value, origin)
+    else:
+        rule(reading, value, origin)
 
 
 def check_count(value: Any, origin: str) -> None:

@@ -8,11 +8,16 @@ from typing import Any
 from meshwright.imports.accelerate_yaml import is_accelerate, read_accelerate
 from meshwright.imports.axolotl import is_axolotl, read_axolotl
 from meshwright.imports.deepspeed import is_deepspeed, read_deepspeed
+from meshwright.imports.foundry import is_foundry, read_foundry
 from meshwright.imports.hf_arguments import is_hf_arguments, read_hf_arguments
+from meshwright.imports.llama_factory import is_llama_factory, read_llama_factory
 from meshwright.imports.megatron import is_flags, read_flags, read_megatron
 from meshwright.imports.nanogpt import read_assignments, read_nanogpt
+from meshwright.imports.nemo import is_nemo, read_nemo
 from meshwright.imports.opening import read_data, read_text
+from meshwright.imports.program import is_program, read_program
 from meshwright.imports.reading import Reading, check_count, check_number
+from meshwright.imports.torchtitan import is_torchtitan, read_torchtitan
 from meshwright.spec.document import write_yaml
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import parse_spec
@@ -20,9 +25,21 @@ from meshwright.spec.run import Run
 from meshwright.terminal import printable
 
 FORMATS = (
-    "a DeepSpeed JSON, transformers' TrainingArguments (YAML or JSON), an Accelerate YAML, an axolotl YAML, a nanoGPT "
-    "configuration (.py) or a script with Megatron-LM's flags"
+    "a DeepSpeed JSON, transformers' TrainingArguments (YAML or JSON), an Accelerate, axolotl, LLaMA-Factory, "
+    "LLM-Foundry, NeMo or Megatron-Bridge YAML, a torchtitan configuration (.toml, or the JSON that it prints), a "
+    "nanoGPT configuration (.py), a script with Megatron-LM's flags, or a program that `meshwright export` has written"
 )
+KINDS = (
+    (is_accelerate, read_accelerate),
+    (is_axolotl, read_axolotl),
+    (is_llama_factory, read_llama_factory),
+    (is_foundry, read_foundry),
+    (is_torchtitan, read_torchtitan),
+    (is_nemo, read_nemo),
+    (is_hf_arguments, read_hf_arguments),
+    (is_deepspeed, read_deepspeed),
+)
+"""Whether a file is of a kind, and what reads it; the first that knows it reads it."""
 COUNTED = {f"layout.{axis}" for axis in ("tp", "pp", "cp")} | {
     f"training.{name}" for name in ("steps", "micro_batch", "global_batch")
 }
@@ -54,14 +71,15 @@ def import_files(paths: Sequence[Path], *, ranks: int | None = None, model: str 
 
 def _read(reading: Reading, path: Path) -> None:
     text = read_text(path)
+    if path.suffix == ".py" and is_program(text):
+        return read_program(reading, text, path)
     if path.suffix == ".py":
         return read_nanogpt(reading, read_assignments(text, path.name), path.name)
-    if path.suffix not in (".json", ".yaml", ".yml") and is_flags(text):
+    if path.suffix not in (".json", ".yaml", ".yml", ".toml") and is_flags(text):
         return read_megatron(reading, read_flags(text, path.name), path.name)
     values = read_data(path, text)
     if isinstance(values, Mapping):
-        kinds = ((is_accelerate, read_accelerate), (is_axolotl, read_axolotl), (is_hf_arguments, read_hf_arguments))
-        for known, read in (*kinds, (is_deepspeed, read_deepspeed)):
+        for known, read in KINDS:
             if known(values):
                 return read(reading, values, path.name)
     raise UserError(f"{path}: its kind is not known; there can be {FORMATS}")
@@ -157,6 +175,7 @@ def _written(reading: Reading, paths: Sequence[Path]) -> str:
     comments = [f"Imported from {', '.join(path.name for path in paths)}"]
     comments += [f"assumed: {note}" for note in reading.notes]
     comments += [f"no counterpart: {origin}: {why}" for origin, why in reading.without]
+    comments += [f"already so: {origin}" for origin in reading.already_so()]
     lines = [f"# {_one_line(comment)}" for comment in comments]
     order = {name: number for number, name in enumerate(Run.model_fields)}
     for name in sorted(tree, key=lambda name: order.get(name, len(order))):

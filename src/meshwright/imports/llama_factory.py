@@ -1,0 +1,181 @@
+"""LLaMA-Factory's YAML configuration."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.imports.hf_arguments import RULES as HF_RULES
+from meshwright.imports.hf_arguments import take_defaults
+from meshwright.imports.reading import Reading, Rule, nothing, when
+
+MARKS = ("finetuning_type", "cutoff_len", "dataset_dir", "stage")
+TEMPLATES = {"llama3": "llama3", "qwen": "qwen", "mistral": "mistral", "chatml": "chatml"}
+TARGETS = 'a list of patterns, or "all-linear"'
+
+
+def _stage(reading: Reading, value: Any, origin: str) -> None:
+    if value == "dpo":
+        reading.fact("preferences", True, origin)
+    elif value not in ("sft", "pt"):
+        reading.give_up(origin, "there are pt, sft and dpo")
+
+
+def _method(reading: Reading, value: Any, origin: str) -> None:
+    if value in ("lora", "full"):
+        reading.set("finetune.method", value, origin)
+    elif value == "freeze":
+        reading.set("finetune.method", "full", origin)
+    else:
+        reading.give_up(origin, "there are full, freeze and lora")
+
+
+def _frozen(reading: Reading, value: Any, origin: str) -> None:
+    if value > 0:
+        reading.set("finetune.last_layers", value, origin)
+    else:
+        reading.give_up(origin, "finetune.last_layers counts from the end; name the first ones in finetune.train")
+
+
+def _listed(value: Any) -> list[str]:
+    return [str(part).strip() for part in (value.split(",") if isinstance(value, str) else value)]
+
+
+def _targets(reading: Reading, value: Any, origin: str) -> None:
+    reading.set("finetune.targets", "all-linear" if value == "all" else _listed(value), origin)
+
+
+def _dataset(reading: Reading, value: Any, origin: str) -> None:
+    reading.fact("datasets", _listed(value), origin)
+
+
+def _bits(reading: Reading, value: Any, origin: str) -> None:
+    if value in (4, 8):
+        reading.set("finetune.base", "nf4" if value == 4 else "int8", origin)
+    else:
+        reading.give_up(origin, "there are 4 and 8")
+
+
+def _template(reading: Reading, value: Any, origin: str) -> None:
+    if value in TEMPLATES:
+        reading.set("data.chat.template", TEMPLATES[value], origin)
+    else:
+        reading.give_up(origin, "the tokenizer's own template is taken")
+
+
+def _neat(reading: Reading, value: Any, origin: str) -> None:
+    if value is True:
+        reading.set("data.packing", "best_fit", origin)
+        reading.set("data.separate_documents", True, origin)
+
+
+def _share(reading: Reading, value: Any, origin: str) -> None:
+    if value < 1:
+        reading.set("data.held_out", value, origin)
+    else:
+        reading.give_up(origin, "data.held_out is a share")
+
+
+def _train_on_prompt(reading: Reading, value: Any, origin: str) -> None:
+    if value is True:
+        reading.set("data.chat.train_on", "all", origin)
+
+
+def _last_turn(reading: Reading, value: Any, origin: str) -> None:
+    if value is True:
+        reading.set("data.chat.train_on", "last", origin)
+
+
+LEFT_TO_US = (
+    *("do_train", "do_eval", "overwrite_cache", "preprocessing_num_workers", "plot_loss", "flash_attn", "cache_dir"),
+    *("trust_remote_code", "use_fast_tokenizer", "enable_liger_kernel", "use_unsloth", "shift_attn", "tokenized_path"),
+    *(
+        "preprocessing_batch_size",
+        "include_num_input_tokens_seen",
+        "upcast_layernorm",
+        "disable_gradient_checkpointing",
+    ),
+    *("quantization_method", "low_cpu_mem_usage", "resize_vocab", "ray_num_workers", "print_param_status"),
+)
+
+RULES: Mapping[str, Rule] = {
+    **HF_RULES,
+    "model_name_or_path": "model.name",
+    "adapter_name_or_path": "finetune.start_from",
+    "stage": _stage,
+    "finetuning_type": _method,
+    "freeze_trainable_layers": _frozen,
+    "lora_rank": "finetune.rank",
+    "lora_alpha": "finetune.alpha",
+    "lora_dropout": "finetune.dropout",
+    "lora_target": _targets,
+    "additional_target": lambda reading, value, origin: reading.set("finetune.train", _listed(value), origin),
+    "use_dora": when("finetune.dora", True),
+    "use_rslora": when("finetune.rslora", True),
+    "loraplus_lr_ratio": "finetune.b_lr_ratio",
+    "quantization_bit": _bits,
+    "double_quantization": "finetune.double_quantization",
+    "pref_beta": "training.preference.beta",
+    "pref_loss": lambda reading, value, origin: (
+        None if value == "sigmoid" else reading.give_up(origin, "there is sigmoid, DPO's own")
+    ),
+    "dpo_label_smoothing": "training.preference.label_smoothing",
+    "pref_ftx": nothing("the loss has no term of supervised learning"),
+    "dataset": _dataset,
+    "dataset_dir": lambda reading, value, origin: reading.fact("dataset folder", value, origin),
+    "eval_dataset": nothing("data.held_out is a share of the data"),
+    "template": _template,
+    "cutoff_len": "data.sequence_length",
+    "max_samples": nothing("all of the data is read"),
+    "packing": lambda reading, value, origin: (
+        reading.set("data.packing", "best_fit", origin) if value is True else None
+    ),
+    "neat_packing": _neat,
+    "val_size": _share,
+    "train_on_prompt": _train_on_prompt,
+    "mask_history": _last_turn,
+    "rope_scaling": nothing("the model's own files say it"),
+    "use_galore": nothing("there is no GaLore"),
+    "use_badam": nothing("there is no BAdam"),
+    "use_llama_pro": nothing("layers are not added"),
+    "pissa_init": nothing("adapters begin at zero"),
+    "resume_from_checkpoint": nothing("`meshwright train --resume` goes on from the newest checkpoint"),
+    **dict.fromkeys(LEFT_TO_US, nothing("nothing that is trained depends on it, or our trainer decides it")),
+}
+
+
+def is_llama_factory(values: Mapping[str, Any]) -> bool:
+    """Whether these are the keys of a LLaMA-Factory configuration."""
+    return "model_name_or_path" in values and any(mark in values for mark in MARKS)
+
+
+def read_llama_factory(reading: Reading, values: Mapping[str, Any], file: str) -> None:
+    """Take everything that a LLaMA-Factory configuration says."""
+    reading.take(values, RULES, file)
+    take_defaults(reading, values, f"{file} (the Trainer's default)", "lr_scheduler_type", "linear")
+    reading.default("training.precision", "fp32", f"{file} (neither bf16 nor fp16)")
+    preferences = reading.known("preferences", False)
+    if preferences and "pref_beta" not in values:
+        reading.set("training.preference.beta", 0.1, f"{reading.facts['preferences'][1]} (LLaMA-Factory's default)")
+    if preferences:
+        reading.set("data.separate_documents", True, reading.facts["preferences"][1])
+    if "finetuning_type" not in values:
+        reading.set("finetune.method", "lora", f"{file} (LLaMA-Factory's default)")
+    defaults = {"finetune.rank": 8} if reading.settings["finetune.method"][0] == "lora" else {}
+    for path, value in defaults.items():
+        reading.default(path, value, f"{file} (LLaMA-Factory's default)")
+    if "finetune.rank" in defaults and "lora_alpha" not in values:  # twice the rank
+        rank = reading.settings.get("finetune.rank", (8, ""))[0]
+        reading.default("finetune.alpha", 2 * rank, f"{file} (LLaMA-Factory's default)")
+    if not values.get("packing") and not values.get("neat_packing") and values.get("stage") != "pt":
+        reading.set("data.packing", "padded", f"{file} (LLaMA-Factory's default: packing=false)")
+    _sources(reading, preferences)
+
+
+def _sources(reading: Reading, preferences: bool) -> None:
+    """Datasets are names in dataset_info.json, which is not read."""
+    if "datasets" not in reading.facts:
+        return
+    names, origin = reading.facts["datasets"]
+    folder = reading.known("dataset folder", "data")
+    form = {"format": "preference"} if preferences else {}
+    reading.set("data.sources", [{"path": f"{folder}/{name}.json", **form} for name in names], origin)
+    reading.notes.append(f"{origin}: names of {folder}/dataset_info.json, whose files and columns are not read")

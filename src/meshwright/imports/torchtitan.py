@@ -1,0 +1,288 @@
+"""torchtitan's configuration: TOML, or the JSON that it prints of its dataclasses."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.imports.reading import Reading, Rule, check_count, fact, flat, nothing, positive, when, words
+from meshwright.spec.errors import UserError
+
+FLAVORS = {
+    ("llama3", "8b"): "llama-3.1-8b",
+    ("llama3", "70b"): "llama-3.1-70b",
+    ("llama3", "405b"): "llama-3.1-405b",
+    ("llama3", "1b"): "llama-3.2-1b",
+    ("llama3", "3b"): "llama-3.2-3b",
+    ("llama2", "7b"): "llama-2-7b",
+    ("llama2", "13b"): "llama-2-13b",
+    ("llama2", "70b"): "llama-2-70b",
+    **{("qwen3", size): f"qwen3-{size}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")},
+}
+"""A model's name and flavor -> a published name."""
+DEGREES = {
+    "data_parallel_replicate_degree": "replicate",
+    "tensor_parallel_degree": "layout.tp",
+    "pipeline_parallel_degree": "layout.pp",
+    "context_parallel_degree": "layout.cp",
+    "expert_parallel_degree": "layout.ep",
+}
+SCHEDULES = {
+    "1f1b": "1f1b",
+    "gpipe": "afab",
+    "interleaved1f1b": "interleaved-1f1b",
+    "interleavedzerobubble": "interleaved-zero-bubble",
+    "zbvzerobubble": "zbv",
+    "loopedbfs": "looped-bfs",
+    "dualpipev": "dualpipev",
+}
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+DEFAULTS = {
+    "training.optimizer.lr": 8e-4,
+    "training.optimizer.betas": [0.9, 0.95],
+    "training.optimizer.weight_decay": 0.1,
+    "training.lr_schedule.name": "linear",
+    "training.lr_schedule.final": 0.0,
+    "training.lr_schedule.warmup": 200,
+    "training.steps": 10000,
+    "training.micro_batch": 8,
+    "data.sequence_length": 2048,
+}
+
+
+def _degree(name: str) -> Rule:
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        if value == -1 and name == "shard":
+            return reading.fact("all shard", True, origin)
+        check_count(value, origin)
+        if "." in name:
+            return reading.set(name, value, origin) if value > 1 else None
+        return reading.fact(name, value, origin)
+
+    return rule
+
+
+def _pipeline(reading: Reading, value: Any, origin: str) -> None:
+    word = str(value).lower()
+    if word in SCHEDULES:
+        reading.fact("schedule", SCHEDULES[word], origin)
+    else:
+        reading.give_up(origin, f"there are {', '.join(SCHEDULES)}")
+
+
+def _recompute(reading: Reading, value: Any, origin: str) -> None:
+    if value in ("none", "full", "selective"):
+        reading.set("training.recompute", value, origin)
+    else:
+        reading.give_up(origin, "there are none, selective and full")
+
+
+def _selective(reading: Reading, value: Any, origin: str) -> None:
+    if value != "op":
+        reading.give_up(origin, "give training.recompute as {full: LAYERS} instead")
+
+
+def _data(reading: Reading, value: Any, origin: str) -> None:
+    known = {"c4": {"path": "hub:allenai/c4", "subset": "en"}}
+    if value in known:
+        reading.set("data.sources", [known[value]], origin)
+    else:
+        reading.give_up(origin, "a name that torchtitan's code knows; give data.sources")
+
+
+def _path(reading: Reading, value: Any, origin: str) -> None:
+    reading.set("data.sources", [{"path": value}], origin)
+
+
+def _converters(reading: Reading, value: Any, origin: str) -> None:
+    for name in value if isinstance(value, list) else [value]:
+        if "mx" in str(name):
+            reading.set("training.precision", "mxfp8", origin)
+        elif "float8" in str(name):
+            reading.set("training.precision", "fp8", origin)
+        elif name:
+            reading.give_up(origin, "products are in float8 or mx, or plain")
+
+
+LEFT_TO_US = (
+    *("job.description", "job.print_args", "job.print_config", "job.use_for_integration_test", "job.config_file"),
+    *("metrics.log_freq", "metrics.disable_color_printing", "metrics.save_tb_folder", "metrics.rank_0_only"),
+    *("metrics.enable_color_printing", "metrics.save_for_all_ranks", "training.gc_freq", "training.gc_debug"),
+    *("optimizer.fused", "optimizer.foreach", "optimizer.implementation", "optimizer.early_step_in_backward"),
+    *("parallelism.enable_async_tensor_parallel", "parallelism.enable_compiled_autograd", "job.custom_config_module"),
+    *(
+        "parallelism.disable_loss_parallel",
+        "parallelism.enable_loss_parallel",
+        "parallelism.module_fqns_per_model_part",
+    ),
+    *("experimental.custom_import", "experimental.custom_args_module", "model.print_after_conversion"),
+    *("checkpoint.last_save_model_only", "checkpoint.last_save_model_weights_only", "checkpoint.export_dtype"),
+    *("checkpoint.folder", "checkpoint.create_seed_checkpoint", "checkpoint.exclude_from_loading", "comm.mode"),
+    *("comm.init_timeout_seconds", "comm.train_timeout_seconds", "comm.trace_buf_size", "compile.components"),
+    *("activation_checkpoint.early_stop", "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns"),
+)
+
+RULES: Mapping[str, Rule] = {
+    "job.dump_folder": "run_dir",
+    "model.name": fact("model"),
+    "model.flavor": fact("flavor"),
+    "model.norm_type": nothing("the family says the norm"),
+    "model.tokenizer_path": "data.tokenizer",
+    "model.hf_assets_path": "data.tokenizer",
+    "model.converters": _converters,
+    "optimizer.name": words("training.optimizer.name", {"adamw": "adamw", "adam": "adamw"}),
+    "optimizer.lr": "training.optimizer.lr",
+    "optimizer.eps": "training.optimizer.eps",
+    "optimizer.beta1": fact("beta1"),
+    "optimizer.beta2": fact("beta2"),
+    "optimizer.weight_decay": "training.optimizer.weight_decay",
+    "lr_scheduler.warmup_steps": "training.lr_schedule.warmup",
+    "lr_scheduler.decay_type": words("training.lr_schedule.name", {"linear": "linear", "cosine": "cosine"}),
+    "lr_scheduler.decay_ratio": fact("decay_ratio"),
+    "lr_scheduler.lr_min": "training.lr_schedule.final",
+    "lr_scheduler.min_lr_factor": "training.lr_schedule.final",
+    "training.local_batch_size": "training.micro_batch",
+    "training.batch_size": "training.micro_batch",
+    "training.global_batch_size": lambda reading, value, origin: (
+        reading.set("training.global_batch", value, origin) if value > 0 else None
+    ),
+    "training.seq_len": "data.sequence_length",
+    "training.warmup_steps": "training.lr_schedule.warmup",
+    "training.max_norm": positive("training.clip"),
+    "training.steps": "training.steps",
+    "training.dataset": _data,
+    "training.dataset_path": _path,
+    "training.seed": "training.seed",
+    "training.deterministic": when("training.deterministic", True),
+    "training.compile": when("training.compile", True),
+    "compile.enable": when("training.compile", True),
+    "training.mixed_precision_param": fact("compute"),
+    "training.mixed_precision_reduce": words("training.reduce_dtype", DTYPES),
+    "training.enable_cpu_offload": when("layout.offload", "cpu"),
+    **{f"{part}.{key}": _degree(path) for part in ("training", "parallelism") for key, path in DEGREES.items()},
+    **{f"{part}.data_parallel_shard_degree": _degree("shard") for part in ("training", "parallelism")},
+    "training.data_parallel_degree": _degree("shard"),
+    "experimental.pipeline_parallel_degree": _degree("layout.pp"),
+    "experimental.context_parallel_degree": _degree("layout.cp"),
+    "experimental.pipeline_parallel_schedule": _pipeline,
+    "parallelism.pipeline_parallel_schedule": _pipeline,
+    "parallelism.pipeline_parallel_microbatch_size": nothing("training.micro_batch is what a stage runs at once"),
+    "parallelism.pipeline_parallel_layers_per_stage": nothing("say layout.stage_layers"),
+    "parallelism.fsdp_reshard_after_forward": lambda reading, value, origin: reading.fact(
+        "zero", 2 if value == "never" else 3, origin
+    ),
+    "parallelism.expert_tensor_parallel_degree": lambda reading, value, origin: (
+        reading.give_up(origin, "experts are not split along tp") if value > 1 else None
+    ),
+    "parallelism.context_parallel_rotate_method": lambda reading, value, origin: reading.set(
+        "layout.cp_method", "all_gather" if value == "allgather" else "ring", origin
+    ),
+    "checkpoint.enable": fact("saves"),
+    "checkpoint.enable_checkpoint": fact("saves"),
+    "checkpoint.interval": fact("save interval"),
+    "checkpoint.interval_type": lambda reading, value, origin: (
+        None if value == "steps" else reading.give_up(origin, "checkpoints are counted in steps")
+    ),
+    "checkpoint.keep_latest_k": lambda reading, value, origin: (
+        reading.set("checkpoint.keep_last", value, origin) if value > 0 else None
+    ),
+    "checkpoint.async_mode": lambda reading, value, origin: reading.set(
+        "checkpoint.asynchronous", value != "disabled", origin
+    ),
+    "checkpoint.initial_load_path": "checkpoint.start_from",
+    "checkpoint.model_weights_only": nothing("checkpoint.start_from reads weights alone"),
+    "activation_checkpoint.mode": _recompute,
+    "activation_checkpoint.selective_ac_option": _selective,
+    "validation.enable": nothing("evaluation is always on; data.held_out and training.evaluation say how much"),
+    "validation.freq": "training.evaluation.every",
+    "validation.steps": "training.evaluation.batches",
+    "metrics.enable_tensorboard": fact("tensorboard"),
+    "metrics.enable_wandb": fact("wandb"),
+    "float8.enable_float8_linear": when("training.precision", "fp8"),
+    **dict.fromkeys(LEFT_TO_US, nothing("nothing that is trained depends on it, or our trainer decides it")),
+}
+
+
+def is_torchtitan(values: Mapping[str, Any]) -> bool:
+    """Whether these are the sections of a torchtitan configuration."""
+    sections = [name for name in ("job", "training", "parallelism", "lr_scheduler", "activation_checkpoint", "metrics")
+                if isinstance(values.get(name), Mapping)]  # fmt: skip
+    return "training" in sections and len(sections) > 1
+
+
+def read_torchtitan(reading: Reading, values: Mapping[str, Any], file: str) -> None:
+    """Take everything that a torchtitan configuration says."""
+    found = flat(values)
+    off = {key: value for key, value in found.items() if _switched_off(values, key)}
+    reading.seen += [f"{file}: {key}={value}" for key, value in off.items()]
+    reading.take({key: value for key, value in found.items() if key not in off}, RULES, file)
+    for path, value in DEFAULTS.items():
+        if path == "training.micro_batch" and path not in reading.settings:  # the global batch is worked out of it
+            reading.set(path, value, f"{file} (torchtitan's default)")
+        elif path != "training.optimizer.betas" or not ({"beta1", "beta2"} & reading.facts.keys()):
+            reading.default(path, value, f"{file} (torchtitan's default)")
+    _model(reading)
+    _decay(reading)
+    _ranks(reading, file)
+    compute, origin = reading.facts.get("compute", ("bfloat16", f"{file} (torchtitan's default)"))
+    if "training.precision" not in reading.settings:
+        if str(compute) not in DTYPES:
+            raise UserError(f"{origin}: it must be one of {', '.join(DTYPES)}")
+        reading.set("training.precision", DTYPES[str(compute)], origin)
+    trackers = [name for name in ("tensorboard", "wandb") if reading.known(name) is True]
+    if trackers:
+        reading.set("trackers", trackers, "; ".join(reading.facts[name][1] for name in trackers))
+    if reading.known("saves") is True and (every := reading.facts.get("save interval", (500, file))):
+        reading.set("checkpoint.every", every[0], every[1])
+    if "schedule" in reading.facts and "layout.pp" in reading.settings:
+        reading.set("layout.schedule", *reading.facts["schedule"])
+
+
+def _switched_off(values: Mapping[str, Any], key: str) -> bool:
+    """Whether a key only tells how something is done that is off: profiling, or validation."""
+    section, _, name = key.partition(".")
+    if section in ("profiling", "memory_estimation", "fault_tolerance", "debug"):
+        return not any(value is True for value in values[section].values()) if values[section] else True
+    return section == "validation" and not values[section].get("enable") and name != "enable"
+
+
+def _model(reading: Reading) -> None:
+    name, origin = reading.facts.get("model", (None, ""))
+    flavor, why = reading.facts.get("flavor", ("", ""))
+    found = FLAVORS.get((str(name).lower(), str(flavor).lower()))
+    if found and "model.name" not in reading.settings:
+        reading.set("model.name", found, f"{origin}; {why}")
+    elif name is not None and not found:
+        reading.give_up(f"{origin}; {why}" if why else origin, "a size that torchtitan's code knows; give --model")
+
+
+def _decay(reading: Reading) -> None:
+    """The rate is flat between warm-up and a last part that is `decay_ratio` of all steps."""
+    if "decay_ratio" not in reading.facts:
+        return
+    ratio, origin = reading.facts["decay_ratio"]
+    kind = reading.settings.get("training.lr_schedule.name", ("linear", ""))[0]
+    steps = reading.settings.get("training.steps", (DEFAULTS["training.steps"], ""))[0]
+    if kind == "linear":
+        reading.settings.pop("training.lr_schedule.name", None)
+        reading.set("training.lr_schedule.name", "wsd", origin)
+        reading.set("training.lr_schedule.decay", max(1, round(float(ratio) * steps)), origin)
+    else:
+        reading.give_up(origin, "a cosine falls from the end of warm-up")
+
+
+def _ranks(reading: Reading, file: str) -> None:
+    """Of how many ranks: where every degree is given, their product; FSDP is over all that no other axis takes."""
+    replicate, origin = reading.facts.get("replicate", (1, ""))
+    split = 1
+    for axis in ("tp", "pp", "cp"):
+        split *= reading.settings.get(f"layout.{axis}", (1, ""))[0]
+    shard, where = reading.facts.get("shard", (None, f"{file} (torchtitan's default: data_parallel_shard_degree=-1)"))
+    if shard is None:  # all that are left
+        if reading.facts.get("ranks") and replicate > 1:
+            left = reading.known("ranks") // (split * replicate)
+            reading.fact("shard", max(1, left), origin)
+    else:
+        reading.fact("ranks", replicate * shard * split, "; ".join(part for part in (origin, where) if part))
+    if (shard is None or shard > 1) and "zero" not in reading.facts:
+        reading.fact("zero", 3, reading.facts.get("all shard", (None, where))[1])
+    elif shard == 1 and "zero" in reading.facts:
+        del reading.facts["zero"]  # nothing is sharded that could be gathered

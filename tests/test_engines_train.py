@@ -1,0 +1,135 @@
+"""Engines beside ours over ten steps: the same losses and norms, and what each has read back of itself."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.engines.compare import Contestant, Pace, Row, compare
+from meshwright.engines.layouts import layout_called
+from meshwright.engines.registry import ENGINES
+from meshwright.spec.recipe import parse_spec
+from meshwright.spec.run import Run
+from meshwright.trainer.resolve import resolve_run
+
+RECIPE = """\
+model: {family: llama, hidden: 32, num_layers: 2, num_heads: 4, num_kv_heads: 2, tied_embeddings: true}
+data: {sources: "*.txt", tokenizer_vocab: 300, sequence_length: 32, cache_dir: cache}
+training: {steps: 10, global_batch: 8, micro_batch: 2, precision: fp32, lr_schedule: {warmup: 3}}
+device: cpu
+"""
+MIXTRAL = (
+    "model={family: mixtral, hidden: 32, num_layers: 2, num_heads: 4, num_experts: 4, balance_loss: 0, vocab: 300}"
+)
+GPT2 = "model={family: gpt2, hidden: 32, num_layers: 2, num_heads: 4, max_positions: 32}"
+UNTIED = "model.tied_embeddings=false"
+TOLERANCE = 2e-5
+"""Of a loss of about 6 in fp32: a few dozen roundings, which differ in order between engines."""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with text, to work in."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("".join(f"{n} cats sat on {n * n} mats\n" for n in range(400)))
+    return tmp_path
+
+
+def installed(engine: str) -> bool:
+    return all(importlib.util.find_spec(module) for module in ENGINES[engine].packages)
+
+
+def trained(folder: Path, recipe: list[str], rows: dict[str, str], checkout: Path | None = None) -> dict[str, Row]:
+    """Ten steps of ours on one process, and of every engine in its layout; all with our losses and norms.
+
+    Each of `rows` is an engine and a word -> its layout, and overrides after it.
+    """
+    entered = []
+    for name, words in {"meshwright": "single", **rows}.items():
+        layout, *overrides = words.split()
+        engine = ENGINES[name.split()[0]]
+        if not installed(engine.name):
+            pytest.skip(f"{engine.name} is not installed")
+        run = parse_spec(RECIPE, Run, recipe).model_copy(update={"layout": layout_called(layout)})
+        offload: dict[str, Any] = {"offload": {"optimizer": "host"}} if "host" in overrides else {}
+        layout_of = type(run.layout)(**run.layout.model_dump() | offload)
+        resolved = resolve_run(run.model_copy(update={"layout": layout_of}), base_dir=folder)
+        entered.append(Contestant(name=name, engine=engine, resolved=resolved, checkout=checkout))
+    found = compare(entered, folder / "out", pace=Pace(2, 4, 2), patience=300, say=lambda line: None)
+    ours = found[0]
+    assert len(ours.losses) == 10
+    assert ours.losses[0] > ours.losses[-1]
+    for row in found:
+        assert row.error is None, (row.name, row.error)
+        for what in ("losses", "gnorms"):
+            difference = row.difference_from(ours, what)
+            assert difference is not None
+            assert difference <= TOLERANCE, (row.name, what)
+        assert row.ran["parameters"] == ours.ran["parameters"]
+    return {row.name: row for row in found}
+
+
+def share(row: Row) -> float:
+    """Part of the layers' matrices that a rank holds."""
+    held, whole = row.ran["matrices"]
+    return held / whole
+
+
+@pytest.mark.engines
+def test_transformers_splits_its_own_model(folder):
+    rows = trained(
+        folder, [], {"transformers": "single", "transformers sharded": "zero3", "transformers tensor": "tp2"}
+    )
+    assert rows["transformers sharded"].ran["parameter"] == ["DTensor"]
+    assert share(rows["transformers tensor"]) < 0.6
+    assert "tp" in rows["transformers tensor"].ran["axes"]
+
+
+@pytest.mark.engines
+def test_transformers_splits_experts(folder):
+    rows = trained(folder, [MIXTRAL], {"transformers experts": "zero3:2+ep2"})
+    assert "ep" in rows["transformers experts"].ran["axes"]
+
+
+@pytest.mark.engines
+def test_deepspeed_splits_matrices_and_keeps_state_on_the_host(folder):
+    engines = {"deepspeed tensor": "tp2", "deepspeed host": "zero2 host"}
+    rows = trained(folder, [UNTIED], engines)
+    assert share(rows["deepspeed tensor"]) < 0.6
+    assert rows["deepspeed host"].ran["host"] == ["cpu_offload"]
+
+
+@pytest.mark.engines
+def test_four_ranks_in_two_groups(folder):
+    engines = {
+        "transformers hybrid": "ddp2+zero3:2",
+        "transformers grid": "tp2+zero3:2",
+        "deepspeed hpz": "ddp2+zero3:2",
+    }
+    rows = trained(folder, [UNTIED], engines)
+    assert share(rows["transformers grid"]) < 0.3
+    assert rows["deepspeed hpz"].ran["second"] > rows["deepspeed hpz"].ran["held"]
+
+
+@pytest.mark.engines
+def test_lightning(folder):
+    rows = trained(folder, [], {"lightning": "single", "lightning ddp": "ddp", "lightning sharded": "zero3"})
+    assert "DistributedDataParallel" in rows["lightning ddp"].ran["wrappers"]
+    assert rows["lightning sharded"].ran["parameter"] == ["DTensor"]
+
+
+@pytest.mark.engines
+def test_nanogpt(folder, request):
+    checkout = request.config.getoption("--nanogpt")
+    if not checkout:
+        pytest.skip("give --nanogpt, the folder of karpathy/nanoGPT")
+    trained(folder, [GPT2], {"nanogpt": "single", "nanogpt ddp": "ddp"}, Path(checkout))
+
+
+@pytest.mark.engines
+def test_megatron(folder):
+    engines = {"megatron": "single", "megatron ddp": "ddp", "megatron tensor": "tp2"}
+    rows = trained(folder, [], engines)
+    assert "DistributedDataParallel" in rows["megatron ddp"].ran["wrappers"]
+    assert share(rows["megatron tensor"]) < 0.6

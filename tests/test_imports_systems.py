@@ -1,0 +1,358 @@
+"""Configurations of each system, modelled on its published ones: the same training, and no key lost in silence."""
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from meshwright.engines.engine import InexpressibleError
+from meshwright.engines.layouts import layout_called
+from meshwright.engines.registry import ENGINES
+from meshwright.imports.recipe import import_files
+from meshwright.spec.errors import UserError
+from meshwright.spec.recipe import parse_spec
+from meshwright.spec.run import Run
+from meshwright.trainer.resolve import resolve_run
+
+FILES = Path(__file__).parent / "fixtures" / "imports"
+LORA = {"finetune.method": "lora"}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "factory_lora_sft.yaml": (
+        {"ranks": 1},
+        {
+            **LORA,
+            "model.name": "meta-llama/Meta-Llama-3-8B-Instruct",
+            "finetune.rank": 8,
+            "finetune.alpha": 16,
+            "finetune.targets": "all-linear",
+            "data.chat.template": "llama3",
+            "data.packing": "padded",
+            "data.sources": ["data/identity.json", "data/alpaca_en_demo.json"],
+            "training.global_batch": 8,
+            "training.lr_schedule.name": "cosine",
+            "training.optimizer.betas": (0.9, 0.999),
+            "training.precision": "bf16",
+            "training.seed": 42,
+        },
+        ["max_samples=1000", "num_train_epochs=3.0", "warmup_ratio=0.1"],
+    ),
+    "factory_lora_dpo.yaml": (
+        {"ranks": 2},
+        {
+            "training.preference.beta": 0.2,
+            "data.sources": ["data/dpo_en_demo.json"],
+            "finetune.targets": ("q_proj", "v_proj"),
+            "training.global_batch": 16,
+            "training.lr_schedule.warmup": 30,
+            "layout.dp_replicate": 2,
+        },
+        [],
+    ),
+    "factory_full_sft.yaml": (
+        {"ranks": 8},
+        {
+            "finetune.method": "full",
+            "data.packing": "best_fit",
+            "data.separate_documents": True,
+            "data.sources": ["corpora/tulu.json"],
+            "training.lr_schedule.warmup": 200,
+        },
+        ["use_galore=True", "template=qwen3"],
+    ),
+    "factory_qlora_pt.yaml": (
+        {"ranks": 1},
+        {
+            "finetune.base": "nf4",
+            "finetune.double_quantization": False,
+            "finetune.alpha": 16,
+            "finetune.rslora": True,
+            "data.packing": "concatenated",
+            "data.held_out": 0.1,
+            "training.precision": "fp16",
+            "training.lr_schedule.name": "linear",
+        },
+        [],
+    ),
+    "titan_8b.toml": (
+        {"ranks": 8},
+        {
+            "model.name": "llama-3.1-8b",
+            "layout.dp_shard": 8,
+            "layout.zero": 3,
+            "training.global_batch": 8,
+            "training.recompute": "selective",
+            "training.precision": "bf16",
+            "training.lr_schedule.name": "linear",
+            "training.lr_schedule.final": 0.0,
+            "training.lr_schedule.warmup": 200,
+            "data.sequence_length": 8192,
+            "trackers": ("tensorboard",),
+            "checkpoint.every": 0,
+        },
+        ["log_freq=10"],
+    ),
+    "titan_70b.toml": (
+        {},
+        {
+            "model.name": "llama-3.1-70b",
+            "layout.dp_replicate": 2,
+            "layout.dp_shard": 8,
+            "layout.tp": 8,
+            "layout.zero": 2,
+            "training.global_batch": 512,
+            "training.precision": "fp8",
+            "training.reduce_dtype": "bf16",
+            "training.optimizer.betas": (0.9, 0.99),
+            "training.lr_schedule.name": "wsd",
+            "training.lr_schedule.decay": 1600,
+            "training.lr_schedule.final": 0.1,
+            "training.compile": True,
+            "checkpoint.every": 250,
+            "checkpoint.keep_last": 3,
+        },
+        ["enable_fsdp_float8_all_gather=True"],
+    ),
+    "titan_pipeline.toml": (
+        {"model": "llama-3.2-1b"},
+        {
+            "layout.pp": 4,
+            "layout.cp": 2,
+            "layout.dp_shard": 2,
+            "layout.schedule": "interleaved-1f1b",
+            "layout.cp_method": "ring",
+            "training.global_batch": 64,
+            "training.optimizer.lr": 8e-4,
+            "training.lr_schedule.name": "cosine",
+        },
+        ["flavor=debugmodel", "dataset=c4_test"],
+    ),
+    "titan_printed.json": (
+        {},
+        {"model.name": "qwen3-0.6b", "layout.dp_shard": 4, "layout.offload": "cpu", "training.global_batch": 16},
+        [],
+    ),
+    "bridge_llama.yaml": (
+        {"ranks": 64},
+        {
+            "model.family": "llama",
+            "model.num_kv_heads": 8,
+            "model.vocab": 128256,
+            "model.tied_embeddings": False,
+            "layout.tp": 2,
+            "layout.pp": 2,
+            "layout.dp_shard": 16,
+            "layout.zero": 1,
+            "training.global_batch": 512,
+            "training.precision": "bf16",
+            "training.recompute": "selective",
+            "training.lr_schedule.final": 0.1,
+            "training.optimizer.eps": 1e-5,
+            "data.sources": ["data/a_text_document.bin", "data/b_text_document.bin"],
+            "data.held_out": 0.000999,
+        },
+        ["comm_overlap.tp_comm_overlap=True"],
+    ),
+    "nemo_gpt.yaml": (
+        {},
+        {
+            "model.family": "gpt2",
+            "model.num_layers": 24,
+            "layout.tp": 4,
+            "layout.dp_shard": 4,
+            "layout.zero": 1,
+            "training.optimizer.betas": (0.9, 0.98),
+            "training.lr_schedule.name": "cosine",
+            "training.lr_schedule.warmup": 500,
+            "data.sequence_length": 2048,
+            "data.held_out": 0.1,
+        },
+        ["hidden_dropout=0.1", "constant_steps=5000"],
+    ),
+    "foundry_mpt.yaml": (
+        {"ranks": 8},
+        {
+            "model.family": "gpt2",
+            "model.ffn": 3072,
+            "model.max_positions": 2048,
+            "data.sequence_length": 2048,
+            "training.seed": 17,
+            "training.steps": 4800,
+            "training.optimizer.weight_decay": 0.1,
+            "training.reduce_dtype": "bf16",
+            "training.lr_schedule.warmup": 100,
+            "training.clip": 1.0,
+            "layout.dp_shard": 8,
+            "layout.zero": 3,
+            "trackers": ("wandb",),
+        },
+        ["no_bias=True", "local=./my-copy-c4", "speed_monitor", "save_folder"],
+    ),
+    "foundry_finetune.yaml": (
+        {"ranks": 8},
+        {
+            "model.name": "llama-2-7b",
+            "data.sources": ["hub:mosaicml/dolly_hhrlhf"],
+            "data.packing": "best_fit",
+            "training.recompute": "full",
+            "training.micro_batch": "auto",
+            "training.optimizer.weight_decay": 0.01,
+            "training.clip": None,
+            "training.seed": 7,
+            "checkpoint.every": 100,
+        },
+        ["max_duration=2ep"],
+    ),
+    "megatron_llama3.sh": (
+        {},
+        {
+            "model.family": "llama",
+            "model.num_kv_heads": 8,
+            "model.tied_embeddings": False,
+            "layout.cp": 2,
+            "layout.dp_shard": 4,
+            "layout.zero": 1,
+            "training.recompute": "selective",
+            "training.lr_schedule.final": 0.066667,
+        },
+        [],
+    ),
+    "axolotl_full.yaml": (
+        {"ranks": 2},
+        {
+            "finetune.method": "full",
+            "data.packing": "padded",
+            "data.sources": ["hub:mhenrichsen/alpaca_2k_test"],
+            "layout.zero": 3,
+            "training.global_batch": 16,
+            "training.optimizer.name": "adamw_8bit",
+            "training.recompute": "full",
+        },
+        ["plugins="],
+    ),
+    "deepspeed_z3.json": (
+        {"ranks": 4, "model": "llama-3.2-1b"},
+        {"layout.zero": 3, "layout.dp_shard": 4, "training.global_batch": 32, "training.clip": 1.0},
+        ["offload_optimizer.device=nvme", "nvme_path=/local_nvme"],
+    ),
+    "nanogpt_gpt2.py": (
+        {"ranks": 8},
+        {
+            "model.num_layers": 12,
+            "data.sources": ["data/openwebtext/train.bin"],
+            "training.global_batch": 480,
+            "training.optimizer.weight_decay": 0.1,
+            "training.evaluation.batches": 200,
+            "trackers": ("wandb",),
+        },
+        [],
+    ),
+}
+"""A file -> what is said beside it, settings of the recipe, and keys without a counterpart."""
+
+
+def setting(run: Run, path: str) -> Any:
+    found: Any = run
+    for part in path.split("."):
+        found = getattr(found, part)
+    return [source.path for source in found] if path == "data.sources" else found
+
+
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from leaves(inner, name)
+    else:
+        yield key, value
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_configuration_becomes_the_same_training(name):
+    words, expected, without = CASES[name]
+    text, reading = import_files([FILES / name], **words)
+    run = parse_spec(text, Run)
+    for path, value in expected.items():
+        assert setting(run, path) == value, path
+    for key in without:
+        assert any(key in origin for origin, _ in reading.without), key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_key_is_lost_in_silence(name):
+    """Every one is an origin, or is listed."""
+    text, _ = import_files([FILES / name], **CASES[name][0])
+    content = (FILES / name).read_text()
+    if name.endswith((".sh", ".py")):
+        keys = re.findall(r"--([\w-]+)" if name.endswith(".sh") else r"^(\w+) =", content, flags=re.MULTILINE)
+        assert not [key for key in keys if not re.search(rf"\b{re.escape(key)}\b", text)]
+        return
+    read = {".json": json.loads, ".toml": tomllib.loads}.get(Path(name).suffix, yaml.safe_load)
+    for key, value in leaves(read(content)):
+        assert value is None or re.search(rf"\b{re.escape(key)}\b", text), key
+
+
+RECIPE = """\
+model: {family: gpt2, hidden: 64, num_layers: 2, num_heads: 4, max_positions: 64}
+data: {sources: [{path: "*.txt", weight: 2}], tokenizer_vocab: 512, sequence_length: 64}
+training: {steps: 10, global_batch: 8, micro_batch: 2, precision: fp32, clip: null, optimizer: {lr: 1.0e-4}}
+checkpoint: {every: 5}
+device: cpu
+"""
+
+
+@pytest.mark.parametrize("layout", ["single", "ddp", "zero3"])
+@pytest.mark.parametrize("engine", [name for name in ENGINES if name != "meshwright"])
+def test_an_exported_program_is_the_same_recipe_again(tmp_path, engine, layout):
+    """What its program leaves out, too."""
+    run = parse_spec(RECIPE, Run).model_copy(update={"layout": layout_called(layout)})
+    try:
+        path = ENGINES[engine].translate(resolve_run(run, base_dir=tmp_path)).write(tmp_path)
+    except InexpressibleError:
+        pytest.skip(f"{engine} has no {layout}")
+    text, reading = import_files([path])
+    assert parse_spec(text, Run) == run
+    assert not reading.notes
+    path.write_text(
+        path.read_text().replace("LR, BETAS, EPS, WEIGHT_DECAY = 0.0001", "LR, BETAS, EPS, WEIGHT_DECAY = 0.5")
+    )
+    text, reading = import_files([path])
+    assert parse_spec(text, Run).training.optimizer.lr == 0.5
+    assert "LR=0.5: the program was changed; its recipe says 0.0001" in reading.notes[0]
+
+
+def test_a_program_whose_recipe_is_gone_is_refused(tmp_path):
+    run = parse_spec(RECIPE, Run)
+    path = ENGINES["bare"].translate(resolve_run(run, base_dir=tmp_path)).write(tmp_path)
+    text = path.read_text()
+    path.write_text("\n".join(line for line in text.splitlines() if not line.startswith("#   ")) + "\n")
+    with pytest.raises(UserError, match="there is no recipe"):
+        import_files([path])
+    path.write_text(
+        text.replace("STEPS, GLOBAL_BATCH, MICRO_BATCH, LENGTH = 10", "STEPS, GLOBAL_BATCH, MICRO_BATCH, LENGTH = f()")
+    )
+    with pytest.raises(UserError, match="STEPS is no number"):
+        import_files([path])
+
+
+HOSTILE = {
+    "circle.yaml": ("global_train_batch_size: ${seed}\nseed: ${global_train_batch_size}\n", "in circles"),
+    "broken.toml": ("[training\n", "cannot be read"),
+    "degree.toml": ("[training]\nsteps = 1\n[parallelism]\ntensor_parallel_degree = 0\n", "at least 1"),
+    "word.toml": ('[training]\nsteps = 9\n[lr_scheduler]\ndecay_ratio = "x"\n', "must be a number"),
+    "precision.toml": ('[training]\nmixed_precision_param = "int"\n[job]\n', "one of float32"),
+    "blend.yaml": ("model: {hidden_size: 8}\ntrain: {}\ndataset: {blend: 5}\n", "cannot have such a value"),
+    "decay.yaml": ("device_train_microbatch_size: 1\noptimizer: {weight_decay: [1]}\n", "must be a number"),
+    "lora.yaml": ("model_name_or_path: gpt2\nstage: sft\nval_size: x\n", "cannot have such a value"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_malformed_files_are_one_sentence(tmp_path, name):
+    (tmp_path / name).write_text(HOSTILE[name][0])
+    with pytest.raises(UserError, match=HOSTILE[name][1]) as error:
+        import_files([tmp_path / name], model="gpt2", ranks=1)
+    assert len(str(error.value)) < 500
