@@ -217,7 +217,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
             "layout.dp_shard": 4,
             "layout.zero": 1,
             "training.recompute": "selective",
-            "training.lr_schedule.final": 0.066667,
+            "training.lr_schedule.final": 0.0666667,
         },
         [],
     ),

@@ -26,7 +26,8 @@ def check_what_ran(resolved: ResolvedRun, found: dict[str, Any]) -> None:
     if "host" in found and not found["host"]:
         raise SilentFallbackError(f"{layout.strategy} was asked for, but nothing is in host memory ({wrappers})")
     if layout.world_size > layout.data_parallel or layout.ep > 1:
-        return _check_split(resolved, found, wrappers)
+        _check_split(resolved, found, wrappers)
+        return
     strategy = strategy_of(layout)
     if strategy == "single":
         return None
