@@ -21,6 +21,7 @@ LAYOUTS = (
     {"dp_shard": 8, "zero": 1},
     {"dp_shard": 8, "zero": 2},
     {"dp_shard": 8},
+    {"dp_shard": 8, "quantized_weights": "int8", "quantized_gradients": "int4"},
     {"dp_replicate": 2, "dp_shard": 4},
     {"tp": 8},
     {"dp_shard": 4, "tp": 2},

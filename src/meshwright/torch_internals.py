@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, _utils
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -198,6 +199,11 @@ def waited_for(tensor: torch.Tensor) -> torch.Tensor:
 # ---- FSDP2 -----------------------------------------------------------------------------------------------------------
 
 
+FsdpAllGather, FsdpReduceScatter = AllGather, ReduceScatter
+"""What `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` take. 2.11-2.15; public: these methods, but
+not the classes."""
+
+
 def _group(module: nn.Module | FSDPModule) -> Any:
     """The parameters that FSDP2 gathers and reduces together around `module`; None where it has none of its own."""
     return module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
@@ -223,6 +229,14 @@ def sum_parts_in_reduce_dtype(module: FSDPModule) -> None:
         usual(*args)
 
     group.post_backward = post_backward
+
+
+def grouped_parts(module: FSDPModule) -> list[tuple[nn.Parameter, int]]:
+    """The parameters that FSDP2 gathers together around `module`, in its order, and how many numbers of each a rank
+    sends, padding included. 2.11-2.15; public: none."""
+    group = _group(module)
+    parts = group.fsdp_params if group is not None else ()
+    return [(part.sharded_param, part.padded_sharded_param_size.numel()) for part in parts]
 
 
 def keep_gradient_as_made(parameter: torch.Tensor) -> None:

@@ -121,7 +121,7 @@ def _prove(resolved: ResolvedRun, arguments: argparse.Namespace) -> tuple[int, d
     if not arguments.json:
         for comparison in proof.comparisons:
             print("\n".join(_step(comparison)))
-        print("\n".join([*_cost(proof), _conclusion(proof)]))
+        print("\n".join([*_quantized(resolved, proof), *_cost(proof), _conclusion(proof)]))
     return 0 if proof.equal else DIFFERENT, {"strategy": resolved.run.layout.strategy, **proof.as_data()}
 
 
@@ -219,13 +219,30 @@ def _step(comparison: Any) -> list[str]:
     ]
 
 
+def _is_rounded(proof: Any) -> bool:
+    return any(comparison.rounded is not None for comparison in proof.comparisons)
+
+
+def _quantized(resolved: ResolvedRun, proof: Any) -> list[str]:
+    """What the proof allows for quantized collectives, and what they did."""
+    layout, lines = resolved.run.layout, list[str]()
+    if layout.quantized_weights != "none":
+        lines.append(f"  weights    gathered in {layout.quantized_weights}; one process computed with the same ones")
+    if layout.quantized_gradients != "none":
+        moved = [comparison.rounded for comparison in proof.comparisons if comparison.rounded is not None]
+        by = f", which moved them by {max(moved):.1%}" if moved else ""
+        lines.append(f"  gradients  reduced in {layout.quantized_gradients}{by}; half a step of each rank is allowed")
+    return ["quantized collectives", *lines] if lines else []
+
+
 def _cost(proof: Any) -> list[str]:
     """What low precision does, beside the proof."""
     if (cost := proof.cost) is None:
         return []
     loss = proof.comparisons[-1].reference["loss"] if proof.comparisons[-1:] else cost.loss
+    what = "rounding itself" if "gathered" in cost.beside else "low precision itself"
     return [
-        f"low precision itself, in step {cost.step} on one process",
+        f"{what}, in step {cost.step} on one process",
         f"  loss       {cost.loss:.6f} in {cost.beside}, {loss - cost.loss:+.1e} with it",
         f"  gradients  {cost.gradients:.1%} from those in {cost.beside}; the worst {cost.worst}: {cost.worst_by:.1%}",
     ]
@@ -238,7 +255,9 @@ def _amount(difference: Any) -> str:
 
 def _conclusion(proof: Any) -> str:
     if proof.equal:
-        return f"\nequal: every difference is within {proof.relative:.1e}, which rounding explains (docs/verify.md)"
+        steps = ", but for the half steps of quantized gradients" if _is_rounded(proof) else ""
+        within = f"every difference is within {proof.relative:.1e}, which rounding explains"
+        return f"\nequal: {within}{steps} (docs/verify.md)"
     location = proof.location
     what = {
         "start": f"the weight {location.name}, before the first step",

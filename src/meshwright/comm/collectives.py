@@ -15,9 +15,9 @@ A sum of which every rank computes the same loss has the identity as its gradien
 2019).
 
 FSDP2 gathers weights and reduces gradients by itself, and DTensor what it redistributes; `parallel/traffic.py` counts
-these together with what is sent from here. A collective in fewer bits is to be an argument of the functions here, and
-for FSDP2 an implementation that `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` take. Python objects
-go through `objects.py`; stores and barriers of a start or an end are in `launch/`.
+these together with what is sent from here. In fewer bits, FSDP2's go through `parallel/quantized.py`, which has the
+functions here send bytes. Python objects go through `objects.py`; stores and barriers of a start or an end are in
+`launch/`.
 """
 
 from typing import Any, Literal

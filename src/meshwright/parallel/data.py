@@ -36,6 +36,7 @@ from meshwright.families.split import expert_shard_dim
 from meshwright.models import Decoder
 from meshwright.models.moe import Experts
 from meshwright.parallel.mesh import Meshes
+from meshwright.parallel.quantized import apply_quantized
 from meshwright.spec.layout import LayoutSpec
 
 
@@ -75,6 +76,7 @@ def apply_data_parallel(
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+    apply_quantized(model, layout)
 
 
 def _shard_placement(shards: int, parameter: nn.Parameter) -> Shard:

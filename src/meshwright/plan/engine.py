@@ -11,7 +11,7 @@ from meshwright.families.quantized import split_misfit
 from meshwright.plan.blueprint import Blueprint
 from meshwright.plan.job import MESHWRIGHT, QUANTIZED, Job, Stack, adapter_parameters
 from meshwright.spec.finetune import FinetuneSpec
-from meshwright.spec.fit import batch_misfits, find_misfits
+from meshwright.spec.fit import batch_misfits, find_misfits, quantized_misfits
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plugins import said_of
@@ -114,7 +114,11 @@ def layout_check(run: Run, model: ModelSpec, device: Literal["cpu", "cuda"] = "c
                 "memory anywhere, and layout.offload=cpu takes none of the GPU's"
             ]
         found = split(layout.tp), adapter_misfit(adapted, layout)
-        misfits = [*find_misfits(layout, model, length), *(misfit for misfit in found if misfit)]
+        misfits = [
+            *find_misfits(layout, model, length),
+            *(misfit for misfit in found if misfit),
+            *quantized_misfits(layout, run.finetune),
+        ]
         if misfits or not narrow:
             return misfits
         return low_precision_misfits(run.training, whole, model, run.finetune, layout, length)

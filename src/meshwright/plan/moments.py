@@ -22,6 +22,7 @@ from meshwright.plan.activations import (
 from meshwright.plan.blueprint import Block
 from meshwright.plan.held import block_parameters, end_parameters, first_weights
 from meshwright.plan.job import Groups, Job
+from meshwright.spec.quantized import bytes_each
 from meshwright.spec.recompute import Policy
 
 
@@ -112,7 +113,9 @@ class _Engine:
         self.decoded = max((_decoded(job, block) for block in blocks), default=0.0)
         self.reduced = 0.0 if self.job.alone or job.frozen else stack.reduce_bytes
         # Tensor-parallel ranks' gradients are widened before they are added up (`parallel/data.py`).
-        self.fresh = self.reduced if job.layout.tp > 1 else float(self.width)
+        fresh = self.reduced if job.layout.tp > 1 else float(self.width)
+        sent = job.layout.quantized_gradients  # codes on their way out and in, when a group's own gradients have gone
+        self.fresh = fresh if sent == "none" else max(fresh, 2 * bytes_each(sent))
         # With one microbatch nothing is accumulated before its own backward pass.
         self.kept = 0.0 if job.microbatches == 1 else gradients
 

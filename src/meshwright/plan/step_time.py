@@ -11,6 +11,7 @@ from meshwright.plan.job import Groups, Job
 from meshwright.plan.pipeline import Timeline, pipeline_seconds
 from meshwright.plan.roofline import Device, Pass
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.quantized import bytes_each
 from meshwright.spec.recompute import POLICIES, Policy
 
 HOST_LINK = 20e9
@@ -258,10 +259,8 @@ class StepModel:
             for block, count in zip(model.kinds, model.kind_counts, strict=True)
         )
         numel = (blocks + model.embedding * (1 if model.tied else 2) / job.layout.tp) / model.num_layers
-        gather = (
-            self.wires.all_gather(self.shard, numel * job.stack.weight_bytes) if job.layout.zero_stage == 3 else 0.0
-        )
-        reduce = 0.0 if job.frozen else self.wires.all_gather(self.shard, numel * job.stack.reduce_bytes)
+        gather = self.wires.all_gather(self.shard, numel * gathered_bytes(job)) if job.layout.zero_stage == 3 else 0.0
+        reduce = 0.0 if job.frozen else self._reduce(numel)
         moved = job.layout.offload == "cpu" and job.stack.offloads_gradients
         if moved and self.cluster.device != "cpu":  # shards come from the host, and gradients go there
             each = numel * job.stack.gradient_bytes / job.shards / HOST_LINK
@@ -299,14 +298,23 @@ class StepModel:
             )
             wire = self.wires.all_reduce(group, held * job.stack.reduce_bytes)
         else:
-            wire = self.wires.all_gather(self.shard, held * job.stack.weight_bytes)
+            wire = self.wires.all_gather(self.shard, held * gathered_bytes(job))
             if job.layout.zero_stage == 1:
-                wire += self.wires.all_gather(self.shard, held * job.stack.reduce_bytes)
+                wire += self._reduce(held)
             wire += self.wires.all_reduce(self.replicate, held * job.stack.reduce_bytes / job.shards)
         if not job.stack.overlap_gradients:
             return wire
         hidden = min(wire, constants.overlap * backward)
         return wire - hidden + constants.contention * hidden
+
+    def _reduce(self, numel: float) -> float:
+        """Seconds of one reduction of so many gradients to the ranks that keep them; quantized ones go there directly,
+        which takes longer for its bytes than a ring. Encoding and decoding are not counted."""
+        job = self.job
+        sent = job.layout.quantized_gradients
+        if sent == "none":
+            return self.wires.all_gather(self.shard, numel * job.stack.reduce_bytes)
+        return self.wires.all_gather(self.shard, numel * bytes_each(sent)) / self.wires.scattered
 
     def _send(self) -> float:
         """Seconds of one message between stages."""
@@ -317,6 +325,12 @@ class StepModel:
         payload = job.tokens * job.model.hidden * self.device.width / job.layout.tp
         calls = 1e-6 * self.constants.message_us * job.stack.python
         return calls + self.wires.send(payload, far=job.layout.world_size // job.layout.pp >= self.cluster.domain)
+
+
+def gathered_bytes(job: Job) -> float:
+    """Bytes on the wire of a weight that ZeRO gathers."""
+    sent = job.layout.quantized_weights
+    return job.stack.weight_bytes if sent == "none" else bytes_each(sent)
 
 
 def moved_bytes(job: Job) -> float:

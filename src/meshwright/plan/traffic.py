@@ -21,6 +21,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.fit import context_method
 from meshwright.spec.model import Parameter
 from meshwright.spec.precision import DTYPES
+from meshwright.spec.quantized import sent_bytes
 from meshwright.spec.run import ResolvedRun
 
 ALTERNATING = ("dualpipev", ".csv")
@@ -136,8 +137,13 @@ def _weights(rank: _Rank) -> Traffic:
             gathering, giving = rank.visits(row)
             gathers = 2 * rank.rounds * gathering if layout.zero_stage == 3 else 1
             scatters = rank.rounds * giving if layout.zero_stage > 1 else 1
-            traffic["all-gather", f"{prefix}shard"] += numbers * rank.bytes_of(row) * gathers
-            traffic["reduce-scatter", f"{prefix}shard"] += numbers * rank.reduced * scatters * row.trained
+            matrix = len(row.dims) > 1
+            part, weights, gradients = numbers // shards, layout.quantized_weights, layout.quantized_gradients
+            gathered = shards * sent_bytes(part, weights, rank.bytes_of(row), matrix=matrix)
+            reduced = shards * sent_bytes(part, gradients, rank.reduced, matrix=matrix)
+            kind = "reduce-scatter" if gradients == "none" else "all-to-all"
+            traffic["all-gather", f"{prefix}shard"] += gathered * gathers
+            traffic[kind, f"{prefix}shard"] += reduced * scatters * row.trained
         if replicas > 1 and row.trained:
             traffic["all-reduce", f"{prefix}replicate"] += numbers // shards * rank.reduced
     return traffic

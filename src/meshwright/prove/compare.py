@@ -10,6 +10,7 @@ from meshwright.comm.objects import gather_everywhere
 from meshwright.models.init import named_state
 from meshwright.optim import shards
 from meshwright.prove.difference import Difference, measure
+from meshwright.prove.gathered import Room, room_of, rounding_told
 from meshwright.prove.readings import Misread, check_readings
 from meshwright.prove.reference import Facts, Reference, load_weights, loader_for
 from meshwright.prove.rounding import NUMBER, compare_rounded, rounding_of
@@ -35,6 +36,8 @@ class StepComparison:
     """The difference of every parameter after the step."""
     state: dict[str, Difference] = field(default_factory=dict)
     """Differences of buffers and optimizer state after the step, and of the experts' load."""
+    rounded: float | None = None
+    """How far quantized reductions have moved the gradient, as a share of its norm; None without them."""
     misread: Misread | None = None
     """Set where ranks did not read the step's samples."""
 
@@ -79,35 +82,52 @@ def _compare_step(
 ) -> StepComparison:
     facts = reference.facts(step)
     misread = check_readings(trainer, microbatches, step)
-    loss, _ = trainer.train_step.gradients(microbatches)
+    with rounding_told(trainer.model) as told:
+        loss, _ = trainer.train_step.gradients(microbatches)
+    room = room_of(told, trainer.resolved.run.layout, tied=trainer.resolved.model.tied_embeddings)
     comparison = StepComparison(
         step=step,
         loss=_number(trainer, "loss", loss, step, reference, tolerance),
         reference=facts,
-        gradients=_gradients(trainer, step, reference, tolerance),
+        gradients=_gradients(trainer, step, reference, tolerance, room),
         misread=misread,
+        rounded=_rounded(trainer, step, reference) if room.most else None,
     )
     if comparison.equal:
         gnorm = trainer.train_step.gradient_norm()
-        comparison.gnorm = _number(trainer, "gnorm", gnorm, step, reference, tolerance)
+        comparison.gnorm = _number(trainer, "gnorm", gnorm, step, reference, tolerance, room.norm)
         trainer.train_step.update(step, gnorm)
-        comparison.updates = _updates(trainer, step, reference, tolerance)
-        comparison.state = _state(trainer, step, reference, tolerance)
+        comparison.updates = _updates(trainer, step, reference, tolerance, room)
+        comparison.state = _state(trainer, step, reference, tolerance, room)
     trainer.store.zero_grad()
     return comparison
 
 
-def _gradients(trainer: Trainer, step: int, reference: Reference, tolerance: Tolerance) -> dict[str, Difference]:
+def _rounded(trainer: Trainer, step: int, reference: Reference) -> float:
+    """How far quantization has moved the gradient: the norm of the difference over its own. Collective."""
+    moved = length = 0.0
+    for name, parameter in trainer.parameters.items():
+        expected = shards.part_like(reference.gradient(step, name), parameter).double()
+        ours = shards.local(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        moved, length = moved + float((ours - expected).square().sum()), length + float(expected.square().sum())
+    sums = gather_everywhere((moved, length))
+    whole = sum(one for _, one in sums)
+    return math.sqrt(sum(one for one, _ in sums) / whole) if whole else 0.0
+
+
+def _gradients(
+    trainer: Trainer, step: int, reference: Reference, tolerance: Tolerance, room: Room
+) -> dict[str, Difference]:
     here, allowed = {}, tolerance.relative * reference.facts(step)["largest"]
     for name, parameter in trainer.parameters.items():
         here[name] = shards.local(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
     if tolerance.statistical:
-        gradients = compare_rounded(trainer, reference, step, "gradients", here)
+        gradients = compare_rounded(trainer, reference, step, "gradients", here, room.most)
     else:
         gradients = {}
         for name, gradient in here.items():
             expected = shards.part_like(reference.gradient(step, name), trainer.parameters[name])
-            gradients[name] = measure(gradient, expected, allowed, trainer.worker.rank)
+            gradients[name] = measure(gradient, expected, allowed + room.of(name), trainer.worker.rank)
         gradients = worst_over_ranks(gradients)
     for row in trainer.table:
         if row.trained:  # and no rank holds it
@@ -115,19 +135,25 @@ def _gradients(trainer: Trainer, step: int, reference: Reference, tolerance: Tol
     return gradients
 
 
-def _updates(trainer: Trainer, step: int, reference: Reference, tolerance: Tolerance) -> dict[str, Difference]:
+def _updates(
+    trainer: Trainer, step: int, reference: Reference, tolerance: Tolerance, room: Room
+) -> dict[str, Difference]:
+    updates, facts = {}, reference.facts(step)
     if tolerance.statistical:
         here = {name: shards.local(parameter) for name, parameter in trainer.parameters.items()}
-        return compare_rounded(trainer, reference, step, "weights", here)
-    updates, facts = {}, reference.facts(step)
+        slope = max(tolerance.slope, tolerance.muon_slope) * facts["factor"]
+        least = {name: slope * room.after_clipping(name, facts) for name in room.most}
+        return compare_rounded(trainer, reference, step, "weights", here, least)
     for name, parameter in trainer.parameters.items():
         expected = shards.part_like(reference.weight(step, name), parameter)
-        room = tolerance.of_update(facts, _largest(expected))
-        updates[name] = measure(shards.local(parameter), expected, room, trainer.worker.rank)
+        allowed = tolerance.of_update(facts, _largest(expected), room.after_clipping(name, facts))
+        updates[name] = measure(shards.local(parameter), expected, allowed, trainer.worker.rank)
     return worst_over_ranks(updates)
 
 
-def _state(trainer: Trainer, step: int, reference: Reference, tolerance: Tolerance) -> dict[str, Difference]:
+def _state(
+    trainer: Trainer, step: int, reference: Reference, tolerance: Tolerance, room: Room
+) -> dict[str, Difference]:
     state, facts, rank = {}, reference.facts(step), trainer.worker.rank
     for name, buffer in named_state(trainer.model).items():
         expected = shards.part_like(reference.state(step, name), buffer)
@@ -135,8 +161,9 @@ def _state(trainer: Trainer, step: int, reference: Reference, tolerance: Toleran
     for name, moment, parameter in moments(trainer):
         expected = reference.moment(step, name)
         expected = shards.part_like(expected, parameter) if expected.dim() else expected
-        room = tolerance.of_moment(name.rpartition(".")[2], facts, step, _largest(expected))
-        state[name] = measure(moment, expected, room, rank)
+        of, _, key = name.rpartition(".")
+        allowed = tolerance.of_moment(key, facts, step, _largest(expected), room.after_clipping(of, facts))
+        state[name] = measure(moment, expected, allowed, rank)
     load = trainer.train_step.balance.load
     if load is not None:
         expected_load = facts["expert_load"] or 0.0
@@ -155,6 +182,7 @@ def _number(
     step: int,
     reference: Reference,
     tolerance: Tolerance,
+    more: float = 0.0,
 ) -> Difference:
     """The worst difference over all ranks; the number should be the same on each."""
     expected = reference.facts(step)[name]
@@ -162,7 +190,7 @@ def _number(
     allowed = tolerance.relative * abs(expected)
     if tolerance.statistical:
         allowed = min(allowed, NUMBER * rounding_of(reference, step)[name] + 4 * FP32.epsilon * abs(expected))
-    found = measure(number[:1], number[1:], allowed, trainer.worker.rank)
+    found = measure(number[:1], number[1:], allowed + more, trainer.worker.rank)
     return worst_over_ranks({"": found})[""]
 
 

@@ -1,4 +1,4 @@
-"""The cost of low precision: how far a step is from the same step without it, on one process."""
+"""The cost of low precision, and of quantized gathers: how far a step is from the same step without, on one process."""
 
 from dataclasses import dataclass
 from math import sqrt
@@ -15,7 +15,7 @@ class Cost:
 
     step: int
     beside: str
-    """The dtype of the step without low precision."""
+    """The dtype of the step without low precision, and how its weights are gathered."""
     loss: float
     """The loss without it."""
     gradients: float
@@ -26,9 +26,9 @@ class Cost:
 
 
 def measure_cost(resolved: ResolvedRun, reference: Reference, step: int) -> Cost | None:
-    """The effect of low precision on `step` of the reference; None where the run uses none."""
+    """The effect of low precision and of quantized gathers on a step of the reference; None where there is neither."""
     training = resolved.run.training
-    if training.product_recipe is None:
+    if training.product_recipe is None and resolved.run.layout.quantized_weights == "none":
         return None
     plain = training.without_low_precision()
     run = resolved.run.model_copy(update={"training": plain})
@@ -43,4 +43,6 @@ def measure_cost(resolved: ResolvedRun, reference: Reference, step: int) -> Cost
         difference, length = difference + by * by, length + size * size
         if size and by / size >= worst_by:
             worst, worst_by = name, by / size
-    return Cost(step, plain.precision, loss, sqrt(difference / length) if length else 0.0, worst, worst_by)
+    gathers = "" if resolved.run.layout.quantized_weights == "none" else " with weights gathered as they are"
+    beside = f"{plain.precision}{gathers}"
+    return Cost(step, beside, loss, sqrt(difference / length) if length else 0.0, worst, worst_by)

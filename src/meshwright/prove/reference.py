@@ -14,6 +14,7 @@ from meshwright.launch.launcher import Worker
 from meshwright.models.init import named_state
 from meshwright.optim import shards
 from meshwright.prove.facts import Facts
+from meshwright.prove.gathered import as_gathered
 from meshwright.prove.losses import recorded
 from meshwright.prove.samples import RandomSamples
 from meshwright.prove.trace import Tracer, Visit
@@ -111,7 +112,8 @@ def train_reference(
     factor = 0.0
     with loader_for(trainer, samples) as loader:
         for step in range(1, steps + 1):
-            loss, _ = trainer.train_step.gradients(loader.microbatches(step - 1))
+            with as_gathered(trainer, resolved.run.layout):
+                loss, _ = trainer.train_step.gradients(loader.microbatches(step - 1))
             gnorm = trainer.train_step.gradient_norm()
             norms, largest = [], 0.0
             for name, gradient in _gradients(trainer):
@@ -167,7 +169,7 @@ def trace_reference(resolved: ResolvedRun, reference: Reference, step: int) -> N
         stored[phase, name][rows_of(resolved, microbatch)] = values
         index[phase][name] = max(index[phase].get(name, 0.0), float(np.abs(values).max()))
 
-    losses = trace_alone(build_alone(resolved), reference, step, keep)
+    losses = trace_alone(build_alone(resolved), resolved.run.layout, reference, step, keep)
     for array in stored.values():
         array.flush()
     (reference.folder / "trace" / "index.json").write_text(json.dumps(index))
@@ -175,13 +177,19 @@ def trace_reference(resolved: ResolvedRun, reference: Reference, step: int) -> N
 
 
 def trace_alone(
-    trainer: Trainer, reference: Reference, step: int, visit: Visit, names: set[str] | None = None
+    trainer: Trainer,
+    layout: LayoutSpec,
+    reference: Reference,
+    step: int,
+    visit: Visit,
+    names: set[str] | None = None,
 ) -> list[tuple[float, int]]:
-    """Show `visit` one process's activations of a step from the reference's weights (of these `names`, or all); returns
-    (summed loss, number of terms) of each microbatch."""
+    """Show `visit` one process's activations of a step from the reference's weights, as `layout` gathers them (of these
+    `names`, or all); returns (summed loss, number of terms) of each microbatch."""
     load_weights(trainer, reference, step - 1)
     passes = trainer.train_step.passes
-    with loader_for(trainer) as loader, Tracer(trainer.model, visit, names), recorded(passes) as losses:
+    tracer, gathered = Tracer(trainer.model, visit, names), as_gathered(trainer, layout)
+    with loader_for(trainer) as loader, tracer, recorded(passes) as losses, gathered:
         trainer.train_step.gradients(loader.microbatches(step - 1))
     return losses.terms()
 

@@ -24,6 +24,7 @@ from meshwright.models.embedding import Embedding
 from meshwright.models.linear import Linear
 from meshwright.optim import shards
 from meshwright.prove.difference import Difference
+from meshwright.prove.gathered import as_gathered
 from meshwright.prove.reference import (
     PHASES,
     Reference,
@@ -83,7 +84,8 @@ def measure_rounding(resolved: ResolvedRun, reference: Reference, steps: int) ->
         with loader_for(trainer) as loader, rounded_anew(trainer.model, epsilon, run):
             for step in numbers:
                 load_weights(trainer, reference, step - 1)
-                loss, _ = trainer.train_step.gradients(loader.microbatches(step - 1))
+                with as_gathered(trainer, resolved.run.layout):
+                    loss, _ = trainer.train_step.gradients(loader.microbatches(step - 1))
                 gnorm = trainer.train_step.gradient_norm()
                 facts, found = reference.facts(step), numbers[step]
                 _add(found, "loss", loss - facts["loss"])
@@ -173,7 +175,7 @@ def trace_rounding(resolved: ResolvedRun, reference: Reference, step: int) -> No
     for run in range(RUNS):
         trainer = build_alone(resolved)
         with rounded_anew(trainer.model, resolved.run.training.dtypes.compute.epsilon, run):
-            ours = trace_alone(trainer, reference, step, moves, names)
+            ours = trace_alone(trainer, resolved.run.layout, reference, step, moves, names)
         moves.end_run()
         for (loss, _), (expected, _) in zip(ours, losses, strict=True):
             _add(moves.factors, "loss", _ratio(loss - expected, expected) / sqrt(len(losses)))
@@ -219,13 +221,19 @@ class Part:
 
 
 def compare_rounded(
-    trainer: Trainer, reference: Reference, step: int, kind: str, ours: dict[str, torch.Tensor]
+    trainer: Trainer,
+    reference: Reference,
+    step: int,
+    kind: str,
+    ours: dict[str, torch.Tensor],
+    least: Mapping[str, float] | None = None,
 ) -> dict[str, Difference]:
     """The root-mean-square difference of every tensor from the reference, in its worst part. Collective.
 
     Args:
         kind: `gradients` or `weights`.
         ours: this rank's tensors, by the parameters' names.
+        least: see `judge`.
     """
     parts = {}
     for name, tensor in ours.items():
@@ -239,8 +247,8 @@ def compare_rounded(
             )
         )
         parts[name] = Part.of(tensor, expected, square, base)
-    factors = rounding_of(reference, step)
-    found = judge(gather_everywhere(parts), {name: factors[f"{kind} {name}"] for name in trainer.parameters})
+    factors = {name.removeprefix(f"{kind} "): by for name, by in rounding_of(reference, step).items()}
+    found = judge(gather_everywhere(parts), factors, least=least)
     return {name: worst_of(of_ranks) for name, of_ranks in found.items()}
 
 
@@ -278,7 +286,7 @@ def judge(
         count = sum(part.count for part in parts.values())
         typical = sum(part.rounding for part in parts.values()) / count
         room = {rank: size * sqrt(max(typical, part.rounding / part.count)) for rank, part in parts.items()}
-        floor = least[name] if least else 0.0
+        floor = least.get(name, 0.0) if least else 0.0
         found[name] = [
             Difference(_root(part.moved / part.count), max(room[rank], floor), rank) for rank, part in parts.items()
         ]

@@ -44,24 +44,25 @@ class Tolerance:
     moment_rounding: float = 0.0
     """Rounding of the optimizer's state and of values computed from it, relative to its tensor's largest number."""
 
-    def of_update(self, facts: Facts, weight: float) -> float:
-        """The allowance of a weight after a step of these figures, where weights are at most `weight`."""
+    def of_update(self, facts: Facts, weight: float, more: float = 0.0) -> float:
+        """The allowance of a weight after a step of these figures, where weights are at most `weight`; `more`: what is
+        allowed for its gradient besides (`gathered.Room.after_clipping`)."""
         smallest = facts["smallest_norm"] * facts["factor"]
         slope = max(self.slope, self.muon_slope / smallest if smallest else 0.0)
         rounding = self.slope * self.moment_rounding * facts["largest"] * facts["factor"]
-        return slope * self.of_gradient(facts) + rounding + self.rounding * weight
+        return slope * self.of_gradient(facts, more) + rounding + self.rounding * weight
 
-    def of_gradient(self, facts: Facts) -> float:
+    def of_gradient(self, facts: Facts, more: float = 0.0) -> float:
         """The allowance of a gradient as the optimizer gets it. Clipping adds the norm's error, which is as large as
         the gradient's own."""
-        return 2 * self.relative * facts["largest"] * facts["factor"]
+        return (2 * self.relative * facts["largest"] + more) * facts["factor"]
 
-    def of_moment(self, key: str, facts: Facts, step: int, largest: float) -> float:
+    def of_moment(self, key: str, facts: Facts, step: int, largest: float, more: float = 0.0) -> float:
         """The allowance of an optimizer state tensor after a step, whose numbers are at most `largest`: a mean of the
         gradients so far or of their squares; counts of steps are exact."""
         if key == "step":
             return 0.0
-        room = self.of_gradient(facts)
+        room = self.of_gradient(facts, more)
         if key == "exp_avg_sq":
             gradient = facts["largest"] * facts["factor"]
             room = (1 - self.beta2**step) * (2 * gradient * room + room * room)

@@ -86,6 +86,23 @@ def foreign_misfits(training: TrainingSpec, finetune: FinetuneSpec | None) -> li
     return found
 
 
+def quantized_misfits(layout: LayoutSpec, finetune: FinetuneSpec | None) -> list[str]:
+    """Why quantized collectives cannot send what a layout gathers and reduces, each a sentence that begins with the
+    setting; empty where they can."""
+    found, base = [], getattr(finetune, "base", "plain")
+    if layout.quantized_weights != "none" and base != "plain":
+        found.append(
+            f"layout.quantized_weights={layout.quantized_weights} with finetune.base={base}: the frozen matrices are "
+            "gathered in few bits already; use layout.quantized_weights=none"
+        )
+    if layout.quantized_gradients != "none" and layout.pp > 1 and layout.virtual_stages > 1:
+        found.append(
+            f"layout.quantized_gradients={layout.quantized_gradients} with layout.schedule={layout.schedule}: a rank "
+            "of several stages reduces embedding and head apart; use layout.quantized_gradients=none, or schedule=1f1b"
+        )
+    return found
+
+
 def sample_misfits(training: TrainingSpec, model: ModelSpec) -> list[str]:
     """Why a model has no room for the texts that training asks of it; empty where it has."""
     if training.samples is None or training.samples.max_tokens < model.max_positions:

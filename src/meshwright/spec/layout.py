@@ -61,6 +61,12 @@ class LayoutSpec(Spec):
     offload: Literal["none", "cpu"] | OffloadSpec = "none"
     """cpu: parameters, gradients and optimizer state live in host memory and the optimizer steps there. Or what is
     kept where, as `{optimizer: disk}`."""
+    quantized_weights: Literal["none", "int8"] = "none"
+    """How ranks that share weights gather them (qwZ of ZeRO++). int8: matrices in a byte a number, with a scale for
+    every 256 numbers. What is gathered is rounded, masters are not."""
+    quantized_gradients: Literal["none", "int8", "int4"] = "none"
+    """How ranks that share gradients reduce them (qgZ of ZeRO++). int8, int4: those of matrices are rounded once, sent
+    to the rank that keeps them and added up there. Across `dp_replicate` they are reduced in training.reduce_dtype."""
 
     @field_validator("zero", mode="before")
     @classmethod
@@ -115,6 +121,17 @@ class LayoutSpec(Spec):
                 f"zero={self.zero} with dp_shard=1: there is no axis to shard over; {NEAREST} "
                 f"{sharded if self.dp_replicate > 1 else alone}"
             )
+
+        yield from self._quantized_problems()
+
+    def _quantized_problems(self) -> Iterator[str]:
+        for field, what in (("quantized_weights", "gathers weights"), ("quantized_gradients", "scatters gradients")):
+            value = getattr(self, field)
+            if value != "none" and self.shard == 1:
+                yield (
+                    f"{field}={value} with zero={self.zero_stage} and dp_shard={self.dp_shard}: no rank {what}; "
+                    f"{NEAREST} {field}=none, or with {field}={value} dp_shard=2, zero=3"
+                )
 
     def _pipeline_problems(self) -> Iterator[str]:
         given = {"stages_per_rank": self.stages_per_rank, "stage_layers": self.stage_layers}
@@ -263,5 +280,7 @@ class LayoutSpec(Spec):
             f"context parallel x {self.cp}" if self.cp > 1 else "",
             f"expert parallel x {self.ep}" if self.ep > 1 else "",
             self.tiers.words,
+            f"weights gathered in {self.quantized_weights}" if self.quantized_weights != "none" else "",
+            f"gradients reduced in {self.quantized_gradients}" if self.quantized_gradients != "none" else "",
         ]
         return " + ".join(part for part in parts if part)

@@ -58,6 +58,12 @@ class Run(Spec):
                 f"guards.verify_every: under layout.schedule={self.layout.schedule} steps differ from one process's by "
                 "design; set it to 0, or take layout.schedule=1f1b"
             )
+        for field in ("quantized_weights", "quantized_gradients"):
+            if self.guards.verify_every and getattr(self.layout, field) != "none":
+                raise UserError(
+                    f"guards.verify_every: one process sends nothing, so it cannot round what layout.{field}="
+                    f"{getattr(self.layout, field)} rounds; set it to 0, or take layout.{field}=none"
+                )
         if self.guards.verify_every and self.training.dtypes.recipe:
             raise UserError(
                 f"guards.verify_every: one process on a CPU has no {self.training.precision} products to compare with; "

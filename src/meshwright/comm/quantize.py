@@ -1,0 +1,79 @@
+"""Blockwise quantization of what collectives send: symmetric, a scale in fp32 for each block, rounded to nearest.
+
+A block's largest magnitude becomes the largest code, so a number is off by at most half a step: its block's largest
+magnitude over 254 (int8) or over 14 (int4). A number that is not finite leaves none of its block finite.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.spec.quantized import BLOCK, SCALE_BYTES, Sent, code_bytes, levels, num_blocks
+
+
+@dataclass(frozen=True)
+class Coded:
+    """The bytes of parts of equal size, one row each: a row's scales, then its codes."""
+
+    rows: torch.Tensor
+    """[rows, bytes], uint8; may be strided."""
+    numbers: int
+    """Numbers of a row."""
+    sent: Sent
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """A copy of the scales [rows, blocks], fp32."""
+        end = num_blocks(self.numbers) * SCALE_BYTES
+        return self.rows[:, :end].clone(memory_format=torch.contiguous_format).view(torch.float32)
+
+    def write(self, values_RN: torch.Tensor) -> None:
+        """Encode [rows, numbers]; uses values in fp32 and fp64 as room, which destroys them."""
+        values_RN = values_RN.to(torch.promote_types(values_RN.dtype, torch.float32))
+        end = num_blocks(self.numbers) * SCALE_BYTES
+        scales = torch.empty(len(values_RN), num_blocks(self.numbers), dtype=torch.float32, device=values_RN.device)
+        for blocks, values in _blocks(self.numbers, values_RN):
+            largest = torch.linalg.vector_norm(values, torch.inf, dim=-1).to(torch.float32).div_(levels(self.sent))
+            scales[:, blocks] = largest
+            values.div_(largest.masked_fill_(largest == 0, 1).unsqueeze(-1)).round_()
+        self.rows[:, :end].copy_(scales.view(torch.uint8))
+        codes = self.rows[:, end:].view(torch.int8)
+        if self.sent == "int8":
+            codes.copy_(values_RN)
+            return
+        halves = self.numbers // 2
+        codes.copy_(values_RN[:, 0::2]).bitwise_and_(0xF)
+        codes[:, :halves].bitwise_or_(values_RN[:, 1::2].to(torch.int8).bitwise_left_shift_(4))
+
+    def read(self, into_RN: torch.Tensor) -> None:
+        """Decode into [rows, numbers] of any floating dtype."""
+        end = num_blocks(self.numbers) * SCALE_BYTES
+        codes, scales = self.rows[:, end:].view(torch.int8), self.scales
+        if self.sent == "int8":
+            into_RN.copy_(codes)
+        else:
+            into_RN[:, 1::2].copy_(codes[:, : self.numbers // 2].bitwise_right_shift(4))
+            into_RN[:, 0::2].copy_(codes.bitwise_left_shift(4).bitwise_right_shift_(4))
+        for blocks, values in _blocks(self.numbers, into_RN):
+            values.mul_(scales[:, blocks].unsqueeze(-1))
+
+
+def _blocks(numbers: int, values_RN: torch.Tensor) -> list[tuple[slice, torch.Tensor]]:
+    """Views of values [rows, numbers] as blocks: the whole ones, and the last one where it is shorter."""
+    count, left = divmod(numbers, BLOCK)
+    parts = []
+    if count:
+        parts.append((slice(0, count), values_RN[:, : count * BLOCK].unflatten(1, (count, BLOCK))))
+    if left:
+        parts.append((slice(count, count + 1), values_RN[:, count * BLOCK :].unsqueeze(1)))
+    return parts
+
+
+def quantized(values: torch.Tensor, sent: Sent) -> torch.Tensor:
+    """What arrives of a flat tensor that is sent as one part."""
+    result = values.clone().view(1, -1)
+    size = num_blocks(values.numel()) * SCALE_BYTES + code_bytes(values.numel(), sent)
+    coded = Coded(torch.empty(1, size, dtype=torch.uint8, device=values.device), values.numel(), sent)
+    coded.write(result)
+    coded.read(result)
+    return result.view(-1)

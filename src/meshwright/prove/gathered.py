@@ -1,0 +1,111 @@
+"""Quantized collectives in a proof: one process computes with the weights that ranks gather, and gradients may be off
+by the half steps that ranks have told.
+
+What a rank gathers is a function of the weights and of where ranks cut them, so the reference computes with exactly
+those (`as_gathered`), and nothing is allowed for it. What rounding does to a sum of gradients depends on each rank's
+own; every reduction knows its scales, and so the most that it has moved a number by (`parallel.quantized.Rounding`).
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import sqrt
+
+import torch
+from torch import nn
+
+from meshwright.comm.objects import gather_everywhere
+from meshwright.comm.quantize import quantized
+from meshwright.families.split import expert_shard_dim, is_experts, shard_dim, split_dim, split_range
+from meshwright.parallel.quantized import Rounding, reductions
+from meshwright.prove.facts import Facts
+from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.model import ModelSpec, Parameter
+from meshwright.trainer.setup import Trainer
+
+
+@contextmanager
+def as_gathered(trainer: Trainer, layout: LayoutSpec) -> Iterator[None]:
+    """Inside the block, one process computes with the weights that the layout's ranks would gather."""
+    sent, kept = layout.quantized_weights, list[tuple[torch.Tensor, torch.Tensor]]()
+    parameters = dict(trainer.model.named_parameters()) if sent != "none" else {}
+    with torch.no_grad():
+        for row in trainer.table:
+            if row.name in parameters and len(row.shape) > 1:
+                weight = parameters[row.name]
+                kept.append((weight, weight.detach().clone()))
+                for part in parts(weight.detach(), row, trainer.resolved.model, layout):
+                    part.copy_(quantized(part.reshape(-1), sent).view_as(part))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, before in kept:
+                weight.copy_(before)
+
+
+def parts(whole: torch.Tensor, row: Parameter, model: ModelSpec, layout: LayoutSpec) -> Iterable[torch.Tensor]:
+    """Views of what each rank that shares a parameter by ZeRO keeps of it (as `families.split.kept_shape`); none where
+    one rank keeps all."""
+    if is_experts(row):
+        shards = layout.expert_shard
+        cut = (0, layout.ep), (expert_shard_dim(row.shape, shards, split=layout.ep > 1), shards)
+    else:
+        shards = layout.shard
+        cut = (split_dim(row, model, layout.tp), layout.tp), (shard_dim(row, model, layout.tp), shards)
+    if shards == 1:
+        return
+    pieces = [whole]
+    for dim, ranks in cut:
+        if dim is not None:
+            pieces = [piece for one in pieces for piece in _split(one, dim, ranks)]
+    yield from (piece for piece in pieces if piece.numel())
+
+
+def _split(whole: torch.Tensor, dim: int, ranks: int) -> Iterator[torch.Tensor]:
+    for rank in range(ranks):
+        start, stop = split_range(whole.shape[dim], ranks, rank)
+        yield whole.narrow(dim, start, stop - start)
+
+
+@dataclass
+class Room:
+    """What quantization may have done to a step's gradients, as scaled; the same on every rank."""
+
+    most: dict[str, float] = field(default_factory=dict)
+    """To any number of a parameter's."""
+    norm: float = 0.0
+    """To the norm of all."""
+
+    def of(self, name: str) -> float:
+        """What it may have done to any number of a parameter's gradient."""
+        return self.most.get(name, 0.0)
+
+    def after_clipping(self, name: str, facts: Facts) -> float:
+        """The same once the norm has scaled all, without the factor itself."""
+        share = self.norm / facts["gnorm"] if facts["gnorm"] else 0.0
+        return (self.of(name) + facts["largest"] * share) * (1 + share)
+
+
+@contextmanager
+def rounding_told(model: nn.Module) -> Iterator[Rounding]:
+    """Inside the block, reductions of this rank's gradients tell what they round."""
+    told, ours = Rounding(), reductions(model)
+    for reduction in ours:
+        reduction.rounding = told
+    try:
+        yield told
+    finally:
+        for reduction in ours:
+            reduction.rounding = None
+
+
+def room_of(told: Rounding, layout: LayoutSpec, *, tied: bool) -> Room:
+    """The room that all ranks' roundings together explain. Collective."""
+    replicas = max(layout.replicate, layout.expert_replicate)  # each has rounded its own sum
+    copies = replicas * (2 if tied and layout.pp > 1 else 1)
+    most, squares = dict[str, float](), 0.0
+    for of_rank in gather_everywhere({name: (float(told.most[name]), float(told.norms[name])) for name in told.most}):
+        for name, (largest, norm) in of_rank.items():
+            most[name], squares = max(most.get(name, 0.0), copies * largest), squares + norm * norm
+    return Room(most, copies * sqrt(squares))

@@ -1,0 +1,39 @@
+"""Sizes of what quantized collectives send (ZeRO++, Wang et al., 2023). No torch here."""
+
+from typing import Literal
+
+Sent = Literal["none", "int8", "int4"]
+"""How numbers are sent: as they are, or in so many bits."""
+
+BITS: dict[Sent, int] = {"int8": 8, "int4": 4}
+BLOCK = 256
+"""Consecutive numbers of a tensor's part that share a scale."""
+SCALE_BYTES = 4
+
+
+def levels(sent: Sent) -> int:
+    """The largest code: a block's largest number becomes this, or its negative."""
+    return 2 ** (BITS[sent] - 1) - 1
+
+
+def num_blocks(numbers: int) -> int:
+    """Blocks of so many numbers; the last may be shorter."""
+    return -(-numbers // BLOCK)
+
+
+def code_bytes(numbers: int, sent: Sent) -> int:
+    """Bytes of the codes of so many numbers."""
+    return -(-numbers * BITS[sent] // 8)
+
+
+def sent_bytes(numbers: int, sent: Sent, width: int, *, matrix: bool) -> int:
+    """Bytes of a rank's part of a tensor on the wire; `width`: bytes of a number that is sent as it is. Only matrices
+    are quantized, and stacks of them: norms and biases are few and matter much."""
+    if sent == "none" or not matrix:
+        return numbers * width
+    return num_blocks(numbers) * SCALE_BYTES + code_bytes(numbers, sent)
+
+
+def bytes_each(sent: Sent) -> float:
+    """Bytes of a number of a large matrix, with its share of the scale."""
+    return BITS[sent] / 8 + SCALE_BYTES / BLOCK
