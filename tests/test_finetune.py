@@ -14,6 +14,7 @@ from meshwright.models.adapters import Lora
 from meshwright.models.batch import to_device
 from meshwright.models.dropout import Draws, Dropout
 from meshwright.models.linear import Linear
+from meshwright.optim.adamw import ShardedAdamW
 from meshwright.parallel.traffic import Traffic
 from meshwright.plan.flops import flops_per_token
 from meshwright.spec.finetune import LoraSpec
@@ -178,7 +179,7 @@ def test_adapters_add_nothing_at_first() -> None:
 
 def test_muon_leaves_adapters_to_adamw() -> None:
     trainer = build_here(tiny_run(LayoutSpec(), finetune=METHODS["lora"], optimizer={"name": "muon"}))
-    assert [type(optimizer) for optimizer in trainer.optimizers.optimizers] == [torch.optim.AdamW]
+    assert [type(optimizer) for optimizer in trainer.optimizers.optimizers] == [ShardedAdamW]
 
 
 def test_a_begins_uniform_and_dropout_is_its_alone_and_of_training_alone() -> None:

@@ -65,13 +65,13 @@ def test_who_decays_and_who_goes_to_muon(family: str) -> None:
         }
 
     adamw = groups(OptimizerSpec(weight_decay=0.1))
-    assert adamw["AdamW", 0.0] == {n for n in trainer.parameters if "norm" in n or n.endswith(".bias")}
-    assert adamw["AdamW", 0.0] | adamw["AdamW", 0.1] == set(trainer.parameters)
+    assert adamw["ShardedAdamW", 0.0] == {n for n in trainer.parameters if "norm" in n or n.endswith(".bias")}
+    assert adamw["ShardedAdamW", 0.0] | adamw["ShardedAdamW", 0.1] == set(trainer.parameters)
     muon = groups(OptimizerSpec(name="muon", weight_decay=0.1))
     assert muon["Muon", 0.1] == {
-        n for n in trainer.parameters if n.startswith("layers.") and n not in adamw["AdamW", 0.0]
+        n for n in trainer.parameters if n.startswith("layers.") and n not in adamw["ShardedAdamW", 0.0]
     }
-    assert "tok_embeddings.weight" in muon["AdamW", 0.1]
+    assert "tok_embeddings.weight" in muon["ShardedAdamW", 0.1]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from meshwright.checkpoint.writer import CheckpointWriter
+from meshwright.optim.adamw import ShardedAdamW
 from meshwright.optim.build import Rows, build_optimizers, decayed_groups
 from meshwright.optim.muon import Muon
 from meshwright.optim.schedule import lr_factor
@@ -155,11 +156,11 @@ def test_a_users_builder_takes_the_place_of_the_name() -> None:
     def muon_for_everything_square(spec: OptimizerSpec, rows: Rows, parameters) -> list[torch.optim.Optimizer]:
         square = tuple(row for row in rows if len(row.shape) == 2 and row.shape[0] == row.shape[1])
         others = tuple(row for row in rows if row not in square)
-        adamw = torch.optim.AdamW(decayed_groups(spec, others, parameters), lr=spec.lr)
+        adamw = ShardedAdamW(decayed_groups(spec, others, parameters), lr=spec.lr, betas=spec.betas, eps=spec.eps)
         return [adamw, Muon([parameters[row.name] for row in square], lr=spec.muon_lr)]
 
     found = build_optimizers(OptimizerSpec(), rows, parameters, muon_for_everything_square).optimizers
-    assert {type(optimizer) for optimizer in found} == {torch.optim.AdamW, Muon}
+    assert {type(optimizer) for optimizer in found} == {ShardedAdamW, Muon}
     with pytest.raises(UserError, match="SGD does not define its initial state"):
         build_optimizers(OptimizerSpec(), rows, parameters, lambda *_: [torch.optim.SGD(parameters.values())])
 

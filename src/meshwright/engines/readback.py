@@ -30,7 +30,7 @@ def check_what_ran(resolved: ResolvedRun, found: dict[str, Any]) -> None:
         return
     strategy = strategy_of(layout)
     if strategy == "single":
-        return None
+        return
     whole = found["parameters"]
     if strategy == "ddp" and found["held"] < whole:
         raise SilentFallbackError(

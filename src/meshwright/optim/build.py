@@ -1,11 +1,11 @@
 """The choice of optimizer for each parameter."""
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
+from meshwright.optim.adamw import ShardedAdamW
 from meshwright.optim.adamw_8bit import AdamW8bit
 from meshwright.optim.muon import Muon
 from meshwright.optim.paged_adamw import PagedAdamW
@@ -29,7 +29,7 @@ class Optimizers:
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         """Raises `UserError` if an optimizer does not define its initial state."""
         for optimizer in optimizers:
-            if not isinstance(optimizer, Parameterwise | Plugged | torch.optim.AdamW):
+            if not isinstance(optimizer, Parameterwise | Plugged | ShardedAdamW):
                 raise UserError(
                     f"optimizer {type(optimizer).__name__} does not define its initial state, so no checkpoint could "
                     "be read into it; make it a Parameterwise (optim/parameterwise.py)"
@@ -87,7 +87,8 @@ class Optimizers:
         if isinstance(optimizer, Plugged):
             return optimizer.state_of(parameter)
         if not optimizer.state[parameter]:
-            optimizer.state[parameter] = _fresh_state(optimizer, parameter)
+            assert isinstance(optimizer, Parameterwise | ShardedAdamW)
+            optimizer.state[parameter] = optimizer.fresh_state(parameter)
         return optimizer.state[parameter]
 
 
@@ -149,19 +150,9 @@ def _plugged(spec: OptimizerSpec, rows: Rows, parameters: Mapping[str, torch.Ten
 
 
 OPTIMIZERS: dict[str, Builder] = {
-    "adamw": _adamw(functools.partial(torch.optim.AdamW, fused=True)),
+    "adamw": _adamw(ShardedAdamW),
     "adamw_8bit": _adamw(AdamW8bit),
     "paged_adamw": _adamw(PagedAdamW),
     "muon": _muon,
 }
 """Values of `training.optimizer.name` that ship; other names are plug-ins."""
-
-
-def _fresh_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    if isinstance(optimizer, Parameterwise):
-        return optimizer.fresh_state(parameter)
-    return {  # torch's AdamW
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter),
-        "exp_avg_sq": torch.zeros_like(parameter),
-    }
