@@ -64,8 +64,9 @@ $ meshwright compare a.yaml b.yaml
 
 `make compare` runs it with a small Llama on any machine, in minutes. `pip install 'meshwright[compare]'` installs
 Accelerate, transformers and Lightning Fabric; `'meshwright[deepspeed]'`, `[lightning]` and `[megatron]` install these.
-An engine can also be installed in a separate environment: `--python deepspeed=PATH/TO/python`. nanoGPT is no package:
-`--checkout nanogpt=PATH/TO/nanoGPT`.
+`--install` installs each engine that is missing into an environment of its own under `~/.cache/meshwright/engines`,
+with this Python's torch and packages beside it; the next time it is found there, without network. `--python
+deepspeed=PATH/TO/python` names one of yours. nanoGPT is no package: `--checkout nanogpt=PATH/TO/nanoGPT`.
 
 | engine | what trains |
 |---|---|

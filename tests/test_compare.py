@@ -132,6 +132,14 @@ def test_an_engine_that_fails_is_a_row_that_says_why_and_the_others_go_on(folder
     }
 
 
+def test_an_engine_that_dies_at_its_end_keeps_its_right_results(folder):
+    """As gloo's threads may abort a process that ends in order."""
+    dies = "options.pause = [*options.pause[:2], 99]; import atexit; atexit.register(os.abort)"
+    rows, _ = contest(folder, Fake(), Fake(dies), pace=Pace(2, 5, 2))
+    assert [row.error for row in rows] == [None, None]
+    assert rows[1].losses == rows[0].losses
+
+
 def test_figures_are_medians_of_the_timed_steps_and_differences_the_largest_of_all():
     first = Row(name="a", engine="a", strategy="", tokens_per_step=100, losses=[3.0, 2.0, 1.0], gnorms=[1.0, 1.0, 1.0])
     second = Row(name="b", engine="b", strategy="", tokens_per_step=100, losses=[3.0, 2.5, 1.1], gnorms=[1.0, 1.0, 0.7])

@@ -41,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the Python that runs an engine's program, for an engine in a separate environment",
     )
     parser.add_argument(
+        "--install",
+        action="store_true",
+        help="install an engine that is missing into an environment of its own, once (~/.cache/meshwright/engines)",
+    )
+    parser.add_argument(
         "--checkout",
         action="append",
         default=[],
@@ -66,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     recipes = read_recipes(arguments)
     # Torch loads here, so that errors in a recipe are reported at once.
     from meshwright.engines.compare import Pace, compare
-    from meshwright.engines.contest import checkouts, contestants, pythons
+    from meshwright.engines.contest import checkouts, contestants, installed, pythons
     from meshwright.engines.page import comparison_page
     from meshwright.engines.report import as_data, as_json, describe, markdown, text
 
@@ -76,10 +81,12 @@ def run(arguments: argparse.Namespace) -> int:
     layouts = arguments.layouts.split(",") if arguments.layouts else []
     names = arguments.engines.split(",") if arguments.engines else []
     with progress_on_stderr(arguments.json):
+        say = partial(print, file=sys.stderr, flush=True)
         places = {"pythons": pythons(arguments.python), "checkouts": checkouts(arguments.checkout)}
+        if arguments.install:
+            places["pythons"] = installed(names, places["pythons"], say)
         entered = contestants(recipes, engines=names, layouts=layouts, **places)
         folder = _new_folder(arguments.out or Path("runs/compare"), given=arguments.out is not None)
-        say = partial(print, file=sys.stderr, flush=True)
         rows = compare(entered, folder, pace=pace, patience=arguments.patience, say=say)
     about = describe(pace, shlex.join(["meshwright", *sys.argv[1:]]))
     (folder / "compare.json").write_text(json.dumps(as_data(rows, about), indent=1) + "\n")

@@ -1,10 +1,11 @@
 """The contestants of a comparison: recipes times engines times layouts, each with a unique name."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from meshwright.engines.compare import Contestant
+from meshwright.engines.environments import environment
 from meshwright.engines.layouts import layout_called
 from meshwright.engines.registry import ENGINES, find_engine
 from meshwright.spec.errors import UserError
@@ -56,6 +57,21 @@ def pythons(words: Sequence[str]) -> dict[str, Path]:
         if not Path(path).is_file():
             raise UserError(f"--python {word}: there is no {path or 'path'}; write ENGINE=PATH/TO/python")
         found[engine] = Path(path).absolute()
+    return found
+
+
+def installed(names: Sequence[str], given: Mapping[str, Path], say: Callable[[str], None]) -> dict[str, Path]:
+    """The Pythons of the engines `names` (default: all), in environments of their own where this Python lacks them; an
+    engine of `given` keeps its own. One that cannot be installed is left out: its row will say what it lacks."""
+    found = dict(given)
+    for name in names or ENGINES:
+        engine = find_engine(name)
+        if name in found or not engine.packages:
+            continue
+        try:
+            found[name] = environment(engine, say)
+        except UserError as error:
+            say(str(error))
     return found
 
 

@@ -58,6 +58,7 @@ def check_installed(engine: Engine, python: Path, checkout: Path | None = None) 
         raise UserError(f"{python} cannot run {engine.name}: {error}") from error
     for module, missing in zip(modules, json.loads(found.stdout), strict=True):
         if missing:
+            name, extra = module.replace("_", "-"), engine.packages[module]
             raise MissingPackageError(
-                f"{module.replace('_', '-')} is not installed; pip install 'meshwright[{engine.packages[module]}]'"
+                f"{name} is not installed; pip install 'meshwright[{extra}]', or give compare --install"
             )

@@ -1,0 +1,90 @@
+"""An environment for each engine that is not installed: made once, with this Python's packages beside its own."""
+
+import hashlib
+import json
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from venv import EnvBuilder
+
+from meshwright.engines.engine import Engine
+from meshwright.engines.registry import MissingPackageError, check_installed
+from meshwright.spec.errors import UserError
+from meshwright.storage.durable import write_durably
+from meshwright.storage.lock import Lock
+
+CACHE = Path.home() / ".cache" / "meshwright" / "engines"
+"""Folder of the environments; it may be deleted."""
+READY = "ready.json"
+"""The file that a complete environment has: what was installed into it."""
+PATIENCE = 1800.0
+"""Seconds after which an installation is ended."""
+
+
+def environment(engine: Engine, say: Callable[[str], None], cache: Path = CACHE) -> Path:
+    """The Python of an environment with the engine: this one where it has it, else one of `cache`, made if it is not
+    there. What is there is used without network.
+
+    Raises `UserError` where the packages cannot be installed.
+    """
+    here = Path(sys.executable)
+    try:
+        check_installed(engine, here, Path())
+    except MissingPackageError:
+        pass
+    else:
+        return here
+    wanted = [f"torch=={version('torch')}", *requirements(engine)]
+    key = hashlib.sha256(json.dumps([sys.version, sys.prefix, wanted]).encode()).hexdigest()[:12]
+    folder = cache / f"{engine.name}-{key}"
+    python = folder / "bin" / "python"
+    if (folder / READY).is_file():
+        return python
+    folder.mkdir(parents=True, exist_ok=True)
+    with Lock(folder / "lock", wait=PATIENCE, say=say):
+        if not (folder / READY).is_file():
+            say(f"{engine.name}: installing {', '.join(wanted[1:])} into {folder}")
+            _make(folder, python, wanted, say, engine.name)
+    return python
+
+
+def requirements(engine: Engine) -> list[str]:
+    """What pip installs for the engine: the packages of its extra. Raises `UserError` if it has none."""
+    extras = set(engine.packages.values())
+    try:
+        stated = requires("meshwright") or []
+    except PackageNotFoundError as error:
+        raise UserError("meshwright itself is not installed, so its extras are not known; pip install -e .") from error
+    found = []
+    for requirement in stated:
+        package, _, marker = requirement.partition(";")
+        if any(f'extra == "{extra}"' in marker.replace("'", '"') for extra in extras):
+            found.append(package.strip())
+    if not found:
+        raise UserError(f"{engine.name} has no extra that can be installed; install it, and give --python")
+    return found
+
+
+def _make(folder: Path, python: Path, wanted: list[str], say: Callable[[str], None], name: str) -> None:
+    """Make the environment. torch is wanted as it is here, so that no installation replaces it by another build."""
+    EnvBuilder(clear=False, symlinks=True, with_pip=False).create(folder)
+    own = Path(subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        capture_output=True, text=True, check=True, timeout=60,
+    ).stdout.strip())  # fmt: skip
+    shared = dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
+    (own / "shared.pth").write_text("".join(f"{path}\n" for path in shared), encoding="utf-8")
+    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input", *wanted]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError(f"{name}: its packages were not installed: {error}") from error
+    if done.returncode:
+        lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        said = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "")
+        raise UserError(f"{name}: its packages were not installed (offline, or they clash): {said}")
+    write_durably(folder / READY, json.dumps(wanted) + "\n")
+    say(f"{name}: installed")
