@@ -26,7 +26,7 @@ from meshwright import Run, train
 from meshwright.cli.main import main
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.models.generate import Sampling
-from meshwright.serve.browser import PAGE
+from meshwright.serve.browser import CHAT as PAGE
 from meshwright.serve.connections import configured
 from meshwright.serve.conversation import Prompts
 from meshwright.serve.engine import Engine, Request
@@ -83,10 +83,10 @@ def trained(model: Any) -> TrainedModel:
 
 
 @contextmanager
-def running(models: dict[str, Any], *, max_batch: int = 8, **limits: Any) -> Iterator[Running]:
+def running(models: dict[str, Any], *, max_batch: int = 8, load: Any = None, **limits: Any) -> Iterator[Running]:
     served = [serve_as(trained(model), name, max_batch=max_batch, max_context=None) for name, model in models.items()]
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(configured(Server(served, Limits(**limits)).app(), log_level="error"))
+    server = uvicorn.Server(configured(Server(served, Limits(**limits), load).app(), log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     while not server.started:

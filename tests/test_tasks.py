@@ -1,6 +1,7 @@
 """Tasks: questions recognised by their columns, scored as the model's own log-probabilities say, under every layout."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -252,6 +253,7 @@ def test_a_run_is_asked_as_it_trains(tmp_path, monkeypatch, capsys):
         "  precision: fp32\n"
         "  evaluation: {every: 1, batches: 0, tasks: [verbs.jsonl, {task: who.jsonl, limit: 1}]}\n"
         "run_dir: run\n"
+        "checkpoint: {every: 1}\n"
         "device: cpu\n"
     )
     train(load_recipe(tmp_path / "run.yaml"), base_dir=tmp_path)
@@ -266,6 +268,18 @@ def test_a_run_is_asked_as_it_trains(tmp_path, monkeypatch, capsys):
     assert main(["eval", "run", "--device", "cpu", "--tasks", "verbs.jsonl", "--log", "log.jsonl"]) == 0
     assert [json.loads(line)["right"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == ["C", "B"]
     assert "acc" in capsys.readouterr().out
+    assert main(["eval", "run", "--device", "cpu", "--tasks", "verbs.jsonl", "--all-checkpoints"]) == 0
+    acc = told[-1]["verbs/acc"]
+    assert re.search(
+        rf"verbs acc, from .*\n  step        1 .*\n  step        2  {acc:>10.4f}  #", capsys.readouterr().out
+    )
+    assert main(["eval", "run", "--device", "cpu", "--all-checkpoints", "--source", "text.txt", "--json"]) == 0
+    curve = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert main(["eval", "run/checkpoints/step-00000001", "--device", "cpu", "--source", "text.txt", "--json"]) == 0
+    assert [one["step"] for one in curve] == [1, 2]
+    assert curve[0]["loss"] == json.loads(capsys.readouterr().out)["loss"] != curve[1]["loss"]
+    assert main(["eval", "text.txt", "--all-checkpoints"]) == 2
+    assert "needs a run's folder" in capsys.readouterr().err
 
 
 def test_texts_end_before_the_first_stop():

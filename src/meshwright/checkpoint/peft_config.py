@@ -102,6 +102,35 @@ def unread_by_vllm(directory: Path) -> list[str]:
     return [reason for reason, applies in reasons.items() if applies]
 
 
+def lora_of(directory: Path) -> LoraSpec:
+    """The recipe's words for a LoRA adapter of peft's. `read_adapter` then compares it, tensor for tensor.
+
+    Raises `AdapterError` if it is of another kind, or names its modules by a pattern.
+    """
+    file = directory / CONFIG
+    try:
+        config = json.loads(regular(file).read_text(encoding="utf-8"))
+        if config["peft_type"] != "LORA":
+            raise AdapterError(f"{file}: is an adapter of the kind {config['peft_type']}; only LORA can be served")
+        if not isinstance(config["target_modules"], list):
+            raise AdapterError(f"{file}: target_modules is a pattern; save the adapter with a list of modules")
+        return LoraSpec(
+            method="lora",
+            rank=config["r"],
+            alpha=config["lora_alpha"],
+            targets=tuple(config["target_modules"]),
+            ranks=config.get("rank_pattern") or {},
+            alphas=config.get("alpha_pattern") or {},
+            rslora=bool(config.get("use_rslora")),
+            dora=bool(config.get("use_dora")),
+            train=tuple(config.get("modules_to_save") or ()),
+        )
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise AdapterError(f"{file} is not an adapter's configuration: {error}") from error
+
+
 def check_adapter_config(directory: Path, model: ModelSpec, finetune: AdapterSpec) -> None:
     """Raise `AdapterError` if the configuration describes another adapter than the recipe does."""
     file = directory / CONFIG

@@ -4,16 +4,18 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
 from meshwright.cli.common import add_recipe_arguments, positive, read_recipe
 from meshwright.cli.output import add_json_argument, print_json
-from meshwright.data.audit import CHECKS, PlannedRun, Report, audit
+from meshwright.data.audit import CHECKS, EXAMPLES, PlannedRun, Report, audit
 from meshwright.data.describe import describe_formats, describe_mixture, describe_sample, length_histogram
 from meshwright.data.loader import Loader
 from meshwright.data.mixture import held_out_samples, training_samples
+from meshwright.data.overlap import NGRAM, Overlap, find_overlap
 from meshwright.data.prepare import Corpus, prepare_corpus
 from meshwright.families import pretrained_directory
 from meshwright.spec.run import ResolvedRun, Run
@@ -32,6 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=positive, help="prepare: encoding processes (default: one per core)")
     parser.add_argument("--samples", type=positive, default=2, help="show: number of samples (default 2)")
     parser.add_argument("--steps", type=positive, help="audit: number of steps (default: the whole run)")
+    parser.add_argument(
+        "--against",
+        metavar="FILE",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="audit: also report questions of these .jsonl or text files that are in the training data",
+    )
+    parser.add_argument(
+        "--ngram", metavar="N", type=positive, help=f"--against: tokens in a row that count as shared (default {NGRAM})"
+    )
     add_json_argument(parser)
     parser.epilog = (
         "exit status: 0 success, 1 audit found a fault, 2 invalid command line\n\n"
@@ -125,10 +138,13 @@ def _audit(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
     with ExitStack() as stack:
         planned = plan(resolved, corpus, arguments.steps, stack)
         report = audit(planned, stack.enter_context(ProgressLine()))
+    overlaps = find_overlap(corpus, arguments.against, arguments.ngram or NGRAM) if arguments.against else []
+    ok = report.ok and not any(overlap.shared for overlap in overlaps)
     if arguments.json:
         found = {name: {"count": report.counts[name], "examples": report.findings[name]} for name in CHECKS}
         facts = {"samples": report.samples, "tokens": report.tokens, "duplicates": report.duplicates}
-        print_json({"ok": report.ok, **facts, "steps": planned.steps, "ranks": planned.world_size, "checks": found})
+        facts |= {"steps": planned.steps, "ranks": planned.world_size, "overlap": [asdict(one) for one in overlaps]}
+        print_json({"ok": ok, **facts, "checks": found})
     else:
         what = describe_mixture(corpus, planned.mixture, planned.steps * planned.global_batch)
         print(f"{planned.steps} steps on {planned.world_size} ranks: {report.samples} samples, {report.tokens} labels")
@@ -137,7 +153,21 @@ def _audit(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:
         left_out = {"attention"} if planned.sees is None else set()
         for line in _verdicts(report, left_out | (set() if masked else {"answers"})):
             print(line)
-    return 0 if report.ok else 1
+        for overlap in overlaps:
+            print("\n".join(_overlap_lines(overlap, arguments.ngram or NGRAM)))
+    return 0 if ok else 1
+
+
+def _overlap_lines(overlap: Overlap, ngram: int) -> Iterator[str]:
+    shared, rows = len(overlap.shared), overlap.rows
+    what = f"{overlap.file}: {shared} of {rows} rows share {ngram} tokens in a row with the training data"
+    short = f" ({overlap.short} are shorter)" if overlap.short else ""
+    yield f"{'FAULT' if shared else 'ok':<6}{'overlap':<11}{what}{short}"
+    for one in overlap.shared[:EXAMPLES]:
+        part = f"{100 * one.found / one.windows:.0f} %"
+        yield f"      line {one.line}, {part} of it: {printable(repr(one.example))} in {one.place}"
+    if shared > EXAMPLES:
+        yield f"      and {shared - EXAMPLES} more"
 
 
 def plan(resolved: ResolvedRun, corpus: Corpus, steps: int | None, stack: ExitStack) -> PlannedRun:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", metavar="N", type=positive, help="only the first N questions of each task")
     parser.add_argument("--chat", action="store_true", help="ask tasks through the chat template")
     parser.add_argument("--log", metavar="FILE", type=Path, help="write every question and answer to a .jsonl file")
+    parser.add_argument(
+        "--all-checkpoints", action="store_true", help="measure every checkpoint of the run, and draw the curve"
+    )
     add_json_argument(parser)
     parser.epilog = (
         "examples:\n"
         "  meshwright eval runs/demo\n"
         "  meshwright eval runs/demo --source 'texts/**/*.txt' --samples 100\n"
         "  meshwright eval runs/demo --tasks mmlu.jsonl gsm8k.jsonl --shots 5\n"
-        "  meshwright eval runs/demo --tasks arc_easy tasks/mine.yaml --limit 200"
+        "  meshwright eval runs/demo --tasks arc_easy tasks/mine.yaml --limit 200\n"
+        "  meshwright eval runs/demo --all-checkpoints"
     )
 
 
@@ -59,68 +64,116 @@ def whole(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print."""
-    if arguments.tasks:
-        return _ask(arguments)
-    for name in ("shots", "shots_from", "limit", "chat", "log"):
-        if getattr(arguments, name):
-            raise UserError(f"--{name.replace('_', '-')} is of tasks; name them with --tasks")
-    # Torch loads here, so that --help and misuse never wait for it.
-    from meshwright.serve.trained import evaluate_texts, open_trained
-
-    trained = open_trained(
-        arguments.model, device=arguments.device, dtype=arguments.dtype, averaged=arguments.ema, family=arguments.family
-    )
-    result = evaluate_texts(
-        trained,
-        sources=arguments.source,
-        sequence_length=arguments.sequence_length,
-        num_samples=arguments.samples,
-    )
-    what = ", ".join(arguments.source or ["held-out text of the run"])
-    if arguments.json:
-        figures = _figures(result)
-        if result.sources:
-            figures["sources"] = {name: _figures(part) for name, part in result.sources.items()}
-        print_json({"model": str(trained.source), "source": what, **figures})
-    else:
-        print(f"{trained.source} on {what}")
-        print(_line(result))
-        for name, part in result.sources.items():
-            print(f"  {name}: {_line(part)}")
-    return 0
-
-
-def _ask(arguments: argparse.Namespace) -> int:
-    if arguments.source or arguments.sequence_length or arguments.samples:
+    if arguments.tasks and (arguments.source or arguments.sequence_length or arguments.samples):
         raise UserError(
             "--tasks asks questions, and --source, --sequence-length and --samples measure text; choose one"
         )
+    for name in ("shots", "shots_from", "limit", "chat", "log"):
+        if getattr(arguments, name) and not arguments.tasks:
+            raise UserError(f"--{name.replace('_', '-')} is of tasks; name them with --tasks")
+    if arguments.log and arguments.all_checkpoints:
+        raise UserError("--log writes the answers of one checkpoint; name it, or leave --all-checkpoints out")
+    measure = _tasks(arguments) if arguments.tasks else _loss(arguments)
+    if arguments.all_checkpoints:
+        return _curve(arguments, measure)
+    with progress_on_stderr(arguments.json):
+        source, figures, lines = measure(arguments.model)
+    if arguments.json:
+        print_json({"model": source, **figures})
+    else:
+        print("\n".join(lines))
+    return 0
+
+
+Measured = tuple[str, dict[str, Any], list[str]]
+"""The model, its figures as data, and as lines of text."""
+
+
+def _loss(arguments: argparse.Namespace) -> Callable[[Path], Measured]:
+    what = ", ".join(arguments.source or ["held-out text of the run"])
+    # Torch loads here, so that --help and misuse never wait for it.
+    from meshwright.serve.trained import evaluate_texts
+
+    def measure(path: Path) -> Measured:
+        trained = _opened(arguments, path)
+        found = evaluate_texts(
+            trained,
+            sources=arguments.source,
+            sequence_length=arguments.sequence_length,
+            num_samples=arguments.samples,
+        )
+        figures = {"source": what, **_figures(found)}
+        if found.sources:
+            figures["sources"] = {name: _figures(part) for name, part in found.sources.items()}
+        parts = [f"  {name}: {_line(part)}" for name, part in found.sources.items()]
+        return str(trained.source), figures, [f"{trained.source} on {what}", _line(found), *parts]
+
+    return measure
+
+
+def _tasks(arguments: argparse.Namespace) -> Callable[[Path], Measured]:
     # Torch loads here, so that --help and misuse never wait for it.
     from meshwright.serve.examine import examinee_of
-    from meshwright.serve.trained import open_trained
     from meshwright.tasks.ask import open_tasks
 
     options = {name: getattr(arguments, name) for name in ("shots", "shots_from", "limit", "chat")}
     tasks = open_tasks([TaskSpec(task=task, **options) for task in arguments.tasks], Path())
-    with progress_on_stderr(arguments.json):
-        trained = open_trained(
-            arguments.model,
-            device=arguments.device,
-            dtype=arguments.dtype,
-            averaged=arguments.ema,
-            family=arguments.family,
-        )
+
+    def measure(path: Path) -> Measured:
+        trained = _opened(arguments, path)
         results = tasks.ask(examinee_of(trained))
-    if arguments.log:
-        lines = (json.dumps(record, ensure_ascii=False, default=str) for one in results for record in one.records)
-        write_durably(arguments.log, "".join(f"{line}\n" for line in lines))
+        if arguments.log:
+            lines = (json.dumps(record, ensure_ascii=False, default=str) for one in results for record in one.records)
+            write_durably(arguments.log, "".join(f"{line}\n" for line in lines))
+        figures = {"tasks": {result.name: result.figures() for result in results}}
+        return str(trained.source), figures, [str(trained.source), *(result.line() for result in results)]
+
+    return measure
+
+
+def _opened(arguments: argparse.Namespace, path: Path) -> Any:
+    from meshwright.serve.trained import open_trained
+
+    return open_trained(
+        path, device=arguments.device, dtype=arguments.dtype, averaged=arguments.ema, family=arguments.family
+    )
+
+
+def _curve(arguments: argparse.Namespace, measure: Callable[[Path], Measured]) -> int:
+    """Measure every checkpoint of the run, and print the figures over its steps."""
+    from meshwright.checkpoint.manifest import list_checkpoints, step_of
+
+    checkpoints = list_checkpoints(arguments.model / "checkpoints")
+    if not checkpoints:
+        raise UserError(f"{arguments.model}: holds no checkpoints; --all-checkpoints needs a run's folder")
+    rows: list[tuple[int, dict[str, Any]]] = []
+    for checkpoint in checkpoints:
+        with progress_on_stderr(arguments.json):
+            _, figures, _ = measure(checkpoint)
+        rows.append((step_of(checkpoint), figures))
     if arguments.json:
-        print_json({"model": str(trained.source), "tasks": {result.name: result.figures() for result in results}})
+        print_json({"model": str(arguments.model), "checkpoints": [{"step": step, **found} for step, found in rows]})
         return 0
-    print(trained.source)
-    for result in results:
-        print(result.line())
+    columns = [(step, _columns(found)) for step, found in rows]
+    for name in columns[0][1]:
+        values = [values[name] for _, values in columns]
+        low, high = min(values), max(values)
+        print(f"{name}, from {low:.4g} to {high:.4g}")
+        for step, found in columns:
+            length = 1 + round(39 * (found[name] - low) / (high - low)) if high > low else 1
+            print(f"  step {step:>8}  {found[name]:>10.4f}  {'#' * length}")
     return 0
+
+
+def _columns(figures: dict[str, Any]) -> dict[str, float]:
+    """The figures that a curve is drawn of: the loss, or every metric of every task."""
+    if "loss" in figures:
+        return {"loss": figures["loss"]}
+    return {
+        f"{task} {name}": metric["value"]
+        for task, found in figures["tasks"].items()
+        for name, metric in found["metrics"].items()
+    }
 
 
 def _figures(found: Any) -> dict[str, Any]:

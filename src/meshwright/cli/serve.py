@@ -21,7 +21,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=named,
         action="append",
         default=[],
-        help="a run of adapters on the same base, named NAME in requests; may be repeated",
+        help="adapters on the same base (a run, or a peft folder), named NAME in requests; may be repeated",
+    )
+    parser.add_argument(
+        "--adapters-from",
+        metavar="DIR",
+        type=Path,
+        help="let clients load adapters in this folder and unload them (/v1/load_lora_adapter)",
+    )
+    parser.add_argument(
+        "--beside",
+        metavar="NAME=MODEL",
+        type=named,
+        action="append",
+        default=[],
+        help="another model, named NAME in requests; may be repeated",
+    )
+    parser.add_argument(
+        "--votes", metavar="FILE", type=Path, help="serve /arena, where people compare two models, and write votes here"
     )
     parser.add_argument("--host", default=LOCALHOST, help="address to listen at; any but localhost needs a key")
     parser.add_argument("--port", metavar="N", type=port, default=8000, help="0: any free port (default 8000)")
@@ -41,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-body", metavar="BYTES", type=positive, default=4 * 2**20, help="largest request (default 4 MiB)"
     )
     parser.epilog = (
-        "/ is a chat page, /metrics has metrics for Prometheus.\n\n"
+        "/ is a chat page, /arena compares two models (--votes), /metrics has metrics for Prometheus.\n\n"
         "examples:\n"
         "  meshwright serve runs/tuned\n"
         "  meshwright serve path/to/base --adapter sql=runs/sql --adapter chat=runs/chat\n"
@@ -76,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         raise UserError("serve needs starlette and uvicorn: pip install 'meshwright[serve]'") from error
     # Torch loads here, so that --help and usage errors never wait for it.
-    from meshwright.serve.served import default_name, open_served
+    from meshwright.serve.served import default_name, loader_of, open_served
     from meshwright.serve.trained import open_trained
 
     key = read_key(arguments.api_key_file)
@@ -85,25 +102,35 @@ def run(arguments: argparse.Namespace) -> int:
             f"--host {arguments.host}: other machines could reach the model; set the key that clients must send with "
             "--api-key-file FILE, or listen at localhost"
         )
-    adapters = dict(arguments.adapter)
-    if len(adapters) < len(arguments.adapter):
-        raise UserError("--adapter: a name is given twice; give each adapter its own")
-    limits = Limits(max_body=arguments.max_body, max_queue=arguments.max_queue, api_key=key)
+    adapters, beside = dict(arguments.adapter), dict(arguments.beside)
+    if len(adapters) < len(arguments.adapter) or len(beside) < len(arguments.beside):
+        raise UserError("--adapter, --beside: a name is given twice; give each model its own")
+    if arguments.adapters_from is not None and not arguments.adapters_from.is_dir():
+        raise UserError(f"--adapters-from {arguments.adapters_from}: no such folder")
+    if arguments.votes is not None and not (adapters or beside or arguments.adapters_from):
+        raise UserError("--votes: an arena needs two models; give another with --beside or --adapter")
+    limits = Limits(max_body=arguments.max_body, max_queue=arguments.max_queue, api_key=key, votes=arguments.votes)
+    room = {"max_batch": arguments.max_batch, "max_context": arguments.max_context}
     with listen(arguments.host, arguments.port) as listening:  # before loading, because the port may be in use
         trained = open_trained(arguments.model, device=arguments.device, dtype=arguments.dtype, averaged=arguments.ema)
         models = open_served(
             trained,
             arguments.name or default_name(trained),
             adapters,
-            max_batch=arguments.max_batch,
-            max_context=arguments.max_context,
+            beside=beside,
+            **room,
         )
+        folder = arguments.adapters_from
+        load = None if folder is None else loader_of(trained, folder, **room)
         for model in models:
             template = "chat and completions" if model.prompts.chats else "completions only: it has no chat template"
             print(f"model     {model.name}: {model.about}, {template}, {model.engine.max_context} tokens")
         host, number = listening.getsockname()[:2]
-        print(f"serving   http://{f'[{host}]' if ':' in host else host}:{number}/v1  (chat page at /)", flush=True)
-        app = Server(models, limits).app()
+        arena = "" if arguments.votes is None else ", arena at /arena"
+        print(
+            f"serving   http://{f'[{host}]' if ':' in host else host}:{number}/v1  (chat page at /{arena})", flush=True
+        )
+        app = Server(models, limits, load).app()
         uvicorn.Server(configured(app, log_level="warning")).run(sockets=[listening])
     return 0
 

@@ -183,7 +183,21 @@ class CompletionRequest(Generation):
         return self.logprobs
 
 
-def parse(kind: type[Generation], body: bytes) -> Any:
+class LoadAdapter(_Model):
+    """An adapter to be loaded, in vLLM's words."""
+
+    lora_name: str = Field(min_length=1, max_length=200, pattern=r"^[\w.:/@-]+$")
+    lora_path: str = Field(min_length=1)
+
+
+class UnloadAdapter(_Model):
+    """An adapter to be unloaded."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+def parse(kind: type[BaseModel], body: bytes) -> Any:
     """A request of this kind. Raises `ApiError` with what is wrong and where."""
     try:
         return kind.model_validate_json(body)

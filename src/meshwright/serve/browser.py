@@ -1,4 +1,4 @@
-"""The chat page and what a browser may do with it; and by which name a client calls this machine."""
+"""The chat page, the arena, and what a browser may do with it; and by which name a client calls this machine."""
 
 import base64
 import hashlib
@@ -7,14 +7,15 @@ from pathlib import Path
 
 from starlette.requests import Request
 
-PAGE = Path(__file__).with_name("page.html")
+CHAT, ARENA = (Path(__file__).with_name(f"{name}.html") for name in ("page", "arena"))
+"""The pages, each one self-contained file."""
 HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]@]*)(?::[0-9]*)?")
 """A request's header of this name: a name or an address, and a port."""
 
 
-def page() -> tuple[str, int, dict[str, str]]:
-    """The page, a status and headers."""
-    text = PAGE.read_text(encoding="utf-8")
+def page(file: Path) -> tuple[str, int, dict[str, str]]:
+    """The page in a file, a status and headers."""
+    text = file.read_text(encoding="utf-8")
     apart = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "x-frame-options": "DENY"}
     return text, 200, {"content-security-policy": _policy(text), **apart}
 

@@ -3,18 +3,17 @@
 import asyncio
 import contextlib
 import hmac
-import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.models.generate import check_room
@@ -24,10 +23,14 @@ from meshwright.serve.api import (
     ChatRequest,
     CompletionRequest,
     Generation,
+    LoadAdapter,
+    UnloadAdapter,
     Wording,
     parse,
 )
-from meshwright.serve.browser import called, page
+from meshwright.serve.arena import Vote, add_vote
+from meshwright.serve.browser import ARENA, CHAT, called, page
+from meshwright.serve.calls import Call, EventStream, Heard
 from meshwright.serve.conversation import Prompts
 from meshwright.serve.metrics import Metrics
 from meshwright.serve.worker import BusyError, Worker
@@ -39,6 +42,8 @@ SMALL_BODY = 2**16
 """Bytes that are parsed within a millisecond or so."""
 DISCARDED = 64 * 2**20
 """Bytes of a too large request that are read and discarded, so that the client can receive the error."""
+MAX_LOADED = 32
+"""Most adapters that clients may have loaded at a time."""
 LOCAL = ("localhost", "127.0.0.1", "::1", "[::1]")
 """Local names of this machine."""
 
@@ -55,6 +60,10 @@ class Served:
     """Its origin, as text."""
 
 
+Load = Callable[[str, str], Served]
+"""(name, path) of an adapter to the model that it makes; raises `UserError` if there is none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """The limits of a server."""
@@ -64,12 +73,16 @@ class Limits:
     api_key: str | None = None
     """Without a key only requests for a local host name are answered, so that no web page in a local browser can reach
     the server under its own name (DNS rebinding)."""
+    votes: Path | None = None
+    """The file that receives the arena's votes; without one there is no arena."""
 
 
 class Server:
     """The routes and their shared state."""
 
-    def __init__(self, models: Sequence[Served], limits: Limits) -> None:
+    def __init__(self, models: Sequence[Served], limits: Limits, load: Load | None = None) -> None:
+        """`load` opens an adapter by its name and path; None if clients may not load any."""
+        self._load_adapter, self._loaded, self._changing = load, set[str](), asyncio.Lock()
         self._models = {model.name: model for model in models}
         self._limits, self._metrics, self._started = limits, Metrics(), int(time.time())
         self._worker = Worker({model.name: model.engine for model in models}, max_queue=limits.max_queue)
@@ -85,6 +98,10 @@ class Server:
 
         routes = [
             Route("/", self._page),
+            Route("/arena", self._arena),
+            Route("/arena/votes", self._guarded(self._vote), methods=["POST"]),
+            Route("/v1/load_lora_adapter", self._guarded(self._load), methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self._guarded(self._unload), methods=["POST"]),
             Route("/health", self._health),
             Route("/metrics", self._guarded(self._show_metrics)),
             Route("/v1/models", self._guarded(self._list)),
@@ -128,7 +145,45 @@ class Server:
             raise ApiError(403, f"this server answers at localhost only, not as {name}")
 
     async def _page(self, _: Request) -> Response:
-        return HTMLResponse(*page())
+        return HTMLResponse(*page(CHAT))
+
+    async def _arena(self, _: Request) -> Response:
+        if self._limits.votes is None:
+            return PlainTextResponse("there is no arena here: serve two models or more with --votes FILE\n", 404)
+        return HTMLResponse(*page(ARENA))
+
+    async def _vote(self, request: Request) -> Response:
+        if self._limits.votes is None:
+            raise ApiError(404, "this server takes no votes: serve with --votes FILE")
+        vote: Vote = parse(Vote, await self._body(request))
+        await asyncio.to_thread(add_vote, self._limits.votes, vote)
+        return JSONResponse({"status": "ok"})
+
+    async def _load(self, request: Request) -> Response:
+        if self._load_adapter is None:
+            raise ApiError(403, "this server loads no adapters: serve with --adapters-from DIR")
+        asked: LoadAdapter = parse(LoadAdapter, await self._body(request))
+        async with self._changing:
+            if asked.lora_name in self._models:
+                raise ApiError(400, f"there is a model {asked.lora_name!r} already; unload it first", param="lora_name")
+            if len(self._loaded) >= MAX_LOADED:
+                raise ApiError(400, f"{MAX_LOADED} adapters are loaded, the most; unload one first")
+            served = await _checked(self._load_adapter, asked.lora_name, asked.lora_path)
+            self._worker.add(served.name, served.engine)
+            self._models[served.name] = served
+            self._loaded.add(served.name)
+        return PlainTextResponse(f"Success: LoRA adapter '{served.name}' added successfully.")
+
+    async def _unload(self, request: Request) -> Response:
+        name = parse(UnloadAdapter, await self._body(request)).lora_name
+        async with self._changing:
+            if name not in self._loaded:
+                message = f"no adapter {name!r} was loaded here; there are: {', '.join(sorted(self._loaded)) or 'none'}"
+                raise ApiError(404, message, code="model_not_found", param="lora_name")
+            self._loaded.remove(name)
+            del self._models[name]
+            self._worker.remove(name)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def _health(self, _: Request) -> Response:
         alive = self._worker.alive
@@ -224,6 +279,8 @@ class Server:
 
         try:
             cancel = self._worker.submit(model.name, requests, listen)
+        except KeyError:
+            raise ApiError(404, f"the model {model.name!r} was unloaded", code="model_not_found") from None
         except BusyError:
             message = "too many requests are waiting; try again later"
             raise ApiError(429, message, code="rate_limit_exceeded") from None
@@ -235,114 +292,6 @@ class Server:
             return EventStream(call, events)
         answers = await call.answers(request)
         return JSONResponse(wording.whole(answers, call.prompt_tokens))
-
-
-Heard = tuple[int, engine.Answer, list[engine.Token], str, str | None]
-
-
-class Call:
-    """The answers to one request, as they are generated."""
-
-    def __init__(
-        self,
-        metrics: Metrics,
-        requests: Sequence[engine.Request],
-        heard: "asyncio.Queue[Heard]",
-        cancel: Callable[[], None],
-        prompt_tokens: int,
-    ) -> None:
-        """`cancel`: ends unfinished answers."""
-        self._metrics, self._requests, self._heard, self._cancel = metrics, requests, heard, cancel
-        self.prompt_tokens, self._begun = prompt_tokens, time.monotonic()
-        self._answers: dict[int, engine.Answer] = {}
-        self._unfinished, self._closed = set(range(len(requests))), False
-
-    async def answers(self, request: Request) -> list[engine.Answer]:
-        """All answers, complete; cancelled if the client disconnects."""
-        gone = asyncio.create_task(_gone(request))
-        try:
-            async for _ in self._progress(gone):
-                pass
-        finally:
-            gone.cancel()
-            self.close()
-        if any(answer.finish not in ("stop", "length") for answer in self._answers.values()):
-            raise ApiError(500, "the server could not finish this answer")
-        return [self._answers[number] for number in range(len(self._requests))]
-
-    async def events(self, wording: Wording, *, begins: bool, with_usage: bool) -> AsyncIterator[str]:
-        """Server-sent events."""
-        if begins:
-            for number in range(len(self._requests)):
-                yield _event(wording.begin(number))
-        async for number, answer, tokens, text, finish in self._progress(None):
-            if text or (tokens and answer.request.logprobs is not None):
-                yield _event(wording.part(number, answer.request, tokens, text))
-            if finish in ("stop", "length"):
-                yield _event(wording.end(number, finish))
-            elif finish is not None:
-                yield _event(ApiError(500, "the server could not finish this answer").body())
-        if with_usage:
-            yield _event(wording.usage(list(self._answers.values()), self.prompt_tokens))
-        yield "data: [DONE]\n\n"
-
-    async def _progress(self, gone: "asyncio.Task[None] | None") -> AsyncIterator[Heard]:
-        while self._unfinished:
-            heard = await self._next(gone)
-            number, answer, _, _, finish = heard
-            if not self._answers:
-                about = "Seconds until the first token."
-                self._metrics.observe("meshwright_first_token_seconds", time.monotonic() - self._begun, about=about)
-            self._answers[number] = answer
-            if finish is not None:
-                self._unfinished.discard(number)
-            yield heard
-
-    async def _next(self, gone: "asyncio.Task[None] | None") -> Heard:
-        if gone is None:
-            return await self._heard.get()
-        waiting = asyncio.ensure_future(self._heard.get())
-        await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if waiting.done():
-            return waiting.result()
-        waiting.cancel()
-        raise ClientDisconnect
-
-    def close(self) -> None:
-        """Call when the client has gone: cancels unfinished answers, and updates the counters."""
-        if self._closed:
-            return
-        self._closed = True
-        written = sum(len(answer.tokens) for answer in self._answers.values())
-        metrics = self._metrics
-        metrics.count("meshwright_prompt_tokens_total", self.prompt_tokens, about="Tokens of prompts.")
-        metrics.count("meshwright_generated_tokens_total", written, about="Tokens of answers.")
-        if self._unfinished:
-            self._cancel()
-            metrics.count("meshwright_cancelled_total", about="Requests whose client disconnected.")
-        else:
-            about = "Seconds until the answer was complete."
-            metrics.observe("meshwright_request_seconds", time.monotonic() - self._begun, about=about)
-
-
-class EventStream(StreamingResponse):
-    """A call's events. The call is closed however sending ends, even before it starts."""
-
-    def __init__(self, call: Call, events: AsyncIterator[str]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
-        self._call = call
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See `StreamingResponse`."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._call.close()
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _checked(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -366,10 +315,6 @@ def _room(prompt: Sequence[int], wanted: int | None, room: int) -> int:
     except UserError as error:
         raise ApiError(400, str(error), code="context_length_exceeded", param="messages") from error
     return tokens
-
-
-def _event(content: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
 
 
 async def _not_here(request: Request, error: Exception) -> Response:

@@ -1,10 +1,15 @@
-"""Opening of served models: one base, and any number of adapters that share it."""
+"""Opening of served models: one base, any number of adapters that share it, and other models beside it."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
+from meshwright.checkpoint.peft import read_adapter
+from meshwright.checkpoint.peft_config import CONFIG, lora_of
+from meshwright.finetune import apply_finetune
+from meshwright.models import Decoder, build_model, named_state
 from meshwright.models.dtypes import torch_dtype
 from meshwright.models.packed import pack
 from meshwright.serve.conversation import Prompts
@@ -13,19 +18,31 @@ from meshwright.serve.http import Served
 from meshwright.serve.trained import TrainedModel, open_trained
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import FP32
+from meshwright.trainer.weights import fingerprint_of
 
 
 def open_served(
-    trained: TrainedModel, name: str, adapters: Mapping[str, Path], *, max_batch: int, max_context: int | None
+    trained: TrainedModel,
+    name: str,
+    adapters: Mapping[str, Path],
+    *,
+    beside: Mapping[str, Path] | None = None,
+    max_batch: int,
+    max_context: int | None,
 ) -> list[Served]:
-    """The model under its name, and the runs of adapters under theirs.
+    """The model under its name, adapters under theirs, and other models `beside` it.
 
-    Raises `UserError` if a run holds no adapters of the same base, or a name is given twice.
+    Raises `UserError` if an adapter is of another base, or a name is given twice.
     """
-    if name in adapters:
-        raise UserError(f"--adapter {name}=...: the model itself has this name; choose another name, or --name")
+    beside = beside or {}
+    twice = next((other for other in (*adapters, *beside) if [name, *adapters, *beside].count(other) > 1), None)
+    if twice is not None:
+        raise UserError(f"the name {twice} is given twice; choose another name in --adapter or --beside, or --name")
     pack(trained.model)  # adapters share the base's weights, in memory once
     others = {other: open_adapter(trained, path) for other, path in adapters.items()}
+    for other, path in beside.items():
+        others[other] = open_trained(path, device=trained.device.type, dtype=_name_of(trained.model.like.dtype))
+        pack(others[other].model)
     return [
         serve_as(each, one, max_batch=max_batch, max_context=max_context)
         for one, each in {name: trained, **others}.items()
@@ -44,11 +61,28 @@ def serve_as(trained: TrainedModel, name: str, *, max_batch: int, max_context: i
     )
 
 
-def open_adapter(base: TrainedModel, path: Path) -> TrainedModel:
-    """A run's model that shares the frozen weights of `base` in memory.
+def loader_of(
+    base: TrainedModel, folder: Path, *, max_batch: int, max_context: int | None
+) -> Callable[[str, str], Served]:
+    """Opens adapters of `base` in `folder`, by name and path, while the server runs."""
+    inside = folder.resolve()
 
-    Raises `UserError` if they differ.
+    def load(name: str, path: str) -> Served:
+        place = (inside / path).resolve()
+        if not place.is_relative_to(inside) or not place.is_dir():
+            raise UserError(f"lora_path {path}: no folder in {folder}, from which this server loads adapters")
+        return serve_as(open_adapter(base, place), name, max_batch=max_batch, max_context=max_context)
+
+    return load
+
+
+def open_adapter(base: TrainedModel, path: Path) -> TrainedModel:
+    """The model with the adapters of a run or of a peft folder; it shares the frozen weights of `base` in memory.
+
+    Raises `UserError` if they are of another base.
     """
+    if (path / CONFIG).is_file():
+        return _with_peft_adapter(base, path)
     trained = open_trained(path, device=base.device.type, dtype=_name_of(base.model.like.dtype))
     if not any(row.adapter for row in trained.model.table):
         raise UserError(f"{path} holds no adapters; serve it as a separate model")
@@ -60,6 +94,33 @@ def open_adapter(base: TrainedModel, path: Path) -> TrainedModel:
             raise UserError(f"{path} holds adapters of another base than {base.source}: {name} differs")
         parameter.data = kept[name].data
     return trained
+
+
+def _with_peft_adapter(base: TrainedModel, folder: Path) -> TrainedModel:
+    if any(row.adapter for row in base.model.table):
+        raise UserError(f"{base.source} has adapters itself; serve its base, and these adapters with --adapter")
+    finetune, dtype = lora_of(folder), base.model.like.dtype
+    tensors = read_adapter(folder, base.spec, finetune, fingerprint=fingerprint_of(base.source))
+    model = build_model(base.spec, dtype=dtype)
+    apply_finetune(model, finetune, dtype)
+    model.to_empty(device=base.device)
+    shared = dict(base.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        if name in tensors:
+            parameter.data = tensors[name].to(base.device, dtype)
+        elif name in shared:
+            parameter.data = shared[name].data
+        else:
+            raise UserError(f"{folder}: {base.source} has no plain {name}, which the adapters need")
+    _copy_state(base.model, model)
+    return dataclasses.replace(base, source=folder, model=model.eval(), run=None)
+
+
+@torch.no_grad()
+def _copy_state(source: Decoder, target: Decoder) -> None:
+    states = named_state(source)
+    for name, tensor in named_state(target).items():
+        tensor.copy_(states[name])
 
 
 def default_name(trained: TrainedModel) -> str:

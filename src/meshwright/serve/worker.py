@@ -23,7 +23,8 @@ class Worker:
 
     def __init__(self, engines: Mapping[str, Engine], *, max_queue: int) -> None:
         """`max_queue`: requests of one model that may wait for a place in its batch."""
-        self._engines, self._max_queue = engines, max_queue
+        self._engines, self._max_queue = dict(engines), max_queue
+        self._leaving: list[Engine] = []
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
         self._unfinished = dict.fromkeys(engines, 0)
@@ -51,18 +52,32 @@ class Worker:
     def load(self) -> dict[str, tuple[int, int]]:
         """The numbers of running and waiting requests of each model."""
         found = {}
-        for name, engine in self._engines.items():
+        for name, engine in list(self._engines.items()):
             unfinished, running = self._unfinished[name], engine.running
             found[name] = (min(running, unfinished), max(0, unfinished - running))
         return found
 
+    def add(self, model: str, engine: Engine) -> None:
+        """Take another engine."""
+        with self._wake:
+            self._unfinished[model] = 0
+            self._engines[model] = engine
+
+    def remove(self, model: str) -> None:
+        """Let an engine go when its answers are complete."""
+        with self._wake:
+            self._leaving.append(self._engines.pop(model))
+            del self._unfinished[model]
+            self._wake.notify()
+
     def submit(self, model: str, requests: Sequence[Request], listener: Listener) -> Callable[[], None]:
         """Queue checked requests, all or none; returns a function that cancels them.
 
-        Raises `BusyError` if the queue is full.
+        Raises `BusyError` if the queue is full, `KeyError` if the model was removed.
         """
-        engine, answers = self._engines[model], list[Answer]()
+        answers = list[Answer]()
         with self._wake:
+            engine = self._engines[model]
             room = engine.max_batch + self._max_queue - self._unfinished[model]
             if len(requests) > room or self._stopping:
                 raise BusyError
@@ -72,7 +87,7 @@ class Worker:
             def tell(answer: Answer, tokens: list[Token], text: str) -> None:
                 listener(number, answer, tokens, text)
                 if answer.finish is not None:
-                    self._finished(model)
+                    self._finished(model, engine)
 
             return tell
 
@@ -88,7 +103,7 @@ class Worker:
             for answer in answers:
                 if answer.finish is None:
                     engine.cancel(answer)
-                    self._finished(model)
+                    self._finished(model, engine)
 
         self._do(begin)
         return lambda: self._do(cancel)
@@ -98,9 +113,10 @@ class Worker:
             self._commands.append(command)
             self._wake.notify()
 
-    def _finished(self, model: str) -> None:
+    def _finished(self, model: str, engine: Engine) -> None:
         with self._wake:
-            self._unfinished[model] -= 1
+            if self._engines.get(model) is engine:  # not removed meanwhile
+                self._unfinished[model] -= 1
 
     def _work(self) -> None:
         busy = False
@@ -113,11 +129,15 @@ class Worker:
             for command in commands:
                 command()
             if stopping:
-                for engine in self._engines.values():
+                for engine in (*self._engines.values(), *self._leaving):
                     _end(engine.reset(), "cancelled")
                 return
-            stepped = [self._step(engine) for engine in self._engines.values()]
-            busy = any(stepped)
+            stepped = [self._step(engine) for engine in list(self._engines.values())]
+            leaving = [(engine, self._step(engine)) for engine in list(self._leaving)]
+            for engine, worked in leaving:
+                if not worked:
+                    self._leaving.remove(engine)
+            busy = any(stepped) or bool(self._leaving)
 
     def _step(self, engine: Engine) -> bool:
         try:

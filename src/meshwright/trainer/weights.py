@@ -78,13 +78,19 @@ def base_of(resolved: ResolvedRun) -> dict[str, str] | None:
         return None
     if run.checkpoint.start_from:
         checkpoint = starting_checkpoint(resolved)
-        return {"path": str(checkpoint), "fingerprint": _digest((checkpoint / MANIFEST).read_bytes())}
+        return {"path": str(checkpoint), "fingerprint": fingerprint_of(checkpoint)}
     if run.model.weights != "pretrained":
         drawn = [resolved.model.model_dump(mode="json"), run.training.seed]
         return {"path": "random weights", "fingerprint": _digest(json.dumps(drawn).encode())}
     directory = _directory(resolved)
-    files = sorted(directory.glob("*.safetensors"))
-    return {"path": str(directory), "fingerprint": _digest(b"".join(map(_sample, files)))}
+    return {"path": str(directory), "fingerprint": fingerprint_of(directory)}
+
+
+def fingerprint_of(source: Path) -> str:
+    """The fingerprint of a base: a checkpoint, or a Hugging Face directory."""
+    if (source / MANIFEST).is_file():
+        return _digest((source / MANIFEST).read_bytes())
+    return _digest(b"".join(map(_sample, sorted(source.glob("*.safetensors")))))
 
 
 def _directory(resolved: ResolvedRun) -> Path:

@@ -1,0 +1,54 @@
+"""The arena's votes: which of two answers people prefer, a line of a .jsonl file each, which `judge --votes` reads."""
+
+import hashlib
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+LONGEST = 64
+"""Most messages of a conversation."""
+_lock = threading.Lock()
+
+
+class Said(BaseModel):
+    """A message of a conversation."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class Vote(BaseModel):
+    """A vote in the form of the published ones (Zheng et al., 2023)."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model_a: str = Field(min_length=1, max_length=200)
+    model_b: str = Field(min_length=1, max_length=200)
+    winner: Literal["model_a", "model_b", "tie", "tie (bothbad)"]
+    conversation_a: list[Said] = Field(min_length=1, max_length=LONGEST)
+    conversation_b: list[Said] = Field(min_length=1, max_length=LONGEST)
+
+    @model_validator(mode="after")
+    def _of_two(self) -> "Vote":
+        if self.model_a == self.model_b:
+            raise ValueError("model_a and model_b are the same")
+        return self
+
+
+def add_vote(file: Path, vote: Vote) -> None:
+    """Append a vote and its time; the question's id is the same for the same questions."""
+    asked = [said.content for said in vote.conversation_a if said.role == "user"]
+    number = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+    record: dict[str, Any] = {"question_id": number, "time": time.time(), **vote.model_dump()}
+    line = json.dumps(record, ensure_ascii=False) + "\n"
+    with _lock, file.open("a", encoding="utf-8") as votes:
+        votes.write(line)
+        votes.flush()
+        os.fsync(votes.fileno())
