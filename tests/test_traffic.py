@@ -41,8 +41,8 @@ def counted_and_predicted(resolved: ResolvedRun) -> tuple[Counter, Counter]:
 
 
 def on_a_fake_rank(resolved: ResolvedRun) -> tuple[Counter, Counter]:
-    """As `counted_and_predicted`, on the first rank of a group whose collectives do nothing: the bytes that a rank sends
-    do not depend on the numbers that arrive."""
+    """As `counted_and_predicted`, on the first rank of a group whose collectives do nothing: how much a rank sends does
+    not depend on the numbers that arrive."""
     size = resolved.run.layout.world_size
     with fake_rank(0, size) if size > 1 else nullcontext():
         return counted_and_predicted(resolved)
