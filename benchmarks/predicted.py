@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from meshwright.rehearse.ledger import Ledger
 from torch.distributed.tensor import DTensor
 
 from meshwright.launch.launcher import Worker, threads_per_rank
@@ -35,7 +36,6 @@ from meshwright.plan.candidate import Candidate, evaluate
 from meshwright.plan.engine import engine_job
 from meshwright.plan.hardware import local_cluster
 from meshwright.plan.machine import Machine, find_machine
-from meshwright.rehearse.ledger import Ledger
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.testing.equivalence import loader_for

@@ -80,6 +80,8 @@ def test_the_line_people_read() -> None:
     assert display.line(RECORD) == (
         "step 120/1000  loss 2.341  gnorm 0.83  lr 2.9e-04  7.1k tok/s/gpu  mfu 41%  mem 61.2/80G  eta 1h12m"
     )
+    display.pressure = lambda: "host 94% full"
+    assert "  mem 61.2/80G  host 94% full  eta" in display.line(RECORD)
     assert "  gnorm none yet  " in display.line(replace(RECORD, gnorm=None))
 
 

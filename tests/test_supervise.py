@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from meshwright.checkpoint.manifest import checkpoint_name
 from meshwright.launch import supervise as supervise_module
-from meshwright.launch.memory import MemoryWatch
+from meshwright.launch.memory import MemoryWatch, host_pressure
 from meshwright.launch.signals import StopRequest
-from meshwright.launch.status import CRASH_LOOP, STOPPED
+from meshwright.launch.status import CRASH_LOOP, OUT_OF_MEMORY, STOPPED
 from meshwright.launch.supervise import WorkerSpec, supervise
 from meshwright.trainer.metrics import stepped_since
 
@@ -39,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def job(folder: Path, script: str, *, ranks: int = 2, store: dist.Store | None = None, **options: int) -> WorkerSpec:
+def job(folder: Path, script: str, *, ranks: int = 2, store: dist.Store | None = None, **options: Any) -> WorkerSpec:
     def environments(attempt: int) -> list[dict[str, str]]:
         return [{**os.environ, "RANK": str(rank), "ATTEMPT": str(attempt)} for rank in range(ranks)]
 
@@ -207,6 +207,43 @@ def test_a_worker_that_the_kernel_ended_for_memory_is_told_apart(tmp_path: Path)
     watch = MemoryWatch(tmp_path)
     watch.look(8)
     assert "it held 4.0 GB of 4.0 GB" in watch.explain(8)
+
+
+def test_a_rank_that_the_kernel_killed_is_explained_and_started_again_unless_a_change_is_to_come(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page of it is printed by the launcher; with --retry-oom the run ends here, to go on with another recipe."""
+    monkeypatch.setattr(MemoryWatch, "explain", lambda watch, pid: ", most likely by the kernel, out of memory")
+    monkeypatch.setattr(MemoryWatch, "of", lambda watch, pid: (3, 4))
+    script = "if attempt == 0: step(); os.kill(os.getpid(), signal.SIGKILL)\n"
+    options = {"ranks": 1, "explain_kill": lambda *facts: f"the page of {facts}"}
+    assert run(job(folder, script, **options)) == 0
+    said = capfd.readouterr().err
+    assert "killed by SIGKILL, most likely by the kernel, out of memory\nthe page of (0, 3, 4)\nstarting again" in said
+    assert run(job(folder, script, **options, restarts_killed=False)) == OUT_OF_MEMORY
+    assert "starting again" not in capfd.readouterr().err
+
+
+def test_a_machine_that_is_nearly_full_is_told(tmp_path: Path) -> None:
+    files = {
+        "proc/meminfo": "MemTotal:       1000 kB\nMemAvailable:       500 kB\n",
+        "proc/self/cgroup": "0::/job\n",
+        "proc/pressure/memory": "some avg10=0.00 avg60=1.00 avg300=0.00 total=5\nfull avg10=9.00 avg60=0\n",
+        "sys/fs/cgroup/job/memory.max": "max\n",
+        "sys/fs/cgroup/job/memory.current": "0\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert host_pressure(tmp_path) == ""
+    (tmp_path / "proc/meminfo").write_text("MemTotal:       1000 kB\nMemAvailable:       60 kB\n")
+    assert host_pressure(tmp_path) == "host 94% full"
+    (tmp_path / "proc/meminfo").write_text(files["proc/meminfo"])
+    (tmp_path / "sys/fs/cgroup/job/memory.max").write_text("1000\n")
+    (tmp_path / "sys/fs/cgroup/job/memory.current").write_text("980\n")
+    (tmp_path / "sys/fs/cgroup/job/memory.stat").write_text("file 90\ninactive_file 80\n")
+    (tmp_path / "proc/pressure/memory").write_text("some avg10=12.30 avg60=1.00 avg300=0.00 total=5\n")
+    assert host_pressure(tmp_path) == "host 90% full, waits 12%"
 
 
 def test_signals_without_a_name_are_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -300,6 +300,25 @@ def passing_tensors(module: nn.Module) -> tuple[list[torch.Tensor], list[torch.T
     return weights, gradients
 
 
+def gathered_parameters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name in the model, whole parameter) of what FSDP2 gathers around `module`. 2.11-2.15; public: none."""
+    group = _group(module)
+    for parameter in group.fsdp_params if group is not None else ():
+        if hasattr(parameter, "_unsharded_param"):
+            yield parameter._param_fqn or "", parameter.unsharded_param
+
+
+def tensors_in_flight(module: nn.Module) -> list[torch.Tensor]:
+    """Buffers of FSDP2's gathers and reductions around `module` that have not ended. 2.11-2.15; public: none."""
+    group = _group(module)
+    if group is None or getattr(group, "comm_ctx", None) is None:
+        return []
+    context = group.comm_ctx
+    states = [getattr(context, name, None) for name in ("all_gather_state", "reduce_scatter_state")]
+    states += getattr(context, "reduce_scatter_states", [])
+    return [leaf for leaf in leaves([group._all_gather_result, *states]) if isinstance(leaf, torch.Tensor)]
+
+
 # ---- what torch leaves on disk, and tells of itself ------------------------------------------------------------------
 
 StoredPlace = _StorageInfo

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from meshwright.callbacks.early_stopping import EarlyStopping
     from meshwright.callbacks.ema import EMA
     from meshwright.callbacks.lr_finder import LRFinder
+    from meshwright.callbacks.memory import MemoryTimeline
     from meshwright.callbacks.noise_scale import GradientNoiseScale
     from meshwright.callbacks.profiler import Profiler
 
@@ -19,6 +20,7 @@ __all__ = [
     "EarlyStopping",
     "GradientNoiseScale",
     "LRFinder",
+    "MemoryTimeline",
     "NextBatch",
     "Profiler",
     "Tracker",
@@ -32,6 +34,7 @@ _HOMES = {
     "EarlyStopping": "meshwright.callbacks.early_stopping",
     "GradientNoiseScale": "meshwright.callbacks.noise_scale",
     "LRFinder": "meshwright.callbacks.lr_finder",
+    "MemoryTimeline": "meshwright.callbacks.memory",
     "Profiler": "meshwright.callbacks.profiler",
 }
 

@@ -156,6 +156,10 @@ class Callback:
     def on_record(self, training: Training, record: Record) -> None:
         """On the first rank only: every record that was written to `metrics.jsonl`, of any kind."""
 
+    def abandon(self) -> None:
+        """Where an error ends the run on this rank: give back what the callback holds of the process. Others may be
+        gone, so nothing collective."""
+
     def state_dict(self) -> dict[str, Any]:
         """What must survive a stop, as a JSON value, the same on every rank: `trainer.json` in the checkpoint keeps the
         first rank's."""

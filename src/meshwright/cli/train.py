@@ -7,7 +7,11 @@ from meshwright.cli.common import add_recipe_arguments, example_prompt, read_rec
 from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
 from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FullSpec
+from meshwright.spec.plugins import PluginSpec
 from meshwright.spec.run import Run
+
+TIMELINE = "memory"
+"""The callback of `--memory`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,11 +35,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="if another process uses run_dir, wait until it ends, at most this long (default: refuse)",
     )
+    parser.add_argument(
+        "--retry-oom",
+        action="store_true",
+        help="where memory runs out, start again from the newest checkpoint with the first change that would fit",
+    )
+    parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="write a page with the memory of a step by kind (the callback memory, docs/memory.md)",
+    )
     add_json_argument(parser)
     parser.epilog = (
         "Starts the processes that the layout needs; under torchrun, Slurm or Kubeflow it runs as one of theirs.\n"
-        "exit status: 0 trained, 2 an error in recipe or data, 75 stopped by a signal with everything saved;\n"
-        "all others are failures (docs/stopping.md)\n\n"
+        "exit status: 0 trained, 2 an error in recipe or data, 71 out of memory, 75 stopped by a signal with\n"
+        "everything saved; all others are failures (docs/stopping.md)\n\n"
         "examples:\n"
         "  meshwright train run.yaml\n"
         "  meshwright train run.yaml training.steps=500 layout.dp_shard=4\n"
@@ -67,6 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
             "step-00000400 or 400 (without one, the newest checkpoint); a setting is written training.steps=100"
         )
     recipe = read_recipe(arguments)
+    if arguments.memory and not any(callback.name == TIMELINE for callback in recipe.callbacks):
+        recipe = recipe.model_copy(update={"callbacks": (*recipe.callbacks, PluginSpec(name=TIMELINE))})
     # Torch loads here, so that errors in the recipe are reported at once.
     from meshwright.data.tokenizer import load_tokenizer
     from meshwright.launch.launcher import find_worker
@@ -81,6 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
                 resume=arguments.resume or False,
                 base_dir=arguments.recipe.parent,
                 wait_for_lock=arguments.wait_for_lock,
+                retry_oom=arguments.retry_oom,
             )
     except TrainingFailed as failure:
         return failure.status  # a worker has printed the error

@@ -150,12 +150,15 @@ def start_workers(
     restarts: int = 0,
     stepped: Callable[[float], bool] = lambda since: False,
     inherited: Sequence[int] = (),
+    explain_kill: Callable[[int, int, int], str] | None = None,
+    restarts_killed: bool = True,
 ) -> int:
     """Run `python -m MODULE ARGUMENTS` once per local rank until the run has ended, with `restarts` after crashes.
 
     `run_dir` holds their checkpoints; None if there are none to resume from. `stepped` returns whether a training step
     was recorded since a time: workers that crash before the first step are not restarted. They inherit the file
-    descriptors `inherited`. Returns the exit status (`status.py`); errors have been printed, except for a stop.
+    descriptors `inherited`. `explain_kill`, `restarts_killed`: see `WorkerSpec`. Returns the exit status (`status.py`);
+    errors have been printed, except for a stop.
     """
     layout = run.layout
     if layout.world_size % nodes.count:
@@ -192,6 +195,8 @@ def start_workers(
         nodes=nodes.count,
         stepped=stepped,
         inherited=tuple(inherited),
+        explain_kill=explain_kill,
+        restarts_killed=restarts_killed,
     )
     return supervise(spec, stop)
 

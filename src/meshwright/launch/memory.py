@@ -1,10 +1,14 @@
-"""The memory of running workers, recorded to explain later why the kernel killed one."""
+"""The memory of this machine and of running processes: limits, what they hold, why the kernel killed one."""
 
+import functools
+import resource
 from contextlib import suppress
 from pathlib import Path
 
 GB = 1e9
 ADVICE = "a smaller training.micro_batch, training.recompute=full or more ranks to shard over need less"
+FULL, WAITS = 0.9, 5.0
+"""Part of memory in use, and per cent of the time that processes wait for memory, from which a run says so."""
 
 
 class MemoryWatch:
@@ -22,27 +26,82 @@ class MemoryWatch:
 
     def explain(self, pid: int) -> str:
         """The likely reason why process `pid` was killed by SIGKILL; empty if it is not memory."""
-        held, limit = self._held.get(pid, 0), self._limit()
+        held, limit = self.of(pid)
         if not limit or (self._count() == self._kills and held < 0.9 * limit):
             return ""
         return (
             f", most likely by the kernel, out of memory: it held {held / GB:.1f} GB of {limit / GB:.1f} GB; {ADVICE}"
         )
 
+    def of(self, pid: int) -> tuple[int, int]:
+        """Bytes that process `pid` held when it was last looked at, and that there are."""
+        return self._held.get(pid, 0), memory_there(self._root)
+
     def _count(self) -> int:
         """How many processes the kernel has ended for want of memory since the machine started."""
         return field_of(self._root / "proc/vmstat", "oom_kill")
 
-    def _limit(self) -> int:
-        """Bytes of memory of this machine, or of the control group that this process is in where that is less."""
-        limits = [field_of(self._root / "proc/meminfo", "MemTotal:") * 1024]
-        with suppress(OSError):
-            group = (self._root / "proc/self/cgroup").read_text().splitlines()[-1].rpartition(":")[2].strip("/")
-            place = self._root / "sys/fs/cgroup" / group
-            for folder in (place, *place.parents):
-                with suppress(OSError, ValueError):
-                    limits.append(int((folder / "memory.max").read_text()))
-        return min(limits)
+
+def memory_there(root: Path = Path("/")) -> int:
+    """Bytes of memory of this machine, or of the control group that this process is in where that is less."""
+    limits = [field_of(root / "proc/meminfo", "MemTotal:") * 1024]
+    for folder in _groups(root):
+        with suppress(OSError, ValueError):
+            limits.append(int((folder / "memory.max").read_text()))
+    return min(limits)
+
+
+def resident(root: Path = Path("/")) -> int:
+    """Bytes of memory that this process holds."""
+    return field_of(root / "proc/self/status", "VmRSS:") * 1024
+
+
+LIMITS = {resource.RLIMIT_AS: "VmSize:", resource.RLIMIT_DATA: "VmData:"}
+"""Limits of a process (`ulimit -v`, `ulimit -d`), and what of /proc/self/status they count."""
+
+
+@functools.cache
+def bare_addresses(kind: int) -> int:
+    """Bytes that a limit counts although they hold nothing, at the first call; later a process also has addresses of
+    freed memory."""
+    return field_of(Path("/proc/self/status"), LIMITS[kind]) * 1024 - resident()
+
+
+def memory_room(ranks: int) -> int:
+    """Bytes that each of `ranks` processes here can hold: its share of the machine or of the control group, or less by
+    a limit of its own."""
+    room = [memory_there() // max(1, ranks)]
+    for kind in LIMITS:
+        limit, bare = resource.getrlimit(kind)[0], bare_addresses(kind)
+        if limit != resource.RLIM_INFINITY:
+            room.append(limit - bare)
+    return min(room)
+
+
+def host_pressure(root: Path = Path("/")) -> str:
+    """`host 94% full, waits 12%` where this machine or control group has little memory left, or where processes have
+    waited for memory in the last ten seconds; else empty."""
+    total = field_of(root / "proc/meminfo", "MemTotal:") * 1024
+    used = [(total - field_of(root / "proc/meminfo", "MemAvailable:") * 1024) / total] if total else []
+    for folder in _groups(root):
+        with suppress(OSError, ValueError):
+            limit, now = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
+            used.append((now - field_of(folder / "memory.stat", "inactive_file")) / limit)
+    full, waits = max(used, default=0.0), 0.0
+    with suppress(OSError, ValueError, IndexError):
+        waits = float((root / "proc/pressure/memory").read_text().split("avg10=")[1].split()[0])
+    parts = [f"host {full:.0%} full"] if full >= FULL else []
+    parts += [f"{'' if parts else 'host '}waits {waits:.0f}%"] if waits >= WAITS else []
+    return ", ".join(parts)
+
+
+def _groups(root: Path) -> list[Path]:
+    """The folders of the control groups that this process is in, the innermost first."""
+    with suppress(OSError, IndexError):
+        group = (root / "proc/self/cgroup").read_text().splitlines()[-1].rpartition(":")[2].strip("/")
+        place = root / "sys/fs/cgroup" / group
+        return [place, *place.parents]
+    return []
 
 
 def field_of(file: Path, name: str) -> int:

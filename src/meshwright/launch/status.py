@@ -5,6 +5,7 @@
 2    an error in the recipe, the data or the command line
 69   a rank hung or never arrived
 70   crashed three times (guards.restarts) without a new checkpoint in between
+71   out of memory, on the device or the host; what happened and what would fit is printed
 74   the last checkpoint could not be written
 75   stopped by a signal, everything saved: start again with --resume
 76   replicas differ
@@ -18,18 +19,19 @@
 MISUSE = 2
 STUCK = 69
 CRASH_LOOP = 70
+OUT_OF_MEMORY = 71
 UNSAVED = 74
 STOPPED = 75
 DIFFERING = 76
 LOCK_LOST = 77
 MISCOMPUTED = 78
 
-FINAL = (0, MISUSE, UNSAVED, STOPPED, LOCK_LOST, MISCOMPUTED)
+FINAL = (0, MISUSE, OUT_OF_MEMORY, UNSAVED, STOPPED, LOCK_LOST, MISCOMPUTED)
 """Statuses after which a restart would not help, or is the user's decision."""
 
 
 class RunError(RuntimeError):
-    """A run that cannot continue, with a one-line message; `status` is the exit status."""
+    """A run that cannot continue; `status` is the exit status."""
 
     status = 1
 
@@ -38,6 +40,12 @@ class StuckError(RunError):
     """A rank hangs, or never arrived."""
 
     status = STUCK
+
+
+class OutOfMemoryError(RunError):
+    """A rank was refused memory; the message is a page about it."""
+
+    status = OUT_OF_MEMORY
 
 
 class UnsavedError(RunError):

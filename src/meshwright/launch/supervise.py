@@ -22,7 +22,7 @@ import torch.distributed as dist
 from meshwright.checkpoint.manifest import checkpoint_name, list_checkpoints, step_of
 from meshwright.launch.memory import MemoryWatch
 from meshwright.launch.signals import STOP_SIGNALS, StopRequest, signal_name
-from meshwright.launch.status import CRASH_LOOP, FINAL, MISUSE, STOPPED, TrainingStopped
+from meshwright.launch.status import CRASH_LOOP, FINAL, MISUSE, OUT_OF_MEMORY, STOPPED, TrainingStopped
 from meshwright.spec.errors import UserError
 from meshwright.storage.scratch import scratch_folder
 
@@ -55,6 +55,10 @@ class WorkerSpec:
     """Whether a training step was recorded since a time, in seconds since the epoch."""
     inherited: tuple[int, ...] = ()
     """File descriptors that workers inherit."""
+    explain_kill: Callable[[int, int, int], str] | None = None
+    """What more to say of a rank that the kernel killed for want of memory: (rank, bytes held, bytes there)."""
+    restarts_killed: bool = True
+    """Whether such a rank is started again like any that crashed."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ def _run_attempt(spec: WorkerSpec, attempt: int, stop: StopRequest) -> _Failure 
                 last_words = folder / environment["RANK"]
                 environment = {**environment, "TORCHELASTIC_ERROR_FILE": str(last_words)}
                 process = subprocess.Popen([*spec.command, *again], env=environment, pass_fds=spec.inherited)
-                workers.append(_Worker(int(environment["RANK"]), process, last_words, memory))
+                workers.append(_Worker(int(environment["RANK"]), process, last_words, memory, spec))
             failed = _wait(workers, spec.store, f"verdict-{attempt}", stop)
         except TrainingStopped:
             _kill(workers)
@@ -168,14 +172,23 @@ class _Worker:
     process: subprocess.Popen[bytes]
     last_words: Path
     memory: MemoryWatch
+    spec: WorkerSpec
 
     @property
     def status(self) -> int:
         """Exit status; a worker ended by a stop signal before it could handle it counts as stopped."""
         code = self.process.returncode
+        if not self.spec.restarts_killed and self.lack_of_memory:
+            return OUT_OF_MEMORY
         if -code in STOP_SIGNALS:
             return STOPPED
         return code if code >= 0 else 128 - code
+
+    @property
+    def lack_of_memory(self) -> str:
+        """Why the kernel most likely killed it; empty if it did not, or for another reason than memory."""
+        killed = self.process.returncode == -signal.SIGKILL
+        return self.memory.explain(self.process.pid) if killed else ""
 
     @property
     def message(self) -> str:
@@ -183,8 +196,9 @@ class _Worker:
             return "error: " + json.loads(self.last_words.read_text())["message"]
         code = self.process.returncode
         if code < 0:
-            why = self.memory.explain(self.process.pid) if code == -signal.SIGKILL else ""
-            return f"error: rank {self.rank} was killed by {signal_name(-code)}{why}"
+            why, explain = self.lack_of_memory, self.spec.explain_kill
+            more = "\n" + explain(self.rank, *self.memory.of(self.process.pid)) if why and explain else ""
+            return f"error: rank {self.rank} was killed by {signal_name(-code)}{why}{more}"
         return f"error: rank {self.rank} ended with status {code}; its messages are printed above"
 
 

@@ -23,9 +23,9 @@ from meshwright.data.loader import HostBatch, Loader
 from meshwright.data.packing import ConcatenatedSamples
 from meshwright.launch.launcher import Worker
 from meshwright.parallel import Meshes, build_meshes
+from meshwright.parallel.ledger import Ledger, Storages
 from meshwright.parallel.traffic import Traffic
 from meshwright.rehearse.fake import FakeTensors, UncountedTier, budgets_of_gpu, fake_rank, fill_slots
-from meshwright.rehearse.ledger import Ledger, Storages
 from meshwright.rehearse.shorten import Observed, continued, enough_microbatches, set_microbatches
 from meshwright.spec.batch import Pairs
 from meshwright.spec.run import ResolvedRun

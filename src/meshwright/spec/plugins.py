@@ -23,6 +23,7 @@ OURS = {
         "early_stopping": "meshwright.callbacks:EarlyStopping",
         "ema": "meshwright.callbacks:EMA",
         "lr_finder": "meshwright.callbacks:LRFinder",
+        "memory": "meshwright.callbacks:MemoryTimeline",
         "noise_scale": "meshwright.callbacks:GradientNoiseScale",
         "profiler": "meshwright.callbacks:Profiler",
     },

@@ -1,6 +1,7 @@
 """The device of a rank: which one, its speed, its memory in use."""
 
 import ctypes
+import gc
 import resource
 import sys
 import time
@@ -63,6 +64,16 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         for option in M_TRIM_THRESHOLD, M_MMAP_THRESHOLD:
             mallopt(option, 2**31 - 1)
+
+
+def free_all() -> None:
+    """Give memory that nobody uses back to the device and the system."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def synchronise(device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Callable
 from typing import TextIO
 
 from meshwright.callbacks import Callback, Training
@@ -56,8 +57,17 @@ class Display(Callback):
     """An updating line on a terminal, a bar in a notebook, plain lines at intervals elsewhere; only on rank 0."""
 
     def __init__(
-        self, *, steps: int, memory_bytes: int, device: str, enabled: bool, stream: TextIO | None = None
+        self,
+        *,
+        steps: int,
+        memory_bytes: int,
+        device: str,
+        enabled: bool,
+        stream: TextIO | None = None,
+        pressure: Callable[[], str] = str,
     ) -> None:
+        """`pressure`: what to say of the machine's memory, if anything."""
+        self.pressure = pressure
         self.steps, self.memory_bytes, self.enabled = steps, memory_bytes, enabled
         self.per_rank = "tok/s/gpu" if device == "cuda" else "tok/s/rank"
         self.stream = stream or sys.stdout
@@ -104,6 +114,8 @@ class Display(Callback):
         if record.mfu is not None:
             parts.append(f"mfu {100 * record.mfu:.0f}%")
         parts.append(f"mem {record.mem / 2**30:.1f}/{self.memory_bytes / 2**30:.0f}G")
+        if full := self.pressure():
+            parts.append(full)
         if record.eta is not None:
             parts.append(f"eta {duration(record.eta)}")
         for name in ("skipped", "spikes", "rewinds"):

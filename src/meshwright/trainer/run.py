@@ -2,8 +2,8 @@
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,38 +13,36 @@ import torch
 from meshwright.callbacks import Callback, named_callbacks
 from meshwright.checkpoint.manifest import CheckpointError, list_checkpoints
 from meshwright.comm.objects import gather_everywhere
-from meshwright.data.describe import describe_formats, describe_mixture
-from meshwright.data.mixture import training_samples
 from meshwright.data.plugged import has_datasets
 from meshwright.data.prepare import Corpus, prepare_corpus
-from meshwright.families import count_trained, describe_low_precision, parameter_table, pretrained_directory
+from meshwright.families import pretrained_directory
 from meshwright.launch.launcher import Worker, find_nodes, find_worker, join_all, leave_group, start_workers
+from meshwright.launch.memory import host_pressure, memory_room, resident
 from meshwright.launch.signals import StopRequest, end_with, signal_name
 from meshwright.launch.status import STOPPED, RunError, TrainingFailed, TrainingStopped
 from meshwright.launch.supervise import after_stop
 from meshwright.models import Model
-from meshwright.models.dtypes import torch_dtype
-from meshwright.models.low_precision import RECIPES, has_kernel
 from meshwright.objectives import Objective
-from meshwright.plan.stages import describe_pipeline
 from meshwright.spec.errors import UserError
-from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.plugins import plugged_in
 from meshwright.spec.recipe import dump_recipe
-from meshwright.spec.recompute import describe_recompute
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.storage.durable import write_durably
 from meshwright.storage.lock import Lock
 from meshwright.storage.scratch import scratch_folder
 from meshwright.terminal import printable
-from meshwright.trainer.display import Display, ProgressLine, model_size, short
+from meshwright.trainer.banner import banner
+from meshwright.trainer.device import free_all
+from meshwright.trainer.display import Display, ProgressLine
 from meshwright.trainer.loop import train_loop
 from meshwright.trainer.metrics import History, Journal, read_journal, stepped_since
 from meshwright.trainer.notebook import following
+from meshwright.trainer.out_of_memory import is_out_of_memory, moment_of, page_of, page_of_killed
 from meshwright.trainer.plugins import Plugins, all_callbacks, open_trackers, write_plugins
 from meshwright.trainer.reference import with_references
 from meshwright.trainer.replicas import ReplicaGuard
 from meshwright.trainer.resolve import resolve_run
+from meshwright.trainer.retry import check_retry, train_again
 from meshwright.trainer.samples import Samples
 from meshwright.trainer.session import Session
 from meshwright.trainer.setup import (
@@ -69,7 +67,7 @@ from meshwright.trainer.start import (
 )
 from meshwright.trainer.state import AUTO, NEWEST, begin, check_continues, choose_checkpoint, seed_generators
 from meshwright.trainer.tasks import TaskCallback
-from meshwright.trainer.verification import VerifyGuard, describe
+from meshwright.trainer.verification import VerifyGuard
 
 
 @dataclass(frozen=True)
@@ -100,13 +98,15 @@ def train(
     objective: Objective | None = None,
     dataset: Iterable[Any] | None = None,
     model: type[Model] | None = None,
+    retry_oom: bool = False,
 ) -> TrainResult:
     """Train `run` to its last step, on the processes of its layout.
 
     Under torchrun, Slurm or Kubeflow this process is already one of them; otherwise it starts them. Paths in the recipe
     are relative to `base_dir`. `resume` continues from the newest checkpoint in `run.run_dir` (True), from a named one,
     or (`auto`) from the newest good one if there is any. Only one run may use a run directory: if another does, this
-    one waits `wait_for_lock` seconds for its end, then refuses.
+    one waits `wait_for_lock` seconds for its end, then refuses. `retry_oom`: where memory runs out, the run starts
+    again from its newest checkpoint, with the first change that would fit.
 
     Plug-ins (docs/plugins.md) replace the recipe's settings. `callbacks` are called in order, after the recipe's.
     `lr_schedule(step, steps)` returns the factor of the peak learning rate at a step from 1 to `steps`. `optimizer` is
@@ -123,10 +123,12 @@ def train(
     which = NEWEST if resume is True else resume or None
     if worker is not None and worker.attempt:
         which = AUTO  # torchrun starts the same command again
+    check_retry(retry_oom, alone=worker is None)
     with StopRequest(raises=worker is None) as stop, plugged_in(plugins.objects()):
         try:
             with run_lock(Path(run.run_dir), wait_for_lock) if _writes(worker) else nullcontext() as lock:
-                status = _train(run, plugins, Path(base_dir).resolve(), worker, which, stop, lock)
+                context = _Context(plugins, Path(base_dir).resolve(), worker, stop, lock, retry_oom)
+                status = train_again(functools.partial(_train, context), run, which, retry=retry_oom)
         except RunError as error:
             print(f"error: {printable(str(error))}", file=sys.stderr)
             status = error.status
@@ -148,17 +150,23 @@ def _writes(worker: Worker | None) -> bool:
     return worker.rank == 0 if worker else find_nodes().rank == 0
 
 
-def _train(
-    run: Run,
-    plugins: Plugins,
-    base_dir: Path,
-    worker: Worker | None,
-    resume: str | None,
-    stop: StopRequest,
-    lock: Lock | None,
-) -> int:
-    """Train, here or in workers; returns the exit status. `lock` is the run directory's, if this process holds it."""
-    run_dir = Path(run.run_dir)
+@dataclass(frozen=True)
+class _Context:
+    """What stays when a run is started again with a change."""
+
+    plugins: Plugins
+    base_dir: Path
+    worker: Worker | None
+    stop: StopRequest
+    lock: Lock | None
+    """The run directory's, if this process holds it."""
+    retry_oom: bool
+
+
+def _train(context: _Context, run: Run, resume: str | None) -> int:
+    """Train, here or in workers; returns the exit status."""
+    plugins, base_dir, worker = context.plugins, context.base_dir, context.worker
+    stop, lock, run_dir = context.stop, context.lock, Path(run.run_dir)
     if lock:
         _check_run_dir(run_dir, resume)
     require_plugins(run)
@@ -188,6 +196,8 @@ def _train(
                     restarts=run.guards.restarts,
                     inherited=[lock.inherited] if lock else [],
                     stepped=functools.partial(stepped_since, run_dir / "metrics.jsonl"),
+                    explain_kill=functools.partial(page_of_killed, resolved, run_dir),
+                    restarts_killed=not context.retry_oom,
                 )
     return STOPPED if train_rank(resolved, worker or Worker(), stop, resume=resume, plugins=plugins) else 0
 
@@ -195,7 +205,41 @@ def _train(
 def train_rank(
     resolved: ResolvedRun, worker: Worker, stop: StopRequest, *, resume: str | None, plugins: Plugins
 ) -> bool:
-    """Run one rank from start to end; every rank of the layout calls it. Returns whether a signal ended it early."""
+    """Run one rank from start to end; every rank of the layout calls it. Returns whether a signal ended it early.
+
+    Raises `OutOfMemoryError` with a page about it where the rank is refused memory.
+    """
+    built = list[Trainer]()
+    try:
+        with abandoned_at_errors(built):
+            return _train_rank(resolved, worker, stop, resume, plugins, built)
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        moment = moment_of(error, worker.rank, built[0] if built else None)
+        error.__traceback__ = error.__context__ = error.__cause__ = None  # its frames hold the step's tensors
+    built.clear()
+    if worker.world_size == 1:
+        leave_group()
+    free_all()
+    raise page_of(resolved, moment, Path(resolved.run.run_dir))
+
+
+@contextmanager
+def abandoned_at_errors(built: list[Trainer]) -> Iterator[None]:
+    """Let the callbacks of what was built give back what they hold where an error ends the run."""
+    try:
+        yield
+    except BaseException:
+        for callback in built[0].callbacks.values() if built else ():
+            callback.abandon()
+        raise
+
+
+def _train_rank(
+    resolved: ResolvedRun, worker: Worker, stop: StopRequest, resume: str | None, plugins: Plugins, built: list[Trainer]
+) -> bool:
+    """See `train_rank`. `built` gets the trainer, for whoever explains an error."""
     run, first = resolved.run, worker.rank == 0
     run_dir = Path(run.run_dir)
     device, mesh = find_place(run, worker)
@@ -207,13 +251,20 @@ def train_rank(
     if worker.world_size > 1:
         check_same(corpus)
     _check_corpus(resolved, corpus, resume)
+    before, _ = resident(), memory_room(worker.local_world_size)  # while nothing was freed yet
     trainer = build_trainer(resolved, worker, device, mesh)
+    trainer.process_bytes = before
+    built.append(trainer)
     seed_generators(trainer)
     trainer.callbacks = named_callbacks(all_callbacks(run, plugins))
     if first:  # the only rank that writes and prints
         trainer.data = corpus.identity()
     display = Display(
-        steps=run.training.steps, memory_bytes=trainer.memory_bytes, device=trainer.device.type, enabled=first
+        steps=run.training.steps,
+        memory_bytes=trainer.memory_bytes,
+        device=trainer.device.type,
+        enabled=first,
+        pressure=host_pressure,
     )
     display.say(banner(trainer, corpus))
     display.say(begin(trainer, run_dir / "checkpoints", resume))
@@ -249,58 +300,6 @@ def own_callbacks(trainer: Trainer, corpus: Corpus) -> list[Callback]:
     training = trainer.resolved.run.training
     samples = [Samples(training.samples, trainer, corpus)] if training.samples else []
     return [ReplicaGuard(), *samples, *([TaskCallback(trainer, corpus)] if training.evaluation.tasks else [])]
-
-
-def banner(trainer: Trainer, corpus: Corpus) -> str:
-    """The summary of model, data, batch and layout that is printed before training."""
-    resolved, run, model = trainer.resolved, trainer.resolved.run, trainer.resolved.model
-    trained, everything = count_trained(model, run.finetune)
-    weights = sum(row.numel for row in parameter_table(model))
-    held_out = short(corpus.num_held_out) if corpus.held_out else "none"
-    samples, num_samples = training_samples(corpus, run.data), resolved.global_batch * run.training.steps
-    mixture = describe_mixture(corpus, samples, num_samples)
-    warmup = run.training.lr_schedule.warmup_steps(run.training.steps)
-    peak, origin = trainer.peak
-    lines = {
-        "model": f"{run.model.name or model.family}: {model_size(weights, everything - weights, trained)}; "
-        f"{model.num_layers} layers, width {model.hidden}, {model.num_heads} heads, vocabulary {model.vocab}",
-        **({"base": kept} if (kept := _kept_base(run)) else {}),
-        "data": f"{short(corpus.num_tokens)} tokens of {corpus.num_documents} documents, held out {held_out}; "
-        f"tokenizer of {corpus.tokenizer.vocab_size}",
-        **({"records": formats} if (formats := describe_formats(corpus)) else {}),
-        "batch": f"{resolved.tokens_per_step} tokens a step = {run.layout.data_parallel} ranks x "
-        f"{resolved.accumulation} microbatches x {resolved.micro_batch} sequences x {run.data.sequence_length}",
-        "length": f"{run.training.steps} steps, {warmup} of them warm-up, {mixture}",
-        "objective": str(trainer.train_step.passes.objective),
-        "strategy": f"{run.layout.strategy}, {run.training.arithmetic}, "
-        f"recompute {describe_recompute(resolved.recompute)}" + (", compiled" if run.training.compile else ""),
-        **({"products": narrow} if (narrow := _products(trainer)) else {}),
-        **({"pipeline": describe_pipeline(resolved)} if run.layout.pp > 1 else {}),
-        "devices": f"{trainer.worker.world_size} x {trainer.machine.name}, "
-        f"mfu against {peak / 1e12:.2f} TFLOP/s ({origin})",
-        **({"verified": describe(run.guards.verify_every)} if run.guards.verify_every else {}),
-        "writes": run.run_dir,
-    }
-    return "\n".join(f"{name:<10}{text}" for name, text in lines.items())
-
-
-def _products(trainer: Trainer) -> str:
-    """Which matrix products are in few bits, and by what; empty where none is."""
-    resolved, training = trainer.resolved, trainer.resolved.run.training
-    if training.product_recipe is None:
-        return ""
-    kernel = has_kernel(RECIPES[training.product_recipe], trainer.device, torch_dtype(training.dtypes.compute))
-    how = "by this GPU's kernels" if kernel else "emulated, for this device has no kernel that is used for it"
-    return f"{describe_low_precision(parameter_table(resolved.model), training)}; {how}"
-
-
-def _kept_base(run: Run) -> str | None:
-    """The storage of frozen matrices, if they are quantized."""
-    finetune = run.finetune
-    if not isinstance(finetune, LoraSpec) or finetune.base == "plain":
-        return None
-    scales = ", its scales in eight bits" if finetune.base == "nf4" and finetune.double_quantization else ""
-    return f"frozen matrices of linear layers in {finetune.base}{scales}; everything else in {run.training.precision}"
 
 
 def corpus_of(resolved: ResolvedRun, progress: Callable[[str, int, int], None] | None = None) -> Corpus:

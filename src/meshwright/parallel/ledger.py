@@ -87,7 +87,9 @@ class Ledger(DispatchMode):
         result = function(*args, **kwargs)
         for leaf in leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
-                self._watch(local_tensor(leaf).untyped_storage())  # a whole's storage is only said to be there
+                here = local_tensor(leaf)  # a whole's storage is only said to be there
+                if self._watch(here.untyped_storage()):
+                    self.made(here, function)
         packet = function.overloadpacket
         if packet in CPU_FLOPS:
             self.flops += CPU_FLOPS[packet](*args, **kwargs)
@@ -95,12 +97,25 @@ class Ledger(DispatchMode):
             self.flops += flop_registry[packet](*args, **kwargs, out_val=result)
         return result
 
-    def _watch(self, storage: torch.UntypedStorage) -> None:
+    def made(self, tensor: torch.Tensor, operation: Any) -> None:
+        """Called when an operation has made a tensor with memory of its own."""
+
+    def changed(self, key: int, size: int) -> None:
+        """Called when the storage of an identity has got another size; 0 when it is released."""
+
+    def _watch(self, storage: torch.UntypedStorage) -> bool:
+        """Count a storage; returns whether it is new."""
         key = id(storage)  # torch keeps a storage's Python object as long as the storage itself
-        if key not in self._bytes and key not in self.elsewhere:
-            self._bytes[key] = 0
-            weakref.finalize(storage, self._forget, key)
-            self._change(key, storage.nbytes())
+        if key in self._bytes or key in self.elsewhere or not self.counts(storage):
+            return False
+        self._bytes[key] = 0
+        weakref.finalize(storage, self._forget, key)
+        self._change(key, storage.nbytes())
+        return True
+
+    def counts(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is in the memory that is counted."""
+        return True
 
     def _resized(self, storage: torch.UntypedStorage, size: int) -> None:
         if id(storage) in self._bytes:
@@ -109,6 +124,7 @@ class Ledger(DispatchMode):
     def _change(self, key: int, size: int) -> None:
         self.now += size - self._bytes[key]
         self._bytes[key] = size
+        self.changed(key, size)
         if self.now > self.peak:
             self.peak = self.now
             self.peak_phase = "backward pass" if in_backward_pass() else "forward pass or update"
@@ -118,6 +134,7 @@ class Ledger(DispatchMode):
 
     def _forget(self, key: int) -> None:
         self.now -= self._bytes.pop(key)
+        self.changed(key, 0)
 
     def by_kind(self) -> dict[str, int]:
         """Bytes allocated now, by kind."""

@@ -1,0 +1,105 @@
+"""The memory timeline: one step of one rank, allocation by allocation, as a page; on a GPU with torch's snapshot."""
+
+import torch
+
+from meshwright.callbacks.callback import Callback, Record, Training
+from meshwright.callbacks.memory_page import memory_page
+from meshwright.parallel.ledger import Storages
+from meshwright.parallel.timeline import Timeline
+from meshwright.spec.errors import UserError
+from meshwright.torch_graph import all_tensors, record_allocations, save_allocations
+from meshwright.torch_internals import local_tensor, passing_tensors
+
+
+class MemoryTimeline(Callback):
+    """Writes `memory/rank-R-step-N.html` into the run directory: a step's memory over time by kind, and what is held at
+    its peak, by which layers. On a GPU also `memory/rank-R-step-N.pickle`, torch's own snapshot, for
+    https://pytorch.org/memory_viz.
+
+    The step is slow, and its numbers stay the same; other steps and ranks are as fast as without it.
+    """
+
+    def __init__(self, step: int = 2, *, rank: int = 0) -> None:
+        """
+        Args:
+            step: the step, counted from where this process begins: by the second one the optimizer has its state.
+            rank: whose memory.
+        """
+        if type(step) is not int or step < 1:
+            raise UserError(f"MemoryTimeline: step={step!r} must be a whole number, at least 1")
+        if type(rank) is not int or rank < 0:
+            raise UserError(f"MemoryTimeline: rank={rank!r} must be a rank, 0 or more")
+        self.step, self.rank = step, rank
+        self._first = 0
+        self._running: Timeline | None = None
+
+    def on_start(self, training: Training) -> None:
+        """Refuse a rank or a step that the run does not have."""
+        self._first = training.step + self.step
+        if self.rank >= training.world_size:
+            raise UserError(f"MemoryTimeline: there is no rank {self.rank}; this run has {training.world_size} ranks")
+        if training.run.training.compile:
+            raise UserError(
+                "MemoryTimeline: compiled code (training.compile=true) does not say what it allocates; set it to false"
+            )
+        if self._first > training.run.training.steps:
+            training.say(f"no memory timeline: this run ends before its step {self._first}")
+        self._begin(training)
+
+    def on_step(self, training: Training, record: Record) -> None:
+        """Begin before the step, end after it."""
+        if training.step == self._first and training.rank == self.rank:
+            self._end(training)
+        if training.step == self._first:
+            place = training.run_dir / "memory" / f"rank-{self.rank}-step-{training.step}"
+            more = f" and {place.name}.pickle" if training.device.type == "cuda" else ""
+            training.say(f"memory of step {training.step}: {place}.html{more}")
+        self._begin(training)
+
+    def abandon(self) -> None:
+        """See `Callback`."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.__exit__(None, None, None)
+
+    def _begin(self, training: Training) -> None:
+        if training.step + 1 != self._first or training.rank != self.rank:
+            return
+        device = training.device.type
+        running = Timeline(lambda: _storages(training), training.model, device_type=device)
+        running.watch(local_tensor(tensor) for tensor in all_tensors() if local_tensor(tensor).device.type == device)
+        if device == "cuda":
+            record_allocations()
+        self._running = running
+        running.__enter__()
+
+    def _end(self, training: Training) -> None:
+        running = self._running
+        assert running is not None
+        self.abandon()
+        folder, name = training.run_dir / "memory", f"rank-{self.rank}-step-{training.step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        title = f"Memory of step {training.step} on rank {self.rank}"
+        (folder / f"{name}.html").write_text(memory_page(title, running.report()))
+        if training.device.type == "cuda":
+            save_allocations(folder / f"{name}.pickle")
+
+
+def _storages(training: Training) -> Storages:
+    """Kinds of the storages that are known by name."""
+    kinds: Storages = {}
+
+    def name(kind: str, tensors: list[torch.Tensor]) -> None:
+        kinds.update({id(local_tensor(tensor).untyped_storage()): kind for tensor in tensors})
+
+    stored = list(training.parameters.values())
+    states = [optimizer.state[tensor].values() for optimizer in training.optimizers for tensor in optimizer.state]
+    name("optimizer", [value for state in states for value in state if isinstance(value, torch.Tensor)])
+    name("weights", [*stored, *training.model.parameters(), *training.model.buffers()])
+    grads = [tensor.grad for tensor in (*stored, *training.model.parameters())]
+    for module in training.model.modules():
+        weights, gradients = passing_tensors(module)
+        name("gathered weights", weights)
+        grads += gradients
+    name("gradients", [tensor for tensor in grads if tensor is not None])
+    return kinds

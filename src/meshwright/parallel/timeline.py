@@ -1,0 +1,181 @@
+"""A timeline of memory: every allocation and release of a step, with its kind, phase and module."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from meshwright.parallel.ledger import Ledger, Storages
+from meshwright.torch_internals import in_backward_pass
+
+FORWARD, BACKWARD, STEP, BETWEEN = "forward", "backward", "optimizer's step", "between"
+ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
+NAMED_EVERY = 100
+"""Changes after which storages are asked for their kind again."""
+POINTS = 400
+"""Points of a timeline, each the fullest moment of its part."""
+LARGEST = 20
+
+
+@dataclass
+class _Storage:
+    """What is known of a storage."""
+
+    made_in: str
+    """Phase."""
+    place: str
+    """The module that computed."""
+    what: str = ""
+    """Operation, shape and dtype."""
+    kind: str = ""
+    size: int = 0
+
+
+class Timeline(Ledger):
+    """A ledger that remembers every change."""
+
+    def __init__(
+        self,
+        name_storages: Callable[[], Storages],
+        model: nn.Module,
+        *,
+        elsewhere: Container[int] = (),
+        device_type: str | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`device_type`: whose memory is counted; None for all."""
+        super().__init__(name_storages, elsewhere)
+        self.device_type, self.clock = device_type, clock
+        self._names = {id(module): name or "the model" for name, module in model.named_modules()}
+        self._places: list[str] = []
+        self._stepping = False
+        self._phase = BETWEEN
+        self._began = clock()
+        self._number: dict[int, int] = {}  # identity of a storage that lives -> its number
+        self._storages: list[_Storage] = []
+        self._events: list[tuple[float, int, int, str, str]] = []  # seconds, number, bytes, phase, place
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> "Timeline":
+        self._handles = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+            register_optimizer_step_pre_hook(lambda *_: self._begin_step(True)),
+            register_optimizer_step_post_hook(lambda *_: self._begin_step(False)),
+        ]
+        self._began = self.clock()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *arguments: Any) -> None:
+        super().__exit__(*arguments)
+        self._name()
+        for handle in self._handles:
+            handle.remove()
+
+    def counts(self, storage: torch.UntypedStorage) -> bool:
+        """See `Ledger`."""
+        return self.device_type in (None, storage.device.type)
+
+    def made(self, tensor: torch.Tensor, operation: Any) -> None:
+        """See `Ledger`."""
+        number = self._number.get(id(tensor.untyped_storage()))
+        if number is not None:
+            shape = " x ".join(map(str, tensor.shape))
+            name = operation.name().partition("::")[2].partition(".")[0].strip("_")
+            self._storages[number].what = f"{name} [{shape}, {str(tensor.dtype).removeprefix('torch.')}]"
+
+    def changed(self, key: int, size: int) -> None:
+        """See `Ledger`."""
+        phase = self._now_in()
+        if phase != self._phase:
+            if phase == BACKWARD:  # what the forward pass has left is there for this
+                for number in self._number.values():
+                    storage = self._storages[number]
+                    if storage.made_in == FORWARD and not storage.kind:
+                        storage.kind = ACTIVATIONS
+            self._phase = phase
+            self._name()
+        place = self._places[-1] if self._places else ""
+        if key not in self._number:
+            self._number[key] = len(self._storages)
+            self._storages.append(_Storage(phase, place))
+        number = self._number[key]
+        self._storages[number].size = max(size, self._storages[number].size)
+        self._events.append((self.clock() - self._began, number, size, phase, place))
+        if size == 0 and key not in self._bytes:
+            del self._number[key]
+        if len(self._events) % NAMED_EVERY == 0:
+            self._name()
+
+    def _now_in(self) -> str:
+        if in_backward_pass():
+            return BACKWARD
+        if self._stepping:
+            return STEP
+        return FORWARD if self._places else BETWEEN
+
+    def _name(self) -> None:
+        """Ask which kinds the storages are of by now."""
+        for key, kind in self.name_storages().items():
+            number = self._number.get(key)
+            if number is not None and self._storages[number].kind in ("", ACTIVATIONS):
+                self._storages[number].kind = kind
+
+    def _enter_module(self, module: nn.Module, _: Any) -> None:
+        self._places.append(self._names.get(id(module), type(module).__name__))
+
+    def _leave_module(self, *_: Any) -> None:
+        if self._places:
+            self._places.pop()
+
+    def _begin_step(self, begins: bool) -> None:
+        self._stepping = begins
+
+    def report(self) -> dict[str, Any]:
+        """The timeline as JSON values: `points`, each the fullest moment of its part of the step, and the `peak`: its
+        moment, bytes by kind, activations by module, and the largest tensors."""
+        totals, sizes, points = Counter[str](), Counter[int](), list[dict[str, Any]]()
+        most, peak = -1, {}
+        every = max(1, len(self._events) // POINTS)
+        for index, (seconds, number, size, phase, place) in enumerate(self._events):
+            storage = self._storages[number]
+            totals[storage.kind or TEMPORARIES] += size - sizes[number]
+            sizes[number] = size
+            total = sum(totals.values())
+            if index % every == 0 or not points:
+                points.append({"total": -1})
+            if total > points[-1]["total"]:
+                points[-1] = {"total": total, "seconds": seconds, "phase": phase, "place": place, "kinds": +totals}
+            if total > most:
+                most, peak = total, {"seconds": seconds, "phase": phase, "place": place, "index": index}
+        return {"points": points, "peak": peak | self._peak(peak.get("index", -1))}
+
+    def _peak(self, last: int) -> dict[str, Any]:
+        sizes: dict[int, int] = {}
+        for _, number, size, _, _ in self._events[: last + 1]:
+            sizes[number] = size
+        kinds, places = Counter[str](), Counter[str]()
+        for number, size in sizes.items():
+            storage = self._storages[number]
+            kinds[storage.kind or TEMPORARIES] += size
+            if storage.kind == ACTIVATIONS:
+                places[storage.place or "outside the modules"] += size
+        largest = sorted(sizes.items(), key=lambda item: -item[1])[:LARGEST]
+        tensors = [
+            {
+                "bytes": size,
+                "kind": self._storages[number].kind or TEMPORARIES,
+                "place": self._storages[number].place,
+                "what": self._storages[number].what,
+            }
+            for number, size in largest
+            if size
+        ]
+        return {"total": sum(kinds.values()), "kinds": +kinds, "places": +places, "largest": tensors}

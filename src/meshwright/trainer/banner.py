@@ -1,0 +1,67 @@
+"""The summary of a run that is printed before it trains."""
+
+from meshwright.data.describe import describe_formats, describe_mixture
+from meshwright.data.mixture import training_samples
+from meshwright.data.prepare import Corpus
+from meshwright.families import count_trained, describe_low_precision, parameter_table
+from meshwright.models.dtypes import torch_dtype
+from meshwright.models.low_precision import RECIPES, has_kernel
+from meshwright.plan.stages import describe_pipeline
+from meshwright.spec.finetune import LoraSpec
+from meshwright.spec.recompute import describe_recompute
+from meshwright.spec.run import Run
+from meshwright.trainer.display import model_size, short
+from meshwright.trainer.setup import Trainer
+from meshwright.trainer.verification import describe
+
+
+def banner(trainer: Trainer, corpus: Corpus) -> str:
+    """The summary of model, data, batch and layout that is printed before training."""
+    resolved, run, model = trainer.resolved, trainer.resolved.run, trainer.resolved.model
+    trained, everything = count_trained(model, run.finetune)
+    weights = sum(row.numel for row in parameter_table(model))
+    held_out = short(corpus.num_held_out) if corpus.held_out else "none"
+    samples, num_samples = training_samples(corpus, run.data), resolved.global_batch * run.training.steps
+    mixture = describe_mixture(corpus, samples, num_samples)
+    warmup = run.training.lr_schedule.warmup_steps(run.training.steps)
+    peak, origin = trainer.peak
+    lines = {
+        "model": f"{run.model.name or model.family}: {model_size(weights, everything - weights, trained)}; "
+        f"{model.num_layers} layers, width {model.hidden}, {model.num_heads} heads, vocabulary {model.vocab}",
+        **({"base": kept} if (kept := _kept_base(run)) else {}),
+        "data": f"{short(corpus.num_tokens)} tokens of {corpus.num_documents} documents, held out {held_out}; "
+        f"tokenizer of {corpus.tokenizer.vocab_size}",
+        **({"records": formats} if (formats := describe_formats(corpus)) else {}),
+        "batch": f"{resolved.tokens_per_step} tokens a step = {run.layout.data_parallel} ranks x "
+        f"{resolved.accumulation} microbatches x {resolved.micro_batch} sequences x {run.data.sequence_length}",
+        "length": f"{run.training.steps} steps, {warmup} of them warm-up, {mixture}",
+        "objective": str(trainer.train_step.passes.objective),
+        "strategy": f"{run.layout.strategy}, {run.training.arithmetic}, "
+        f"recompute {describe_recompute(resolved.recompute)}" + (", compiled" if run.training.compile else ""),
+        **({"products": narrow} if (narrow := _products(trainer)) else {}),
+        **({"pipeline": describe_pipeline(resolved)} if run.layout.pp > 1 else {}),
+        "devices": f"{trainer.worker.world_size} x {trainer.machine.name}, "
+        f"mfu against {peak / 1e12:.2f} TFLOP/s ({origin})",
+        **({"verified": describe(run.guards.verify_every)} if run.guards.verify_every else {}),
+        "writes": run.run_dir,
+    }
+    return "\n".join(f"{name:<10}{text}" for name, text in lines.items())
+
+
+def _products(trainer: Trainer) -> str:
+    """Which matrix products are in few bits, and by what; empty where none is."""
+    resolved, training = trainer.resolved, trainer.resolved.run.training
+    if training.product_recipe is None:
+        return ""
+    kernel = has_kernel(RECIPES[training.product_recipe], trainer.device, torch_dtype(training.dtypes.compute))
+    how = "by this GPU's kernels" if kernel else "emulated, for this device has no kernel that is used for it"
+    return f"{describe_low_precision(parameter_table(resolved.model), training)}; {how}"
+
+
+def _kept_base(run: Run) -> str | None:
+    """The storage of frozen matrices, if they are quantized."""
+    finetune = run.finetune
+    if not isinstance(finetune, LoraSpec) or finetune.base == "plain":
+        return None
+    scales = ", its scales in eight bits" if finetune.base == "nf4" and finetune.double_quantization else ""
+    return f"frozen matrices of linear layers in {finetune.base}{scales}; everything else in {run.training.precision}"

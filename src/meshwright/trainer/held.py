@@ -1,0 +1,192 @@
+"""What a rank holds at a moment: bytes by kind, activations by layer, and the largest tensors by name."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.launch.memory import resident
+from meshwright.torch_graph import all_tensors, kept_by_recomputation, saved_for_backward
+from meshwright.torch_internals import gathered_parameters, local_tensor, passing_tensors, tensors_in_flight
+from meshwright.trainer.setup import Trainer
+
+WEIGHTS, GRADIENTS, OPTIMIZER, COMMUNICATION, ACTIVATIONS, TEMPORARIES, OTHER, PROCESS = KINDS = (
+    "weights",
+    "gradients",
+    "master weights, moments",
+    "communication",
+    "activations",
+    "logits and temporaries",
+    "fragmentation and other",
+    "the process itself",
+)
+OUTSIDE = "outside the layers"
+"""The place of activations of no layer: of embeddings, last norm, head and loss."""
+
+
+@dataclass
+class Held:
+    """A rank's memory at a moment."""
+
+    kinds: dict[str, int]
+    """Bytes by kind; empty where nothing was built yet."""
+    layers: dict[str, int] = field(default_factory=dict)
+    """Bytes of activations by layer."""
+    largest: list[tuple[int, str, str]] = field(default_factory=list)
+    """(bytes, name, kind) of the largest tensors."""
+
+
+def held(trainer: Trainer, trace: TracebackType | None = None) -> Held:
+    """What this rank holds now. `trace`: where an error was raised, whose frames name temporaries.
+
+    The graph of a step in progress cannot be used afterwards.
+    """
+    count = _Count(trainer.device.type)
+    for name, tensor in trainer.store.here():
+        count.add(tensor, name, OPTIMIZER)
+    for name, tensor in _weights(trainer):
+        count.add(tensor, name, WEIGHTS)
+    for name, tensor in _gradients(trainer):
+        count.add(tensor, f"gradient of {name}", GRADIENTS)
+    for name, module in trainer.model.named_modules():
+        for tensor in tensors_in_flight(module):
+            count.add(tensor, f"{name or 'the model'}, in flight", COMMUNICATION)
+    everything = all_tensors()
+    layers: Counter[str] = Counter()
+    for layer, what, tensor in _activations(trainer.model, everything, count):
+        layers[layer] += count.add(tensor, what, ACTIVATIONS)
+    for name, tensor in _locals(trace):
+        count.add(tensor, name, TEMPORARIES)
+    for tensor in everything:
+        count.add(tensor, "unnamed", TEMPORARIES)
+    kinds = dict.fromkeys(KINDS, 0) | count.kinds
+    if trainer.device.type == "cuda":
+        total, own = torch.cuda.memory_reserved(trainer.device), 0
+    else:
+        total, own = resident(), trainer.process_bytes
+    kinds[PROCESS] = own
+    kinds[OTHER] = max(0, total - own - sum(count.kinds.values()))
+    return Held(kinds, dict(layers), sorted(count.sizes, reverse=True))
+
+
+class _Count:
+    """Bytes of storages on a device, each counted once, as what it was named first."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.kinds: Counter[str] = Counter()
+        self.parameters: dict[int, str] = {}
+        """Identity of a parameter's storage -> its name."""
+        self._seen: set[int] = set()
+        self.sizes: list[tuple[int, str, str]] = []
+        self._kept: list[torch.UntypedStorage] = []  # whose identity nobody else gets meanwhile
+
+    def add(self, tensor: torch.Tensor, name: str, kind: str) -> int:
+        """Count a tensor; returns its bytes, 0 where it is elsewhere or counted already."""
+        here = local_tensor(tensor)
+        if here.device.type != self.device_type or (
+            type(here) is not torch.Tensor and not isinstance(here, nn.Parameter)
+        ):
+            return 0
+        storage = here.untyped_storage()
+        if id(storage) in self._seen:
+            return 0
+        self._kept.append(storage)
+        size = storage.nbytes()
+        self._seen.add(id(storage))
+        if kind in (OPTIMIZER, WEIGHTS):
+            self.parameters[id(storage)] = name
+        self.kinds[kind] += size
+        if size:
+            shape = " x ".join(map(str, here.shape))
+            self.sizes.append((size, f"{name} [{shape}, {str(here.dtype).removeprefix('torch.')}]", kind))
+        return size
+
+    def parameter_of(self, tensor: torch.Tensor) -> str:
+        """The name of the parameter that a tensor is, or shows a part of; empty where it is none."""
+        here = local_tensor(tensor)
+        return self.parameters.get(id(here.untyped_storage()), "") if here.device.type == self.device_type else ""
+
+
+def _weights(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from trainer.model.named_parameters()
+    yield from trainer.model.named_buffers()
+    for name, module in trainer.model.named_modules():
+        for full_name, tensor in gathered_parameters(module):
+            yield full_name or name, tensor
+        for tensor in passing_tensors(module)[0]:
+            yield f"{name or 'embeddings and head'} gathered", tensor
+    for tensor in trainer.train_step.passes.working_copies().get("weights", ()):
+        yield "copy of weights", tensor
+
+
+def _gradients(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
+    named = (*trainer.model.named_parameters(), *trainer.parameters.items())
+    for name, tensor in named:
+        if tensor.grad is not None:
+            yield name, tensor.grad
+    for name, module in trainer.model.named_modules():
+        for full_name, tensor in gathered_parameters(module):
+            if tensor.grad is not None:
+                yield full_name or name, tensor.grad
+        for tensor in passing_tensors(module)[1]:
+            if tensor is not None:
+                yield name or "embeddings and head", tensor
+    for tensor in trainer.train_step.passes.working_copies().get("gradients", ()):
+        yield "an earlier batch", tensor
+
+
+def _activations(
+    model: nn.Module, everything: list[torch.Tensor], count: _Count
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(layer, name, tensor) of all that waits for a backward pass.
+
+    Operations run layer by layer: each belongs to the layer of the last parameter that was read before it.
+    """
+    names = {id(tensor): name for name, tensor in model.named_parameters()}
+    for module in model.modules():
+        names |= {id(tensor): name for name, tensor in gathered_parameters(module)}
+    layer, parts = OUTSIDE, {name for name, _ in model.named_children()}
+    for saved in sorted(saved_for_backward(everything), key=lambda saved: saved.order):
+        if saved.name.endswith("AccumulateGrad"):
+            continue
+        read = [names.get(id(leaf), "") for leaf in saved.leaves] + [count.parameter_of(kept) for kept in saved.tensors]
+        parameter = next((name for name in read if name.partition(".")[0] in parts), "")
+        layer = layer_of(parameter) if parameter else layer
+        operation = re.sub(r"Backward\d*$", "", saved.name).strip("_")
+        what = f"{parameter.rpartition('.')[0] or layer}, {operation}"
+        yield from ((layer, what, tensor) for tensor in saved.tensors)
+    modules = {id(module): name for name, module in model.named_modules()}
+    for function, kept in kept_by_recomputation():
+        name = modules.get(id(_owner(function)), "")
+        yield from ((layer_of(name), f"{name or OUTSIDE}, kept to recompute", tensor) for tensor in kept)
+
+
+def layer_of(name: str) -> str:
+    """`layers.3` of `layers.3.attention.wq.weight`; `OUTSIDE` for what is in no layer."""
+    found = re.match(r"layers\.\d+", name)
+    return found[0] if found else OUTSIDE
+
+
+def _owner(function: Any) -> object:
+    """The module whose method a function is, however it is wrapped."""
+    while hasattr(function, "func"):
+        function = function.func
+    return getattr(function, "__self__", None)
+
+
+def _locals(trace: TracebackType | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in the variables of an error's frames, the innermost first."""
+    frames = []
+    while trace is not None:
+        frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    for frame in reversed(frames):
+        for name, value in list(frame.f_locals.items()):
+            if issubclass(type(value), torch.Tensor):
+                yield f"{name} in {frame.f_code.co_name}", value

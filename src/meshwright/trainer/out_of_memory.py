@@ -1,0 +1,206 @@
+"""Out of memory, explained: what was expected, what was held, and the cheapest changes that would fit."""
+
+import errno
+import json
+import re
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from meshwright.launch.memory import memory_room, memory_there
+from meshwright.launch.status import OutOfMemoryError
+from meshwright.plan.forecast import forecast
+from meshwright.plan.machine import Machine, find_machine
+from meshwright.spec.errors import UserError
+from meshwright.spec.run import ResolvedRun
+from meshwright.trainer import held as kinds
+from meshwright.trainer.held import Held, held
+from meshwright.trainer.remedies import remedies, remedy_lines
+from meshwright.trainer.setup import Trainer, write_json
+
+GB = 1e9
+PAGE = "out-of-memory.json"
+"""File in run_dir with the page and its remedies."""
+LARGEST = 5
+"""Tensors that are named."""
+REFUSED = re.compile(r"can't allocate memory|not enough memory|out of memory|Cannot allocate memory", re.IGNORECASE)
+"""What allocators say: torch's on a CPU, CUDA's, the system's."""
+ASKED = re.compile(r"allocate ([\d.]+) (bytes|[KMGT]iB)")
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+SAVING, BUILDING = "saving", "building the model"
+PHASES = (
+    ("meshwright/trainer/saver.py", SAVING),
+    ("meshwright/trainer/samples.py", "writing samples"),
+    ("meshwright/trainer/held_out.py", "an evaluation"),
+    ("meshwright/trainer/state.py", "reading a checkpoint"),
+    ("meshwright/callbacks/", "a callback"),
+    ("torch/autograd/__init__.py", "the backward pass"),
+    ("meshwright/state/", "the optimizer's step"),
+    ("meshwright/optim/", "the optimizer's step"),
+    ("meshwright/trainer/setup.py", BUILDING),
+    ("meshwright/data/", "reading data"),
+    ("meshwright/trainer/step.py", "the forward pass"),
+)
+"""Of the files that the error passed through, the first in this list says in which phase."""
+ROWS = {
+    kinds.WEIGHTS: ("weights",),
+    kinds.GRADIENTS: ("gradients",),
+    kinds.OPTIMIZER: ("optimizer",),
+    kinds.COMMUNICATION: ("communication",),
+    kinds.ACTIVATIONS: ("activations",),
+    kinds.TEMPORARIES: ("logits",),
+    kinds.OTHER: ("fragmentation",),
+    kinds.PROCESS: ("context",),
+}
+"""Kinds as they are held -> as they are planned."""
+SYNCHRONOUS = "checkpoint.asynchronous=false"
+"""Writes a checkpoint without a copy of it in memory."""
+
+
+@dataclass
+class Moment:
+    """Where and when a rank ran out of memory, and what it held; made before anything is freed."""
+
+    rank: int
+    phase: str
+    step: int = 0
+    place: str = ""
+    """The module that computed."""
+    asked: float = 0.0
+    """Bytes that were refused; 0 where the allocator does not say."""
+    held: Held = field(default_factory=lambda: Held({}))
+    limit: float = 0.0
+    """Bytes that the rank could have; 0: what this machine has for it."""
+
+    @property
+    def words(self) -> str:
+        """The moment in a line."""
+        asked = f"{self.asked / GB:.3g} GB more were refused" if self.asked else ""
+        step = f"step {self.step}" if self.step else ""
+        return ", ".join(filter(None, (f"rank {self.rank}", step, self.phase, self.place))) + (asked and f": {asked}")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator on the device or the host has refused."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and bool(REFUSED.search(str(error)))
+
+
+def moment_of(error: BaseException, rank: int, trainer: Trainer | None) -> Moment:
+    """The moment of an error that is raised now; `trainer` is what was built, if it was."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    phase = next((name for part, name in PHASES if any(part in file for file in files)), BUILDING)
+    found = ASKED.search(str(error))
+    moment = Moment(rank, phase, asked=float(found[1]) * UNITS[found[2]] if found else 0.0)
+    if trainer is not None:
+        moment.step, moment.place = trainer.step, _module(error.__traceback__, trainer.model)
+        try:
+            moment.held = held(trainer, error.__traceback__)
+        except Exception as problem:  # whatever it is, it must not hide what happened
+            moment.place += f" (what was held is not known: {problem!r})"
+        if trainer.device.type == "cpu":
+            moment.limit = room(trainer.resolved, trainer.machine)
+            if moment.limit < memory_there() // trainer.worker.local_world_size:  # a limit of the process
+                moment.limit = min(moment.limit, sum(moment.held.kinds.values()) + moment.asked)
+    return moment
+
+
+def _module(trace: TracebackType | None, model: nn.Module) -> str:
+    """The name of the innermost of the model's modules that computed."""
+    names, found = {id(module): name for name, module in model.named_modules()}, ""
+    while trace is not None:
+        found = names.get(id(trace.tb_frame.f_locals.get("self")), "") or found
+        trace = trace.tb_next
+    return found
+
+
+def page_of(resolved: ResolvedRun, moment: Moment, run_dir: Path | None = None) -> OutOfMemoryError:
+    """The page about a moment, which `run_dir` gets as a file with the remedies."""
+    lines, changes = [f"out of memory: {moment.words}"], list[tuple[str, ...]]()
+    try:
+        machine = find_machine(resolved.run.device)
+        limit = moment.limit or room(resolved, machine)
+        expected = forecast(resolved, machine).memory.kinds()
+        lines += _table(expected, moment.held, limit)
+        found = remedies(resolved, machine, limit)
+        changes, told = [remedy.overrides for remedy in found], remedy_lines(found)
+    except (UserError, ValueError) as error:  # a machine or a model that nobody can plan for
+        told = [f"no plan can be made for it: {error}"]
+    if moment.phase == SAVING and resolved.run.checkpoint.asynchronous:
+        changes.insert(0, (SYNCHRONOUS,))
+        told.insert(0, f"{SYNCHRONOUS}  no copy of the state beside it; training waits while it is written")
+    lines.append("would fit, by what is predicted, the fastest first (train --retry-oom goes on with it):")
+    lines += [f"  {line}" for line in told]
+    if run_dir is not None and run_dir.is_dir():
+        write_json(run_dir / PAGE, {"time": time.time(), "page": lines, "remedies": changes})
+    return OutOfMemoryError("\n".join(lines))
+
+
+def room(resolved: ResolvedRun, machine: Machine) -> float:
+    """Bytes that a rank of this machine can have."""
+    ranks = min(resolved.run.layout.world_size, machine.devices)
+    return machine.memory_per_rank(ranks) if machine.kind == "cuda" else memory_room(ranks)
+
+
+def _table(expected: dict[str, float], held: Held, limit: float) -> Iterator[str]:
+    """What was expected and what was held, by kind; activations by layer; the largest tensors."""
+    there = held.kinds
+    yield f"{'':28}{'expected':>10}{'held then' if there else '':>12}"
+    for kind, planned in ROWS.items():
+        size = sum(expected[part] for part in planned)
+        if size or there.get(kind):
+            yield f"  {kind:<26}{_size(size)}" + (f"  {_size(there[kind])}" if there else "")
+    total = f"  {_size(sum(there.values()))}" if there else ""
+    yield f"  {'in all':<26}{_size(sum(expected.values()))}{total}  of {limit / GB:.3f} GB a rank"
+    if held.layers:
+        yield f"activations of layers: {', '.join(_runs(held.layers))}"
+    if held.largest:
+        named = [f"{name} {size / GB:.3f} GB ({kind})" for size, name, kind in held.largest[:LARGEST]]
+        yield "largest tensors:"
+        yield from (f"  {line}" for line in named)
+
+
+def _size(size: float) -> str:
+    return f"{size / GB:>7.3f} GB"
+
+
+def _runs(layers: dict[str, int]) -> Iterator[str]:
+    """`layers.0 to 14 0.120 GB each` where layers hold the same to the megabyte."""
+    order = sorted((int(name.rpartition(".")[2]), size) for name, size in layers.items() if name != kinds.OUTSIDE)
+    groups: list[tuple[int, int, int]] = []
+    for number, size in order:
+        if groups and groups[-1][1] == number - 1 and abs(groups[-1][2] - size) < 1e6:
+            groups[-1] = groups[-1][0], number, groups[-1][2]
+        else:
+            groups.append((number, number, size))
+    for first, last, size in groups:
+        yield f"{first}{f' to {last}' if last > first else ''} {size / GB:.3f} GB{' each' if last > first else ''}"
+    if outside := layers.get(kinds.OUTSIDE):
+        yield f"{kinds.OUTSIDE} {outside / GB:.3f} GB"
+
+
+def page_of_killed(resolved: ResolvedRun, run_dir: Path, rank: int, held_bytes: int, there: int) -> str:
+    """The page of a rank that the kernel has killed, for which its launcher speaks."""
+    machine = find_machine(resolved.run.device)
+    ranks = min(resolved.run.layout.world_size, machine.devices)
+    moment = Moment(rank, f"killed by the kernel while it held {held_bytes / GB:.3g} GB")
+    moment.limit = 0.0 if machine.kind == "cuda" else there / ranks
+    return str(page_of(resolved, moment, run_dir))
+
+
+def read_page(run_dir: Path) -> tuple[str, Sequence[Sequence[str]]]:
+    """The last page of a run and its remedies, each as overrides; nothing where there is none."""
+    try:
+        text = (run_dir / PAGE).read_text()
+        return text, json.loads(text)["remedies"]
+    except (OSError, ValueError, KeyError):
+        return "", []

@@ -1,0 +1,52 @@
+"""A run that is started again where memory ran out, with the first change that would fit."""
+
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from meshwright.launch.status import OUT_OF_MEMORY, OutOfMemoryError
+from meshwright.spec.errors import UserError
+from meshwright.spec.recipe import dump_recipe, parse_spec
+from meshwright.spec.run import Run
+from meshwright.terminal import printable
+from meshwright.trainer.out_of_memory import read_page
+from meshwright.trainer.state import AUTO
+
+MOST_RETRIES = 4
+"""How often a run is started again; every remedy needs less memory than the one before."""
+
+
+def check_retry(retry: bool, *, alone: bool) -> None:
+    """Raise `UserError` where a run could not be started again: by a process that another launcher has started."""
+    if retry and not alone:
+        raise UserError(
+            "--retry-oom: this process is one of another launcher's, which alone could start all of them again; start "
+            "meshwright train once on each machine"
+        )
+
+
+def train_again(train: Callable[[Run, str | None], int], run: Run, resume: str | None, *, retry: bool) -> int:
+    """The exit status of `train(run, resume)`; with `retry`, where memory ran out, of the run with a remedy.
+
+    A remedy never changes what is trained on: the batch of a step and its order stay.
+    """
+    run_dir, tried = Path(run.run_dir), set[tuple[str, ...]]()
+    while True:
+        before, _ = read_page(run_dir)
+        try:
+            status = train(run, resume)
+        except OutOfMemoryError as error:
+            print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
+            status = error.status
+        if status != OUT_OF_MEMORY or not retry:
+            return status
+        page, remedies = read_page(run_dir)
+        fresh = [tuple(overrides) for overrides in remedies] if page != before else []
+        chosen = next((overrides for overrides in fresh if overrides not in tried), None)
+        if chosen is None or len(tried) == MOST_RETRIES:
+            print("error: nothing more is left to try (--retry-oom)", file=sys.stderr, flush=True)
+            return status
+        tried.add(chosen)
+        print(f"starting again with {shlex.join(chosen)} (--retry-oom)", file=sys.stderr, flush=True)
+        run, resume = parse_spec(dump_recipe(run), Run, chosen), AUTO
