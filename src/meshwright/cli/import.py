@@ -15,6 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="files that describe one training together")
     parser.add_argument("--ranks", type=positive, metavar="N", help="number of processes, if no file gives it")
     parser.add_argument("--model", metavar="NAME", help="published name or Hugging Face directory, if no file gives it")
+    parser.add_argument(
+        "--weights", type=Path, metavar="DIR", help="write the weights of nanoGPT's ckpt.pt as a Hugging Face directory"
+    )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the recipe to FILE (default: print it)")
     add_json_argument(parser)
     parser.epilog = (
@@ -24,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "examples:\n"
         "  meshwright import ds_config.json training_args.json --model llama-3.2-1b --ranks 8 > run.yaml\n"
         "  meshwright import axolotl.yml --ranks 4 --write run.yaml\n"
-        "  meshwright import pretrain_gpt.sh --ranks 64 > run.yaml"
+        "  meshwright import pretrain_gpt.sh --ranks 64 > run.yaml\n"
+        "  meshwright import out/ckpt.pt --weights gpt2-mine"
     )
 
 
@@ -35,6 +39,12 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError(f"{path}: no such file")
     if arguments.write and arguments.write.exists():
         raise UserError(f"{arguments.write} exists already; give another --write, or remove it")
+    if checkpoints := [path for path in arguments.files if path.suffix in (".pt", ".pth")]:
+        _convert(arguments, checkpoints)
+        if not arguments.files:
+            return 0
+    elif arguments.weights:
+        raise UserError("--weights needs nanoGPT's ckpt.pt among the files")
     text, reading = import_files(arguments.files, ranks=arguments.ranks, model=arguments.model)
     if arguments.write:
         arguments.write.write_text(text, encoding="utf-8")
@@ -57,3 +67,20 @@ def run(arguments: argparse.Namespace) -> int:
     for origin, why in reading.without:
         print(f"no counterpart: {origin}: {why}", file=sys.stderr)
     return 0
+
+
+def _convert(arguments: argparse.Namespace, checkpoints: list[Path]) -> None:
+    """Write the weights; the recipe of the other files, if there are any, starts from them."""
+    if not arguments.weights or len(checkpoints) > 1:
+        raise UserError(f"{checkpoints[0]}: give one checkpoint, and --weights DIR for the directory to write")
+    if arguments.model:
+        raise UserError("--weights names the model; leave --model out")
+    # Torch loads here, which configuration files do not need.
+    from meshwright.checkpoint.nanogpt import convert_nanogpt
+
+    notes = convert_nanogpt(checkpoints[0], arguments.weights)
+    print(f"{checkpoints[0]} written to {arguments.weights}", file=sys.stderr)
+    for note in notes:
+        print(f"not the same: {note}", file=sys.stderr)
+    arguments.files = [path for path in arguments.files if path not in checkpoints]
+    arguments.model = str(arguments.weights)
