@@ -44,7 +44,9 @@ def saved(folder: Path, **changes: Any) -> Path:
 def test_weights_are_the_same_numbers(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     path = saved(tmp_path)
-    (tmp_path / "train.py").write_text("n_layer = 2\nmax_iters = 10\nbatch_size = 4\ngradient_accumulation_steps = 1\nwarmup_iters = 1\n")
+    (tmp_path / "train.py").write_text(
+        "n_layer = 2\nmax_iters = 10\nbatch_size = 4\ngradient_accumulation_steps = 1\nwarmup_iters = 1\n"
+    )
     assert main(["import", str(path), "train.py", "--weights", "mine", "--ranks", "1", "--write", "run.yaml"]) == 0
     assert "GELU is exact" in capsys.readouterr().err
     assert load_recipe(tmp_path / "run.yaml").model.name == "mine"
