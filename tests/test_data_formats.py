@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import io
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -250,3 +251,16 @@ def test_a_column_given_twice_is_told(tmp_path):
     (tmp_path / "a.csv").write_text("text,n,text\na,1,b\n")
     with pytest.raises(ValueError, match=r"^a\.csv: two columns are named 'text'; rename or remove one"):
         read(tmp_path, "a.csv")
+
+
+def test_a_short_text_takes_no_more_memory_than_a_few_megabytes(tmp_path):
+    (tmp_path / "a.txt").write_text("fish\n" * 100)
+    files = find_files(DataSpec(sources=[{"path": "a.txt"}]).sources, tmp_path)
+    tracemalloc.start()
+    try:
+        (document,) = read_documents(files)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert document.text == "fish\n" * 100
+    assert peak < 8e6

@@ -18,6 +18,8 @@ ROWS = 256
 """Rows of a table in memory at a time."""
 LONGEST = 1 << 28
 """Bytes of a line, of a field of a .csv file, and of a file that is read whole; a document is in memory as a whole."""
+CHUNK = 1 << 20
+"""Bytes of such a file that are read at a time."""
 MOST_UNPACKED = 250
 """Largest ratio of unpacked to packed size, after the first line's worth; text compresses 3 to 20 times."""
 
@@ -234,8 +236,17 @@ def _check_columns(file: SourceFile, names: Sequence[str]) -> None:
         )
 
 
+def _up_to(opened: IO[bytes], most: int) -> bytes:
+    """At most so many bytes. A single `read` would take that much memory first, however short the file is."""
+    parts, left = list[bytes](), most
+    while left and (part := opened.read(min(left, CHUNK))):
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
 def _whole(opened: IO[bytes], file: SourceFile) -> bytes:
-    content = opened.read(LONGEST + 1)
+    content = _up_to(opened, LONGEST + 1)
     if len(content) > LONGEST:
         raise UserError(
             f"{file.name}: more than {LONGEST} bytes in one piece; cut it into several files, or use .jsonl"
