@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.checkpoint.dcp import local_part
 from meshwright.checkpoint.writer import CheckpointWriter
 from meshwright.optim.plugged import Plugged
 from meshwright.plan.blueprint import blueprint
@@ -149,6 +150,45 @@ def test_checkpoints_go_to_disk_and_back(tmp_path: Path, from_disk: bool) -> Non
     assert_same(second, first)
     assert train(first, 3) == train(second, 3)
     assert_same(second, first)
+
+
+TINY = {"precision": "bf16", "steps": 3}
+HOST = {"optimizer": "host"}
+
+
+def of_rank(
+    folder: Path, checkpoint: Path, layout: dict[str, Any], offloads: list[Any]
+) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """With state in each place: the loss of the third step after a checkpoint, and all state. Collective."""
+    tiered.BUCKET_PARAMETERS = SMALL
+    found = []
+    for offload in offloads:
+        trainer = build_here(run(offload, folder, layout, **TINY))
+        restore(trainer, checkpoint)
+        losses = train(trainer, 3)
+        found.append((losses, {name: local_part(tensor).clone() for name, tensor in state_tensors(trainer).items()}))
+    return found
+
+
+def test_from_disk_to_other_tiers_and_layouts(ranks: RankPool, tmp_path: Path) -> None:
+    """One process's state on disk goes on in host memory, and sharded over two ranks: there on disk and in memory."""
+    stored = build_here(run(DISK, tmp_path, **TINY))
+    train(stored, 1, 2)
+    writer = CheckpointWriter(tmp_path / "checkpoints", CheckpointSpec(asynchronous=False))
+    writer.begin(2, state_tensors(stored), state_values(stored))
+    outcome = writer.finish()
+    assert outcome is not None
+    assert outcome.path is not None, outcome.problem
+    alone = of_rank(tmp_path, outcome.path, {}, [HOST, "none"])
+    assert [train(stored, 3)] * 2 == [losses for losses, _ in alone]
+    sharded = ranks.run(2, of_rank, tmp_path, outcome.path, {"dp_shard": 2}, [DISK, HOST, "none"])
+    for outcomes in (alone, *sharded):
+        *moved, (losses, expected) = outcomes
+        for ours, state in moved:
+            assert ours == losses
+            assert state.keys() == expected.keys()
+            assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
+    assert sharded[0][0][0] == pytest.approx(alone[0][0], rel=1e-2)  # bf16, summed in another order
 
 
 def test_files_have_no_names_and_are_what_was_written(tmp_path: Path) -> None:
