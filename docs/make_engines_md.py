@@ -63,7 +63,8 @@ $ meshwright compare a.yaml b.yaml
 ```
 
 `make compare` runs it with a small Llama on any machine, in minutes. `pip install 'meshwright[compare]'` installs
-Accelerate, transformers and Lightning Fabric; `'meshwright[deepspeed]'`, `[lightning]` and `[megatron]` install these.
+Accelerate, transformers and Lightning Fabric; `'meshwright[deepspeed]'`, `[lightning]`, `[megatron]` and `[litgpt]`
+install these.
 `--install` installs each engine that is missing into an environment of its own under `~/.cache/meshwright/engines`,
 with this Python's torch and packages beside it; the next time it is found there, without network. `--python
 deepspeed=PATH/TO/python` names one of yours. nanoGPT is no package: `--checkout nanogpt=PATH/TO/nanoGPT`.
@@ -77,6 +78,7 @@ deepspeed=PATH/TO/python` names one of yours. nanoGPT is no package: `--checkout
 | `fabric`, `lightning` | Lightning's Fabric, and its Trainer: DDP, FSDP2 by `ModelParallelStrategy` |
 | `deepspeed` | ZeRO 0 to 3, hpZ, AutoTP, state in host memory |
 | `megatron` | Megatron-core's GPT model of local layers, tensor parallel, under PyTorch's DDP |
+| `litgpt` | LitGPT's model under Fabric, on one process |
 | `nanogpt` | nanoGPT's model and optimizer, and DDP as in its train.py |
 
 ## What is the same
@@ -232,7 +234,7 @@ def _predicted() -> Iterator[str]:
 NOT_YET = """\
 ## Not yet
 
-There are no engines for litgpt, peft, trl, axolotl and torchtitan, none of Megatron-core's pipeline and distributed
+There are no engines for peft, trl, axolotl and torchtitan, none of Megatron-core's pipeline and distributed
 optimizer, and none of DeepSpeed's pipeline. Other engines refuse best-fit packing and fine-tuning by adapters. Programs
 have run on CPUs only; on GPUs they are not tested.
 """

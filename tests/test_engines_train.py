@@ -8,7 +8,9 @@ import pytest
 
 from meshwright.engines.compare import Contestant, Pace, Row, compare
 from meshwright.engines.layouts import layout_called
+from meshwright.engines.parity import verify_engine
 from meshwright.engines.registry import ENGINES
+from meshwright.prove.shrink import shrink
 from meshwright.spec.recipe import parse_spec
 from meshwright.spec.run import Run
 from meshwright.trainer.resolve import resolve_run
@@ -133,3 +135,16 @@ def test_megatron(folder):
     rows = trained(folder, [], engines)
     assert "DistributedDataParallel" in rows["megatron ddp"].ran["wrappers"]
     assert share(rows["megatron tensor"]) < 0.6
+
+
+@pytest.mark.engines
+def test_litgpt(folder):
+    trained(folder, [], {"litgpt": "single"})
+    resolved = shrink(resolve_run(parse_spec(RECIPE, Run, [UNTIED, "model.vocab=96"]), base_dir=folder))
+    assert verify_engine(resolved, ENGINES["litgpt"], steps=2).first is None
+
+
+@pytest.mark.engines
+def test_megatron_is_equal_tensor_by_tensor(folder):
+    run = parse_spec(RECIPE, Run, [UNTIED, "model.vocab=96", "layout.tp=2"])
+    assert verify_engine(shrink(resolve_run(run, base_dir=folder)), ENGINES["megatron"], steps=2).first is None

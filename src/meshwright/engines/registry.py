@@ -12,6 +12,7 @@ from meshwright.engines.engine import Engine
 from meshwright.engines.fabric import FabricEngine
 from meshwright.engines.hf_trainer import HfTrainer
 from meshwright.engines.lightning import LightningEngine
+from meshwright.engines.litgpt import LitGpt
 from meshwright.engines.megatron import MegatronEngine
 from meshwright.engines.nanogpt import NanoGpt
 from meshwright.engines.ours import Ours
@@ -23,7 +24,7 @@ ENGINES: Mapping[str, Engine] = {
     engine.name: engine
     for engine in (
         *(Ours(), Bare(), TransformersEngine(), HfTrainer(), AccelerateEngine(), FabricEngine(), LightningEngine()),
-        *(DeepSpeedEngine(), MegatronEngine(), NanoGpt()),
+        *(DeepSpeedEngine(), MegatronEngine(), NanoGpt(), LitGpt()),
     )
 }
 """In the order in which comparisons list them."""
