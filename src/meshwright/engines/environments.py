@@ -64,7 +64,10 @@ def requirements(engine: Engine) -> list[str]:
         if any(f'extra == "{extra}"' in marker.replace("'", '"') for extra in extras):
             found.append(package.strip())
     if not found:
-        raise UserError(f"{engine.name} has no extra that can be installed; install it, and give --python")
+        raise UserError(
+            f"{engine.name} has no extra that this installation of meshwright knows; reinstall meshwright (pip install "
+            "-e .), or install the engine yourself and give --python"
+        )
     return found
 
 
