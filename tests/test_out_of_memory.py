@@ -266,7 +266,9 @@ def rehearsed_apart(runs: list[tuple[ResolvedRun, bool]]) -> list[dict[str, Any]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SITUATIONS)
-def test_the_first_remedy_of_each_situation_fits_when_it_is_rehearsed(name: str, apart: RankPool) -> None:
+def test_the_first_remedy_of_each_situation_fits_when_it_is_rehearsed(
+    name: str, apart: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine, part, recipe, most = SITUATIONS[name]
     before = resolved_of(recipe, machine)
     cost = forecast(before, machine).memory
@@ -280,6 +282,7 @@ def test_the_first_remedy_of_each_situation_fits_when_it_is_rehearsed(name: str,
     # A rehearsal has one kind of memory: what offloading keeps in the host's is counted too.
     assert fits["peak"] - first.found.memory.host + cost.context <= limit
     assert max(too_much["peak_by_kind"], key=lambda kind: too_much["peak_by_kind"][kind]) == most
+    monkeypatch.setattr(out_of_memory, "find_machine", lambda device: machine)
     page = str(page_of(before, Moment(0, "the forward pass", limit=limit)))
     assert f"of {limit / GB:.3f} GB a rank" in page
     assert f"\n  {first.words} " in page
