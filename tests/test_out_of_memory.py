@@ -185,7 +185,7 @@ CPU = Machine("cpu", "cpu", 8, 64 * 10**9)
 
 LLAMA = {"family": "llama", "hidden": 1024, "num_layers": 3, "num_heads": 16, "ffn": 4096, "vocab": 32000}
 LLAMA |= {"max_positions": 32768}
-DEEP = {**LLAMA, "num_layers": 12}
+DEEP = {**LLAMA, "num_layers": 6}
 MOE = {**LLAMA, "family": "qwen3_moe", "num_experts": 8, "experts_per_token": 2, "expert_ffn": 1024}
 LORA = {"method": "lora", "rank": 16}
 SITUATIONS: dict[str, tuple[Machine, float, dict[str, Any], str]] = {
@@ -227,13 +227,17 @@ SITUATIONS: dict[str, tuple[Machine, float, dict[str, Any], str]] = {
         {"finetune": LORA, "data": {"sequence_length": 8192}, "training": {"micro_batch": 4}},
         "activations",
     ),
-    "a CPU": (CPU, 0.7, {"device": "cpu", "training": {"micro_batch": 8}}, "activations"),
+    "a CPU": (
+        *(CPU, 0.7),
+        {"device": "cpu", "data": {"sequence_length": 512}, "training": {"micro_batch": 16}},
+        "activations",
+    ),
 }
 
 
 def resolved_of(recipe: dict[str, Any], machine: Machine, overrides: tuple[str, ...] = ()) -> ResolvedRun:
     sections = {"model": LLAMA, "data": {"sequence_length": 2048}, "training": {"micro_batch": 1}} | recipe
-    sections["training"] = {"global_batch": 32, **sections["training"]}
+    sections["training"] = {"global_batch": 16, **sections["training"]}
     run = parse_spec(dump_recipe(Run.model_validate(sections)), Run, overrides)
     return resolve_run(run, base_dir=Path(), machine=machine)
 
