@@ -157,7 +157,10 @@ def test_a_timeline_counts_what_the_ledger_counts_and_knows_phases_kinds_and_lay
         trainer = build_here(run)
         with loader_for(trainer) as loader:
             trainer.train_step(1, loader.microbatches(0))
-            with make(trainer) as ledger:
+            ledger = make(trainer)
+            before = torch.empty(1000)
+            ledger.watch([before])  # of which nobody knows when it was made
+            with ledger:
                 trainer.train_step(2, loader.microbatches(1))
         reports.append(ledger)
     plain, timeline = reports
@@ -169,6 +172,7 @@ def test_a_timeline_counts_what_the_ledger_counts_and_knows_phases_kinds_and_lay
     assert report["peak"]["kinds"]["activations"] > 0.5 * timeline.peak
     gradients = max(point["kinds"].get("gradients", 0) for point in report["points"])
     assert gradients == sum(p.nbytes for p in trainer.parameters.values())
+    assert [point["seconds"] for point in report["points"]] == sorted(point["seconds"] for point in report["points"])
     page = memory_page("Memory", report)
     assert "layers.1.feed_forward" in page
     assert not re.search(r"<script|<link|src=|href=|url\(", page)  # it loads nothing
@@ -237,7 +241,7 @@ SITUATIONS: dict[str, tuple[Machine, float, dict[str, Any], str]] = {
 
 def resolved_of(recipe: dict[str, Any], machine: Machine, overrides: tuple[str, ...] = ()) -> ResolvedRun:
     sections = {"model": LLAMA, "data": {"sequence_length": 2048}, "training": {"micro_batch": 1}} | recipe
-    sections["training"] = {"global_batch": 16, **sections["training"]}
+    sections["training"] = {"global_batch": 32, **sections["training"]}
     run = parse_spec(dump_recipe(Run.model_validate(sections)), Run, overrides)
     return resolve_run(run, base_dir=Path(), machine=machine)
 

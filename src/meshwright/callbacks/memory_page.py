@@ -96,9 +96,7 @@ def _picture(points: list[dict[str, Any]]) -> str:
             title = f"{1e3 * point['seconds']:.1f} ms, {where}: {size(point['total'])} ({held})"
             band = f'x="{left:.1f}" y="20" width="{wide:.1f}" height="{HEIGHT - BOTTOM - 20}"'
             yield f'<rect class="at" {band}><title>{escape(title)}</title></rect>'
-        for index, (name, colour) in enumerate(
-            {**COLOURS, **{f"{k} (background)": v for k, v in PHASES.items()}}.items()
-        ):
+        for index, (name, colour) in enumerate({**COLOURS, **PHASES}.items()):
             left, down = LEFT + index % 6 * 140, 2 if index < 6 else HEIGHT + 4
             yield f'<rect x="{left}" y="{down}" width="10" height="10" fill="{colour}" stroke="#999"/>'
             yield f'<text x="{left + 14}" y="{down + 10}">{escape(name)}</text>'

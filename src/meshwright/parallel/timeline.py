@@ -69,6 +69,7 @@ class Timeline(Ledger):
             register_optimizer_step_pre_hook(lambda *_: self._begin_step(True)),
             register_optimizer_step_post_hook(lambda *_: self._begin_step(False)),
         ]
+        self._events = [(0.0, *event[1:]) for event in self._events]  # what was there before
         self._began = self.clock()
         super().__enter__()
         return self
