@@ -85,6 +85,12 @@ def trained(model: Any) -> TrainedModel:
 @contextmanager
 def running(models: dict[str, Any], *, max_batch: int = 8, load: Any = None, **limits: Any) -> Iterator[Running]:
     served = [serve_as(trained(model), name, max_batch=max_batch, max_context=None) for name, model in models.items()]
+    with serving(served, load=load, **limits) as found:
+        yield found
+
+
+@contextmanager
+def serving(served: list[Served], *, load: Any = None, **limits: Any) -> Iterator[Running]:
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(configured(Server(served, Limits(**limits), load).app(), log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})

@@ -2,10 +2,11 @@
 each proved by the programs that read it, or the run as another engine's program."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from meshwright.checkpoint.peft_config import unread_by_vllm
+from meshwright.checkpoint.peft_config import CONFIG, unread_by_vllm
 from meshwright.cli.common import add_ema_argument, add_family_argument, example_prompt
 from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
 from meshwright.spec.errors import UserError
@@ -13,6 +14,9 @@ from meshwright.spec.precision import FP32, FP64, ComputeName, GgufName
 
 if TYPE_CHECKING:
     from meshwright.serve.trained import TrainedModel
+
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM takes for the largest rank."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,16 +33,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     into.add_argument(
         "--ollama", metavar="DIR", type=Path, help="write a GGUF file with a Modelfile, for ollama create"
     )
+    into.add_argument("--hub", metavar="OWNER/NAME", help="push a Hugging Face directory and a model card to the hub")
     into.add_argument("--adapter", metavar="DIR", type=Path, help="write the adapters alone, as peft reads them")
     into.add_argument(
         "--program", metavar="DIR", type=Path, help="write the run as a program of --engine, with its inputs"
     )
     parser.add_argument("--engine", metavar="NAME", help="with --program: bare, hf_trainer, accelerate, deepspeed, ...")
+    parser.add_argument("--license", metavar="ID", help="with --hub: the model's license, such as apache-2.0")
+    parser.add_argument("--private", action="store_true", help="with --hub: make the repository private")
+    parser.add_argument("--dry-run", action="store_true", help="with --hub: show what would be pushed; send nothing")
     parser.add_argument("--merge", action="store_true", help="merge adapters into the weights")
     parser.add_argument(
         "--dtype",
         choices=[name for name in get_args(ComputeName) if name != FP64.name],
-        help="with --hf: of the stored weights (default: the run's precision)",
+        help="with --hf and --hub: of the stored weights (default: the run's precision)",
     )
     parser.add_argument(
         "--format",
@@ -57,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  meshwright export runs/demo --gguf demo-q8_0.gguf --format q8_0\n"
         "  meshwright export runs/lora --adapter runs/lora/adapter\n"
         "  meshwright export runs/lora --hf runs/lora/merged --merge\n"
+        "  meshwright export runs/demo --hub owner/demo --license apache-2.0 --dry-run\n"
         "  meshwright export run.yaml --engine deepspeed --program handed-over"
     )
 
@@ -69,8 +78,10 @@ def run(arguments: argparse.Namespace) -> int:
         return _hand_over(arguments)
     if arguments.adapter and (arguments.merge or arguments.dtype):
         raise UserError("--merge and --dtype are about whole models, written with --hf; leave them out")
-    if arguments.dtype and not arguments.hf:
-        raise UserError("--dtype goes with --hf; a GGUF file's matrices have a --format")
+    if not arguments.hub and (arguments.license or arguments.private or arguments.dry_run):
+        raise UserError("--license, --private and --dry-run go with --hub OWNER/NAME; leave them out")
+    if arguments.dtype and not (arguments.hf or arguments.hub):
+        raise UserError("--dtype goes with --hf and --hub; a GGUF file's matrices have a --format")
     if arguments.format and not (arguments.gguf or arguments.ollama):
         raise UserError("--format goes with --gguf and --ollama; a Hugging Face directory's weights have a --dtype")
     # Torch loads here, so that --help and misuse never wait for it.
@@ -79,7 +90,37 @@ def run(arguments: argparse.Namespace) -> int:
     trained = open_trained(
         arguments.model, device="cpu", dtype=FP32.name, averaged=arguments.ema, family=arguments.family
     )
+    if arguments.hub:
+        return _push(arguments, trained)
     return (_export_adapter if arguments.adapter else _export_model)(arguments, trained)
+
+
+def _push(arguments: argparse.Namespace, trained: "TrainedModel") -> int:
+    from meshwright.serve.hub import push_export
+
+    pushed, receipt = push_export(
+        trained,
+        arguments.hub,
+        dtype=arguments.dtype,
+        merge=arguments.merge,
+        license_name=arguments.license,
+        private=arguments.private,
+        dry_run=arguments.dry_run,
+    )
+    if arguments.json:
+        figures = {"dtype": receipt.dtype, "readings": receipt.as_json()["readings"]}
+        told = {"repository": pushed.repository, "url": pushed.url, "files": pushed.files, "card": pushed.card}
+        print_json({"model": str(trained.source), **told, **figures})
+        return 0
+    what = f"would be pushed to {pushed.repository}" if pushed.url is None else f"pushed to {pushed.url}"
+    print(f"{trained.source} {what} in {receipt.dtype}; read back by")
+    for line in (*receipt.lines(), *receipt.notes):
+        print(f"  {line}")
+    for name, size in pushed.files.items():
+        print(f"  {size:>12,}  {name}")
+    if pushed.url is None:
+        print(f"\n{pushed.card}")
+    return 0
 
 
 def _export_adapter(arguments: argparse.Namespace, trained: "TrainedModel") -> int:
@@ -96,6 +137,15 @@ def _export_adapter(arguments: argparse.Namespace, trained: "TrainedModel") -> i
     )
     if reasons := unread_by_vllm(arguments.adapter):
         print(f"vLLM does not read {' and '.join(reasons)}; for vLLM, export --hf DIR --merge")
+        return 0
+    config = json.loads((arguments.adapter / CONFIG).read_text(encoding="utf-8"))
+    rank = next((rank for rank in VLLM_RANKS if rank >= config["r"]), config["r"])
+    base, name = config["base_model_name_or_path"] or "BASE", arguments.adapter.name
+    print(f"next        meshwright serve {base} --adapter {name}={arguments.adapter}")
+    print(
+        f"            vllm serve {base} --enable-lora --lora-modules {name}={arguments.adapter} --max-lora-rank {rank}"
+    )
+    print(f"            python -m sglang.launch_server --model-path {base} --lora-paths {name}={arguments.adapter}")
     return 0
 
 
@@ -133,6 +183,7 @@ def _next(arguments: argparse.Namespace, context: int, *, chats: bool) -> list[s
         f"meshwright generate {arguments.hf} {example_prompt(has_template=chats)}",
         f"vllm serve {arguments.hf} --max-model-len {context}",
         f"python -m sglang.launch_server --model-path {arguments.hf} --context-length {context}",
+        f"text-generation-launcher --model-id {arguments.hf} --max-total-tokens {context}",
     ]
 
 

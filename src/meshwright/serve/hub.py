@@ -1,0 +1,126 @@
+"""A trained model pushed to the Hugging Face hub: a proved export with a model card."""
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from meshwright.checkpoint.manifest import step_of
+from meshwright.serve.export import export_trained
+from meshwright.serve.receipt import Receipt
+from meshwright.serve.trained import TrainedModel
+from meshwright.spec.errors import UserError
+from meshwright.spec.recipe import dump_recipe
+from meshwright.spec.run import ResolvedRun
+from meshwright.trainer.metrics import read_journal
+
+CARD = "README.md"
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What was pushed, or would be."""
+
+    repository: str
+    files: dict[str, int]
+    """Names and bytes."""
+    card: str
+    url: str | None
+    """Where it is; None if nothing was sent."""
+
+
+def push_export(
+    trained: TrainedModel,
+    repository: str,
+    *,
+    dtype: str | None,
+    merge: bool,
+    license_name: str | None,
+    private: bool,
+    dry_run: bool,
+) -> tuple[Pushed, Receipt]:
+    """Export the model, prove the export, and push it with its card as `owner/name`.
+
+    Raises `UserError` if that is no name, the export is not proved, or the hub refuses.
+    """
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise UserError(f"--hub {repository}: is no name of a repository; give owner/name") from error
+    if repository.count("/") != 1:
+        raise UserError(f"--hub {repository}: is no name of a repository; give owner/name")
+    with tempfile.TemporaryDirectory(prefix="meshwright-hub-") as folder:
+        directory = Path(folder) / repository.rpartition("/")[2]
+        receipt = export_trained(trained, directory, dtype=dtype, merge=merge)
+        card = model_card(trained, receipt, repository, license_name)
+        return push(directory, card, repository, private=private, dry_run=dry_run), receipt
+
+
+def push(directory: Path, card: str, repository: str, *, private: bool, dry_run: bool) -> Pushed:
+    """Push the folder, with its card, as one commit.
+
+    Raises `UserError` if the hub refuses.
+    """
+    (directory / CARD).write_text(card, encoding="utf-8")
+    files = {path.name: path.stat().st_size for path in sorted(directory.iterdir()) if path.is_file()}
+    if dry_run:
+        return Pushed(repository, files, card, None)
+    api = HfApi()
+    try:
+        made = api.create_repo(repository, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=directory, commit_message="Exported by Meshwright")
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        told = str(error).strip().splitlines()[0]
+        raise UserError(f"--hub {repository}: the hub refuses ({told}); log in with: hf auth login") from error
+    return Pushed(repository, files, card, str(made))
+
+
+def model_card(trained: TrainedModel, receipt: Receipt, repository: str, license_name: str | None) -> str:
+    """The model card: what it is, how to use it, its recipe, data and losses, and who read it back."""
+    run = trained.run
+    head: dict[str, Any] = {"library_name": "transformers", "tags": ["meshwright"]}
+    if license_name is not None:
+        head["license"] = license_name
+    if run is not None and run.run.model.weights == "pretrained" and run.run.model.name:
+        head["base_model"] = run.run.model.name
+    name, chats = repository.rpartition("/")[2], trained.tokenizer.chat_template is not None
+    parts = [
+        "---\n" + "".join(f"{key}: {json.dumps(value)}\n" for key, value in head.items()) + "---",
+        f"# {name}",
+        f"A {trained.spec.family} model, {trained.spec.max_positions} tokens of context, stored in {receipt.dtype}; "
+        + ("it has a chat template." if chats else "it has no chat template.")
+        + (f" License: {license_name}." if license_name else " No license was given."),
+        "## Use",
+        f"```bash\nvllm serve {repository} --max-model-len {trained.spec.max_positions}\n"
+        f"meshwright chat {repository}\n```",
+    ]
+    if run is not None:
+        parts += _training(trained.source, run)
+    lines = "\n".join(f"- {line}" for line in (*receipt.lines(), *receipt.notes))
+    parts += ["## Receipt", f"The files were read back, and logits and tokens compared, by:\n\n{lines}"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _training(source: Path, run: ResolvedRun) -> Sequence[str]:
+    data = "\n".join(f"- `{each.path}`" for each in run.run.data.sources)
+    found = ["## Data", data, "## Losses"]
+    step = step_of(source)
+    records = [
+        record for record in read_journal(source.parents[1] / "metrics.jsonl") if record.get("step", step + 1) <= step
+    ]
+    last = {record["kind"]: record for record in records}
+    rows = [f"| training, step {last['step']['step']} | {last['step']['loss']:.4f} |"] if "step" in last else []
+    if "evaluation" in last:
+        rows.append(f"| held out, step {last['evaluation']['step']} | {last['evaluation']['loss']:.4f} |")
+    for name, value in last.get("tasks", {}).items():
+        if "/" in name and not name.endswith("_stderr"):
+            rows.append(f"| {name}, step {last['tasks']['step']} | {value:.4f} |")
+    found.append("\n".join(["| measured | value |", "|---|---|", *rows]) if rows else "None was recorded.")
+    found += ["## Recipe", f"```yaml\n{dump_recipe(run.asked or run.run)}```"]
+    return found
