@@ -45,6 +45,8 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path.endswith("/repos/create"):
             self.server.made.append(json.loads(body))
             self.answer(200, {"url": f"http://127.0.0.1:{self.server.server_port}/me/demo"})
+        elif self.path.endswith("/validate-yaml"):
+            self.answer(200, {"errors": [], "warnings": []})
         elif "/preupload/" in self.path:
             files = json.loads(body)["files"]
             told = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]

@@ -11,6 +11,7 @@ import torch
 
 from meshwright import load_recipe, train
 from meshwright.cli.main import main
+from meshwright.launch.watchdog import Watchdog
 from meshwright.models.generate import Sampling
 from meshwright.serve.engine import generate
 from meshwright.serve.examine import examinee_of
@@ -256,7 +257,15 @@ def test_a_run_is_asked_as_it_trains(tmp_path, monkeypatch, capsys):
         "checkpoint: {every: 1}\n"
         "device: cpu\n"
     )
+    entered, enter = [], Watchdog.enter
+
+    def spy(self, kind, which="", *, patient=False) -> None:
+        entered.append((kind, patient))
+        enter(self, kind, which, patient=patient)
+
+    monkeypatch.setattr(Watchdog, "enter", spy)
     train(load_recipe(tmp_path / "run.yaml"), base_dir=tmp_path)
+    assert ("TaskCallback.on_step", True) in entered, "tasks may take hours"
     told = [record for record in read_journal(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "tasks"]
     assert [record["step"] for record in told] == [1, 2]
     assert main(["eval", "run", "--device", "cpu", "--tasks", "verbs.jsonl", "who.jsonl", "--json"]) == 0

@@ -133,6 +133,9 @@ class Training(Protocol):
 class Callback:
     """The base class of callbacks: override the hooks that you need."""
 
+    patient = False
+    """Whether its hooks may take hours, so that the watchdog waits."""
+
     @property
     def name(self) -> str:
         """Under which checkpoints keep the state; the class's name. Of two the second becomes `NAME-2`."""

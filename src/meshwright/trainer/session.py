@@ -179,7 +179,7 @@ class Session(Training):
     def tell(self, hook: str, *record: Record) -> None:
         """Call a hook of every callback, in order."""
         for callback in self._hooked(hook):
-            self.watchdog.enter(f"{callback.name}.{hook}")
+            self.watchdog.enter(f"{callback.name}.{hook}", patient=callback.patient)
             getattr(callback, hook)(self, *record)
 
     def _hooked(self, hook: str) -> list[Callback]:

@@ -19,6 +19,8 @@ from meshwright.trainer.setup import Trainer
 class TaskCallback(Callback):
     """Asks the tasks as often as held-out loss is measured, prints and writes the results."""
 
+    patient = True
+
     def __init__(self, trainer: Trainer, corpus: Corpus) -> None:
         """Raises `UserError` if a task cannot be used."""
         self._trainer, self._evaluation = trainer, trainer.resolved.run.training.evaluation
