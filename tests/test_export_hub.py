@@ -56,7 +56,8 @@ class Handler(BaseHTTPRequestHandler):
                 entry = json.loads(line)
                 if entry["key"] == "file":
                     self.server.files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
-            self.answer(200, {"commitUrl": "http://127.0.0.1/c", "commitOid": "0" * 40, "hookOutput": ""})
+            url = f"http://127.0.0.1:{self.server.server_port}/me/demo/commit/{'0' * 40}"
+            self.answer(200, {"commitUrl": url, "commitOid": "0" * 40, "hookOutput": ""})
         else:
             self.answer(404, {"error": "not here"})
 

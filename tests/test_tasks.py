@@ -223,6 +223,9 @@ def test_written_answers_are_the_models_greedy_text(tmp_path):
 
 
 ROWS = [([5, 6, 7], [8]), ([5, 6, 7], [9]), ([3] * 9, [11, 4, 11]), ([9], [2, 3]), ([4, 4, 4, 1], [5, 6]), ([7], [7])]
+ROWS += [
+    ([number, *before], asked) for number in range(20) for before, asked in ROWS
+]  # for several batches of each rank
 
 
 def score(run) -> list[tuple[float, bool]]:
