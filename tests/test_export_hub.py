@@ -131,7 +131,7 @@ def test_the_hubs_own_client_pushes_it(tmp_path, hub):
     assert found.returncode == 0, found.stderr
     assert "pushed to " in found.stdout
     assert hub.made[0]["name"] == "demo"
-    assert hub.made[0]["private"] is True
+    assert hub.made[0].get("private") is True or hub.made[0].get("visibility") == "private"
     assert hub.keys == {"Bearer hf_secret"}
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "receipt.json"} <= set(hub.files)
     assert b"No license was given" in hub.files["README.md"]
@@ -139,7 +139,7 @@ def test_the_hubs_own_client_pushes_it(tmp_path, hub):
     hub.refuses = True
     found = pushed(hub, tmp_path, str(model), "--hub", "me/demo")
     assert found.returncode == 2
-    assert found.stderr.startswith("error: --hub me/demo: the hub refuses (")
+    assert "error: --hub me/demo: the hub refuses (" in found.stderr
     assert "hf_secret" not in found.stderr + found.stdout
 
 
