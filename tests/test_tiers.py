@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,37 @@ def test_files_have_no_names_and_are_what_was_written(tmp_path: Path) -> None:
     file.changed()
     file.read(buffer)
     assert torch.equal(expected, torch.full((4, 8), 7, dtype=torch.float64))
+
+
+MOVED = """
+import sys
+from pathlib import Path
+import torch
+from meshwright.spec.offload import OffloadSpec
+from meshwright.state.files import StateFile
+from meshwright.state.tiers import Tier
+def own():
+    (line,) = (line for line in open("/proc/self/status") if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+folder, kept = Path(sys.argv[1]), []
+Tier(OffloadSpec(optimizer="disk"), folder, torch.device("cpu")).prepare()
+before = own()
+for number in range(40):
+    moments = [torch.zeros(2**18), torch.zeros(2**18)]
+    file = StateFile(folder, str(number), 2**21)
+    for moment, place in zip(moments, (0, 2**20)):
+        moment.data = file.tensor(place, moment)
+    file.forget()
+    kept.append((file, moments))
+print(own() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_what_moves_to_disk_leaves_no_memory_behind(tmp_path: Path) -> None:
+    """In a process of its own: in one that has run tests, the C library's heap has room already."""
+    found = subprocess.run([sys.executable, "-c", MOVED, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert int(found.stdout) < 10e6, "of 80 MB"
 
 
 def test_without_direct_access_the_bytes_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

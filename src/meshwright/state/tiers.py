@@ -1,5 +1,7 @@
 """Homes of state buckets between steps, in host memory or in files, and their movement during computation."""
 
+import contextlib
+import ctypes
 import math
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +15,10 @@ from meshwright.state.files import StateFile, aligned_buffer, check_directory, r
 
 SLOW = 200e6
 """Bytes a second below which a disk is reported as slow."""
+
+
+M_MMAP_THRESHOLD, LARGE = -3, 2**16
+"""Of <malloc.h>; and the bytes from which a block is large."""
 
 
 class Home(Protocol):
@@ -85,6 +91,7 @@ class Tier:
         """Raise `OffloadError` where the folder is unusable."""
         if self.offload.optimizer == "disk":
             check_directory(self.directory)
+            give_back_what_is_freed()
 
     def home(self, name: str, size: int) -> Home:
         """A new home for so many bytes, zeros."""
@@ -95,6 +102,16 @@ class Tier:
     def buffer(self, size: int) -> torch.Tensor:
         """A buffer to read and write a home."""
         return aligned_buffer(size, pinned=self.device.type == "cuda")
+
+
+def give_back_what_is_freed() -> None:
+    """Have the C library return large blocks to the system when they are freed, where it can be told to.
+
+    By default glibc keeps them in a heap that aligned blocks cannot reuse without a gap: moving the state of 42 M
+    parameters out of memory left 160 MB of it behind.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE)
 
 
 class Mover:
