@@ -1,6 +1,8 @@
 """A rehearsed rank holds and sends exactly what the same rank of a real run holds and sends."""
 
 import json
+from contextlib import closing
+from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
@@ -200,12 +202,21 @@ def rehearsed_peaks(runs: list[ResolvedRun]) -> list[int]:
 
 
 def test_findings() -> None:
-    report = {"rank": 3, "peak": 3 * GIB, "peak_by_kind": {"weights": GIB, "activations": 2 * GIB}}
+    report = {"rank": 3, "peak": 3 * GIB, "host": 0, "peak_by_kind": {"weights": GIB, "activations": 2 * GIB}}
     layout = LayoutSpec(dp_shard=2, tp=16)
     too_much, too_far = findings([report], layout, memory_bytes=2 * GIB, per_node=8)
     assert too_much == "rank 3 needs 3.0 GiB of 2.0 GiB; most of it is activations, 2.0 GiB"
     assert too_far.startswith("tp=16 reaches over the border of a node of 8 devices")
     assert not findings([report], LayoutSpec(tp=8, dp_shard=4), memory_bytes=3 * GIB, per_node=8)
+    assert not findings([report | {"host": GIB}], LayoutSpec(tp=8, dp_shard=4), memory_bytes=2 * GIB, per_node=8)
+
+
+@pytest.mark.slow
+def test_offloaded_weights_and_state_are_in_the_hosts_memory() -> None:
+    run = tiny_run(LayoutSpec(dp_shard=2, offload="cpu"), width=64)
+    with closing(RankPool()) as apart:
+        (report,) = apart.run(1, partial(rehearse_rank, on_gpu=True), run, 0)
+    assert report["host"] == report["at_rest"]["weights"] + report["at_rest"]["optimizer"] > report["peak"] / 4
 
 
 def test_worlds() -> None:

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Rehearse; the exit status is 1 if something would break."""
-    from meshwright.rehearse.world import fill_world, findings, rehearse, typical_ranks
+    from meshwright.rehearse.world import device_peak, fill_world, findings, rehearse, typical_ranks
 
     recipe = read_recipe(arguments)
     if arguments.world is not None:
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     reports = rehearse(resolved, ranks, on_gpu=on_gpu)
     memory_bytes = int(cluster.memory_gb * 1e9)
     found = findings(reports, recipe.layout, memory_bytes=memory_bytes, per_node=cluster.per_node)
-    fits = all(report["peak"] <= memory_bytes for report in reports)
+    fits = all(device_peak(report) <= memory_bytes for report in reports)
     would_fit = [] if fits else remedies(resolved, _machine(cluster), memory_bytes)
     if arguments.json:
         overrides = [list(remedy.overrides) for remedy in would_fit]
@@ -105,6 +105,7 @@ def _lines(resolved: ResolvedRun, reports: list[dict[str, Any]]) -> list[str]:
             f"  holds      {short(report['parameters'])} parameters; "
             f"between steps {size_text(sum(report['at_rest'].values()))}: {_parts(report['at_rest'])}",
             f"  peak       {size_text(report['peak'])} in the {report['peak_phase']}: {_parts(report['peak_by_kind'])}",
+            *([f"  host       {size_text(report['host'])} of it in the host's memory"] if report["host"] else []),
             f"  computes   {report['flops'] / 1e12:.2f} TFLOP a step",
             f"  checkpoint {report['checkpoint']['pieces']} pieces, {size_text(report['checkpoint']['bytes'])}, "
             "including replicas that other ranks hold too",

@@ -37,6 +37,10 @@ class DeepSpeedEngine(TemplateEngine):
             found["layout.tp"] = "DeepSpeed's AutoTP does not split gpt2 in training"
         return found
 
+    def cannot_dump(self, layout: LayoutSpec) -> str:
+        """AutoTP's parameters do not say how they are split."""
+        return "layout.tp: under AutoTP the program knows its parts of gradients only" if layout.tp > 1 else ""
+
     def cannot_offload(self, layout: LayoutSpec) -> str:
         """Parameters go to the host only under ZeRO-3, and nothing without ZeRO; disks need libaio."""
         tiers, stage = layout.tiers, stage_of(layout)

@@ -97,6 +97,10 @@ class Engine(ABC):
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Settings of this run that the engine cannot express and that change what is trained, each with the reason."""
 
+    def cannot_dump(self, layout: LayoutSpec) -> str:
+        """Why the program cannot dump whole gradients under a layout; empty where it can."""
+        return ""
+
     def leaves_out(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Settings of this run that its program lacks and that change no loss, each with the reason."""
         return {}

@@ -84,12 +84,14 @@ def verify_engine(
     random tokens, in fp32, and compare.
 
     Raises `InexpressibleError`, `MissingPackageError`, `ProgramError` or `SilentFallbackError` if there is nothing
-    to compare.
+    to compare, `UserError` if the program cannot dump its gradients.
     """
     if engine.name == Ours.name:
         raise UserError("verify holds our own layouts to one process without --engine; leave it out")
     if resolved.run.training.steps < steps:
         raise UserError(f"--steps {steps}, but training.steps={resolved.run.training.steps}; give fewer")
+    if reason := engine.cannot_dump(resolved.run.layout):
+        raise UserError(f"verify cannot compare {engine.name} under this layout: {reason}")
     resolved = for_proof(_as_files_say(resolved))
     translation = engine.translate(resolved)
     check_installed(engine, python, checkout)

@@ -74,8 +74,8 @@ RULES: Mapping[str, Rule] = {
         for key in ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "fast_init", "ratio")
     },
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": nothing("`meshwright export` gathers weights"),
-    "zero_optimization.zero_quantized_weights": nothing("collectives are not quantized"),
-    "zero_optimization.zero_quantized_gradients": nothing("collectives are not quantized"),
+    "zero_optimization.zero_quantized_weights": nothing("set layout.quantized_weights=int8 where ranks share weights"),
+    "zero_optimization.zero_quantized_gradients": nothing("set layout.quantized_gradients=int4, or int8"),
     "activation_checkpointing.partition_activations": nothing("say training.recompute where the model used it"),
     "activation_checkpointing.cpu_checkpointing": nothing("activations are not offloaded"),
     "tensorboard.enabled": when("trackers", ["tensorboard"]),

@@ -27,6 +27,7 @@ from meshwright.parallel.ledger import Ledger, Storages
 from meshwright.parallel.traffic import Traffic
 from meshwright.rehearse.fake import FakeTensors, UncountedTier, budgets_of_gpu, fake_rank, fill_slots
 from meshwright.rehearse.shorten import Observed, continued, enough_microbatches, set_microbatches
+from meshwright.rehearse.world import OFFLOADED
 from meshwright.spec.batch import Pairs
 from meshwright.spec.run import ResolvedRun
 from meshwright.torch_internals import local_tensor, passing_tensors, shape_propagation_hidden
@@ -75,11 +76,13 @@ def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool) -> dict[str
                 runs.append(Observed.of(traffic, ledger.flops, ledger.peak))
         plan = _save_plan(saved, coordinator=rank == 0)
     whole = continued(runs, counts, resolved.accumulation)
+    offloads = on_gpu and resolved.run.layout.tiers.parameters == "host"
     return {
         "rank": rank,
         "place": place,
         "parameters": sum(tensor.numel() for tensor in _local([*trainer.parameters.values(), *_frozen(trainer)])),
         "at_rest": at_rest,
+        "host": sum(at_rest.get(kind, 0) for kind in OFFLOADED) if offloads else 0,
         "peak": whole.peak,
         "peak_by_kind": ledger.peak_by_kind,
         "peak_phase": ledger.peak_phase,

@@ -14,6 +14,8 @@ from meshwright.spec.layout import AXES, LayoutSpec
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.storage.scratch import scratch_folder
 
+OFFLOADED = ("weights", "optimizer")
+"""Kinds of memory that `layout.offload.parameters: host` keeps in the host's memory."""
 SHOWN_STAGES = 4
 """Number of pipeline stages up to which each is rehearsed; of more, only the first two and the last two."""
 
@@ -69,14 +71,20 @@ def _rehearse_apart(resolved: Path, rank: int, *, on_gpu: bool) -> dict[str, Any
     return json.loads(done.stdout)
 
 
+def device_peak(report: dict[str, Any]) -> int:
+    """The most bytes that a rehearsed rank holds on its device; gradients bound for the host are included."""
+    return report["peak"] - report["host"]
+
+
 def findings(reports: Sequence[dict[str, Any]], layout: LayoutSpec, *, memory_bytes: int, per_node: int) -> list[str]:
     """Problems of the run: ranks that do not fit, and axes that span nodes although every layer uses them."""
     found = []
     for report in reports:
-        if report["peak"] > memory_bytes:
-            kind, size = max(report["peak_by_kind"].items(), key=lambda item: item[1])
+        if device_peak(report) > memory_bytes:
+            here = [part for part in report["peak_by_kind"].items() if not report["host"] or part[0] not in OFFLOADED]
+            kind, size = max(here, key=lambda part: part[1])
             found.append(
-                f"rank {report['rank']} needs {report['peak'] / 2**30:.1f} GiB of {memory_bytes / 2**30:.1f} GiB; "
+                f"rank {report['rank']} needs {device_peak(report) / 2**30:.1f} GiB of {memory_bytes / 2**30:.1f} GiB; "
                 f"most of it is {kind}, {size / 2**30:.1f} GiB"
             )
     span = 1
