@@ -21,7 +21,7 @@ from meshwright.cli.main import main
 from meshwright.launch.status import OUT_OF_MEMORY, OutOfMemoryError
 from meshwright.models.batch import to_device
 from meshwright.parallel.ledger import Ledger, Storages
-from meshwright.parallel.timeline import BACKWARD, FORWARD, Timeline
+from meshwright.parallel.timeline import BACKWARD, FORWARD, NAMED_EVERY, Timeline
 from meshwright.plan.forecast import forecast
 from meshwright.plan.machine import Machine
 from meshwright.rehearse.rank import rehearse_rank
@@ -355,6 +355,23 @@ def test_two_ranks_under_a_limit_of_addresses_start_again_and_end(folder: Path) 
     assert found.stderr.count("error: out of memory: rank ") >= 1
     assert "starting again with training.micro_batch=" in found.stderr
     assert len(losses(folder / "runs/a")) == 1
+
+
+def test_nothing_is_named_while_a_storage_is_released() -> None:
+    """To read a gradient that is being released ends the process."""
+    releases, named_then = False, []
+
+    def name_storages() -> Storages:
+        named_then.append(releases)
+        return {}
+
+    with Timeline(name_storages, torch.nn.Identity()):
+        kept = [torch.zeros(1) for _ in range(2 * NAMED_EVERY)]
+        releases = True
+        kept.clear()
+        releases = False
+    assert len(named_then) > 1
+    assert not any(named_then)
 
 
 @pytest.mark.slow

@@ -61,6 +61,7 @@ class Timeline(Ledger):
         self._storages: list[_Storage] = []
         self._events: list[tuple[float, int, int, str, str]] = []  # seconds, number, bytes, phase, place
         self._handles: list[Any] = []
+        self._unnamed = False
 
     def __enter__(self) -> "Timeline":
         self._handles = [
@@ -93,16 +94,19 @@ class Timeline(Ledger):
             self._storages[number].what = f"{name} [{shape}, {str(tensor.dtype).removeprefix('torch.')}]"
 
     def changed(self, key: int, size: int) -> None:
-        """See `Ledger`."""
-        phase = self._now_in()
+        """See `Ledger`.
+
+        While a storage is released nothing is named: the tensor that held it is half destroyed, and reading it, as the
+        gradient of a parameter, ends the process.
+        """
+        phase, released = self._now_in(), key not in self._bytes
         if phase != self._phase:
             if phase == BACKWARD:  # what the forward pass has left is there for this
                 for number in self._number.values():
                     storage = self._storages[number]
                     if storage.made_in == FORWARD and not storage.kind:
                         storage.kind = ACTIVATIONS
-            self._phase = phase
-            self._name()
+            self._phase, self._unnamed = phase, True
         place = self._places[-1] if self._places else ""
         if key not in self._number:
             self._number[key] = len(self._storages)
@@ -110,9 +114,10 @@ class Timeline(Ledger):
         number = self._number[key]
         self._storages[number].size = max(size, self._storages[number].size)
         self._events.append((self.clock() - self._began, number, size, phase, place))
-        if size == 0 and key not in self._bytes:
+        self._unnamed |= len(self._events) % NAMED_EVERY == 0
+        if released:
             del self._number[key]
-        if len(self._events) % NAMED_EVERY == 0:
+        elif self._unnamed:
             self._name()
 
     def _now_in(self) -> str:
@@ -124,6 +129,7 @@ class Timeline(Ledger):
 
     def _name(self) -> None:
         """Ask which kinds the storages are of by now."""
+        self._unnamed = False
         for key, kind in self.name_storages().items():
             number = self._number.get(key)
             if number is not None and self._storages[number].kind in ("", ACTIVATIONS):
@@ -138,6 +144,7 @@ class Timeline(Ledger):
 
     def _begin_step(self, begins: bool) -> None:
         self._stepping = begins
+        self._name()
 
     def report(self) -> dict[str, Any]:
         """The timeline as JSON values: `points`, each the fullest moment of its part of the step, and the `peak`: its
