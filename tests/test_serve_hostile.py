@@ -9,13 +9,14 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
 
-from meshwright.serve.browser import PAGE
+from meshwright.serve.browser import ARENA, CHAT, page
 from meshwright.serve.connections import Connection
 from served import model_of
 from test_serve import QUESTION, SECONDS, Running, running
@@ -32,12 +33,17 @@ def server(base: Any) -> Iterator[Running]:
         yield found
 
 
-def test_a_browser_runs_the_page_and_nothing_else(server: Running) -> None:
-    """Its script and style are known by their hashes; no other page may show it in a frame."""
-    headers = httpx.get(server.url).headers
+def test_the_page_is_served_with_its_headers(server: Running) -> None:
+    assert page(CHAT)[2].items() <= httpx.get(server.url).headers.items()
+
+
+@pytest.mark.parametrize("file", [CHAT, ARENA], ids=lambda file: file.stem)
+def test_a_browser_runs_the_pages_and_nothing_else(file: Path) -> None:
+    """Their script and style are known by their hashes; no other page may show them in a frame."""
+    headers = page(file)[2]
     policy = dict(rule.split(" ", 1) for rule in headers["content-security-policy"].split("; "))
     assert policy["default-src"] == policy["base-uri"] == policy["form-action"] == policy["frame-ancestors"] == "'none'"
-    text = PAGE.read_text(encoding="utf-8")
+    text = file.read_text(encoding="utf-8")
     for kind in ("script", "style"):
         inner = text.split(f"<{kind}>")[1].split(f"</{kind}>")[0]
         digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()

@@ -242,9 +242,15 @@ class _Elsewhere:
 
 
 def _first_failure(workers: list[_Worker]) -> _Worker | None:
-    """The worker that failed first: of several, one that stopped or was killed; the others only lost connection."""
+    """The worker that failed first: of several, one that stopped, was killed, or has a status that means something;
+    the others only lost connection, which is status 1."""
     ended = [worker for worker in workers if worker.process.returncode]
-    return min(ended, key=lambda worker: (worker.status != STOPPED, worker.process.returncode), default=None)
+
+    def rank(worker: _Worker) -> tuple[bool, bool, int]:
+        code = worker.process.returncode
+        return worker.status != STOPPED, code == 1, code
+
+    return min(ended, key=rank, default=None)
 
 
 def _send(workers: list[_Worker], number: int) -> None:
