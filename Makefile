@@ -42,11 +42,11 @@ test: $(VENV)/.dev ## run every test (CPU only, several processes); TORCH=2.15.0
 
 $(VENV)/.engines: $(VENV)/.dev
 	@echo "installing the engines to test with ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) -e '.[compare,deepspeed,lightning,megatron]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) -e '.[compare,deepspeed,lightning,megatron,peft,trl]'
 	@touch $@
 
 test-engines: $(VENV)/.engines ## run the tests of other engines, DeepSpeed's too, which compiles at first use; NANOGPT=DIR for nanoGPT
-	@$(BIN)/python -m pytest --engines $(if $(NANOGPT),--nanogpt $(NANOGPT)) tests/test_engines.py tests/test_compare.py tests/test_engines_parity.py tests/test_engines_train.py
+	@$(BIN)/python -m pytest --engines $(if $(NANOGPT),--nanogpt $(NANOGPT)) tests/test_engines.py tests/test_compare.py tests/test_engines_parity.py tests/test_engines_train.py tests/test_engines_tuning.py tests/test_imports_checkpoints.py
 
 test-slurm: $(VENV)/.dev ## run the documented Slurm script on a Slurm of two machines (root; apt install slurm-wlm munge)
 	@$(BIN)/python -m pytest tests/test_slurm.py --slurm -rs
@@ -61,11 +61,12 @@ mutants: $(VENV)/.dev ## try verify on planted faults and random layouts (an hou
 	@cd tests && OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 PYTHONPATH=. ../$(BIN)/python -m mutants.run $(MUTANTS)
 	@$(BIN)/python docs/make_mutants_md.py
 
-check: $(VENV)/.dev ## formatting, lint, types and the floors' import rules
+check: $(VENV)/.dev ## formatting, lint, types, the floors' import rules, and pages that scripts write
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/python docs/check_pages.py
 
 $(VENV)/.docs: $(VENV)/.core
 	@echo "installing what the site needs ..."

@@ -169,24 +169,25 @@ def page(found: dict[str, Any], num_talks: int) -> str:
 HEAD = """\
 # Fine-tuning, from end to end
 
-A story that a test tells again at small size: a base model of {parameters:.1f} million parameters is trained on the
-source of Python's standard library ({base_steps} steps) and exported as a Hugging Face directory; then it learns from
-{talks:,} conversations, in which a function's signature is asked and the first paragraph of its docstring answers, for
-{steps} steps by each method. `benchmarks/finetuning_story.py` does it and writes this page.
+Four ways to fine-tune one small model, compared. A base model of {parameters:.1f} million parameters is trained on the
+source of Python's standard library ({base_steps} steps) and exported as a Hugging Face directory. Each method then
+trains it for {steps} steps on {talks:,} conversations: the user gives a function's signature, the assistant answers
+with the first paragraph of its docstring. `benchmarks/finetuning_story.py` runs all of this and writes this page; a
+test repeats it at small size.
 
 ```yaml
 {recipe}finetune: {{method: lora, rank: 16}}
 ```
 
-What to look at before training: `meshwright data show run.yaml` prints conversations as they are trained on, the
-answers behind `|` and everything else behind `.`; `meshwright data audit run.yaml` proves that answers, and nothing
-else, carry loss. Afterwards `meshwright generate runs/tuned --chat --prompt 'def is_empty(self)'`.
+Before training, `meshwright data show run.yaml` prints conversations as the model will see them, answers after `|` and
+everything else after `.`, and `meshwright data audit run.yaml` proves that only the answers carry loss. After training,
+try `meshwright generate runs/tuned --chat --prompt 'def is_empty(self)'`.
 
-## What came of it
+## Results
 
-Held-out conversations, loss per token of an answer in nats. Share: of the base model's parameters. Peak memory is that
-of the whole process, of which Python, PyTorch and (for QLoRA) bitsandbytes take nearly all at this size, so it says
-what a run needs here and little about the methods. Measured on {machine}, two cores of a CPU.
+Held-out loss is per token of an answer, in nats. Share is the trained fraction of the base model's parameters. Peak
+memory is the whole process's. At this size nearly all of it is Python, PyTorch and (for QLoRA) bitsandbytes, so it says
+little about the methods. Measured on {machine}, two cores of a CPU.
 """
 
 

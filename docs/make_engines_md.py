@@ -1,4 +1,7 @@
-"""Writes docs/engines.md from docs/engines.json, which is the compare.json of two comparisons (see `RUNS`)."""
+"""Writes docs/engines.md from benchmarks/results/*-engines.json, lists of the compare.json of comparisons.
+
+Of comparisons with one `title` the newest file's is shown.
+"""
 
 import json
 from collections.abc import Iterator
@@ -21,7 +24,8 @@ from meshwright.trainer.resolve import resolve_run
 from meshwright.validate.software import EAGER, FSDP, MEGATRON
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, RESULTS = (Path(__file__).with_name(name) for name in ("engines.md", "engines.json"))
+PAGE = Path(__file__).with_name("engines.md")
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*-engines.json"))
 RECIPE = ROOT / "src" / "meshwright" / "recipes" / "compare.yaml"
 LAYOUTS = {
     "single": "one process",
@@ -40,13 +44,17 @@ EXPRESSED = {
     "bf16": "training.precision=bf16",
     "fp16": "training.precision=fp16",
     "state in host memory": "layout={dp_shard: 2, zero: 2, offload: {optimizer: host}}",
+    "state on disk": "layout={dp_shard: 2, zero: 3, offload: {optimizer: disk}}",
     "accumulation": "training.micro_batch=1",
     "recomputation, full": "training.recompute=full",
     "recomputation, selective": "training.recompute=selective",
     "torch.compile": "training.compile=true",
     "Muon": "training.optimizer.name=muon",
     "documents packed whole": "data.packing=best_fit",
+    "records, a row each": "data.packing=padded data.separate_documents=true",
     "LoRA": "finetune={method: lora}",
+    "QLoRA": "finetune={method: qlora}",
+    "pairs of answers (DPO)": "training.preference={} data.packing=padded data.separate_documents=true",
     "checkpoints": "checkpoint.every=10",
 }
 
@@ -63,11 +71,11 @@ $ meshwright compare a.yaml b.yaml
 ```
 
 `make compare` runs it with a small Llama on any machine, in minutes. `pip install 'meshwright[compare]'` installs
-Accelerate, transformers and Lightning Fabric; `'meshwright[deepspeed]'`, `[lightning]`, `[megatron]` and `[litgpt]`
-install these.
-`--install` installs each engine that is missing into an environment of its own under `~/.cache/meshwright/engines`,
-with this Python's torch and packages beside it; the next time it is found there, without network. `--python
-deepspeed=PATH/TO/python` names one of yours. nanoGPT is no package: `--checkout nanogpt=PATH/TO/nanoGPT`.
+Accelerate, transformers and Lightning Fabric; `'meshwright[deepspeed]'`, `[lightning]`, `[megatron]`, `[litgpt]`,
+`[peft]` and `[trl]` install these.
+`--install` installs each missing engine into an environment of its own under `~/.cache/meshwright/engines`, on top of
+this Python's torch and packages; later runs use it without network. `--python deepspeed=PATH/TO/python` names an
+environment of yours. nanoGPT is not a package: name its folder with `--checkout nanogpt=PATH/TO/nanoGPT`.
 
 | engine | what trains |
 |---|---|
@@ -76,18 +84,22 @@ deepspeed=PATH/TO/python` names one of yours. nanoGPT is no package: `--checkout
 | `hf_trainer` | transformers' `Trainer`: DDP, and FSDP2 by `DistributedConfig` |
 | `accelerate` | `Accelerator`: DDP |
 | `fabric`, `lightning` | Lightning's Fabric, and its Trainer: DDP, FSDP2 by `ModelParallelStrategy` |
-| `deepspeed` | ZeRO 0 to 3, hpZ, AutoTP, state in host memory |
+| `deepspeed` | ZeRO 0 to 3, hpZ, AutoTP, 1F1B pipeline, state in host memory |
 | `megatron` | Megatron-core's GPT model of local layers, tensor parallel, under PyTorch's DDP |
 | `litgpt` | LitGPT's model under Fabric, on one process |
 | `nanogpt` | nanoGPT's model and optimizer, and DDP as in its train.py |
+| `peft` | peft's adapters (LoRA, DoRA, rsLoRA, IA3) under the `Trainer`, on one process and under DDP |
+| `trl` | trl's `SFTTrainer` with its own loss, for whole models and adapters; `DPOTrainer` for pairs of answers |
 
 ## What is the same
 
-- **Tokens.** Every program reads our token file with numpy, and a file with the first token of each sample. Engines
+- **Tokens.** Every program reads our token file with numpy, and a file with the first token of each sample. For records
+  (conversations, pairs of answers) it reads the rows of tokens and labels that our trainer trains on. Engines
   distribute samples to ranks in different ways; each step's global batch is the same set.
-- **Weights.** The run's starting weights are written once as a Hugging Face directory in fp32. Dropout is 0.
-- **Loss.** The sum over the tokens of a microbatch, divided by the tokens of the global batch. So microbatches and
-  ranks add up to the mean in every engine, even if an engine's default differs.
+- **Weights.** The run's starting weights are written once as a Hugging Face directory in fp32, and adapters in peft's
+  format. Dropout is 0.
+- **Loss.** The sum over the trained tokens of a microbatch, divided by those of the global batch. So microbatches and
+  ranks add up to the mean in every engine, even if an engine's default differs. (trl computes its own loss.)
 - **Optimizer.** AdamW with every constant set explicitly, because defaults differ (DeepSpeed and the Trainer clip at
   1.0, PyTorch decays by 0.01, the Trainer by 0). Weight decay applies to matrices and embeddings only; the program
   computes the schedule's factor.
@@ -103,22 +115,28 @@ overhead of a step.
 
 Each engine's folder holds the program that ran, `run_ENGINE_standalone.py`. It has no dependency on Meshwright,
 contains the recipe's values, and starts with `python` or `torchrun`. It writes `metrics.jsonl` with [our
-names](metrics.md): `step`, `loss`, `gnorm`, `lr`, `tokens`, `mem`, and `seconds` of this step.
+names](metrics.md): `step`, `loss`, `gnorm`, `lr`, `tokens`, `mem`, and `seconds` of this step. trl reports
+its use to its makers; the program switches that off.
 
 After its first step a program inspects what trained: the wrappers around the model, the class of its parameters, and
 the number of elements of parameters and of AdamW's moments on this rank. If the layout differs from the requested one,
 the engine's row is an error instead of figures. This happens: on a machine without GPUs, Accelerate's FSDP and
 DeepSpeed plug-ins and the Trainer's `fsdp=` silently become `DistributedDataParallel`, and Accelerate without
-`cpu=True` trains separately in every process. Where more than the data is split, it counts what the rank holds of the
-layers' matrices; DeepSpeed's program also tells what is in host memory, and a rank's second share under hpZ.
+`cpu=True` trains separately in every process. If more than the data is split, the program also counts the rank's share
+of the layers' matrices; DeepSpeed's reports what is in host memory, and a rank's secondary shard under hpZ.
+Programs with adapters count what trains; more or less than the recipe's adapters is an error.
 
-At the end of a program stands its recipe as a comment: `meshwright import run_ENGINE_standalone.py` gives it back, with
-the constants as they are in the program now ([importing](importing.md)).
+A program ends with its recipe as a comment. `meshwright import run_ENGINE_standalone.py` converts the program back to a
+recipe, with the constants as they are in the program now ([importing](importing.md)).
+
+DeepSpeed compiles operators at its first use (minutes). If this is killed, PyTorch's builder leaves a file `lock` in
+the operator's folder under `~/.cache/torch_extensions` (or `TORCH_EXTENSIONS_DIR`), and every later run waits for it
+in silence until `--patience` ends it. Remove the file when nothing compiles.
 
 `meshwright export run.yaml --engine deepspeed --program handed-over` writes the program of a whole run, with its
 configuration, initial weights and the order of all samples.
 
-## Held to the truth
+## Proof against one process
 
 `meshwright verify run.yaml --engine hf_trainer` trains a shrunk model for two steps in the engine's program and on
 our one process, from the same weights on the same random tokens, in fp32. The program dumps every gradient and every
@@ -138,8 +156,8 @@ norms (their update).
 ## What each engine can express
 
 **yes**: in the program. *left out*: the program omits it, without effect on any loss. no: refused by name, because the
-training would differ. (On a CPU; nanogpt trains GPT-2 alone, the others are asked for a Llama, and for a Mixtral where
-experts are split.)
+training would differ. (On a CPU. nanogpt trains GPT-2; the others train a Llama, and a Mixtral for expert parallelism;
+peft trains a Llama's adapters.)
 """
 
 
@@ -151,12 +169,14 @@ def page() -> str:
         verdicts = (_verdict(engine, [MIXTRAL] if name == "expert" else [], layout=layout) for engine in names)
         lines.append(f"| {name} | {' | '.join(verdicts)} |")
     for name, override in EXPRESSED.items():
-        path = override.split("=")[0]
-        lines.append(f"| {name} | {' | '.join(_verdict(engine, [override], path) for engine in names)} |")
-    results: list[dict[str, Any]] = json.loads(RESULTS.read_text())
-    if results:
-        lines += ["", "## Measured", "", MEASURED]
-    for result in results:
+        first, *more = override.split(" data.")
+        words, path = [first, *(f"data.{word}" for word in more)], first.split("=")[0]
+        lines.append(f"| {name} | {' | '.join(_verdict(engine, words, path) for engine in names)} |")
+    lines += ["", "## Measured", "", MEASURED]
+    results: dict[str, dict[str, Any]] = {
+        result["title"]: result for file in RESULTS for result in json.loads(file.read_text())
+    }
+    for result in results.values():
         lines += [*_measured(result), ""]
     return "\n".join([*lines, PREDICTED, *_predicted(), "", NOT_YET])
 
@@ -164,7 +184,8 @@ def page() -> str:
 def _verdict(engine: str, overrides: list[str], path: str = "", layout: str | None = None) -> str:
     if not isinstance(ENGINES[engine], TemplateEngine):
         return "**yes**"
-    run = load_recipe(RECIPE, [GPT2] * (engine == "nanogpt") + overrides)
+    own = {"nanogpt": GPT2, "peft": EXPRESSED["LoRA"]}
+    run = load_recipe(RECIPE, [*([own[engine]] if engine in own else []), *overrides])
     run = run if layout is None else run.model_copy(update={"layout": layout_called(layout)})
     try:
         translation = ENGINES[engine].translate(resolve_run(run, base_dir=ROOT))
@@ -174,9 +195,13 @@ def _verdict(engine: str, overrides: list[str], path: str = "", layout: str | No
 
 
 MEASURED = """\
-A Llama of 4 layers and width 256 (`recipes/compare.yaml`), fp32, on a small shared machine without a GPU. These are
-ratios on a CPU with a small model; they say nothing about GPUs. "Loss differs" is the largest difference of a step's
-loss from our trainer's, in nats.
+Every table is from a committed run (`benchmarks/results/*-engines.json`): a small model of 4 layers and width 256
+(`recipes/compare.yaml`), fp32, on a small shared machine without a GPU. Its load, beside each table, counts the
+programs of others too: above about 4 the speeds say little (look at the range of rounds), while losses and memory
+stand. These are ratios on a CPU with a small model; they say nothing about GPUs. "Loss differs" is the largest
+difference of a step's loss from our trainer's, in nats. Two engines are not in these tables,
+because they train something else: nanogpt a GPT-2 (`benchmarks/results/2026-11-21-engines.md`), and peft adapters
+(`benchmarks/results/2026-11-21-finetune.md`).
 """
 
 PREDICTED = """\
@@ -234,16 +259,20 @@ def _predicted() -> Iterator[str]:
 NOT_YET = """\
 ## Not yet
 
-There are no engines for peft, trl, axolotl and torchtitan, none of Megatron-core's pipeline and distributed
-optimizer, and none of DeepSpeed's pipeline. Other engines refuse best-fit packing and fine-tuning by adapters. Programs
-have run on CPUs only; on GPUs they are not tested.
+There are no engines for axolotl and torchtitan, and none of DeepSpeed's Ulysses and state on disk and of
+Megatron-core's distributed optimizer. Megatron-core's pipeline schedules count tokens in a tensor on a GPU, whatever
+the device, and stop on a CPU. Only the Trainer, peft and trl read records. Programs have run on CPUs only; on GPUs
+they are not tested.
 """
 
 
 def _measured(result: dict[str, Any]) -> list[str]:
     lines = [
-        f"`{result['command']}`; {result['machine']}; {result['versions']}; {result['steps']}.",
+        f"### {result['title']}",
         "",
+        f"`{result['command']}`; {result['date']}; {result['machine']}; {result['versions']}; {result['steps']}.",
+        "",
+        *([result["note"], ""] if "note" in result else []),
         "| engine | tokens/s | x ours | rounds | peak GiB | first step s | loss differs | lines |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]

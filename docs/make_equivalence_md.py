@@ -1,4 +1,4 @@
-"""Writes docs/equivalence.md from the layouts that tests hold to one process: run it after adding one."""
+"""Writes docs/equivalence.md from the layouts that tests compare with one process: run it after adding one."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,25 +33,27 @@ different numbers of trained tokens; neither the vocabulary nor the rows of most
 Families, tied and untied embeddings, recomputation (none, selective, full) and accumulation alternate over the layouts;
 the data-parallel ones meet all combinations of them with llama.
 
-Beside that every layout is held to keep **exactly the bytes** of weights, gradients and optimizer state that the
-parameter table predicts, and checkpoints of one are continued by another (`tests/test_equivalence.py`,
-`tests/test_tensor_parallel.py`, `tests/test_resume.py`). One schedule is not here, for it is another training by
-design: [`pipedream-2bw`](schedules.md#steps-that-overlap-pipedream-2bw), proven to be that of one process whose
-gradients are a step late. Layouts with `ep` are those of models of experts, of which the tests' have eight
-(`tests/test_expert_parallel.py`); `every-method` is ring, all_gather and ulysses (`tests/test_context.py`),
-`every-schedule` are those that differ for sharding (`tests/test_pipeline.py`).
+Tests also check that every rank stores **exactly the bytes** of weights, gradients and optimizer state that the
+parameter table predicts, and that one layout resumes from another's checkpoints (`tests/test_equivalence.py`,
+`tests/test_tensor_parallel.py`, `tests/test_resume.py`).
+
+- Layouts with `ep` train a model with eight experts (`tests/test_expert_parallel.py`).
+- `every-method` covers ring, all_gather and ulysses (`tests/test_context.py`), `every-schedule` the schedules that
+  matter for sharding (`tests/test_pipeline.py`).
+- [`pipedream-2bw`](schedules.md#steps-that-overlap-pipedream-2bw) is missing, because it trains differently by design.
+  It is compared with one process whose gradients are one step late.
 
 ## Data parallelism under everything else
 
-The rows say what data-parallel ranks keep, the columns how the model is split; a number is the most processes that the
-pair is proven with. An empty cell is allowed, but not among the proven.
+Rows are the data-parallel strategy, columns the split of the model; a number is the largest number of processes in a
+test of the pair. A pair with an empty cell is allowed but not tested.
 """
 
 REFUSED_BEGIN = """
 ## What is refused
 
-Before any process starts, with the nearest layout that would do; here for the tests' model of 4 query heads, 2 key and
-value heads and a vocabulary of 50, on sequences of 16 tokens.
+Illegal layouts are refused before any process starts; the error names the nearest legal one. These examples are for
+the tests' model of 4 query heads, 2 key and value heads and a vocabulary of 50, on sequences of 16 tokens.
 
 | layout | why |
 |---|---|"""

@@ -1,4 +1,4 @@
-"""Writes docs/files.md from the docstrings of the source files: run it after changing one (a test notices)."""
+"""Writes docs/files.md from the docstrings of the source files: run it after changing one."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Writes docs/guides.md, the usual guides' claims computed: run it after changing the planner (a test notices)."""
+"""Writes docs/guides.md, the usual guides' claims computed: run it after changing the planner."""
 
 from collections.abc import Iterator
 from dataclasses import replace

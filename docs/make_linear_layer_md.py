@@ -1,5 +1,5 @@
 """Writes docs/one-linear-layer.md, what stands in the slots of a model under five strategies at once: run it after
-changing one (a test notices)."""
+changing one."""
 
 import inspect
 import subprocess
@@ -42,9 +42,9 @@ LAYOUT = LayoutSpec(pp=2, dp_shard=2, tp=2, schedule="interleaved-zero-bubble", 
 BEGIN = f"""\
 # One linear layer under five strategies
 
-A layer declares its slots, strategies fill them, and `print(model)` shows what stands where. Nothing else changes what
-a layer computes: no method, class or `forward` is replaced after a module is built (`tests/test_slots.py` and
-`tests/test_house.py` hold the source and every built model to it).
+A layer declares slots, strategies fill them, and `print(model)` shows the result. Nothing else changes what a layer
+computes: no method, class or `forward` is replaced after a module is built (`tests/test_slots.py` checks every built
+model, `tests/test_house.py` the source).
 
 The example is a llama of hidden 256 with 2 key and value heads under tensor parallelism (`tp: 2`), ZeRO-3
 (`dp_shard: 2`), a zero-bubble pipeline (`pp: 2`), selective recomputation, and QLoRA: `wk` and `w2` have adapters on an
@@ -52,19 +52,19 @@ NF4 base, `w1` trains in full. Rank {RANK} of 8 prints its first block:
 """
 
 STACKS = """
-A stack reads from the inside out. Parameters stay registered in the layer itself under the names of the parameter
-table, whatever stands around them. What follows the shapes is the view, which says how a rank reads them: of `weight
-dim 0` it has a part of the rows, and what is not named every rank has whole.
+Ops are listed from the inside out. Parameters stay registered in the layer itself, under their names in the parameter
+table. After the shapes comes the view, the local part that this rank reads: `weight dim 0` means a part of the rows;
+parameters that are not listed are whole on every rank.
 
-| layer | what stands there | its file |
+| layer | slot's content | file |
 |---|---|---|"""
 
 ABSENT = """
-`wk` and `w2` have nothing deferred: a frozen matrix has no weight gradient that could wait, and the adapters' products
-are too small to be worth it. `w1`, which trains, has no adapter.
+`wk` and `w2` defer nothing: a frozen matrix has no weight gradient, and the adapters' products are too small to be
+worth it. `w1` trains in full and has no adapter.
 
-What this rank stores of these layers between steps. ZeRO-3 has split what tensor parallelism left along dim 0; FSDP2
-gathers it before each pass, and the view then reads plain tensors:
+Between steps this rank stores the following parts of these layers. ZeRO-3 has split the tensor-parallel parts again
+along dim 0; FSDP2 gathers them before each pass, and the view then reads plain tensors:
 
 | parameter | whole | on this rank | trains |
 |---|---|---|---|"""
@@ -72,14 +72,14 @@ gathers it before each pass, and the view then reads plain tensors:
 END = """
 ## To add a product
 
-A new kind of product (low precision, say) is a file with a subclass of `Product` (`models/linear.py`) that says three
-things: `compute`, `input_gradient` and `weight_gradient`. One line in `parallel/apply.py` puts it into the layers:
+A new kind of product, for example in low precision, is a subclass of `Product` (`models/linear.py`) with three methods:
+`compute`, `input_gradient` and `weight_gradient`. One line in `parallel/apply.py` puts it into the layers:
 
     for linear in linears: linear.put(Fp8())
 
-Adapters then compute beside it, zero-bubble schedules let its weight gradient wait, and tensor parallelism sums it over
-ranks, because they are ops around it that know nothing of its kind (`tests/test_slots.py` does this with a product that
-rounds its inputs, its weight and its gradients).
+Adapters, zero-bubble schedules and tensor parallelism then work with it unchanged, because they are ops around it that
+do not depend on its kind. `tests/test_slots.py` shows this with a product that rounds its inputs, its weight and its
+gradients.
 """
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/models.md from the families' presets and parameter tables: run it after changing one (a test notices)."""
+"""Writes docs/models.md from the families' presets and parameter tables: run it after changing one."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -9,17 +9,20 @@ PAGE, RESULTS = (Path(__file__).with_name(name) for name in ("mutants.md", "muta
 INTRODUCTION = """\
 # Mutants: what verify catches
 
-`make mutants` plants {count} realistic faults of distributed training, one at a time, as the source is imported, and
-runs [verify](verify.md) on a tiny model under a layout that the fault concerns. The faults are patches of what this
-project itself does (`tests/mutants/`): a gradient that is not summed, keys of the wrong rank, a stage that begins a
-layer early. The patch is in the reference's process too, which trains alone, as a real fault would be. Then it runs
-random legal layouts of the source as it is, which must all be equal: families, degrees, ZeRO stages, schedules,
-adapters, optimizers and objectives drawn by a seed (`testing/layouts.py`). Every run is forked from a process that has
-imported torch. `make mutants MUTANTS=--again` forgets what is known; `--precision bf16` plants the faults in bf16.
+`make mutants` measures [verify](verify.md) in two ways:
 
-**Caught**: the layout is said to be different. **Named**: the place that is reported is the first one that the fault
-reaches in the order of computation, as the table of mutants said before the run. Seconds are wall time of one process
-with its ranks on a busy machine of two cores.
+- It plants {count} realistic faults of distributed training, one at a time, and runs `verify` on a tiny model under a
+  layout that the fault affects. Each fault is a patch of this project's source, applied on import (`tests/mutants/`): a
+  gradient that is not summed, keys of the wrong rank, a stage that starts a layer early. As with a real fault, the
+  reference process has the patch too; it trains on one process.
+- It runs random legal layouts of the unchanged source, which must all be equal. A seed draws families, degrees, ZeRO
+  stages, schedules, adapters, optimizers and objectives (`testing/layouts.py`).
+
+`make mutants MUTANTS=--again` starts over; `--precision bf16` plants the faults in bf16.
+
+**Caught**: `verify` reports a difference. **Named**: it reports the first place that the fault reaches in the order of
+computation, as predicted in the table of mutants. Seconds are wall time of one process with its ranks on a busy machine
+of two cores.
 
 | | tried | |
 |---|---:|---|
@@ -27,8 +30,8 @@ with its ranks on a busy machine of two cores.
 | faults named | {count} | {named} ({named_share:.0%}) |
 {bf16}| random layouts found equal | {layouts} | {equal} |
 
-A fault that computes the same wrong thing on one process, rope that is wrong everywhere for instance, is no difference
-between layouts. Parity with transformers is its test ([models](models.md)).
+A fault that also affects one process, such as rope that is wrong everywhere, is no difference between layouts. The
+comparison with transformers finds it ([models](models.md)).
 """
 
 

@@ -20,28 +20,33 @@ LEFT_OUT = TABLE.parent / "results" / "plan-left-out.json"
 BEGIN = """\
 # How far off the planner is
 
-Predictions against {rows} published training runs (`benchmarks/published_runs.csv`, each row with its source), made by
-`meshwright plan validate benchmarks/published_runs.csv`. The model's constants
-([`plan/constants.py`](../src/meshwright/plan/constants.py)) are global: {constants} numbers for all devices, models and
-programs, none for a row or a source. They were fitted to this table, so the fair figures are those of the sections
-*left out*, where every family of sources is predicted with constants fitted to all others, and *fresh sources*, which
-nothing was fitted to.
+The planner's predictions compared with {rows} published training runs (`benchmarks/published_runs.csv`, each row with
+its source). `meshwright plan validate benchmarks/published_runs.csv` computes the tables.
 
-*median* and *mean* are absolute errors relative to what was measured; *skill* is 1 - mean error / mean error of the
-rule of thumb "one model FLOPs utilisation for all" (the median of the other sources); *rank* is Spearman's correlation
-among layouts of one job (a source's rows of one model, sequence, batch and number of devices, in at least three
-layouts; repetitions of a layout count once, by their median; averaged with the number of layouts as weight); *inside*
-is the share of measurements within the {nominal:.0%} interval; *one factor* is the median error after one factor per
-source, fitted on the source's other rows.
+The model has {constants} constants for all devices, models and programs, and none for a row or a source
+([`plan/constants.py`](../src/meshwright/plan/constants.py)). They were fitted to this table. So the fair figures are in
+[left out](#left-out), where every family of sources is predicted with constants fitted to all others, and in [fresh
+sources](#fresh-sources), which nothing was fitted to.
+
+| column | meaning |
+|---|---|
+| median, mean | absolute error relative to the measurement |
+| skill | 1 - mean error / mean error of the rule of thumb "the same model FLOPs utilisation for all" (the median of \
+the other sources) |
+| rank | Spearman's correlation among layouts of one job: rows of a source with the same model, sequence, batch and \
+number of devices, in at least three layouts; repetitions count once, by their median; averaged with the number of \
+layouts as weight |
+| inside | share of measurements within the {nominal:.0%} interval |
+| one factor | median error after one factor per source, fitted on the source's other rows |
 """
 
 RULES = """\
 
 ## How gaps are filled
 
-{completed} of {rows} rows lack an input; {refused} cannot be predicted at all (such as give neither a size nor a
-known name). Numbers that no run can have are gaps. Nothing is dropped in silence: `--json`
-names the rules that spoke for every row. Counts are of rows.
+{completed} of {rows} rows lack an input; {refused} cannot be predicted at all, for example because they give neither a
+size nor a known name. Impossible numbers count as gaps. Nothing is dropped silently: `--json` lists the rules applied
+to every row. Counts are rows.
 
 | input | rows | rule |
 |---|---|---|
@@ -68,26 +73,28 @@ RULE = {
 }
 
 FRESH_WORDS = """\
-{rows} runs of other sources (`benchmarks/published_runs_fresh.csv`, facts copied by hand from papers, manuals and
-logs, each with its source), predicted before anything was changed after they had been collected: *first*
-(`benchmarks/results/plan-fresh-first.json`). No constant was ever fitted to them. What they showed to be missing was
-then added: programs told apart by a row's words, Megatron without overlapped tensor parallelism, pipelines that are
-not sharded further, experts' tokens sent once a rank, what adapters read and write; *now* is therefore no longer a
-blind test.
+{rows} runs of other sources (`benchmarks/published_runs_fresh.csv`), copied by hand from papers, manuals and logs, each
+with its source. No constant was ever fitted to them. *First* are the predictions made before anything was changed
+(`benchmarks/results/plan-fresh-first.json`). Then the planner gained what they showed to be missing: recognition of
+programs by a row's words, Megatron without overlapped tensor parallelism, pipelines that are not sharded further,
+experts' tokens sent once per rank, the memory traffic of adapters. So *now* is no longer a blind test.
 """
 
 SOFTWARE = """\
 
-What a table of runs never says follows from its words, precision, year and sharding
-([`software.py`](../src/meshwright/validate/software.py)): fp16 and years before 2023 mean attention
-that writes its scores to memory unless the row names FlashAttention, dropout, 16-byte optimizer state and gradients
-that do not travel while the backward pass computes; before 2020 no fused kernels either. FSDP, DeepSpeed's ZeRO-2
-and 3, and programs that run a model's modules as they are mean eager PyTorch with FlashAttention-2 (slower under
-ALiBi's bias) unless compiled or written with kernels of their own. What remains is Megatron Core with its fused
-kernels, attention written for Hopper and a distributed optimizer; recipes in fp8, or of NeMo and Megatron Bridge, hide
-tensor-parallel messages, those in fp8 keep bf16 gradients. Rates become times by the convention that the row's notes
-name; reported TFLOP/s are never compared.
-Memory is compared by what was counted: on paper (states), by the allocator, or by the driver.
+Tables of runs rarely describe the software. It is inferred from a row's words, precision, year and sharding
+([`software.py`](../src/meshwright/validate/software.py)):
+
+- **fp16, or a year before 2023**: attention that writes its scores to memory (unless the row names FlashAttention),
+  dropout, 16-byte optimizer state, and no overlap of gradient reduction with the backward pass. Before 2020 also no
+  fused kernels.
+- **FSDP, DeepSpeed's ZeRO-2 and -3, and unmodified modules**: eager PyTorch with FlashAttention-2 (slower under ALiBi's
+  bias), unless compiled or with kernels of their own.
+- **Everything else**: Megatron Core with fused kernels, Hopper attention and a distributed optimizer. Recipes in fp8,
+  and those of NeMo and Megatron Bridge, overlap tensor-parallel messages; those in fp8 keep bf16 gradients.
+
+Rates become times by the convention that the row's notes name; reported TFLOP/s are never compared. Memory is compared
+by the kind of count: calculated (states), the allocator's, or the driver's.
 """
 
 WHY = {

@@ -1,4 +1,4 @@
-"""Writes docs/recipe.md from the fields of `meshwright.spec`: run it after changing one (a test notices)."""
+"""Writes docs/recipe.md from the fields of `meshwright.spec`: run it after changing one."""
 
 from collections.abc import Iterator
 from pathlib import Path

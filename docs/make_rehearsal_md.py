@@ -191,17 +191,17 @@ def measure() -> None:
 BEGIN = """\
 # The planner beside the rehearsal
 
-`meshwright rehearse` runs the program that trains, as one rank of the whole job, and counts the bytes of every tensor
-and of every collective ([how](verbs.md#rehearse)); `meshwright plan` computes both from the parameter table
-([how](plan.md)). A test holds the rehearsed peak to what PyTorch's own allocator counts in a real process: within 2 %
-(on a CPU, with a GPU's operations). Here they stand side by side: bytes that live at the peak, without what an
-allocator and libraries add, of the pipeline stage that is furthest off; and what the first rank sends in a step. All as
-on GPUs, in bf16.
+`meshwright rehearse` runs the training program as one rank of the whole job and counts the bytes of every tensor and
+every collective ([how](verbs.md#rehearse)). `meshwright plan` computes both from the parameter table ([how](plan.md)).
+This page compares them: tensor bytes at the peak, without the overhead of allocator and libraries, for the pipeline
+stage that differs most; and the bytes that the first rank sends in a step. All cells are for GPUs, in bf16. A test
+compares the rehearsed peak with PyTorch's own allocator in a real process: within 2 % (on a CPU, with a GPU's
+operations).
 
-{cells} cells, {ranks} ranks: memory is {worst:.1%} off at worst, {median:.2%} in the median; what is not predicted are
-tokens, masks, tables of angles and some messages under way. {exact} of {predicted} sums of traffic agree to the byte,
-but for what is not compared, the bytes behind +: a few sums of 4 to 24 bytes, of token counts, the loss and the
-gradient's norm, and 8 bytes for every expert's load.
+{cells} cells, {ranks} ranks. Memory differs by {worst:.1%} at worst and {median:.2%} in the median; the plan leaves out
+tokens, masks, rotary tables and some messages in transit. Traffic agrees to the byte in {exact} of {predicted} cells,
+apart from the bytes after +, which are not compared: sums of 4 to 24 bytes for token counts, loss and gradient norm,
+and 8 bytes for every expert's load.
 
 | model | strategy | layout | recompute | rehearsed, MB | planned, MB | off | sent, MB | planned |
 |---|---|---|---|---|---|---|---|---|

@@ -1,4 +1,4 @@
-"""Writes docs/schedules.md from the schedules themselves: run it after changing one (a test notices)."""
+"""Writes docs/schedules.md from the schedules themselves: run it after changing one."""
 
 from collections.abc import Iterator
 from pathlib import Path

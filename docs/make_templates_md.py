@@ -36,12 +36,12 @@ SPECIAL = re.compile(
 HEADER = re.compile(r"start_header_id|im_start|start_of_turn|start_of_role|<\|user|<\|assistant")
 MARKS = re.compile(r"{%-?\s*generation\s*-?%}")
 REASONS = {
-    "leaves out thoughts": "knows no thoughts, or leaves them out",
-    "leaves out the record's tools": "knows no tools",
-    "leaves out the tool calls": "writes no calls of tools",
-    "leaves out a message of role": "leaves out a message of some role",
-    "otherwise once others follow": "what the assistant wrote cannot be told",
-    "refuses this conversation": "cannot write it down in this form",
+    "leaves out thoughts": "does not support thoughts, or omits them",
+    "leaves out the record's tools": "does not support tools",
+    "leaves out the tool calls": "omits tool calls",
+    "leaves out a message of role": "omits messages of some role",
+    "otherwise once others follow": "has turns that cannot be located",
+    "refuses this conversation": "rejects messages in this form",
 }
 
 
@@ -166,23 +166,27 @@ def _lines(rows: list[dict[str, Any]]) -> Iterator[str]:
 {len(rows)} published chat templates, each on {len(CONVERSATIONS)} conversations: tools, thoughts, system messages,
 empty and long texts, Unicode (`src/meshwright/testing/conversations.py`).
 
-*Equal*: the tokens are those of transformers' `apply_chat_template`, given the same messages in the form that the
-template takes; and the trained tokens, read back as text, hold every answer and every call of the assistant, nothing of
-other messages and no header of a turn. *Both refuse*: transformers refuses the conversation, too. The rest is refused
-here with a reason: something would be left out, or could not be told.
+| result | meaning |
+|---|---|
+| equal | the tokens equal those of transformers' `apply_chat_template` on the same messages, in the form that the \
+template expects; and the trained tokens, decoded, hold every answer and every call of the assistant, nothing of other \
+messages and no turn header |
+| both refuse | transformers refuses the conversation too |
+| refused | only Meshwright refuses it, with a reason: something would be left out, or turns could not be located |
+| wrong | none of these |
 
-Of {total.total()} conversations {total["equal"]} are equal, {total["refused by both"]} are refused by both, {alone} are
-refused here alone, and {wrong} are wrong.
+Of {total.total()} conversations {total["equal"]} are equal, {total["refused by both"]} are refused by both, {alone}
+only by Meshwright, and {wrong} are wrong.
 
-| refused here alone: the template | conversations |
+| refused only by Meshwright, because the template | conversations |
 |---|---|"""
     for text, count in total.most_common():
         if text.startswith("refused: "):
             yield f"| {text.removeprefix('refused: ')} | {count} |"
     yield from (
         "",
-        "The templates are those of the packages trl, axolotl and llama-cpp-python (llama.cpp's), of unsloth, and of",
-        "chujiezheng/chat_templates. None is part of this project; files are known by their SHA-256.",
+        "The templates come from the packages trl, axolotl and llama-cpp-python (llama.cpp's), from unsloth, and from",
+        "chujiezheng/chat_templates. None is part of this project; each is identified by its SHA-256.",
         "",
         "| from | template | SHA-256 | equal | both refuse | refused | wrong |",
         "|---|---|---|---|---|---|---|",

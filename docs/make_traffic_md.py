@@ -1,4 +1,4 @@
-"""Writes docs/traffic.md, what every layout exchanges in a step: run it after changing a formula (a test notices)."""
+"""Writes docs/traffic.md, what every layout exchanges in a step: run it after changing a formula."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path

@@ -1,14 +1,15 @@
-"""Trains one small model in every precision and draws its losses: `python docs/plot_precision.py [--measure]`.
+"""Trains one small model in every precision, and with what its optimizer keeps in bf16, and draws the losses:
+`python docs/plot_precision.py [--measure precision | bf16]`.
 
-With `--measure` it trains (minutes, on the CPU) and writes docs/precision.json; it always writes docs/precision.svg and
-prints the table of docs/precision.md from that.
+With `--measure` it trains (minutes, on the CPU) and writes docs/precision.json or docs/bf16.json; it always writes the
+pictures docs/precision.svg and docs/bf16.svg and prints the tables of docs/precision.md from those.
 """
 
 import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,20 +19,29 @@ from meshwright.spec.run import ResolvedRun, Run
 from meshwright.testing.curves import loss_curve
 
 DOCS = Path(__file__).parent
-DATA, PLOT = DOCS / "precision.json", DOCS / "precision.svg"
-STEPS, GLOBAL_BATCH, LAST = 120, 8, 30
+GLOBAL_BATCH, LAST = 8, 30
 
 RECIPE = """
 model: {family: llama, hidden: 128, num_layers: 4, num_heads: 4, num_kv_heads: 4, ffn: 256, vocab: 256}
 data: {sequence_length: 32}
 training:
-  optimizer: {lr: 2e-3}
   lr_schedule: {name: cosine, warmup: 20}
-  steps: 120
 device: cpu
 """
 
-WAYS: dict[str, dict[str, Any]] = {
+
+class Study(NamedTuple):
+    """Ways of training that are compared with the first, `bf16`."""
+
+    name: str
+    steps: int
+    optimizer: dict[str, Any]
+    ways: dict[str, dict[str, Any]]
+    apart: list[float]
+    """Marks of the lower panel."""
+
+
+PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
     "fp32": {"precision": "fp32"},
     "fp8 tensorwise": {"precision": "fp8"},
@@ -43,20 +53,36 @@ WAYS: dict[str, dict[str, Any]] = {
     "nvfp4": {"precision": "nvfp4"},
     "nvfp4, ends in bf16": {"precision": "nvfp4", "low_precision": {"keep": ["layers.0", "layers.-1"]}},
 }
+PURE: dict[str, Any] = {"precision": "bf16", "master_dtype": "bf16"}
+KEPT: dict[str, dict[str, Any]] = {
+    "bf16": {"precision": "bf16"},
+    "moments in bf16": {"precision": "bf16", "optimizer": {"state_dtype": "bf16"}},
+    "moments in 8 bits": {"precision": "bf16", "optimizer": {"name": "adamw_8bit"}},
+    "weights in bf16, nearest": {**PURE, "optimizer": {"rounding": "nearest"}},
+    "weights in bf16, stochastic": {**PURE, "optimizer": {"rounding": "stochastic"}},
+    "weights in bf16, kahan": {**PURE, "optimizer": {"rounding": "kahan"}},
+    "weights and moments, stochastic": {**PURE, "optimizer": {"rounding": "stochastic", "state_dtype": "bf16"}},
+    "weights and moments, kahan": {**PURE, "optimizer": {"rounding": "kahan", "state_dtype": "bf16"}},
+}
+STUDIES = (
+    Study("precision", 120, {"lr": 2e-3}, PRECISIONS, [-0.3, -0.2, -0.1, 0, 0.1]),
+    Study("bf16", 300, {"lr": 5e-5}, KEPT, [-0.1, -0.05, 0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8]),
+)
 COLOURS = ("#000000", "#777777", "#0072b2", "#56b4e9", "#009e73", "#8a9a00", "#e69f00", "#cc79a7", "#d55e00", "#7a3db8")
 
 WIDTH, HEIGHT, LEFT, TOP, GAP, WINDOW = 720, 240, 60, 24, 60, 20
 
 
-def measure() -> dict[str, list[float]]:
-    """Losses in every precision, from the same weights on the same tokens."""
+def measure(study: Study) -> dict[str, list[float]]:
+    """Losses in every way, from the same weights on the same tokens."""
     losses = {}
-    for name, settings in WAYS.items():
+    for name, settings in study.ways.items():
+        settings = {**settings, "optimizer": study.optimizer | settings.get("optimizer", {}), "steps": study.steps}
         run = parse_spec(RECIPE, Run, [f"training.{key}={json.dumps(value)}" for key, value in settings.items()])
         model = resolve_model(run.model, base_dir=DOCS)
         sizes: dict[str, Any] = {"global_batch": GLOBAL_BATCH, "micro_batch": GLOBAL_BATCH, "accumulation": 1}
-        losses[name] = loss_curve(ResolvedRun(run=run, model=model, reasons={}, **sizes), STEPS)
-        print(f"{name:<24}{losses[name][-1]:.4f}", flush=True)
+        losses[name] = loss_curve(ResolvedRun(run=run, model=model, reasons={}, **sizes), study.steps)
+        print(f"{name:<32}{losses[name][-1]:.4f}", flush=True)
     return losses
 
 
@@ -66,14 +92,14 @@ def smooth(values: list[float]) -> list[float]:
     return [sum(part) / len(part) for part in parts]
 
 
-def draw(losses: dict[str, list[float]]) -> str:
+def draw(study: Study, losses: dict[str, list[float]]) -> str:
     """Two panels: the losses, and their distance from bf16's."""
     beside = {
         name: smooth([a - b for a, b in zip(curve, losses["bf16"], strict=True)]) for name, curve in losses.items()
     }
     panels = [
         ("loss, nats per token", losses, [1, 2, 3, 4, 5, 6]),
-        (f"loss less bf16's, mean of {WINDOW} steps", beside, [-0.3, -0.2, -0.1, 0, 0.1]),
+        (f"loss minus bf16's, mean of {WINDOW} steps", beside, study.apart),
     ]
     total = TOP + len(panels) * (HEIGHT + GAP)
     parts = [
@@ -81,20 +107,20 @@ def draw(losses: dict[str, list[float]]) -> str:
         'font-size="13"><rect width="100%" height="100%" fill="white"/>'
     ]
     for number, (title, curves, ticks) in enumerate(panels):
-        parts += _panel(title, curves, ticks, TOP + number * (HEIGHT + GAP))
-    for number, (name, colour) in enumerate(zip(losses, COLOURS, strict=True)):
+        parts += _panel(study, title, curves, ticks, TOP + number * (HEIGHT + GAP))
+    for number, (name, colour) in enumerate(zip(losses, COLOURS, strict=False)):
         y = TOP + 14 + 20 * number
         parts.append(f'<path d="M{WIDTH + 20} {y}h24" stroke="{colour}" stroke-width="2"/>')
         parts.append(f'<text x="{WIDTH + 52}" y="{y + 4}">{name}</text>')
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _panel(title: str, curves: dict[str, list[float]], ticks: list[float], top: int) -> list[str]:
+def _panel(study: Study, title: str, curves: dict[str, list[float]], ticks: list[float], top: int) -> list[str]:
     values = [value for curve in curves.values() for value in curve]
     low, high = min(values), max(values)
 
     def place(step: float, value: float) -> str:
-        x = LEFT + (WIDTH - LEFT) * step / STEPS
+        x = LEFT + (WIDTH - LEFT) * step / study.steps
         return f"{x:.1f},{top + HEIGHT * (high - value) / (high - low):.1f}"
 
     parts = [f'<text x="{LEFT}" y="{top - 8}" font-weight="bold">{title}</text>']
@@ -102,10 +128,10 @@ def _panel(title: str, curves: dict[str, list[float]], ticks: list[float], top: 
         x, y = place(0, tick).split(",")
         parts.append(f'<path d="M{x} {y}H{WIDTH}" stroke="#dddddd"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y}" text-anchor="end" dy="4">{tick:g}</text>')
-    for step in range(0, STEPS + 1, 20):
+    for step in range(0, study.steps + 1, study.steps // 6):
         x, y = place(step, low).split(",")
         parts.append(f'<text x="{x}" y="{y}" text-anchor="middle" dy="18">{step}</text>')
-    for colour, curve in zip(COLOURS, curves.values(), strict=True):
+    for colour, curve in zip(COLOURS, curves.values(), strict=False):
         points = " ".join(place(step, value) for step, value in enumerate(curve, start=1))
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.4"/>')
     return parts
@@ -115,13 +141,15 @@ def table(losses: dict[str, list[float]]) -> list[str]:
     """The mean loss of the last steps and its distance from bf16's, as Markdown."""
     means = {name: math.fsum(curve[-LAST:]) / LAST for name, curve in losses.items()}
     rows = (f"| {name} | {mean:.3f} | {mean - means['bf16']:+.4f} |" for name, mean in means.items())
-    return [f"| precision | loss, mean of the last {LAST} steps | less bf16's |", "|---|---|---|", *rows]
+    return [f"| precision | loss, mean of the last {LAST} steps | minus bf16's |", "|---|---|---|", *rows]
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if "--measure" in sys.argv:
-        DATA.write_text(json.dumps(measure()) + "\n")
-    measured = json.loads(DATA.read_text())
-    PLOT.write_text(draw(measured))
-    print("\n".join(table(measured)))
+    for study in STUDIES:
+        data = DOCS / f"{study.name}.json"
+        if study.name in sys.argv[2:] and sys.argv[1] == "--measure":
+            data.write_text(json.dumps(measure(study)) + "\n")
+        measured = json.loads(data.read_text())
+        (DOCS / f"{study.name}.svg").write_text(draw(study, measured))
+        print("\n".join(table(measured)))

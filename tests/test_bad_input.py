@@ -52,7 +52,7 @@ RECIPES = {
     "model: gpt2\nmodel: gpt2-xl": "run.yaml:2: model: given twice, first at run.yaml:1",
     "model: !!python/name:os.system": "run.yaml:1: the tag '!!python/name:os.system' is not allowed",
     "model: gpt2\ntraining:\n\tsteps: 5": "run.yaml:3: YAML needs spaces here, not a tab",
-    "model: gpt2\ndata: {sources: *.txt}": "run.yaml:2: a value that begins with '*' or '&' needs quotes",
+    "model: gpt2\ndata: {sources: *.txt}": "run.yaml:2: a value that starts with '*' or '&' needs quotes",
     "model: gpt2\ntrainin: {}": "run.yaml:2: trainin: unknown key; did you mean 'training'?",
     "model: gpt2\ntraining: {precision: fp5}": "run.yaml:2: training.precision: 'fp5' is not allowed: must be",
     "model: gpt2\ntraining: {compile: on}": "run.yaml:2: training.compile: 'on' is not allowed: must be true",
@@ -139,7 +139,7 @@ DATA = {
     # data.sources: what lies in the folder, how the one line begins
     "nothing/*.txt": (None, "data source nothing/*.txt matches no file (looked in "),
     ".": (None, "data source . is a folder; say which files, as in ./**/*.txt"),
-    "[a.txt, a.txt]": (None, "data source a.txt is given twice; leave one out"),
+    "[a.txt, a.txt]": (None, "data source a.txt is given twice; remove one"),
     "[b*.txt, b.txt]": (None, "one file would be read twice: as b.txt by data source b*.txt, and as b.txt by b.txt"),
     "[a.txt, empty.txt]": (damaged("empty.txt", b""), "data source empty.txt holds nothing: no byte is in empty.txt"),
     "latin1.txt": (damaged("latin1.txt", b"caf\xe9"), "latin1.txt: not UTF-8 at byte 3"),

@@ -110,7 +110,7 @@ def test_a_check_reports_sizes_batch_data_and_a_sample(folder, capsys):
     assert main(["check", "run.yaml"]) == 0
     text = capsys.readouterr().out
     assert "ZeRO-3 x 2" in text
-    assert "128 tokens a step = 2 ranks x 1 microbatches x 4 sequences x 16; 4 steps, 512 tokens" in text
+    assert "128 tokens a step = 2 ranks x 1 microbatch x 4 sequences x 16; 4 steps, 512 tokens" in text
     assert "2 files" in text
     assert "\n  . the\n" in text or "\n  . t\n" in text
     assert "no errors; train it with: meshwright train run.yaml" in text

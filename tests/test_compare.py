@@ -271,7 +271,10 @@ def test_every_engine_trains_what_ours_trains_on_one_process(folder, capsys):
             "litgpt",
             "nanogpt",
         ):  # these have no GPT-2, this no folder: tests/test_engines_train.py
-            assert ("llama alone" in row["error"]) or ("git clone" in row["error"])
+            assert ("supports llama only" in row["error"]) or ("git clone" in row["error"])
+            continue
+        if name in ("peft", "trl"):  # tests/test_engines_tuning.py
+            assert ("peft trains adapters" in row["error"]) or ("trl's rows have a token more" in row["error"])
             continue
         if not installed(name):
             assert "pip install 'meshwright[" in row["error"]

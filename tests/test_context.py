@@ -90,26 +90,24 @@ def test_attention_over_ranks(ranks: RankPool, method: str, ranks_in_ring: int) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sight", ["causal", "all", "mask"])
-def test_parts_by_plain_products_equal_those_by_kernels(
-    monkeypatch: pytest.MonkeyPatch, sight: Any, dtype: Any
-) -> None:
+@pytest.mark.parametrize("mask", ["causal", "all", "mask"])
+def test_parts_by_plain_products_equal_those_by_kernels(monkeypatch: pytest.MonkeyPatch, mask: Any, dtype: Any) -> None:
     """And queries are taken in blocks: one that sees nothing of a part gets nothing from it."""
     q, k, v, dy = (draw(2, heads, T, K, seed=i).to(dtype) for i, heads in enumerate((4, 2, 2, 4)))
-    if sight == "mask":
-        sight = torch.ones(T, T, dtype=torch.bool).tril(-1)
+    if mask == "mask":
+        mask = torch.ones(T, T, dtype=torch.bool).tril(-1)
     outcomes = []
     for plain in (False, True):
         if plain:
             monkeypatch.setattr("meshwright.models.partial_attention._flash_kernels", lambda *_: None)
             monkeypatch.setattr("meshwright.models.partial_attention.SCORES", 7 * T)
-        y, logsumexp = attend_part(q, k, v, sight)
-        if isinstance(sight, torch.Tensor):
+        y, logsumexp = attend_part(q, k, v, mask)
+        if isinstance(mask, torch.Tensor):
             assert logsumexp[:, :, 0].isneginf().all()
             assert not y[:, :, 0].any()
         own_y, own_logsumexp = attend_part(q, k, v, "causal")
         add_part_(own_y, own_logsumexp, y, logsumexp)
-        grads = attend_part_backward(dy, q, k, v, own_y.to(dtype), own_logsumexp, sight)
+        grads = attend_part_backward(dy, q, k, v, own_y.to(dtype), own_logsumexp, mask)
         assert all(x.dtype == torch.promote_types(dtype, torch.float32) for x in (own_y, own_logsumexp, *grads))
         outcomes.append((own_y, own_logsumexp, *grads))
     for kernel, product in zip(*outcomes, strict=True):

@@ -204,7 +204,7 @@ def test_tokens_are_gone_through_once(tokens, monkeypatch):
 def test_tokens_that_are_none(tokens):
     folder, corpus = tokens
     raw = {"path": "two.bin", "tokens": "uint32"}
-    with pytest.raises(ValueError, match=r"two\.bin: token \d+ is none of the tokenizer's 300"):
+    with pytest.raises(ValueError, match=r"two\.bin: token \d+ is outside the tokenizer's vocabulary of 300"):
         corpus_of(folder, sources=raw)
     train_tokenizer(["other"], 270).save(folder / "other")
     with pytest.raises(ValueError, match="was made by another tokenizer"):

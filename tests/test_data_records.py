@@ -108,7 +108,7 @@ BAD = {
     "unknown column": ({"mesages": []}, "a.jsonl: unknown column 'mesages'; did you mean 'messages'?"),
     "two formats": ({"messages": [], "text": "x"}, "a.jsonl: its columns match messages and text; set"),
     "no list": ({"messages": "Hi"}, "a.jsonl:2: a conversation must be a list of messages"),
-    "role": ({"messages": [turn("asistant", "x")]}, "a.jsonl:2: message 1: role 'asistant' is none of system, "),
+    "role": ({"messages": [turn("asistant", "x")]}, "a.jsonl:2: message 1: role 'asistant' is not one of system, "),
     "content": ({"messages": [turn("user", 3)]}, "a.jsonl:2: message 1: its content is not text but int"),
     "null": ({"prompt": "x", "completion": None}, "a.jsonl:2: no 'completion', which format prompt_completion needs"),
     "labels": ({"input_ids": [1, 2], "labels": [2, -100]}, "a.jsonl:2: every label must be its own token or -100"),

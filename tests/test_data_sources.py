@@ -111,7 +111,7 @@ def test_bad_sources_are_named(tmp_path):
             ["folder/a.txt", "link.txt"],
             "read twice: as folder/a.txt by data source folder/a.txt, and as link.txt by link.txt",
         ),
-        (["stdlib", "stdlib"], "data source stdlib is given twice; leave one out (weight"),
+        (["stdlib", "stdlib"], "data source stdlib is given twice; remove one (use weight"),
     ]:
         with pytest.raises(ValueError, match=re.escape(message)):
             documents(tmp_path, *sources)

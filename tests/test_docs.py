@@ -2,7 +2,6 @@
 
 import importlib
 import re
-import runpy
 import shlex
 from contextlib import nullcontext
 from itertools import pairwise
@@ -116,10 +115,3 @@ def test_recipes_load(block: str) -> None:
 @pytest.mark.parametrize("block", each("python"))
 def test_python_compiles(block: str) -> None:
     compile(block, "snippet", "exec")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", [*(ROOT / "docs").glob("make_*_md.py")], ids=lambda path: path.name)
-def test_generated_pages_are_current(script: Path) -> None:
-    made = runpy.run_path(str(script))
-    assert made["PAGE"].read_text(encoding="utf-8") == made["page"](), f"run: python docs/{script.name}"

@@ -63,11 +63,38 @@ REFUSED = {
     "training.preference.beta": ["training.preference={}", "data.separate_documents=true"],
     "checkpoint.start_from": ["checkpoint.start_from=elsewhere"],
 }
+ROPE = "model.rope_scaling={kind: yarn, factor: 2, original_max_positions: 8}"
+EXPRESSED = {
+    *(("hf_trainer", f"data.{key}") for key in ("packing", "separate_documents")),
+    *(("peft", f"data.{key}") for key in ("packing", "separate_documents")),
+    ("trl", "training.preference.beta"),
+}
+"""What of these an engine has."""
+LORA = ["finetune={method: lora}", "model.weights=random"]
+PAIRS = ["training.preference={}", "data.separate_documents=true", "data.packing=padded"]
 OWN = {
     ("transformers", "layout.tp"): ("tp2", GPT2),
     ("deepspeed", "layout.tp"): ("tp2", GPT2),
     ("deepspeed", "layout.zero"): ("ddp2+zero2:2", []),
+    ("deepspeed", "model.tied_embeddings"): ("pp2", []),
+    ("deepspeed", "layout.dp_shard"): ("pp2+zero1:2", []),
+    ("deepspeed", "layout.schedule"): ("pp2", ["layout={pp: 2, schedule: afab}"]),
+    ("deepspeed", "training.precision"): ("pp2", ["model.tied_embeddings=false", "training.precision=bf16"]),
     ("deepspeed", "layout.offload"): ("ddp", ["layout.offload=cpu"]),
+    ("bare", "layout.offload"): ("zero2", ["layout.offload={optimizer: host}"]),
+    ("hf_trainer", "layout.offload"): ("zero3", ["layout.offload={optimizer: disk}"]),
+    ("litgpt", "model.rope_scaling"): ("single", [ROPE]),
+    ("megatron", "model.rope_scaling"): ("single", [ROPE]),
+    ("hf_trainer", "finetune.method"): ("single", LORA),
+    ("peft", "finetune"): ("single", []),
+    ("peft", "finetune.base"): ("single", [*LORA, "finetune.base=nf4"]),
+    ("peft", "finetune.dropout"): ("single", [*LORA, "finetune.dropout=0.1"]),
+    ("peft", "finetune.b_lr_ratio"): ("single", [*LORA, "finetune.b_lr_ratio=16"]),
+    ("peft", "finetune.train"): ("single", [*LORA, "finetune.train=[output]", "model.tied_embeddings=false"]),
+    ("trl", "finetune.train"): ("single", [*LORA, "finetune.train=[output]", "model.tied_embeddings=false"]),
+    ("trl", "finetune.start_from"): ("single", [*LORA, *PAIRS, "finetune.start_from=elsewhere"]),
+    ("trl", "training.preference.reference"): ("single", [*PAIRS, "training.preference.reference=none"]),
+    ("trl", "data.separate_documents"): ("single", ["data.separate_documents=true"]),
     ("litgpt", "layout.dp_replicate"): ("ddp", []),
     ("litgpt", "model.family"): ("single", GPT2),
     ("megatron", "model.family"): ("single", GPT2),
@@ -84,6 +111,10 @@ OWN = {
 @pytest.mark.parametrize("engine", OTHERS)
 @pytest.mark.parametrize("path", REFUSED)
 def test_what_would_be_another_training_is_refused_by_name(engine, path):
+    if (engine, path) in EXPRESSED:
+        more = LORA if engine == "peft" else []
+        assert ENGINES[engine].translate(resolved(*REFUSED[path], "data.packing=padded", *more)).program
+        return
     with pytest.raises(InexpressibleError, match=f"{path}=") as refusal:
         ENGINES[engine].translate(resolved(*REFUSED[path]))
     assert len(str(refusal.value)) > len(path) + 10
@@ -93,7 +124,9 @@ def test_what_would_be_another_training_is_refused_by_name(engine, path):
 def test_what_one_engine_lacks_is_refused_by_name(engine, path):
     layout, overrides = OWN[engine, path]
     run = parse_spec(RECIPE, Run, overrides)
-    split = type(run.layout)(**layout_called(layout).model_dump() | {"offload": run.layout.offload})
+    split = type(run.layout)(
+        **layout_called(layout).model_dump() | run.layout.model_dump(include={"offload", "schedule"})
+    )
     resolved_run = resolve_run(run.model_copy(update={"layout": split}), base_dir=Path())
     with pytest.raises(InexpressibleError, match=f"{path}="):
         ENGINES[engine].translate(resolved_run)
@@ -103,7 +136,7 @@ def test_what_one_engine_lacks_is_refused_by_name(engine, path):
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2"])
 def test_layouts_that_an_engine_does_not_split_are_refused(engine, layout):
     if layout[:2] in ENGINES[engine].axes:
-        assert ENGINES[engine].translate(resolved(layout=layout)).program
+        assert ENGINES[engine].translate(resolved("model.tied_embeddings=false", layout=layout)).program
         return
     with pytest.raises(InexpressibleError, match=rf"layout\.{layout[:2]}=2"):
         ENGINES[engine].translate(resolved(layout=layout))
@@ -130,12 +163,18 @@ VARIANTS = [
     ["training.lr_schedule.name=wsd", "training.clip=null", "training.deterministic=true"],
     ["training.lr_schedule.name=constant", "training.lr_schedule.warmup=0"],
     [*GPT2, "training.precision=bf16", "training.reduce_dtype=bf16", "training.compile=true"],
+    [*LORA, "training.precision=bf16", "training.recompute=full"],
+    [*LORA, "data.packing=best_fit", "data.separate_documents=true"],
+    ["data.packing=padded", "data.separate_documents=true"],
+    PAIRS,
+    [*LORA, *PAIRS],
+    ["model.tied_embeddings=false"],
 ]
 
 
 def programs(folder: Path) -> Path:
     """Every program that can be written for a few recipes in every data-parallel layout."""
-    layouts = ("single", "ddp", "zero1", "zero2", "zero3", "ddp2+zero3:2", "tp2", "tp2+zero3:2")
+    layouts = ("single", "ddp", "zero1", "zero2", "zero3", "ddp2+zero3:2", "tp2", "tp2+zero3:2", "pp2")
     for number, (overrides, layout) in enumerate(itertools.product(VARIANTS, layouts)):
         try:
             run = resolved(*overrides, layout=layout)
@@ -198,6 +237,7 @@ SILENT = {
     "layers that are whole": ("tp2", {"matrices": [900, 900]}),
     "another split than asked": ("tp2", {"matrices": [450, 900], "axes": ["fsdp"]}),
     "nothing on the host": ("zero2", {"host": []}),
+    "the base trained too": ("ddp", {"wrappers": ["DistributedDataParallel"], "held": 1000, "trained": 1000}),
     "no second share": ("ddp2+zero3:2", {"world_size": 4, "second": 0}),
 }
 

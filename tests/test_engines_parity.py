@@ -87,6 +87,6 @@ def test_only_other_engines_are_held_to_it(tmp_path, monkeypatch, capsys):
     assert main(["verify", "run.yaml", "--engine", "bare", "--steps", "11"]) == 2
     assert "training.steps=10" in capsys.readouterr().err
     assert main(["verify", "run.yaml", "--engine", "bare", "training.optimizer.name=muon"]) == 2
-    assert "training.optimizer.name=muon: the program has AdamW alone" in capsys.readouterr().err
+    assert "training.optimizer.name=muon: the program supports AdamW only" in capsys.readouterr().err
     assert main(["verify", "run.yaml", "--python", "python3"]) == 2
     assert "--python" in capsys.readouterr().err

@@ -26,6 +26,7 @@ MIXTRAL = (
 )
 GPT2 = "model={family: gpt2, hidden: 32, num_layers: 2, num_heads: 4, max_positions: 32}"
 UNTIED = "model.tied_embeddings=false"
+OFFLOAD = {"host": {"optimizer": "host"}}
 TOLERANCE = 2e-5
 """Of a loss of about 6 in fp32: a few dozen roundings, which differ in order between engines."""
 
@@ -45,7 +46,7 @@ def installed(engine: str) -> bool:
 def trained(folder: Path, recipe: list[str], rows: dict[str, str], checkout: Path | None = None) -> dict[str, Row]:
     """Ten steps of ours on one process, and of every engine in its layout; all with our losses and norms.
 
-    Each of `rows` is an engine and a word -> its layout, and overrides after it.
+    Each of `rows` is an engine and a word -> its layout, and what of `OFFLOAD` it has.
     """
     entered = []
     for name, words in {"meshwright": "single", **rows}.items():
@@ -54,11 +55,11 @@ def trained(folder: Path, recipe: list[str], rows: dict[str, str], checkout: Pat
         if not installed(engine.name):
             pytest.skip(f"{engine.name} is not installed")
         run = parse_spec(RECIPE, Run, recipe).model_copy(update={"layout": layout_called(layout)})
-        offload: dict[str, Any] = {"offload": {"optimizer": "host"}} if "host" in overrides else {}
+        offload: dict[str, Any] = {"offload": OFFLOAD[overrides[0]]} if overrides else {}
         layout_of = type(run.layout)(**run.layout.model_dump() | offload)
         resolved = resolve_run(run.model_copy(update={"layout": layout_of}), base_dir=folder)
         entered.append(Contestant(name=name, engine=engine, resolved=resolved, checkout=checkout))
-    found = compare(entered, folder / "out", pace=Pace(2, 4, 2), patience=300, say=lambda line: None)
+    found = compare(entered, folder / "out", pace=Pace(2, 4, 2), patience=600, say=lambda line: None)
     ours = found[0]
     assert len(ours.losses) == 10
     assert ours.losses[0] > ours.losses[-1]
@@ -68,7 +69,7 @@ def trained(folder: Path, recipe: list[str], rows: dict[str, str], checkout: Pat
             difference = row.difference_from(ours, what)
             assert difference is not None
             assert difference <= TOLERANCE, (row.name, what)
-        assert row.ran["parameters"] == ours.ran["parameters"]
+        assert row.ran.get("trained", row.ran["parameters"]) == ours.ran["parameters"]
     return {row.name: row for row in found}
 
 
@@ -100,6 +101,13 @@ def test_deepspeed_splits_matrices_and_keeps_state_on_the_host(folder):
     rows = trained(folder, [UNTIED], engines)
     assert share(rows["deepspeed tensor"]) < 0.6
     assert rows["deepspeed host"].ran["host"] == ["cpu_offload"]
+
+
+@pytest.mark.engines
+def test_deepspeed_in_a_pipeline(folder):
+    rows = trained(folder, [UNTIED], {"deepspeed pipeline": "pp2"})
+    assert share(rows["deepspeed pipeline"]) == 0.5
+    assert "PipelineEngine" in rows["deepspeed pipeline"].ran["wrappers"]
 
 
 @pytest.mark.engines

@@ -83,8 +83,8 @@ def test_a_refused_continuation_leaves_the_run_as_it_was(runs: Path, monkeypatch
     before = [(runs / "lora" / name).read_bytes() for name in names]
     seen: list[ResolvedRun] = []
 
-    def start(run: Run, nodes: Any, arguments: list[str], *_: Any, **__: Any) -> int:
-        seen.append(read_resolved(Path(arguments[1])))
+    def start(run: Run, nodes: Any, words: list[str], *_: Any) -> int:
+        seen.append(read_resolved(Path(words[words.index("--resolved") + 1])))
         return MISUSE
 
     monkeypatch.setattr(run_module, "start_workers", start)

@@ -24,7 +24,7 @@ from meshwright.models import Decoder, build_model, named_tensors
 from meshwright.models.foreign import ForeignDecoder
 from meshwright.models.generate import Sampling
 from meshwright.objectives import NextToken
-from meshwright.parallel import WholeModel
+from meshwright.parallel import WholeModel, offload
 from meshwright.serve.trained import continue_texts, evaluate_texts, open_trained
 from meshwright.spec.batch import Batch
 from meshwright.spec.layout import LayoutSpec
@@ -119,6 +119,20 @@ def test_loss_and_gradients_are_those_of_transformers(directories: Path, name: s
         gradient = gradients[ours.replace("embed_out", "lm_head") if ours not in gradients else ours]
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-13)
     assert len(gradients) == len(trainer.parameters)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_activations_in_host_memory_change_nothing(
+    directories: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "SMALLEST", 0)
+    elsewhere = LayoutSpec.model_validate({"offload": {"activations": "host"}})
+    plain, moved = (one_step(foreign_run(directories / name, layout)) for layout in (LayoutSpec(), elsewhere))
+    assert plain is not None
+    assert moved is not None
+    assert moved.loss == plain.loss
+    assert all(torch.equal(moved.gradients[one], gradient) for one, gradient in plain.gradients.items())
+    assert "activations in host memory" in repr(build_here(foreign_run(directories / name, elsewhere)).model)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

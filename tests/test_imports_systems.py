@@ -321,7 +321,22 @@ def test_an_exported_program_is_the_same_recipe_again(tmp_path, engine, layout):
     )
     text, reading = import_files([path])
     assert parse_spec(text, Run).training.optimizer.lr == 0.5
-    assert "LR=0.5: the program was changed; its recipe says 0.0001" in reading.notes[0]
+    assert "LR=0.5: the program was changed; its recipe has 0.0001" in reading.notes[0]
+
+
+TUNED = {
+    "peft": ["finetune={method: lora, rank: 4, targets: [wq, wv], ranks: {wq: 2}}", "data.packing=best_fit"],
+    "trl": ["finetune={method: ia3}", "training.preference={beta: 0.2}", "data.packing=padded"],
+}
+
+
+@pytest.mark.parametrize("engine", TUNED)
+def test_an_exported_fine_tuning_is_the_same_recipe_again(tmp_path, engine):
+    run = parse_spec(RECIPE, Run, [*TUNED[engine], "data.separate_documents=true", "data.chat.template=plain"])
+    path = ENGINES[engine].translate(resolve_run(run, base_dir=tmp_path)).write(tmp_path)
+    text, reading = import_files([path])
+    assert parse_spec(text, Run) == run
+    assert not reading.notes
 
 
 def test_a_program_whose_recipe_is_gone_is_refused(tmp_path):

@@ -292,7 +292,7 @@ def test_models_answer_first_and_our_own_server_judges(files, capsys):
 
 def test_misuse_is_told(files, capsys):
     (files / "twice.jsonl").write_text('{"id": 1, "question": "a"}\n{"id": 1, "question": "b"}\n')
-    with pytest.raises(UserError, match="question 1 is there twice"):
+    with pytest.raises(UserError, match="question 1 occurs twice"):
         read_questions(files / "twice.jsonl")
     with pytest.raises(UserError, match="question 0 has no answer to each of its 2 turns"):
         read_answers(files / "twice-answers.jsonl", read_questions(files / "q.jsonl")) if (

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from launched import children_of, ranks_of
 from meshwright.checkpoint.manifest import latest_checkpoint, step_of
 from meshwright.cli.main import main
 from meshwright.launch.launcher import LAUNCHER, Nodes, Worker, find_nodes, find_worker, join_group, start_workers
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.status import MISUSE, STOPPED
+from meshwright.launch.supervise import RestartPolicy
 from meshwright.spec.run import Run
 from meshwright.trainer.metrics import read_journal
 
@@ -130,7 +132,7 @@ def test_senseless_environments(environment: dict[str, str], message: str) -> No
 def test_ranks_that_do_not_fit_the_machines() -> None:
     run = Run.model_validate(RECIPE | {"layout": {"dp_shard": 4}})
     with pytest.raises(ValueError, match="4 ranks cannot be split evenly over 3 machines"):
-        start_workers(run, Nodes(count=3), [], StopRequest(raises=True), run_dir=None)
+        start_workers(run, Nodes(count=3), [], StopRequest(raises=True), RestartPolicy(run_dir=None))
 
 
 def test_a_wrong_number_of_processes_is_told() -> None:
@@ -205,16 +207,10 @@ def started(*words: str, launcher: tuple[str, ...] = ()) -> Iterator[Program]:
         try:
             yield process
         finally:
-            below = workers_of(process) if process.poll() is None else []
+            below = ranks_of(process.pid) if process.poll() is None else []
             for pid in [process.pid, *below]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-
-
-def workers_of(process: Program) -> list[int]:
-    """Process ids below `process` that are ranks, in the order of their start."""
-    below = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(pid) for pid in below if b"meshwright" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def wait_for(condition: Callable[[], Any]) -> Any:
@@ -286,12 +282,12 @@ def test_a_killed_worker_is_started_again_and_none_outlives_the_launcher(here: P
     with started("run_dir=killed", "layout.dp_shard=2") as process:
         wait_for_step(run, 5)
         wait_for(lambda: records(run, "checkpoint"))
-        os.kill(workers_of(process)[1], signal.SIGKILL)
+        os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
         wait_for(lambda: len(records(run, "start")) == 2)
         again = records(run, "start")[1]["step"]
         assert again > 0
         wait_for_step(run, again + 5, starts=2)
-        workers = workers_of(process)
+        workers = ranks_of(process.pid)
         assert len(workers) == 2
         process.kill()
         wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
@@ -309,7 +305,7 @@ def test_a_killed_worker_is_started_again_and_none_outlives_the_launcher(here: P
 @pytest.mark.slow
 def test_a_signal_while_workers_start_leaves_nothing(here: Path) -> None:
     with started("run_dir=early", "layout.dp_shard=2") as process:
-        workers = wait_for(lambda: len(workers_of(process)) == 2 and workers_of(process))
+        workers = wait_for(lambda: len(ranks_of(process.pid)) == 2 and ranks_of(process.pid))
         process.send_signal(signal.SIGTERM)
         _, errors = ends(process, STOPPED)
     assert "stopped before the first checkpoint; start again without --resume" in errors
@@ -334,7 +330,7 @@ def test_torchrun_passes_signals_on(here: Path, losses: list[float]) -> None:
     assert newest(run) == first
     with started(*words, launcher=TORCHRUN_PROGRAM) as process:
         wait_for_step(run, first + 1, starts=2)
-        os.kill(workers_of(process)[1], signal.SIGTERM)
+        os.kill(children_of(process.pid)[1], signal.SIGTERM)
         out, errors = ends(process, 1)
     second = records(run, "stopped")[-1]["step"]
     assert f"stopped by SIGTERM after step {second}" in out

@@ -248,7 +248,7 @@ def test_a_gradient_of_which_ranks_have_shares_has_no_scale() -> None:
     [
         ({"precision": "bf16", "low_precision": {"recipe": "rowwise"}}, "is of precision fp8, mxfp8, nvfp4"),
         ({"precision": "mxfp8", "low_precision": {"recipe": "rowwise"}}, "is a recipe of fp8"),
-        ({"precision": "fp8", "low_precision": {"margin": 1}}, "margin is of recipe=delayed"),
+        ({"precision": "fp8", "low_precision": {"margin": 1}}, "margin only applies to recipe=delayed"),
     ],
 )
 def test_settings_that_say_nothing_are_refused(training: dict[str, Any], why: str) -> None:

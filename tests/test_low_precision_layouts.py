@@ -217,4 +217,4 @@ def test_delayed_scales_begin_anew_where_a_checkpoint_has_none(tmp_path: Path) -
     trainer = build_here(narrow_run(LayoutSpec(), "delayed"), weights=drawn)
     saved = restore(trainer, tmp_path / checkpoint_name(2))
     assert not any(buffer.any() for buffer in named_state(trainer.model).values())
-    assert "delayed scales of 14 layers begin anew" in describe_restored(trainer, saved)
+    assert "delayed scales of 14 layers start empty" in describe_restored(trainer, saved)

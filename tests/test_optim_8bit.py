@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.models.dtypes import torch_dtype
 from meshwright.models.init import draw_rows
 from meshwright.optim.adamw_8bit import AdamW8bit, block_size
 from meshwright.optim.paged_adamw import PagedAdamW
@@ -68,11 +69,11 @@ def test_what_stays_in_fp32() -> None:
 def three_steps(run: ResolvedRun) -> dict[str, torch.Tensor]:
     """Weights and states, whole, after three steps with the same random gradients under every layout."""
     trainer = build_here(run)
-    rows = {row.name: row for row in trainer.table}
+    rows, dtype = {row.name: row for row in trainer.table}, torch_dtype(run.run.training.dtypes.gradient)
     for step in range(3):
         for name, parameter in trainer.parameters.items():
-            gradient = draw_rows(rows[name], step + 100, 0, rows[name].shape[0]).to(parameter.dtype)
-            parameter.grad = torch.zeros_like(parameter)
+            gradient = draw_rows(rows[name], step + 100, 0, rows[name].shape[0]).to(dtype)
+            parameter.grad = torch.zeros_like(parameter, dtype=dtype)
             local(parameter.grad).copy_(part_like(gradient, parameter))
         trainer.optimizers.step()
     found = {name: whole(parameter.detach()).clone() for name, parameter in trainer.parameters.items()}

@@ -31,7 +31,7 @@ from meshwright.plan.memory import stage_memory
 from meshwright.plan.page import CHARACTERS
 from meshwright.plan.recipe import choice_reason, plan_recipe, planned_run
 from meshwright.plan.recompute import Enough
-from meshwright.plan.search import frugal, search
+from meshwright.plan.search import recomputing_least, search
 from meshwright.plan.step_time import StepModel
 from meshwright.plan.what_if import in_fp8
 from meshwright.spec.cluster import ClusterSpec, CollectiveCost, Measured
@@ -146,7 +146,7 @@ def test_ranks_may_be_looked_at_alone() -> None:
         model=replace(model, pattern=(0,) * 10), sequence=8192, global_batch=64, micro_batch=4, layout=LayoutSpec(pp=2)
     )
     cluster = device_cluster("h100", 2)
-    found, times = frugal(job, cluster), []
+    found, times = recomputing_least(job, cluster), []
     assert found.recompute == RecomputeSpec(full=(2, 0), selective=(3, 0))
     for counts in product(*([(f, s) for f in range(n + 1) for s in range(n + 1 - f)] for n in job.cut)):
         tried = evaluate(replace(job, recompute=of_counts(counts, job.cut)), cluster)
@@ -345,7 +345,7 @@ def test_what_fine_tuning_counts_and_explains(recipe: Path, method: str) -> None
     memory = explain_field(plan, "memory")
     assert ("0.516 bytes a parameter of blocks" in memory) == (method == "qlora")
     assert "12 bytes a parameter of adapters" in memory
-    assert "on their way" not in memory
+    assert "in transit" not in memory
 
 
 def test_what_does_not_fit_is_explained(recipe: Path) -> None:
@@ -418,7 +418,7 @@ def test_a_host_too_small_to_offload_to_is_the_reason(recipe: Path, capsys: pyte
     shown = capsys.readouterr().out
     assert re.search(r"  CPU offload +does not fit needs 128 GB of a node's own memory, 57.6 avail", shown)
     assert re.search(
-        r"^  full   does not fit: needs 128 GB of a node's own memory, 57.6 available, with", shown, re.MULTILINE
+        r"^  full   does not fit: needs 129 GB of a node's own memory, 57.6 available, with", shown, re.MULTILINE
     )
 
 

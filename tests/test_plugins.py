@@ -570,7 +570,7 @@ def table_of(model: Any) -> None:
         (Widened, "layers.0.gate.weight has an unknown dim 'width'; there are vocab, embed, heads"),
         (Mistaken, "layers.0.gate.weight has 24 numbers along ffn, which is 40 in this model"),
         (Undescribed, r"layers.0.gate.weight has shape \[24, 24\] and no dims; name them, as in dims = {'gate.weight'"),
-        (Based, "test_plugins.Based: base = 'lama' is none of gpt2, llama"),
+        (Based, "test_plugins.Based: base = 'lama' is not one of gpt2, llama"),
         (Switched, "switches has 'activate', which no model has"),
         (GatedBlock, "model: test_plugins.GatedBlock is not a subclass of meshwright.Model; pass a class"),
     ],

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from meshwright.comm.quantize import Coded, quantized
+from meshwright.plan.blueprint import blueprint
+from meshwright.plan.engine import engine_job
+from meshwright.plan.machine import Machine
+from meshwright.plan.memory import predict_memory
 from meshwright.plan.traffic import predict_traffic
+from meshwright.rehearse.rank import rehearse_rank
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.fit import quantized_misfits
 from meshwright.spec.layout import LayoutSpec
@@ -17,6 +22,7 @@ from meshwright.spec.run import ResolvedRun, Run
 from meshwright.testing.equivalence import build_here, loader_for, whole_of_all
 from meshwright.testing.proof import prove
 from meshwright.testing.ranks import RankPool
+from meshwright.trainer.resolve import resolve_run
 from test_rehearse import real, rehearsed
 from test_traffic import counted_and_predicted
 from tiny import tiny_run
@@ -183,6 +189,33 @@ def test_a_rehearsed_rank_sends_what_a_real_one_sends(ranks: RankPool) -> None:
     finally:
         apart.close()
     assert fake == outcomes[1]
+
+
+def peaks(layout: dict[str, Any]) -> tuple[float, float]:
+    """The peak of rank 0 of four as it is rehearsed, and as the planner has it."""
+    sizes = {"family": "llama", "hidden": 512, "num_layers": 2, "num_heads": 8, "ffn": 1024, "vocab": 32000}
+    sections = {
+        "model": {**sizes, "max_positions": 128},
+        "data": {"sequence_length": 128},
+        "training": {"micro_batch": 1, "global_batch": 8},
+        "layout": {"dp_shard": 4, **layout},
+    }
+    machine = Machine("cuda", "NVIDIA H100 80GB HBM3", 8, 80 * 10**9, 10**12)
+    run = resolve_run(Run.model_validate(sections), base_dir=Path(), machine=machine)
+    batch, micro = run.global_batch, run.micro_batch
+    job = engine_job(run.run, blueprint(run.model), global_batch=batch, micro_batch=micro)
+    return rehearse_rank(run, 0, on_gpu=True)["peak"], predict_memory(job).allocated
+
+
+@pytest.mark.slow
+def test_the_planner_knows_the_peak_of_a_reduction_in_codes() -> None:
+    """Codes sent and received, beside the gradients that they were made from."""
+    apart = RankPool()
+    try:
+        ((rehearsed_peak, predicted),) = apart.run(1, peaks, {"zero": 2, "quantized_gradients": "int8"})
+    finally:
+        apart.close()
+    assert predicted == pytest.approx(rehearsed_peak, rel=0.01)
 
 
 def test_what_cannot_be_combined_is_refused() -> None:

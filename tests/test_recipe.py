@@ -110,7 +110,7 @@ BAD_TEXT = {
     ),
     "unquoted glob": (
         "model: gpt2\nrun_dir: *.txt",
-        "run.yaml:2: a value that begins with '*' or '&' needs quotes",
+        "run.yaml:2: a value that starts with '*' or '&' needs quotes",
     ),
     "merge key": ("model: gpt2\n<<: {seed: 1}", "run.yaml:2: merge keys ('<<') are not supported"),
     "tab": ("model: gpt2\ntraining:\n\tsteps: 1", "run.yaml:3: YAML needs spaces here, not a tab"),
@@ -118,19 +118,19 @@ BAD_TEXT = {
     "no space after colon": ("model: gpt2\nseed:1\nlayout: {}", "run.yaml:2: this line is not 'key: value'"),
     "open bracket": (
         "model: gpt2\ntrackers: [wandb\n",
-        "run.yaml:2: the bracket that begins here is never closed",
+        "run.yaml:2: the bracket that starts here is never closed",
     ),
-    "open quote": ("model: 'gpt2\nseed: 1\n", "run.yaml:1: the quote that begins here is never closed"),
+    "open quote": ("model: 'gpt2\nseed: 1\n", "run.yaml:1: the quote that starts here is never closed"),
     "indentation": (
         "model: gpt2\ntraining:\n    steps: 1\n  seed: 1\n",
         "run.yaml:4: the indentation does not match",
     ),
-    "reserved character": ("model: @gpt2", "run.yaml:1: a value cannot begin with '@'"),
+    "reserved character": ("model: @gpt2", "run.yaml:1: a value cannot start with '@'"),
     "control character": (
         "model: gpt2\nrun_dir: a\x01b",
         "run.yaml:2: character U+0001 is not allowed in a YAML file",
     ),
-    "two documents": ("model: gpt2\n---\nmodel: llama", "run.yaml:2: a second document ('---') begins here"),
+    "two documents": ("model: gpt2\n---\nmodel: llama", "run.yaml:2: a second document ('---') starts here"),
     "a list as key": ("model: gpt2\n? [a]\n: b", "run.yaml:2: a key is a single word"),
     "endless nesting": ("[" * 2000 + "]" * 2000, "run.yaml:1: nested too deeply"),
 }
@@ -375,6 +375,13 @@ def test_an_override_changes_one_size_of_a_named_model():
     assert parse(RECIPE, "model=llama-3.2-1b", "model.ffn=64").model == ModelFields(name="llama-3.2-1b", ffn=64)
 
 
+def test_an_override_turns_none_into_a_section():
+    text = "model: gpt2\nlayout: {offload: none}\ntraining: {recompute: none}\n"
+    run = parse(text, "layout.offload.optimizer=disk", "training.recompute.full=2")
+    assert run.layout.tiers.optimizer == "disk"
+    assert run.training.recompute.full == 2
+
+
 def test_an_override_fills_a_section_left_empty():
     assert parse("model: gpt2\ntraining:\n", "training.seed=3").training.seed == 3
 
@@ -385,9 +392,9 @@ BAD_OVERRIDES = {
     "training.steps": "an override is written key=value, for example training.steps=100",
     "=5": "an override is written key=value, for example training.steps=100",
     "training..steps=5": "an override is written key=value, for example training.steps=100",
-    "training.steps.x=5": "training.steps: not a section, so nothing in it can be set",
+    "training.steps.x=5": "training.steps: it is 200, not a section, so it has no setting x",
     "training.optimizer={lr: 1, nam: x}": "training.optimizer.nam: unknown key; did you mean 'name'?",
-    "training.optimizer.betas=[0.9,": "the bracket that begins here is never closed",
+    "training.optimizer.betas=[0.9,": "the bracket that starts here is never closed",
     "training.optimizer.betas.0=0.8": "training.optimizer.betas: the recipe has no list here; give all of it",
     "data.sources.2.path=x": "data.sources: the recipe's list has 2 items, counted from 0",
     "training.lr_schedule.warmup=-1": "-1 is not allowed: must be at least 0 or 'auto'",

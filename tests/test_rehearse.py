@@ -125,6 +125,7 @@ ALONE: list[dict[str, Any]] = [
     {"precision": "bf16", "family": "deepseek_v3"},
     {"precision": "bf16", "finetune": LORA},
     {"precision": "bf16", "optimizer": {"name": "adamw_8bit"}, "clip": None},
+    {"precision": "bf16", "master_dtype": "bf16", "optimizer": {"state_dtype": "bf16", "rounding": "kahan"}},
 ]
 
 
@@ -241,4 +242,4 @@ def test_the_verb(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         "24 B", "2.9 KiB", "54.0 MiB", "0.500 GiB", "13.0 GiB"
     ]  # fmt: skip
     assert main([*words[:-1], "--ranks", "16"]) == 2
-    assert "none of the ranks 0 to 15" in capsys.readouterr().err
+    assert "not one of the ranks 0 to 15" in capsys.readouterr().err

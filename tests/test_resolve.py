@@ -41,16 +41,35 @@ def test_a_model_far_too_large_still_gets_the_smallest_microbatch_and_says_so() 
     assert resolved.reasons["training.micro_batch"].startswith("the smallest there is; 1 at a time would need about")
 
 
-def test_where_no_microbatch_fits_the_least_recomputation_that_would_is_named() -> None:
-    small = Machine(kind="cuda", name="NVIDIA A100-SXM4-40GB", devices=8, memory_bytes=40 * 2**30)
-    sections: dict[str, Any] = {"data": {"sequence_length": 8192}, "layout": {"dp_shard": 8}}
-    resolved = resolve_run(run(**sections, training={"global_batch": 16}), base_dir=Path(), machine=small)
+SMALL = Machine(kind="cuda", name="NVIDIA A100-SXM4-40GB", devices=8, memory_bytes=40 * 2**30)
+LONG: dict[str, Any] = {"data": {"sequence_length": 8192}, "layout": {"dp_shard": 8}}
+
+
+def test_where_no_microbatch_fits_the_least_recomputation_that_would_is_taken() -> None:
+    """Unless the recipe says what to recompute and where activations are: then it is named."""
+    taken = resolve_run(run(**LONG, training={"global_batch": 16}), base_dir=Path(), machine=SMALL)
+    assert isinstance(taken.run.training.recompute, RecomputeSpec)
+    assert "without it the smallest microbatch would need" in taken.reasons["training.recompute"]
+    assert not taken.reasons["training.micro_batch"].startswith("the small")
+    assert taken.asked is not None
+    assert "recompute" not in taken.asked.training.model_fields_set
+    assert taken.run.layout.offload == "none"
+    fixed = LONG | {"layout": {"dp_shard": 8, "offload": "none"}}
+    own = {"global_batch": 16, "recompute": "none"}
+    resolved = resolve_run(run(**fixed, training=own), base_dir=Path(), machine=SMALL)
+    assert resolved.asked is None
     _, _, advice = resolved.reasons["training.micro_batch"].rpartition("what would fit is training.recompute=")
-    mended = run(**sections, training={"global_batch": 16, "recompute": yaml.safe_load(advice)})
-    assert isinstance(mended.training.recompute, RecomputeSpec)
-    assert (
-        not resolve_run(mended, base_dir=Path(), machine=small).reasons["training.micro_batch"].startswith("the small")
-    )
+    assert RecomputeSpec.model_validate(yaml.safe_load(advice)) == taken.run.training.recompute
+
+
+def test_where_recomputation_may_not_help_activations_move_to_the_host() -> None:
+    recipe = run(**LONG, training={"global_batch": 16, "recompute": "none"})
+    taken = resolve_run(recipe, base_dir=Path(), machine=SMALL)
+    assert taken.run.layout.tiers.activations == "host"
+    assert taken.run.training.recompute == "none"
+    assert "no recomputation that is allowed suffices" in taken.reasons["layout.offload"]
+    selective = run(**LONG, training={"global_batch": 16, "recompute": "selective"})
+    assert resolve_run(selective, base_dir=Path(), machine=SMALL).run.layout.offload == "none"
 
 
 def test_a_batch_in_tokens() -> None:

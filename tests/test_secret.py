@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from launched import listening
 from meshwright.comm import objects
 from meshwright.comm.store import SignedStore, StrangerError
 from meshwright.launch.meeting import (
@@ -219,7 +220,7 @@ def test_a_stranger_ends_a_run_with_a_sentence_or_not_at_all(tmp_path: Path) -> 
                 assert process.stdout is not None
                 while not process.stdout.readline().startswith("step 1/"):
                     assert process.poll() is None
-                port = _port_of(process.pid)
+                [(_, port)] = listening({process.pid})  # as any user of the machine can find out
                 for noise in (b"", b"\0" * 1000, b"GET / HTTP/1.1\r\n\r\n"):
                     with socket.create_connection(("127.0.0.1", port)) as connection:
                         connection.sendall(noise)
@@ -241,10 +242,3 @@ guards: {stuck_after: 4, restarts: 0}
 device: cpu
 run_dir: run
 """
-
-
-def _port_of(launcher: int) -> int:
-    """Where a launcher's store listens, as any user of the machine can find out."""
-    child = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()[0]
-    environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-    return int(next(line for line in environment if line.startswith(b"MASTER_PORT=")).split(b"=")[1])

@@ -1,11 +1,12 @@
 """What never runs, and what listens where: docs/security.md, held to what processes do."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from launched import listening, ranks_of
 
 RECIPE = """\
 model: {family: llama, hidden: 16, num_layers: 1, num_heads: 2, max_positions: 32}
@@ -62,23 +63,6 @@ def test_encoders_import_nothing_of_the_working_directory(hostile: Path) -> None
     assert done.returncode == 0, done.stderr
 
 
-def listening(pids: set[int]) -> set[str]:
-    """The addresses at which these processes accept TCP connections."""
-    sockets = {
-        os.readlink(link).removeprefix("socket:[").removesuffix("]")
-        for pid in pids
-        for link in Path(f"/proc/{pid}/fd").iterdir()
-        if link.is_symlink() and os.readlink(link).startswith("socket:[")
-    }
-    found = set()
-    for file in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{file}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in sockets:
-                found.add(fields[1].split(":")[0])
-    return found
-
-
 @pytest.mark.slow
 def test_a_run_on_one_machine_listens_to_nobody_else(hostile: Path) -> None:
     command = [sys.executable, "-P", "-m", "meshwright", "train", "run.yaml", "training.steps=1000000"]
@@ -89,8 +73,8 @@ def test_a_run_on_one_machine_listens_to_nobody_else(hostile: Path) -> None:
             assert process.stdout is not None
             while not process.stdout.readline().startswith("step 1/"):
                 assert process.poll() is None
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            assert len(children) == 2
-            assert listening({process.pid, *map(int, children)}) == {"0100007F"}  # 127.0.0.1
+            ranks = ranks_of(process.pid)
+            assert len(ranks) == 2
+            assert {address for address, _ in listening({process.pid, *ranks})} == {"0100007F"}  # 127.0.0.1
         finally:
             process.kill()

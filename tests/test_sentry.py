@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from launched import ranks_of
 from meshwright.launch.sentry import Sentry
 from meshwright.launch.status import STUCK
 from meshwright.launch.supervise import within
@@ -101,8 +102,7 @@ def test_a_rank_that_is_stopped_before_the_first_step_is_named(tmp_path: Path) -
             assert process.stdout is not None
             while not process.stdout.readline().startswith("model "):
                 assert process.poll() is None
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            os.kill(int(children[1]), signal.SIGSTOP)
+            os.kill(ranks_of(process.pid)[1], signal.SIGSTOP)
             out, errors = process.communicate(timeout=60)
         finally:
             process.kill()

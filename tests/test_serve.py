@@ -26,7 +26,7 @@ from meshwright import Run, train
 from meshwright.cli.main import main
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.models.generate import Sampling
-from meshwright.serve.browser import CHAT as PAGE
+from meshwright.serve.browser import CHAT, STYLE, page
 from meshwright.serve.connections import configured
 from meshwright.serve.conversation import Prompts
 from meshwright.serve.engine import Engine, Request
@@ -404,7 +404,9 @@ def test_a_key_opens(base: Any) -> None:
 
 def test_the_page_needs_nothing_from_elsewhere(server: Running) -> None:
     answer = httpx.get(server.url)
-    assert answer.text == PAGE.read_text(encoding="utf-8")
+    assert answer.text == page(CHAT)[0]
+    assert STYLE not in answer.text
+    assert "box-sizing: border-box" in answer.text
     assert "connect-src 'self'" in answer.headers["content-security-policy"]
     assert not re.search(r"https?://|src=|@import|url\(|innerHTML|insertAdjacent|document\.write", answer.text)
 

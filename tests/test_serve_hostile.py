@@ -40,10 +40,9 @@ def test_the_page_is_served_with_its_headers(server: Running) -> None:
 @pytest.mark.parametrize("file", [CHAT, ARENA], ids=lambda file: file.stem)
 def test_a_browser_runs_the_pages_and_nothing_else(file: Path) -> None:
     """Their script and style are known by their hashes; no other page may show them in a frame."""
-    headers = page(file)[2]
+    text, _, headers = page(file)
     policy = dict(rule.split(" ", 1) for rule in headers["content-security-policy"].split("; "))
     assert policy["default-src"] == policy["base-uri"] == policy["form-action"] == policy["frame-ancestors"] == "'none'"
-    text = file.read_text(encoding="utf-8")
     for kind in ("script", "style"):
         inner = text.split(f"<{kind}>")[1].split(f"</{kind}>")[0]
         digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()

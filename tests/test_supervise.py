@@ -19,8 +19,8 @@ from meshwright.checkpoint.manifest import checkpoint_name
 from meshwright.launch import supervise as supervise_module
 from meshwright.launch.memory import MemoryWatch, host_pressure
 from meshwright.launch.signals import StopRequest
-from meshwright.launch.status import CRASH_LOOP, OUT_OF_MEMORY, STOPPED
-from meshwright.launch.supervise import WorkerSpec, supervise
+from meshwright.launch.status import CRASH_LOOP, OUT_OF_MEMORY, STOPPED, STUCK
+from meshwright.launch.supervise import RestartPolicy, WorkerSpec, supervise
 from meshwright.trainer.metrics import stepped_since
 
 PRELUDE = """
@@ -45,8 +45,10 @@ def job(folder: Path, script: str, *, ranks: int = 2, store: dist.Store | None =
 
     command = [sys.executable, "-c", PRELUDE + script]
     stepped = functools.partial(stepped_since, folder / "metrics.jsonl")
-    defaults = {"restarts": 3, "stepped": stepped, "store": store or dist.HashStore()}
-    return WorkerSpec(command, environments, folder, **defaults | options)
+    nodes = options.pop("nodes", 1)
+    policy = RestartPolicy(**{"run_dir": folder, "restarts": 3, "stepped": stepped, **options})
+    store = store or dist.HashStore()
+    return WorkerSpec(command=command, environments=environments, policy=policy, store=store, nodes=nodes)
 
 
 def run(job: WorkerSpec) -> int:
@@ -74,13 +76,21 @@ assert again == ["--resume", "auto"]
     assert "starting again (1 of 3 without a new checkpoint); the newest checkpoint is step-00000005" in said
 
 
-def test_of_workers_that_end_between_two_looks_the_killed_one_is_named(
-    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("end", "status", "said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL, "rank 1 was killed by SIGKILL\n"),
+        (f"sys.exit({STUCK})", STUCK, f"rank 1 ended with status {STUCK}"),
+    ],
+    ids=["killed", "stuck"],
+)
+def test_of_workers_that_end_between_two_looks_the_one_that_says_why_is_named(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, end: str, status: int, said: str
 ) -> None:
+    """Status 1 may only mean that a rank lost its connection to the one that failed."""
     monkeypatch.setattr(supervise_module, "POLL_SECONDS", 1.0)
-    script = "time.sleep(0.2)\nif rank == '1': os.kill(os.getpid(), signal.SIGKILL)\nsys.exit(1)"
-    assert run(job(folder, script)) == 128 + signal.SIGKILL
-    assert "error: rank 1 was killed by SIGKILL\n" in capfd.readouterr().err
+    assert run(job(folder, f"time.sleep(0.2)\nif rank == '1': {end}\nsys.exit(1)")) == status
+    assert f"error: {said}" in capfd.readouterr().err
 
 
 def test_a_crash_loop_stops(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -159,7 +169,7 @@ def test_a_worker_that_a_signal_ends_before_it_can_listen_takes_the_others_along
 
 def test_whoever_keeps_nothing_is_not_told_to_resume(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     work = job(folder, "os.kill(os.getpid(), signal.SIGTERM)")
-    assert run(replace(work, run_dir=None)) == STOPPED
+    assert run(replace(work, policy=replace(work.policy, run_dir=None))) == STOPPED
     assert capfd.readouterr().err == ""
 
 
@@ -247,7 +257,7 @@ def test_a_machine_that_is_nearly_full_is_told(tmp_path: Path) -> None:
 
 
 def test_signals_without_a_name_are_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(job(folder, "os.kill(os.getpid(), signal.SIGRTMIN + 2)")) == 128 + signal.SIGRTMIN + 2
+    assert run(job(folder, "os.kill(os.getpid(), signal.SIGRTMIN + 2)", ranks=1)) == 128 + signal.SIGRTMIN + 2
     assert "error: rank 0 was killed by SIGRTMIN+2" in capfd.readouterr().err
 
 

@@ -143,8 +143,8 @@ def test_the_last_number_and_nested_boxes():
     [
         ("", "holds no question"),
         ("{", "q.jsonl:1: is not JSON"),
-        ("[1]", "no known layout has these columns (list)"),
-        ('{"text": "x"}', "no known layout has these columns (text)"),
+        ("[1]", "is not a JSON object"),
+        ('{"text": "x"}', "no known format has these columns (text)"),
         (json.dumps(MMLU | {"answer": 7}), "q.jsonl:1: is not a question of the layout MMLU: the answer is number 7"),
         (json.dumps(MMLU) + "\n" + json.dumps(SHORT), "q.jsonl:2: has the columns of short answers"),
         (json.dumps(MATH | {"solution": "none"}), "has no \\boxed{} answer"),
@@ -155,6 +155,13 @@ def test_what_is_no_question_is_told_with_its_line(tmp_path, content, message):
     with pytest.raises(UserError, match=r"q\.jsonl") as caught:
         read_questions(tmp_path / "q.jsonl")
     assert message in str(caught.value)
+
+
+def test_a_line_ends_where_json_says_and_not_inside_its_texts(tmp_path):
+    row = {"question": "a\u2028b\x85c", "answer": "d"}
+    (tmp_path / "q.jsonl").write_text("\ufeff" + json.dumps(row, ensure_ascii=False) + "\r\n\n")
+    _, (question,) = read_questions(tmp_path / "q.jsonl")
+    assert "a\u2028b\x85c" in question.prompt
 
 
 def test_examples_come_from_their_file_or_are_not_asked(tmp_path):

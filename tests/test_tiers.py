@@ -272,7 +272,7 @@ def test_a_bit_that_flips_on_disk_is_found(tmp_path: Path) -> None:
     train(trainer, 1)
     state = next(iter(trainer.store.buckets[1].state.values()))
     state["exp_avg"].view(torch.uint8)[0, 0] ^= 1
-    with pytest.raises(OffloadError, match="has come back other than it was written"):
+    with pytest.raises(OffloadError, match="was read back with other bytes than were written"):
         train(trainer, 2)
 
 

@@ -229,7 +229,7 @@ def test_a_warning_goes_on_and_a_broken_check_is_told(tmp_path: Path, monkeypatc
     assert not why
     (record,) = journal(tmp_path / "run", "verification")
     assert record["step"] == 4
-    assert "it could not be computed again:" in record["text"]
+    assert "it could not be recomputed:" in record["text"]
     assert "no_such_module" in record["text"]
     assert len(journal(tmp_path / "run", "step")) == STEPS
     assert VerificationError.status in FINAL

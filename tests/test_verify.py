@@ -75,7 +75,7 @@ def received_keys_get_no_gradient() -> Any:
 
     def only_own(self: _Backward, parts: Any, *keys_values: torch.Tensor) -> torch.Tensor:
         gradient = of_keys(self, parts, *keys_values)
-        return gradient if parts[0].sight == "causal" else torch.zeros_like(gradient)
+        return gradient if parts[0].mask == "causal" else torch.zeros_like(gradient)
 
     return patch("parallel.context._Backward.of_keys", only_own)
 

@@ -1,7 +1,7 @@
 """Text on a terminal: control characters in names, documents and models' output are shown, never obeyed.
 
-A terminal acts on escape sequences: they move its cursor, hide lines, set its title, fill the clipboard. What is piped
-or written to a file stays as it is.
+A terminal acts on escape sequences: they move its cursor, hide lines, set its title, fill the clipboard. Output to
+pipes and files is unchanged.
 """
 
 import io

@@ -15,7 +15,8 @@ import yaml
 
 from attack.good import RECIPE, Good, result_of
 from attack.trial import SAID, Ended, Fate, Trial, copy
-from attack.warm import RANK, WarmJob
+from attack.warm import start_warm
+from meshwright.launch.forkserver import Process
 
 LAST = 40
 JOB: Mapping[str, Any] = {
@@ -61,18 +62,18 @@ def start(
     machine: str = "",
     *,
     cold: bool = False,
-) -> "subprocess.Popen[bytes] | WarmJob":
+) -> Process:
     """The job in a process group of its own; what it prints goes to files beside the folder. `machine`: the network
     namespace where it runs."""
     out, err, env = folder / f"{name}.out", folder / f"{name}.err", {**os.environ, **(more or {})}
     if not cold:
-        return WarmJob(WORDS, cwd=folder, out=out, err=err, env=env, machine=machine)
+        return start_warm(WORDS, cwd=folder, out=out, err=err, env=env, machine=machine)
     command = [*(("ip", "netns", "exec", machine) if machine else ()), sys.executable, "-P", "-m", "meshwright", *WORDS]
     with out.open("wb") as output, err.open("wb") as errors:
         return subprocess.Popen(command, cwd=folder, stdout=output, stderr=errors, start_new_session=True, env=env)
 
 
-def end(job: "subprocess.Popen[bytes] | WarmJob", folder: Path, name: str = "job", limit: float = LIMIT) -> Ended:
+def end(job: Process, folder: Path, name: str = "job", limit: float = LIMIT) -> Ended:
     """How the job ended; after `limit` seconds all of it is killed, and its status is None."""
     try:
         job.wait(limit)
@@ -108,10 +109,10 @@ def workers(launcher: int) -> list[int]:
     found = []
     for process in members(launcher):
         try:
-            words, name = (Path(f"/proc/{process}/{file}").read_bytes() for file in ("cmdline", "comm"))
+            words, name = (Path(f"/proc/{process}/{file}").read_text() for file in ("cmdline", "comm"))
         except OSError:
             continue
-        if process != launcher and (b"meshwright.launch.child" in words or name.strip() == RANK.encode()):
+        if process != launcher and ("meshwright.launch.child" in words or name.startswith("meshwright:")):
             found.append(process)
     return sorted(found)
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # verbs that need no torch import what people are shown, and 
     from torch import nn
 
 Record = dict[str, Any]
-"""One line of `metrics.jsonl`: `kind`, `time` (seconds since the epoch), `step`, and what docs/metrics.md says of the
-kind. Figures are the same on every rank, except `time`, `mem` and those made of measured seconds."""
+"""One line of `metrics.jsonl`: `kind`, `time` (seconds since the epoch), `step`, and the fields that docs/metrics.md
+lists for the kind. Figures are equal on all ranks, except `time`, `mem` and figures derived from measured seconds."""
 
 
 class NextBatch(Protocol):
@@ -160,8 +160,8 @@ class Callback:
         """On the first rank only: every record that was written to `metrics.jsonl`, of any kind."""
 
     def abandon(self) -> None:
-        """Where an error ends the run on this rank: give back what the callback holds of the process. Others may be
-        gone, so nothing collective."""
+        """Called on this rank when an error ends the run: release what the callback holds in the process. Other ranks
+        may be gone, so use no collectives."""
 
     def state_dict(self) -> dict[str, Any]:
         """What must survive a stop, as a JSON value, the same on every rank: `trainer.json` in the checkpoint keeps the

@@ -1,4 +1,4 @@
-"""EMA: an exponential moving average of the weights, as sharded as they are."""
+"""EMA: an exponential moving average of the weights, sharded like the weights."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,17 +20,17 @@ class EMA(Callback):
     """
 
     def __init__(self, decay: float = 0.999, *, warmup: bool = True) -> None:
-        """`decay` in [0, 1); `warmup`: begin with a smaller one."""
+        """`decay` in [0, 1); `warmup`: start with a smaller decay."""
         if not isinstance(decay, int | float) or not 0 <= decay < 1:
             raise UserError(f"EMA: decay={decay!r} must be a number in [0, 1), as in 0.999")
         self.decay, self.warmup = decay, warmup
         self.updates = 0
         """Steps averaged so far."""
         self.average: dict[str, torch.Tensor] = {}
-        """Name -> average, plain or DTensor as the parameter; empty before the run begins."""
+        """Name -> average, plain or DTensor like the parameter; empty before the run begins."""
 
     def tensors(self, parameters: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """See `Callback`: the averages, which begin as the weights."""
+        """See `Callback`: the averages, which start equal to the weights."""
         self.average = self.average or {name: tensor.detach().clone() for name, tensor in parameters.items()}
         return self.average
 

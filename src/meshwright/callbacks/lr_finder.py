@@ -1,4 +1,4 @@
-"""The learning-rate finder: a sweep of rates before the first step, after which the run begins as if without it."""
+"""The learning-rate finder: a sweep of rates before the first step, after which the run starts as if without it."""
 
 import math
 from typing import Any
@@ -8,13 +8,13 @@ from meshwright.spec.errors import UserError
 
 
 class LRFinder(Callback):
-    """Trains some steps off the record with a learning rate that grows exponentially, and suggests one: where the
-    smoothed loss falls most steeply over the logarithm of the rate (Smith, "Cyclical Learning Rates for Training Neural
+    """Makes trial steps with an exponentially growing learning rate and suggests one: the rate at which the smoothed
+    loss falls most steeply over the logarithm of the rate (Smith, "Cyclical Learning Rates for Training Neural
     Networks", 2017, section 3.3; the steepest descent is fastai's reading).
 
-    The sweep ends when the loss diverges. Weights, optimizer, data and random state are then put back, so the run goes
-    on as if there had been no sweep, with its recipe's schedule; `training.steps=1` makes a run of the sweep alone. It
-    takes host or device memory for a copy of weights and optimizer state. A run that continues does not sweep again.
+    The sweep ends when the loss diverges. Weights, optimizer, data and random state are then restored, so the run
+    continues as if there had been no sweep, with its recipe's schedule; for the sweep alone, set `training.steps=1`.
+    The sweep needs memory for a copy of weights and optimizer state. A resumed run does not sweep again.
     """
 
     def __init__(

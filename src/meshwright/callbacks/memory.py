@@ -7,16 +7,16 @@ from meshwright.callbacks.memory_page import memory_page
 from meshwright.parallel.ledger import Storages
 from meshwright.parallel.timeline import Timeline
 from meshwright.spec.errors import UserError
-from meshwright.torch_graph import all_tensors, record_allocations, save_allocations
 from meshwright.torch_internals import local_tensor, passing_tensors
+from meshwright.torch_internals.graph import all_tensors, record_allocations, save_allocations
 
 
 class MemoryTimeline(Callback):
-    """Writes `memory/rank-R-step-N.html` into the run directory: a step's memory over time by kind, and what is held at
-    its peak, by which layers. On a GPU also `memory/rank-R-step-N.pickle`, torch's own snapshot, for
+    """Writes `memory/rank-R-step-N.html` into the run directory: one step's memory over time by kind, and what each
+    layer holds at the peak. On a GPU it also writes `memory/rank-R-step-N.pickle`, torch's own snapshot, for
     https://pytorch.org/memory_viz.
 
-    The step is slow, and its numbers stay the same; other steps and ranks are as fast as without it.
+    The traced step is slow but computes the same numbers; other steps and ranks run at full speed.
     """
 
     def __init__(self, step: int = 2, *, rank: int = 0) -> None:

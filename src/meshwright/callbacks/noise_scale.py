@@ -10,7 +10,7 @@ from meshwright.spec.errors import UserError
 
 class GradientNoiseScale(Callback):
     """Measures the simple noise scale `tr(Sigma) / |G|^2` of McCandlish et al., "An Empirical Model of Large-Batch
-    Training" (2018), appendix A.1, every so many steps.
+    Training" (2018), appendix A.1, every this many steps.
 
     The next batch is cut into two halves, microbatch by microbatch. Their gradients and the whole batch's give unbiased
     estimates of |G|^2 and tr(Sigma); each is averaged over measurements before the division, as the paper does. The
@@ -78,7 +78,7 @@ def unbiased(whole: float, contrast: float, first: int, second: int) -> Sequence
     """Unbiased estimates of |G|^2, G being the true gradient, and of tr(Sigma), the variance of one term's gradient.
 
     `whole` is the norm of the mean gradient over all terms, `contrast` the norm of the difference between the mean
-    gradients of two parts with so many terms. Since E|G_B|^2 = |G|^2 + tr(Sigma) / B for a batch of B terms, and
+    gradients of two parts with this many terms. Since E|G_B|^2 = |G|^2 + tr(Sigma) / B for a batch of B terms, and
     E|G_1 - G_2|^2 = tr(Sigma) (1/B_1 + 1/B_2), this is the paper's estimate from small and big batches: for two equal
     halves, its mean over them as the small one, term by term.
     """

@@ -33,7 +33,7 @@ class ShardPlan:
     index: Metadata | None
     """The index of all parts, on rank 0."""
     token: str
-    """A random suffix for folders of unfinished saves, so that those of different processes never collide."""
+    """A random suffix for folders of unfinished saves, so that folders of different processes never collide."""
 
 
 def plan_shards(tensors: dict[str, torch.Tensor]) -> ShardPlan:
@@ -57,7 +57,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write_shards(folder: Path, plan: ShardPlan, parts: dict[str, torch.Tensor]) -> list[WriteResult]:
-    """Write this rank's share; `parts` are the local parts by name, on the CPU or the device. Each rank by itself."""
+    """Write this rank's share; `parts` are the local parts by name, on the CPU or the device. Not collective."""
     if not plan.mine.items:
         return []
     planner = _PartsPlanner(parts)
@@ -66,7 +66,7 @@ def write_shards(folder: Path, plan: ShardPlan, parts: dict[str, torch.Tensor]) 
 
 
 def write_index(folder: Path, plan: ShardPlan, results: list[list[WriteResult]]) -> None:
-    """Write `.metadata`, which says where every part lies, from what `write_shards` returned on every rank."""
+    """Write `.metadata`, the index of all parts, from what `write_shards` returned on every rank."""
     assert plan.index is not None
     dcp.FileSystemWriter(folder).finish(plan.index, results)
 

@@ -33,7 +33,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     GENERATION,
 )
-"""Files that belong to a tokenizer or to generation and are copied as they are where they exist."""
+"""Tokenizer and generation files, copied unchanged if they exist."""
 
 
 class HfWeights:
@@ -125,7 +125,7 @@ def _second_head(stored: Mapping[str, StoredTensor], spec: ModelSpec) -> tuple[s
     if not spec.tied_embeddings or "lm_head.weight" not in stored:
         return None
     embeddings = [row.name for row in parameter_table(spec) if row.dims[0] == "vocab"]
-    if "lm_head.weight" in embeddings:  # of a model that transformers computes without being told that they are one
+    if "lm_head.weight" in embeddings:  # of a model that transformers computes but does not mark as one
         return None
     return embeddings[0], "lm_head.weight", stored["lm_head.weight"]
 
@@ -189,7 +189,7 @@ def as_stored(parameters: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec) -
     """Every stored tensor, in its orientation, as soon as all parameters that share it have come."""
     places = hf_tensors(spec)
     missing = {row.name: row.shape for row in parameter_table(spec) + state_table(spec)}
-    waiting: dict[str, dict[int, torch.Tensor]] = {}  # what has come of a stored tensor, by its first row
+    waiting: dict[str, dict[int, torch.Tensor]] = {}  # rows of a stored tensor that have arrived, by its first row
     for name, tensor in parameters:
         if missing.pop(name, None) != tuple(tensor.shape):
             raise UserError(f"export: {name} of shape {list(tensor.shape)} is unexpected, or a duplicate")
@@ -267,7 +267,7 @@ def _write_configs(
 
 
 def _write_generation(path: Path, token_ids: dict[str, Any]) -> None:
-    """Write what generation needs, or add to the tokenizer's file what it does not say."""
+    """Write what generation needs, or add what the tokenizer's file lacks."""
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
         missing = {key: value for key, value in token_ids.items() if given.get(key) is None}

@@ -62,13 +62,13 @@ def _check(metadata: Any) -> None:
         must(isinstance(entry.properties.dtype, torch.dtype), f"{name} has no dtype")
         must(isinstance(entry.chunks, list), f"{name} has no chunks")
         for chunk in entry.chunks:
-            must(isinstance(chunk, ChunkStorageMetadata), f"{name} has a chunk that is none")
+            must(isinstance(chunk, ChunkStorageMetadata), f"{name} has a malformed chunk")
             shape = (chunk.offsets, chunk.sizes)
             must(all(isinstance(part, torch.Size) and len(part) == len(entry.size) for part in shape), f"{name}: chunk")
             inside = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
             must(all(start >= 0 and size >= 0 and start + size <= end for start, size, end in inside), f"{name}: chunk")
     for index, entry in (metadata.storage_data or {}).items():
-        must(isinstance(index, MetadataIndex) and isinstance(entry, StoredPlace), "a place is none")
+        must(isinstance(index, MetadataIndex) and isinstance(entry, StoredPlace), "a position is malformed")
         must(isinstance(entry.relative_path, str), "a place has no file")
         must(Path(entry.relative_path).name == entry.relative_path, f"it points elsewhere, to {entry.relative_path!r}")
         must(isinstance(entry.offset, int) and isinstance(entry.length, int), "a place has no offset or length")
@@ -91,6 +91,10 @@ class _SafeUnpickler(pickle.Unpickler):
                 "TensorStorageMetadata",
                 "_MEM_FORMAT_ENCODING",
             )
+        ]
+        + [  # what Megatron-core keeps beside it, and nobody reads
+            ("torch.distributed.checkpoint.planner", name)
+            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
         ]
         + [("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")]
         + [("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")]

@@ -52,7 +52,7 @@ class Stored:
     transposed: bool = False
 
     def to_file(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Our tensor as it is stored."""
+        """Our tensor in the stored form."""
         return (tensor.t() if self.transposed else tensor).reshape(self.shape).contiguous()
 
     def from_file(self, stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -35,7 +35,7 @@ class TensorFileWriter:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         self._offsets: dict[str, int] = {}
         end = 0
-        # By falling size of a number, as safetensors orders them, so that each lies where its numbers are aligned.
+        # By falling element size, as safetensors orders them, so that every tensor is aligned.
         for name, (shape, dtype) in sorted(tensors.items(), key=lambda item: -item[1][1].itemsize):
             begin, end = end, end + prod(shape) * dtype.itemsize
             header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}

@@ -66,7 +66,7 @@ class CheckpointWriter:
         """`beside`: files that every checkpoint keeps a copy of, by plain names; rank 0's count."""
         self.root, self.spec, self._beside = root, spec, dict(beside or {})
         self.since: int | None = None
-        """Step of the checkpoint that the next one follows; what lies between the two is abandoned."""
+        """Step of the checkpoint that the next one follows; checkpoints between the two are abandoned."""
         self._plan: ShardPlan | None = None
         self._buffers: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None

@@ -18,7 +18,7 @@ COMMANDS = {
     "/clear": "start a new conversation",
     "/more": "continue the last text (of a model without a chat template)",
     "/system": "TEXT: set the system message; without TEXT, remove it",
-    "/set": "NAME VALUE: change a setting; alone, show all",
+    "/set": "NAME VALUE: change a setting; without arguments, show all",
     "/save": "FILE: append the conversation to a file as a training record (a line of JSON)",
     "/quit": "quit, as Ctrl-D does",
 }

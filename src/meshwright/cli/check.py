@@ -34,6 +34,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.recipe import RecipeError
 from meshwright.spec.run import ResolvedRun, Run
+from meshwright.spec.text import counted
 from meshwright.terminal import printable
 from meshwright.trainer.display import ProgressLine, model_size, short
 from meshwright.trainer.resolve import resolve_run
@@ -124,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _besides(rest: Run, wrong: Collection[str], arguments: argparse.Namespace) -> list[str]:
-    """Further problems of a recipe of which only `rest` could be read, without those of incomplete sections."""
+    """Further problems of a recipe of which only `rest` could be read, without problems in incomplete sections."""
     findings = Findings(arguments)
     examine(rest, arguments.recipe.parent, findings)
     return [finding for finding in findings if not set(re.findall(r"\b(\w+)\.\w", finding)) & set(wrong)]
@@ -244,7 +245,7 @@ def _sample(
 
 
 def _beginning(files: list[SourceFile], characters: int) -> list[str]:
-    """The first documents, up to so many characters in all. More of the corpus is read, but only checked."""
+    """The first documents, up to this many characters in all. More of the corpus is read, but only checked."""
     texts, num_bytes = [], 0
     total = min(READ_BYTES, sum(file.path.stat().st_size for file in files))
     with ProgressLine() as tell:
@@ -275,14 +276,14 @@ def _report(facts: dict[str, Any]) -> Iterator[str]:
         yield f"pipeline   {facts['pipeline']['description']}"
     if batch := facts.get("batch"):
         yield (
-            f"batch      {batch['tokens_per_step']} tokens a step = {batch['data_parallel_ranks']} ranks x "
-            f"{batch['accumulation']} microbatches x {batch['micro_batch']} sequences x "
-            f"{batch['sequence_length']}; {batch['steps']} steps, "
+            f"batch      {batch['tokens_per_step']} tokens a step = {counted(batch['data_parallel_ranks'], 'rank')} x "
+            f"{counted(batch['accumulation'], 'microbatch')} x {counted(batch['micro_batch'], 'sequence')} x "
+            f"{batch['sequence_length']}; {counted(batch['steps'], 'step')}, "
             f"{short(batch['steps'] * batch['tokens_per_step'])} tokens"
         )
         yield from (f"           {setting}: {reason}" for setting, reason in batch["reasons"].items())
     if data := facts.get("data"):
-        yield f"data       {data['files']} file{'s' if data['files'] > 1 else ''}, {short(data['bytes'])}B"
+        yield f"data       {counted(data['files'], 'file')}, {short(data['bytes'])}B"
         yield from (f"           {name}: {format}" for name, format in data.get("formats", {}).items())
     if tokenizer := facts.get("tokenizer"):
         origin = "to be trained on this text" if tokenizer["trained"] else "found"

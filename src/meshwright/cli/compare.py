@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the operands and options of `compare`."""
     parser.set_defaults(setting_called=partial(setting_called, spec=Run))
     parser.add_argument("recipes", metavar="RECIPE", nargs="+", help="recipe files, and overrides of settings: a.b=c")
-    parser.add_argument("--engines", metavar="A,B", help="engines (default: all, or ours alone with --layouts)")
+    parser.add_argument("--engines", metavar="A,B", help="engines (default: all, or only ours with --layouts)")
     parser.add_argument("--layouts", metavar="A,B", help="layouts to compare: ddp, zero2, zero3:4, tp2, ...")
     parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="turns of each engine (default 5)")
     parser.add_argument("--turn", type=positive, default=4, metavar="N", help="steps per turn (default 4)")
@@ -56,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_argument(parser)
     parser.epilog = (
         "Writes DIR/compare.md, compare.html and compare.json, and each engine's program into a folder of DIR.\n"
-        "exit status: 0 every engine that is installed or named by --engines was measured, 1 one was not,\n"
-        "2 invalid command line\n\n"
+        "exit status: 0 every engine named by --engines was measured, or else every one that is installed and can\n"
+        "express the recipe, 1 one was not, 2 invalid command line\n\n"
         "examples:\n"
         "  meshwright compare run.yaml\n"
         "  meshwright compare run.yaml --engines meshwright,bare,hf_trainer --quick\n"
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_json(as_json(rows))
     else:
         print(f"\n{text(rows)}\n\n{folder}/compare.md, compare.html and compare.json; programs beside them")
-    return NOT_MEASURED if any(row.error and (names or not row.missing) for row in rows) else 0
+    return NOT_MEASURED if any(row.error and (names or not row.absent) for row in rows) else 0
 
 
 def read_recipes(arguments: argparse.Namespace) -> dict[Path, Run]:

@@ -54,10 +54,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"ready": not missing, "findings": [asdict(finding) for finding in findings]})
     else:
+        width = max(len(finding.name) for finding in findings) + 2
         for finding in findings:
-            print(f"{finding.state:<9}{finding.name:<14}{finding.detail}")
+            print(f"{finding.state:<9}{finding.name:<{width}}{finding.detail}")
             if finding.fix:
-                print(f"{'':<23}-> {finding.fix}")
+                print(f"{'':<9}{'':<{width}}-> {finding.fix}")
         print(f"\nnot ready: {', '.join(missing)} missing" if missing else "\nready to train")
     return 1 if missing else 0
 

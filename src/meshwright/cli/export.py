@@ -15,9 +15,6 @@ from meshwright.spec.precision import FP32, FP64, ComputeName, GgufName
 if TYPE_CHECKING:
     from meshwright.serve.trained import TrainedModel
 
-VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""The values that vLLM takes for the largest rank."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the operands and options of `export`."""
@@ -34,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ollama", metavar="DIR", type=Path, help="write a GGUF file with a Modelfile, for ollama create"
     )
     into.add_argument("--hub", metavar="OWNER/NAME", help="push a Hugging Face directory and a model card to the hub")
-    into.add_argument("--adapter", metavar="DIR", type=Path, help="write the adapters alone, as peft reads them")
+    into.add_argument("--adapter", metavar="DIR", type=Path, help="write only the adapters, in peft's format")
     into.add_argument(
         "--program", metavar="DIR", type=Path, help="write the run as a program of --engine, with its inputs"
     )
@@ -53,13 +50,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=get_args(GgufName),
         help="with --gguf and --ollama: of the stored matrices (default: the run's precision)",
     )
+    parser.add_argument(
+        "--vllm",
+        metavar="PYTHON",
+        type=Path,
+        help="with --hf, --hub and --adapter: have it read by vLLM too; the Python of an environment that has vLLM",
+    )
     add_ema_argument(parser)
     add_family_argument(parser)
     add_json_argument(parser)
     parser.epilog = (
         "The export appears only when it was read back with equal logits, tokens and chat template: by meshwright and\n"
         "transformers, an adapter by peft, GGUF by llama.cpp (pip install 'meshwright[gguf]'), where these are\n"
-        "installed. receipt.json says by which, and how equal.\n\n"
+        "installed, and by the vLLM of --vllm. receipt.json says by which, and how equal.\n\n"
         "examples:\n"
         "  meshwright export runs/demo --hf runs/demo/export\n"
         "  meshwright export runs/demo --gguf demo-q8_0.gguf --format q8_0\n"
@@ -84,6 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("--dtype goes with --hf and --hub; a GGUF file's matrices have a --format")
     if arguments.format and not (arguments.gguf or arguments.ollama):
         raise UserError("--format goes with --gguf and --ollama; a Hugging Face directory's weights have a --dtype")
+    if arguments.vllm and (arguments.gguf or arguments.ollama):
+        raise UserError("--vllm goes with --hf, --hub and --adapter; GGUF files are read back by llama.cpp")
     # Torch loads here, so that --help and misuse never wait for it.
     from meshwright.serve.trained import open_trained
 
@@ -106,6 +111,7 @@ def _push(arguments: argparse.Namespace, trained: "TrainedModel") -> int:
         license_name=arguments.license,
         private=arguments.private,
         dry_run=arguments.dry_run,
+        vllm=arguments.vllm,
     )
     if arguments.json:
         figures = {"dtype": receipt.dtype, "readings": receipt.as_json()["readings"]}
@@ -124,28 +130,28 @@ def _push(arguments: argparse.Namespace, trained: "TrainedModel") -> int:
 
 
 def _export_adapter(arguments: argparse.Namespace, trained: "TrainedModel") -> int:
-    from meshwright.serve.adapters import export_adapter
+    from meshwright.serve.adapters import export_adapter, vllm_rank
 
-    parameters, difference = export_adapter(trained, arguments.adapter)
+    parameters, receipt = export_adapter(trained, arguments.adapter, vllm=arguments.vllm)
     if arguments.json:
-        figures = {"parameters": parameters, "largest_logit_difference": difference}
-        print_json({"model": str(trained.source), "adapter": str(arguments.adapter), **figures})
+        figures = {"parameters": parameters, "largest_logit_difference": receipt.largest_difference}
+        where = {"model": str(trained.source), "adapter": str(arguments.adapter)}
+        print_json({**where, **figures, "readings": receipt.as_json()["readings"]})
         return 0
-    print(
-        f"{trained.source} written to {arguments.adapter}: {parameters} parameters, in fp32; logits differ by "
-        f"at most {difference:.1e}"
-    )
-    if reasons := unread_by_vllm(arguments.adapter):
-        print(f"vLLM does not read {' and '.join(reasons)}; for vLLM, export --hf DIR --merge")
-        return 0
+    print(f"{trained.source} written to {arguments.adapter}: {parameters} parameters, in fp32; read back by")
+    for line in (*receipt.lines(), *receipt.notes):
+        print(f"  {line}")
     config = json.loads((arguments.adapter / CONFIG).read_text(encoding="utf-8"))
-    rank = next((rank for rank in VLLM_RANKS if rank >= config["r"]), config["r"])
     base, name = config["base_model_name_or_path"] or "BASE", arguments.adapter.name
-    print(f"next        meshwright serve {base} --adapter {name}={arguments.adapter}")
-    print(
-        f"            vllm serve {base} --enable-lora --lora-modules {name}={arguments.adapter} --max-lora-rank {rank}"
-    )
-    print(f"            python -m sglang.launch_server --model-path {base} --lora-paths {name}={arguments.adapter}")
+    lines = [f"meshwright serve {base} --adapter {name}={arguments.adapter}"]
+    if unread_by_vllm(arguments.adapter):
+        lines.append(f"meshwright export {arguments.model} --merge --hf DIR   # for vLLM and SGLang")
+    else:
+        lora = f"--lora-modules {name}={arguments.adapter} --max-lora-rank {vllm_rank(arguments.adapter)}"
+        lines.append(f"vllm serve {base} --enable-lora {lora}")
+        lines.append(f"python -m sglang.launch_server --model-path {base} --lora-paths {name}={arguments.adapter}")
+    for number, line in enumerate(lines):
+        print(f"{'' if number else 'next':<12}{line}")
     return 0
 
 
@@ -154,7 +160,7 @@ def _export_model(arguments: argparse.Namespace, trained: "TrainedModel") -> int
 
     into, merge = arguments.hf or arguments.gguf or arguments.ollama, arguments.merge
     if arguments.hf:
-        receipt = export_trained(trained, into, dtype=arguments.dtype, merge=merge)
+        receipt = export_trained(trained, into, dtype=arguments.dtype, merge=merge, vllm=arguments.vllm)
     elif arguments.gguf:
         receipt = export_gguf(trained, into, form=arguments.format, merge=merge)
     else:
@@ -174,7 +180,7 @@ def _export_model(arguments: argparse.Namespace, trained: "TrainedModel") -> int
 
 
 def _next(arguments: argparse.Namespace, context: int, *, chats: bool) -> list[str]:
-    """Commands that use what was written."""
+    """Commands that use the exported files."""
     if arguments.gguf:
         return [f"llama-server -m {arguments.gguf} --jinja"]
     if arguments.ollama:

@@ -16,7 +16,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=positive, metavar="N", help="number of processes, if no file gives it")
     parser.add_argument("--model", metavar="NAME", help="published name or Hugging Face directory, if no file gives it")
     parser.add_argument(
-        "--weights", type=Path, metavar="DIR", help="write the weights of nanoGPT's ckpt.pt as a Hugging Face directory"
+        "--weights",
+        type=Path,
+        metavar="DIR",
+        help="write the weights of a checkpoint among the files as a Hugging Face directory: nanoGPT's ckpt.pt, "
+        "LitGPT's lit_model.pth, or, with --model, a folder of DeepSpeed (ZeRO), torchtitan or Megatron-core",
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the recipe to FILE (default: print it)")
     add_json_argument(parser)
@@ -28,23 +32,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  meshwright import ds_config.json training_args.json --model llama-3.2-1b --ranks 8 > run.yaml\n"
         "  meshwright import axolotl.yml --ranks 4 --write run.yaml\n"
         "  meshwright import pretrain_gpt.sh --ranks 64 > run.yaml\n"
-        "  meshwright import out/ckpt.pt --weights gpt2-mine"
+        "  meshwright import out/ckpt.pt --weights gpt2-mine\n"
+        "  meshwright import checkpoints/ --model llama-3.2-1b --weights mine"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print or write the recipe, and report keys without a counterpart."""
     for path in arguments.files:
-        if not path.is_file():
+        if not path.exists():
             raise UserError(f"{path}: no such file")
     if arguments.write and arguments.write.exists():
         raise UserError(f"{arguments.write} exists already; give another --write, or remove it")
-    if checkpoints := [path for path in arguments.files if path.suffix in (".pt", ".pth")]:
+    if checkpoints := [path for path in arguments.files if path.is_dir() or path.suffix in (".pt", ".pth")]:
         _convert(arguments, checkpoints)
         if not arguments.files:
             return 0
     elif arguments.weights:
-        raise UserError("--weights needs nanoGPT's ckpt.pt among the files")
+        raise UserError(
+            "--weights needs a checkpoint among the files: nanoGPT's ckpt.pt, LitGPT's lit_model.pth, or a folder"
+        )
     text, reading = import_files(arguments.files, ranks=arguments.ranks, model=arguments.model)
     if arguments.write:
         arguments.write.write_text(text, encoding="utf-8")
@@ -73,12 +80,10 @@ def _convert(arguments: argparse.Namespace, checkpoints: list[Path]) -> None:
     """Write the weights; the recipe of the other files, if there are any, starts from them."""
     if not arguments.weights or len(checkpoints) > 1:
         raise UserError(f"{checkpoints[0]}: give one checkpoint, and --weights DIR for the directory to write")
-    if arguments.model:
-        raise UserError("--weights names the model; leave --model out")
     # Torch loads here, which configuration files do not need.
-    from meshwright.checkpoint.nanogpt import convert_nanogpt
+    from meshwright.checkpoint.takeover.convert import convert
 
-    notes = convert_nanogpt(checkpoints[0], arguments.weights)
+    notes = convert(checkpoints[0], arguments.weights, arguments.model)
     print(f"{checkpoints[0]} written to {arguments.weights}", file=sys.stderr)
     for note in notes:
         print(f"not the same: {note}", file=sys.stderr)

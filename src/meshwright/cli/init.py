@@ -62,9 +62,9 @@ def find_preset(name: str) -> Path:
 
 
 def commented_recipe(recipe: Run, *, title: str) -> str:
-    """The recipe as YAML with every setting, its default where it was not given, and beside it what it means.
+    """The recipe as YAML with every setting, given or default, and its meaning in a comment.
 
-    A size of the model that its name or family decides stands as a comment, with the value that it has.
+    Sizes of the model that follow from its name or family are commented out, with their values.
 
     Raises UserError if the model does not exist.
     """

@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Judge what is not judged yet, and print the comparison."""
+    """Judge what has no verdict yet, and print the comparison."""
     questions = [] if arguments.questions is None else read_questions(arguments.questions, arguments.limit)
     if not questions and not arguments.votes:
         raise UserError("nothing to judge; give QUESTIONS with --answers and --judge, or --votes")

@@ -1,6 +1,6 @@
 """The command line: parses one verb and its options, and prints an error as one line with an exit status.
 
-Exit status: as `EXIT` says, and 130 interrupted; a run's are in `launch/status.py`.
+Exit statuses are in `EXIT`, and 130 means interrupted; a run's are in `launch/status.py`.
 """
 
 import argparse

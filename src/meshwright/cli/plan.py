@@ -9,6 +9,7 @@ from typing import Any
 from meshwright.cli.output import add_json_argument, print_json
 from meshwright.plan.account import explain_field
 from meshwright.plan.candidate import MARGIN, TIGHT
+from meshwright.plan.changes import CHANGES, GROUPS, asked_changes
 from meshwright.plan.layouts import Limits
 from meshwright.plan.page import plan_page
 from meshwright.plan.recipe import plan_recipe, planned_run
@@ -35,6 +36,7 @@ examples:
   meshwright plan run.yaml --cluster 8xh100
   meshwright plan run.yaml --cluster 64xa100-80g@400Gb/s --top 20 --write plan.yaml
   meshwright plan run.yaml --explain memory
+  meshwright plan run.yaml --consider offload,fp8,fp8+8bit_states --explain search
   meshwright plan validate published_runs.csv --json
 """
 
@@ -53,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--explain", metavar="FIELD", help="derive a figure term by term: memory, time, mfu, cost or search"
+    )
+    parser.add_argument(
+        "--consider",
+        metavar="CHANGES",
+        help=f"let changes of the recipe compete with it, separated by commas: {', '.join((*GROUPS, *CHANGES))}; a+b "
+        "is both at once",
     )
     parser.add_argument("--write", metavar="FILE", type=Path, help="write the recipe with the chosen layout")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write the plan as one offline page")
@@ -105,6 +113,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         cluster=arguments.cluster,
         top=arguments.top,
         limits=Limits(margin=arguments.margin),
+        consider=asked_changes(arguments.consider) if arguments.consider else (),
     )
     if arguments.explain:
         print(explain_field(plan, arguments.explain))
@@ -148,6 +157,8 @@ def _table(facts: dict[str, Any]) -> Iterator[str]:
         yield f"refused    the recipe's own layout: {given['missing']}"
     if chosen and chosen["verdict"] == "tight":
         yield _tight(facts, chosen)
+    if chosen and chosen["change"]:
+        yield _changed(facts, chosen["change"])
     if chosen:
         yield from _chosen(facts, chosen)
     elif not searched["legal"]:
@@ -185,6 +196,14 @@ def _nothing_fits(facts: dict[str, Any]) -> Iterator[str]:
             f"({nvme['strategy'].replace('CPU', 'NVMe')}), {nvme['disk'] / GB:.0f} GB a device on disk, "
             f"about {nvme['step_time']:.3g} s a step"
         )
+
+
+def _changed(facts: dict[str, Any], name: str) -> str:
+    """How the chosen layout differs from the recipe, and why."""
+    change = facts["considered"][name]
+    why = "nothing fits without" if facts["last_resort"] else "--consider"
+    results = "the arithmetic stays the same" if change["exact"] else "results differ from the recipe's"
+    return f"changed    {' '.join(change['overrides'])} ({why}); {results}"
 
 
 def _tight(facts: dict[str, Any], chosen: dict[str, Any]) -> str:

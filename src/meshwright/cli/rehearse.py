@@ -22,7 +22,9 @@ ORDER = ("weights", "gathered weights", "gradients", "optimizer", "activations")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the operands and options of `rehearse`."""
     add_recipe_arguments(parser)
-    parser.add_argument("--world", type=positive, metavar="N", help="grow the data-parallel axis to N ranks in all")
+    parser.add_argument(
+        "--world", type=positive, metavar="N", help="grow the data-parallel axis until the job has N ranks"
+    )
     parser.add_argument("--cluster", metavar="NAME", help="cluster to check against, such as 1024xh100")
     parser.add_argument(
         "--ranks", type=_ranks, metavar="R,R", help="ranks to rehearse (default: the first of each pipeline stage)"
@@ -67,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(_lines(resolved, reports)))
         print("\n".join(f"would break: {finding}" for finding in found) or "nothing found that would break")
         if not fits:
-            print("would fit, by what is predicted, the fastest first:")
+            print("would fit, as predicted, fastest first:")
             print("\n".join(f"  {line}" for line in remedy_lines(would_fit)))
     return 1 if found else 0
 

@@ -84,12 +84,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.memory and not any(callback.name == TIMELINE for callback in recipe.callbacks):
         recipe = recipe.model_copy(update={"callbacks": (*recipe.callbacks, PluginSpec(name=TIMELINE))})
     # Torch loads here, so that errors in the recipe are reported at once.
+    from meshwright.launch import forkserver
+
+    untouched = forkserver.untouched()
     from meshwright.data.tokenizer import load_tokenizer
     from meshwright.launch.launcher import find_worker
     from meshwright.launch.status import TrainingFailed
     from meshwright.trainer.run import train
     from meshwright.trainer.start import TOKENIZER
 
+    if recipe.layout.world_size > 1 and find_worker() is None and untouched:
+        forkserver.fork_here()
     try:
         with progress_on_stderr(arguments.json):
             result = train(

@@ -14,6 +14,7 @@ from meshwright.prove.shrink import shrink
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import FP32, FP64
 from meshwright.spec.run import ResolvedRun, Run
+from meshwright.spec.text import counted
 from meshwright.spec.training import OptimizerName
 from meshwright.trainer.resolve import resolve_run
 
@@ -190,8 +191,9 @@ def _what(resolved: ResolvedRun, arguments: argparse.Namespace) -> str:
         f"against    one process, {arguments.steps} steps, {run.training.arithmetic}\n"
         f"model      {how}{model.family}, {model.num_layers} layers, width {model.hidden}, {model.num_heads} heads, "
         f"{model.num_kv_heads} key/value heads, vocabulary {model.vocab}\n"
-        f"batch      {resolved.global_batch} sequences of {run.data.sequence_length} = {run.layout.data_parallel} "
-        f"data-parallel ranks x {resolved.accumulation} microbatches x {resolved.micro_batch}"
+        f"batch      {counted(resolved.global_batch, 'sequence')} of {run.data.sequence_length} = "
+        f"{counted(run.layout.data_parallel, 'data-parallel rank')} x {counted(resolved.accumulation, 'microbatch')} x "
+        f"{resolved.micro_batch}"
     )
 
 
@@ -224,7 +226,7 @@ def _is_rounded(proof: Any) -> bool:
 
 
 def _quantized(resolved: ResolvedRun, proof: Any) -> list[str]:
-    """What the proof allows for quantized collectives, and what they did."""
+    """The tolerance added for quantized collectives, and their effect."""
     layout, lines = resolved.run.layout, list[str]()
     if layout.quantized_weights != "none":
         lines.append(f"  weights    gathered in {layout.quantized_weights}; one process computed with the same ones")

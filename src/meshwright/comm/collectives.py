@@ -159,12 +159,12 @@ class Message:
 
 
 def send(tensor: torch.Tensor, rank: int, group: dist.ProcessGroup) -> Message:
-    """Begin to send a contiguous tensor to a rank of `group`, counted within it."""
+    """Start sending a contiguous tensor to a rank of `group`, counted within the group."""
     return Message(tensor, dist.isend(tensor, dist.get_global_rank(group, rank), group=group), group)
 
 
 def receive(tensor: torch.Tensor, rank: int, group: dist.ProcessGroup) -> Message:
-    """Begin to fill `tensor` with what a rank of `group`, counted within it, sends."""
+    """Start receiving into `tensor` from a rank of `group`, counted within the group."""
     return Message(tensor, dist.irecv(tensor, dist.get_global_rank(group, rank), group=group), group)
 
 

@@ -1,7 +1,7 @@
-"""Blockwise quantization of what collectives send: symmetric, a scale in fp32 for each block, rounded to nearest.
+"""Blockwise quantization for collectives: symmetric, one fp32 scale per block, rounded to nearest.
 
-A block's largest magnitude becomes the largest code, so a number is off by at most half a step: its block's largest
-magnitude over 254 (int8) or over 14 (int4). A number that is not finite leaves none of its block finite.
+A block's largest magnitude becomes the largest code, so the error of a number is at most half a step: the block's
+largest magnitude over 254 (int8) or over 14 (int4). One non-finite number makes its whole block non-finite.
 """
 
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ class Coded:
 
 
 def _blocks(numbers: int, values_RN: torch.Tensor) -> list[tuple[slice, torch.Tensor]]:
-    """Views of values [rows, numbers] as blocks: the whole ones, and the last one where it is shorter."""
+    """Views of values [rows, numbers] as blocks: the full ones, and the last one if it is shorter."""
     count, left = divmod(numbers, BLOCK)
     parts = []
     if count:
@@ -70,7 +70,7 @@ def _blocks(numbers: int, values_RN: torch.Tensor) -> list[tuple[slice, torch.Te
 
 
 def quantized(values: torch.Tensor, sent: Sent) -> torch.Tensor:
-    """What arrives of a flat tensor that is sent as one part."""
+    """A flat tensor as the receiver decodes it, if it is sent as one part."""
     result = values.clone().view(1, -1)
     size = num_blocks(values.numel()) * SCALE_BYTES + code_bytes(values.numel(), sent)
     coded = Coded(torch.empty(1, size, dtype=torch.uint8, device=values.device), values.numel(), sent)

@@ -1,7 +1,7 @@
-"""The store where ranks meet, with all that we write in it signed.
+"""The store where ranks meet; everything written to it is signed.
 
-torch's store obeys whoever reaches its port. So every value carries an HMAC of its name and itself with a secret of the
-run, and what has none, or another's, is refused with a sentence instead of being believed.
+torch's store accepts anybody who reaches its port. So every value carries an HMAC of its name and itself, keyed with
+the run's secret. A value without a valid one is rejected with an error.
 """
 
 import hmac
@@ -20,14 +20,14 @@ class StrangerError(UserError):
 
 
 class SignedStore(dist.Store):
-    """`store` for those who know `secret`. Numbers that are counted (`add`) are not signed.
+    """`store` for ranks that know `secret`. Counters (`add`) are not signed.
 
-    Torch's C++ may hold it, but does not keep it alive: whoever made it does.
+    Torch's C++ code may hold this object but does not keep it alive; its creator must.
     """
 
     def __init__(self, store: dist.Store, secret: bytes, where: str, *, prefix: str = "") -> None:
-        """`where`: its address, for people. `prefix`: what names begin with there, so that no value of another attempt
-        is taken for one of this."""
+        """`where`: its address, for messages. `prefix`: put before every name, so that values of an earlier attempt are
+        never mistaken for current ones."""
         super().__init__()
         self._store, self._where, self._prefix = store, where, prefix
         self._key = hmac.digest(secret, b"store", DIGEST)  # so that no signature here is one of an object
@@ -37,12 +37,14 @@ class SignedStore(dist.Store):
         self._store.set(self._prefix + key, self._signed(key, value))  # type: ignore[arg-type]  (bytes are taken too)
 
     def get(self, key: str) -> bytes:
-        """See `dist.Store`. Raises `StrangerError` where the value is not one of ours."""
+        """See `dist.Store`. Raises `StrangerError` if the value is not one of ours."""
         return self._verified(key, self._store.get(self._prefix + key))
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        """Set `key` where it has no value yet; the value it has then. Raises `StrangerError` as `get`."""
-        assert not expected_value, "what a value was before is signed, so only its absence can be expected"
+        """Set `key` if it has no value yet; return its value. Raises `StrangerError` like `get`."""
+        assert not expected_value, (
+            "expected values are not supported, because stored values are signed; only absence can be expected"
+        )
         return self._verified(
             key, self._store.compare_set(self._prefix + key, "", self._signed(key, desired_value).decode())
         )

@@ -41,7 +41,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class Place(NamedTuple):
-    """What has been tokenized."""
+    """Progress of a tokenization."""
 
     file: int = 0
     """Number of the file."""
@@ -73,41 +73,103 @@ class _Piece:
     counts: tuple[int, int] | None
     """Characters and hash of the record that ends here."""
     place: Place
-    """What is done once this piece is."""
+    """The place reached after this piece."""
 
 
-def tokenize_files(
-    files: Sequence[SourceFile],
-    *,
-    held_out: float,
-    tokenizer: TextTokenizer,
-    encoder: Encoder,
-    directory: Path,
-    progress: Progress,
-    split: Split | None = None,
-    processes: int | None = None,
-) -> None:
-    """Write the token files of a corpus into `directory`, or resume writing them; `split` if it is known.
+@dataclass(frozen=True, kw_only=True)
+class Tokenization:
+    """The tokenization of a corpus: its files and how they are encoded and split."""
 
-    `encoder` encodes text or records. `processes` encode; default: one per core, none for a small corpus. The files do
-    not depend on it.
+    files: Sequence[SourceFile]
+    held_out: float
+    """Share of the text that is held out."""
+    tokenizer: TextTokenizer
+    encoder: Encoder
+    """Encodes text or records."""
+    progress: Progress
+    split: Split | None = None
+    """None: chosen from the corpus."""
+    processes: int | None = None
+    """Encoding processes; None: one per core, none for a small corpus. The token files do not depend on it."""
 
-    Raises UserError for invalid text or records, and if one side of the split would be empty.
-    """
-    total = sum(file.path.stat().st_size for file in files)
-    if processes is None:
-        processes = num_cores() if total > ALONE else 0
-    begun_split, commit = _read_journal(directory)
-    split = begun_split or split or choose_split(files, held_out, progress, small=total <= SMALL)
-    _write_journal(directory, split, commit)
-    while True:
-        if split.single_cut is not None and isinstance(encoder, RecordEncoder):
-            raise UserError(f"{files[0].name} has only one record, too few to hold one out; set data.held_out=0")
-        census = _tokenize(files, split, tokenizer, encoder, directory, processes, commit, progress, total)
-        if census.suits(split):
-            return
-        split, commit = choose_split(files, held_out, progress, small=True), None
+    def write(self, directory: Path) -> None:
+        """Write the token files into `directory`, or resume writing them.
+
+        Raises UserError for invalid text or records, and if one side of the split would be empty.
+        """
+        begun_split, commit = _read_journal(directory)
+        small = self._num_bytes() <= SMALL
+        split = begun_split or self.split or choose_split(self.files, self.held_out, self.progress, small=small)
         _write_journal(directory, split, commit)
+        while True:
+            if split.single_cut is not None and self._records:
+                raise UserError(
+                    f"{self.files[0].name} has only one record, too few to hold one out; set data.held_out=0"
+                )
+            census = self._write_after(commit or _nothing_done(), directory, split)
+            if census.suits(split):
+                return
+            split, commit = choose_split(self.files, self.held_out, self.progress, small=True), None
+            _write_journal(directory, split, commit)
+
+    @property
+    def _records(self) -> bool:
+        return isinstance(self.encoder, RecordEncoder)
+
+    def _num_bytes(self) -> int:
+        return sum(file.path.stat().st_size for file in self.files)
+
+    def _write_after(self, commit: Commit, directory: Path, split: Split) -> Census:
+        """Tokenize everything after `commit`; returns the census of the whole corpus."""
+        total, records = self._num_bytes(), self._records
+        processes = self.processes
+        if processes is None:
+            processes = num_cores() if total > ALONE else 0
+        with ExitStack() as stack:
+
+            def writer_of(name: str, mark: Mark) -> TokenWriter:
+                return stack.enter_context(TokenWriter(directory / name, self.tokenizer, mark=mark, masked=records))
+
+            train = writer_of(TRAIN, commit.train)
+            held_out = writer_of(HELD_OUT, commit.held_out) if split.holds_out else None
+            journal = stack.enter_context((directory / JOURNAL).open("a"))
+            encoders = stack.enter_context(Encoders(self.encoder, processes))
+            census, place, last_commit = commit.census, commit.place, time.monotonic()
+
+            def commit_now() -> None:
+                marks = {"train": train.sync(), "held_out": held_out.sync() if held_out else Mark()}
+                journal.write(json.dumps({"place": place, "census": asdict(census), **marks}) + "\n")
+                journal.flush()
+                sync(journal.fileno())
+
+            cut = (lambda text: [text]) if records else self.tokenizer.pieces
+            for pieces, encoded in encoders.map(_chunks(_pieces(self.files, split, cut, place))):
+                for piece, found in zip(pieces, encoded, strict=True):
+                    writer = held_out if piece.held_out and held_out else train
+                    if found.error:
+                        raise UserError(f"{piece.where}: {found.error}")
+                    for ids in found.documents:
+                        if records:
+                            writer.write_document(ids)
+                        else:
+                            writer.write(ids)
+                    if piece.ends_document and not records:
+                        writer.end_document()
+                    if piece.counts:
+                        census.add(*piece.counts, note=found.note)
+                place = pieces[-1].place
+                if time.monotonic() - last_commit >= COMMIT_SECONDS:
+                    commit_now()
+                    last_commit = time.monotonic()
+                self.progress("tokenizing", place.num_bytes, total)
+            train.finish(census.notes)
+            if held_out:
+                held_out.finish()
+            return census
+
+
+def _nothing_done() -> Commit:
+    return Commit(place=Place(), census=Census(), train=Mark(), held_out=Mark())
 
 
 def remove_scaffolding(directory: Path) -> None:
@@ -131,63 +193,6 @@ def counted(what: str, files: Sequence[SourceFile], progress: Progress) -> Itera
         yield document
         done += document.num_bytes
         progress(what, done, total)
-
-
-def _tokenize(
-    files: Sequence[SourceFile],
-    split: Split,
-    tokenizer: TextTokenizer,
-    encoder: Encoder,
-    directory: Path,
-    processes: int,
-    commit: Commit | None,
-    progress: Progress,
-    total: int,
-) -> Census:
-    """Tokenize everything after `commit`; returns the census of the whole corpus."""
-    commit = commit or Commit(place=Place(), census=Census(), train=Mark(), held_out=Mark())
-    records = isinstance(encoder, RecordEncoder)
-    with ExitStack() as stack:
-
-        def writer_of(name: str, mark: Mark) -> TokenWriter:
-            return stack.enter_context(TokenWriter(directory / name, tokenizer, mark=mark, masked=records))
-
-        train = writer_of(TRAIN, commit.train)
-        held_out = writer_of(HELD_OUT, commit.held_out) if split.holds_out else None
-        journal = stack.enter_context((directory / JOURNAL).open("a"))
-        encoders = stack.enter_context(Encoders(encoder, processes))
-        census, place, last_commit = commit.census, commit.place, time.monotonic()
-
-        def commit_now() -> None:
-            marks = {"train": train.sync(), "held_out": held_out.sync() if held_out else Mark()}
-            journal.write(json.dumps({"place": place, "census": asdict(census), **marks}) + "\n")
-            journal.flush()
-            sync(journal.fileno())
-
-        cut = (lambda text: [text]) if records else tokenizer.pieces
-        for pieces, encoded in encoders.map(_chunks(_pieces(files, split, cut, place))):
-            for piece, found in zip(pieces, encoded, strict=True):
-                writer = held_out if piece.held_out and held_out else train
-                if found.error:
-                    raise UserError(f"{piece.where}: {found.error}")
-                for ids in found.documents:
-                    if records:
-                        writer.write_document(ids)
-                    else:
-                        writer.write(ids)
-                if piece.ends_document and not records:
-                    writer.end_document()
-                if piece.counts:
-                    census.add(*piece.counts, note=found.note)
-            place = pieces[-1].place
-            if time.monotonic() - last_commit >= COMMIT_SECONDS:
-                commit_now()
-                last_commit = time.monotonic()
-            progress("tokenizing", place.num_bytes, total)
-        train.finish(census.notes)
-        if held_out:
-            held_out.finish()
-        return census
 
 
 def _pieces(

@@ -72,7 +72,8 @@ class Sums:
     """The checksums of one file that is mapped into memory, and which of its blocks have been compared."""
 
     def __init__(self, path: Path, sums: np.ndarray, remedy: str):
-        """`remedy` ends the messages about damage. Raises UserError if the number of sums is not that of blocks."""
+        """`remedy` ends the messages about damage. Raises UserError if the number of checksums does not match the
+        blocks."""
         self._path, self._sums, self._remedy = path, sums, remedy
         self._bytes: np.ndarray = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
         if len(sums) != -(-len(self._bytes) // BLOCK):

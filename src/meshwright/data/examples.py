@@ -111,7 +111,9 @@ class RecordEncoder:
             ids_T, labels_T = np.array(record["input_ids"], np.int64), np.array(record["labels"])
             outside = ids_T[(ids_T < 0) | (ids_T >= self.tokenizer.vocab_size)]
             if len(outside):
-                raise UserError(f"token {outside[0]} is none of the tokenizer's {self.tokenizer.vocab_size}")
+                raise UserError(
+                    f"token {outside[0]} is outside the tokenizer's vocabulary of {self.tokenizer.vocab_size}"
+                )
             return np.where(labels_T >= 0, ids_T, ~ids_T).astype(np.int32)
         if "prompt" in record:
             given = self.tokenizer.encode_prompt(record["prompt"])

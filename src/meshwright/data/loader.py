@@ -139,7 +139,7 @@ def draws(resolved: ResolvedRun) -> bool:
 
 
 def _numbers(positions: range, length: int, places: np.ndarray | None) -> np.ndarray:
-    """The number of each token in the order of samples of so many tokens: int64 [B, T]."""
+    """The number of each token in the order of samples of this many tokens: int64 [B, T]."""
     starts_B1 = np.array(positions, dtype=np.int64)[:, None] * length
     return starts_B1 + (np.arange(length) if places is None else places)
 

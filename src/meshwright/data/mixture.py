@@ -84,7 +84,7 @@ class JoinedSamples:
         return self.streams[stream][index]
 
     def pieces(self, index: int) -> Sequence[Piece]:
-        """The pieces of a sample, of its own stream."""
+        """The pieces of a sample, counted within its stream."""
         stream, index = self.locate(index)
         return self.streams[stream].pieces(index)
 

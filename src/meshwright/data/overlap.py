@@ -1,7 +1,7 @@
-"""Questions of an evaluation that stand in the training data: shared runs of tokens (n-grams).
+"""Evaluation questions that occur in the training data: shared n-grams of tokens.
 
-A run of `n` tokens of a question is sought in all training tokens by a rolling hash, and every hit is compared token by
-token. Shapes: N tokens, W windows of n tokens.
+Every `n` consecutive tokens of a question are searched in all training tokens by a rolling hash, and every hit is
+compared token by token. Shapes: N tokens, W windows of n tokens.
 """
 
 import json
@@ -27,7 +27,7 @@ _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass
 class Shared:
-    """One row of an evaluation file, and what of it is in the training data."""
+    """One row of an evaluation file, and the part of it found in the training data."""
 
     line: int
     windows: int
@@ -37,7 +37,7 @@ class Shared:
     example: str = ""
     """The first of them, as text."""
     place: str = ""
-    """Where it is."""
+    """Where the overlap is."""
 
 
 @dataclass
@@ -80,7 +80,7 @@ def _texts_of(path: Path) -> Iterator[tuple[int, list[str]]]:
     if path.suffix != ".jsonl":
         yield 1, [content]
         return
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
             try:
                 yield number, list(_strings(json.loads(line)))

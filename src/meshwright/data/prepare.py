@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.data.build import HELD_OUT, TRAIN, Progress, counted, tokenize_files
+from meshwright.data.build import HELD_OUT, TRAIN, Progress, Tokenization, counted
 from meshwright.data.cache import cached, damage_of
 from meshwright.data.checksums import ENDING, Sums, sums_of, write_sums
 from meshwright.data.examples import RecordEncoder, TextEncoder, record_encoder
@@ -49,13 +49,13 @@ class Stream:
     train: TokenFile
     """Tokens to train on."""
     held_out: TokenFile | None
-    """Tokens for evaluation; None where data.held_out is 0."""
+    """Tokens for evaluation; None if data.held_out is 0."""
     weight: float | None
     """The source's weight."""
     formats: tuple[str, ...] = ("text",)
     """The formats of its records; text or tokens."""
     files: tuple[SourceFile, ...] = ()
-    """The files it was made of."""
+    """Its source files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Corpus:
 
     @property
     def held_out(self) -> tuple[TokenFile, ...]:
-        """The held-out tokens of each stream; nothing where data.held_out is 0."""
+        """The held-out tokens of each stream; nothing if data.held_out is 0."""
         return tuple(stream.held_out for stream in self.streams if stream.held_out)
 
     @property
@@ -114,7 +114,7 @@ def prepare_corpus(
 
     `base_dir` is the recipe's folder, to which sources and tokenizer are relative; `model_dir` is the model's Hugging
     Face directory, whose tokenizer `tokenizer: auto` uses. A tokenizer is trained on the training documents only, or on
-    evenly spaced blocks of them if they are longer than TRAINING_CHARACTERS. `processes` as in `tokenize_files`.
+    evenly spaced blocks of them if they are longer than TRAINING_CHARACTERS. `processes` as in `Tokenization`.
 
     The cache is keyed by the names, sizes and modification times of the source files, by the tokenizer and by the share
     held out: one `stat` per file, so starting a run never reads the corpus again. (A change of text that keeps size and
@@ -143,9 +143,16 @@ def prepare_corpus(
             train, held_out = _given_tokens(files[0], data, cache, tokenizer, mend)
         else:
             encoder = records if files[0].is_records and records else TextEncoder(tokenizer)
-            train, held_out = _tokenized(
-                files, data, cache, tokenizer, encoder, splits.get(name), progress, processes, mend
+            work = Tokenization(
+                files=files,
+                held_out=data.held_out,
+                tokenizer=tokenizer,
+                encoder=encoder,
+                progress=progress,
+                split=splits.get(name),
+                processes=processes,
             )
+            train, held_out = _tokenized(work, cache, mend)
         weight = data.sources[files[0].source].weight
         formats = ("tokens",) if files[0].is_tokens else tuple(dict.fromkeys(file.format for file in files))
         stream = Stream(name=name, train=train, held_out=held_out, weight=weight, formats=formats, files=tuple(files))
@@ -218,42 +225,21 @@ def group_files(data: DataSpec, files: Sequence[SourceFile]) -> dict[str, list[S
 
 
 def _tokenized(
-    files: Sequence[SourceFile],
-    data: DataSpec,
-    cache: Path,
-    tokenizer: TextTokenizer,
-    encoder: TextEncoder | RecordEncoder,
-    split: Split | None,
-    progress: Progress,
-    processes: int | None,
-    mend: Callable[[str], None] | None,
+    work: Tokenization, cache: Path, mend: Callable[[str], None] | None
 ) -> tuple[TokenFile, TokenFile | None]:
     """The tokens of text or records: (train, held out)."""
-    about = [_identities(files), data.held_out, tokenizer.fingerprint]
-    if isinstance(encoder, RecordEncoder):
-        about.append(encoder.fingerprint)
-
-    def build(directory: Path) -> None:
-        tokenize_files(
-            files,
-            held_out=data.held_out,
-            tokenizer=tokenizer,
-            encoder=encoder,
-            directory=directory,
-            progress=progress,
-            split=split,
-            processes=processes,
-        )
-
-    directory = cached(cache, about, build)
+    about = [_identities(work.files), work.held_out, work.tokenizer.fingerprint]
+    if isinstance(work.encoder, RecordEncoder):
+        about.append(work.encoder.fingerprint)
+    directory = cached(cache, about, work.write)
     if mend and (damage := damage_of(directory)):
         mend(damage)
         shutil.rmtree(directory)
-        directory = cached(cache, about, build)
+        directory = cached(cache, about, work.write)
     rebuild = f"; delete {directory} to build it again"
-    names, is_pairs = [TRAIN, *([HELD_OUT] if data.held_out else [])], files[0].format == "preference"
+    names, is_pairs = [TRAIN, *([HELD_OUT] if work.held_out else [])], work.files[0].format == "preference"
     train, *held_out = (
-        replace(open_token_file(directory / name, tokenizer, rebuild=rebuild), is_pairs=is_pairs) for name in names
+        replace(open_token_file(directory / name, work.tokenizer, rebuild=rebuild), is_pairs=is_pairs) for name in names
     )
     return train, held_out[0] if held_out else None
 
@@ -277,8 +263,8 @@ def _given_tokens(
         largest, lengths = scan_tokens(tokens, eos_id=tokenizer.eos_id)
         if largest >= tokenizer.vocab_size:
             raise UserError(
-                f"{file.name}: token {largest} is none of the tokenizer's {tokenizer.vocab_size}; give the tokenizer "
-                "that made this file as data.tokenizer, or the right integers as the source's tokens"
+                f"{file.name}: token {largest} is outside the tokenizer's vocabulary of {tokenizer.vocab_size}; set "
+                "data.tokenizer to the tokenizer that made this file, or the source's tokens to the right integer type"
             )
         if dtype is not None:  # the index has no code for uint32, whose numbers are as wide as int32's
             write_index(directory / f"{SCANNED}.idx", lengths, np.dtype("<u2" if dtype.itemsize == 2 else "<i4"))

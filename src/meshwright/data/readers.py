@@ -237,7 +237,7 @@ def _check_columns(file: SourceFile, names: Sequence[str]) -> None:
 
 
 def _up_to(opened: IO[bytes], most: int) -> bytes:
-    """At most so many bytes. A single `read` would take that much memory first, however short the file is."""
+    """At most this many bytes. A single `read` would take that much memory first, however short the file is."""
     parts, left = list[bytes](), most
     while left and (part := opened.read(min(left, CHUNK))):
         parts.append(part)

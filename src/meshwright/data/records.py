@@ -83,7 +83,7 @@ def renamed(fields: Mapping[str, Any], columns: Sequence[tuple[str, str | None]]
 
 
 def record_text(fields: Mapping[str, Any], format: Format, where: str) -> str:
-    """A line or row in the common form of records. Raises UserError that begins with `where`."""
+    """A line or row in the common form of records. Raises UserError; the message starts with `where`."""
     lacking = [column for column in COLUMNS[format] if fields.get(column) is None]
     if lacking:
         raise UserError(f"{where}: no {lacking[0]!r}, which format {format} needs (it has {', '.join(fields)})")
@@ -194,7 +194,7 @@ def _messages(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
-    """A message by OpenAI's names, without what is null."""
+    """A message with OpenAI's field names, without null fields."""
     if not isinstance(message, Mapping):
         raise UserError(f"{where} is not an object with role and content")
     fields = {key: value for key, value in message.items() if value is not None}
@@ -203,7 +203,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     known = ROLES.get(role, role) if isinstance(role, str) else None
     if known not in KNOWN_ROLES:
         near = did_you_mean(str(role), (*ROLES, *KNOWN_ROLES))
-        raise UserError(f"{where}: role {role!r} is none of {', '.join(KNOWN_ROLES)}{near}")
+        raise UserError(f"{where}: role {role!r} is not one of {', '.join(KNOWN_ROLES)}{near}")
     calls = fields.pop("tool_calls", None) or fields.pop("function_call", None)
     if role == "function_call":
         calls, content = content, None

@@ -128,7 +128,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def _not_growing(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(plain)  # and with it what of the environment the filter is given
+        @wraps(plain)  # and with it the part of the environment that the filter receives
         def checked(*args: Any, **kwargs: Any) -> Any:
             text, *others = [value for value in (*args, *kwargs.values()) if not hasattr(value, "autoescape")]
             _check_growth(name, text, others)

@@ -1,4 +1,4 @@
-"""Sources: the files of a corpus, and how each is read, by its name."""
+"""Sources: the files of a corpus, and how each is read, judged by its name."""
 
 import glob
 import importlib
@@ -56,7 +56,7 @@ class SourceFile:
     container: Container
     """How it is read."""
     format: Format = "auto"
-    """What a line or row of it holds; auto is settled by `readers.told_apart`."""
+    """The format of a line or row; `readers.told_apart` resolves auto."""
     compression: str = ""
     """.gz, .zst or nothing."""
     text_key: str = "text"
@@ -104,7 +104,7 @@ def find_files(sources: Sequence[SourceSpec], base_dir: Path) -> list[SourceFile
         if first is not file:
             paths = [sources[one.source].path for one in (first, file)]
             if first.source != file.source and paths[0] == paths[1]:
-                raise UserError(f"data source {paths[0]} is given twice; leave one out (weight says how much is seen)")
+                raise UserError(f"data source {paths[0]} is given twice; remove one (use weight to change its share)")
             raise UserError(
                 f"one file would be read twice: as {first.name} by data source {paths[0]}, and as {file.name} by "
                 f"{paths[1]}; leave it out of one"
@@ -118,7 +118,7 @@ def names_of(files: Sequence[SourceFile]) -> str:
 
 
 def require(library: str, why: str) -> ModuleType:
-    """An optional library; raises UserError that says how to install it."""
+    """An optional library; raises UserError with the command that installs it."""
     try:
         return importlib.import_module(library)
     except ImportError as error:
@@ -200,7 +200,7 @@ def _arrow_file(path: Path, source: SourceSpec, number: int) -> SourceFile:
 
 
 def _saved_dataset(folder: Path, source: SourceSpec) -> Iterator[Path]:
-    """The arrow files of what `datasets` wrote with `save_to_disk`: a dataset, or a split of several."""
+    """The arrow files written by `datasets.save_to_disk`: a dataset, or one split of several."""
     splits = folder / "dataset_dict.json"
     if splits.is_file():
         names = _json_object(splits).get("splits", [])

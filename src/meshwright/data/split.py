@@ -28,7 +28,7 @@ class Split:
     below: int
     """Documents whose hash is below this are held out."""
     single_cut: int | None = None
-    """Corpus of one document: where it is cut; what follows is held out."""
+    """For a corpus of one document: the cut; everything after it is held out."""
 
     @property
     def holds_out(self) -> bool:
@@ -46,7 +46,7 @@ class Split:
 
 @dataclass(kw_only=True)
 class Census:
-    """What has been seen of a corpus."""
+    """Counts of a corpus, as far as it was read."""
 
     num_documents: int = 0
     num_characters: int = 0
@@ -72,8 +72,8 @@ class Census:
 
 
 def likely_split(held_out: float) -> Split:
-    """The split of a corpus that nobody has read yet, right where it has so many documents that a share of them falls
-    on either side; a `Census` tells."""
+    """The split of a corpus that has not been read yet. It is right if there are enough documents for a share to fall
+    on either side; a `Census` checks that."""
     return Split(below=int(held_out * HASHES))
 
 

@@ -376,7 +376,7 @@ def _open_to_continue(path: Path, num_bytes: int) -> BinaryIO:
 
 
 def _about(path: Path) -> dict[str, Any] | None:
-    """Our description beside a token file; None if there is none, or the .json is not ours."""
+    """Our description beside a token file; None if it does not exist or the .json is not ours."""
     try:
         found = json.loads(_about_path(path).read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -96,8 +96,8 @@ class TextTokenizer:
     def encode_marked(
         self, texts: Sequence[str], *, add_special_tokens: bool = False
     ) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """(token ids, characters that each stands for) of texts in which special tokens are meant as such: those that a
-        chat template has written. `add_special_tokens`: with those that the tokenizer puts around every text."""
+        """(token ids, characters covered by each) of texts whose special tokens are meant as such, because a chat
+        template wrote them. `add_special_tokens`: also the ones that the tokenizer puts around every text."""
         self._tokenizer.encode_special_tokens = False
         try:
             with _panics_told():
@@ -149,7 +149,7 @@ class TextTokenizer:
         return ids, offsets
 
     def token_id(self, token: str) -> int | None:
-        """Id of a token of the vocabulary; None if it is none."""
+        """Id of a token of the vocabulary; None if it is not in it."""
         return self._tokenizer.token_to_id(token)
 
     def extends(self, other: "TextTokenizer") -> bool:
@@ -162,8 +162,8 @@ class TextTokenizer:
         return TextTokenizer({**self._files, CHAT_TEMPLATE: source.encode()}, where="tokenizer")
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a text that a model shall continue: with the tokens that the tokenizer's own
-        template puts before a text (Llama's begin-of-text), without the end-of-text it may put behind."""
+        """Token ids of a prompt: with the tokens that the tokenizer's own template puts before a text (Llama's
+        begin-of-text), without the end-of-text token it may append."""
         ids = self._tokenizer.encode(text, add_special_tokens=True).ids
         while ids and ids[-1] == self.eos_id:
             ids.pop()
@@ -178,11 +178,11 @@ class TextTokenizer:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def pieces(self, text: str) -> list[str]:
-        """Cut a long text where it does not show: the pieces' tokens, joined, are the text's tokens.
+        """Cut a long text into pieces whose tokens, joined, equal the tokens of the whole text, so that one big file is
+        encoded on all cores in bounded memory.
 
-        So one big file is encoded on all cores in bounded memory. A cut is made after a word, once PIECE
-        characters are together, and only if the WINDOW around it encodes alike with and without the cut;
-        tokenizers that mark the start of every text (Llama 2's) get their text whole.
+        A cut is made after a word once a piece has PIECE characters, and only if the WINDOW around it encodes alike
+        with and without the cut. Tokenizers that mark the start of every text (Llama 2's) get their text whole.
         """
         if len(text) <= PIECE or not self._invisible("a word", cut=1):
             return [text]
@@ -271,8 +271,8 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> TextTokenizer:
 
 
 def numbers_tokenizer(vocab: int) -> TextTokenizer:
-    """The tokenizer of token ids that stand for no text: id 5 is written `5`, and ids are parted by spaces. The last
-    one stands for the end of a text."""
+    """The tokenizer of plain token ids: id 5 is written `5`, ids are separated by spaces, and the last id means end of
+    text."""
     tokenizer = Tokenizer(models.WordLevel({str(number): number for number in range(vocab)}, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore
     files = {
@@ -300,7 +300,7 @@ def _chat_template(files: Mapping[str, bytes], config: Mapping[str, Any], where:
         named = [template for template in found if isinstance(template, dict) and "template" in template]
         if len(named) != len(found):
             raise UserError(
-                f"{where}: chat_template in tokenizer_config.json is a list of other than name and template"
+                f"{where}: chat_template in tokenizer_config.json is a list with entries other than name and template"
             )
         found = {template.get("name"): template["template"] for template in named}.get("default")
     if not isinstance(found, str | None):
@@ -309,20 +309,22 @@ def _chat_template(files: Mapping[str, bytes], config: Mapping[str, Any], where:
 
 
 def _end_of_text(files: Mapping[str, bytes], ids: Mapping[str, int], where: str) -> int:
-    """Id of the end-of-text token: what the files say, else a published name that the vocabulary has."""
+    """Id of the end-of-text token: from the files, else a published name that occurs in the vocabulary."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = _read_json(files, name, where).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None:
             if not isinstance(token, str) or token not in ids:
-                raise UserError(f"{where}: {name} says eos_token {token!r}, which tokenizer.json has not")
+                raise UserError(f"{where}: {name} says eos_token {token!r}, which is not in tokenizer.json")
             return ids[token]
     found = _read_json(files, "generation_config.json", where).get("eos_token_id")
     if isinstance(found, list):
         found = found[0] if found else None
     if found is not None:
         if not isinstance(found, int) or found not in ids.values():
-            raise UserError(f"{where}: generation_config.json says eos_token_id {found}, which tokenizer.json has not")
+            raise UserError(
+                f"{where}: generation_config.json says eos_token_id {found}, which is not in tokenizer.json"
+            )
         return found
     for token in END_OF_TEXT_NAMES:
         if token in ids:

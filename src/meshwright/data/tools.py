@@ -1,9 +1,9 @@
-"""Tools and calls of tools in one form, whatever form a data set has, and in the form that a chat template takes.
+"""Tools and tool calls: normalized to one form, and converted to the form that a chat template expects.
 
-The one form is OpenAI's, with arguments as an object: a message's `tool_calls` are
-{"type": "function", "function": {"name": ..., "arguments": {...}}}, `tools` are {"type": "function", "function": ...}.
-Templates differ in what they take: some write arguments down themselves, some want them as JSON text; some look at a
-call only if the message has no content; some need calls to have ids. A probe tells which.
+The normal form is OpenAI's, with arguments as an object: a message's `tool_calls` are {"type": "function", "function":
+{"name": ..., "arguments": {...}}}, `tools` are {"type": "function", "function": ...}. Templates differ: some write
+arguments themselves, some want them as JSON text; some look at a call only if the message has no content; some need
+calls to have ids. A probe rendering shows which.
 """
 
 import json
@@ -26,7 +26,7 @@ class Form(NamedTuple):
 
 
 def tools_of(value: Any, where: str) -> list[dict[str, Any]]:
-    """A record's tools: a list, or JSON text of one. Raises UserError that begins with `where`."""
+    """A record's tools: a list, or JSON text of one. Raises UserError; the message starts with `where`."""
     tools = _from_json(value, f"{where}: tools")
     if isinstance(tools, Mapping):
         tools = [tools]
@@ -79,7 +79,7 @@ def form_of(write: Callable[[Sequence[Mapping[str, Any]]], str]) -> Form:
 
 
 def _says(written: str) -> bool:
-    """Whether the probe stands there, neither as Python writes it nor as text inside of text."""
+    """Whether the probe occurs, neither in Python's notation nor as text inside text."""
     whole = all(word in written for word in ("probe_name", "probe_key", "probe_value"))
     return whole and "'probe_key'" not in written and '\\"probe_key' not in written
 
@@ -115,7 +115,7 @@ def _as_text(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_json(value: Any, what: str) -> Any:
-    """The value; of text what it says as JSON."""
+    """The value; JSON text is parsed."""
     if not isinstance(value, str):
         return value
     try:

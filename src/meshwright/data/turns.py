@@ -1,10 +1,10 @@
-"""Finds what each message of a conversation wrote in what a chat template made of it.
+"""Finds the text that a chat template wrote for each message of a conversation.
 
-A turn of the assistant begins behind the words that make it speak (the generation prompt) and ends with the token that
-ends its turn. Neither stands in a template in so many words. So the conversation is written down with marks around its
-texts, which shows where each message's own words stand; and what lies between two messages is divided once for each
-way in which it is written: the beginning of a turn by writing the messages before it with a generation prompt, its end
-by writing the messages up to it. What was found is kept, so that a conversation costs two renderings, however long.
+An assistant's turn starts after the generation prompt and ends with the token that ends its turn. A template states
+neither explicitly. So the conversation is rendered with markers around its texts, which locates each message's own
+text. The text between two messages is then split at the boundary of their turns: the start of a turn is found by
+rendering the messages before it with a generation prompt, its end by rendering the messages up to it. Each kind of
+boundary is split once and remembered, so a conversation costs two renderings, however long it is.
 """
 
 import re
@@ -17,16 +17,16 @@ from meshwright.spec.errors import UserError
 Message = Mapping[str, Any]
 """`role`, `content` and whatever else a template knows."""
 Write = Callable[[Sequence[Message], bool], str]
-"""Writes messages down as a template says; with the generation prompt where the flag says so."""
+"""Renders messages by a template; with the generation prompt if the flag is set."""
 
 KEPT = 1 << 14
-"""How many ways to divide what lies between messages are kept."""
+"""Number of remembered splits."""
 ANGLED = re.compile(r"<[^<>\s]{1,60}>")
 """What looks like a tag or a special token."""
 
 
 class Turn(NamedTuple):
-    """What one message wrote: characters of the conversation."""
+    """The text of one message: characters of the conversation."""
 
     parts: tuple[Span, ...]
     """One, or as many as the template marks by `{% generation %}`."""
@@ -41,11 +41,11 @@ class Conversation(NamedTuple):
     turns: dict[int, Turn]
     """By the number of the message."""
     texts: list[Span]
-    """Where the messages' own texts stand, as far as marks tell."""
+    """The messages' own texts, as far as markers locate them."""
 
 
 class TurnFinder:
-    """Finds turns in what one template writes."""
+    """Finds turns in the output of one template."""
 
     def __init__(self, specials: Sequence[str]):
         """`specials` are the special tokens of the tokenizer."""
@@ -55,7 +55,7 @@ class TurnFinder:
         self._behind: dict[Any, set[str]] = {}
 
     def find(self, messages: Sequence[Message], write: Write, wanted: Collection[int]) -> Conversation:
-        """The conversation, and the turns of the messages `wanted`. Raises UserError if they cannot be told."""
+        """The conversation, and the turns of the messages `wanted`. Raises UserError if they cannot be located."""
         plain = Marker(empty=False, roles=()).read(write(messages, False))
         marker, written = self._written(messages, write, plain)
         if marker is None or written is None:
@@ -69,7 +69,7 @@ class TurnFinder:
     def _written(
         self, messages: Sequence[Message], write: Write, plain: Written
     ) -> tuple[Marker | None, Written | None]:
-        """The first way to mark the messages that does not change what the template writes."""
+        """The first way to mark the messages that does not change the template's output."""
         for empty, roles in ((True, None), (False, None), (False, ("assistant",))):
             marker = Marker(empty=empty, roles=roles, special=self._special)
             try:
@@ -89,7 +89,7 @@ class TurnFinder:
         return self._splits[key]
 
     def end_known(self, key: Any, gap: str) -> int | None:
-        """Where a turn ends in `gap`, told by how the next one begins; None if that is not known yet."""
+        """The end of a turn in `gap`, given how the next turn starts; None if that is not known yet."""
         behind = max((known for known in self._behind.get(key, ()) if gap.endswith(known)), key=len, default=None)
         if behind is None:
             return None
@@ -97,13 +97,13 @@ class TurnFinder:
         return end if self.token_before(gap, end) else None
 
     def learn_end(self, key: Any, gap: str, end: int) -> None:
-        """Keep how the next turn begins."""
+        """Remember how the next turn starts."""
         known = self._behind.setdefault(key, set())
         if self.token_before(gap, end) and len(known) < 64:
             known.add(gap[end:])
 
     def common(self, one: str, other: str) -> int:
-        """Characters that both texts begin with, in whole special tokens."""
+        """Length of the common prefix of both texts, in whole special tokens."""
         end = _common_prefix(one, other)
         for text in (one, other):
             for pattern in (self._special, ANGLED):
@@ -113,7 +113,7 @@ class TurnFinder:
         return end
 
     def token_at(self, text: str, start: int) -> int | None:
-        """Where a special token ends that begins at `start`, or behind white space there."""
+        """The end of a special token that starts at `start`, or after white space there."""
         start += len(text[start:]) - len(text[start:].lstrip())
         match = self._special.match(text, start)
         return match.end() if match else None
@@ -178,8 +178,8 @@ class _Search:
         return self.finder.split(("start", before, gap), find)
 
     def _start_asked(self, before: Sequence[Message], gap: str) -> int | None:
-        """Where a turn begins in `gap`, by what stands there when the assistant is made to speak: all of that, or as
-        much of the generation prompt as the template still writes once an answer follows."""
+        """The start of a turn in `gap`, found by the generation prompt of this conversation: all of it, or the part
+        that the template still writes once an answer follows."""
         try:
             plain, asked = self._tail(before), self._tail(before, answer=True)
         except UserError:  # many templates want a question first
@@ -190,7 +190,7 @@ class _Search:
         return end if whole or (asked[closed:end].strip() and not _begins_word(gap[end:])) else None
 
     def _start_prompted(self, number: int, gap: str) -> int | None:
-        """Where a turn begins in `gap`, by the generation prompt that follows a question, wherever it stands."""
+        """The start of a turn in `gap`, found by the generation prompt that follows a question, at any place."""
         before = self.messages[:number]
         for asking in (before, [*before, {"role": "user", "content": "?"}]):
             try:
@@ -230,7 +230,7 @@ class _Search:
         return known if known is not None else self.finder.split(("end", role, follower, gap), find)
 
     def _opening(self, follower: int, gap: str) -> int:
-        """Characters of `gap` that begin the message after it, as they begin another of its role."""
+        """Number of characters of `gap` that start the message after it, as they start another message of its role."""
         role = self.messages[follower]["role"]
         others = [number for number in self.written.regions if self.messages[number]["role"] == role]
         other = next((number for number in sorted(others) if number != follower), None)
@@ -241,7 +241,7 @@ class _Search:
         return _common_prefix(gap[::-1], opening[::-1])
 
     def _ends(self, alone: str, followed: str) -> tuple[int, int]:
-        """Where a turn ends in what stands behind its texts: at the end of a conversation, and where others follow."""
+        """The end of a turn in the text after its message: at the end of a conversation, and before other messages."""
         common = self.finder.common(alone, followed)
         same = self.finder.last_token(alone[:common])
         if same is not None:
@@ -255,7 +255,7 @@ class _Search:
         return ends[0], common if ends[1] is None else ends[1]
 
     def _followed(self, number: int) -> str:
-        """What stands behind the last message's texts if a user goes on."""
+        """The text after the last message if a user message follows."""
         more = [*self.messages, {"role": "user", "content": "?"}]
         try:
             written = self.marker.read(self.write(self.marker.mark(more), False))
@@ -265,13 +265,13 @@ class _Search:
         return "" if region is None or region.after is None else written.text[region.span.end : region.room.end]
 
     def _tail(self, messages: Sequence[Message], *, answer: bool = False) -> str:
-        """What stands behind the last text of a conversation."""
+        """The text after the last message of a conversation."""
         written = self.marker.read(self.write(self.marker.mark(messages), answer))
         return written.text[max((span.end for span, _ in written.places), default=0) :]
 
 
 def _common_prefix(one: str, other: str) -> int:
-    """Characters that both texts begin with."""
+    """Length of the common prefix of both texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 

@@ -53,7 +53,7 @@ class Contestant:
     python: Path = Path(sys.executable)
     """The Python that runs its program."""
     checkout: Path | None = None
-    """The folder of an engine that is no package."""
+    """The folder of an engine that is not a package."""
 
 
 @dataclass(kw_only=True)
@@ -65,8 +65,8 @@ class Row:
     strategy: str
     error: str | None = None
     """Why it was not measured, or not completely."""
-    missing: bool = False
-    """Whether the error is a missing installation."""
+    absent: bool = False
+    """Whether it took no part, because it is not installed or cannot express the recipe."""
     translation: Translation | None = None
     ran: dict[str, Any] = field(default_factory=dict)
     """Its report after its first step (`what_ran`)."""
@@ -111,8 +111,8 @@ def compare(
 ) -> list[Row]:
     """Train every contestant in turns on this machine; `folder` receives programs, inputs and journals.
 
-    An engine that cannot express its recipe, is not installed, fails, makes no step for `patience` seconds or trains
-    differently than asked becomes a row that says so. Raises `UserError` for mistakes in the recipes.
+    An engine becomes a row with an error if it cannot express its recipe, is not installed, fails, makes no step for
+    `patience` seconds, or trains differently than asked. Raises `UserError` for mistakes in the recipes.
     """
     if find_worker() is not None:
         raise UserError("compare starts the engines' processes itself; run it without torchrun or srun")
@@ -148,11 +148,12 @@ class _Running:
         self.program: RankedProgram | None = None
 
     def attempt(self, what: Callable[[], None]) -> bool:
-        """Call `what`; where it fails, the row records why and its processes end."""
+        """Call `what`; if it fails, record the reason in the row and end its processes."""
         try:
             what()
         except UserError as error:
-            self.row.error, self.row.missing = " ".join(str(error).split()), isinstance(error, MissingPackageError)
+            self.row.error = " ".join(str(error).split())
+            self.row.absent = isinstance(error, MissingPackageError | InexpressibleError)
             if self.program:
                 self.program.close()
         return self.row.error is None
@@ -225,7 +226,7 @@ def _write_inputs(
 def _reads_inputs(contestant: Contestant) -> bool:
     try:
         contestant.engine.translate(contestant.resolved)
-    except InexpressibleError:  # its row will say so
+    except InexpressibleError:  # reported in its row
         return False
     return contestant.engine.name != Ours.name
 

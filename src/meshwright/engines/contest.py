@@ -61,8 +61,8 @@ def pythons(words: Sequence[str]) -> dict[str, Path]:
 
 
 def installed(names: Sequence[str], given: Mapping[str, Path], say: Callable[[str], None]) -> dict[str, Path]:
-    """The Pythons of the engines `names` (default: all), in environments of their own where this Python lacks them; an
-    engine of `given` keeps its own. One that cannot be installed is left out: its row will say what it lacks."""
+    """The Pythons of the engines `names` (default: all). An engine that this Python lacks gets an environment of its
+    own, unless `given` names one. An engine that cannot be installed is left out; its row reports what is missing."""
     found = dict(given)
     for name in names or ENGINES:
         engine = find_engine(name)

@@ -8,10 +8,12 @@ from typing import Any, ClassVar, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from meshwright.engines.settings import Setting, settings_of
+from meshwright.engines.settings import Rule, Setting, settings_of
 from meshwright.imports.program import as_comment
 from meshwright.launch.launcher import threads_per_rank
+from meshwright.spec.data import DataSpec
 from meshwright.spec.errors import UserError
+from meshwright.spec.finetune import Ia3Spec, LoraSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.precision import BF16, FP32
 from meshwright.spec.recipe import dump_recipe
@@ -59,6 +61,16 @@ class Translation:
         return folder / self.program
 
 
+def reads_rows(data: DataSpec) -> bool:
+    """Whether a program reads rows of tokens and labels, rather than pieces of one stream."""
+    return data.packing != "concatenated" or data.separate_documents
+
+
+def reads_places(data: DataSpec) -> bool:
+    """Whether rows hold several documents, which the places of tokens keep apart."""
+    return data.separate_documents and data.packing != "padded"
+
+
 def strategy_of(layout: LayoutSpec) -> Strategy:
     """The data-parallel strategy of a layout."""
     if layout.data_parallel == 1:
@@ -78,15 +90,17 @@ class Engine(ABC):
     """A description for people."""
     packages: ClassVar[Mapping[str, str]] = {}
     """Modules that its program imports, each with the extra of this project that installs it."""
+    rules: ClassVar[Mapping[str, Rule]] = {}
+    """Its own rules of settings, before those of all engines."""
     checkout: ClassVar[str] = ""
-    """Where to clone what is no package: its program has an option --checkout for the folder."""
+    """Where to clone a program that is not a package; its program has an option --checkout for the folder."""
 
     def translate(self, resolved: ResolvedRun) -> Translation:
         """The recipe in this engine's terms.
 
         Raises `InexpressibleError` with every setting that it cannot express and that changes the training.
         """
-        settings = tuple(settings_of(resolved, self.cannot(resolved), self.leaves_out(resolved)))
+        settings = tuple(settings_of(resolved, self.cannot(resolved), self.leaves_out(resolved), self.rules))
         refused = [setting for setting in settings if setting.fate == "refused"]
         if refused:
             raise InexpressibleError("; ".join(f"{setting.path}={setting.shown}: {setting.why}" for setting in refused))
@@ -97,8 +111,8 @@ class Engine(ABC):
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Settings of this run that the engine cannot express and that change what is trained, each with the reason."""
 
-    def cannot_dump(self, layout: LayoutSpec) -> str:
-        """Why the program cannot dump whole gradients under a layout; empty where it can."""
+    def cannot_dump(self, resolved: ResolvedRun) -> str:
+        """Why the program cannot dump whole gradients of a run; empty if it can."""
         return ""
 
     def leaves_out(self, resolved: ResolvedRun) -> Mapping[str, str]:
@@ -114,7 +128,8 @@ class TemplateEngine(Engine):
     """An engine whose program is a Jinja template: one training loop for transformers' model, in the engine's API."""
 
     strategies: ClassVar[Mapping[Strategy, str]]
-    """Its strategies; the text is empty for those that also run on a CPU, and else says what happens there."""
+    """Its strategies; the text is empty for those that also run on a CPU, and otherwise describes what happens there.
+    """
     precisions: ClassVar[tuple[str, ...]] = (FP32.name, BF16.name)
     axes: ClassVar[Mapping[str, str]] = {}
     """The axes besides the data that its program splits; the text as in `strategies`."""
@@ -142,12 +157,12 @@ class TemplateEngine(Engine):
         if run.training.precision not in self.precisions:
             found["training.precision"] = f"the program for {self.name} computes in {' or '.join(self.precisions)}"
         sharded = strategy in ("zero2", "zero3", "hybrid")
-        if run.training.dtypes.mixed and run.training.reduce_dtype != FP32.name and not sharded:
+        if run.training.dtypes.narrow and run.training.reduce_dtype != FP32.name and not sharded:
             found["training.reduce_dtype"] = "autocast keeps gradients in fp32"
         return found
 
     def cannot_offload(self, layout: LayoutSpec) -> str:
-        """Why the program keeps nothing in host memory; empty where it keeps there what the layout asks for."""
+        """Why the program cannot offload to host memory as the layout asks; empty if it can."""
         return f"the program for {self.name} keeps everything on the device"
 
     def files(self, resolved: ResolvedRun) -> tuple[str, dict[str, str]]:
@@ -156,9 +171,13 @@ class TemplateEngine(Engine):
         loader = FileSystemLoader(PROGRAMS)
         jinja = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
         jinja.keep_trailing_newline = True
-        text = jinja.get_template(f"{self.name}.py.jinja").render(**self.words(resolved, name))
+        text = jinja.get_template(f"{self.template(resolved)}.py.jinja").render(**self.words(resolved, name))
         text = f"{text.rstrip()}\n\n{as_comment(dump_recipe(resolved.run))}"
         return name, {name: text, **self.more_files(resolved)}
+
+    def template(self, resolved: ResolvedRun) -> str:
+        """The name of the program's template."""
+        return self.name
 
     def more_files(self, resolved: ResolvedRun) -> dict[str, str]:
         """Configuration files."""
@@ -201,6 +220,9 @@ class TemplateEngine(Engine):
             "tp": run.layout.tp,
             "pp": run.layout.pp,
             "ep": run.layout.ep,
+            "rows": reads_rows(run.data),
+            "placed": reads_places(run.data),
+            "adapters": isinstance(run.finetune, LoraSpec | Ia3Spec),
             "replicate": run.layout.dp_replicate,
             "shard": run.layout.dp_shard,
         }

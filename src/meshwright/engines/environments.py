@@ -19,16 +19,16 @@ from meshwright.storage.lock import Lock
 CACHE = Path.home() / ".cache" / "meshwright" / "engines"
 """Folder of the environments; it may be deleted."""
 READY = "ready.json"
-"""The file that a complete environment has: what was installed into it."""
+"""The marker file of a complete environment: the list of installed packages."""
 PATIENCE = 1800.0
 """Seconds after which an installation is ended."""
 
 
 def environment(engine: Engine, say: Callable[[str], None], cache: Path = CACHE) -> Path:
-    """The Python of an environment with the engine: this one where it has it, else one of `cache`, made if it is not
-    there. What is there is used without network.
+    """The Python of an environment with the engine: this one if it has the engine, else one in `cache`, created if
+    necessary. An existing one is used without network access.
 
-    Raises `UserError` where the packages cannot be installed.
+    Raises `UserError` if the packages cannot be installed.
     """
     here = Path(sys.executable)
     try:
@@ -52,7 +52,7 @@ def environment(engine: Engine, say: Callable[[str], None], cache: Path = CACHE)
 
 
 def requirements(engine: Engine) -> list[str]:
-    """What pip installs for the engine: the packages of its extra. Raises `UserError` if it has none."""
+    """The packages of the engine's extra, for pip. Raises `UserError` if it has none."""
     extras = set(engine.packages.values())
     try:
         stated = requires("meshwright") or []
@@ -72,7 +72,7 @@ def requirements(engine: Engine) -> list[str]:
 
 
 def _make(folder: Path, python: Path, wanted: list[str], say: Callable[[str], None], name: str) -> None:
-    """Make the environment. torch is wanted as it is here, so that no installation replaces it by another build."""
+    """Create the environment. torch is pinned to this Python's build, so that no installation replaces it."""
     EnvBuilder(clear=False, symlinks=True, with_pip=False).create(folder)
     own = Path(subprocess.run(
         [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],

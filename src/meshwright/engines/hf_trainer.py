@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from meshwright.engines.engine import Strategy, TemplateEngine
+from meshwright.engines.settings import Rule, said
 
 
 class HfTrainer(TemplateEngine):
@@ -15,3 +16,4 @@ class HfTrainer(TemplateEngine):
     packages: ClassVar = {"transformers": "compare", "accelerate": "compare"}
     strategies: ClassVar[Mapping[Strategy, str]] = dict.fromkeys(("ddp", "zero3", "hybrid"), "")
     more_transformers = ", Trainer, TrainerCallback, TrainingArguments"
+    rules: ClassVar[Mapping[str, Rule]] = {"data.packing": said, "data.separate_documents": said}

@@ -23,7 +23,7 @@ class LitGpt(TemplateEngine):
             found.pop("layout.zero", None)
             found[f"layout.{axis}"] = "the program for litgpt is for one process"
         if resolved.model.family != "llama":
-            found["model.family"] = "the program for litgpt has llama alone"
+            found["model.family"] = "the program for litgpt supports llama only"
         if resolved.model.rope_scaling is not None:
             found["model.rope_scaling"] = "the program for litgpt has plain rope"
         return found

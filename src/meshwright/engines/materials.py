@@ -1,4 +1,4 @@
-"""The input of every engine's program: initial weights, tokens, and the order of samples."""
+"""The input of every engine's program: initial weights, adapters, and samples in the order in which they are seen."""
 
 import json
 from collections.abc import Sequence
@@ -8,38 +8,105 @@ import numpy as np
 import torch
 
 from meshwright.checkpoint.hf import export_hf
+from meshwright.checkpoint.peft import write_adapter
 from meshwright.data.mixture import Mixture, training_samples
+from meshwright.data.packing import NO_LABEL, Sample
 from meshwright.data.prepare import Corpus
 from meshwright.data.token_file import TokenFile
-from meshwright.families import parameter_table, state_table
+from meshwright.engines.engine import reads_places, reads_rows
+from meshwright.families import finetuned_table, parameter_table, state_table
 from meshwright.parallel.materialize import RowSource
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.errors import UserError
+from meshwright.spec.finetune import Ia3Spec, LoraSpec
 from meshwright.spec.run import ResolvedRun
-from meshwright.trainer.weights import run_weights
+from meshwright.trainer.weights import base_of, run_weights
 
-START, DATA = "start", "data"
-"""The folders of weights and of tokens."""
+START, ADAPTER, DATA = "start", "adapter", "data"
+"""The folders of weights, of adapters and of tokens."""
 TOKENS, ORDER = "tokens.json", "order.npy"
+ROWS, LABELS, PLACES, PAIRS = "rows.npy", "labels.npy", "places.npy", "pairs.jsonl"
 
 
 def write_materials(resolved: ResolvedRun, corpus: Corpus, folder: Path, *, steps: int) -> None:
-    """Write `folder`/start, a Hugging Face directory in fp32, and `folder`/data: where the tokens are, and for each
-    sample of the first `steps` steps its file and its first token there.
-
-    The run packs its tokens as one stream (`data.packing=concatenated`), which `Engine.translate` makes sure of.
+    """Write the inputs of the first `steps` steps: `folder`/start, a Hugging Face directory in fp32, `folder`/adapter
+    where adapters train, and `folder`/data: pieces of the token files where samples are cut from a stream, else rows
+    of tokens and labels, or pairs of answers.
     """
-    write_start(resolved.model, run_weights(resolved), folder / START)
+    write_start(resolved, run_weights(resolved), folder)
     files, samples = [stream.train for stream in corpus.streams], training_samples(corpus, resolved.run.data)
-    count = steps * resolved.global_batch
-    write_order(files, samples, folder / DATA, seed=resolved.run.training.seed, count=count)
+    count, seed = steps * resolved.global_batch, resolved.run.training.seed
+    if resolved.run.training.preference is not None:
+        write_pairs(samples, folder / DATA, seed=seed, count=count)
+    elif reads_rows(resolved.run.data):
+        write_rows(resolved, samples, folder / DATA, count=count)
+    else:
+        assert all(file.trained is None for file in files)  # records are never cut from a stream
+        write_order(files, samples, folder / DATA, seed=seed, count=count)
 
 
-def write_start(model: ModelSpec, read: RowSource, folder: Path) -> None:
-    """Write the weights that `read` gives as a Hugging Face directory in fp32."""
+def write_start(resolved: ResolvedRun, read: RowSource, folder: Path) -> None:
+    """Write the weights that `read` gives: the model as a Hugging Face directory in fp32, adapters as peft's."""
+    model, finetune = resolved.model, resolved.run.finetune
     rows = parameter_table(model) + state_table(model)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     weights = ((row.name, read(row, 0, row.shape[0])) for row in rows)
-    export_hf(weights, model, folder, tokenizer_dir=None, dtype=torch.float32, prove=False)
+    export_hf(weights, model, folder / START, tokenizer_dir=None, dtype=torch.float32, prove=False)
+    if isinstance(finetune, LoraSpec | Ia3Spec):
+        trained = [row for row in finetuned_table(model, finetune) if row.trained]
+        adapters = {row.name: read(row, 0, row.shape[0]).float() for row in trained}
+        base = base_of(resolved)
+        assert base is not None
+        write_adapter(folder / ADAPTER, adapters, model, finetune, base=None, fingerprint=base["fingerprint"])
+
+
+def write_rows(resolved: ResolvedRun, samples: Mixture, folder: Path, *, count: int) -> None:
+    """Write the first `count` samples as rows: tokens, labels (-100: none is trained) and, where documents of a row are
+    kept apart, each token's place in its document."""
+    data, seed = resolved.run.data, resolved.run.training.seed
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [ROWS, LABELS, *([PLACES] if reads_places(data) else [])]
+    shape = count, data.sequence_length
+    arrays = [np.lib.format.open_memmap(folder / name, "w+", np.int32, shape) for name in names]
+    for position in range(count):
+        sample = samples.sample(position, seed)
+        for array, values in zip(arrays, (sample.inputs, sample.labels, _places(sample)), strict=False):
+            array[position] = values
+    for array in arrays:
+        array.flush()
+
+
+def write_pairs(samples: Mixture, folder: Path, *, seed: int, count: int) -> None:
+    """Write the first `count` samples, a pair of answers each, as trl reads them: tokens of prompt and answers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / PAIRS).open("w", encoding="utf-8") as file:
+        for position in range(count):
+            file.write(json.dumps(_pair(samples.sample(position, seed))) + "\n")
+
+
+def _pair(sample: Sample) -> dict[str, list[int]]:
+    """The tokens of a sample's pair. Raises `UserError` if its answers do not follow one prompt."""
+    assert sample.documents is not None
+    found = []
+    for document in (0, 1):
+        here = sample.documents == document
+        inputs, labels = sample.inputs[here], sample.labels[here]
+        answer = np.flatnonzero(labels != NO_LABEL)
+        if not len(answer) or (np.diff(answer) != 1).any():
+            raise UserError("a pair's trained tokens are not the end of its conversation; trl compares last answers")
+        found.append((inputs[: answer[0] + 1].tolist(), labels[answer].tolist()))
+    (prompt, chosen), (other, rejected) = found
+    if prompt != other:
+        raise UserError("the answers of a pair follow different prompts; trl compares answers to one prompt")
+    return {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
+
+
+def _places(sample: Sample) -> np.ndarray:
+    """The place of each token in its document."""
+    places = np.arange(len(sample.inputs))
+    if sample.documents is None:
+        return places
+    begins = np.flatnonzero(np.r_[True, sample.documents[1:] != sample.documents[:-1]])
+    return places - np.repeat(begins, np.diff(np.r_[begins, len(places)]))
 
 
 def write_order(files: Sequence[TokenFile], samples: Mixture, folder: Path, *, seed: int, count: int) -> None:

@@ -23,7 +23,7 @@ class MegatronEngine(TemplateEngine):
         """As `TemplateEngine`; another model than Llama, and vocabularies, heads or widths that cannot be split."""
         found, model, tp = dict(super().cannot(resolved)), resolved.model, resolved.run.layout.tp
         if model.family != "llama":
-            found["model.family"] = "the program for megatron has llama alone"
+            found["model.family"] = "the program for megatron supports llama only"
         if model.rope_scaling is not None:
             found["model.rope_scaling"] = "the program for megatron has plain rope"
         for path, degree in (("model.vocab", model.vocab), ("model.num_kv_heads", model.num_kv_heads)):

@@ -23,7 +23,7 @@ class NanoGpt(TemplateEngine):
         """As `TemplateEngine`; another model than GPT-2, and constants that its code has."""
         found, model, run = dict(super().cannot(resolved)), resolved.model, resolved.run
         if model.family != "gpt2":
-            found["model.family"] = "nanoGPT has GPT-2 alone"
+            found["model.family"] = "nanoGPT supports GPT-2 only"
         if model.norm_eps != NORM_EPS:
             found["model.norm_eps"] = f"nanoGPT's norms have {NORM_EPS:g}"
         if not model.tied_embeddings:

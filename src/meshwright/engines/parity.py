@@ -12,11 +12,12 @@ import numpy as np
 import torch
 
 from meshwright.checkpoint.hf import as_stored
+from meshwright.checkpoint.peft import stored_places
 from meshwright.data.mixture import Mixture
 from meshwright.data.packing import ConcatenatedSamples
 from meshwright.data.token_file import file_in_memory
 from meshwright.engines.engine import Engine
-from meshwright.engines.materials import DATA, START, write_order, write_start
+from meshwright.engines.materials import DATA, write_order, write_start
 from meshwright.engines.ours import Ours
 from meshwright.engines.readback import check_what_ran
 from meshwright.engines.registry import check_installed
@@ -28,6 +29,7 @@ from meshwright.prove.tolerance import Tolerance, derive_tolerance
 from meshwright.prove.verify import for_proof
 from meshwright.prove.weights import proof_weights
 from meshwright.spec.errors import UserError
+from meshwright.spec.finetune import Ia3Spec, LoraSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.metrics import read_journal
 
@@ -90,9 +92,10 @@ def verify_engine(
         raise UserError("verify holds our own layouts to one process without --engine; leave it out")
     if resolved.run.training.steps < steps:
         raise UserError(f"--steps {steps}, but training.steps={resolved.run.training.steps}; give fewer")
-    if reason := engine.cannot_dump(resolved.run.layout):
-        raise UserError(f"verify cannot compare {engine.name} under this layout: {reason}")
-    resolved = for_proof(_as_files_say(resolved))
+    if reason := engine.cannot_dump(resolved):
+        raise UserError(f"verify cannot compare {engine.name} on this run: {reason}")
+    engine.translate(resolved)  # what it refuses of the recipe, before its samples are a stream
+    resolved = for_proof(_as_stream(_as_files_say(resolved)))
     translation = engine.translate(resolved)
     check_installed(engine, python, checkout)
     with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as name:
@@ -122,6 +125,12 @@ def _as_files_say(resolved: ResolvedRun) -> ResolvedRun:
     return resolved.model_copy(update={"model": model.model_copy(update={"head_dim": model.hidden // model.num_heads})})
 
 
+def _as_stream(resolved: ResolvedRun) -> ResolvedRun:
+    """The run with samples cut from one stream, as random tokens are."""
+    data = resolved.run.data.model_copy(update={"packing": "concatenated", "separate_documents": False})
+    return resolved.model_copy(update={"run": resolved.run.model_copy(update={"data": data})})
+
+
 def _write_inputs(resolved: ResolvedRun, folder: Path, steps: int) -> Mixture:
     """Write perturbed weights and random tokens, all of them trained on."""
     count, length = steps * resolved.global_batch, resolved.run.data.sequence_length
@@ -130,7 +139,7 @@ def _write_inputs(resolved: ResolvedRun, folder: Path, steps: int) -> Mixture:
     file.tokens.tofile(file.path)
     shuffled, seed = resolved.run.data.order == "shuffled", resolved.run.training.seed
     samples = Mixture([ConcatenatedSamples(file.tokens, length)], shuffled=shuffled)
-    write_start(resolved.model, proof_weights(resolved), folder / START)
+    write_start(resolved, proof_weights(resolved), folder)
     write_order([file], samples, folder / DATA, seed=seed, count=count)
     return samples
 
@@ -166,7 +175,11 @@ def _number(theirs: float, ours: float, relative: float) -> Difference:
 
 
 def _theirs(resolved: ResolvedRun, reference: Reference, *place: str) -> dict[str, torch.Tensor]:
-    """The reference's tensors under the names, and in the shapes, of Hugging Face files."""
+    """The reference's tensors under the names, and in the shapes, of Hugging Face files; of adapters, peft's."""
+    finetune = resolved.run.finetune
+    if isinstance(finetune, LoraSpec | Ia3Spec):
+        places = stored_places(resolved.model, finetune)
+        return {stored.key: stored.to_file(reference.tensor(*place, name)) for name, stored in places.items()}
     ours = [(row.name, reference.tensor(*place, row.name)) for row in parameter_table(resolved.model)]
     ours += [(row.name, torch.zeros(row.shape)) for row in state_table(resolved.model)]
     return dict(as_stored(ours, resolved.model))

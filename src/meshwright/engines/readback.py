@@ -3,6 +3,7 @@
 from typing import Any
 
 from meshwright.engines.engine import strategy_of
+from meshwright.families import count_trained
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import ResolvedRun
 
@@ -25,6 +26,8 @@ def check_what_ran(resolved: ResolvedRun, found: dict[str, Any]) -> None:
         )
     if "host" in found and not found["host"]:
         raise SilentFallbackError(f"{layout.strategy} was asked for, but nothing is in host memory ({wrappers})")
+    if "trained" in found and found["trained"] != (wanted := count_trained(resolved.model, resolved.run.finetune)[0]):
+        raise SilentFallbackError(f"the adapters have {wanted} parameters, but {found['trained']} are trained")
     if layout.world_size > layout.data_parallel or layout.ep > 1:
         _check_split(resolved, found, wrappers)
         return
@@ -54,7 +57,7 @@ def check_what_ran(resolved: ResolvedRun, found: dict[str, Any]) -> None:
 
 
 def _check_split(resolved: ResolvedRun, found: dict[str, Any], wrappers: str) -> None:
-    """The same of a layout that splits more than the data, where the program tells what its layers hold."""
+    """The same for a layout that splits more than the data, if the program reports what its layers hold."""
     layout, (held, whole) = resolved.run.layout, found.get("matrices", (0, 0))
     shares = layout.tp * layout.pp * (layout.dp_shard if layout.zero_stage == 3 else 1)
     if shares > 1 and held > whole * (1 + 1 / shares) / 2:

@@ -16,7 +16,9 @@ from meshwright.engines.litgpt import LitGpt
 from meshwright.engines.megatron import MegatronEngine
 from meshwright.engines.nanogpt import NanoGpt
 from meshwright.engines.ours import Ours
+from meshwright.engines.peft import PeftEngine
 from meshwright.engines.transformers import TransformersEngine
+from meshwright.engines.trl import TrlEngine
 from meshwright.spec.errors import UserError
 from meshwright.spec.problems import did_you_mean
 
@@ -24,7 +26,7 @@ ENGINES: Mapping[str, Engine] = {
     engine.name: engine
     for engine in (
         *(Ours(), Bare(), TransformersEngine(), HfTrainer(), AccelerateEngine(), FabricEngine(), LightningEngine()),
-        *(DeepSpeedEngine(), MegatronEngine(), NanoGpt(), LitGpt()),
+        *(DeepSpeedEngine(), MegatronEngine(), NanoGpt(), LitGpt(), PeftEngine(), TrlEngine()),
     )
 }
 """In the order in which comparisons list them."""

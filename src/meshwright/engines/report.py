@@ -10,7 +10,10 @@ from typing import Any
 
 from meshwright.engines.compare import Pace, Row
 
-PACKAGES = ("torch", "transformers", "accelerate", "lightning-fabric", "deepspeed")
+PACKAGES = (
+    *("torch", "transformers", "accelerate", "lightning-fabric", "lightning"),
+    *("deepspeed", "megatron-core", "litgpt", "peft", "trl"),
+)
 ABOUT = """\
 Every engine trained the same tokens in the same order, from the same weights, with the same optimizer and schedule.
 They took turns on one machine. x is the ratio of tokens per second to {first}'s, by the medians of all timed steps;
@@ -125,7 +128,7 @@ def markdown(rows: Sequence[Row], about: dict[str, str]) -> str:
     parts += [f"- **{row.name}**: {row.error}" for row in rows if row.error]
     parts += ["", "What ran, read back from the objects that did it:", ""]
     parts += [f"- **{row.name}**: {ran(row)}" for row in rows if row.ran]
-    parts += ["", "What the recipe asks for beside training, and a program leaves out:", ""]
+    parts += ["", "Settings without effect on training that a program leaves out:", ""]
     parts += [f"- **{row.name}**: {missing}" for row in rows if (missing := left_out(row))] or ["- nothing"]
     parts += ["", "Losses of each step:", "", _losses(rows), ""]
     return "\n".join([*parts, *(f"- {key}: {value}" for key, value in about.items()), ""])

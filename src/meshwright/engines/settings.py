@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from meshwright.spec.base import Spec
@@ -35,7 +37,8 @@ Rule = Callable[[Any, ResolvedRun], tuple[Fate, str]]
 """(value, run) -> its fate, and why."""
 
 
-def _said(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
+def said(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
+    """The rule of settings that every program implements."""
     return "said", ""
 
 
@@ -44,7 +47,7 @@ def _left_out(why: str) -> Rule:
     return lambda value, resolved: ("left_out", why)
 
 
-def _only(*accepted: Any, why: str) -> Rule:
+def only(*accepted: Any, why: str) -> Rule:
     """A rule for settings whose other values would change the training."""
     return lambda value, resolved: ("said", "") if value in accepted else ("refused", why)
 
@@ -76,46 +79,53 @@ def _recompute(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
 
 
 RULES: Mapping[str, Rule] = {
-    "model": _said,
-    "model.family": _only(*get_args(FamilyName), None, why="transformers does not have a model of a user's own"),
+    "model": said,
+    "model.family": only(*get_args(FamilyName), None, why="transformers does not have your own models"),
     "model.balance_loss": _balance,
-    "data": _said,
-    "data.packing": _only("concatenated", why="the program reads one stream of tokens, cut into equal samples"),
-    "data.separate_documents": _only(False, why="the program's samples are read as one document"),
-    "training": _said,
+    "data": said,
+    "data.packing": only("concatenated", why="the program reads one stream of tokens, cut into equal samples"),
+    "data.separate_documents": only(False, why="the program's samples are read as one document"),
+    "training": said,
     "training.recompute": _recompute,
-    "training.optimizer.name": _only("adamw", why="the program has AdamW alone"),
-    "training.lr_schedule.name": _only(*get_args(ScheduleName), why="the program knows no plug-ins"),
+    "training.attention": _left_out("the program leaves the kernel to PyTorch"),
+    "training.compile_mode": _left_out("the program compiles in the default mode"),
+    "training.optimizer.name": only("adamw", why="the program supports AdamW only"),
+    "training.optimizer.state_dtype": only("fp32", why="the program keeps moments in fp32"),
+    "training.master_dtype": only("fp32", why="the program's optimizer updates fp32 weights"),
+    "training.lr_schedule.name": only(*get_args(ScheduleName), why="the program knows no plug-ins"),
     "training.non_finite": lambda value, resolved: (
         ("said", "") if value == "raise" else ("left_out", "the program ends where a loss is not finite")
     ),
-    "training.objective": _only(None, why="the program predicts the next token"),
-    "training.preference": _only(None, why="the program predicts the next token"),
+    "training.objective": only(None, why="the program predicts the next token"),
+    "training.preference": only(None, why="the program predicts the next token"),
     "training.evaluation": _left_out("nothing is held out, no task is asked"),
     "training.samples": _left_out("nothing is generated"),
     "finetune": _finetune,
-    "layout": _said,
-    "cluster": _said,
+    "layout": said,
+    "cluster": said,
     "checkpoint": _left_out("nothing is saved"),
     "checkpoint.start_from": _start,
     "guards": _left_out("nothing is watched"),
-    "device": _said,
-    "run_dir": _said,
+    "device": said,
+    "run_dir": said,
     "trackers": _left_out("the journal is not copied"),
     "callbacks": _left_out("nothing happens beside training"),
 }
 """The rule of a setting, or of all settings of a section without their own rule."""
 
 
-def settings_of(resolved: ResolvedRun, cannot: Mapping[str, str], leaves_out: Mapping[str, str]) -> Iterator[Setting]:
+def settings_of(
+    resolved: ResolvedRun, cannot: Mapping[str, str], leaves_out: Mapping[str, str], rules: Mapping[str, Rule]
+) -> Iterator[Setting]:
     """Every setting of a run and its fate; `cannot` are settings that an engine cannot express, `leaves_out` those that
-    it lacks without effect on any loss.
+    it lacks without effect on any loss, `rules` an engine's own, before `RULES`.
 
     Settings left out are listed only if the recipe differs from the default.
     """
-    defaults = dict(leaves(Run(model=resolved.run.model)))
+    defaults, found = dict(leaves(Run(model=resolved.run.model))), set[str]()
     for path, value in leaves(resolved.run):
-        fate, why = rule_of(path)(value, resolved)
+        fate, why = rule_of(path, rules)(value, resolved)
+        found.add(path)
         if path in cannot:
             fate, why = "refused", cannot[path]
         elif path in leaves_out and fate == "said":
@@ -123,13 +133,18 @@ def settings_of(resolved: ResolvedRun, cannot: Mapping[str, str], leaves_out: Ma
         elif fate == "left_out" and path in defaults and defaults[path] == value:
             fate = "said"
         yield Setting(path, value, fate, why if fate != "said" else "")
+    for path in cannot.keys() - found:  # a section as a whole, such as layout.offload
+        section = reduce(getattr, path.split("."), resolved.run)
+        value = section.model_dump(exclude_defaults=True) if isinstance(section, Spec) else section
+        yield Setting(path, value, "refused", cannot[path])
 
 
-def rule_of(path: str) -> Rule:
-    """The rule of the longest prefix of `path` that has one; raises `KeyError` if there is none."""
-    parts = path.split(".")
+def rule_of(path: str, rules: Mapping[str, Rule] = MappingProxyType({})) -> Rule:
+    """The rule of the longest prefix of `path` that has one, in `rules` or else in `RULES`; raises `KeyError` if there
+    is none."""
+    parts, rules = path.split("."), {**RULES, **rules}
     for length in range(len(parts), 0, -1):
-        if (rule := RULES.get(".".join(parts[:length]))) is not None:
+        if (rule := rules.get(".".join(parts[:length]))) is not None:
             return rule
     raise KeyError(path)
 

@@ -9,7 +9,8 @@ from meshwright.spec.run import ResolvedRun
 
 
 class TransformersEngine(TemplateEngine):
-    """transformers' `DistributedConfig`: FSDP2, hybrid sharding, tensor and expert parallelism of its own plans."""
+    """transformers' `DistributedConfig`: FSDP2, hybrid sharding, tensor and expert parallelism by the model's own
+    plans."""
 
     name = "transformers"
     about = "a plain loop, split by transformers"

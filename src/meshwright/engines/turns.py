@@ -26,20 +26,20 @@ class TakeTurns(Callback):
         self._began = 0.0
 
     def on_start(self, training: Training) -> None:
-        """The first step begins."""
+        """The first step starts."""
         if training.is_first_rank:
             self.journal.write_text("")
         self._began = time.perf_counter()
 
     def on_step(self, training: Training, record: dict[str, Any]) -> None:
-        """Write the step, then wait where it was asked for."""
+        """Write the step's record, then wait for the next turn if it is over."""
         seconds = time.perf_counter() - self._began
         if training.is_first_rank:
             if record["step"] == 1:
                 self._write("engine", record["time"], what_ran(training))
             self._write("step", record["time"], {key: record[key] for key in KEPT} | {"seconds": seconds})
         if record["step"] in self.pauses and not sys.stdin.readline():
-            os._exit(1)  # whoever gives the turns has gone
+            os._exit(1)  # the process that gives the turns has gone
         self._began = time.perf_counter()
 
     def _write(self, kind: str, when: float, fields: dict[str, Any]) -> None:

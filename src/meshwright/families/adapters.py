@@ -1,11 +1,11 @@
 """Fine-tuning of a parameter table: which rows train, and which rows are added.
 
-Adapters' rows stand behind those of the module that they extend, and inherit the names of its dims. So what is split,
-sharded, drawn, saved and predicted by the table is right for them without a line of code:
+An adapter's rows follow the rows of the module that it extends and inherit its dim names. So adapters are split,
+sharded, initialized, saved and planned by the table, without special code:
 
 - LoRA: a linear layer of weight [out, in] gets `lora_a` [rank, in] and `lora_b` [out, rank], DoRA also `magnitude`
   [out]; an embedding [vocab, embed] gets `lora_a` [vocab, rank] and `lora_b` [embed, rank].
-- IA3: a linear layer gets `factors` [out] or, where it ends a layer (wo, w2), [in].
+- IA3: a linear layer gets `factors` [out] or, if it ends a layer (wo, w2), [in].
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -26,7 +26,7 @@ from meshwright.spec.problems import did_you_mean
 EMBEDDING, HEAD = "tok_embeddings", "output"
 
 IA3_TARGETS = ("wk", "wv", "wkv_b", "w2")
-"""What IA3 scales where nobody says otherwise: keys, values, and what feed-forward layers end with."""
+"""Default targets of IA3: keys, values, and the last matrix of feed-forward layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Adapter:
     weight: Parameter
     """Its matrix."""
     rank: int = 0
-    """Of LoRA; 0: there is none."""
+    """LoRA's rank; 0 without LoRA."""
     alpha: float = 0.0
     scale: float = 1.0
     """The factor of LoRA's output."""
@@ -48,7 +48,8 @@ class Adapter:
 
     @property
     def scales_input(self) -> bool:
-        """Whether IA3's factors are those of inputs: of modules that end a layer, whose outputs join the stream."""
+        """Whether IA3 scales the module's inputs: for modules that end a layer, because their outputs join the residual
+        stream."""
         return self.weight.dims[1] in TP_SPLITS
 
     def rows(self) -> Iterator[Parameter]:
@@ -76,10 +77,9 @@ class Adapter:
 def finetuned_table(model: ModelSpec, finetune: FinetuneSpec | None) -> tuple[Parameter, ...]:
     """Every parameter of the fine-tuned model in the order of `named_parameters()`, adapters included.
 
-    Without adapters' rows it is `parameter_table`; those that do not train say so, and frozen matrices in few bits are
-    replaced by what is kept of them.
-
-    Raises `UserError` if a pattern matches nothing, with the nearest name, or a module that cannot have an adapter.
+    Without the adapters' rows it is `parameter_table`; frozen rows are marked, and quantized matrices are replaced by
+    their codes and scales. Raises `UserError` if a pattern matches nothing, with the nearest name, or matches a module
+    that cannot have an adapter.
     """
     table = parameter_table(model)
     if finetune is None:
@@ -134,7 +134,7 @@ def adapter_misfit(table: Iterable[Parameter], layout: LayoutSpec) -> str | None
 
 
 def count_trained(model: ModelSpec, finetune: FinetuneSpec | None) -> tuple[int, int]:
-    """(parameters that train, all parameters, adapters included); one that is kept in few bits counts as one."""
+    """(parameters that train, all parameters, adapters included); a quantized parameter counts once."""
     table = finetuned_table(model, finetune)
     base = sum(row.numel for row in parameter_table(model))
     return sum(row.numel for row in table if row.trained), base + sum(row.numel for row in table if row.adapter)
@@ -175,7 +175,7 @@ def _targets(model: ModelSpec, patterns: Iterable[str], weights: dict[str, Param
     """The modules of the patterns that can have an adapter; of each pattern at least one."""
     found: set[str] = set()
     able = {name for name, weight in weights.items() if _is_inner(weight) or name in (EMBEDDING, HEAD)}
-    _matching(model, patterns, "finetune.targets", able)  # all that match nothing are told at once
+    _matching(model, patterns, "finetune.targets", able)  # reports all patterns that match nothing at once
     for pattern in patterns:
         matching = _matching(model, (pattern,), "finetune.targets")
         fitting = able.intersection(matching)
@@ -246,8 +246,8 @@ def _by_pattern(
 def _matching(
     model: ModelSpec, patterns: Iterable[str], setting: str, able: Collection[str] | None = None
 ) -> list[str]:
-    """The modules that a pattern matches, by our name or Hugging Face's, in their order. Where one matches nothing,
-    modules that are `able` (default all) are offered."""
+    """The modules that a pattern matches, by our name or Hugging Face's, in their order. If it matches nothing, the
+    error suggests modules that are `able` (default all)."""
     places = hf_tensors(model)
     names = {module_of(row): (module_of(row), _hf_module(places[row.name].key)) for row in parameter_table(model)}
     found: set[str] = set()
@@ -271,8 +271,8 @@ def _hf_module(key: str) -> str:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a pattern is the name, an end of it (`wq`, `attention.wq`) or matches it with * and ?, from its beginning
-    or as an end. A part of a name that begins it (`layers.0`) stands for all below."""
+    """Whether a pattern is the name or its end (`wq`, `attention.wq`), or matches the start or the end of the name with
+    * and ?. The start of a name (`layers.0`) matches everything below it."""
     return any(
         fnmatchcase(candidate, wanted)
         for candidate in (name, *(name[i + 1 :] for i, letter in enumerate(name) if letter == "."))

@@ -46,7 +46,7 @@ class Family:
     unavailable: frozenset[str] = EXPERT_FIELDS
     """Fields of `ModelFields` that this family does not have."""
     presets: Mapping[str, ModelFields]
-    """Published sizes by lower-case name. What a preset leaves out follows from the rest of it."""
+    """Published sizes by lower-case name. Sizes that a preset omits follow from the others."""
 
     hf_architecture: str
     """`architectures` in config.json: the causal language model's class."""
@@ -55,12 +55,12 @@ class Family:
     hf_aliases: Mapping[str, str] = field(default_factory=dict)
     """Keys that transformers 4 and 5 spell differently: the spelling of 4 -> that of 5."""
     hf_absent: Mapping[str, Any]
-    """What a key means that config.json does not give (a key absent here as well is required)."""
+    """Values of keys that config.json omits (a key absent here as well is required)."""
     hf_accepts: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Keys that must have one of these values where they are given; the first is what is written."""
+    """Keys that must have one of these values if present; the first is written."""
     hf_window: Literal["given", "switched", "by_layer"] = "given"
-    """What makes the sliding window of config.json hold: that it is given, use_sliding_window as well, or for each
-    layer also max_window_layers or layer_types."""
+    """When the sliding window of config.json applies: if it is given; if use_sliding_window is set as well; or per
+    layer, by max_window_layers or layer_types."""
     hf_modules: Mapping[str, str]
     """Our module -> the module that holds it in a checkpoint, `{i}` for the layer. Modules that share one are stacked
     there, rows below rows, in the parameter table's order. With `{e}` each expert has a module of its own there. A
@@ -70,9 +70,9 @@ class Family:
     hf_transposed: frozenset[str] = frozenset()
     """Modules whose weight is stored (in, out): the last part of their name in a checkpoint."""
     hf_more_layers: bool = False
-    """Checkpoints may hold further layers after the last, for the prediction of further tokens; they are left out."""
+    """Checkpoints may hold layers after the last one, for multi-token prediction; they are left out."""
     hf_ignored: tuple[str, ...] = ()
-    """Ends of the names of stored tensors that are no parameters: masks and tables that old versions saved."""
+    """Ends of the names of stored tensors that are not parameters: masks and tables that old versions saved."""
 
     def model(self, given: Mapping[str, Any]) -> ModelSpec:
         """The complete model of the given fields: at least hidden, num_layers, num_heads and vocab.
@@ -103,7 +103,7 @@ class Family:
         return spec
 
     def _follows(self, known: Mapping[str, Any]) -> dict[str, Any]:
-        """What the given sizes say about the others."""
+        """Derives missing sizes from the given ones."""
         hidden, num_heads = known["hidden"], known["num_heads"]
         follows = {"num_kv_heads": num_heads, "ffn": self.default_ffn(hidden)}
         if "kv_rank" in self.defaults:

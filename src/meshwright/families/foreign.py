@@ -27,7 +27,7 @@ SPELLINGS = {
     "sliding_window": ("sliding_window",),
     "experts_per_token": ("num_experts_per_tok", "moe_k"),
 }
-"""Field of `ModelSpec` -> keys of config.json that say it, by architecture."""
+"""Field of `ModelSpec` -> keys of config.json that hold it, by architecture."""
 
 STACKS = (
     ("gate_up_proj", ("gate_proj", "up_proj")),
@@ -59,7 +59,7 @@ ENDLESS = 2**20
 """Positions of a model whose config.json has no limit."""
 
 NO_WEIGHTS = ("inv_freq", "masked_bias", "lm_head.weight")
-"""Ends of the names of tensors that are no parameters: tables that old versions saved, and a head that is the
+"""Ends of the names of tensors that are not parameters: tables that old versions saved, and a head that is the
 embedding."""
 
 
@@ -67,7 +67,7 @@ def read_foreign(directory: Path, config: Mapping[str, Any], *, where: str) -> M
     """The model of a Hugging Face directory, whatever its architecture.
 
     Raises:
-        UserError: it is no causal language model, its blocks cannot be told, or its files are malformed.
+        UserError: it is not a causal language model, its blocks cannot be identified, or its files are malformed.
     """
     architecture = str((config.get("architectures") or ["missing"])[0])
     if not architecture.endswith(("ForCausalLM", "LMHeadModel")) or "vocab_size" not in config:
@@ -119,9 +119,8 @@ def read_foreign(directory: Path, config: Mapping[str, Any], *, where: str) -> M
 
 
 def foreign_table(foreign: ForeignModel, vocab: int) -> tuple[Parameter, ...]:
-    """Every parameter, in the order of names; the weights of linear layers have the dims (out, in), those of a layer's
-    experts (experts, out, in), routers (experts, in), embedding and head (vocab, embed). Nothing of it can be drawn.
-    """
+    """Every parameter, in the order of names; the weights of linear layers have the dims (out, in), stacked experts
+    (experts, out, in), routers (experts, in), embedding and head (vocab, embed). None can be initialized randomly."""
     stacks = {name for name, _ in foreign.stacks}
     experts = {name.rpartition(".experts.")[0]: shape[0] for name, shape in foreign.tensors if name in stacks}
 
@@ -147,10 +146,11 @@ def foreign_state(foreign: ForeignModel) -> tuple[Parameter, ...]:
 def _stacked(
     tensors: Mapping[str, tuple[int, ...]],
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, ...]]]:
-    """The parameters of transformers' module, which has those of all experts of a layer in two, and the parts of these.
+    """The parameters of transformers' module, which stacks all experts of a layer in two tensors, and the stored
+    tensors of each stack.
 
-    Experts whose parts are named otherwise stay as they are: transformers renames more than them, so the module's other
-    parameters would not be those of the files either.
+    Experts with other names are not stacked: transformers renames more than the experts there, so the module's other
+    parameters would not match the files either.
     """
     parts: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
     for name, shape in tensors.items():

@@ -53,7 +53,7 @@ def model_from_hf_config(config: Mapping[str, Any], *, where: str = "config.json
     if family.switches["positions"] == "rope":
         values |= _rope(config, family, where)
     try:
-        # None is how config.json says "follows from the other sizes".
+        # config.json uses null for "follows from the other sizes".
         return family.model({field: value for field, value in values.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]

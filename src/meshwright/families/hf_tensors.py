@@ -1,4 +1,4 @@
-"""Where each parameter lies in a Hugging Face checkpoint."""
+"""Where each parameter is stored in a Hugging Face checkpoint."""
 
 import re
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from meshwright.spec.model import ModelSpec, Parameter
 
 @dataclass(frozen=True, kw_only=True)
 class HfTensor:
-    """Where a parameter lies: in tensor `key` (in its transpose, where `transposed`), from row `offset`
-    on; or, where it holds all experts of a layer, in one tensor for each."""
+    """Where a parameter is stored: in tensor `key` (transposed, if `transposed`), from row `offset` on; or, if it
+    stacks all experts of a layer, in one tensor for each expert."""
 
     key: str
     """Name of the stored tensor, `{e}` for the expert and `{part}` for each of several parts."""
     shape: tuple[int, ...]
     """Shape of the stored tensor, as stored."""
     experts: int | None = None
-    """Number of stored tensors that our parameter stacks along a dim of its own, its first; None: it does not."""
+    """Number of stored tensors that our parameter stacks along an extra first dim; None: it does not stack any."""
     parts: tuple[str, ...] = ("",)
     """Stored tensors whose rows follow one another in each expert's matrix."""
     transposed: bool = False
@@ -36,7 +36,8 @@ class HfTensor:
 
 
 def hf_tensors(spec: ModelSpec) -> dict[str, HfTensor]:
-    """Our tensor's name -> where it lies, for every row of the parameter table, in its order, and of the state's."""
+    """Our tensor's name -> where it is stored, for every row of the parameter table, in its order, and of the state
+    table."""
     table = parameter_table(spec) + state_table(spec)
     if spec.foreign is not None:  # its names are Hugging Face's
         stacks, renamed = dict(spec.foreign.stacks), spec.foreign.renamed

@@ -12,7 +12,7 @@ HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 def cached_snapshot(name: str, *needs: str) -> Path | None:
     """The directory of the hub's model `name` in the local cache, whose place HF_HOME and HF_HUB_CACHE decide.
 
-    `needs` are patterns, each of which has to match a file there. None where `name` is not written as an id.
+    `needs` are patterns, each of which has to match a file there. None if `name` is not written as an id.
 
     Raises:
         UserError: it is not there, or not all of it; with the command that downloads it.
@@ -35,6 +35,6 @@ def cached_snapshot(name: str, *needs: str) -> Path | None:
 
 
 def hub_id(directory: Path) -> str | None:
-    """What a directory in the cache is called on the hub; None for any other directory."""
+    """The hub id of a directory in the cache; None for any other directory."""
     found = re.fullmatch(r"models--(.+?)--(.+)", directory.parent.parent.name)
     return f"{found[1]}/{found[2]}" if found and directory.parent.name == "snapshots" else None

@@ -1,4 +1,4 @@
-"""Which linear layers of a model multiply in few bits, what state their scales have, and where they cannot."""
+"""Which linear layers multiply in low precision, the state of their scales, and the layouts that cannot do so."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -22,9 +22,9 @@ HISTORY = ".scaling.amax_history"
 
 
 def low_precision_layers(table: Iterable[Parameter], training: TrainingSpec) -> tuple[str, ...]:
-    """The linear layers of blocks whose products are in few bits, by name, in the table's order.
+    """The linear layers of blocks with low-precision products, by name, in the table's order.
 
-    Raises `UserError` where a pattern of `keep` names no layer, or none is left.
+    Raises `UserError` if a pattern of `keep` matches no layer, or if no layer is left.
     """
     if training.product_recipe is None:
         return ()
@@ -48,7 +48,7 @@ def low_precision_layers(table: Iterable[Parameter], training: TrainingSpec) -> 
 
 
 def describe_low_precision(table: Iterable[Parameter], training: TrainingSpec) -> str:
-    """Which layers are in few bits, in words."""
+    """The low-precision layers, in words."""
     rows = tuple(table)
     chosen, everything = low_precision_layers(rows, training), sum(map(_is_linear, rows))
     experts = f"; experts stay in {training.low_precision.compute}" if any(len(row.dims) == 3 for row in rows) else ""
@@ -56,7 +56,7 @@ def describe_low_precision(table: Iterable[Parameter], training: TrainingSpec) -
 
 
 def low_precision_state(table: Iterable[Parameter], training: TrainingSpec) -> tuple[Parameter, ...]:
-    """What delayed scales are made of: state, kept and saved like a parameter but not trained."""
+    """The histories behind delayed scales: state, sharded and saved like a parameter but not trained."""
     if training.product_recipe != DELAYED:
         return ()
     shape = OPERANDS, training.low_precision.amax_history
@@ -74,8 +74,8 @@ def low_precision_misfits(
     layout: LayoutSpec,
     sequence_length: int,
 ) -> list[str]:
-    """Every reason why a layout cannot multiply a model's matrices in few bits, each a sentence that begins with the
-    setting; empty where it can."""
+    """Every reason why a layout cannot multiply a model's matrices in low precision, each a sentence that starts with
+    the setting; empty if it can."""
     recipe = training.product_recipe
     if recipe is None:
         return []
@@ -84,7 +84,7 @@ def low_precision_misfits(
         return [f"{where}: the products of a model that transformers computes are its own; use bf16"]
     base = getattr(finetune, "base", "plain")
     if base != "plain":
-        return [f"{where} with finetune.base={base}: the frozen matrices are in few bits already; use one of the two"]
+        return [f"{where} with finetune.base={base}: the frozen matrices are quantized already; use one of the two"]
     chosen = set(low_precision_layers(table, training))
     rows = [row for row in table if _is_linear(row) and row.name.removesuffix(".weight") in chosen]
     found = []

@@ -19,12 +19,12 @@ ENDS = ("layers", "tok_embeddings", "pos_embeddings", "norm", "output")
 
 
 class OwnModel(Protocol):
-    """What a user's model says without torch."""
+    """What can be known of a user's model without torch."""
 
     base: str
-    """Family whose sizes and switches it begins with."""
+    """Family that provides its default sizes and switches."""
     switches: Mapping[str, Any]
-    """What of the family's switches is otherwise."""
+    """The switches that differ from the family's."""
 
     def table(self, spec: ModelSpec) -> Iterable[Parameter]:
         """Every parameter, in the order of `named_parameters()`."""
@@ -32,7 +32,7 @@ class OwnModel(Protocol):
 
 
 def own_model(name: str) -> Any:
-    """The user's model of a family's name (an `OwnModel`); raises `UserError` if there is none."""
+    """The user's model named as a family (an `OwnModel`); raises `UserError` if it does not exist."""
     return _made(load_plugin("models", name), name)
 
 
@@ -42,12 +42,12 @@ def _made(kind: Any, name: str) -> Any:
     if not all(hasattr(made, said) for said in ("base", "switches", "table", "build")):
         raise UserError(f"model.family {name} is not a subclass of meshwright.Model")
     if made.base not in FAMILIES:
-        raise UserError(f"model.family {name}: base = {made.base!r} is none of {', '.join(FAMILIES)}")
+        raise UserError(f"model.family {name}: base = {made.base!r} is not one of {', '.join(FAMILIES)}")
     return made
 
 
 def own_family(name: str) -> Family:
-    """The family that a user's model begins with, its switches changed."""
+    """The base family with the model's changed switches."""
     model = own_model(name)
     base = FAMILIES[model.base]
     if unknown := sorted(model.switches.keys() - ModelSpec.model_fields.keys()):
@@ -56,7 +56,7 @@ def own_family(name: str) -> Family:
 
 
 def own_table(spec: ModelSpec, sizes: Mapping[str, int]) -> tuple[Parameter, ...]:
-    """The rows of a user's model; raises `UserError` for a dim that is unknown, or has another size than its name."""
+    """The rows of a user's model; raises `UserError` for an unknown dim, or one whose size differs from its name's."""
     return _rows(own_model(spec.family), spec, tuple(sizes.items()))  # pyright: ignore[reportArgumentType]
 
 

@@ -6,8 +6,8 @@
 | nf4       | [out, in / 2] uint8 | [out, in / 64] int32  |                            | 0.5625            |
 | double    | [out, in / 2] uint8 | [out, in / 64] uint8  | [out in / 16384 + 1] int32 | 0.5159            |
 
-`models/blockwise.py` says what the numbers mean. The rows of codes and scales are those of the matrix, their dims have
-the same names, and no block spans two rows: so whoever splits the matrix splits these. Where `in` is no multiple of 64,
+`models/blockwise.py` defines the numbers. Codes and scales have the matrix's rows and dim names, and no block spans two
+rows: so whatever splits the matrix splits these. Where `in` is not a multiple of 64,
 blocks span rows, as they do in bitsandbytes; codes [blocks, 32] and scales [blocks] then have dims of their own, which
 only data parallelism shards.
 """
@@ -25,7 +25,7 @@ BLOCK, GROUP = 64, 256
 
 
 def quantized_rows(weight: Parameter, kept_as: str, *, double: bool) -> Iterator[Parameter]:
-    """What is kept as nf4 or int8 in place of a matrix [out, in], in the order of `named_parameters()`."""
+    """The nf4 or int8 rows that replace a matrix [out, in], in the order of `named_parameters()`."""
     (out, into), (rows, columns) = weight.dims, weight.shape
     module = weight.name.rpartition(".")[0]
 
@@ -50,7 +50,7 @@ def quantized_rows(weight: Parameter, kept_as: str, *, double: bool) -> Iterator
 
 
 def split_misfit(table: Iterable[Parameter], model: ModelSpec, tp: int) -> str | None:
-    """Why `tp` ranks cannot split what is kept of the matrices of a table, and what would work; None if they can."""
+    """Why `tp` ranks cannot split the quantized matrices of a table, and what would work; None if they can."""
     for row in table if tp > 1 else ():
         where = f"layout.tp={tp} with finetune.base=nf4: "
         if row.dims == ("groups",):

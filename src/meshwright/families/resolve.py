@@ -19,14 +19,14 @@ from meshwright.spec.plugins import has_plugin, known_plugins
 from meshwright.storage.durable import regular
 
 SIZES = [field for field in ModelFields.model_fields if field not in ("name", "weights", "family")]
-"""The fields that say how large a model is and with what constants."""
+"""The fields that give a model's sizes and constants."""
 
 
 def resolve_model(fields: ModelFields, *, base_dir: Path, vocab: int | None = None) -> ModelSpec:
     """The complete model that `fields` asks for.
 
-    What is given wins over what the name says (a preset, or a Hugging Face directory relative to `base_dir`),
-    and that over the family's defaults. `vocab`, the tokenizer's size, is used where none of them says.
+    Given fields win over the values of the name (a preset, or a Hugging Face directory relative to `base_dir`), and
+    these over the family's defaults. `vocab`, the tokenizer's size, is used if none of them gives a vocabulary.
 
     Raises:
         UserError: one sentence saying what is wrong and what would work.
@@ -43,10 +43,11 @@ def resolve_model(fields: ModelFields, *, base_dir: Path, vocab: int | None = No
 
 
 def pretrained_directory(fields: ModelFields, *, base_dir: Path) -> Path | None:
-    """The Hugging Face directory that `model.name` is the path of, or the snapshot in the local cache of the model that
-    it is the hub's id of; None if it is a preset or not given.
+    """The Hugging Face directory named by `model.name`: a path, or the cached snapshot of a hub id; None if it is a
+    preset or not given.
 
-    A preset's name wins over a directory of the same name, and that over the hub's; `./gpt2` is always the directory.
+    A preset's name wins over a directory of the same name, and a directory over a hub id; `./gpt2` is always the
+    directory.
 
     Raises:
         UserError: the name is none of them, or the cache does not hold it.
@@ -84,11 +85,11 @@ def starting_weights(fields: ModelFields, *, base_dir: Path) -> Literal["random"
 
 
 def read_hf_directory(directory: Path, *, family: str | None = None) -> ModelSpec:
-    """The model of a Hugging Face directory, from its config.json alone; of an architecture that is not one of ours, or
-    where `family` is transformers, also from its files' headers.
+    """The model of a Hugging Face directory, from its config.json alone; for an architecture that is not one of ours,
+    or if `family` is transformers, also from its files' headers.
 
     Raises:
-        UserError: no config.json, or one that is malformed or asks for what is not supported.
+        UserError: config.json is missing, malformed, or needs an unsupported feature.
     """
     path = directory / "config.json"
     try:

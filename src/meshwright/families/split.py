@@ -23,11 +23,9 @@ def split_dim(row: Parameter, model: ModelSpec, tp: int) -> int | None:
 
 
 def shard_dim(row: Parameter, model: ModelSpec, tp: int) -> int:
-    """Index of the dim that the ranks which share the state (ZeRO) split: the rows of what tensor parallelism leaves.
-
-    Where it leaves unequal numbers of rows (a vocabulary that `tp` does not divide), the columns: torch's arithmetic of
-    two splits of one dim, by which checkpoints find the pieces, holds for equal ones only.
-    """
+    """Index of the dim that ZeRO's ranks split: the rows that tensor parallelism leaves. If it leaves unequal numbers
+    of rows (a vocabulary that `tp` does not divide), the columns, because torch can locate pieces of a dim that is
+    split twice only if they are equal."""
     dim = split_dim(row, model, tp)
     return 1 if dim == 0 and row.shape[0] % tp else 0
 
@@ -38,13 +36,14 @@ def is_experts(row: Parameter) -> bool:
 
 
 def expert_shard_dim(shape: tuple[int, ...], shards: int, *, split: bool) -> int:
-    """Index of the dim of all experts' matrices that so many ranks split (ZeRO): the first that they divide, for there
-    are often more ranks than experts; where `split`, not the experts themselves, over which ranks are split already."""
+    """Index of the dim along which this many ranks (ZeRO) split the stacked expert matrices: the first that they
+    divide, because there are often more ranks than experts. With `split`, not the expert dim, which is already split
+    over ranks."""
     return next((dim for dim in range(int(split), 3) if shape[dim] % shards == 0), 0)
 
 
 def split_range(size: int, ranks: int, rank: int) -> tuple[int, int]:
-    """(start, stop) of a rank's part of a dim of `size`: equal parts, rounded up, and what is left at the end."""
+    """(start, stop) of a rank's part of a dim of `size`: equal parts, rounded up; the last ones are shorter."""
     part = -(-size // ranks)
     return min(rank * part, size), min((rank + 1) * part, size)
 
@@ -68,8 +67,8 @@ def rows_of_layers(table: Iterable[Parameter], model: ModelSpec, layers: Contain
 def kept_shape(
     row: Parameter, model: ModelSpec, layout: LayoutSpec, *, tp_rank: int, shard_rank: int
 ) -> tuple[int, ...]:
-    """Shape of what a rank stores of a parameter, of its gradient and of each of its moments, from its place on the
-    axes `tp` (of `layout.tp`) and `shard` (of `layout.shard`)."""
+    """Shape of what a rank stores of a parameter, its gradient and each of its moments, given its place on the axes
+    `tp` (of `layout.tp`) and `shard` (of `layout.shard`)."""
     shape = list(row.shape)
     if is_experts(row):
         place = shard_rank * layout.tp + tp_rank

@@ -70,8 +70,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _check_cover(file: Path, spans: Mapping[str, tuple[int, int]], available: int) -> None:
-    """Raise `UserError` if tensors do not lie one right behind another, from the first byte to the last: the
-    format's own rule."""
+    """Raise `UserError` unless tensors are contiguous from the first byte to the last, as the format requires."""
     place = 0
     for name, (begin, end) in sorted(spans.items(), key=lambda item: tuple(item[1])):
         if begin != place:
@@ -107,7 +106,7 @@ def read_scalar(file: Path, name: str) -> float:
 
 
 def stored_tensors(directory: Path) -> tuple[dict[str, StoredTensor], Path]:
-    """Every tensor of the directory by its stored name, and the file that lists them."""
+    """Every tensor of the directory by its stored name, and the file that holds it."""
     index = directory / INDEX
     if index.exists():
         return _from_index(index), index

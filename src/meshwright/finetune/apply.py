@@ -21,10 +21,10 @@ from meshwright.spec.model import Parameter
 
 
 def apply_finetune(model: Decoder, finetune: FinetuneSpec, frozen_dtype: torch.dtype, seed: int = 0) -> None:
-    """Add adapters to `model` (on the meta device) in place, and freeze what does not train.
+    """Add adapters to `model` (on the meta device) in place, and freeze all other parameters.
 
-    Frozen parameters are kept in `frozen_dtype`, that of the computation, for nothing has to be added to them, or in
-    few bits; those that train stay in the model's dtype. `seed`: of dropout.
+    Frozen parameters are quantized, or stored in `frozen_dtype`, the dtype of the computation, because no updates are
+    added to them. Trained parameters keep the model's dtype. `seed`: of dropout.
     """
     model.table = finetuned_table(model.spec, finetune)
     dtype = model.like.dtype
@@ -37,7 +37,7 @@ def apply_finetune(model: Decoder, finetune: FinetuneSpec, frozen_dtype: torch.d
         _add(adapter, model, dtype, seed)
     for row in model.table:
         if not row.trained and row.storage == "float":
-            frozen = model.get_parameter(row.name)  # changed as it is: another module may share it
+            frozen = model.get_parameter(row.name)  # not in place: another module may share the object
             frozen.data = frozen.data.to(frozen_dtype)
             frozen.requires_grad_(False)
 

@@ -6,7 +6,7 @@ from typing import Any
 from meshwright.imports.reading import Reading, Rule, fact, flat, nothing, positive, words
 
 SHARDING = {"full_shard": 3, "hybrid_shard": 3, "shard_grad_op": 2, "hybrid_shard_zero2": 2, "no_shard": 0}
-LAUNCH = "torchrun, Slurm or our own launcher says it (docs/clusters.md)"
+LAUNCH = "set by torchrun, Slurm or our own launcher (docs/clusters.md)"
 
 
 def _type(reading: Reading, value: Any, origin: str) -> None:
@@ -86,7 +86,7 @@ def is_accelerate(values: Mapping[str, Any]) -> bool:
 
 
 def read_accelerate(reading: Reading, values: Mapping[str, Any], file: str) -> None:
-    """Take everything that an Accelerate configuration says."""
+    """Read an Accelerate configuration."""
     reading.take(flat(values), RULES, file)
     if values.get("distributed_type") == "FSDP" and "zero" not in reading.facts:
         reading.fact("zero", 3, f"{file}: distributed_type=FSDP")

@@ -98,7 +98,7 @@ SHARED = (
     "deepspeed",
     "fsdp",
 )
-"""Keys that axolotl hands to the Trainer as they are."""
+"""Keys that axolotl passes to the Trainer unchanged."""
 
 RULES: Mapping[str, Rule] = {
     "base_model": "model.name",
@@ -143,7 +143,7 @@ def is_axolotl(values: Mapping[str, Any]) -> bool:
 
 
 def read_axolotl(reading: Reading, values: Mapping[str, Any], file: str) -> None:
-    """Take everything that an axolotl configuration says."""
+    """Read an axolotl configuration."""
     reading.take(values, RULES, file)
     take_defaults(reading, values, f"{file} (axolotl's default)", "lr_scheduler", "cosine")
     if "bf16" not in values:

@@ -39,9 +39,9 @@ RULES: Mapping[str, Rule] = {
     "scheduler.params.warmup_num_steps": "training.lr_schedule.warmup",
     "scheduler.params.total_num_steps": "training.steps",
     "scheduler.params.warmup_max_lr": "training.optimizer.lr",
-    "scheduler.params.warmup_min_lr": nothing("warm-up begins at 0"),
+    "scheduler.params.warmup_min_lr": nothing("warm-up starts at 0"),
     "scheduler.params.warmup_type": nothing("warm-up is linear"),
-    "scheduler.params.warmup_min_ratio": nothing("warm-up begins at 0"),
+    "scheduler.params.warmup_min_ratio": nothing("warm-up starts at 0"),
     "scheduler.params.cos_min_ratio": "training.lr_schedule.final",
     "bf16.enabled": when("training.precision", "bf16"),
     "fp16.enabled": when("training.precision", "fp16"),
@@ -97,7 +97,7 @@ def is_deepspeed(values: Mapping[str, Any]) -> bool:
 
 
 def read_deepspeed(reading: Reading, values: Mapping[str, Any], file: str) -> None:
-    """Take everything that a DeepSpeed configuration says."""
+    """Read a DeepSpeed configuration."""
     reading.take(flat(values), RULES, file)
     if "optimizer" in values:
         reading.default("training.optimizer.betas", [0.9, 0.999], f"{file} (DeepSpeed's default)")

@@ -15,7 +15,7 @@ DEEPEST = 8
 
 
 def _steps(value: Any, origin: str, reading: Reading) -> int | None:
-    """A time in batches (`100ba`), or None where it is in another unit."""
+    """A time in batches (`100ba`), or None if it is in another unit."""
     text = str(value)
     if match := re.fullmatch(r"(\d{1,12})(ba)?", text):
         return int(match[1])
@@ -190,7 +190,7 @@ RULES: Mapping[str, Rule] = {
         reading.set("checkpoint.keep_last", value, origin) if value > 0 else None
     ),
     "save_folder": _save_folder,
-    "load_path": nothing("`meshwright train --resume` goes on from the newest checkpoint"),
+    "load_path": nothing("`meshwright train --resume` continues from the newest checkpoint"),
     "loggers.wandb": _trackers("wandb"),
     "loggers.tensorboard": _trackers("tensorboard"),
     "eval_loader": nothing("data.held_out is a share of the data"),
@@ -204,7 +204,7 @@ def is_foundry(values: Mapping[str, Any]) -> bool:
 
 
 def read_foundry(reading: Reading, values: Mapping[str, Any], file: str) -> None:
-    """Take everything that an LLM-Foundry configuration says."""
+    """Read an LLM-Foundry configuration."""
     leaves = flat({key: value for key, value in values.items() if key != "variables"})
     known = flat(values)
     known |= {key.removeprefix("variables."): value for key, value in known.items() if key.startswith("variables.")}
@@ -235,7 +235,7 @@ def read_foundry(reading: Reading, values: Mapping[str, Any], file: str) -> None
 
 
 def _put_in(value: Any, known: Mapping[str, Any], origin: str) -> Any:
-    """The value with its references `${name}` to other keys put in. Raises `UserError` where they go in circles."""
+    """The value with its references `${name}` to other keys put in. Raises `UserError` if they go in circles."""
     for _ in range(DEEPEST):
         if not isinstance(value, str) or not (match := REFERENCE.search(value)):
             return value

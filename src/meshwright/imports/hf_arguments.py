@@ -110,14 +110,14 @@ def is_hf_arguments(values: Mapping[str, Any]) -> bool:
 
 
 def read_hf_arguments(reading: Reading, values: Mapping[str, Any], file: str) -> None:
-    """Take everything that TrainingArguments say; what they leave out has the Trainer's defaults, where ours differ."""
+    """Read TrainingArguments; omitted fields get the Trainer's defaults where those differ from ours."""
     reading.take(values, RULES, file)
     take_defaults(reading, values, f"{file} (the Trainer's default)", "lr_scheduler_type", "linear")
     reading.default("training.precision", "fp32", f"{file} (neither bf16 nor fp16)")
 
 
 def take_defaults(reading: Reading, values: Mapping[str, Any], origin: str, schedule_key: str, schedule: str) -> None:
-    """What the Trainer does, and systems over it, where `values` say nothing."""
+    """The defaults of the Trainer, and of systems on top of it, for fields that `values` omits."""
     reading.default("training.optimizer.weight_decay", 0.0, origin)
     if "adam_beta2" not in values:
         reading.fact("beta2", 0.999, origin)

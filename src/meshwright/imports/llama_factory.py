@@ -136,8 +136,8 @@ RULES: Mapping[str, Rule] = {
     "use_galore": nothing("there is no GaLore"),
     "use_badam": nothing("there is no BAdam"),
     "use_llama_pro": nothing("layers are not added"),
-    "pissa_init": nothing("adapters begin at zero"),
-    "resume_from_checkpoint": nothing("`meshwright train --resume` goes on from the newest checkpoint"),
+    "pissa_init": nothing("adapters start at zero"),
+    "resume_from_checkpoint": nothing("`meshwright train --resume` continues from the newest checkpoint"),
     **dict.fromkeys(LEFT_TO_US, nothing("nothing that is trained depends on it, or our trainer decides it")),
 }
 
@@ -148,7 +148,7 @@ def is_llama_factory(values: Mapping[str, Any]) -> bool:
 
 
 def read_llama_factory(reading: Reading, values: Mapping[str, Any], file: str) -> None:
-    """Take everything that a LLaMA-Factory configuration says."""
+    """Read a LLaMA-Factory configuration."""
     reading.take(values, RULES, file)
     take_defaults(reading, values, f"{file} (the Trainer's default)", "lr_scheduler_type", "linear")
     reading.default("training.precision", "fp32", f"{file} (neither bf16 nor fp16)")

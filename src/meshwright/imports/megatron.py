@@ -39,7 +39,7 @@ RULES: Mapping[str, Rule] = {
     "nproc_per_node": fact("ranks of a node"),
     "nproc-per-node": fact("ranks of a node"),
     "nnodes": fact("nodes"),
-    **dict.fromkeys(("node_rank", "node-rank", "master_addr", "master_port"), nothing("the launcher says it")),
+    **dict.fromkeys(("node_rank", "node-rank", "master_addr", "master_port"), nothing("set by the launcher")),
     "num-layers": "model.num_layers",
     "hidden-size": "model.hidden",
     "num-attention-heads": "model.num_heads",
@@ -103,7 +103,7 @@ RULES: Mapping[str, Rule] = {
     "save-interval": "checkpoint.every",
     "eval-interval": "training.evaluation.every",
     "eval-iters": "training.evaluation.batches",
-    "load": nothing("`meshwright train --resume` goes on from the newest checkpoint"),
+    "load": nothing("`meshwright train --resume` continues from the newest checkpoint"),
     "tensorboard-dir": lambda reading, value, origin: reading.set("trackers", ["tensorboard"], origin),
     "hidden-dropout": nothing("models have no dropout"),
     "attention-dropout": nothing("models have no dropout"),
@@ -153,7 +153,7 @@ def read_flags(text: str, file: str) -> dict[str, Any]:
 
 
 def read_megatron(reading: Reading, values: Mapping[str, Any], file: str) -> None:
-    """Take everything that Megatron's flags say."""
+    """Read Megatron's flags."""
     open_ones = {flag: value for flag, value in values.items() if "$" in str(value)}
     for flag, value in open_ones.items():
         reading.give_up(f"{file}: {flag}={value}", "a variable of the shell that the file does not set")

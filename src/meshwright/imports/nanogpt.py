@@ -82,7 +82,7 @@ def read_assignments(text: str, file: str) -> dict[str, Any]:
         body = ast.parse(text).body
     except SyntaxError as error:
         raise UserError(f"{file}:{error.lineno or 1}: no Python: {error.msg}") from error
-    except (ValueError, RecursionError, MemoryError) as error:  # such as what is nested a thousand times
+    except (ValueError, RecursionError, MemoryError) as error:  # such as a thousand nested brackets
         raise UserError(f"{file}: no Python that can be read: {error or 'nested too deeply'}") from error
     for node in body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -129,7 +129,7 @@ def _reckoned(operator: ast.operator, left: float, right: float) -> float:
 
 
 def read_nanogpt(reading: Reading, values: Mapping[str, Any], file: str) -> None:
-    """Take everything that a nanoGPT configuration says; what it leaves out has the defaults of its train.py."""
+    """Read a nanoGPT configuration; omitted constants have the defaults of its train.py."""
     given = {"block_size": 1024, "learning_rate": 6e-4, "max_iters": 600000, "bias": False}
     given |= {"batch_size": 12, "gradient_accumulation_steps": 40}
     if values.get("decay_lr", True):

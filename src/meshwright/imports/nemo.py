@@ -20,7 +20,7 @@ SHOWN = "nothing that is trained depends on it"
 
 
 def _flag(name: str) -> Rule:
-    """What Megatron-LM's flag of this name means."""
+    """The meaning of Megatron-LM's flag of this name."""
     return FLAGS[name]
 
 
@@ -251,7 +251,7 @@ RULES: Mapping[str, Rule] = {
         reading.fact("sharding", 1, origin) if value is True else None
     ),
     "ddp.data_parallel_sharding_strategy": _zero,
-    "ddp.use_megatron_fsdp": lambda reading, value, origin: None,  # the strategy says how much is sharded
+    "ddp.use_megatron_fsdp": lambda reading, value, origin: None,  # the strategy determines how much is sharded
     "ddp.use_custom_fsdp": lambda reading, value, origin: None,
     "ddp.grad_reduce_in_fp32": _reduced,
     "ddp.num_distributed_optimizer_instances": lambda reading, value, origin: (
@@ -296,7 +296,7 @@ def is_nemo(values: Mapping[str, Any]) -> bool:
 
 
 def read_nemo(reading: Reading, values: Mapping[str, Any], file: str) -> None:
-    """Take everything that such a configuration says."""
+    """Read a NeMo or Megatron-Bridge configuration."""
     reading.take(flat(values), RULES, file)
     defaults = {"training.optimizer.betas": [0.9, 0.999], "training.optimizer.weight_decay": 0.01}
     defaults |= {"training.precision": "fp32", "training.lr_schedule.final": 0.0, "training.lr_schedule.warmup": 0}

@@ -20,7 +20,7 @@ DEEPEST = 32
 
 
 def read_text(path: Path) -> str:
-    """The text of a file. Raises `UserError` where it is none, or too large for a configuration."""
+    """The text of a file. Raises `UserError` if it is not text, or too large for a configuration."""
     with path.open("rb") as file:
         content = file.read(LARGEST_FILE + 1)
     if len(content) > LARGEST_FILE:
@@ -32,7 +32,8 @@ def read_text(path: Path) -> str:
 
 
 def read_data(path: Path, text: str) -> Any:
-    """JSON, TOML or YAML as mappings, lists, texts and finite numbers. Raises `UserError` if it is none, or no tree."""
+    """JSON, TOML or YAML as mappings, lists, texts and finite numbers. Raises `UserError` if it cannot be parsed, or
+    refers to itself."""
     try:
         if path.suffix == ".json":
             found = json.loads(text, parse_constant=_refuse)
@@ -40,7 +41,7 @@ def read_data(path: Path, text: str) -> Any:
             found = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
     except RecursionError as error:
         raise UserError(f"{path}: cannot be read: nested too deeply") from error
-    # YAML's own tags (!!int, !!bool, !!timestamp) raise what Python does of a value that is none.
+    # Invalid values of YAML's own tags (!!int, !!bool, !!timestamp) raise whatever Python raises.
     except (ValueError, yaml.YAMLError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
         raise UserError(f"{path}: cannot be read: {' '.join(str(error).split()) or 'a value is malformed'}") from error
     return _Tree(path).of(found)
@@ -51,13 +52,13 @@ def _refuse(word: str) -> Any:
 
 
 class _Tree:
-    """Makes plain data of what a reader gave."""
+    """Converts a parser's output to plain data."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._left = path, LARGEST_TREE
 
     def of(self, value: Any, depth: int = 0) -> Any:
-        """The value, copied. Raises `UserError` where it goes on and on."""
+        """The value, copied. Raises `UserError` if it refers to itself."""
         self._left -= 1
         if self._left < 0 or depth > DEEPEST:
             raise UserError(f"{self._path}: it has more than {LARGEST_TREE} values, or is nested too deeply")

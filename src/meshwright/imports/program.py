@@ -21,7 +21,7 @@ CONSTANTS = {
     "WEIGHT_DECAY": "training.optimizer.weight_decay",
     "CLIP": "training.clip",
 }
-"""A program's constant -> what it is in a recipe."""
+"""A program's constant -> its setting in a recipe."""
 
 
 def as_comment(recipe: str) -> str:
@@ -35,7 +35,7 @@ def is_program(text: str) -> bool:
 
 
 def read_program(reading: Reading, text: str, path: Path) -> None:
-    """Take the recipe, and what the program's constants say, which may have been changed since."""
+    """Read the recipe in a program, and its constants, which may have been edited since."""
     program, _, comment = text.partition(MARK)
     lines = [line[4:] for line in comment.splitlines() if line.startswith("#   ")]
     recipe = read_data(Path(f"{path}.yaml"), "\n".join(lines))
@@ -50,7 +50,7 @@ def read_program(reading: Reading, text: str, path: Path) -> None:
             continue
         origin = f"{path.name}: {name}={value}"
         if setting in settings:
-            reading.notes.append(f"{origin}: the program was changed; its recipe says {before}")
+            reading.notes.append(f"{origin}: the program was changed; its recipe has {before}")
         reading.set(setting, value, origin)
     for setting, value in settings.items():
         if setting not in reading.settings:
@@ -76,7 +76,7 @@ def _constants(program: str, path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _value(node: ast.expr, name: str, path: Path) -> Any:
-    """A number or a pair of them; `math.inf` is no clipping."""
+    """A number or a pair of them; `math.inf` means no clipping."""
     if isinstance(node, ast.Attribute) and node.attr == "inf":
         return None
     try:

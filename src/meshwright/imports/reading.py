@@ -1,4 +1,5 @@
-"""`Reading`: what was read of other systems' files: settings of ours, each with its origin, and what has none."""
+"""`Reading`: the result of reading other systems' files: our settings, each with its origin, and keys without a
+counterpart."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ NUMBERS = ("beta1", "beta2", "warmup_ratio", "min_lr", "decay steps", "samples",
 """Facts that are worked with."""
 
 Rule = str | Callable[["Reading", Any, str], None]
-"""What becomes of a key: the path of our setting, which takes its value; or a function of (reading, value, origin)."""
+"""The rule for a key: the path of our setting, which gets the value; or a function of (reading, value, origin)."""
 
 
 @dataclass
@@ -21,13 +22,13 @@ class Reading:
     """Settings, facts and leftovers of one or more files."""
 
     settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    """Path of a setting of ours -> (value, where it comes from)."""
+    """Path of a setting of ours -> (value, its origin)."""
     facts: dict[str, tuple[Any, str]] = field(default_factory=dict)
     """Facts that become settings only in combination: ranks, accumulation, epochs, a kind of sharding."""
     defaults: dict[str, tuple[Any, str]] = field(default_factory=dict)
     """The same, used if no file gives them."""
     without: list[tuple[str, str]] = field(default_factory=list)
-    """(key and value, why nothing of ours says it)."""
+    """(key and value, why it has no counterpart)"""
     notes: list[str] = field(default_factory=list)
     """Assumptions made."""
     seen: list[str] = field(default_factory=list)
@@ -59,11 +60,11 @@ class Reading:
         return self.facts.get(name, (default, ""))[0]
 
     def default(self, path: str, value: Any, origin: str) -> None:
-        """Note what a system does where none of its files says anything, if that is not what a recipe does."""
+        """Record a default of the other system, if it differs from a recipe's."""
         self.defaults.setdefault(path, (value, origin))
 
     def already_so(self) -> list[str]:
-        """Keys that changed nothing: they are off, say what every recipe does, or what another key says too."""
+        """Keys without effect: switched off, true of every recipe, or repeating another key."""
         origins = [origin for _, origin in self.settings.values()]
         told = "\n".join([*origins, *(origin for origin, _ in self.without), *self.notes])
         return [origin for origin in self.seen if origin not in told]
@@ -75,7 +76,7 @@ class Reading:
     def take(self, values: Mapping[str, Any], rules: Mapping[str, Rule], file: str) -> None:
         """Apply a rule to every key of `values`; keys without one have no counterpart that is known.
 
-        Raises `UserError` where a value is of a kind that its key never has.
+        Raises `UserError` if a value is of a kind that its key never has.
         """
         for key, value in values.items():
             if value is None:  # as if it were not there
@@ -87,7 +88,7 @@ class Reading:
             if value == "auto" and rule is not None:
                 self.notes.append(f"{origin}: what another file says, or the recipe's default")
             elif rule is None:
-                self.give_up(origin, "unknown, or nothing of ours says it")
+                self.give_up(origin, "unknown, or without a counterpart")
             elif isinstance(rule, str):
                 self.set(rule, value, origin)
             else:
@@ -103,7 +104,7 @@ class Reading:
 
 
 def apply(rule: Rule, reading: Reading, value: Any, origin: str) -> None:
-    """What a rule makes of a value."""
+    """Apply a rule to a value."""
     if isinstance(rule, str):
         reading.set(rule, value, origin)
     else:
@@ -111,13 +112,13 @@ def apply(rule: Rule, reading: Reading, value: Any, origin: str) -> None:
 
 
 def check_count(value: Any, origin: str) -> None:
-    """Raise `UserError` where a value is no whole number above 0."""
+    """Raise `UserError` if a value is not a whole number above 0."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**53:
         raise UserError(f"{origin}: it must be a whole number of at least 1")
 
 
 def check_number(value: Any, origin: str) -> None:
-    """Raise `UserError` where a value is no number that one can reckon with."""
+    """Raise `UserError` if a value is not a finite number."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 2**53:
         raise UserError(f"{origin}: it must be a number")
 
@@ -128,12 +129,12 @@ def fact(name: str) -> Rule:
 
 
 def nothing(why: str) -> Rule:
-    """No counterpart, for a reason; told unless the value switches it off."""
+    """No counterpart, for a reason; reported unless the value switches it off."""
     return lambda reading, value, origin: reading.give_up(origin, why) if value else None
 
 
 def positive(path: str) -> Rule:
-    """The setting takes the value where it is above 0, and null otherwise."""
+    """The setting gets the value if it is above 0, else null."""
     return lambda reading, value, origin: reading.set(path, value if value and value > 0 else None, origin)
 
 

@@ -45,13 +45,14 @@ COUNTED = {f"layout.{axis}" for axis in ("tp", "pp", "cp")} | {
 }
 """Settings that others are worked out from."""
 COLUMN = 44
-"""Where the origin of a line begins."""
+"""Column of the origin comments."""
 
 
 def import_files(paths: Sequence[Path], *, ranks: int | None = None, model: str | None = None) -> tuple[str, Reading]:
-    """The recipe that the files mean together, as text, and what was read; `ranks` and `model` where no file says them.
+    """The recipe that the files describe together, as text, and the reading; `ranks` and `model` are used if no file
+    gives them.
 
-    Raises `UserError` for files of another kind, and where the recipe lacks something or makes no sense.
+    Raises `UserError` for unknown files, and if the recipe is incomplete or inconsistent.
     """
     reading = Reading()
     if ranks is not None:
@@ -140,7 +141,7 @@ def _data_parallel(reading: Reading, replicas: int, stage: int, origin: str) -> 
 
 
 def _batch(reading: Reading, replicas: int) -> None:
-    """The global batch of micro batch, accumulation and ranks, where nobody says it."""
+    """The global batch from micro batch, accumulation and ranks, if no file gives it."""
     settings = reading.settings
     micro, origin = settings.get("training.micro_batch", (None, ""))
     accumulation, why = reading.facts.get("accumulation", (None, ""))
@@ -195,7 +196,7 @@ def _lines(name: str, value: Any, indent: str) -> Iterator[str]:
 
 
 def _one_line(text: str) -> str:
-    """Words of a file, as a comment: a line break in them would begin a setting."""
+    """Text of a file as a comment: a line break in it would start a setting."""
     return printable(" ".join(text.split()))
 
 

@@ -124,7 +124,7 @@ RULES: Mapping[str, Rule] = {
     "job.dump_folder": "run_dir",
     "model.name": fact("model"),
     "model.flavor": fact("flavor"),
-    "model.norm_type": nothing("the family says the norm"),
+    "model.norm_type": nothing("the family determines the norm"),
     "model.tokenizer_path": "data.tokenizer",
     "model.hf_assets_path": "data.tokenizer",
     "model.converters": _converters,
@@ -164,7 +164,9 @@ RULES: Mapping[str, Rule] = {
     "experimental.context_parallel_degree": _degree("layout.cp"),
     "experimental.pipeline_parallel_schedule": _pipeline,
     "parallelism.pipeline_parallel_schedule": _pipeline,
-    "parallelism.pipeline_parallel_microbatch_size": nothing("training.micro_batch is what a stage runs at once"),
+    "parallelism.pipeline_parallel_microbatch_size": nothing(
+        "training.micro_batch is the number of sequences that a stage runs at once"
+    ),
     "parallelism.pipeline_parallel_layers_per_stage": nothing("say layout.stage_layers"),
     "parallelism.fsdp_reshard_after_forward": lambda reading, value, origin: reading.fact(
         "zero", 2 if value == "never" else 3, origin
@@ -188,7 +190,7 @@ RULES: Mapping[str, Rule] = {
         "checkpoint.asynchronous", value != "disabled", origin
     ),
     "checkpoint.initial_load_path": "checkpoint.start_from",
-    "checkpoint.model_weights_only": nothing("checkpoint.start_from reads weights alone"),
+    "checkpoint.model_weights_only": nothing("checkpoint.start_from reads only weights"),
     "activation_checkpoint.mode": _recompute,
     "activation_checkpoint.selective_ac_option": _selective,
     "validation.enable": nothing("evaluation is always on; data.held_out and training.evaluation say how much"),
@@ -209,7 +211,7 @@ def is_torchtitan(values: Mapping[str, Any]) -> bool:
 
 
 def read_torchtitan(reading: Reading, values: Mapping[str, Any], file: str) -> None:
-    """Take everything that a torchtitan configuration says."""
+    """Read a torchtitan configuration."""
     found = flat(values)
     off = {key: value for key, value in found.items() if _switched_off(values, key)}
     reading.seen += [f"{file}: {key}={value}" for key, value in off.items()]
@@ -237,7 +239,7 @@ def read_torchtitan(reading: Reading, values: Mapping[str, Any], file: str) -> N
 
 
 def _switched_off(values: Mapping[str, Any], key: str) -> bool:
-    """Whether a key only tells how something is done that is off: profiling, or validation."""
+    """Whether a key only configures something that is off: profiling, or validation."""
     section, _, name = key.partition(".")
     if section in ("profiling", "memory_estimation", "fault_tolerance", "debug"):
         return not any(value is True for value in values[section].values()) if values[section] else True

@@ -24,7 +24,7 @@ LOCAL = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Reply:
-    """What the judge wrote, and the tokens that it read and wrote."""
+    """The judge's reply, and the tokens that it read and wrote."""
 
     text: str
     prompt_tokens: int
@@ -44,10 +44,8 @@ class Client:
         attempts: int = 6,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """`url`: such as http://localhost:8000/v1. `model`: its name there; None if the server has only one.
-
-        Raises `UserError` if the address is none, the key would be sent unencrypted, or the model must be named.
-        """
+        """`url`: such as http://localhost:8000/v1. `model`: its name there; None if the server has only one. Raises
+        `UserError` if the address is invalid, the key would be sent unencrypted, or the model must be named."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f"--judge {url}: is no address; give the server's, such as http://localhost:8000/v1")

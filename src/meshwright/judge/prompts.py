@@ -18,7 +18,7 @@ FIELDS = {
     "single": ("conversation",),
     "reference": ("text",),
 }
-"""Prompt -> what it must have a place for; `{reference}` may be left out."""
+"""Prompt -> its required placeholders; `{reference}` may be left out."""
 
 _FIELD = re.compile(r"\{(\w+)\}")
 _CHOICE = re.compile(r"\[\[([ABC])\]\]")

@@ -2,12 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from meshwright.spec.errors import UserError
+from meshwright.storage.jsonl import read_objects
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     Raises `UserError` if a line is none, or two have the same id.
     """
     found: dict[str, Question] = {}
-    for place, row in read_lines(path):
+    for place, row in read_objects(path):
         turns = row.get("turns", row.get("question", row.get("prompt")))
         turns, reference = _texts(turns), _texts(row.get("reference") or [])
         if not turns:
@@ -45,7 +46,7 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
             raise UserError(f"{place}: reference must be a text, or a list of texts")
         number = str(row.get("question_id", row.get("id", len(found) + 1)))
         if number in found:
-            raise UserError(f"{place}: question {number} is there twice; give each its own question_id")
+            raise UserError(f"{place}: question {number} occurs twice; give each its own question_id")
         found[number] = Question(number, turns, reference, str(row.get("category") or ""))
     if not found:
         raise UserError(f"{path}: holds no question")
@@ -59,7 +60,7 @@ def read_answers(path: Path, questions: Sequence[Question], model: str | None = 
     Raises `UserError` if an answer is missing, or has too few turns.
     """
     found: dict[str, tuple[str, ...]] = {}
-    for index, (place, row) in enumerate(read_lines(path)):
+    for index, (place, row) in enumerate(read_objects(path)):
         choices = row.get("choices")
         turns = choices[0].get("turns") if isinstance(choices, list) and choices else row.get("answer")
         turns = _texts(turns)
@@ -77,24 +78,6 @@ def read_answers(path: Path, questions: Sequence[Question], model: str | None = 
 def answer_record(question: Question, model: str, turns: Sequence[str]) -> dict[str, Any]:
     """One answer in MT-bench's form."""
     return {"question_id": question.id, "model_id": model, "choices": [{"index": 0, "turns": list(turns)}]}
-
-
-def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place for people, object) of every line; raises `UserError` if one is no JSON object."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}:{number}: is not JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{path}:{number}: is not a JSON object")
-        yield f"{path}:{number}", row
 
 
 def digest(value: Any) -> str:

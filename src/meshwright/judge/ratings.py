@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.judge.questions import read_lines
 from meshwright.spec.errors import UserError
+from meshwright.storage.jsonl import read_objects
 
 WINNERS = {
     "model_a": 1.0,
@@ -19,7 +19,7 @@ WINNERS = {
     "tie (bothbad)": 0.5,
     "both_bad": 0.5,
 }
-"""What each verdict counts for the first model. The names are those of the arena's published votes."""
+"""The score of each verdict for the first model, by the names in the arena's published votes."""
 RESAMPLES = 1000
 """Number of bootstrap samples."""
 SCALE, CENTRE = 400.0, 1000.0
@@ -67,13 +67,11 @@ class Versus:
 
 
 def read_verdicts(paths: Sequence[Path]) -> list[Verdict]:
-    """The verdicts in files: a judge's, or people's from the arena page; other lines, such as ratings, are passed over.
-
-    Raises `UserError` if a line has a winner that is none.
-    """
+    """The verdicts in files: a judge's, or people's from the arena page; other lines, such as ratings, are skipped.
+    Raises `UserError` if a line has an invalid winner."""
     found = []
     for path in paths:
-        for place, row in read_lines(path):
+        for place, row in read_objects(path):
             if "winner" not in row or row["winner"] is None:
                 continue
             if row["winner"] not in WINNERS or not {"model_a", "model_b"} <= row.keys():

@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 from meshwright.judge.client import Reply
 from meshwright.judge.prompts import Prompts, choice, rating
-from meshwright.judge.questions import Answers, Question, digest, read_lines
+from meshwright.judge.questions import Answers, Question, digest
 from meshwright.judge.ratings import WINNERS, Verdict
 from meshwright.spec.errors import UserError
+from meshwright.storage.jsonl import read_objects
 
 Mode = Literal["pairwise", "single"]
 CHARACTERS_PER_TOKEN = 4
@@ -45,7 +46,7 @@ class Cost:
     completion_tokens: int = 0
 
     def price(self, price: tuple[float, float] | None) -> float | None:
-        """The price, from that of a million tokens read and a million written."""
+        """The price, given the prices of a million tokens read and a million written."""
         if price is None:
             return None
         return (self.prompt_tokens * price[0] + self.completion_tokens * price[1]) / 1e6
@@ -60,7 +61,7 @@ def items_of(questions: Sequence[Question], answers: Sequence[Answers], mode: Mo
     if len(set(names)) < len(names):
         raise UserError(f"--answers: two have the same name ({max(names, key=names.count)}); rename a file")
     if len(names) < (2 if mode == "pairwise" else 1):
-        raise UserError("--answers: a comparison needs two or more; rate one alone with --mode single")
+        raise UserError("--answers: a comparison needs two or more; to rate a single one use --mode single")
     found = []
     for question in questions:
         if mode == "single":
@@ -75,7 +76,7 @@ def items_of(questions: Sequence[Question], answers: Sequence[Answers], mode: Mo
 
 
 class Journal:
-    """The file of verdicts: what it holds already, and what is added."""
+    """The file of verdicts: existing ones, and new ones as they arrive."""
 
     def __init__(self, path: Path, judge: str) -> None:
         self.path, self.judge, self._lock = path, judge, threading.Lock()
@@ -83,7 +84,7 @@ class Journal:
         """Verdicts by their keys; the last of several."""
         if path.is_file():
             _cut_unfinished_line(path)
-            self.records = {row["key"]: row for _, row in read_lines(path) if isinstance(row.get("key"), str)}
+            self.records = {row["key"]: row for _, row in read_objects(path) if isinstance(row.get("key"), str)}
 
     def has(self, item: Item) -> bool:
         """Whether the judge has given a verdict on this prompt."""
@@ -119,9 +120,9 @@ def judge_all(
     at_once: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Cost:
-    """Ask the judge about every item that the journal lacks, `at_once` at a time; returns what was spent.
+    """Ask the judge about every item that the journal lacks, `at_once` at a time; return the tokens spent.
 
-    The first error ends it, when requests that are under way have been written. Raises that error.
+    An error ends it after requests that are under way have been written. Raises the first error.
     """
     waiting, cost, lock, stopping = [item for item in items if not journal.has(item)], Cost(), threading.Lock(), []
 
@@ -148,7 +149,7 @@ def judge_all(
 
 
 def estimate(items: Iterable[Item], journal: Journal, most_written: int) -> Cost:
-    """What judging the rest would cost: prompts by their length, replies of the greatest length."""
+    """Estimated cost of judging the rest: prompts by their length, replies of the greatest length."""
     waiting = [item for item in items if not journal.has(item)]
     read = sum(len(item.prompt) for item in waiting) // CHARACTERS_PER_TOKEN
     return Cost(len(waiting), read, len(waiting) * most_written)

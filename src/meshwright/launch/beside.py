@@ -8,11 +8,11 @@ from pathlib import Path
 
 
 class Beside:
-    """A module of this package, run as a process of its own until it ends or is ended. It must end itself with its
-    parent (`signals.end_with`), whose number it is told as `--parent`."""
+    """A module of this package that runs as a process of its own until it ends or is stopped. It must end itself
+    together with its parent (`signals.end_with`), whose process id it receives as `--parent`."""
 
     def __init__(self, module: str, words: Sequence[str], log: Path) -> None:
-        """Start `python -m module words...`; what it prints goes to `log`."""
+        """Start `python -m module words...`; its output goes to `log`."""
         self.log = log
         command = [sys.executable, "-m", module, *words, "--parent", str(os.getpid())]
         with log.open("wb") as output:
@@ -28,7 +28,7 @@ class Beside:
     def last_words(self) -> str:
         """The last line that it printed."""
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        return lines[-1] if lines else f"it ended with status {self.status} and said nothing"
+        return lines[-1] if lines else f"it ended with status {self.status} and no message"
 
     def end(self) -> None:
         """End it, if it still runs."""

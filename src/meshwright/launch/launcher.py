@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,12 +18,13 @@ import torch.distributed as dist
 
 from meshwright.comm.objects import gather_everywhere, sign_with, signing_secret
 from meshwright.comm.store import SignedStore
+from meshwright.launch import forkserver
 from meshwright.launch.meeting import await_arrivals, interface_towards, loopback, open_store, share_secret
 from meshwright.launch.secret import new_secret
 from meshwright.launch.sentry import Sentry
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.status import StuckError
-from meshwright.launch.supervise import WorkerSpec, supervise
+from meshwright.launch.supervise import RestartPolicy, WorkerSpec, supervise
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import Run
 
@@ -53,7 +54,7 @@ class Worker:
     attempt: int = 0
     """Number of restarts so far."""
     parent: int = 0
-    """The process whose end must end this one: our launcher or torchrun's agent; 0 if there is none."""
+    """The process whose end must end this one: our launcher or torchrun's agent; 0 if it has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +69,8 @@ class Nodes:
 
 
 def find_worker(environment: Mapping[str, str] = os.environ) -> Worker | None:
-    """The rank that torchrun, or srun with one task per rank, gave this process; None if there is none.
-
-    Raises `UserError` if the variables are invalid.
-    """
+    """The rank that torchrun, or srun with one task per rank, gave this process; None if they gave none. Raises
+    `UserError` if the variables are invalid."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         world_size = _integer(environment, "WORLD_SIZE")
         return Worker(
@@ -126,7 +125,7 @@ def _started_by_srun(environment: Mapping[str, str]) -> bool:
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if "SLURM_STEP_ID" not in environment and _integer(environment, name, 1) > 1:
             raise UserError(
-                f"mpirun started {environment[name]} copies, each of which would train alone; start it once, "
+                f"mpirun started {environment[name]} copies, each of which would train by itself; start it once, "
                 "or with torchrun or srun (docs/clusters.md)"
             )
     if "SLURM_STEP_ID" in environment:
@@ -140,25 +139,12 @@ def _started_by_srun(environment: Mapping[str, str]) -> bool:
 
 
 def start_workers(
-    run: Run,
-    nodes: Nodes,
-    arguments: list[str],
-    stop: StopRequest,
-    *,
-    run_dir: Path | None,
-    module: str = WORKER,
-    restarts: int = 0,
-    stepped: Callable[[float], bool] = lambda since: False,
-    inherited: Sequence[int] = (),
-    explain_kill: Callable[[int, int, int], str] | None = None,
-    restarts_killed: bool = True,
+    run: Run, nodes: Nodes, words: list[str], stop: StopRequest, policy: RestartPolicy, inherited: Sequence[int] = ()
 ) -> int:
-    """Run `python -m MODULE ARGUMENTS` once per local rank until the run has ended, with `restarts` after crashes.
+    """Run `python -m WORDS` once per local rank until the run has ended, with restarts after crashes.
 
-    `run_dir` holds their checkpoints; None if there are none to resume from. `stepped` returns whether a training step
-    was recorded since a time: workers that crash before the first step are not restarted. They inherit the file
-    descriptors `inherited`. `explain_kill`, `restarts_killed`: see `WorkerSpec`. Returns the exit status (`status.py`);
-    errors have been printed, except for a stop.
+    Workers inherit the file descriptors `inherited`. Returns the exit status (`status.py`); errors have been printed,
+    except for a stop.
     """
     layout = run.layout
     if layout.world_size % nodes.count:
@@ -179,24 +165,20 @@ def start_workers(
             **({} if nodes.count > 1 else _own_machine_only()),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(local))),
         }
+        first = nodes.rank * local
         return [
-            {**os.environ, **shared, "RANK": str(nodes.rank * local + index), "LOCAL_RANK": str(index)}
-            for index in range(local)
+            {**os.environ, **shared, "RANK": str(first + index), "LOCAL_RANK": str(index)} for index in range(local)
         ]
 
-    # -P: nothing of the working directory is imported.
-    command = [sys.executable, "-P", "-u", "-m", CHILD, str(os.getpid()), module, *arguments]
     spec = WorkerSpec(
-        command,
-        environments,
-        run_dir,
-        restarts=restarts,
+        # -P: nothing of the working directory is imported.
+        command=[sys.executable, "-P", "-u", "-m", CHILD, str(os.getpid()), *words],
+        environments=environments,
+        policy=policy,
         store=SignedStore(store, secret, where),
         nodes=nodes.count,
-        stepped=stepped,
         inherited=tuple(inherited),
-        explain_kill=explain_kill,
-        restarts_killed=restarts_killed,
+        start=forkserver.start,
     )
     return supervise(spec, stop)
 
@@ -273,9 +255,9 @@ def join_group(worker: Worker, run: Run, device: torch.device) -> None:
 
 
 def _meet(worker: Worker, run: Run) -> tuple[dist.Store, dist.Store]:
-    """The store of this attempt, as it is and signed, once all ranks are there; what this rank sends is signed too."""
+    """The store of this attempt, plain and signed, once all ranks have arrived; this rank's values are signed too."""
     seconds, opened = run.guards.arrive_within, _open_store(worker, run.guards.arrive_within)
-    # Each attempt under names of its own, or a rank may find the address of one that died before.
+    # A prefix for each attempt, so that no rank finds the address of one that died before.
     attempt, run_dir = f"attempt-{worker.attempt}", Path(run.run_dir)
     secret = os.environ.get(SECRET, "").encode()
     if not secret:

@@ -45,8 +45,10 @@ def open_store(host: str, port: int, patience: timedelta, *, hosts: bool, machin
 
 
 def await_name(host: str, patience: timedelta) -> None:
-    """Wait until the name service knows `host`: a pod's name may take some seconds. Raises `UserError` where it does
-    not; torch would warn twice a second for as long."""
+    """Wait until the name service knows `host`: a pod's name may take some seconds.
+
+    Raises `UserError` if it does not; torch would warn twice a second meanwhile.
+    """
     began = told = time.monotonic()
     while True:
         try:
@@ -64,11 +66,10 @@ def await_name(host: str, patience: timedelta) -> None:
 
 
 def share_secret(store: dist.Store, key: str, run_dir: Path, seconds: float, *, first: bool, where: str) -> bytes:
-    """The secret that the first of those who meet leaves in the run directory.
+    """The secret of this rendezvous, which its first member writes into the run directory.
 
-    The first then signs `key` of the store, which the others wait for, and which tells them whether what they have read
-    is the secret of this meeting. Raises `StuckError` where the first does not come, `StrangerError` where it knows
-    another.
+    The first member then signs `key` of the store. The others wait for it and check with it that they have read the
+    current secret. Raises `StuckError` if the first member does not arrive, `StrangerError` if its secret is another.
     """
     if first:
         write_secret(run_dir)
@@ -95,7 +96,8 @@ def share_secret(store: dist.Store, key: str, run_dir: Path, seconds: float, *, 
 
 
 def await_arrivals(store: dist.Store, rank: int, world_size: int, seconds: float) -> None:
-    """Wait in Python, where a signal is heard, until all ranks are there. Rank 0 looks at each one's signature."""
+    """Wait until all ranks have arrived; in Python, so that signals are handled. Rank 0 checks each rank's
+    signature."""
     store.set(arrival(rank), socket.gethostname())
     keys, deadline = {rank: arrival(rank) for rank in range(world_size)}, time.monotonic() + seconds
     wanted = list(keys.values()) if rank == 0 else [ALL]
@@ -114,16 +116,16 @@ def await_arrivals(store: dist.Store, rank: int, world_size: int, seconds: float
 
 
 ALL = "arrived/all"
-"""Rank 0's word that everybody is there."""
+"""Rank 0's message that all ranks have arrived."""
 
 
 def arrival(rank: int) -> str:
-    """Where a rank says that it has come."""
+    """The key that announces a rank's arrival."""
     return f"arrived/{rank}"
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface by which this machine reaches `host`; None where it cannot be told."""
+    """The network interface by which this machine reaches `host`; None if it cannot be determined."""
     with contextlib.suppress(OSError):
         address = socket.gethostbyname(host)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,4 +1,4 @@
-"""The memory of this machine and of running processes: limits, what they hold, why the kernel killed one."""
+"""Memory of this machine and of running processes: limits, use, and why the kernel killed a process."""
 
 import functools
 import resource
@@ -8,7 +8,7 @@ from pathlib import Path
 GB = 1e9
 ADVICE = "a smaller training.micro_batch, training.recompute=full or more ranks to shard over need less"
 FULL, WAITS = 0.9, 5.0
-"""Part of memory in use, and per cent of the time that processes wait for memory, from which a run says so."""
+"""Fraction of memory in use, and percentage of time that processes wait for memory, above which a run reports them."""
 
 
 class MemoryWatch:
@@ -43,7 +43,7 @@ class MemoryWatch:
 
 
 def memory_there(root: Path = Path("/")) -> int:
-    """Bytes of memory of this machine, or of the control group that this process is in where that is less."""
+    """Bytes of memory of this machine, or of this process's control group if that has less."""
     limits = [field_of(root / "proc/meminfo", "MemTotal:") * 1024]
     for folder in _groups(root):
         with suppress(OSError, ValueError):
@@ -57,7 +57,7 @@ def resident(root: Path = Path("/")) -> int:
 
 
 LIMITS = {resource.RLIMIT_AS: "VmSize:", resource.RLIMIT_DATA: "VmData:"}
-"""Limits of a process (`ulimit -v`, `ulimit -d`), and what of /proc/self/status they count."""
+"""Limits of a process (`ulimit -v`, `ulimit -d`), and the entries of /proc/self/status that they apply to."""
 
 
 @functools.cache
@@ -68,8 +68,8 @@ def bare_addresses(kind: int) -> int:
 
 
 def memory_room(ranks: int) -> int:
-    """Bytes that each of `ranks` processes here can hold: its share of the machine or of the control group, or less by
-    a limit of its own."""
+    """Bytes that each of `ranks` processes here can use: its share of the machine or control group, or its own limit if
+    lower."""
     room = [memory_there() // max(1, ranks)]
     for kind in LIMITS:
         limit, bare = resource.getrlimit(kind)[0], bare_addresses(kind)
@@ -105,7 +105,7 @@ def _groups(root: Path) -> list[Path]:
 
 
 def field_of(file: Path, name: str) -> int:
-    """The number behind `name` at the beginning of a line; 0 if there is none."""
+    """The number after `name` at the start of a line; 0 if there is none."""
     with suppress(OSError, ValueError, IndexError):
         for line in file.read_text().splitlines():
             if line.startswith((f"{name} ", f"{name}\t")):

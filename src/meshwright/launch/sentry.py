@@ -85,17 +85,18 @@ class Sentry:
                 )
 
     def _give_up(self, why: str | None, *, tell: bool = True) -> None:
-        """End this process; of several that notice the same, the first says why and the others hear of it."""
+        """End this process. If several notice the same failure, the first reports it and the others repeat its
+        report."""
         if self._stopped.is_set():
             return
         first = True
         if why and tell:
-            with contextlib.suppress(dist.DistError, UserError):  # where the store is gone everybody says it
+            with contextlib.suppress(dist.DistError, UserError):  # if the store is gone, every process reports it
                 first = int(self._store.compare_set(ENDED, "", str(self._rank))) == self._rank
         if why and first:
             print(f"error: {why}", file=sys.stderr, flush=True)
         if tell:
-            time.sleep(2 * self._period)  # so that the others can read it while the store is there
+            time.sleep(2 * self._period)  # so that the others can read it before the store goes
         self._end(STUCK)
         self._stopped.set()
 

@@ -53,7 +53,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is not threading.main_thread():
-            return self  # Python handles signals in the main thread only; whoever trains in another handles them there
+            return self  # Python handles signals in the main thread only
         if not self.raises:
             self._wakeup = socket.socketpair()
             for end in self._wakeup:
@@ -62,7 +62,7 @@ class StopRequest:
             threading.Thread(
                 target=self._listen, args=[self._wakeup[0]], name="meshwright-signals", daemon=True
             ).start()
-        # What was started to outlive its terminal (`nohup`) ignores SIGHUP.
+        # A process started with `nohup` ignores SIGHUP, to outlive its terminal.
         outlives = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         heard = [number for number in STOP_SIGNALS if not (outlives and number == signal.SIGHUP)]
         self._before = {number: signal.signal(number, self._handle) for number in heard}
@@ -70,7 +70,7 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            # A worker is past everything that a signal could spoil; the process that a person started goes on.
+            # A worker has nothing left that a signal could damage; the process that a person started continues.
             signal.signal(number, handler if self.raises else signal.SIG_IGN)
         if self._wakeup:
             signal.set_wakeup_fd(-1)

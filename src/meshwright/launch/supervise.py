@@ -20,6 +20,7 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 
 from meshwright.checkpoint.manifest import checkpoint_name, list_checkpoints, step_of
+from meshwright.launch.forkserver import Process
 from meshwright.launch.memory import MemoryWatch
 from meshwright.launch.signals import STOP_SIGNALS, StopRequest, signal_name
 from meshwright.launch.status import CRASH_LOOP, FINAL, MISUSE, OUT_OF_MEMORY, STOPPED, TrainingStopped
@@ -37,28 +38,38 @@ LEAVE_SECONDS = 30.0
 """Time for workers to exit after another has exited on a signal."""
 
 
-@dataclass(frozen=True)
-class WorkerSpec:
-    """The workers of this machine, and the restart policy."""
+@dataclass(frozen=True, kw_only=True)
+class RestartPolicy:
+    """When workers that failed are started again."""
 
-    command: list[str]
-    environments: Callable[[int], list[dict[str, str]]]
-    """Returns the environment of each local worker for an attempt's number."""
     run_dir: Path | None
     """Folder of checkpoints and journal; None for work that cannot be resumed."""
-    restarts: int
+    restarts: int = 0
     """Restarts allowed in a row without a new checkpoint."""
-    store: dist.Store
-    """Shared by the launchers of all machines."""
-    nodes: int = 1
     stepped: Callable[[float], bool] = lambda since: False
-    """Whether a training step was recorded since a time, in seconds since the epoch."""
-    inherited: tuple[int, ...] = ()
-    """File descriptors that workers inherit."""
+    """Whether a training step was recorded since a time, in seconds since the epoch: workers that crash before the
+    first step are not restarted."""
     explain_kill: Callable[[int, int, int], str] | None = None
     """What more to say of a rank that the kernel killed for want of memory: (rank, bytes held, bytes there)."""
     restarts_killed: bool = True
     """Whether such a rank is started again like any that crashed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec:
+    """The workers of this machine."""
+
+    command: list[str]
+    environments: Callable[[int], list[dict[str, str]]]
+    """Returns the environment of each local worker for an attempt's number."""
+    policy: RestartPolicy
+    store: dist.Store
+    """Shared by the launchers of all machines."""
+    nodes: int = 1
+    inherited: tuple[int, ...] = ()
+    """File descriptors that workers inherit."""
+    start: Callable[..., Process] = subprocess.Popen
+    """Starts a command with `env` and `pass_fds`."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +88,7 @@ class Verdict:
 def supervise(spec: WorkerSpec, stop: StopRequest) -> int:
     """Run the workers until all have succeeded or the supervisor gives up; returns the exit status."""
     stop.running()
-    attempt, verdict = 0, Verdict(True, 0, 0, _newest_step(spec.run_dir), "")
+    attempt, verdict = 0, Verdict(True, 0, 0, _newest_step(spec.policy.run_dir), "")
     while True:
         failure = _run_attempt(spec, attempt, stop)
         if failure is None:
@@ -157,7 +168,7 @@ def _run_attempt(spec: WorkerSpec, attempt: int, stop: StopRequest) -> _Failure 
             for environment in spec.environments(attempt):
                 last_words = folder / environment["RANK"]
                 environment = {**environment, "TORCHELASTIC_ERROR_FILE": str(last_words)}
-                process = subprocess.Popen([*spec.command, *again], env=environment, pass_fds=spec.inherited)
+                process = spec.start([*spec.command, *again], env=environment, pass_fds=spec.inherited)
                 workers.append(_Worker(int(environment["RANK"]), process, last_words, memory, spec))
             failed = _wait(workers, spec.store, f"verdict-{attempt}", stop)
         except TrainingStopped:
@@ -169,7 +180,7 @@ def _run_attempt(spec: WorkerSpec, attempt: int, stop: StopRequest) -> _Failure 
 @dataclass
 class _Worker:
     rank: int
-    process: subprocess.Popen[bytes]
+    process: Process
     last_words: Path
     memory: MemoryWatch
     spec: WorkerSpec
@@ -178,7 +189,7 @@ class _Worker:
     def status(self) -> int:
         """Exit status; a worker ended by a stop signal before it could handle it counts as stopped."""
         code = self.process.returncode
-        if not self.spec.restarts_killed and self.lack_of_memory:
+        if not self.spec.policy.restarts_killed and self.lack_of_memory:
             return OUT_OF_MEMORY
         if -code in STOP_SIGNALS:
             return STOPPED
@@ -196,7 +207,7 @@ class _Worker:
             return "error: " + json.loads(self.last_words.read_text())["message"]
         code = self.process.returncode
         if code < 0:
-            why, explain = self.lack_of_memory, self.spec.explain_kill
+            why, explain = self.lack_of_memory, self.spec.policy.explain_kill
             more = "\n" + explain(self.rank, *self.memory.of(self.process.pid)) if why and explain else ""
             return f"error: rank {self.rank} was killed by {signal_name(-code)}{why}{more}"
         return f"error: rank {self.rank} ended with status {code}; its messages are printed above"
@@ -267,20 +278,20 @@ def _kill(workers: list[_Worker]) -> None:
 
 def _judge(spec: WorkerSpec, attempt: int, failure: _Failure, before: Verdict) -> Verdict:
     """Whether to start again after `failure`."""
-    reached = _newest_step(spec.run_dir)
+    reached = _newest_step(spec.policy.run_dir)
     fruitless = 1 if reached > before.reached else before.fruitless + 1
-    trained = attempt > 0 or spec.stepped(failure.began)
+    trained = attempt > 0 or spec.policy.stepped(failure.began)
     again, status, message = False, failure.status, failure.message
     if status == STOPPED:
-        message = ""  # whoever started the job says what there is to continue from
-    elif status not in FINAL and status - 128 not in STOP_SIGNALS and trained and spec.restarts:
-        again = fruitless <= spec.restarts
+        message = ""  # the process that started the job reports what it can resume from
+    elif status not in FINAL and status - 128 not in STOP_SIGNALS and trained and spec.policy.restarts:
+        again = fruitless <= spec.policy.restarts
         newest = f"the newest checkpoint is {checkpoint_name(reached) if reached else 'none'}"
         if again:
-            message += f"\nstarting again ({fruitless} of {spec.restarts} without a new checkpoint); {newest}"
+            message += f"\nstarting again ({fruitless} of {spec.policy.restarts} without a new checkpoint); {newest}"
         else:
             status = CRASH_LOOP
-            message += f"\nerror: giving up after {spec.restarts} restarts without a new checkpoint; {newest}"
+            message += f"\nerror: giving up after {spec.policy.restarts} restarts without a new checkpoint; {newest}"
     return Verdict(again, status, fruitless, reached, message)
 
 
@@ -293,6 +304,6 @@ def after_stop(run_dir: Path) -> str:
 
 
 def _newest_step(run_dir: Path | None) -> int:
-    """Step of the newest checkpoint; 0 if there is none."""
+    """Step of the newest checkpoint; 0 if none exists."""
     published = list_checkpoints(run_dir / "checkpoints") if run_dir else []
     return step_of(published[-1]) if published else 0

@@ -1,9 +1,9 @@
-"""The watchdog: detects that nothing moves, names the rank to blame, and ends the process.
+"""The watchdog: detects a hung run, names the rank at fault, and ends the process.
 
-A thread beside training publishes every few seconds in the group's store what this rank does. When the main thread of
-one rank has made no progress within the limit, which is learned from the run, the threads of all publish where theirs
-is and which collective it was last seen in; one of them prints what all have published, and then every rank ends. A
-rank that is stopped, or whose machine is gone, publishes nothing: that is how it is known.
+A thread beside training regularly publishes this rank's progress in the group's store. If the main thread of one rank
+makes no progress within a limit, which is learned from the run, all ranks' threads publish their Python stack and their
+last collective. One of them prints all reports, and then every rank exits. A rank that is stopped, or whose machine is
+gone, publishes nothing, which identifies it.
 """
 
 import contextlib
@@ -27,13 +27,14 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.guards import GuardSpec
 
 TIMES_LONGEST, TIMES_UNKNOWN, TIMES_PATIENT = 10, 30, 720
-"""The limit in longest steps so far; in `guards.stuck_after` for what has not happened before, and for slow disks."""
+"""The limit as a multiple of the longest step so far; as a multiple of `guards.stuck_after` for operations without
+precedent, and for slow disks."""
 
 FAMILIAR = 3
 """How often something must have happened before its longest time means anything."""
 
 ANSWER_SECONDS = 3.0
-"""How long, at least, a rank that is asked where it is may take to answer: machines that are stuck are often busy."""
+"""Least time that a rank has to answer: hung machines are often busy."""
 
 
 @dataclass
@@ -50,7 +51,7 @@ class Collective:
 
 @dataclass
 class Report:
-    """What one rank says of itself."""
+    """The report of one rank."""
 
     rank: int
     host: str
@@ -64,7 +65,7 @@ class Report:
 
 
 class Watchdog:
-    """Watches one rank. Use it in `with`; call `enter` whenever the main thread begins something new."""
+    """Watches one rank. Use it in `with`; call `enter` whenever the main thread starts something new."""
 
     def __init__(
         self,
@@ -74,10 +75,8 @@ class Watchdog:
         store: dist.Store | None = None,
         end: Callable[[int], object] = os._exit,
     ) -> None:
-        """`store` is a connection of its own to the group's: the main thread may hold the other while it waits.
-
-        `end` receives the exit status once everything has been said.
-        """
+        """`store` is a separate connection to the group's store, because the main thread may block the other. `end`
+        receives the exit status after everything has been reported."""
         self.spec, self._rank, self._world_size, self._end = spec, rank, world_size, end
         self._store = store or dist.HashStore()
         self._doing, self._kind, self._since = "start", "start", time.monotonic()
@@ -91,7 +90,7 @@ class Watchdog:
         self._pulse = min(5.0, spec.stuck_after / 20)
 
     def enter(self, kind: str, which: object = "", *, patient: bool = False) -> None:
-        """The main thread goes on to something of this kind; `patient` where it may take any time (a slow disk)."""
+        """The main thread starts an operation of this kind; `patient` if it may take any time (a slow disk)."""
         now = time.monotonic()
         if not self._patient:
             self._longest[self._kind] = max(self._longest.get(self._kind, 0.0), now - self._since)
@@ -100,7 +99,7 @@ class Watchdog:
 
     @property
     def limit(self) -> float:
-        """Seconds that what the main thread does now may take."""
+        """Time limit in seconds of the main thread's current operation."""
         if self._patient:
             return TIMES_PATIENT * self.spec.stuck_after
         if self._times.get(self._kind, 0) < FAMILIAR:
@@ -122,7 +121,7 @@ class Watchdog:
         try:
             while not self._done.is_set():
                 seconds = time.monotonic() - self._since
-                # Should a call never give the interpreter back, this thread stands still too; then C code prints.
+                # If a call never releases the interpreter lock, this thread hangs too; then C code prints.
                 faulthandler.dump_traceback_later(max(self.limit, 1.0) + 10 * self._pulse, file=2)
                 self._publish("pulse", self._report(seconds))
                 if seconds > self.limit or self._told_to_stop():
@@ -138,7 +137,7 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _told_to_stop(self) -> bool:
-        """Whether a rank has found out that something is stuck. Raises `UserError` where it was none of ours."""
+        """Whether a rank has reported a hang. Raises `UserError` if the report is not signed by one of our ranks."""
         return self._store.check(["stuck"]) and bool(self._store.get("stuck"))
 
     def _publish(self, what: str, report: Report) -> None:
@@ -155,7 +154,7 @@ class Watchdog:
         return Report(**values)
 
     def _give_up(self, seconds: float) -> None:
-        """Tell where this rank is, or what all have told, and end the process."""
+        """Publish this rank's report, or print all reports, and end the process."""
         self._giving_up = True
         faulthandler.cancel_dump_traceback_later()
         mine = self._report(seconds)
@@ -192,7 +191,8 @@ def last_collectives() -> list[Collective]:
 
 
 def explain(reports: list[Report | None], pulses: dict[int, Report | None], noticed: int) -> str:
-    """Who is to blame, with its stack, and where everybody is; the rank `noticed`, whose report is there, found out."""
+    """The rank at fault with its stack, and the last collective of every rank; `noticed` is the rank that detected the
+    hang."""
     silent = [rank for rank, report in enumerate(reports) if report is None]
     there = [report for report in reports if report is not None]
     first = next(report for report in there if report.rank == noticed)

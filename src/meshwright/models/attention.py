@@ -22,8 +22,8 @@ from meshwright.models.slots import Entry
 from meshwright.spec.model import ModelSpec
 
 varlen_attn: Any = None
-"""The flash kernel for packed documents; None where no GPU or no such build of torch is."""
-if torch.cuda.is_available():  # elsewhere it serves nothing, and its import takes 1.5 s, for it loads torch's compiler
+"""The flash kernel for packed documents; None without a GPU, or if torch was built without it."""
+if torch.cuda.is_available():  # skipped on CPUs: the import loads torch's compiler, 1.5 s
     with contextlib.suppress(ImportError):
         from torch.nn.attention.varlen import varlen_attn
 
@@ -128,7 +128,7 @@ def attend_documents(
     would force a compilation for each of their arrangements.
     """
     if serves_varlen(q_BHTK):
-        return _varlen(q_BHTK, k_BGTK, v_BGTK, documents)
+        return attend_varlen(q_BHTK, k_BGTK, v_BGTK, documents)
     if q_BHTK.device.type != "cpu" or torch.compiler.is_compiling():
         return scaled_dot_product(q_BHTK, k_BGTK, v_BGTK, documents.mask())
     lengths, masks = zip(*documents.spans, strict=True)
@@ -139,10 +139,18 @@ def attend_documents(
 
 def serves_varlen(q_BHTK: torch.Tensor) -> bool:
     """Whether the flash kernel for packed documents can be used: half precision on a GPU."""
-    return q_BHTK.is_cuda and q_BHTK.dtype in (torch.bfloat16, torch.float16) and "window_size" in VARLEN
+    return has_varlen(q_BHTK.device, q_BHTK.dtype)
 
 
-def _varlen(q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, documents: Documents) -> torch.Tensor:
+def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
+    """The same for a device and a dtype."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and "window_size" in VARLEN
+
+
+def attend_varlen(
+    q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, documents: Documents
+) -> torch.Tensor:
+    """Causal attention [B, H, T, K] within documents by the flash kernel for packed documents."""
     q_NHK, k_NGK, v_NGK = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTK, k_BGTK, v_BGTK))
     repeats = q_NHK.shape[1] // k_NGK.shape[1]
     options: dict[str, Any] = {

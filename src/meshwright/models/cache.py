@@ -70,47 +70,56 @@ class LayerCache:
 
     def __init__(self, cache: "Cache") -> None:
         self._cache = cache
-        self.keys_MGCK = self.values_MGCK = torch.empty(0)
+        self.both_2MGCK = torch.empty(0)
+        """Keys, then values."""
+
+    @property
+    def step(self) -> Step:
+        """The forward pass in progress."""
+        return self._cache.step
 
     def attend(self, core: "Core", q_1HNK: torch.Tensor, k_1GNK: torch.Tensor, v_1GNK: torch.Tensor) -> torch.Tensor:
         """Store the new keys and values; return the heads' outputs [1, H, N, K] for the new tokens."""
-        self._make_room(k_1GNK)
-        step = self._cache.step
-        found = [self._attend_singles(step, q_1HNK, k_1GNK, v_1GNK)] if step.singles else []
-        for part in step.parts:
-            new, kept = slice(part.begin, part.end), slice(part.start, part.stop)
-            self.keys_MGCK[part.row, :, kept] = k_1GNK[0, :, new]
-            self.values_MGCK[part.row, :, kept] = v_1GNK[0, :, new]
-            k_1GSK, v_1GSK = (x[part.row, :, : part.stop][None] for x in (self.keys_MGCK, self.values_MGCK))
-            found.append(core(q_1HNK[:, :, new], k_1GSK, v_1GSK, part.mask))
+        groups, step = k_1GNK.shape[1], self._cache.step
+        q_NHK = q_1HNK[0].transpose(0, 1)
+        new_N2GK = torch.cat((k_1GNK[0], v_1GNK[0])).transpose(0, 1)
+        singles = step.singles
+        found = []
+        if singles:
+            q_PGRK = q_NHK[:singles].unflatten(1, (groups, -1))
+            y_PGRK = self.attend_singles(q_PGRK, new_N2GK[:singles])
+            found = [y_PGRK.flatten(1, 2).transpose(0, 1)[None]]
+        found += [self.attend_part(core, part, q_1HNK, new_N2GK) for part in step.parts]
         return found[0] if len(found) == 1 else torch.cat(found, 2)
 
-    def _attend_singles(
-        self, step: Step, q_1HNK: torch.Tensor, k_1GNK: torch.Tensor, v_1GNK: torch.Tensor
-    ) -> torch.Tensor:
-        """One query a sequence. Heads that share keys take the query dim, so that no key is repeated."""
-        count, groups = step.singles, k_1GNK.shape[1]
-        self.keys_MGCK[step.rows, :, step.places] = k_1GNK[0, :, :count].transpose(0, 1)
-        self.values_MGCK[step.rows, :, step.places] = v_1GNK[0, :, :count].transpose(0, 1)
-        k_PGSK, v_PGSK = self.keys_MGCK[:count, :, step.keys], self.values_MGCK[:count, :, step.keys]
-        q_PGRK = q_1HNK[0, :, :count].transpose(0, 1).unflatten(1, (groups, -1))
-        y_PGRK = F.scaled_dot_product_attention(q_PGRK, k_PGSK, v_PGSK, attn_mask=step.mask)
-        return y_PGRK.flatten(1, 2).transpose(0, 1)[None]
+    def attend_singles(self, q_PGRK: torch.Tensor, new_P2GK: torch.Tensor) -> torch.Tensor:
+        """Store the keys and values of sequences that get one token; the outputs [P, G, R, K] of their queries. Heads
+        that share keys take the query dim, so that no key is repeated."""
+        step, (count, both, width) = self._cache.step, new_P2GK.shape
+        self._make_room(new_P2GK)
+        places = self._cache.places(both // 2)
+        self.both_2MGCK.view(-1, width).index_copy_(0, places, new_P2GK.reshape(-1, width))
+        k_PGSK, v_PGSK = self.both_2MGCK[:, :count, :, step.keys].unbind()
+        return F.scaled_dot_product_attention(q_PGRK, k_PGSK, v_PGSK, attn_mask=step.mask)
 
-    def _make_room(self, k_1GNK: torch.Tensor) -> None:
-        rows, capacity = self._cache.rows, self._cache.capacity
-        if self.keys_MGCK.dim() == 4 and self.keys_MGCK.shape[0] >= rows and self.keys_MGCK.shape[2] >= capacity:
+    def attend_part(self, core: "Core", part: Part, q_1HNK: torch.Tensor, new_N2GK: torch.Tensor) -> torch.Tensor:
+        """The same for one sequence of several new tokens: [1, H, T, K]."""
+        self._make_room(new_N2GK)
+        new = slice(part.begin, part.end)
+        new_2GTK = new_N2GK[new].transpose(0, 1).unflatten(0, (2, -1))
+        self.both_2MGCK[:, part.row, :, part.start : part.stop] = new_2GTK
+        k_1GSK, v_1GSK = self.both_2MGCK[:, part.row, None, :, : part.stop].unbind()
+        return core(q_1HNK[:, :, new], k_1GSK, v_1GSK, part.mask)
+
+    def _make_room(self, new_N2GK: torch.Tensor) -> None:
+        rows, capacity, old_2MGCK = self._cache.rows, self._cache.capacity, self.both_2MGCK
+        if old_2MGCK.dim() == 5 and old_2MGCK.shape[1] >= rows and old_2MGCK.shape[3] >= capacity:
             return
-        _, groups, _, width = k_1GNK.shape
-
-        def grown(old_MGCK: torch.Tensor) -> torch.Tensor:
-            # Zeros, because masked values are multiplied by zero and must not be NaN.
-            new_MGCK = k_1GNK.new_zeros(rows, groups, capacity, width)
-            if old_MGCK.dim() == 4:
-                new_MGCK[: old_MGCK.shape[0], :, : old_MGCK.shape[2]] = old_MGCK
-            return new_MGCK
-
-        self.keys_MGCK, self.values_MGCK = grown(self.keys_MGCK), grown(self.values_MGCK)
+        _, both, width = new_N2GK.shape
+        # Zeros, because masked values are multiplied by zero and must not be NaN.
+        self.both_2MGCK = new_N2GK.new_zeros(2, rows, both // 2, capacity, width)
+        if old_2MGCK.dim() == 5:
+            self.both_2MGCK[:, : old_2MGCK.shape[1], :, : old_2MGCK.shape[3]] = old_2MGCK
 
 
 class Cache:
@@ -124,11 +133,23 @@ class Cache:
         self.lengths: list[int] = []
         """Tokens of each sequence, including those of the step in progress."""
         self.rows = self.capacity = 0
+        self._places: dict[int, torch.Tensor] = {}
+
+    def places(self, groups: int) -> torch.Tensor:
+        """Where the keys, then the values, of each sequence that gets one token lie in a layer's memory: int64 [P * 2 *
+        G], in vectors of K."""
+        if groups not in self._places:
+            step, device = self.step, self._like.device
+            kinds_2G = torch.arange(2, device=device).repeat_interleave(groups) * self.rows * groups
+            groups_2G = torch.arange(groups, device=device).repeat(2)
+            starts_P2G = step.rows[:, None] * groups + kinds_2G + groups_2G
+            self._places[groups] = (starts_P2G * self.capacity + step.places[:, None]).flatten()
+        return self._places[groups]
 
     def append(self, new: Sequence[tuple[int, Sequence[int]]]) -> TensorBatch:
-        """Begin a step that reads new tokens, (row, tokens) each, and return the batch for `Decoder.forward`.
+        """Start a step that reads new tokens, (row, tokens) each, and return the batch for `Decoder.forward`.
 
-        A new row begins a sequence. Sequences that get one token come first, as rows 0, 1, ...; in other rows, or
+        A new row starts a sequence. Sequences that get one token come first, as rows 0, 1, ...; in other rows, or
         later, they are read one by one.
         """
         singles = 0
@@ -145,6 +166,7 @@ class Cache:
                 parts.append(Part(row, begin, start, stop, mask))
             begin += len(tokens)
         self._grow()
+        self._places = {}
         self.step = self._begin(starts[:singles], tuple(parts))
         return self._batch(new, starts)
 
@@ -152,8 +174,7 @@ class Cache:
         """Put the sequence in row `source` into row `target`."""
         length = self.lengths[target] = self.lengths[source]
         for layer in self.layers.values():
-            for kept in (layer.keys_MGCK, layer.values_MGCK):
-                kept[target, :, :length] = kept[source, :, :length]
+            layer.both_2MGCK[:, target, :, :length] = layer.both_2MGCK[:, source, :, :length]
 
     def drop_last(self) -> None:
         """Forget the last row."""

@@ -186,7 +186,7 @@ def _attention(
 def _probabilities(
     q_CRTK: torch.Tensor, k_C1TK: torch.Tensor, logsumexp_CRT: torch.Tensor, start: int, stop: int
 ) -> torch.Tensor:
-    """Those of a block of queries [C, R Q, S] once more."""
+    """The scores of a block of queries [C, R Q, S], recomputed."""
     pairs, repeats, _, width = q_CRTK.shape
     q_CqK, k_CSK = q_CRTK[:, :, start:stop].reshape(pairs, -1, width), k_C1TK[:, 0, :stop]
     # Scores are rounded to bf16 only after their logsumexp, or nearly that, is taken off: large probabilities,
@@ -205,9 +205,9 @@ def _attention_backward(
     grad_CRTK: torch.Tensor,
     probabilities: Callable[[int, int], torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v, those of k and v summed in fp32 over blocks of queries.
+    """Gradients of q, k and v; the latter two are summed in fp32 over blocks of queries.
 
-    The last block comes first: it alone sees all keys, and the others are added to what it leaves.
+    The last block comes first: it alone sees all keys, and the others are added to its result.
     """
     pairs, repeats, length, width = q_CRTK.shape
     k_CTK, v_CTK = k_C1TK.squeeze(1), v_C1TK.squeeze(1)

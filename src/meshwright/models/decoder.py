@@ -73,7 +73,7 @@ class Decoder(nn.Module):
         self.head_split = HeadSplit()
 
     draws: Draws | None = None
-    """A slot: tells dropouts which tokens are computed."""
+    """A slot: tells dropout layers which tokens are computed."""
 
     def keep_layers(self, parts: Iterable[range]) -> None:
         """Drop every module that `forward(layers=part)` does not need for these parts of the layers.
@@ -128,7 +128,7 @@ class Decoder(nn.Module):
         layers = range(self.spec.num_layers) if layers is None else layers
         length = batch.tokens.shape[1]
         window, device, positions_BT = self.spec.sliding_window, batch.tokens.device, batch.position_ids
-        mask: Mask = None  # the cache knows by itself who sees whom
+        mask: Mask = None  # the cache itself determines the mask
         if batch.document_ids is not None:
             mask = Documents(batch.document_ids, window=window)
             positions_BT = document_positions(batch.document_ids) if positions_BT is None else positions_BT

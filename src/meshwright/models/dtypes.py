@@ -17,5 +17,5 @@ assert TORCH.keys() == DTYPES.keys()
 
 
 def torch_dtype(dtype: Dtype | str) -> torch.dtype:
-    """torch's name for a dtype, or for the name of one. Raises `KeyError` where there is no such dtype."""
+    """torch's name for a dtype, or for the name of one. Raises `KeyError` if there is no such dtype."""
     return TORCH[str(dtype)]

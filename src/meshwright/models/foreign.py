@@ -55,9 +55,9 @@ class ForeignDecoder(Decoder):
     takes_positions: bool
 
     def forward(self, batch: TensorBatch, read: Read | None = None) -> Any:  # type: ignore[override]
-        """As `Decoder.forward`, for a whole model without a cache; the logits take the place of the hidden states.
+        """As `Decoder.forward`, for a whole model without a cache; returns logits instead of hidden states.
 
-        transformers learns of documents by their positions: where these do not increase by one, it masks everything
+        transformers detects documents by their positions: wherever these do not increase by one, it masks everything
         before.
         """
         self.tell_draws(batch)
@@ -81,9 +81,9 @@ class ForeignDecoder(Decoder):
 
     @torch.no_grad()
     def check_causal(self) -> None:
-        """Raise `UserError` where a token's logits depend on later tokens; collective where the model is sharded.
+        """Raise `UserError` if a token's logits depend on later tokens; collective if the model is sharded.
 
-        The last token of a row is changed: the logits before it must stay as they are.
+        The last token of a row is changed: the logits before it must not change.
         """
         row_BT = self._probe(0)
         changed_BT = row_BT.clone()
@@ -98,7 +98,7 @@ class ForeignDecoder(Decoder):
 
     @torch.no_grad()
     def check_documents(self) -> None:
-        """Raise `UserError` where a document of a packed row is not read as if alone; collective where the model is
+        """Raise `UserError` if a document of a packed row is not read as if alone; collective where the model is
         sharded.
 
         With two documents in a row, the second must have the same logits as alone and after any other document.
@@ -229,13 +229,13 @@ class _MatricesOnMeta(TorchFunctionMode):
 
 
 def _take_state(model: nn.Module, foreign: ForeignModel) -> None:
-    """Make the files' tensors that are no parameters the model's state, in memory; give scalars the files' values."""
+    """Make the files' tensors that are not parameters the model's state, in memory; give scalars the files' values."""
     modules = dict(model.named_modules())
     for name, shape in foreign.buffers:
         path, _, last = name.rpartition(".")
         module = modules.get(path)
         if module is None or not hasattr(module, last):
-            continue  # told with the parameters that do not fit
+            continue  # reported with the parameters that do not fit
         kept = module._buffers.get(last)
         if kept is None and not getattr(module, last).requires_grad:  # transformers has it as a frozen parameter
             del module._parameters[last]

@@ -41,7 +41,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     """The same, once for each occurrence of the token."""
     seed: int = 0
-    """Row i of a batch draws from a stream of its own, a pure function of (seed, i)."""
+    """Row i of a batch draws from its own random stream, a pure function of (seed, i)."""
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
@@ -163,7 +163,7 @@ def _allowed(probability_BV: torch.Tensor, sampling: Sampling) -> tuple[torch.Te
         probability_BV, order_BV = probability_BV.sort(descending=True, stable=True)
     if sampling.top_p < 1:
         before_BV = probability_BV.cumsum(-1) - probability_BV
-        # The likeliest token always stays, for nothing comes before it.
+        # The likeliest token always stays, because nothing comes before it.
         within_BV = before_BV < sampling.top_p * probability_BV.sum(-1, keepdim=True)
         probability_BV = probability_BV * within_BV
     return probability_BV * (probability_BV >= minimum_B1), order_BV
@@ -183,7 +183,7 @@ def penalize(logits_V: torch.Tensor, sampling: Sampling, read_V: torch.Tensor, w
 
 
 def check_room(prompts: Sequence[Sequence[int]], max_tokens: int, room: int) -> None:
-    """Raise `UserError` where prompts and new tokens exceed the `room` positions that the model is meant for."""
+    """Raise `UserError` if prompts and new tokens exceed the `room` positions that the model is meant for."""
     if max_tokens < 1:
         raise UserError(f"max_tokens={max_tokens} is not allowed: must be at least 1")
     if not prompts or not all(prompts):

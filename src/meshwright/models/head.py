@@ -34,13 +34,13 @@ class SplitSequence(Protocol):
     """Whether this rank counts whole-row terms, and not a rank with other tokens of the row."""
 
     def sum(self, parts: torch.Tensor) -> torch.Tensor:
-        """The sum over all parts of the rows; its gradient goes to this part only, for every part has the sum."""
+        """The sum over all parts of the rows; its gradient goes to this part only: every part has the sum."""
         ...
 
 
 class HeadSplit(nn.Module):
-    """The slots of a head: the ranks with the rest of its vocabulary and sequences where it is split, and how logits
-    are computed where only they are needed."""
+    """The slots of a head: the ranks that hold the rest of its vocabulary and sequences if it is split, and how logits
+    are computed if only logits are needed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Head:
         return linear_cross_entropy(hidden_ND, self.weight_VD, labels_BT.flatten(), self.split.vocabulary)
 
     def token_losses(self, x_BTD: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
-        """Each label's cross-entropy [B, T], in nats and fp32 (fp64); 0 where the label is -100."""
+        """Each label's cross-entropy [B, T], in nats and fp32 (fp64); 0 if the label is -100."""
         hidden_ND = self._whole(x_BTD).flatten(0, 1)
         losses_N = linear_token_losses(hidden_ND, self.weight_VD, labels_BT.flatten(), self.split.vocabulary)
         return losses_N.view(labels_BT.shape)
@@ -77,7 +77,7 @@ class Head:
     def token_terms(
         self, x_BTD: torch.Tensor, labels_BT: torch.Tensor, terms: TokenTerms, *others: torch.Tensor
     ) -> torch.Tensor:
-        """`terms` of each label's logits, [B, T] in fp32 (fp64); 0 where the label is -100.
+        """`terms` of each label's logits, [B, T] in fp32 (fp64); 0 if the label is -100.
 
         `terms` is called chunk by chunk with the `Logits` of C tokens, their labels [C] and their parts of `others` [B,
         T, ...], and once more in the backward pass, so that all logits are never held at once.
@@ -90,7 +90,7 @@ class Head:
     def logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of hidden states [..., D], in the model's dtype.
 
-        Raises `UserError` where the vocabulary is split, for then no rank has them all.
+        Raises `UserError` if the vocabulary is split, for then no rank has them all.
         """
         if self.split.vocabulary is not None:
             raise UserError(

@@ -57,7 +57,7 @@ def linear_token_terms(
     share: VocabularyShare | None = None,
     *others: torch.Tensor,
 ) -> torch.Tensor:
-    """`terms` of each label's `hidden @ weight.T`, [N] in fp32 (fp64); 0 where the label is -100.
+    """`terms` of each label's `hidden @ weight.T`, [N] in fp32 (fp64); 0 if the label is -100.
 
     As `linear_token_losses`; `terms` is called once more in the backward pass, chunk by chunk. `others`: [N, ...];
     `terms` gets the rows of its tokens.

@@ -27,7 +27,7 @@ WIDE_BYTES = {"cpu": 2**22, "cuda": 2**28}
 """Numbers held in fp32 at a time; so few on a CPU that every pass after the first reads from its cache."""
 
 BUDGETS_OF: ContextVar[str | None] = ContextVar("BUDGETS_OF", default=None)
-"""A slot: the device type whose budgets apply, where it differs from the tensors'."""
+"""A slot: the device type whose budgets apply, if it differs from the tensors'."""
 
 ROW_MULTIPLE = 64
 """Rows of logits start a multiple of this many elements apart: products over unaligned rows are slow."""
@@ -50,7 +50,7 @@ class VocabularyShare(Protocol):
         """Replace `values` by their sum over all shares."""
 
     def sum(self, parts: torch.Tensor) -> torch.Tensor:
-        """The sum over all shares; its gradient goes to this part only, for every share has the sum."""
+        """The sum over all shares; its gradient goes to this part only: every share has the sum."""
         ...
 
 
@@ -81,7 +81,7 @@ def linear_cross_entropy(
 def linear_token_losses(
     hidden_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor, share: VocabularyShare | None = None
 ) -> torch.Tensor:
-    """The terms of `linear_cross_entropy` one by one, [N], 0 where the label is -100: for losses that are not a sum.
+    """The terms of `linear_cross_entropy` one by one, [N], 0 if the label is -100: for losses that are not a sum.
 
     The backward pass recomputes the logits, chunk by chunk.
     """
@@ -144,14 +144,14 @@ class _LinearTokenLosses(torch.autograd.Function):
 def logit_chunks(
     hidden_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Tensor, share: VocabularyShare | None
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The logits of all tokens in chunks of `CHUNK_BYTES`: (which tokens, their hidden states [C, D], 0 where there is
+    """The logits of all tokens in chunks of `CHUNK_BYTES`: (which tokens, their hidden states [C, D], 0 if there is
     no label, their labels [C], a valid one where there is none, whether they have one [C], their logits [C, V] in the
     dtype of the hidden states, which the next chunk overwrites)."""
     tokens, vocab, first = len(hidden_ND), len(weight_VD), 0
     if share is not None:
         first = share.first
         known_N = (labels_N == IGNORED) | (labels_N >= 0) & (labels_N < share.vocab)
-        assert_on_device(known_N.all(), "a label is out of bounds: it lies outside the vocabulary")
+        assert_on_device(known_N.all(), "a label is out of bounds of the vocabulary")
     stride = ceil((vocab if share is None else share.rows) / ROW_MULTIPLE) * ROW_MULTIPLE
     most = max(1, _budget(CHUNK_BYTES, hidden_ND) // (stride * hidden_ND.element_size()))
     chunk = ceil(tokens / max(1, ceil(tokens / most)))  # chunks of equal size
@@ -159,7 +159,7 @@ def logit_chunks(
     for start in range(0, tokens, max(1, chunk)):
         rows = slice(start, start + chunk)
         trained_C = labels_N[rows] != IGNORED
-        # A token is ignored by zeroing its hidden state, for its row of logits is many times as long.
+        # Zeroing a token's hidden state ignores it; its row of logits is many times longer.
         hidden_CD = hidden_ND[rows].where(trained_C[:, None], 0)
         made_CV = matmul(hidden_CD, weight_VD.t(), logits_CV[: len(hidden_CD)])
         yield rows, hidden_CD, labels_N[rows].where(trained_C, first), trained_C, made_CV

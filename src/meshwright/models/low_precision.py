@@ -37,7 +37,7 @@ Pair = tuple[Scaling, Scaling]
 """The scalings of a product's operands, the one with the result's rows first."""
 
 KERNEL_SIZES = 16
-"""What K and S must be multiples of for a kernel."""
+"""K and S must be multiples of these for a kernel."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class AmaxHistory(nn.Module):
     scales."""
 
     amax_history: torch.Tensor
-    """fp32 [3, H], the newest first; 0 where there was no step."""
+    """fp32 [3, H], the newest first; 0 for missing steps."""
     current: torch.Tensor
     """fp32 [3]: of the current step, on this rank."""
 
@@ -117,13 +117,13 @@ class AmaxHistory(nn.Module):
 
     @torch.no_grad()
     def turn(self, amax_3: torch.Tensor) -> None:
-        """Begin the next step; `amax_3` [3] are this step's values over all ranks. Non-finite ones are not recorded."""
+        """Start the next step; `amax_3` [3] are this step's values over all ranks. Non-finite ones are not recorded."""
         newest_31 = amax_3.where(amax_3.isfinite(), self.amax_history[:, 0])[:, None]
         self.amax_history.copy_(torch.cat([newest_31, self.amax_history[:, :-1]], 1))
 
 
 def everywhere(maxima: torch.Tensor) -> torch.Tensor:
-    """The default `LowPrecision.over`, for a dim that is whole on this rank."""
+    """The default of `LowPrecision.over`, for a dim that is whole on this rank."""
     return maxima
 
 
@@ -217,7 +217,7 @@ class LowPrecision(Product):
 
     def _uniform(self, use: str, features: int, weights: Weights) -> torch.Tensor | None:
         """Numbers in [0, 1) of 24 bits [M, features], which depend only on the run's seed, layer, use, token and
-        output; None where gradients are rounded to the nearest."""
+        output; None if gradients are rounded to the nearest."""
         if not self.recipe.four_bits:
             return None
         numbers = weights.get("numbers")
@@ -226,7 +226,7 @@ class LowPrecision(Product):
         return (bits >> 7).float() * 2.0**-24
 
     def __repr__(self) -> str:
-        return f"{self.recipe.name} in few bits"
+        return f"{self.recipe.name}, quantized"
 
 
 def has_kernel(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> bool:

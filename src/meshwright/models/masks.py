@@ -10,7 +10,7 @@ import torch
 from meshwright.torch_internals import size_varies
 
 MERGED = 128
-"""On a CPU consecutive short documents are attended together, up to so many tokens, under a mask: a call a document
+"""On a CPU consecutive short documents are attended together, up to this many tokens, under a mask: a call a document
 would cost more than the scores that the mask discards."""
 
 
@@ -23,7 +23,7 @@ def attention_mask(
 ) -> torch.Tensor | None:
     """Which keys each of the last `num_queries` positions sees: bool [T, S].
 
-    None where SDPA's own causal rule is equivalent, which keeps its fast path.
+    None if SDPA's own causal rule is equivalent, which keeps its fast path.
 
     Args:
         window: keys a query sees at most, itself included.
@@ -59,7 +59,7 @@ class Documents:
         starts_D = _starts(documents_BT).flatten().nonzero().flatten()
         self.offsets = torch.cat((starts_D, starts_D.new_tensor([documents_BT.numel()]))).int()
         """Where each document starts among the N tokens of all rows, and N at the end: int32 [D + 1]."""
-        size_varies(self.offsets, 0)  # or compiled blocks would be compiled anew for every number
+        size_varies(self.offsets, 0)  # or compiled blocks would be recompiled for every number
 
     @functools.cached_property
     def spans(self) -> list[tuple[int, torch.Tensor | None]]:

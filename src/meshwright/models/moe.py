@@ -64,7 +64,7 @@ class Router(Viewed):
         return weights_BTK, experts_BTK, counts_BE
 
     def _choose(self, scores_BTE: torch.Tensor) -> torch.Tensor:
-        """The experts [B, T, K] with the best scores, the bias added where there is one. Only the best groups take
+        """The experts [B, T, K] with the best scores, after adding the bias if there is one. Only the best groups take
         part, ranked by the sum of their two best scores (DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2)."""
         if self.bias is not None:
             scores_BTE = scores_BTE + self.bias.to(scores_BTE)
@@ -82,7 +82,7 @@ class Router(Viewed):
             self.bias += self.spec.balance_rate * (load_E.double().mean() - load_E).sign().to(self.bias)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Router":
-        """Keeps the bias in fp32 or wider when the model is cast, for its steps are small."""
+        """Keeps the bias in fp32 or wider when the model is cast, because its steps are small."""
         before = self.bias
         super()._apply(fn, recurse)
         if before is not None and self.bias is not None:
@@ -182,7 +182,7 @@ class Experts(nn.Module):
         self.w3 = ExpertLinear(spec.num_experts, spec.hidden, spec.expert_ffn)
 
     def forward(self, x_MD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        """[M, D] to [M, D]; the rows are sorted by expert, `counts` says how many each has."""
+        """[M, D] to [M, D]; the rows are sorted by expert, `counts` is the number of rows per expert."""
         return self.w2(F.silu(self.w1(x_MD, counts_E)) * self.w3(x_MD, counts_E), counts_E)
 
 

@@ -41,7 +41,7 @@ class Model(ABC):
     dims: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Name of a parameter within its block (`mixer.gate.weight`) -> its named dims, a weight's (out, in)."""
     zeros: ClassVar[tuple[str, ...]] = ()
-    """The names among `dims` that are initialized to zero. Others: matrices are drawn, biases begin at zero, other
+    """The names among `dims` that are initialized to zero. Other matrices are random, biases start at zero, other
     vectors at one."""
 
     @abstractmethod

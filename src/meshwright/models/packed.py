@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.models.attention import Attention, Core
-from meshwright.models.cache import LayerCache
+from meshwright.models.cache import LayerCache, Step
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.feed_forward import FeedForward
 from meshwright.models.linear import Linear, Plain
@@ -37,12 +37,19 @@ PACKED_BYTES = 4 * 2**30
 
 
 class PackedLinear:
-    """The products of one input with several layers, as one."""
+    """The products of one input with several layers, as one. `rows` and `columns`: the order of its outputs and
+    inputs."""
 
-    def __init__(self, layers: Sequence[Linear]) -> None:
-        self._weight_OD = torch.cat([layer.weight.detach() for layer in layers])
+    def __init__(
+        self, layers: Sequence[Linear], *, rows: torch.Tensor | None = None, columns: torch.Tensor | None = None
+    ) -> None:
+        weight_OD = torch.cat([layer.weight.detach() for layer in layers])
         biases = [layer.bias for layer in layers]
         self._bias_O = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+        if rows is not None:
+            weight_OD = weight_OD[rows]
+            self._bias_O = None if self._bias_O is None else self._bias_O[rows]
+        self._weight_OD = weight_OD if columns is None else weight_OD[:, columns]
         self._packed = None
         if self._weight_OD.numel() > SMALL:
             self._packed = reorder_for_onednn(self._weight_OD, ROWS)
@@ -56,30 +63,53 @@ class PackedLinear:
 
 
 class PackedAttention:
-    """`Attention` with one product for queries, keys and values."""
+    """`Attention` with one product for queries, keys and values.
+
+    Weights are reordered so that no step copies anything: the numbers of a pair that rope turns lie side by side, as a
+    complex number's, and query heads that share keys lie far apart, in the order in which attention returns them.
+    """
 
     def __init__(self, attention: Attention) -> None:
-        self._into = PackedLinear([attention.wq, attention.wk, attention.wv])
-        self._out, self._core = PackedLinear([attention.wo]), attention.core
         width = attention.head_dim
+        self._width, self._core = width, attention.core
         self._heads, self._groups = attention.wq.out_features // width, attention.wk.out_features // width
-        self._width, self._norms = width, (attention.q_norm, attention.k_norm)
+        pairs_K = torch.arange(width).view(2, -1).T.flatten()
+        heads_GR = torch.arange(self._heads).view(self._groups, -1)
+        q_HK, k_GK, v_GK = (
+            torch.arange((self._heads + 2 * self._groups) * width)
+            .view(-1, width)
+            .split((self._heads, self._groups, self._groups))
+        )
+        rows = torch.cat((q_HK[heads_GR.T.flatten()][:, pairs_K], k_GK[:, pairs_K], v_GK)).flatten()
+        self._into = PackedLinear([attention.wq, attention.wk, attention.wv], rows=rows)
+        self._out = PackedLinear([attention.wo], columns=q_HK[heads_GR.T.flatten()].flatten())
+        self._norms = [None if norm is None else _norm(norm, pairs_K) for norm in (attention.q_norm, attention.k_norm)]
 
-    def __call__(self, x_1ND: torch.Tensor, rope: RopeTables | None, cache: LayerCache) -> torch.Tensor:
+    def __call__(self, x_1ND: torch.Tensor, rope: RopeTables | None, cache: LayerCache, step: Step) -> torch.Tensor:
         """[1, N, D] to [1, N, D]."""
-        heads_1NHK = self._into(x_1ND).unflatten(-1, (-1, self._width))
+        heads_NEK = self._into(x_1ND)[0].unflatten(-1, (-1, self._width))
         both = self._heads + self._groups
-        qk, v_1NGK = heads_1NHK[:, :, :both], heads_1NHK[:, :, both:]
         q_norm, k_norm = self._norms
         if q_norm is not None and k_norm is not None:
-            qk = torch.cat((q_norm(qk[:, :, : self._heads]), k_norm(qk[:, :, self._heads :])), 2)
+            heads_NEK[:, : self._heads] = q_norm(heads_NEK[:, : self._heads])
+            heads_NEK[:, self._heads : both] = k_norm(heads_NEK[:, self._heads : both])
         if rope is not None:
-            cos, sin = rope.wide
-            # Pairs lie half a head apart, so a roll by half a head aligns each number with its pair's other one.
-            qk = torch.addcmul(qk * cos, qk.roll(self._width // 2, -1), sin).to(v_1NGK.dtype)
-        q, k = qk[:, :, : self._heads], qk[:, :, self._heads :]
-        y_1HNK = cache.attend(self._core, q.transpose(1, 2), k.transpose(1, 2), v_1NGK.transpose(1, 2))
-        return self._out(y_1HNK.transpose(1, 2).flatten(-2))
+            turned = heads_NEK[:, :both]
+            wide = turned.float().unflatten(-1, (-1, 2))
+            torch.view_as_complex(wide).mul_(rope.turns[0])
+            if wide.dtype != turned.dtype:
+                turned.copy_(wide.flatten(-2))
+        q_NHK, new_N2GK, singles = heads_NEK[:, : self._heads], heads_NEK[:, self._heads :], step.singles
+        found = []
+        if singles:
+            q_PGRK = q_NHK[:singles].unflatten(1, (-1, self._groups)).transpose(1, 2)
+            found.append(cache.attend_singles(q_PGRK, new_N2GK[:singles]).transpose(1, 2).flatten(1))
+        if step.parts:
+            q_1HNK = q_NHK.unflatten(1, (-1, self._groups)).transpose(1, 2).flatten(1, 2).transpose(0, 1)[None]
+            for part in step.parts:
+                y_HTK = cache.attend_part(self._core, part, q_1HNK, new_N2GK)[0]
+                found.append(y_HTK.unflatten(0, (self._groups, -1)).permute(2, 1, 0, 3).flatten(1))
+        return self._out((found[0] if len(found) == 1 else torch.cat(found))[None])
 
 
 class PackedFeedForward:
@@ -96,6 +126,22 @@ class PackedFeedForward:
             return self._out(F.gelu(h, approximate="tanh"))
         gate, up = h.chunk(2, -1)
         return self._out(F.silu(gate).mul_(up))
+
+
+class PackedRMSNorm:
+    """`RMSNorm` in half as many operations as torch's takes on a CPU; in fp32 inside, rounded once."""
+
+    def __init__(self, norm: RMSNorm, order: torch.Tensor | None) -> None:
+        weight_D = norm.weight.detach().float()
+        self._weight_D = weight_D if order is None else weight_D[order]
+        self._eps = torch.tensor(torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Over the last dim."""
+        wide = x.float()
+        size = torch.linalg.vector_norm(wide, 2, -1, True)
+        scale = torch.addcmul(self._eps, size, size, value=1 / x.shape[-1]).rsqrt_()
+        return (wide * scale).mul_(self._weight_D).to(x.dtype)
 
 
 class PackedBlock:
@@ -121,7 +167,9 @@ class PackedBlock:
             before, between = self._norms
             h = before(x)
             attended = (
-                self._module(h, rope, mask, cache) if self._attention is None else self._attention(h, rope, cache)
+                self._module(h, rope, mask, cache)
+                if self._attention is None
+                else self._attention(h, rope, cache, cache.step)
             )
             x = x + attended
             return x + self._feed_forward(between(x))
@@ -170,18 +218,23 @@ def pack(model: Decoder) -> None:
         model.head_split.product = PackedHead(model.head_weight)
 
 
-def _norm(norm: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The norm without the overhead of a module's call."""
-    if type(norm) is RMSNorm and _is_plain_view(norm):
-        return partial(F.rms_norm, normalized_shape=list(norm.normalized_shape), weight=norm.weight, eps=norm.eps)
-    if type(norm) is LayerNorm and _is_plain_view(norm):
-        shape = list(norm.normalized_shape)
-        return partial(F.layer_norm, normalized_shape=shape, weight=norm.weight, bias=norm.bias, eps=norm.eps)
+def _norm(norm: nn.Module, order: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The norm without the overhead of a module's call; `order`: of the numbers that it is given."""
+    if type(norm) is RMSNorm and _is_known(norm):
+        return PackedRMSNorm(norm, order)
+    if type(norm) is LayerNorm and _is_known(norm):
+        shape, (weight, bias) = list(norm.normalized_shape), (norm.weight.detach(), norm.bias.detach())
+        if order is not None:
+            weight, bias = weight[order], bias[order]
+        return partial(F.layer_norm, normalized_shape=shape, weight=weight, bias=bias, eps=norm.eps)
+    assert order is None
     return norm
 
 
 def _may_pack_attention(attention: nn.Module) -> bool:
     if type(attention) is not Attention or attention.entry is not None or type(attention.core) is not Core:
+        return False
+    if not all(norm is None or _is_known(norm) for norm in (attention.q_norm, attention.k_norm)):
         return False
     return _all_plain(attention.wq, attention.wk, attention.wv, attention.wo)
 
@@ -193,6 +246,10 @@ def _may_pack_feed_forward(layer: FeedForward) -> bool:
 
 def _all_plain(*layers: Linear) -> bool:
     return all(len(layer.ops) == 1 and type(layer.ops[0]) is Plain and _is_plain_view(layer) for layer in layers)
+
+
+def _is_known(norm: nn.Module) -> bool:
+    return type(norm) in (RMSNorm, LayerNorm) and _is_plain_view(norm)
 
 
 def _is_plain_view(module: Any) -> bool:

@@ -16,12 +16,12 @@ from meshwright.torch_internals import FLASH_CPU, FLASH_CPU_BACKWARD, FLASH_CUDA
 
 aten = torch.ops.aten
 
-Sight = torch.Tensor | Literal["causal", "all"]
-"""Which keys of a part a query sees: all, those up to its own position (Q = S), or bool [Q, S] or [B, 1, Q, S]."""
+PartMask = torch.Tensor | Literal["causal", "all"]
+"""The keys of a part that a query sees: all, those up to its own position (Q = S), or bool [Q, S] or [B, 1, Q, S]."""
 
 
 def attend_part(
-    q_BHQK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, sight: Sight
+    q_BHQK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: PartMask
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The part's result [B, H, Q, K] and logsumexp [B, H, Q], both fp32 (fp64 for fp64); without autograd.
 
@@ -29,15 +29,15 @@ def attend_part(
     """
     k_BHSK, v_BHSK = (_repeat(x, q_BHQK.shape[1]) for x in (k_BGSK, v_BGSK))
     wide = _wide(q_BHQK.dtype)
-    if not isinstance(sight, torch.Tensor):
+    if not isinstance(mask, torch.Tensor):
         flash = _flash_kernels(q_BHQK, v_BHSK)
         if flash is not None:
-            y_BHQK, logsumexp_BHQ, *_ = flash[0](q_BHQK, k_BHSK, v_BHSK, 0.0, sight == "causal")
+            y_BHQK, logsumexp_BHQ, *_ = flash[0](q_BHQK, k_BHSK, v_BHSK, 0.0, mask == "causal")
             return y_BHQK.to(wide, copy=True), logsumexp_BHQ.to(wide, copy=True)
     y_BHQK = q_BHQK.new_empty(*q_BHQK.shape[:-1], v_BHSK.shape[-1], dtype=wide)
     logsumexp_BHQ = y_BHQK.new_empty(y_BHQK.shape[:-1])
     for rows in _blocks(q_BHQK, k_BHSK):
-        scores_BHqS = _scores(q_BHQK, k_BHSK, sight, rows)
+        scores_BHqS = _scores(q_BHQK, k_BHSK, mask, rows)
         logsumexp_BHq = scores_BHqS.logsumexp(-1)
         logsumexp_BHQ[:, :, rows] = logsumexp_BHq
         p_BHqS = (scores_BHqS - _finite(logsumexp_BHq)[..., None]).exp()
@@ -52,21 +52,21 @@ def attend_part_backward(
     v_BGSK: torch.Tensor,
     y_BHQK: torch.Tensor,
     logsumexp_BHQ: torch.Tensor,
-    sight: Sight,
+    mask: PartMask,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The part's share of the gradients of q, k and v, fp32 (fp64 for fp64).
 
     `y` (in q's dtype) and `logsumexp` cover all parts together.
     """
     k_BHSK, v_BHSK = (_repeat(x, q_BHQK.shape[1]) for x in (k_BGSK, v_BGSK))
-    flash = None if isinstance(sight, torch.Tensor) else _flash_kernels(q_BHQK, v_BHSK)
+    flash = None if isinstance(mask, torch.Tensor) else _flash_kernels(q_BHQK, v_BHSK)
     if flash is not None:
-        grads = flash[1](grad_BHQK, q_BHQK, k_BHSK, v_BHSK, y_BHQK, logsumexp_BHQ, sight == "causal")
+        grads = flash[1](grad_BHQK, q_BHQK, k_BHSK, v_BHSK, y_BHQK, logsumexp_BHQ, mask == "causal")
         wide = _wide(q_BHQK.dtype)
         grad_q_BHQK, grad_k_BHSK, grad_v_BHSK = (grad.to(wide) for grad in grads)
     else:
         grad_q_BHQK, grad_k_BHSK, grad_v_BHSK = _plain_backward(
-            grad_BHQK, q_BHQK, k_BHSK, v_BHSK, y_BHQK, logsumexp_BHQ, sight
+            grad_BHQK, q_BHQK, k_BHSK, v_BHSK, y_BHQK, logsumexp_BHQ, mask
         )
     groups = k_BGSK.shape[1], -1
     return grad_q_BHQK, grad_k_BHSK.unflatten(1, groups).sum(2), grad_v_BHSK.unflatten(1, groups).sum(2)
@@ -105,7 +105,7 @@ def _flash_backward_cuda(grad, q, k, v, y, logsumexp, causal: bool):
     return FLASH_CUDA_BACKWARD(grad, q, k, v, y, logsumexp, None, None, *lengths, 0.0, causal, unused, unused)
 
 
-def _plain_backward(grad_BHQK, q_BHQK, k_BHSK, v_BHSK, y_BHQK, logsumexp_BHQ, sight: Sight):
+def _plain_backward(grad_BHQK, q_BHQK, k_BHSK, v_BHSK, y_BHQK, logsumexp_BHQ, mask: PartMask):
     """The backward pass by ordinary products, some queries at a time."""
     scale, dtype = q_BHQK.shape[-1] ** -0.5, q_BHQK.dtype
     wide = _wide(dtype)
@@ -114,7 +114,7 @@ def _plain_backward(grad_BHQK, q_BHQK, k_BHSK, v_BHSK, y_BHQK, logsumexp_BHQ, si
     weighted_BHQ1 = (grad_BHQK.to(wide) * y_BHQK.to(wide)).sum(-1, keepdim=True)
     for rows in _blocks(q_BHQK, k_BHSK):
         dy_BHqK = grad_BHQK[:, :, rows]
-        p_BHqS = (_scores(q_BHQK, k_BHSK, sight, rows) - logsumexp_BHQ[:, :, rows, None]).exp()
+        p_BHqS = (_scores(q_BHQK, k_BHSK, mask, rows) - logsumexp_BHQ[:, :, rows, None]).exp()
         ds_BHqS = p_BHqS * ((dy_BHqK @ v_BHSK.mT).to(wide) - weighted_BHQ1[:, :, rows]) * scale
         grad_q_BHQK[:, :, rows] = ds_BHqS.to(dtype) @ k_BHSK
         grad_k_BHSK += ds_BHqS.to(dtype).mT @ q_BHQK[:, :, rows]
@@ -122,13 +122,13 @@ def _plain_backward(grad_BHQK, q_BHQK, k_BHSK, v_BHSK, y_BHQK, logsumexp_BHQ, si
     return grad_q_BHQK, grad_k_BHSK, grad_v_BHSK
 
 
-def _scores(q_BHQK: torch.Tensor, k_BHSK: torch.Tensor, sight: Sight, rows: slice) -> torch.Tensor:
+def _scores(q_BHQK: torch.Tensor, k_BHSK: torch.Tensor, mask: PartMask, rows: slice) -> torch.Tensor:
     """Scaled scores of some queries, fp32 (fp64); -inf for keys that they do not see."""
     scores_BHqS = (q_BHQK[:, :, rows] @ k_BHSK.mT).to(_wide(q_BHQK.dtype)) * q_BHQK.shape[-1] ** -0.5
-    if sight == "all":
+    if mask == "all":
         return scores_BHqS
-    if isinstance(sight, torch.Tensor):
-        hidden = ~sight[..., rows, :]
+    if isinstance(mask, torch.Tensor):
+        hidden = ~mask[..., rows, :]
     else:
         hidden = torch.ones(scores_BHqS.shape[-2:], dtype=torch.bool, device=q_BHQK.device).triu_(1 + rows.start)
     return scores_BHqS.masked_fill_(hidden, -torch.inf)

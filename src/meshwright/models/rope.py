@@ -23,9 +23,10 @@ class RopeTables:
         self.sin = sin
 
     @functools.cached_property
-    def wide(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and signed sine of every number of a head: x and x turned by half a head are multiplied by them."""
-        return torch.cat((self.cos, self.cos), -1), torch.cat((-self.sin, self.sin), -1)
+    def turns(self) -> torch.Tensor:
+        """Every pair's angle as a complex number of that angle: a pair (i, i + K/2), as a complex number, is multiplied
+        by it."""
+        return torch.complex(self.cos, self.sin)
 
 
 def rope_frequencies(spec: ModelSpec, device: torch.device) -> torch.Tensor:
@@ -46,7 +47,7 @@ def _yarn(powers_R: torch.Tensor, scaling: RopeScaling, theta: float) -> torch.T
     pairs = len(powers_R)
 
     def pair_that_turns(times: float) -> float:
-        """The (fractional) pair that turns so many times in the original context."""
+        """The (fractional) pair that turns this many times in the original context."""
         return pairs * math.log(scaling.original_max_positions / (times * 2 * math.pi)) / math.log(theta)
 
     low = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)

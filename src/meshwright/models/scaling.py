@@ -50,7 +50,7 @@ Spread = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Format(NamedTuple):
-    """A number format of a few bits."""
+    """A low-precision number format."""
 
     name: str
     largest: float
@@ -115,7 +115,7 @@ def encode(
         x_KS: the matrix, or this rank's part of it.
         scaling: how.
         spread: of maxima over dim 0, and over dim 1.
-        amax: the expected largest value, for delayed scales; 0 where none is known.
+        amax: the expected largest value, for delayed scales; 0 if none is known.
         uniform_KS: numbers in [0, 1) for stochastic rounding; None: to the nearest, ties to even. For e2m1 only.
     """
     wide = torch.promote_types(x_KS.dtype, torch.float32)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 Weights = dict[str, Any]
-"""A layer's parameters by name, as its ops use them: tensors, or None where a parameter is absent."""
+"""A layer's parameters by name, as its ops use them: tensors, or None if a parameter is absent."""
 
 
 class Place(IntEnum):
@@ -85,7 +85,7 @@ class Layer(Viewed):
         return self.ops[-1].forward(input, self.view.read(self))
 
     def put(self, op: Op) -> None:
-        """Put an op in its place, replacing any that is there."""
+        """Put an op in its place, replacing any existing one."""
         others = (other for other in self.ops if other.place != op.place)
         self.ops = tuple(sorted((*others, op), key=lambda op: op.place))
         for inner, outer in pairwise(self.ops):

@@ -11,7 +11,7 @@ __all__ = ["DPO", "NextToken", "Objective", "Sums", "build_objective"]
 
 
 def build_objective(run: Run) -> Objective:
-    """The objective of a recipe; raises `UserError` if a plug-in is none."""
+    """The objective of a recipe; raises `UserError` if the plug-in is not an objective."""
     if run.training.objective is not None:
         made = make_plugin("objectives", run.training.objective)
         if not isinstance(made, Objective):

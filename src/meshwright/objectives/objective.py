@@ -38,8 +38,8 @@ class Objective(ABC):
     term: ClassVar[str] = "token"
     """The name of a term in printed lines."""
     over: ClassVar[Literal["tokens", "rows"]] = "tokens"
-    """What terms belong to, which says how they are split where ranks share rows: each rank sums those of its own
-    tokens; or all ranks that share a row know its terms, by `Head.row_sums`, and one of them counts them."""
+    """Whether a term belongs to a token or to a row. If ranks share rows, each rank sums the terms of its own tokens;
+    the terms of a row are known to all of its ranks (`Head.row_sums`), and one of them counts them."""
     needs_pairs: ClassVar[bool] = False
     """Whether the data must be pairs of answers."""
     metrics: ClassVar[tuple[str, ...]] = ()

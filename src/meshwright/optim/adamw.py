@@ -48,7 +48,7 @@ class ShardedAdamW(torch.optim.AdamW):
             )
 
     def fresh_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The state of a parameter before its first step, sharded as it is."""
+        """The state of a parameter before its first step, sharded like the parameter."""
         return {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter),

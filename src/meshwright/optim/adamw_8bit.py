@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.models.blockwise import code_book, code_of_zero, encode_blocks
+from meshwright.optim.bf16 import as_rows
 from meshwright.optim.parameterwise import Parameterwise
 from meshwright.optim.shards import local
 
@@ -34,12 +35,12 @@ class AdamW8bit(Parameterwise):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def fresh_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The state of a parameter before its first step, sharded as it is: moments are zero.
+        """The state of a parameter before its first step, sharded like the parameter: moments are zero.
 
         Quantized `exp_avg` and `exp_avg_sq` are uint8 codes in the parameter's shape; their scales are fp32 with the
         last dim divided by the block size.
         """
-        state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
+        state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **self.bf16.fresh(parameter)}
         block = block_size(parameter)
         for name, book in MOMENTS.items():
             if block is None:
@@ -55,13 +56,15 @@ class AdamW8bit(Parameterwise):
         """One step of one parameter, computed in fp32."""
         state["step"] += 1
         (beta1, beta2), step = group["betas"], state["step"].item()
-        weight, gradient = local(parameter), local(gradient).float()
-        first, second = (_read(state, name) for name in MOMENTS)
+        every = slice(None)
+        weight, gradient = self.bf16.read(parameter, state, every), as_rows(gradient).float()
+        first, second = (as_rows(_read(state, name)) for name in MOMENTS)
         first.mul_(beta1).add_(gradient, alpha=1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         denominator = (second.sqrt() / sqrt(1 - beta2**step)).add_(group["eps"])
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         weight.addcdiv_(first.to(weight.dtype), denominator.to(weight.dtype), value=-group["lr"] / (1 - beta1**step))
+        self.bf16.write(parameter, state, every, weight, int(step))
         for name, moment in zip(MOMENTS, (first, second), strict=True):
             _write(state, name, moment)
 

@@ -7,6 +7,8 @@ import torch
 
 from meshwright.optim.adamw import ShardedAdamW
 from meshwright.optim.adamw_8bit import AdamW8bit
+from meshwright.optim.adamw_bf16 import AdamWBf16
+from meshwright.optim.bf16 import Bf16
 from meshwright.optim.muon import Muon
 from meshwright.optim.paged_adamw import PagedAdamW
 from meshwright.optim.parameterwise import Parameterwise
@@ -15,6 +17,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import Parameter
 from meshwright.spec.plugins import load_plugin
+from meshwright.spec.precision import BF16
 from meshwright.spec.training import OptimizerSpec
 
 Rows = tuple[Parameter, ...]
@@ -97,14 +100,24 @@ def build_optimizers(
     table: Iterable[Parameter],
     parameters: Mapping[str, torch.Tensor],
     build: Builder | None = None,
+    *,
+    seed: int = 0,
 ) -> Optimizers:
     """The optimizers for `parameters` (name -> tensor as stored on this rank, plain or DTensor).
 
     Args:
         table: the trained rows.
         build: the builder, instead of `OPTIMIZERS[spec.name]`.
+        seed: of stochastic rounding.
     """
-    return Optimizers((build or OPTIMIZERS.get(spec.name, _plugged))(spec, tuple(table), parameters))
+    rows = tuple(table)
+    found = (build or OPTIMIZERS.get(spec.name, _plugged))(spec, rows, parameters)
+    names = {id(parameters[row.name]): row.name for row in rows}
+    bf16 = Bf16(rounding=spec.rounding, moments=spec.state_dtype == BF16.name, seed=seed, names=names)
+    for optimizer in found:
+        if isinstance(optimizer, Parameterwise):
+            optimizer.bf16 = bf16
+    return Optimizers(found)
 
 
 def decayed_groups(spec: OptimizerSpec, rows: Rows, parameters: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
@@ -124,6 +137,14 @@ def _adamw(make: Callable[..., torch.optim.Optimizer]) -> Builder:
         return [make(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps)] if groups else []
 
     return build
+
+
+def _plain_adamw(
+    spec: OptimizerSpec, rows: Rows, parameters: Mapping[str, torch.Tensor]
+) -> list[torch.optim.Optimizer]:
+    """AdamW by torch's fused kernel, where nothing is kept in bf16."""
+    narrow = spec.state_dtype == BF16.name or any(parameters[row.name].dtype == torch.bfloat16 for row in rows)
+    return _adamw(AdamWBf16 if narrow else ShardedAdamW)(spec, rows, parameters)
 
 
 def _muon(spec: OptimizerSpec, rows: Rows, parameters: Mapping[str, torch.Tensor]) -> list[torch.optim.Optimizer]:
@@ -150,7 +171,7 @@ def _plugged(spec: OptimizerSpec, rows: Rows, parameters: Mapping[str, torch.Ten
 
 
 OPTIMIZERS: dict[str, Builder] = {
-    "adamw": _adamw(ShardedAdamW),
+    "adamw": _plain_adamw,
     "adamw_8bit": _adamw(AdamW8bit),
     "paged_adamw": _adamw(PagedAdamW),
     "muon": _muon,

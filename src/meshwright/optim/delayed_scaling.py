@@ -8,14 +8,14 @@ from meshwright.models.low_precision import ROLES, AmaxHistory
 
 
 class DelayedScaling:
-    """The histories of a model, or of the part of it that this rank has.
+    """The histories of a model, or of this rank's part of it.
 
-    Scales stay the same during a step, and are made of the maxima over its whole global batch. So how a batch is split
-    into microbatches and ranks changes nothing.
+    Scales are constant during a step, and computed from the maxima over its whole global batch. So the split of a batch
+    into microbatches and ranks does not matter.
     """
 
     def __init__(self, model: nn.Module, layers: int, device: torch.device) -> None:
-        """`layers`: that have such a history, wherever they are."""
+        """`layers`: the layers with such a history, wherever they are."""
         self.layers, self.device = layers, device
         self.histories = [module for module in model.modules() if isinstance(module, AmaxHistory)]
 

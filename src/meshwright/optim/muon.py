@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from meshwright.optim.bf16 import widened
 from meshwright.optim.parameterwise import Parameterwise
 from meshwright.optim.shards import local, part_like, whole
 from meshwright.spec.errors import UserError
@@ -36,20 +37,30 @@ class Muon(Parameterwise):
                     raise UserError(f"Muon takes matrices only, not a tensor of shape {tuple(parameter.shape)}")
 
     def fresh_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """No momentum."""
-        return {"momentum_buffer": torch.zeros_like(parameter)}
+        """No momentum; a count of steps where anything is in bf16, whose rounding depends on it."""
+        state = {"momentum_buffer": self.bf16.fresh_moment(parameter), **self.bf16.fresh(parameter)}
+        if torch.bfloat16 in (parameter.dtype, state["momentum_buffer"].dtype):
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        return state
 
     def update(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]
     ) -> None:
         """One step of one matrix."""
-        buffer = state["momentum_buffer"]
+        step, every = 0, slice(None)
+        if "step" in state:
+            state["step"] += 1
+            step = int(state["step"].item())
+        gradient, buffer = widened(gradient), widened(state["momentum_buffer"])
         buffer.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(buffer, group["momentum"])
         update = part_like(orthogonalise(whole(update), group["steps"]), parameter)
+        self.bf16.write_moment(parameter, state, "momentum_buffer", every, local(buffer), step)
         rows, columns = parameter.shape
-        local(parameter).mul_(1 - group["lr"] * group["weight_decay"])
-        local(parameter).add_(update, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
+        weight = self.bf16.read(parameter, state, every)
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        weight.add_(update, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
+        self.bf16.write(parameter, state, every, weight, step)
 
 
 def orthogonalise(matrix: torch.Tensor, steps: int) -> torch.Tensor:

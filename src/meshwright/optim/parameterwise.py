@@ -7,9 +7,14 @@ from typing import Any
 
 import torch
 
+from meshwright.optim.bf16 import Bf16
+
 
 class Parameterwise(torch.optim.Optimizer):
     """An optimizer defined by the initial state and the update of one parameter."""
+
+    bf16: Bf16 = Bf16()
+    """How it keeps weights and moments that are in bf16; `build_optimizers` gives each optimizer the run's."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -24,7 +29,7 @@ class Parameterwise(torch.optim.Optimizer):
 
     @abstractmethod
     def fresh_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The state of a parameter before its first step, sharded as it is."""
+        """The state of a parameter before its first step, sharded like the parameter."""
 
     @abstractmethod
     def update(

@@ -127,7 +127,7 @@ class Plugged(torch.optim.Optimizer):
         return {key: value for key, value in state.items() if value is not None}
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The state of a parameter, sharded as it is; zeros before the first step."""
+        """The state of a parameter, sharded like the parameter; zeros before the first step."""
         if not self.state[parameter]:
             like = self._leaves[parameter]
             shape = STAND_IN[: like.dim()] if self.elementwise else tuple(parameter.shape)
@@ -204,7 +204,7 @@ def _kept_elsewhere(optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], f
 
 
 def _keep(tensor: torch.Tensor, home: torch.Tensor) -> None:
-    """Write what was lent back: a whole tensor, or this rank's shard, which may be in its place already."""
+    """Write a lent tensor back: a whole tensor, or this rank's shard, which may be in its place already."""
     part, here = tensor, local(home)
     if tensor.shape != here.shape:
         part = part_like(tensor, home)

@@ -26,7 +26,7 @@ def lr_factor(schedule: LrScheduleSpec, step: int, steps: int, shape: Shape | No
 def find_shape(schedule: LrScheduleSpec) -> Shape:
     """The shape named `schedule.name`: a row of `SHAPES`, or a plug-in, a function of (step, steps) and its options.
 
-    Raises `UserError` if there is none, or it takes other arguments.
+    Raises `UserError` if it does not exist or takes other arguments.
     """
     where = f"training.lr_schedule.name={schedule.name}"
     if schedule.name in SHAPES:

@@ -64,7 +64,7 @@ def part_like(global_tensor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor
 
 
 def begin_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Where in the global tensor the part of it that this rank holds begins."""
+    """Offset of this rank's part in the global tensor."""
     begin = [0] * tensor.dim()
     if isinstance(tensor, DTensor):
         for axis, dim, size in _splits(tensor):

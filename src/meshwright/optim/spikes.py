@@ -19,7 +19,7 @@ class SpikeGuard:
         self._history: tuple[deque[float], ...] = (deque(maxlen=WINDOW), deque(maxlen=WINDOW))
 
     def is_spike(self, loss: float, gnorm: float) -> bool:
-        """Whether one of two finite figures lies more than 6 standard deviations above its mean so far."""
+        """Whether one of two finite figures exceeds its mean so far by more than 6 standard deviations."""
         spike = False
         for past, value in zip(self._history, (loss, gnorm), strict=True):
             if len(past) >= ENOUGH:
@@ -28,7 +28,7 @@ class SpikeGuard:
         return spike
 
     def state(self) -> list[list[float]]:
-        """What a checkpoint keeps."""
+        """The state for checkpoints."""
         return [list(past) for past in self._history]
 
     def load(self, state: list[list[float]]) -> None:

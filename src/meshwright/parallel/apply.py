@@ -5,6 +5,7 @@ import functools
 from torch.distributed.fsdp import OffloadPolicy
 
 from meshwright.models import Decoder
+from meshwright.models.attention_kernels import use_kernel
 from meshwright.models.dtypes import torch_dtype
 from meshwright.objectives import Objective
 from meshwright.parallel.compile import apply_compile
@@ -20,6 +21,7 @@ from meshwright.parallel.data import (
 from meshwright.parallel.expert import apply_expert_parallel
 from meshwright.parallel.low_precision import apply_low_precision
 from meshwright.parallel.mesh import Meshes
+from meshwright.parallel.offload import apply_activation_offload
 from meshwright.parallel.passes import Passes, WholeModel
 from meshwright.parallel.pipedream import apply_pipedream
 from meshwright.parallel.pipeline import Pipeline, apply_pipeline, plan_stages
@@ -40,9 +42,8 @@ def apply_parallelism(
     The pipeline comes first, so that the others have less to do. Each strategy then fills its slots: the ops of linear
     layers and embeddings (`models/slots.py` fixes their order, whichever comes first), the cores of attention, the
     dispatch of experts; low-precision products learn there which ranks share a layer. Wrappers of whole blocks come
-    next, recomputation inside compilation. Data parallelism comes last, because it shards the result of the others.
-
-    Returns the forward and backward passes for `objective`.
+    next: recomputation, compilation, the offload of activations. Data parallelism comes last: it shards the result of
+    the others. Returns the forward and backward passes for `objective`.
     """
     run, precision = resolved.run, resolved.run.training.dtypes
     stages = plan_stages(resolved) if run.layout.pp > 1 else None
@@ -55,6 +56,7 @@ def apply_parallelism(
     apply_low_precision(model, run.training, tp, cp)
     if stages is not None and stages.schedule.splits_backward:
         weights = WeightGradients(model)
+    use_kernel(model, run.training.attention)
     if cp is not None:
         method, _ = context_method(run.layout, model.spec, run.data.sequence_length)
         apply_context_parallel(model, cp, method)
@@ -62,7 +64,9 @@ def apply_parallelism(
         apply_expert_parallel(model, meshes)
     apply_recompute(model.layers, resolved.recompute)
     if run.training.compile:
-        apply_compile(model.layers)
+        apply_compile(model.layers, run.training.compile_mode)
+    if run.layout.tiers.activations == "host":
+        apply_activation_offload(model.layers)
     if meshes is None:
         return WholeModel(model, objective)
     if stages is not None and pp is not None and run.layout.asynchronous:

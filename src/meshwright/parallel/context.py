@@ -27,7 +27,7 @@ from meshwright.comm import collectives
 from meshwright.models import Decoder
 from meshwright.models.attention import Attention, Core, Mask
 from meshwright.models.masks import Documents, attention_mask
-from meshwright.models.partial_attention import Sight, add_part_, attend_part, attend_part_backward
+from meshwright.models.partial_attention import PartMask, add_part_, attend_part, attend_part_backward
 from meshwright.spec.layout import ContextMethod
 
 
@@ -145,7 +145,7 @@ class _Part(NamedTuple):
 
     queries: slice
     keys: slice
-    sight: Sight
+    mask: PartMask
 
 
 @dataclass(frozen=True)
@@ -215,11 +215,11 @@ class _Sum:
     def __init__(self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor, zigzag: _Zigzag) -> None:
         self.q_BHTK = q_BHTK
         (own,) = zigzag.own()
-        self.y_BHTK, self.logsumexp_BHT = attend_part(q_BHTK, k_BGTK, v_BGTK, own.sight)
+        self.y_BHTK, self.logsumexp_BHT = attend_part(q_BHTK, k_BGTK, v_BGTK, own.mask)
 
     def add(self, parts: list[_Part], k_BGSK: torch.Tensor, v_BGSK: torch.Tensor) -> None:
-        for queries, keys, sight in parts:
-            part = attend_part(self.q_BHTK[:, :, queries], k_BGSK[:, :, keys], v_BGSK[:, :, keys], sight)
+        for queries, keys, mask in parts:
+            part = attend_part(self.q_BHTK[:, :, queries], k_BGSK[:, :, keys], v_BGSK[:, :, keys], mask)
             add_part_(self.y_BHTK[:, :, queries], self.logsumexp_BHT[:, :, queries], *part)
 
 
@@ -234,10 +234,10 @@ class _Backward:
         """Gradients of the keys and values, joined as by `_join`; the queries' gradient is accumulated."""
         width = k_BGSK.shape[-1] + v_BGSK.shape[-1]
         grads_BGSW = torch.zeros(*k_BGSK.shape[:-1], width, dtype=self.grad_q_BHTK.dtype, device=k_BGSK.device)
-        for queries, keys, sight in parts:
+        for queries, keys, mask in parts:
             grad, q, y, logsumexp = (x[:, :, queries].contiguous() for x in self.inputs)
             k, v = k_BGSK[:, :, keys], v_BGSK[:, :, keys]
-            grad_q, *grads = attend_part_backward(grad, q, k, v, y, logsumexp, sight)
+            grad_q, *grads = attend_part_backward(grad, q, k, v, y, logsumexp, mask)
             self.grad_q_BHTK[:, :, queries] += grad_q
             grads_BGSW[:, :, keys] += torch.cat(grads, -1)
         return grads_BGSW

@@ -76,11 +76,13 @@ def apply_data_parallel(
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+            if policy.reduce_dtype is not None and policy.param_dtype is None:
+                torch_internals.keep_gradients_as_reduced(module)
     apply_quantized(model, layout)
 
 
 def _shard_placement(shards: int, parameter: nn.Parameter) -> Shard:
-    """The dim that FSDP2 splits over so many ranks, by the rules of `families.split`."""
+    """The dim that FSDP2 splits over this many ranks, by the rules of `families.split`."""
     rows = []  # over how many ranks they are split already
     if isinstance(parameter, DTensor):
         axes = enumerate(parameter.placements)

@@ -98,7 +98,7 @@ class Ledger(DispatchMode):
         return result
 
     def made(self, tensor: torch.Tensor, operation: Any) -> None:
-        """Called when an operation has made a tensor with memory of its own."""
+        """Called when an operation has allocated a tensor."""
 
     def changed(self, key: int, size: int) -> None:
         """Called when the storage of an identity has got another size; 0 when it is released."""

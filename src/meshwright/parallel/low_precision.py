@@ -1,10 +1,10 @@
-"""Low-precision products: put into the layers that the recipe names, with common scales wherever a layer's tokens,
-inputs or outputs are on several ranks.
+"""Low-precision products: put into the layers that the recipe names, with common scales if a layer's tokens, inputs or
+outputs are spread over several ranks.
 
 Scales equal those of one process with the same microbatches. Context-parallel ranks share a microbatch's tokens;
-tensor-parallel ranks share the outputs of a column-wise matrix and the inputs of a row-wise one: there maxima are
-reduced over the ranks. Data-parallel ranks and pipeline stages have microbatches and layers of their own. Delayed
-scales come from the largest values over all ranks, once a step (`optim/delayed_scaling.py`).
+tensor-parallel ranks share the outputs of a column-wise matrix and the inputs of a row-wise one: maxima are reduced
+over these ranks. Data-parallel ranks and pipeline stages have microbatches and layers of their own. Delayed scales come
+from the largest values over all ranks, once a step (`optim/delayed_scaling.py`).
 """
 
 import functools
@@ -27,7 +27,7 @@ from meshwright.spec.training import TrainingSpec
 def apply_low_precision(
     model: Decoder, training: TrainingSpec, tp: DeviceMesh | None = None, cp: DeviceMesh | None = None
 ) -> None:
-    """Let the chosen layers of `model` (on the meta device) multiply in low precision, in place; nothing where the
+    """Let the chosen layers of `model` (on the meta device) multiply in low precision, in place; nothing if the
     recipe asks for none."""
     if training.product_recipe is None:
         return

@@ -23,8 +23,8 @@ class Meshes:
     ranks of a context-parallel group share the work on their samples, so for the state they are data-parallel ranks:
     `shard` is dp_shard x cp, or under ZeRO stage 0 `replicate` is dp_replicate x cp."""
     batch: DeviceMesh | None
-    """data, cp, rest, where there is context parallelism: `data` ranks read different samples, `cp` ranks different
-    parts of the same samples."""
+    """data, cp, rest, under context parallelism: `data` ranks read different samples, `cp` ranks different parts of the
+    same samples."""
     experts: DeviceMesh | None
     """pp, replicate, shard, ep: as `state`, for experts, where their ranks differ. Tensor-parallel ranks hold different
     tokens of a sequence between blocks, so for the experts they are data-parallel ranks too."""
@@ -32,7 +32,7 @@ class Meshes:
     """This rank's index among those that read different samples."""
 
     def axis(self, name: str) -> DeviceMesh | None:
-        """The axis pp, replicate, shard, tp, cp or ep; None where it has one rank."""
+        """The axis pp, replicate, shard, tp, cp or ep; None if it has one rank."""
         view = {"cp": self.batch, "ep": self.experts}.get(name, self.state)
         found = name in (view.mesh_dim_names or ()) if view is not None else False
         return view[name] if view is not None and found and view[name].size() > 1 else None

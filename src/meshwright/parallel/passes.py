@@ -74,7 +74,7 @@ class Passes(ABC):
         return Sums(loss, dict(zip(names, metrics, strict=True)))
 
     def token_logprobs(self, batch: TensorBatch) -> torch.Tensor:
-        """The log-probability of each label [B, T], in nats and fp32 (fp64); 0 where there is none."""
+        """The log-probability of each label [B, T], in nats and fp32 (fp64); 0 without a label."""
         labels_BT = batch.labels
         assert labels_BT is not None
         found = list(self.read([batch], lambda x_BTD, head, _: -head.token_losses(x_BTD, labels_BT)))

@@ -111,7 +111,7 @@ class Pipeline(Passes):
         self.here = stages.schedule.stages_of(self.rank)
         self.has_loss = stages.last in self.here
 
-    def follow(self, stages: Stages) -> None:
+    def use_schedule(self, stages: Stages) -> None:
         """Use another schedule of the same stages from now on."""
         self.stage_plan = stages
         for name in ("training_program", "completing", "completes_ends"):
@@ -214,13 +214,13 @@ class Pass:
     """One run of a rank's list: results, computed or received, that are still needed."""
 
     def __init__(self, pipeline: Pipeline, read: Read, scale: Scale | None) -> None:
-        """`read` of the last hidden states gives losses, which are multiplied by `scale` before backward passes; where
-        `scale` is None it may give anything, and there are no backward passes."""
+        """`read` of the last hidden states returns losses, which are multiplied by `scale` before backward passes; if
+        `scale` is None it may return anything, and there are no backward passes."""
         self.pipeline, self.read, self.scale = pipeline, read, scale
         self.loss = torch.zeros((), dtype=torch.float64)
         """The sum of the losses."""
         self.found: dict[int, Any] = {}
-        """The result of `read` for each microbatch where there are no backward passes."""
+        """The result of `read` for each microbatch, if there are no backward passes."""
         self.microbatches: dict[int, TensorBatch] = {}
         self.results: dict[Key, torch.Tensor] = {}
         self.arriving: dict[Key, Message] = {}

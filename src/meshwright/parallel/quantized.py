@@ -33,12 +33,12 @@ class Piece:
 
     name: str
     numbers: int
-    """Equal on every rank, for FSDP2 pads."""
+    """Equal on every rank, because FSDP2 pads."""
     matrix: bool
 
 
 class _Comm:
-    """What both kinds share: the layout of the bytes on the wire."""
+    """Common to both: the layout of the bytes on the wire."""
 
     def __init__(self, pieces: Sequence[Piece], sent: Sent) -> None:
         self.pieces = tuple(pieces)
@@ -97,7 +97,8 @@ class Rounding:
     """What quantization may have changed in gradients since it was last forgotten."""
 
     most: dict[str, torch.Tensor] = field(default_factory=dict)
-    """By parameter: half a step of each rank's, added up over ranks and reductions, where that is largest."""
+    """By parameter: half a quantization step of each rank, summed over ranks and reductions; the largest in the
+    tensor."""
     norms: dict[str, torch.Tensor] = field(default_factory=dict)
     """The same, the norm over all numbers."""
 

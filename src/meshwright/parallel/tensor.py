@@ -95,7 +95,7 @@ def _split_parameters(module: Viewed, own: dict[str, Parameter], spec: ModelSpec
 
 
 def _is_row_wise(own: dict[str, Parameter]) -> bool:
-    matrix = own.get("weight") or own.get("codes")  # codes are the matrix in few bits
+    matrix = own.get("weight") or own.get("codes")  # codes are the quantized matrix
     return matrix is not None and not TP_SPLITS.isdisjoint(matrix.dims[1:])
 
 
@@ -130,7 +130,7 @@ class VocabularyParallel(Op):
     def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
         """Tokens [B, T] to [B, t, D]."""
         known_BT = (x >= 0) & (x < self.vocab)
-        assert_on_device(known_BT.all(), "a token is out of bounds: it lies outside the vocabulary")
+        assert_on_device(known_BT.all(), "a token is out of bounds of the vocabulary")
         here_BT1 = ((x >= self.first) & (x < self.stop))[..., None]
         x_BTD = self.inner.forward((x - self.first).where(here_BT1[..., 0], 0), weights)
         return self.sequence.scatter_sum(x_BTD.where(here_BT1, 0))
@@ -156,7 +156,7 @@ class OwnPositions(Op):
 
 
 class GatheredSequence:
-    """The entry of modules that begin with column-wise layers: every rank gets the whole sequence."""
+    """The entry of modules whose first layers are column-wise: every rank gets the whole sequence."""
 
     def __init__(self, sequence: "_Sequence") -> None:
         self.sequence = sequence

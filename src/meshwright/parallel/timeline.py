@@ -19,13 +19,13 @@ ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
 NAMED_EVERY = 100
 """Changes after which storages are asked for their kind again."""
 POINTS = 400
-"""Points of a timeline, each the fullest moment of its part."""
+"""Points of a timeline, each the maximum of its interval."""
 LARGEST = 20
 
 
 @dataclass
 class _Storage:
-    """What is known of a storage."""
+    """A storage and its owner."""
 
     made_in: str
     """Phase."""
@@ -70,7 +70,7 @@ class Timeline(Ledger):
             register_optimizer_step_pre_hook(lambda *_: self._begin_step(True)),
             register_optimizer_step_post_hook(lambda *_: self._begin_step(False)),
         ]
-        self._events = [(0.0, *event[1:]) for event in self._events]  # what was there before
+        self._events = [(0.0, *event[1:]) for event in self._events]  # existing storages
         self._began = self.clock()
         super().__enter__()
         return self
@@ -101,7 +101,7 @@ class Timeline(Ledger):
         """
         phase, released = self._now_in(), key not in self._bytes
         if phase != self._phase:
-            if phase == BACKWARD:  # what the forward pass has left is there for this
+            if phase == BACKWARD:  # kept by the forward pass for this one
                 for number in self._number.values():
                     storage = self._storages[number]
                     if storage.made_in == FORWARD and not storage.kind:
@@ -147,8 +147,8 @@ class Timeline(Ledger):
         self._name()
 
     def report(self) -> dict[str, Any]:
-        """The timeline as JSON values: `points`, each the fullest moment of its part of the step, and the `peak`: its
-        moment, bytes by kind, activations by module, and the largest tensors."""
+        """The timeline as JSON values: `points`, each the maximum of its interval of the step, and the `peak`: its
+        time, bytes by kind, activations by module, and the largest tensors."""
         totals, sizes, points = Counter[str](), Counter[int](), list[dict[str, Any]]()
         most, peak = -1, {}
         every = max(1, len(self._events) // POINTS)

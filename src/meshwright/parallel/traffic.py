@@ -70,7 +70,7 @@ def _sizes(name: str, *values: Any) -> Iterator[int]:
     goes out, bytes of its input."""
     if KINDS[name] == "all-to-all":
         (args, *_) = values
-        values = args[1] if name.startswith("alltoall") else args[0]  # behind the output, where that is an argument
+        values = args[1] if name.startswith("alltoall") else args[0]  # after the output, which some take as an argument
     yield from (leaf.nbytes for leaf in leaves(values) if isinstance(leaf, torch.Tensor))
 
 

@@ -1,19 +1,20 @@
 """Derivation of a plan's figures, term by term: `plan --explain`."""
 
+from collections.abc import Iterator
+
 from meshwright.plan.candidate import Candidate
-from meshwright.plan.explain import describe, recomputes, why_not
+from meshwright.plan.explain import describe_candidate, recomputes, short, why_not
 from meshwright.plan.job import Job
 from meshwright.plan.recipe import choice_reason
 from meshwright.plan.report import Plan
 from meshwright.spec.errors import UserError
-from meshwright.spec.offload import NOTHING
 
 GB = 1e9
 
 
 def explain_field(plan: Plan, field: str) -> str:
-    """The derivation of one figure, for the recipe's own layout, else the chosen one; where nothing fits, for the one
-    that needs least memory. Raises `UserError` with the known fields, or where there is no layout."""
+    """The derivation of one figure, for the recipe's own layout, else the chosen one; if nothing fits, for the one that
+    needs least memory. Raises `UserError` with the known fields, or if there is no layout."""
     shown, about = plan.chosen or (plan.found.ranked[0] if plan.found.ranked else None), ""
     if plan.given:
         about = "the recipe's own layout is " if shown else "nothing fits; the recipe's own layout is "
@@ -32,7 +33,7 @@ def explain_field(plan: Plan, field: str) -> str:
     }
     if field not in explained:
         raise UserError(f"--explain {field}: there are {', '.join(explained)}")
-    return "\n".join([f"{about}{shown.strategy}: {describe(shown.job)}", *explained[field](plan, shown)])
+    return "\n".join([f"{about}{shown.strategy}: {describe_candidate(shown)}", *explained[field](plan, shown)])
 
 
 def _explain_memory(plan: Plan, chosen: Candidate) -> list[str]:
@@ -41,7 +42,7 @@ def _explain_memory(plan: Plan, chosen: Candidate) -> list[str]:
         f"a parameter of adapters ({job.adapters / 1e6:.3g} million)" if job.adapters is not None else "a parameter"
     )
     tiers = job.layout.tiers
-    offloaded = "" if tiers == NOTHING else ", in the node's own memory"
+    offloaded = "" if tiers.optimizer == "device" else ", in the node's own memory"
     if tiers.moves_state:
         where = "on disk" if tiers.optimizer == "disk" else "in host memory"
         offloaded = f", of which {(use.disk or use.host) / GB:.2f} GB are {where}"
@@ -53,10 +54,11 @@ def _explain_memory(plan: Plan, chosen: Candidate) -> list[str]:
         "optimizer": f"{job.stack.state_bytes:g} bytes {trained}: master weights and moments"
         + (f", split over {job.shards} ranks" if job.layout.zero_stage >= 1 else "")
         + offloaded,
-        "activations": f"recompute={recomputes(job)}, {job.micro_batch} x {job.sequence} tokens a microbatch",
+        "activations": f"recompute={recomputes(job)}, {job.micro_batch} x {job.sequence} tokens a microbatch"
+        + (", in host memory but for two blocks'" if tiers.activations == "host" else ""),
         "logits": "a chunk of logits, and the loss's gradient" + ("" if job.frozen else ", and the head's in fp32"),
         "communication": _in_transit(job),
-        "fragmentation": "what a caching allocator holds in reserve",
+        "fragmentation": "reserved by the caching allocator, but unused",
         "context": "driver, libraries and communicators",
     }
     lines = [f"  {kind:<14}{size / GB:>8.2f} GB  {notes[kind]}" for kind, size in use.kinds().items()]
@@ -64,7 +66,7 @@ def _explain_memory(plan: Plan, chosen: Candidate) -> list[str]:
     lines.append(
         f"  {'total':<14}{use.total / GB:>8.2f} GB  ({total.low / GB:.1f} to {total.high / GB:.1f}), stage {use.stage}"
     )
-    lines.append(f"  {'available':<14}{chosen.capacity / GB:>8.2f} GB  of which {plan.margin:.0%} are to stay free")
+    lines.append(f"  {'available':<14}{chosen.capacity / GB:>8.2f} GB  of which {plan.margin:.0%} must stay free")
     return lines
 
 
@@ -72,7 +74,7 @@ def _kept_weights(job: Job) -> str:
     """How the weights of the computation are stored."""
     each = f"{job.stack.weight_bytes:g} bytes a parameter"
     if not job.frozen:
-        return f"{each} of the copy that computes"
+        return f"{each} of the compute copy"
     if job.frozen_bytes:
         return f"{job.frozen_bytes:.3g} bytes a parameter of blocks, scales included, and {each} of embedding and head"
     return f"{each}, frozen"
@@ -80,25 +82,26 @@ def _kept_weights(job: Job) -> str:
 
 def _in_transit(job: Job) -> str:
     """Transient memory while blocks run."""
-    parts = ["a matrix decoded from few bits"] if job.frozen_bytes else []
+    parts = ["a dequantized matrix"] if job.frozen_bytes else []
     if not job.alone:
-        parts += ["layers gathered and gradients on their way"]
+        parts += ["gathered layers, and gradients in transit"]
     return "; ".join(parts) or "nothing: one process, nothing gathered"
 
 
 def _explain_time(plan: Plan, chosen: Candidate) -> list[str]:
     time, job = chosen.time, chosen.job
+    moved = ", activations to the host and back" if job.layout.tiers.activations == "host" else ""
     parts = [
         ("compute", time.compute, f"{job.microbatches} microbatches on the busiest stage"),
-        ("  recompute", time.recompute, "the part of it that is computed again"),
-        ("  host", time.host, "the part of it in which the device waits for the host"),
+        ("  recompute", time.recompute, "the part of it that recomputes"),
+        ("  host", time.host, "the part of it that waits for the host"),
         ("tensor", time.tensor, "exposed: two all-reduces a block and pass"),
-        ("context", time.context, "exposed: keys and values of the other parts"),
+        ("context", time.context, "exposed: keys and values of other ranks"),
         ("expert", time.expert, "exposed: tokens to their experts and back"),
-        ("data", time.data, "exposed: weights gathered, gradients reduced"),
+        ("data", time.data, "exposed: weights gathered, gradients reduced" + moved),
         ("pipeline", time.pipeline, "messages in and out"),
         ("bubble", time.bubble, f"schedule {job.layout.schedule}, {job.layout.pp} stages"),
-        ("update", time.update, "clipping, optimizer, what a step costs once"),
+        ("update", time.update, "clipping, optimizer, fixed costs per step"),
     ]
     lines = [f"  {name:<14}{seconds:>10.4g} s  {note}" for name, seconds, note in parts]
     interval = chosen.seconds
@@ -141,4 +144,24 @@ def _explain_search(plan: Plan, shown: Candidate) -> list[str]:
         f"  {found.legal} legal layouts of {plan.cluster.devices} devices; memory and time were predicted for "
         f"{found.looked_at}, the others cannot win",
         f"  {reason}",
+        *_considered(plan),
     ]
+
+
+def _considered(plan: Plan) -> Iterator[str]:
+    """The best layout of every change that was compared, with its figures and the reason why it lost."""
+    if not plan.considered:
+        return
+    yield "  tried because nothing fits without:" if plan.last_resort else "  considered:"
+    width = max(len(change.name) for change in plan.considered)
+    for change in plan.considered:
+        best = plan.found.strategies.get(f"with {change.name}")
+        if best is None:
+            yield f"  {change.name:<{width}}  no layout can have it"
+            continue
+        memory, seconds = best.memory_bytes, best.seconds
+        yield (
+            f"  {change.name:<{width}}  {memory.value / GB:.1f} GB ({memory.low / GB:.1f} to {memory.high / GB:.1f}), "
+            f"{short(seconds.value)} s ({short(seconds.low)} to {short(seconds.high)}), "
+            f"{'same' if change.exact else 'other'} arithmetic: {plan.reason(best)}; {describe_candidate(best)}"
+        )

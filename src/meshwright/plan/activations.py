@@ -29,7 +29,9 @@ def saved_activations(job: Job, stage: int, one_pass: float, *, at_loss: bool = 
     is from `pass_activations`."""
     flying = microbatches_in_flight(job, stage, at_loss=at_loss)
     total = flying * one_pass * (1 - job.offload_activations)
-    if job.offload_activations:  # one chunk on its way to the host, one on its way back
+    if job.layout.tiers.activations == "host":  # a block's own, and those of the block before on their way back
+        total = 0.0 if at_loss else 2 * one_pass / max(1, job.stage_layers[stage])
+    elif job.offload_activations:  # one chunk on its way to the host, one on its way back
         total += 2 * one_pass / job.layout.virtual_stages
     if job.stack.dropout and stage == 0:
         total += flying * job.stream_tokens * job.model.hidden
@@ -216,4 +218,4 @@ def _inner_steps(job: Job) -> int:
     """Number of saved tensors of the feed-forward layer's width."""
     if not job.model.gated:
         return 2  # before and after the activation function
-    return 3 if job.stack.fused else 4  # both projections, the product, and the activated gate where it is eager
+    return 3 if job.stack.fused else 4  # both projections, the product, and the activated gate if it is eager

@@ -21,7 +21,7 @@ class Matrix:
     experts: int = 0
     """Number of parallel matrices of this shape, one per expert; 0 for a dense one."""
     keys: bool = False
-    """Whether it makes keys or values, which tensor-parallel ranks copy where there are fewer heads than ranks."""
+    """Whether it computes keys or values, which tensor-parallel ranks replicate if there are fewer heads than ranks."""
 
     @property
     def numel(self) -> int:
@@ -66,7 +66,7 @@ class Block:
 
     @cached_property
     def num_experts(self) -> int:
-        """Experts of the layer; 0 where it has none."""
+        """Experts of the layer; 0 for a dense layer."""
         return max((matrix.experts for matrix in self.matrices), default=0)
 
     @cached_property
@@ -122,7 +122,7 @@ class Blueprint:
 
     @cached_property
     def embedding(self) -> int:
-        """Parameters of the token embedding, and of the head where it is untied."""
+        """Parameters of the token embedding, and of the head if it is untied."""
         return self.vocab * self.hidden
 
     @cached_property

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from meshwright.plan.changes import Change
 from meshwright.plan.interval import Interval, memory_sigma, time_sigma
 from meshwright.plan.job import Job
 from meshwright.plan.memory import MemoryUse, predict_memory
@@ -30,6 +31,8 @@ class Candidate:
     margin: float
     memory: MemoryUse
     time: StepTime
+    change: Change | None = None
+    """Settings that differ from the recipe's, beside those that every search decides."""
 
     @property
     def capacity(self) -> float:
@@ -72,10 +75,17 @@ class Candidate:
         peak = self.cluster.peak(self.job.precision)
         return self.tokens_per_second * self.job.flops_per_token / (peak * 1e12)
 
+    @property
+    def complexity(self) -> int:
+        """The layout's complexity, and a point for each changed setting."""
+        return complexity(self.job.layout) + (len(self.change.settings) if self.change else 0)
+
     @cached_property
     def strategy(self) -> str:
         """The layout's usual name."""
-        return strategy_name(self.job)
+        name = strategy_name(self.job)
+        training = self.change.training if self.change else ()
+        return ", ".join((name, *(setting.removeprefix("training.") for setting in training)))
 
 
 def verdict(memory: MemoryUse, cluster: ClusterSpec, margin: float) -> Verdict:

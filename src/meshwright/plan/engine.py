@@ -15,15 +15,17 @@ from meshwright.spec.fit import batch_misfits, find_misfits, quantized_misfits
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plugins import said_of
+from meshwright.spec.precision import BF16
 from meshwright.spec.run import Run
 from meshwright.spec.training import OptimizerName, TrainingSpec
 
 MOMENT_BYTES = {"adamw_8bit": 2 * (1 + 4 / 256)}
-"""Bytes of both moments of a parameter, by optimizer; every other built-in optimizer stores two numbers."""
+"""Bytes of both moments of a parameter, by optimizer; every other built-in optimizer stores two numbers, in
+`optimizer.state_dtype`."""
 STATES = 2
-"""Numbers that a user's optimizer keeps of each parameter, where its class does not say (`states = 1`)."""
+"""Numbers that a plugged-in optimizer keeps per parameter, unless its class says (`states = 1`)."""
 LayoutCheck = Callable[[LayoutSpec], list[str]]
-"""The reasons why a layout is refused, each a sentence; empty where it runs."""
+"""The reasons why a layout is refused, each a sentence; empty if it runs."""
 CPU_CONTEXT_BYTES = 0.45e9
 """A Python process with torch and gloo."""
 
@@ -74,13 +76,13 @@ def method_fields(finetune: FinetuneSpec | None, model: Blueprint) -> dict[str, 
 def engine_stack(training: TrainingSpec, *, alone: bool, device: Literal["cpu", "cuda"] = "cuda") -> Stack:
     """The cost per parameter under a recipe's precision and optimizer; `alone`: without a mesh."""
     dtypes = training.dtypes
-    stored = dtypes.master.bytes
     return replace(
         MESHWRIGHT,
         fused=training.compile,
-        gradient_bytes=stored,
+        attention="unfused" if training.attention == "math" else MESHWRIGHT.attention,
+        gradient_bytes=dtypes.gradient.bytes,
         reduce_bytes=dtypes.reduce.bytes,
-        state_bytes=stored + _moment_bytes(training.optimizer.name, stored),
+        state_bytes=dtypes.master.bytes + _moment_bytes(training),
         # FSDP2 gathers a copy in the precision of computation; one process alone needs it in low precision only.
         weight_bytes=dtypes.store.bytes if dtypes.mixed or not alone else 0.0,
         context_bytes=MESHWRIGHT.context_bytes if device == "cuda" else CPU_CONTEXT_BYTES,
@@ -90,16 +92,19 @@ def engine_stack(training: TrainingSpec, *, alone: bool, device: Literal["cpu", 
     )
 
 
-def _moment_bytes(optimizer: str, stored: int) -> float:
+def _moment_bytes(training: TrainingSpec) -> float:
     """Bytes that an optimizer keeps of each parameter beside the weight."""
-    if optimizer in get_args(OptimizerName):
-        return MOMENT_BYTES.get(optimizer, stored * 2)
-    return stored * said_of("optimizers", optimizer, "states", STATES)
+    optimizer, dtypes = training.optimizer, training.dtypes
+    if optimizer.name not in get_args(OptimizerName):
+        return dtypes.state.bytes * said_of("optimizers", optimizer.name, "states", STATES)
+    moment = BF16 if optimizer.state_dtype == BF16.name else dtypes.state
+    compensation = BF16.bytes if optimizer.rounding == "kahan" else 0
+    return MOMENT_BYTES.get(optimizer.name, 2 * moment.bytes) + compensation
 
 
 def layout_check(run: Run, model: ModelSpec, device: Literal["cpu", "cuda"] = "cuda") -> LayoutCheck:
-    """A function that says why the engine refuses a layout for a recipe's model, sequences, fine-tuning and optimizer.
-    The planner applies it to every candidate, and recipe resolution to the recipe's own layout."""
+    """A function that returns why the engine refuses a layout for a recipe's model, sequences, fine-tuning and
+    optimizer. The planner applies it to every candidate, and recipe resolution to the recipe's own layout."""
     table = finetuned_table(model, run.finetune) if run.finetune else ()
     split = cache(lambda tp: split_misfit(table, model, tp))
     adapted = tuple(row for row in table if row.adapter)
@@ -127,7 +132,7 @@ def layout_check(run: Run, model: ModelSpec, device: Literal["cpu", "cuda"] = "c
 
 
 def refusal(job: Job, check: LayoutCheck) -> str | None:
-    """Why the engine cannot run the layout; None where it can."""
+    """Why the engine cannot run the layout; None if it can."""
     if problem := job.layout.problem:
         return problem
     return next(iter(check(job.layout) or batch_misfits(job.layout, job.global_batch)), None)

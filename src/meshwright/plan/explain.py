@@ -5,10 +5,10 @@ from dataclasses import replace
 from meshwright.plan.candidate import Candidate, evaluate, strategy_name
 from meshwright.plan.job import Job
 from meshwright.plan.layouts import Limits, divisors, layouts
-from meshwright.plan.search import frugal
+from meshwright.plan.search import recomputing_least
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import AXES
-from meshwright.spec.offload import DISK
+from meshwright.spec.offload import ACTIVATIONS, DISK
 from meshwright.spec.recompute import describe_recompute, layer_policies
 
 GB = 1e9
@@ -43,8 +43,17 @@ def describe(job: Job) -> str:
         degrees.append(f"stages_per_rank={layout.virtual_stages}")
     if layout.offload != "none":
         degrees.append(f"offload={layout.offload_word}")
+    for field in ("quantized_weights", "quantized_gradients"):
+        if getattr(layout, field) != "none":
+            degrees.append(f"{field}={getattr(layout, field)}")
     rest = f"zero={layout.zero_stage}", f"micro_batch={job.micro_batch}", f"recompute={recomputes(job)}"
     return " ".join((*degrees, *rest))
+
+
+def describe_candidate(candidate: Candidate) -> str:
+    """The layout in the recipe's words, and the training settings that differ from the recipe's."""
+    training = candidate.change.training if candidate.change else ()
+    return " ".join((describe(candidate.job), *(setting.removeprefix("training.") for setting in training)))
 
 
 def recomputes(job: Job) -> str:
@@ -53,7 +62,7 @@ def recomputes(job: Job) -> str:
 
 
 def why_not(candidate: Candidate, chosen: Candidate | None) -> str:
-    """Why a strategy's best layout is not the chosen one: the memory it lacks, or where it loses time."""
+    """Why a strategy's best layout is not the chosen one: the memory it lacks, or the time it loses."""
     memory = candidate.memory
     if candidate.verdict == "does not fit" and memory.total <= candidate.capacity:
         available = (1 - candidate.margin) * candidate.cluster.host_memory_gb
@@ -145,7 +154,7 @@ def no_layout(base: Job, cluster: ClusterSpec, limits: Limits) -> str:
 
 
 def relief(job: Job, cluster: ClusterSpec, margin: float) -> str | None:
-    """The change with the least time cost that makes a layout fit; None where no usual one does."""
+    """The change with the least time cost that makes a layout fit; None if no usual one does."""
     before = evaluate(job, cluster, margin)
     tried = [(words, evaluate(changed, where, margin)) for words, changed, where in _reliefs(job, cluster, margin)]
     fitting = [(found.time.total, words, found) for words, found in tried if found.verdict == "fits"]
@@ -160,7 +169,7 @@ def _reliefs(job: Job, cluster: ClusterSpec, margin: float) -> list[tuple[str, J
     """The usual remedies, one at a time."""
     found: list[tuple[str, Job, ClusterSpec]] = []
     if job.recompute != "full":
-        again = frugal(job, cluster, margin)
+        again = recomputing_least(job, cluster, margin)
         found.append((f"recompute={recomputes(again)}", again, cluster))
     if job.micro_batch > 1:
         found.append((f"micro_batch={job.micro_batch // 2}", replace(job, micro_batch=job.micro_batch // 2), cluster))
@@ -169,13 +178,15 @@ def _reliefs(job: Job, cluster: ClusterSpec, margin: float) -> list[tuple[str, J
         for zero in range(max(1, layout.zero_stage + 1), 4):
             sharded = job.with_layout(zero=zero, dp_shard=dp, dp_replicate=1)
             found.append((f"zero={zero}, dp_shard={dp}", sharded, cluster))
-            again = frugal(sharded, cluster, margin)
+            again = recomputing_least(sharded, cluster, margin)
             found.append((f"zero={zero} and recompute={recomputes(again)}", again, cluster))
     if layout.offload == "none":
         zero = max(layout.zero_stage, 3 if dp > 1 else 0)
         offloaded = job.with_layout(offload="cpu", zero=zero, dp_shard=dp, dp_replicate=1)
         found.append(("offload=cpu", offloaded, cluster))
         found.append(("offload={optimizer: disk}", job.with_layout(offload=DISK), cluster))
+        if job.recompute in ("none", "full"):
+            found.append(("offload={activations: host}", job.with_layout(offload=ACTIVATIONS), cluster))
     if layout.zero_stage >= 1 and layout.dp_replicate == 1 and job.global_batch % (dp + cluster.per_node) == 0:
         more = cluster.model_copy(update={"devices": cluster.devices + cluster.per_node})
         shards = layout.dp_shard + cluster.per_node // (layout.tp * layout.cp * layout.pp)
@@ -184,7 +195,8 @@ def _reliefs(job: Job, cluster: ClusterSpec, margin: float) -> list[tuple[str, J
 
 
 def bandwidth(candidate: Candidate) -> str | None:
-    """How much faster the network must be to hide the exchange of weights and gradients; None where it is hidden."""
+    """How much faster the network must be to hide the exchange of weights and gradients; None if it is hidden
+    already."""
     job, cluster, time = candidate.job, candidate.cluster, candidate.time
     if cluster.devices <= cluster.domain or time.data < 0.1 * time.total:
         return None
@@ -192,7 +204,7 @@ def bandwidth(candidate: Candidate) -> str | None:
         faster = cluster.model_copy(update={"network_gb_s": cluster.network_gb_s * factor})
         if evaluate(job, faster, candidate.margin).time.data < 0.05 * time.total:
             rate = cluster.network_gb_s * cluster.per_node * 8
-            cure = "shard inside the node alone (hybrid)" if job.layout.dp_replicate == 1 else "larger microbatches"
+            cure = "shard only inside the node (hybrid)" if job.layout.dp_replicate == 1 else "larger microbatches"
             return (
                 f"{strategy_name(job)} over this network ({short(rate)} Gb/s a node) needs {factor:g} times what you "
                 f"have to hide its traffic; or {cure}"

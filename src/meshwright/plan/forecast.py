@@ -11,7 +11,7 @@ from meshwright.plan.engine import engine_job, layout_check, runs_today
 from meshwright.plan.explain import describe, relief, short
 from meshwright.plan.hardware import local_cluster, resolve_cluster
 from meshwright.plan.machine import Machine
-from meshwright.plan.search import frugal, search
+from meshwright.plan.search import recomputing_least, search
 from meshwright.spec.errors import UserError
 from meshwright.spec.run import ResolvedRun
 
@@ -79,12 +79,12 @@ def _remedy(resolved: ResolvedRun, found: Candidate, enough: Callable[[Candidate
 
 
 def _of_preset(found: Candidate, name: str) -> Candidate | None:
-    """The same run of a published size, recomputing as little as fits; None where it cannot be split so."""
+    """The same run of a published size, recomputing as little as fits; None if it cannot be split so."""
     try:
         model = blueprint(resolve_model(PRESETS[name], base_dir=Path()))
     except UserError:
         return None
     if model.num_layers < len(found.job.cut):
         return None
-    job = frugal(replace(found.job, model=model, recompute="none"), found.cluster)
+    job = recomputing_least(replace(found.job, model=model, recompute="none"), found.cluster)
     return evaluate(job, found.cluster)

@@ -107,7 +107,7 @@ def is_known(name: str) -> bool:
 
 
 def nearest_device(text: str) -> str | None:
-    """The device whose name occurs anywhere in a text (`DGX-A100 (48 GB)`); None where there is none."""
+    """The device whose name occurs anywhere in a text (`DGX-A100 (48 GB)`); None if no name does."""
     bare = re.sub(r"[^a-z0-9]", "", text.lower())
     names = sorted({row["name"].split("-")[0].split(" (")[0] for row in hardware_table()}, key=len, reverse=True)
     return next((name for name in names if re.sub(r"[^a-z0-9]", "", name.lower()) in bare), None)
@@ -170,7 +170,7 @@ def device_cluster(
 def resolve_cluster(text: str | ClusterSpec, *, base_dir: Path, machine: Machine | None = None) -> ClusterSpec:
     """Resolve `cluster:`: a ClusterSpec, `local`, a YAML or JSON file below `base_dir`, or a short name.
 
-    Raises `UserError` where it is none of them.
+    Raises `UserError` if it is none of them.
     """
     if isinstance(text, ClusterSpec):
         return text
@@ -247,7 +247,7 @@ def _fits(row: dict[str, str], wanted: str, memory_gb: int | None, form: str | N
 
 
 def _sizes(row: dict[str, str]) -> list[float]:
-    """A device's memory sizes in gigabytes; empty where the table does not know."""
+    """A device's memory sizes in gigabytes; empty if the table does not know."""
     bare = row["name"].split(" (")[0]
     _, named, _ = _words(bare, None, None)
     known = named or float(row["mem_gb"] or 0)

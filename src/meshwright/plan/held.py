@@ -5,7 +5,7 @@ from meshwright.plan.job import Job
 
 
 def held_parameters(job: Job, stage: int) -> tuple[float, float]:
-    """(dense, expert) parameters of one rank of a stage; a tied head counts again where it has a stage of its own."""
+    """(dense, expert) parameters of one rank of a stage; a tied head counts again if it has a stage of its own."""
     model = job.model
     dense = experts = 0.0
     for kind, count in job.stage_kinds[stage]:

@@ -74,7 +74,7 @@ class Stack:
     keeps_gathered: bool = False
     """Whether tensor-parallel ranks keep the gathered sequence, instead of gathering it again."""
     splits_experts: bool = True
-    """Whether tensor parallelism splits experts where there is no expert parallelism."""
+    """Whether tensor parallelism splits experts: without expert parallelism."""
     group_shards: bool = True
     """Whether state is sharded over context-parallel ranks too."""
     saves_products: bool = True
@@ -134,7 +134,7 @@ class Job:
     adapter_dropout: bool = False
     """Whether adapters apply dropout to their input."""
     frozen_bytes: float | None = None
-    """Bytes of a frozen weight, where it is stored in fewer than the computation uses."""
+    """Bytes of a frozen weight, if it is stored in fewer than the computation uses."""
     stack: Stack = MESHWRIGHT
 
     def with_layout(self, **changes: Any) -> "Job":
@@ -191,6 +191,11 @@ class Job:
     def keeps_masters(self) -> bool:
         """Whether a single process's optimizer has full-precision weights beside the model's."""
         return self.alone and self.stack.weight_bytes > 0
+
+    @property
+    def master_bytes(self) -> float:
+        """Bytes of a weight that the optimizer updates, where the model computes with it too."""
+        return min(self.stack.gradient_bytes, self.precision.master.bytes)
 
     @property
     def frozen(self) -> bool:

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.plan.candidate import MARGIN
+from meshwright.plan.changes import Change
 from meshwright.plan.job import Job
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import LayoutSpec
-from meshwright.spec.offload import DISK, OffloadSpec
+from meshwright.spec.offload import OffloadSpec
 from meshwright.spec.schedule import schedule_kind
 
 MOST_TENSOR = 16
@@ -29,8 +30,8 @@ class Limits:
     margin: float = MARGIN
     offload: bool = True
     """Whether state may live in host memory."""
-    disk: bool = False
-    """Whether the optimizer's state is on disk; a search never chooses that itself."""
+    change: Change | None = None
+    """Settings that every layout has."""
     recompute: bool = True
     """Whether the recomputation policy is open."""
     micro_batch: bool = True
@@ -39,9 +40,12 @@ class Limits:
 
 def layouts(base: Job, cluster: ClusterSpec, limits: Limits) -> Iterator[tuple[LayoutSpec, int]]:
     """Every legal layout of all devices, with each allowed microbatch."""
-    plain = LayoutSpec()
+    fixed = limits.change.layout if limits.change else {}
+    plain = LayoutSpec().model_copy(update=fixed)
     for degrees in _degrees(base, cluster.devices):
-        for state in _states(degrees, cluster, limits):
+        for state in _states(degrees, cluster, limits, fixed):
+            if fixed and plain.model_copy(update=degrees | state).problem:
+                continue
             made: dict[tuple[str, int], LayoutSpec] = {}
             dp = state["dp_replicate"] * state["dp_shard"]
             for micro in _micro_batches(base, base.global_batch // dp, limits):
@@ -87,13 +91,15 @@ def _expert_degrees(base: Job, sharers: int) -> list[int]:
     return [ep for ep in divisors(experts) if sharers % ep == 0]
 
 
-def _states(degrees: dict[str, int], cluster: ClusterSpec, limits: Limits) -> Iterator[dict[str, Any]]:
+def _states(
+    degrees: dict[str, int], cluster: ClusterSpec, limits: Limits, fixed: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
     """How data-parallel ranks shard the state: not at all, over all of them, or within a node."""
     dp = cluster.devices // (degrees["tp"] * degrees["cp"] * degrees["pp"])
     inside = max(1, cluster.domain // (degrees["tp"] * degrees["cp"]))
     # On a CPU the host's memory is the device's.
     offloads: list[str | OffloadSpec] = ["none", "cpu"] if limits.offload and cluster.device != "cpu" else ["none"]
-    for offload in [DISK] if limits.disk else offloads:
+    for offload in [fixed["offload"]] if "offload" in fixed else offloads:
         yield {"dp_replicate": dp, "dp_shard": 1, "zero": 0, "offload": offload}
         shards = [dp] if dp > 1 else []
         if 1 < inside < dp and dp % inside == 0:

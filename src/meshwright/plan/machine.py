@@ -22,7 +22,7 @@ class Machine:
     memory_bytes: int
     """Memory of one GPU, or of the whole machine."""
     host_memory_bytes: int = 0
-    """Host memory beside GPUs; 0 where unknown."""
+    """Host memory beside GPUs; 0 if unknown."""
 
     def memory_per_rank(self, local_ranks: int) -> int:
         """Bytes that each of `local_ranks` processes on this machine can count on."""
@@ -43,7 +43,7 @@ def find_machine(device: str = "auto") -> Machine:
 
 
 def _gpus() -> list[tuple[str, int]]:
-    """Name and memory in bytes of every GPU that `nvidia-smi` lists; none where there is no such program."""
+    """Name and memory in bytes of every GPU that `nvidia-smi` lists; empty without that program."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]

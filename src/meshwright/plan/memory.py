@@ -1,16 +1,17 @@
 """Peak memory of a rank, predicted by kind, in bytes.
 
 State follows the ZeRO paper (Rajbhandari et al., 2020, section 3), tensor by tensor; transient memory is in
-`plan/moments.py`.
+`plan/peak.py`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
+from meshwright.plan.activations import microbatches_in_flight, pass_activations
 from meshwright.plan.held import end_parameters, expert_shards, held_parameters
 from meshwright.plan.job import Groups, Job
-from meshwright.plan.moments import peak_moment
+from meshwright.plan.peak import peak_moment
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "fragmentation", "context")
 
@@ -31,7 +32,7 @@ class MemoryUse:
     fragmentation: float
     context: float
     host: float = 0.0
-    """State that offloading keeps in host memory; not part of the device's total."""
+    """State and activations that offloading keeps in host memory; not part of the device's total."""
     disk: float = 0.0
     """State that offloading keeps on disk."""
     stage: int = 0
@@ -96,13 +97,13 @@ def stage_memory(job: Job, stage: int, groups: Sequence[Groups] | None = None) -
         saved = stack.weight_bytes - (job.frozen_bytes or stack.weight_bytes)
         packed = held - end_parameters(job, stage)
         weights = sharded(3, stack.weight_bytes) - saved * packed / (shards if zero >= 3 else 1)
-        if stack.casts_when_gathering and not job.alone and zero < 3:  # what is gathered stays beside what is kept
+        if stack.casts_when_gathering and not job.alone and zero < 3:  # gathered weights exist beside the shards
             weights += sharded(1, stack.weight_bytes) - saved * packed / (shards if zero >= 1 else 1)
             weights += stack.weight_bytes * (held + experts) * trainable  # the copy of adapters that computes
     else:
         weights = 0.0 if zero >= 3 and stack.casts_when_gathering else sharded(3, stack.weight_bytes)
     optimizer = sharded(1, stack.state_bytes) * trainable
-    # Gradients of one microbatch are reduced as they come; those of several are added up whole until the last.
+    # Gradients of one microbatch are reduced as they come; those of several are accumulated whole until the last.
     whole_from = 1 if stack.chunked_loss and job.microbatches == 1 else 2
     gradients = sharded(whole_from, stack.gradient_bytes) * trainable
     if job.layout.asynchronous:  # the weights and the gradient of two batches
@@ -112,7 +113,7 @@ def stage_memory(job: Job, stage: int, groups: Sequence[Groups] | None = None) -
     if tiers.parameters == "host":
         host, optimizer = optimizer, 0.0
     if tiers.moves_state:
-        masters = 0.0 if job.keeps_masters else sharded(1, stack.gradient_bytes) * trainable
+        masters = 0.0 if job.keeps_masters else sharded(1, job.master_bytes) * trainable
         moved = tiers.optimizer_share * ((host or optimizer) - masters)
         if tiers.parameters == "host":
             host -= moved
@@ -126,7 +127,8 @@ def stage_memory(job: Job, stage: int, groups: Sequence[Groups] | None = None) -
         host += sharded(1, stack.gradient_bytes) * trainable
         if whole_from == 1 or zero >= 2:  # else they are added up whole on the device before they are reduced
             gradients = 0.0
-    peak = peak_moment(job, stage, weights, gradients, job.groups(stage) if groups is None else groups)
+    groups = job.groups(stage) if groups is None else groups
+    peak = peak_moment(job, stage, weights, gradients, groups)
     return MemoryUse(
         weights=peak.weights,
         gradients=peak.gradients,
@@ -136,7 +138,14 @@ def stage_memory(job: Job, stage: int, groups: Sequence[Groups] | None = None) -
         communication=peak.transit + (stack.bucket_bytes if job.layout.data_parallel > 1 and zero < 3 else 0.0),
         fragmentation=stack.fragmentation * (peak.activations + peak.logits + peak.transit),
         context=stack.context_bytes + job.communicators * stack.communicator_bytes,
-        host=host,
+        host=host + _offloaded_activations(job, stage, groups),
         disk=disk,
         stage=stage,
     )
+
+
+def _offloaded_activations(job: Job, stage: int, groups: Sequence[Groups]) -> float:
+    """Bytes of activations that a rank keeps in host memory."""
+    if job.layout.tiers.activations == "device":
+        return 0.0
+    return microbatches_in_flight(job, stage) * pass_activations(job, groups)

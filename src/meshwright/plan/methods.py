@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.plan.candidate import Candidate
 from meshwright.plan.engine import layout_check, method_fields, runs_today
-from meshwright.plan.explain import describe, recomputes, why_not
+from meshwright.plan.explain import describe_candidate, recomputes, why_not
 from meshwright.plan.job import Job
 from meshwright.plan.layouts import Limits
 from meshwright.plan.search import Found, search
@@ -57,12 +57,12 @@ def compare_methods(
 def method_facts(
     base: Job, run: Run, model: ModelSpec, cluster: ClusterSpec, limits: Limits, found: Found | None = None
 ) -> dict[str, dict[str, Any]]:
-    """The comparison as plain data: bytes, tokens a second and device, the layout, and what is missing where none
+    """The comparison as plain data: bytes, tokens per second and device, the layout, and what is missing if none
     fits."""
     return {
         name: {
             "strategy": best.strategy,
-            "text": describe(best.job),
+            "text": describe_candidate(best),
             "reason": why_not(best, None) if best.verdict == "does not fit" else None,
             "memory": best.memory.total,
             "tokens_per_second_per_device": best.tokens_per_second,

@@ -27,7 +27,7 @@ svg{width:100%;height:auto}text{font-size:12px;fill:#222}h2{font-size:1.1em;marg
 
 
 def plan_page(facts: dict[str, Any]) -> str:
-    """The page of `plan --html` from the facts of `plan --json`. Raises `UserError` where nothing fits."""
+    """The page of `plan --html` from the facts of `plan --json`. Raises `UserError` if nothing fits."""
     chosen = facts["chosen"]
     if chosen is None:
         raise UserError("nothing that this version's engine runs fits, so there is no page to draw")
@@ -38,7 +38,7 @@ def plan_page(facts: dict[str, Any]) -> str:
         f"<h1>{escape(cluster['name'])}</h1><p>Chosen: <b>{escape(chosen['strategy'])}</b>, {escape(chosen['text'])}. "
         f"{chosen['step_time']['value']:.3g} s a step, {chosen['mfu']:.0%} MFU; "
         f"binding: {escape(facts['binding'])}.{_in_fp8(facts['fp8'])}</p>",
-        "<h2>Memory of a device, GB; the line is what there is</h2>",
+        "<h2>Memory of a device, GB; the line marks its capacity</h2>",
         _bars(memory, chosen["memory_available"] / 1e9),
         "<h2>Seconds of a step by cause</h2>",
         _bars([(f["text"], {k: v for k, v in f["step_parts"].items() if k != "recompute"}) for f in shown], None),

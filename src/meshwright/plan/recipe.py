@@ -1,13 +1,15 @@
 """The plan of a recipe: look up model and batch, resolve the cluster, search for the layout and write it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from meshwright.families import resolve_model
 from meshwright.plan.blueprint import blueprint
 from meshwright.plan.candidate import TIGHT
+from meshwright.plan.changes import Change
 from meshwright.plan.engine import engine_job
-from meshwright.plan.explain import describe, short
+from meshwright.plan.explain import describe_candidate, short
 from meshwright.plan.hardware import resolve_cluster
 from meshwright.plan.layouts import Limits
 from meshwright.plan.machine import Machine, find_machine
@@ -30,10 +32,12 @@ def plan_recipe(
     machine: Machine | None = None,
     top: int = 8,
     limits: Limits | None = None,
+    consider: Sequence[Change] = (),
 ) -> tuple[Plan, dict[str, Any]]:
-    """The plan of a recipe on `cluster` (default: the recipe's), and the same as plain data.
+    """The plan of a recipe on `cluster` (default: the recipe's), and the same as plain data; `consider`: changes of
+    the recipe that compete with it.
 
-    Raises `UserError` for an unknown model or cluster.
+    Raises `UserError` for an unknown model or cluster, or a change that says nothing here.
     """
     machine = machine or find_machine(run.device)
     where = resolve_cluster(cluster or run.cluster, base_dir=base_dir, machine=machine)
@@ -48,7 +52,7 @@ def plan_recipe(
     given = None
     if not run.layout.choose and (run.layout.world_size > 1 or _chose_for_one(run, where)):
         given = engine_job(run, model, global_batch=batch, micro_batch=size, device=device)
-    plan = make_plan(base, run, spec, where, given=given, top=top, limits=limits)
+    plan = make_plan(base, run, spec, where, given=given, top=top, limits=limits, consider=consider)
     return plan, plan_facts(plan)
 
 
@@ -60,13 +64,14 @@ def _chose_for_one(run: Run, where: ClusterSpec) -> bool:
 
 
 def planned_run(run: Run, plan: Plan) -> Run:
-    """The recipe with the chosen layout, microbatch and recomputation in place of its own.
+    """The recipe with the chosen layout, microbatch, recomputation and considered change in place of its own.
 
-    Raises `UserError` where nothing was chosen.
+    Raises `UserError` if nothing was chosen.
     """
     chosen = plan.chosen
     if chosen is None:
         raise UserError("nothing that this version's engine runs fits this cluster; no recipe is written")
+    run = chosen.change.of(run) if chosen.change else run
     training = run.training.model_copy(
         update={"micro_batch": chosen.job.micro_batch, "recompute": chosen.job.recompute}
     )
@@ -75,7 +80,7 @@ def planned_run(run: Run, plan: Plan) -> Run:
 
 
 def choice_reason(plan: Plan) -> str:
-    """Why the planner chose its layout, for the run's records. Raises `UserError` where nothing was chosen."""
+    """Why the planner chose its layout, for the run's records. Raises `UserError` if nothing was chosen."""
     chosen, fastest = plan.chosen, plan.found.fastest
     if chosen is None or fastest is None:
         raise UserError("nothing was chosen")
@@ -85,8 +90,10 @@ def choice_reason(plan: Plan) -> str:
     fit = "that fits"
     if chosen.verdict == "tight":
         fit = f"and tight, for none that fits takes less than {TIGHT:g} times as long, on"
+    unless = "; nothing fits without; the arithmetic stays the same" if plan.last_resort else ""
     return (
-        f"{chosen.strategy} ({describe(chosen.job)}): {which} of {plan.found.legal} layouts {fit} "
+        f"{chosen.strategy} ({describe_candidate(chosen)}): {which} of {plan.found.legal} layouts {fit} "
         f"{plan.cluster.name}, {short(chosen.memory.total / GB)} of {short(chosen.capacity / GB)} GB, "
         f"{short(chosen.time.total)} s a step predicted; {lost} of {len(others)} other strategies do not fit"
+        f"{unless}"
     )

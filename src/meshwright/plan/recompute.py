@@ -19,7 +19,7 @@ Enough = Callable[[MemoryUse], bool]
 
 def least_recompute(model: StepModel, enough: Enough, beaten: Callable[[Recompute], bool]) -> Recompute | None:
     """The fastest recomputation of `model`'s job with which all ranks have enough memory, whatever the job recomputes
-    itself; None where a part of it is `beaten` already, or where no recomputation suffices."""
+    itself; None if a part of it is `beaten` already, or where no recomputation suffices."""
     job, counts = model.job, [(0, 0)] * len(model.job.cut)
     for rank in range(job.layout.pp):
         found = _least_of_rank(model, rank, enough)

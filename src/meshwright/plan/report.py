@@ -1,18 +1,21 @@
 """A plan's contents as plain data."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.plan.candidate import Candidate, evaluate
-from meshwright.plan.engine import LayoutCheck, layout_check, refusal, runs_today
-from meshwright.plan.explain import bandwidth, binding, describe, no_layout, relief, why_not
+from meshwright.plan.changes import LAST_RESORT, Change
+from meshwright.plan.engine import LayoutCheck, engine_job, layout_check, refusal, runs_today
+from meshwright.plan.explain import bandwidth, binding, describe_candidate, no_layout, relief, why_not
 from meshwright.plan.interval import NOMINAL, Interval
 from meshwright.plan.job import Job
 from meshwright.plan.layouts import Limits
 from meshwright.plan.methods import method_facts
-from meshwright.plan.search import Found, search
+from meshwright.plan.search import Found, Variant, search
 from meshwright.plan.what_if import in_fp8, on_disk, on_nvme
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.recompute import plain_recompute
 from meshwright.spec.run import Run
@@ -31,14 +34,18 @@ class Plan:
     base: Job
     limits: Limits
     check: LayoutCheck
-    """Says why the engine refuses a layout."""
+    """Returns why the engine refuses a layout."""
     found: Found
     given: Candidate | None
     """The recipe's own layout, if it sets one."""
+    considered: tuple[Change, ...] = ()
+    """The changes that were compared."""
+    last_resort: bool = False
+    """Whether they are those that a plan tries by itself, because nothing fits without."""
 
     @property
     def chosen(self) -> Candidate | None:
-        """The layout to run; None where none that the engine runs fits or is tight."""
+        """The layout to run; None if no layout that the engine runs fits or is tight."""
         return self.found.chosen
 
     @property
@@ -53,7 +60,7 @@ class Plan:
 
     @property
     def problem(self) -> str | None:
-        """Why nothing was chosen; None where something was, or where memory is missing, which the strategies report."""
+        """Why nothing was chosen; None if something was, or where memory is missing, which the strategies report."""
         if self.chosen:
             return None
         if not self.found.legal:
@@ -61,8 +68,17 @@ class Plan:
         return self.refusal(self.found.ranked[0]) if self.found.ranked else None
 
     def refusal(self, candidate: Candidate) -> str | None:
-        """Why the engine does not run a layout; None where it does."""
-        return refusal(candidate.job, self.check)
+        """Why the engine does not run a layout; None if it does."""
+        change = candidate.change
+        if change is None:
+            return refusal(candidate.job, self.check)
+        if change.emulated:
+            return (
+                f"this version emulates training.precision={candidate.job.precision}, slower than bf16; the figures "
+                "are for the device's own kernels"
+            )
+        check = layout_check(change.of(self.run), self.spec, "cpu" if self.cluster.device == "cpu" else "cuda")
+        return refusal(candidate.job, check)
 
     def reason(self, candidate: Candidate) -> str:
         """Why a strategy's best layout is not the chosen one."""
@@ -75,7 +91,7 @@ class Plan:
         return candidate.seconds.scaled(self.steps)
 
     def cost(self, candidate: Candidate) -> Interval | None:
-        """Price of the whole run; None where a device's price is unknown."""
+        """Price of the whole run; None if a device's price is unknown."""
         price = self.cluster.price_per_hour
         if price is None:
             return None
@@ -91,17 +107,57 @@ def make_plan(
     given: Job | None = None,
     top: int = 10,
     limits: Limits | None = None,
+    consider: Sequence[Change] = (),
 ) -> Plan:
-    """Search for the layout of `base`'s model and batch."""
+    """Search for the layout of `base`'s model and batch; layouts with the changes to `consider` compete.
+
+    Where nothing fits, exact changes are tried (`LAST_RESORT`). Raises `UserError` for a change that says nothing here.
+    """
     limits = limits or Limits()
     check = layout_check(run, spec, "cpu" if cluster.device == "cpu" else "cuda")
-    found = search(base, cluster, top=top, limits=limits, runs=lambda job: runs_today(job, check))
+
+    def searched(changes: Sequence[Change]) -> Found:
+        beside = [_variant(change, base, run, spec, cluster, limits) for change in changes]
+        return search(base, cluster, top=top, limits=limits, runs=lambda job: runs_today(job, check), beside=beside)
+
+    found, changes = searched(consider), tuple(consider)
+    last = not found.ranked and not consider and limits.offload and cluster.device != "cpu"
+    if last and found.legal:
+        movable = limits.recompute or base.recompute in ("none", "full")
+        changes = tuple(change for change in LAST_RESORT if movable or not change.moves_activations)
+        found = searched(changes)
     own = (
         evaluate(given, cluster.model_copy(update={"devices": given.layout.world_size}), limits.margin)
         if given
         else None
     )
-    return Plan(run, spec, cluster, base, limits, check, found, own)
+    return Plan(run, spec, cluster, base, limits, check, found, own, changes, last)
+
+
+def _variant(change: Change, base: Job, run: Run, spec: ModelSpec, cluster: ClusterSpec, limits: Limits) -> Variant:
+    """The recipe with a change, to search. Raises `UserError` if the change says nothing on this cluster."""
+    device, what = "cpu" if cluster.device == "cpu" else "cuda", f"--consider {change.name}"
+    if device == "cpu" and "host" in dict(change.settings).values():
+        raise UserError(f"{what}: on a CPU the host's memory is the device's, so nothing would be saved")
+    if change.moves_activations and not limits.recompute and base.recompute not in ("none", "full"):
+        raise UserError(f"{what}: what selective recomputation keeps cannot be moved; use training.recompute=full")
+    changed = change.of(run)
+    products = changed.training.dtypes.products
+    if products != run.training.dtypes.products and products not in cluster.tflops:
+        raise UserError(
+            f"{what}: {cluster.device} has no {products} matrix products, so training.precision="
+            f"{changed.training.precision} would be slower than {run.training.precision}"
+        )
+    job = engine_job(
+        changed,
+        base.model,
+        global_batch=base.global_batch,
+        micro_batch=base.micro_batch,
+        device=device,
+        layout=base.layout,
+    )
+    check = layout_check(changed, spec, device)
+    return Variant(job, replace(limits, change=change), lambda job: not change.emulated and runs_today(job, check))
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
@@ -125,6 +181,10 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
     }
     if plan.cluster.devices <= MOST_FOR_METHODS:
         facts["methods"] = method_facts(plan.base, plan.run, plan.spec, plan.cluster, plan.limits, plan.found)
+    facts["considered"] = {
+        change.name: {"overrides": list(change.overrides), "exact": change.exact} for change in plan.considered
+    }
+    facts["last_resort"] = plan.last_resort
     if plan.chosen:
         fastest = plan.found.fastest
         facts["fastest"] = candidate_facts(plan, fastest) if fastest and fastest.job != plan.chosen.job else None
@@ -143,7 +203,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
 
 
 def compiled_gain(candidate: Candidate) -> float | None:
-    """The fraction of the step that `training.compile` would save; None where it is on, or unavailable."""
+    """The fraction of the step that `training.compile` would save; None if it is on, or unavailable."""
     job = candidate.job
     if job.stack.fused or (
         job.layout.pp > 1 and job.layout.schedule in ("interleaved-zero-bubble", "zbv", "dualpipev")
@@ -158,7 +218,8 @@ def candidate_facts(plan: Plan, candidate: Candidate) -> dict[str, Any]:
     time, cost, missing = candidate.time, plan.cost(candidate), plan.refusal(candidate)
     return {
         "strategy": candidate.strategy,
-        "text": describe(candidate.job),
+        "text": describe_candidate(candidate),
+        "change": candidate.change.name if candidate.change else None,
         "verdict": candidate.verdict,
         "runs_today": missing is None,
         "missing": missing,

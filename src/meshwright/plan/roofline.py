@@ -18,7 +18,7 @@ HOPPER = ("H100", "H200", "H800", "H20", "GH200", "B200", "B300", "GB200", "GB30
 
 
 UNMEASURED = 0.75
-"""The best shape's fraction of a datasheet's rate, where it has not been measured; measured ones are 0.73 to 0.87."""
+"""The best shape's fraction of a datasheet's rate, if it has not been measured; measured ones are 0.73 to 0.87."""
 
 ADAPTER_OPERATORS = 6
 """Operators of an adapter's forward pass: dropout, a cast, two products, scaling and adding."""
@@ -158,7 +158,7 @@ class Device:
         exposed = constants.matmul_memory / self.bandwidth
         reads = narrow * (rows * into + out * into) + width * rows * out
         forward = backward = 2 * rows * out * into / rate + reads * exposed + self.start
-        if quantized:  # weights once a step; what comes in, and the gradient of what goes out, for two products
+        if quantized:  # weights once a step; the input, and the gradient of the output, for two products
             cast = constants.fp8_casts / self.bandwidth
             forward += cast * (rows * into + out * into / self.job.microbatches)
             backward += cast * rows * out / 2

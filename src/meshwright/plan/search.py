@@ -4,8 +4,8 @@ Layouts are ordered by a lower bound for any network: their computation spread e
 exceeds the best cost so far, no remaining layout can win. So the result equals brute force (a test compares).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from meshwright.plan.candidate import (
@@ -32,6 +32,24 @@ ALIKE = 0.03
 
 
 @dataclass(frozen=True)
+class Variant:
+    """A job to search the layouts of: the recipe's, or the recipe's with a change."""
+
+    base: Job
+    limits: Limits
+    runs: Callable[[Job], bool] | None = None
+    """Whether the engine can run a layout."""
+
+    def family(self, layout: LayoutSpec) -> str:
+        """The strategy that a layout is compared as; all of a change are one."""
+        return f"with {self.limits.change.name}" if self.limits.change else family_name(layout)
+
+    def complexity(self, layout: LayoutSpec) -> int:
+        """As `Candidate.complexity`."""
+        return complexity(layout) + (len(self.limits.change.settings) if self.limits.change else 0)
+
+
+@dataclass(frozen=True)
 class Found:
     """The result of a search."""
 
@@ -40,8 +58,8 @@ class Found:
     strategies: dict[str, Candidate]
     """The best layout of every strategy: least cost, else least memory."""
     chosen: Candidate | None
-    """Among layouts that run and cost at most `ALIKE` more than the best of them: one that fits before a tight one,
-    then the simplest, then the cheapest; None where none runs."""
+    """The choice among layouts that run and cost at most `ALIKE` more than the best: one that fits before a tight one,
+    then the simplest, then the cheapest; None if none runs."""
     fastest: Candidate | None
     """The layout of least cost that runs."""
     looked_at: int
@@ -53,12 +71,12 @@ class Found:
 class _Best:
     """The best layouts so far, and the bound on a step's seconds that rules a layout out."""
 
-    def __init__(self, top: int, runs: Callable[[Job], bool] | None) -> None:
-        self.top, self.runs = top, runs
+    def __init__(self, top: int) -> None:
+        self.top = top
         self.ranked: list[Candidate] = []
         self.strategies: dict[str, Candidate] = {}
-        self.smallest: dict[str, tuple[float, Job]] = {}
-        """For every strategy, (bytes, layout) of the layout of least memory that does not fit."""
+        self.smallest: dict[str, tuple[float, Job, Variant]] = {}
+        """For every strategy, (bytes, layout, variant) of the layout of least memory that does not fit."""
         self.running: dict[tuple[bool, int], Candidate] = {}
         """The best layout that runs, by (tight, complexity)."""
 
@@ -73,13 +91,13 @@ class _Best:
         rival = self.running.get((False, plain))
         return least > limit or (rival is not None and least > rival.cost)
 
-    def add(self, name: str, candidate: Candidate) -> None:
-        """Rank a layout that fits or is tight."""
+    def add(self, name: str, candidate: Candidate, runs: Callable[[Job], bool] | None) -> None:
+        """Rank a layout that fits or is tight; `runs`: as in `Variant`."""
         if name not in self.strategies or _rank(candidate) < _rank(self.strategies[name]):
             self.strategies[name] = candidate
-        key = candidate.verdict == "tight", complexity(candidate.job.layout)
+        key = candidate.verdict == "tight", candidate.complexity
         rival = self.running.get(key)
-        if (rival is None or _rank(candidate) < _rank(rival)) and (self.runs is None or self.runs(candidate.job)):
+        if (rival is None or _rank(candidate) < _rank(rival)) and (runs is None or runs(candidate.job)):
             self.running[key] = candidate
         self.ranked.append(candidate)
         self.ranked.sort(key=_rank)
@@ -108,29 +126,31 @@ def search(
     limits: Limits | None = None,
     runs: Callable[[Job], bool] | None = None,
     prune: bool = True,
+    beside: Sequence[Variant] = (),
 ) -> Found:
     """The `top` best layouts of `base`'s model and batch on all of the cluster's devices, each strategy's best, and the
-    one to choose.
+    one to choose; the layouts of the variants `beside` it compete.
 
     Every layout uses the least recomputation that fits, because more only costs time. `runs` says whether the engine
     can run a layout; the chosen layout is one that it can. `prune=False` evaluates every layout, for comparison.
     """
-    limits = limits or Limits()
-    cache: Cache = {}
-    base = replace(base, recompute="none") if limits.recompute else base
-    bounded, best, looked_at = _bounded(base, cluster, limits, cache), _Best(top, runs), 0
-    for least, layout, micro in bounded:
-        name, plain = family_name(layout), complexity(layout)
-        job = replace(base, layout=layout, micro_batch=micro)
+    variants = [_Open.of(variant) for variant in (Variant(base, limits or Limits(), runs), *beside)]
+    bounded = [(*entry, variant) for variant in variants for entry in _bounded(variant, cluster)]
+    bounded.sort(key=lambda entry: entry[0])
+    best, looked_at = _Best(top), 0
+    for least, layout, micro, variant in bounded:
+        name, plain = variant.family(layout), variant.complexity(layout)
+        job = replace(variant.base, layout=layout, micro_batch=micro)
         if (prune and best.beaten(least, name, plain)) or recompute_misfit(job.recompute, job.cut):
             continue
         looked_at += 1
+        limits, cache = variant.limits, variant.cache
         if limits.recompute:
 
-            def beaten(job: Job, name: str = name, plain: int = plain) -> bool:
+            def beaten(job: Job, name: str = name, plain: int = plain, cache: Cache = cache) -> bool:
                 return prune and best.beaten(StepModel(job, cluster, cache=cache).predict().total, name, plain)
 
-            found = _frugal(job, cluster, limits, cache, beaten, wanted=name not in best.strategies)
+            found = _recomputing_least(job, cluster, limits, cache, beaten, wanted=name not in best.strategies)
             if found is None:
                 continue
             job, memory = found
@@ -138,21 +158,37 @@ def search(
             memory = predict_memory(job)
         if verdict(memory, cluster, limits.margin) == "does not fit":
             if name not in best.smallest or memory.total < best.smallest[name][0]:
-                best.smallest[name] = (memory.total, job)
+                best.smallest[name] = (memory.total, job, variant)
             continue
-        best.add(name, Candidate(job, cluster, limits.margin, memory, StepModel(job, cluster, cache=cache).predict()))
+        time = StepModel(job, cluster, cache=cache).predict()
+        best.add(name, Candidate(job, cluster, limits.margin, memory, time, limits.change), variant.runs)
     strategies = dict(best.strategies)
-    for name, (_, job) in best.smallest.items():
-        strategies.setdefault(name, evaluate(job, cluster, limits.margin, cache))
+    for name, (_, job, variant) in best.smallest.items():
+        lost = evaluate(job, cluster, variant.limits.margin)
+        strategies.setdefault(name, replace(lost, change=variant.limits.change))
     return Found(tuple(best.ranked), strategies, best.chosen(), best.fastest(), looked_at, len(bounded))
 
 
-def _bounded(base: Job, cluster: ClusterSpec, limits: Limits, cache: Cache) -> list[tuple[float, LayoutSpec, int]]:
-    """(lower bound in seconds, layout, microbatch) for every legal layout and microbatch, in ascending order."""
+@dataclass(frozen=True)
+class _Open(Variant):
+    """A variant while it is searched."""
+
+    cache: Cache = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, variant: Variant) -> "_Open":
+        """The variant, without recomputation where that is open."""
+        base = replace(variant.base, recompute="none") if variant.limits.recompute else variant.base
+        return cls(base, variant.limits, variant.runs)
+
+
+def _bounded(variant: _Open, cluster: ClusterSpec) -> list[tuple[float, LayoutSpec, int]]:
+    """(lower bound in seconds, layout, microbatch) for every legal layout and microbatch of a variant."""
+    base, cache = variant.base, variant.cache
     microbatch: dict[tuple[int, ...], float] = {}
     update: dict[int, float] = {}
     quantized, found = base.precision.recipe is not None, []
-    for layout, micro in layouts(base, cluster, limits):
+    for layout, micro in layouts(base, cluster, variant.limits):
         key = (layout.tp, layout.cp, layout.ep, micro)
         if quantized:  # once for all microbatches
             key = (*key, layout.data_parallel)
@@ -167,14 +203,14 @@ def _bounded(base: Job, cluster: ClusterSpec, limits: Limits, cache: Cache) -> l
                 update[id(layout)] = min(model.update(stage) for stage in range(layout.pp))
             least += update[id(layout)]
         found.append((least, layout, micro))
-    return sorted(found, key=lambda entry: entry[0])
+    return found
 
 
 def _least(microbatch: float, base: Job, layout: LayoutSpec, micro: int) -> float:
     """A lower bound in seconds for any arrangement of stages: all equally long, without communication between ranks.
 
-    A stage longer than the others costs more than it saves in the bubble, for there are more microbatches than stages
-    that wait.
+    A stage longer than the others costs more than it saves in the bubble, because there are more microbatches than
+    waiting stages.
     """
     pp, microbatches = layout.pp, base.global_batch // (layout.data_parallel * micro)
     if pp == 1:
@@ -183,21 +219,24 @@ def _least(microbatch: float, base: Job, layout: LayoutSpec, micro: int) -> floa
     return microbatch / pp * (microbatches + (pp - 1) * min(share, microbatches))
 
 
-def frugal(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Job:
+def recomputing_least(job: Job, cluster: ClusterSpec, margin: float = MARGIN) -> Job:
     """The same layout with the least recomputation that fits, else the least that is tight, else full recomputation."""
-    found = _frugal(replace(job, recompute="none"), cluster, Limits(margin=margin), {}, lambda _: False, wanted=True)
+    found = _recomputing_least(
+        replace(job, recompute="none"), cluster, Limits(margin=margin), {}, lambda _: False, wanted=True
+    )
     assert found is not None
     return found[0]
 
 
-def _frugal(
+def _recomputing_least(
     plain: Job, cluster: ClusterSpec, limits: Limits, cache: Cache, beaten: Callable[[Job], bool], *, wanted: bool
 ) -> tuple[Job, MemoryUse] | None:
-    """The layout with the least recomputation that fits, else the least that is tight, else full recomputation; None
-    where it is beaten even without any, or where it does not fit and is then not `wanted`."""
+    """The layout with the least recomputation that fits, else the least that is tight, else full recomputation; None if
+    even the layout without recomputation is slower than the best, or if it does not fit and is not `wanted` then."""
     capacity = cluster.memory_gb * 1e9
     memory = predict_memory(plain, enough=capacity)
-    if verdict(memory, cluster, limits.margin) == "fits":
+    before = verdict(memory, cluster, limits.margin)
+    if before == "fits":
         return plain, memory
     if memory.states > capacity and not wanted:  # which no recomputation mends
         return None
@@ -208,6 +247,8 @@ def _frugal(
         return everything, memory
     if beaten(plain):
         return None
+    if plain.layout.tiers.activations == "host":  # what selective recomputation keeps cannot be moved
+        return (plain, predict_memory(plain)) if best == before else (everything, memory)
     worst = VERDICTS.index(best)
     found = least_recompute(
         StepModel(plain, cluster, cache=cache),

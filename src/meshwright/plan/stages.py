@@ -33,9 +33,7 @@ def balanced_stages(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     """The number of layers of each stage, at least one, that minimizes the cost of the heaviest stage.
 
     Ties go to the smallest sum of squares, so that work is spread evenly over the other stages too. Exact, by dynamic
-    programming over (stage, layers so far).
-
-    Raises `UserError` where there are fewer layers than stages.
+    programming over (stage, layers so far). Raises `UserError` if there are fewer layers than stages.
     """
     if len(costs) < stages:
         raise UserError(f"{len(costs)} layers cannot make {stages} pipeline stages; the most is {len(costs)}")

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshwright.plan.activations import pass_activations
 from meshwright.plan.blueprint import Block
 from meshwright.plan.comm import Group, Wires, axis_group
 from meshwright.plan.constants import FITTED, Constants
@@ -150,7 +151,7 @@ class StepModel:
             b = sum(count * whole[kind][1] for kind, count in kinds) + self.repeated(job.groups(stage))
             if stage == job.head_rank:
                 f, b = f + parts.head.forward, b + parts.head.backward
-            exposed = self._hide_gathering(sharded, job.stage_layers[stage], f, b)
+            exposed = self._hide_gathering(sharded, job.stage_layers[stage], f, b) + self._offloading(stage, f, b)
             forward.append(f + exposed.forward)
             backward.append(b + exposed.backward)
             gathering.append(exposed)
@@ -194,7 +195,7 @@ class StepModel:
             moved = parameters * moved_bytes(job) / (rate * 1e9)
             kept = parameters * OFFLOAD_BYTES / (self.constants.offload_gb_s * 1e9)
             return moved + (kept if tiers.parameters == "host" else self.device.update(parameters))
-        if job.layout.offload != "none":
+        if tiers.optimizer != "device":
             return parameters * OFFLOAD_BYTES / (self.constants.offload_gb_s * 1e9)
         return self.device.update(parameters)
 
@@ -283,6 +284,13 @@ class StepModel:
             shown.append(wire - hidden + constants.contention * hidden)
         return Pass(*shown)
 
+    def _offloading(self, stage: int, forward: float, backward: float) -> Pass:
+        """The part of activations' way to the host and back that a stage's computation does not hide."""
+        if self.job.layout.tiers.activations == "device":
+            return Pass(0.0, 0.0)
+        way = pass_activations(self.job, self.job.groups(stage)) / HOST_LINK
+        return Pass(max(0.0, way - forward), max(0.0, way - backward))
+
     def _gradients(self, backward: float) -> float:
         """Exposed seconds of the data-parallel exchange once a step."""
         job, constants = self.job, self.constants
@@ -308,7 +316,7 @@ class StepModel:
         return wire - hidden + constants.contention * hidden
 
     def _reduce(self, numel: float) -> float:
-        """Seconds of one reduction of so many gradients to the ranks that keep them; quantized ones go there directly,
+        """Seconds of one reduction of gradients to the ranks that keep them; quantized ones go there directly,
         which takes longer for its bytes than a ring. Encoding and decoding are not counted."""
         job = self.job
         sent = job.layout.quantized_gradients
@@ -336,7 +344,7 @@ def gathered_bytes(job: Job) -> float:
 def moved_bytes(job: Job) -> float:
     """Bytes per trained parameter that a step reads and writes in the state's home, both ways together."""
     stack = job.stack
-    each = stack.state_bytes + stack.gradient_bytes if job.keeps_masters else stack.state_bytes - stack.gradient_bytes
+    each = stack.state_bytes + stack.gradient_bytes if job.keeps_masters else stack.state_bytes - job.master_bytes
     return 2 * job.layout.tiers.optimizer_share * each
 
 

@@ -35,13 +35,12 @@ Traffic = Counter[tuple[str, str]]
 def predict_traffic(resolved: ResolvedRun) -> Traffic:
     """Bytes of a step on the first rank, and on ranks that differ from it only in their data.
 
-    Communication after the gradients is not included: the norm for clipping, the experts' loads. Where tensor-parallel
-    ranks do not divide the vocabulary, the last ones have less. Rows sent to experts all return; the bytes that a rank
+    Communication after the gradients is not included: the norm for clipping, the experts' loads. If tensor-parallel
+    ranks do not divide the vocabulary, the last ones send less. Rows sent to experts all return; the bytes that a rank
     returns for others are the mean over ranks, which depends on routing.
 
-    Raises `UserError` where the formulas do not cover the run: steps that overlap (`pipedream-2bw`), ZeRO-3 under
-    `dualpipev` and schedules of one's own, and under tensor parallelism fine-tuning of embeddings, norms, head or
-    experts.
+    Raises `UserError` for runs that the formulas do not cover: steps that overlap (`pipedream-2bw`), ZeRO-3 under
+    `dualpipev` and custom schedules, and under tensor parallelism fine-tuning of embeddings, norms, head or experts.
     """
     layout = resolved.run.layout
     if layout.asynchronous:
@@ -68,7 +67,7 @@ class _Rank:
         self.training, self.rounds = resolved.run.training, resolved.accumulation
         dtypes = self.dtypes = self.training.dtypes
         self.width, self.wide = dtypes.compute.bytes, dtypes.loss.bytes
-        self.reduced, self.stored = dtypes.reduce.bytes, dtypes.master.bytes
+        self.reduced, self.stored = dtypes.reduce.bytes, dtypes.gradient.bytes
         self.ends, self.program = 1, ()
         layers = range(self.model.num_layers)
         if self.layout.pp > 1:

@@ -37,7 +37,7 @@ class StepComparison:
     state: dict[str, Difference] = field(default_factory=dict)
     """Differences of buffers and optimizer state after the step, and of the experts' load."""
     rounded: float | None = None
-    """How far quantized reductions have moved the gradient, as a share of its norm; None without them."""
+    """Relative distance by which quantized reductions moved the gradient; None without them."""
     misread: Misread | None = None
     """Set where ranks did not read the step's samples."""
 
@@ -104,7 +104,8 @@ def _compare_step(
 
 
 def _rounded(trainer: Trainer, step: int, reference: Reference) -> float:
-    """How far quantization has moved the gradient: the norm of the difference over its own. Collective."""
+    """Relative distance by which quantization moved the gradient: the norm of the difference over its own.
+    Collective."""
     moved = length = 0.0
     for name, parameter in trainer.parameters.items():
         expected = shards.part_like(reference.gradient(step, name), parameter).double()

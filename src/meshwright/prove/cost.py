@@ -1,4 +1,5 @@
-"""The cost of low precision, and of quantized gathers: how far a step is from the same step without, on one process."""
+"""The cost of low precision and of quantized gathers: the difference from the same step without them, on one
+process."""
 
 from dataclasses import dataclass
 from math import sqrt
@@ -26,7 +27,7 @@ class Cost:
 
 
 def measure_cost(resolved: ResolvedRun, reference: Reference, step: int) -> Cost | None:
-    """The effect of low precision and of quantized gathers on a step of the reference; None where there is neither."""
+    """The effect of low precision and of quantized gathers on a step of the reference; None if the run has neither."""
     training = resolved.run.training
     if training.product_recipe is None and resolved.run.layout.quantized_weights == "none":
         return None
@@ -43,6 +44,6 @@ def measure_cost(resolved: ResolvedRun, reference: Reference, step: int) -> Cost
         difference, length = difference + by * by, length + size * size
         if size and by / size >= worst_by:
             worst, worst_by = name, by / size
-    gathers = "" if resolved.run.layout.quantized_weights == "none" else " with weights gathered as they are"
+    gathers = "" if resolved.run.layout.quantized_weights == "none" else " with unquantized weights"
     beside = f"{plain.precision}{gathers}"
     return Cost(step, beside, loss, sqrt(difference / length) if length else 0.0, worst, worst_by)

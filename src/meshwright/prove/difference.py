@@ -15,7 +15,7 @@ class Difference:
     factor: float | None = None
     """Where the whole difference is a factor: ours = factor x reference."""
     place: str = ""
-    """The position of the largest difference, where it is informative."""
+    """The position of the largest difference, if it is informative."""
 
     @property
     def equal(self) -> bool:

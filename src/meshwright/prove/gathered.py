@@ -1,9 +1,9 @@
-"""Quantized collectives in a proof: one process computes with the weights that ranks gather, and gradients may be off
-by the half steps that ranks have told.
+"""Quantized collectives in a proof: one process computes with the weights that ranks gather, and gradients may differ
+by the half quantization steps that ranks report.
 
-What a rank gathers is a function of the weights and of where ranks cut them, so the reference computes with exactly
-those (`as_gathered`), and nothing is allowed for it. What rounding does to a sum of gradients depends on each rank's
-own; every reduction knows its scales, and so the most that it has moved a number by (`parallel.quantized.Rounding`).
+Gathered weights are a function of the weights and of where ranks cut them, so the reference computes with exactly those
+(`as_gathered`), and the tolerance does not change. The rounding of a sum of gradients depends on each rank's share;
+every reduction knows its scales, and therefore the largest error that it can have made (`parallel.quantized.Rounding`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -45,8 +45,8 @@ def as_gathered(trainer: Trainer, layout: LayoutSpec) -> Iterator[None]:
 
 
 def parts(whole: torch.Tensor, row: Parameter, model: ModelSpec, layout: LayoutSpec) -> Iterable[torch.Tensor]:
-    """Views of what each rank that shares a parameter by ZeRO keeps of it (as `families.split.kept_shape`); none where
-    one rank keeps all."""
+    """Views of what each of ZeRO's ranks keeps of a parameter (as `families.split.kept_shape`); empty if one rank keeps
+    all."""
     if is_experts(row):
         shards = layout.expert_shard
         cut = (0, layout.ep), (expert_shard_dim(row.shape, shards, split=layout.ep > 1), shards)
@@ -78,7 +78,7 @@ class Room:
     """To the norm of all."""
 
     def of(self, name: str) -> float:
-        """What it may have done to any number of a parameter's gradient."""
+        """The largest error of any number of a parameter's gradient."""
         return self.most.get(name, 0.0)
 
     def after_clipping(self, name: str, facts: Facts) -> float:
@@ -89,7 +89,7 @@ class Room:
 
 @contextmanager
 def rounding_told(model: nn.Module) -> Iterator[Rounding]:
-    """Inside the block, reductions of this rank's gradients tell what they round."""
+    """Inside the block, reductions of this rank's gradients record their rounding."""
     told, ours = Rounding(), reductions(model)
     for reduction in ours:
         reduction.rounding = told

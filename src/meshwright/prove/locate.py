@@ -29,7 +29,7 @@ class Location:
     name: str
     """Module, parameter or buffer; for data, which ranks read what."""
     difference: Difference | None
-    """None where no rank computed it."""
+    """None if no rank computed it."""
     ranks: tuple[int, ...] = ()
     """All ranks on which it differs."""
 
@@ -48,7 +48,7 @@ class _Watch:
         self.places = everything if trainer.places is None else torch.from_numpy(trainer.places)
         self.found: dict[tuple[str, str], Difference] = {}
         self.parts: dict[str, Part] = {}
-        """Under few bits, in the place of `found`; by `PHASE NAME`."""
+        """Under low precision, used instead of `found`; by `PHASE NAME`."""
         self.computed: set[tuple[str, str]] = set()
 
     def __call__(self, phase: str, name: str, microbatch: int, tensor: torch.Tensor) -> None:

@@ -58,7 +58,7 @@ class Share:
     data_rank: int
     tp_rank: int
     terms: list[tuple[float, int]]
-    """(summed loss, number of terms) of each of its microbatches; empty where it has no head."""
+    """(summed loss, number of terms) of each of its microbatches; empty on a rank without the head."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def find_wrong_loss(
         shares: of all ranks.
         reference: of all the step's microbatches, in the order of the data-parallel ranks that have them.
         over_tokens: whether each of the ranks that share rows has only the loss of its own tokens.
-        relative: how far a loss may be off.
+        relative: how far a loss may differ.
     """
     groups: dict[tuple[int, int], list[Share]] = {}
     for share in shares:

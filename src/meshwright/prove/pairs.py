@@ -30,7 +30,7 @@ def pair_layouts(layout: LayoutSpec) -> list[LayoutSpec]:
 
 
 def _restricted(layout: LayoutSpec, pair: tuple[str, ...]) -> LayoutSpec | None:
-    """The layout of a pair of axes; None where they are no legal layout without the others."""
+    """The layout of a pair of axes; None if they are not a legal layout without the others."""
     degrees = {axis: _degree(getattr(layout, axis)) if axis in pair else 1 for axis in AXES}
     sharers = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
     fields = {**layout.model_dump(), **degrees, "ep": gcd(layout.ep, sharers), "stage_layers": "auto"}

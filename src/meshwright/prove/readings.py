@@ -16,7 +16,7 @@ class Reading:
     """The samples that one rank read in a step."""
 
     rows: tuple[int | None, ...]
-    """The sample of the step in each row; None for a row that is no sample."""
+    """The sample of the step in each row; None for a row that is not a sample."""
     places: tuple[int, ...]
     """The positions in each sample whose tokens the rank has."""
     other: str = ""
@@ -32,7 +32,7 @@ class Misread:
 
 
 def check_readings(trainer: Trainer, microbatches: Sequence[HostBatch], step: int) -> Misread | None:
-    """None where all ranks together read every sample of a step as often as the layout says. Collective."""
+    """None if all ranks together read every sample of a step as often as the layout says. Collective."""
     resolved, layout = trainer.resolved, trainer.resolved.run.layout
     if padding_of(resolved) == "left_out":
         return None  # rows are joined
@@ -84,10 +84,10 @@ def _apart(readings: Sequence[Reading], together: int) -> Misread | None:
 
 
 def _judge(readings: Sequence[Reading], size: int, length: int, sharers: int) -> Misread | None:
-    """`sharers` ranks share each sample, by its tokens or by the model's."""
+    """`sharers` ranks share each sample, by splitting its tokens or the model."""
     for rank, reading in enumerate(readings):
         if None in reading.rows:
-            return Misread(f"rank {rank} read what is no sample of the step", (rank,))
+            return Misread(f"rank {rank} read a sample that is not in the step", (rank,))
     for sample in range(size):
         ranks = tuple(rank for rank, reading in enumerate(readings) for row in reading.rows if row == sample)
         if len(ranks) != sharers:

@@ -207,7 +207,7 @@ def rows_of(resolved: ResolvedRun, microbatch: int) -> slice:
 
 
 def loader_for(trainer: Trainer, samples: Samples | Mixture | None = None) -> Loader:
-    """This rank's microbatches of `samples`, or else of random ones, packed as the recipe says."""
+    """This rank's microbatches of `samples`, or else of random ones, packed as in the recipe."""
     return Loader.of_run(samples or samples_for(trainer), trainer.resolved, trainer.data_rank, trainer.places)
 
 

@@ -61,7 +61,7 @@ class Wrong:
 
 
 class Replay:
-    """The step on one process: its results, and how far rounding moves them."""
+    """The step on one process: its results, and the effect of rounding on them."""
 
     def __init__(self, resolved: ResolvedRun, folder: Path) -> None:
         run = resolved.run.model_copy(update={"device": "cpu"})
@@ -100,7 +100,7 @@ class Replay:
     def epsilon(self) -> float:
         """The precision of the extra rounding."""
         dtypes = self.resolved.run.training.dtypes
-        return dtypes.compute.epsilon * (1 if dtypes.mixed else WIDE)
+        return dtypes.compute.epsilon * (1 if dtypes.narrow else WIDE)
 
     def _step(self, microbatches: list[HostBatch]) -> dict[str, float]:
         make = self.trainer.train_step
@@ -127,8 +127,8 @@ class Replay:
         return {name: Difference(_apart(ours[name], self.figures[name]), room[name]) for name in room}
 
     def factors(self) -> dict[str, float]:
-        """How far rounding moves each tensor as a whole; two runs estimate that poorly, so never less than for most
-        tensors."""
+        """How far rounding moves each tensor as a whole. Two runs estimate that poorly, so it is at least the median
+        over tensors."""
         own = {name: _rms(values) for name, values in self.moved.items() if " " in name}
         typical = statistics.median(own.values())
         return {name: max(value, typical) for name, value in own.items()}
@@ -227,7 +227,7 @@ def _describe(wrong: Wrong) -> str:
 def main() -> int:
     """Recompute the step in a folder, and write the verdict beside it."""
     parser = argparse.ArgumentParser(prog="meshwright.prove.replay", description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="what the run has written of the step")
+    parser.add_argument("--folder", type=Path, required=True, help="the run's record of the step")
     parser.add_argument("--plugins", type=Path, help="what Python code handed to train")
     parser.add_argument("--parent", type=int, default=0, help="the process with which this one ends")
     arguments = parser.parse_args()

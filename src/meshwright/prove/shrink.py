@@ -30,7 +30,7 @@ HIDDEN_OF_BLOCKS = 64
 def shrink(resolved: ResolvedRun) -> ResolvedRun:
     """The run with a small model and batch, and random weights, adapters included, because no file has its shapes.
 
-    Raises `UserError` where no small model fits the layout, though the large one does.
+    Raises `UserError` if no small model fits the layout, though the large one does.
     """
     run, layout = resolved.run, resolved.run.layout
     if resolved.model.foreign is not None:

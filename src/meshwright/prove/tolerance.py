@@ -45,8 +45,8 @@ class Tolerance:
     """Rounding of the optimizer's state and of values computed from it, relative to its tensor's largest number."""
 
     def of_update(self, facts: Facts, weight: float, more: float = 0.0) -> float:
-        """The allowance of a weight after a step of these figures, where weights are at most `weight`; `more`: what is
-        allowed for its gradient besides (`gathered.Room.after_clipping`)."""
+        """The tolerance of a weight after a step with these figures, for weights of at most `weight`; `more`: further
+        tolerance of its gradient (`gathered.Room.after_clipping`)."""
         smallest = facts["smallest_norm"] * facts["factor"]
         slope = max(self.slope, self.muon_slope / smallest if smallest else 0.0)
         rounding = self.slope * self.moment_rounding * facts["largest"] * facts["factor"]
@@ -77,7 +77,7 @@ def derive_tolerance(resolved: ResolvedRun) -> Tolerance:
     dtypes = training.dtypes
     wide = dtypes.master.epsilon
     relative = terms * wide
-    if dtypes.mixed:
+    if dtypes.narrow:
         stored = 2 * (STORED_PER_BLOCK * model.num_layers + 4)
         relative += CONFIDENCE * sqrt(stored) * dtypes.compute.epsilon
         relative += dtypes.reduce.epsilon * sqrt(resolved.global_batch) * CONFIDENCE
@@ -87,7 +87,7 @@ def derive_tolerance(resolved: ResolvedRun) -> Tolerance:
         rounding=4 * wide,
         slope=optimizer.lr / optimizer.eps,
         muon_slope=optimizer.muon_lr * MUON_SLOPE if optimizer.name == "muon" else 0.0,
-        statistical=dtypes.mixed,
+        statistical=dtypes.narrow,
         beta2=optimizer.betas[1],
         moment_rounding=4 * (FP32 if optimizer.name == "adamw_8bit" else dtypes.master).epsilon,
     )

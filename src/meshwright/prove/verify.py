@@ -8,6 +8,7 @@ from typing import Any
 from meshwright.launch.launcher import Nodes, find_worker, start_workers
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.status import STOPPED, TrainingStopped
+from meshwright.launch.supervise import RestartPolicy
 from meshwright.optim.build import OPTIMIZERS
 from meshwright.prove.compare import StepComparison, compare_start, compare_steps
 from meshwright.prove.cost import Cost, measure_cost
@@ -53,7 +54,7 @@ class Proof:
 def verify(resolved: ResolvedRun, *, steps: int) -> Proof:
     """Train `steps` steps on one process and under the layout, from the same weights on the same data, and compare.
 
-    Both on this machine's CPUs. Raises `LayoutFailed` where the layout's processes fail, and `TrainingStopped`, a
+    Both on this machine's CPUs. Raises `LayoutFailed` if the layout's processes fail, and `TrainingStopped`, a
     `KeyboardInterrupt`, where a signal ended it.
     """
     if find_worker() is not None:
@@ -62,7 +63,7 @@ def verify(resolved: ResolvedRun, *, steps: int) -> Proof:
     with scratch_folder("verify") as folder:
         with StopRequest(raises=True):
             reference = train_reference(resolved, folder, steps)
-            if resolved.run.training.dtypes.mixed:
+            if resolved.run.training.dtypes.narrow:
                 measure_rounding(resolved, reference, steps)
             cost = measure_cost(resolved, reference, steps)
         proof = _under_layout(resolved, folder, steps, trace=0)
@@ -70,7 +71,7 @@ def verify(resolved: ResolvedRun, *, steps: int) -> Proof:
             step = proof.comparisons[-1].step
             with StopRequest(raises=True):
                 trace_reference(resolved, reference, step)
-                if resolved.run.training.dtypes.mixed:
+                if resolved.run.training.dtypes.narrow:
                     trace_rounding(resolved, reference, step)
             proof = _under_layout(resolved, folder, steps, trace=step)
     return replace(proof, cost=cost)
@@ -78,8 +79,9 @@ def verify(resolved: ResolvedRun, *, steps: int) -> Proof:
 
 def for_proof(resolved: ResolvedRun) -> ResolvedRun:
     """The run as it is proved: on CPUs, its optimizer a smooth function of the gradient, every step clipped if the
-    recipe clips at all. AdamW replaces a user's own optimizer, whose smoothness is unknown."""
-    training = resolved.run.training
+    recipe clips at all. AdamW replaces a user's own optimizer, whose smoothness is unknown. Weights and moments that
+    are kept in bf16 are in fp32: their rounding is no smooth function either, and is the same on every layout."""
+    training = resolved.run.training.with_wide_state()
     ours = training.optimizer if training.optimizer.name in OPTIMIZERS else OptimizerSpec(lr=training.optimizer.lr)
     optimizer = ours.model_copy(update={"eps": max(SMOOTHING, ours.eps)})
     clip = None if training.clip is None else min(CLIP, training.clip)
@@ -104,8 +106,8 @@ def _under_layout(resolved: ResolvedRun, folder: Path, steps: int, *, trace: int
     (folder / RESOLVED).write_text(dump_recipe(resolved, expanded=True))
     arguments = ["--resolved", str(folder / RESOLVED), "--folder", str(folder), "--steps", str(steps)]
     with StopRequest(raises=True) as stop:
-        words = [*arguments, "--trace", str(trace)]
-        status = start_workers(resolved.run, Nodes(), words, stop, run_dir=None, module="meshwright.prove.worker")
+        words = ["meshwright.prove.worker", *arguments, "--trace", str(trace)]
+        status = start_workers(resolved.run, Nodes(), words, stop, RestartPolicy(run_dir=None))
     if status == STOPPED:
         raise TrainingStopped(status)
     if status:

@@ -12,7 +12,9 @@ from torch import nn
 from meshwright import torch_internals
 from meshwright.models import loss, moe
 from meshwright.models.norm import RMSNorm
+from meshwright.models.slots import Wrapped
 from meshwright.parallel.expert import Exchange
+from meshwright.parallel.offload import HostCopy, Offloaded
 from meshwright.spec.run import ResolvedRun
 from meshwright.state import Home, Tier
 
@@ -65,8 +67,31 @@ def fill_slots(model: nn.Module, resolved: ResolvedRun, *, on_gpu: bool) -> None
             module.read_counts = EvenCounts(rows)
         if isinstance(module, moe.MoE) and isinstance(module.dispatch, Exchange):
             module.dispatch.read_counts = EvenCounts(rows)
+        for wrapper in module.wrappers if isinstance(module, Wrapped) else ():
+            if isinstance(wrapper, Offloaded):
+                wrapper.copy = UncountedCopy
         if isinstance(module, RMSNorm) and on_gpu:
             module.kernel = FusedNorm()
+
+
+class UncountedCopy(HostCopy):
+    """A saved tensor's copy outside the counted memory; only what is brought back counts."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.device, self._back = tensor.device, None
+        self._like = tensor.shape, tensor.stride(), tensor.dtype
+
+    def fetch(self) -> None:
+        """As `HostCopy`, as on a GPU."""
+        if self._back is None:
+            shape, stride, dtype = self._like
+            self._back = torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
+
+    def back(self) -> torch.Tensor:
+        """As `HostCopy`."""
+        self.fetch()
+        assert self._back is not None
+        return self._back
 
 
 class EvenCounts:
@@ -93,7 +118,7 @@ class FusedNorm:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """Saves what a GPU's kernel for RMSNorm does: its input, and a number a row; on a CPU RMSNorm is a chain of
+    """Saves what a GPU's RMSNorm kernel saves: its input, and a number per row; on a CPU RMSNorm is a chain of
     operations."""
 
     @staticmethod

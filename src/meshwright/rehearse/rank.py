@@ -36,7 +36,7 @@ from meshwright.trainer.start import read_resolved
 from meshwright.trainer.state import state_tensors
 
 CPU = torch.device("cpu")
-"""The device of fake tensors: autograd ends the process where one is on a missing device."""
+"""The device of fake tensors: autograd ends the process if one is on a missing device."""
 
 
 def rehearse_rank(resolved: ResolvedRun, rank: int, *, on_gpu: bool) -> dict[str, Any]:

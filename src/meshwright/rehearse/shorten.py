@@ -67,9 +67,9 @@ def _schedule(resolved: ResolvedRun, count: int) -> Schedule:
 
 
 def set_microbatches(passes: Passes, resolved: ResolvedRun, count: int) -> None:
-    """Let a step take so many microbatches; only pipelines need to know in advance."""
+    """Let a step take this many microbatches; only pipelines need to know in advance."""
     if isinstance(passes, Pipeline):
-        passes.follow(plan_stages(resolved.model_copy(update={"accumulation": count})))
+        passes.use_schedule(plan_stages(resolved.model_copy(update={"accumulation": count})))
 
 
 def continued(runs: Sequence[Observed], counts: Sequence[int], many: int) -> Observed:

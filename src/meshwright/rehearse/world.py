@@ -2,13 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from meshwright.launch import forkserver
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import AXES, LayoutSpec
 from meshwright.spec.run import ResolvedRun, Run
@@ -23,7 +23,7 @@ SHOWN_STAGES = 4
 def fill_world(run: Run, world_size: int) -> Run:
     """`run` on `world_size` ranks: the axis along which its data parallelism shards (or replicates) takes up the rest.
 
-    Raises `UserError` where the other degrees do not divide `world_size`.
+    Raises `UserError` if the other degrees do not divide `world_size`.
     """
     layout = run.layout
     grown = "dp_replicate" if layout.zero_stage == 0 else "dp_shard"
@@ -54,7 +54,7 @@ def rehearse(resolved: ResolvedRun, ranks: Sequence[int], *, on_gpu: bool) -> li
     """
     world_size = resolved.run.layout.world_size
     if outside := [rank for rank in ranks if not 0 <= rank < world_size]:
-        raise UserError(f"--ranks: {outside[0]} is none of the ranks 0 to {world_size - 1}")
+        raise UserError(f"--ranks: {outside[0]} is not one of the ranks 0 to {world_size - 1}")
     with scratch_folder("rehearse") as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         path = folder / "resolved.json"
         path.write_text(resolved.model_dump_json())
@@ -63,12 +63,21 @@ def rehearse(resolved: ResolvedRun, ranks: Sequence[int], *, on_gpu: bool) -> li
 
 def _rehearse_apart(resolved: Path, rank: int, *, on_gpu: bool) -> dict[str, Any]:
     """One rank in a process of its own: a process can be one rank only."""
-    words = [sys.executable, "-P", "-m", "meshwright.rehearse.rank", "--resolved", str(resolved), "--rank", str(rank)]
-    done = subprocess.run([*words, *(["--on-gpu"] if on_gpu else [])], capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"status {done.returncode}"
-        raise UserError(f"rank {rank} would fail: {last}")
-    return json.loads(done.stdout)
+    words = ["--resolved", str(resolved), "--rank", str(rank), *(["--on-gpu"] if on_gpu else [])]
+    command = [sys.executable, "-P", "-u", "-m", "meshwright.rehearse.rank", *words]
+    report, errors = (resolved.with_name(f"{rank}.{kind}") for kind in ("json", "err"))
+    with report.open("wb") as out, errors.open("wb") as err:
+        process = forkserver.start(command, stdout=out.fileno(), stderr=err.fileno())
+        try:
+            status = process.wait()
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+    if status:
+        said = errors.read_text().strip().splitlines()
+        raise UserError(f"rank {rank} would fail: {said[-1] if said else f'status {status}'}")
+    return json.loads(report.read_text())
 
 
 def device_peak(report: dict[str, Any]) -> int:

@@ -1,37 +1,48 @@
 """Export of a trained model's adapters in peft's format, checked by comparing logits."""
 
 import itertools
+import json
 import tempfile
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import torch
 
 from meshwright.checkpoint.hf import export_hf
+from meshwright.checkpoint.hf_proof import TOLERANCE, probe_tokens
 from meshwright.checkpoint.peft import read_adapter, write_adapter
+from meshwright.checkpoint.peft_config import CONFIG, unread_by_vllm
 from meshwright.checkpoint.peft_proof import prove_adapter
 from meshwright.families import parameter_table, pretrained_directory, state_table
 from meshwright.families.hub import hub_id
 from meshwright.finetune import apply_finetune
 from meshwright.models import Decoder, build_model, named_state
 from meshwright.parallel.materialize import materialize
+from meshwright.serve.receipt import RECEIPT, Reading, Receipt, not_among, version_of
 from meshwright.serve.trained import TrainedModel
+from meshwright.serve.vllm_receipt import PROGRAM as VLLM
+from meshwright.serve.vllm_receipt import vllm_python, vllm_reading
 from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FullSpec, LoraSpec
+from meshwright.spec.precision import FP32
 from meshwright.spec.run import ResolvedRun
 from meshwright.trainer.weights import base_of, base_weights
 
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM takes for the largest rank."""
 
-def export_adapter(trained: TrainedModel, directory: Path) -> tuple[int, float]:
-    """Write the trained parameters as a peft adapter.
 
-    Returns the number of its parameters, and the largest difference of logits between the model and the adapter read
-    back, by peft too if it is installed.
+def export_adapter(trained: TrainedModel, directory: Path, *, vllm: Path | None = None) -> tuple[int, Receipt]:
+    """Write the trained parameters as a peft adapter, with its receipt.
+
+    Returns the number of its parameters, and the receipt: the largest difference of logits between the model and the
+    adapter read back, by peft too if it is installed, and by vLLM with the Python of its environment, `vllm`.
 
     Raises `UserError` if there are no adapters, `directory` exists, peft has no name for them, or the logits differ
     by more than rounding; then nothing is written.
     """
-    run = trained.run
+    run, python = trained.run, vllm_python(vllm)
     finetune = None if run is None else run.run.finetune
     base = None if run is None else base_of(run)
     if run is None or finetune is None or isinstance(finetune, FullSpec) or base is None:
@@ -39,22 +50,55 @@ def export_adapter(trained: TrainedModel, directory: Path) -> tuple[int, float]:
     fingerprint = base["fingerprint"]
     name = hub_id(Path(base["path"])) or base["path"] if run.run.model.weights == "pretrained" else None
     kept = {name: tensor for name, tensor in trained.model.named_parameters() if tensor.requires_grad}
-    differences = []
+    receipts: list[Receipt] = []
 
     def prove(written: Path) -> None:
         reference = _on_plain_base(trained, run, kept)
         with tempfile.TemporaryDirectory(dir=written.parent, prefix=f"{written.name}-base-") as folder:
-            differences.append(
-                prove_adapter(
-                    reference,
-                    written,
-                    lambda place: read_adapter(place, trained.spec, finetune, fingerprint=fingerprint),
-                    lambda: _base_directory(trained, run, Path(folder)),
-                )
+            write_base = cache(lambda: _base_directory(trained, run, Path(folder)))
+            differences = prove_adapter(
+                reference,
+                written,
+                lambda place: read_adapter(place, trained.spec, finetune, fingerprint=fingerprint),
+                write_base,
             )
+            readings = [_reading(trained, *one) for one in differences.items()]
+            notes = [f"vLLM does not read {reason}" for reason in unread_by_vllm(written)]
+            if python is not None and not notes:
+                rank = vllm_rank(written)
+                reading, notes = vllm_reading(
+                    reference, write_base(), python, tokenizer=None, adapter=written, rank=rank
+                )
+                readings.append(reading)
+        receipt = Receipt(
+            exported=directory.name,
+            dtype=FP32.name,
+            source=str(trained.source),
+            readings=tuple(readings),
+            notes=tuple(notes),
+            not_installed=not_among(("peft", VLLM) if python is None else ("peft",), [one.program for one in readings]),
+        )
+        receipt.write(written / RECEIPT)
+        receipts.append(receipt)
 
     write_adapter(directory, kept, trained.spec, finetune, base=name, fingerprint=fingerprint, prove=prove)
-    return sum(tensor.numel() for tensor in kept.values()), differences[0]
+    return sum(tensor.numel() for tensor in kept.values()), receipts[0]
+
+
+def vllm_rank(directory: Path) -> int:
+    """The least value that vLLM takes for the largest rank and that a written adapter fits."""
+    rank = json.loads((directory / CONFIG).read_text(encoding="utf-8"))["r"]
+    return next((allowed for allowed in VLLM_RANKS if allowed >= rank), rank)
+
+
+def _reading(trained: TrainedModel, program: str, difference: float) -> Reading:
+    return Reading(
+        program=program,
+        version=version_of(program),
+        largest_difference=difference,
+        tolerance=TOLERANCE,
+        positions=probe_tokens(trained.spec).numel(),
+    )
 
 
 @torch.no_grad()

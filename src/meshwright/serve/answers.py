@@ -14,7 +14,7 @@ from meshwright.spec.errors import UserError
 PLAIN = TEMPLATES / "plain.jinja"
 """The template of a model that has none; it needs no special tokens."""
 NEXT_TURN = "\n\nUser:"
-"""How such a model, which has learnt no end of a turn, begins to write the user's next message."""
+"""How such a model, which has not learnt to end a turn, starts the user's next message."""
 
 
 def answer_questions(

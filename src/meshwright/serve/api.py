@@ -198,7 +198,7 @@ class UnloadAdapter(_Model):
 
 
 def parse(kind: type[BaseModel], body: bytes) -> Any:
-    """A request of this kind. Raises `ApiError` with what is wrong and where."""
+    """A request of this kind. Raises `ApiError`, which says what is wrong and where."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -252,7 +252,7 @@ class Wording:
         return self._chunk({"index": number, **said, "logprobs": None, "finish_reason": finish})
 
     def usage(self, answers: Sequence[Answer], prompt_tokens: int) -> dict[str, Any]:
-        """The last chunk, where it is asked for."""
+        """The last chunk, if requested."""
         return {**self._chunk(), "usage": usage(answers, prompt_tokens)}
 
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:

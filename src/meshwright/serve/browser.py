@@ -1,4 +1,4 @@
-"""The chat page, the arena, and what a browser may do with it; and by which name a client calls this machine."""
+"""The chat page and the arena, what a browser lets them do, and the names by which clients may call this machine."""
 
 import base64
 import hashlib
@@ -8,20 +8,22 @@ from pathlib import Path
 from starlette.requests import Request
 
 CHAT, ARENA = (Path(__file__).with_name(f"{name}.html") for name in ("page", "arena"))
-"""The pages, each one self-contained file."""
+"""The pages. Each is served as one self-contained file: the style that they share takes the place of `STYLE`."""
+STYLE = "/* pages.css */"
 HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]@]*)(?::[0-9]*)?")
 """A request's header of this name: a name or an address, and a port."""
 
 
 def page(file: Path) -> tuple[str, int, dict[str, str]]:
     """The page in a file, a status and headers."""
-    text = file.read_text(encoding="utf-8")
+    shared = file.with_name("pages.css").read_text(encoding="utf-8").strip()
+    text = file.read_text(encoding="utf-8").replace(STYLE, shared)
     apart = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "x-frame-options": "DENY"}
     return text, 200, {"content-security-policy": _policy(text), **apart}
 
 
 def _policy(page: str) -> str:
-    """What a browser lets the page do: its own style and script run, and they ask this server alone."""
+    """The browser's policy for the page: only its own style and script run, and they contact only this server."""
     own = {kind: re.search(f"<{kind}>(.*?)</{kind}>", page, flags=re.DOTALL) for kind in ("style", "script")}
     hashes = {
         kind: base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
@@ -34,6 +36,6 @@ def _policy(page: str) -> str:
 
 
 def called(request: Request) -> str | None:
-    """The name by which the client calls this machine; None where it is no name."""
+    """The name by which the client calls this machine; None if it is not a valid name."""
     found = HOST.fullmatch(request.headers.get("host", ""))
     return found and found[1].lower()

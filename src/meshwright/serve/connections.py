@@ -1,4 +1,4 @@
-"""Connections of clients, who have so long to say what they want: who never does keeps no place."""
+"""Client connections with a deadline for the complete request, so that idle clients do not occupy places."""
 
 import asyncio
 from typing import Any
@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MOST_CONNECTIONS = 512
-"""At a time; more are told to come again."""
+"""Connections at a time; more are refused with a request to retry."""
 REQUEST_SECONDS = 60.0
 """From a connection, or the end of an answer, to the end of the next request."""
 

@@ -39,7 +39,7 @@ class Prompts:
         return [self._tokenizer.decode([end]) for end in sorted(ends)]
 
     def text(self, text: str) -> list[int]:
-        """Token ids of a text to be continued; an empty one begins a document."""
+        """Token ids of a text to be continued; an empty text starts a document."""
         with self._lock:
             return self._tokenizer.encode_prompt(text) or [self._tokenizer.eos_id]
 

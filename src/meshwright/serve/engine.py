@@ -193,7 +193,7 @@ class Engine:
                 return
 
     def _choose(self, logits_BV: torch.Tensor, rows: Sequence[_Row]) -> list[Token]:
-        """The next token of each row. Raises `UserError` where the model computes no numbers."""
+        """The next token of each row. Raises `UserError` if the model computes no numbers."""
         if rows and not bool(logits_BV.amax(-1).isfinite().all()):
             raise UserError(
                 "the model computes values that are not finite: its weights are damaged, or too large for its dtype "

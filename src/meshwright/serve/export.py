@@ -5,7 +5,6 @@ import io
 import json
 import tempfile
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,12 +35,19 @@ from meshwright.serve.receipt import (
     TEXTS,
     Reading,
     Receipt,
-    logprob_difference,
+    conversations_of,
+    next_logprobs,
+    not_among,
+    probe_prompts,
+    refuse_other_logprobs,
     refuse_other_tokens,
+    texts_of,
+    version_of,
 )
 from meshwright.serve.token_ids import TokenIds, token_ids
-from meshwright.serve.trained import TrainedModel, config_of
-from meshwright.spec.batch import Batch
+from meshwright.serve.trained import TrainedModel, config_of, open_trained
+from meshwright.serve.vllm_receipt import PROGRAM as VLLM
+from meshwright.serve.vllm_receipt import vllm_python, vllm_reading
 from meshwright.spec.data import ChatSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import BF16, FP32, FP64
@@ -55,28 +61,36 @@ READ_BY_TRANSFORMERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe
 Equal = tuple[int | None, int | None]
 """Texts and conversations with equal tokens, as in `Reading`."""
 
-PROMPT_LENGTHS = (1, 2, 7, 19, 33, 64)
-"""Tokens of the random prompts behind which llama.cpp's log-probabilities are compared."""
 
-
-def export_trained(trained: TrainedModel, directory: Path, *, dtype: str | None = None, merge: bool = False) -> Receipt:
+def export_trained(
+    trained: TrainedModel,
+    directory: Path,
+    *,
+    dtype: str | None = None,
+    merge: bool = False,
+    vllm: Path | None = None,
+) -> Receipt:
     """Write the model as a Hugging Face directory with its receipt, in `dtype` or else the precision of its run;
-    adapters merged into the weights, if `merge`.
+    adapters merged into the weights, if `merge`. `vllm`: the Python of an environment that has vLLM.
 
-    Raises `UserError` where `directory` exists, or a program that reads it computes other logits or tokens; then
+    Raises `UserError` if `directory` exists, or a program that reads it computes other logits or tokens; then
     nothing is written.
     """
-    dtype = dtype or _dtype_of(trained).name
+    dtype, python = dtype or _dtype_of(trained).name, vllm_python(vllm)
     receipts: list[Receipt] = []
 
     def seal(staging: Path, differences: dict[str, float]) -> None:
         found = [_hf_reading(trained, staging, *one) for one in differences.items()]
+        if python is not None:
+            read_back = open_trained(staging, device="cpu", dtype=FP32.name, family=trained.spec.family)
+            found.append(vllm_reading(read_back.model, staging, python, tokenizer=trained.tokenizer))
         receipt = Receipt(
             exported=directory.name,
             dtype=dtype,
             source=str(trained.source),
             readings=tuple(reading for reading, _ in found),
             notes=tuple(note for _, notes in found for note in notes),
+            not_installed=not_among(("transformers", VLLM), [reading.program for reading, _ in found]),
         )
         receipt.write(staging / RECEIPT)
         receipts.append(receipt)
@@ -97,7 +111,7 @@ def export_gguf(trained: TrainedModel, file: Path, *, form: str | None = None, m
     """Write the model as the GGUF file `file`, and its receipt beside it (`NAME.receipt.json`); matrices in the
     format `form` (`GgufName`), by default the precision of the run.
 
-    Raises `UserError` where `file` exists, llama.cpp has no such model or tokenizer, or a program that reads the file
+    Raises `UserError` if `file` exists, llama.cpp has no such model or tokenizer, or a program that reads the file
     computes other logits or tokens; then nothing is written.
     """
     if file.exists():
@@ -137,7 +151,7 @@ def _write_proved_gguf(trained: TrainedModel, folder: Path, exported: str, form:
         try:
             readings.append(_transformers_gguf_reading(reference, folder))
         except (KeyError, NotImplementedError, RuntimeError, TypeError) as error:  # it reads few architectures
-            notes.append(f"transformers {_version('transformers')} cannot read it ({str(error).splitlines()[0]})")
+            notes.append(f"transformers {version_of('transformers')} cannot read it ({str(error).splitlines()[0]})")
     if llama_cpp_installed():
         readings.append(_llama_cpp_reading(reference, trained.tokenizer, file, form))
     if not readings:
@@ -151,6 +165,7 @@ def _write_proved_gguf(trained: TrainedModel, folder: Path, exported: str, form:
         source=str(trained.source),
         readings=tuple(readings),
         notes=tuple(notes),
+        not_installed=() if llama_cpp_installed() else ("llama.cpp",),
     )
     receipt.write(folder / RECEIPT)
     return receipt
@@ -200,19 +215,19 @@ def _notes(trained: TrainedModel, stored: StoredModel) -> list[str]:
 
 
 def _hf_reading(trained: TrainedModel, staging: Path, program: str, difference: float) -> tuple[Reading, list[str]]:
-    """What a program's logits, tokens and template are, of a Hugging Face directory, and what to know of them."""
+    """A program's logits, tokens and template, computed from a Hugging Face directory, and remarks about them."""
     tokens = probe_tokens(trained.spec)
     if program == "meshwright":
         theirs, notes = load_tokenizer(staging), []
-        texts = refuse_other_tokens(program, "text", _texts(trained.tokenizer), _texts(theirs))
-        wanted, found = _conversations(trained.tokenizer), _conversations(theirs)
+        texts = refuse_other_tokens(program, "text", texts_of(trained.tokenizer), texts_of(theirs))
+        wanted, found = conversations_of(trained.tokenizer), conversations_of(theirs)
         conversations = refuse_other_tokens(program, "conversation", wanted, found) if wanted else None
         equal: Equal = texts, conversations
     else:
         equal, notes = _transformers_tokens(trained.tokenizer, staging)
     reading = Reading(
         program=program,
-        version=_version(program),
+        version=version_of(program),
         largest_difference=difference,
         tolerance=TOLERANCE,
         positions=tokens.numel(),
@@ -222,27 +237,11 @@ def _hf_reading(trained: TrainedModel, staging: Path, program: str, difference: 
     return reading, notes
 
 
-def _texts(tokenizer: TextTokenizer) -> list[list[int]]:
-    return [tokenizer.encode_prompt(text) for text in TEXTS]
-
-
-def _conversations(tokenizer: TextTokenizer) -> list[list[int]]:
-    """Of each conversation that the template does not refuse; none where there is no template."""
-    prompts, found = Prompts(tokenizer), []
-    if prompts.chats:
-        for messages in CONVERSATIONS:
-            try:
-                found.append(prompts.conversation(messages))
-            except UserError:
-                found.append([])
-    return found
-
-
 def _transformers_tokens(tokenizer: TextTokenizer, directory: Path) -> tuple[Equal, list[str]]:
-    """What transformers' tokens of texts and conversations are, and what to know of them.
+    """transformers' tokens of texts and conversations, and remarks about them.
 
-    Where `AutoTokenizer` makes others, `PreTrainedTokenizerFast` must make these: transformers 5 takes any tokenizer
-    beside a qwen2 model for Qwen2's own, whatever tokenizer_config.json says.
+    If `AutoTokenizer` gives different tokens, `PreTrainedTokenizerFast` must give these: transformers 5 takes any
+    tokenizer beside a qwen2 model for Qwen2's own, whatever tokenizer_config.json says.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -262,7 +261,7 @@ def _transformers_tokens(tokenizer: TextTokenizer, directory: Path) -> tuple[Equ
 
 def _compared_tokens(tokenizer: TextTokenizer, theirs: Any) -> Equal:
     found = [_without_end(theirs(text).input_ids, tokenizer) for text in TEXTS]
-    texts = refuse_other_tokens("transformers", "text", _texts(tokenizer), found)
+    texts = refuse_other_tokens("transformers", "text", texts_of(tokenizer), found)
     if tokenizer.chat_template is None:
         return texts, None
     wanted, spoken = [], []
@@ -293,7 +292,7 @@ def _transformers_gguf_reading(reference: Decoder, staging: Path) -> Reading:
         difference = compare_with_transformers(reference, staging, tokens, gguf_file=GGUF_FILE)
     return Reading(
         program="transformers",
-        version=_version("transformers"),
+        version=version_of("transformers"),
         largest_difference=difference,
         tolerance=TOLERANCE,
         positions=tokens.numel(),
@@ -301,10 +300,8 @@ def _transformers_gguf_reading(reference: Decoder, staging: Path) -> Reading:
 
 
 def _llama_cpp_reading(reference: Decoder, tokenizer: TextTokenizer, file: Path, form: str) -> Reading:
-    spec, probe = reference.spec, probe_tokens(reference.spec)[0]
-    prompts = [
-        probe[:length].tolist() for length in PROMPT_LENGTHS if length <= min(len(probe), context_length(spec) - 1)
-    ]
+    spec = reference.spec
+    prompts = probe_prompts(spec, context_length(spec))
     texts = [normalize("NFC", text) if composes(tokenizer) else text for text in TEXTS]
     found = read_by_llama_cpp(
         file,
@@ -314,34 +311,22 @@ def _llama_cpp_reading(reference: Decoder, tokenizer: TextTokenizer, file: Path,
         texts=texts,
         conversations=CONVERSATIONS if tokenizer.chat_template is not None else (),
     )
-    ours = [reference.logits(Batch(torch.tensor([prompt])))[0, -1].log_softmax(-1) for prompt in prompts]
-    tolerance = LLAMA_CPP_TOLERANCE.get(form, QUANTIZED_TOLERANCE) * max((row.max() - row.min()).item() for row in ours)
-    differences = list(map(logprob_difference, ours, map(torch.tensor, found.logprobs)))
-    if not max(differences) <= tolerance:
-        raise UserError(
-            f"the export was refused: read by llama.cpp, its log-probabilities differ from the model's by "
-            f"{max(differences):.3g} (allowed {tolerance:.3g})"
-        )
-    wanted = _conversations(tokenizer)
+    allowed = LLAMA_CPP_TOLERANCE.get(form, QUANTIZED_TOLERANCE)
+    ours = next_logprobs(reference, prompts)
+    difference, tolerance = refuse_other_logprobs("llama.cpp", ours, found.logprobs, allowed)
+    wanted = conversations_of(tokenizer)
     asked = [i for i, ids in enumerate(wanted) if ids and found.conversations[i] is not None]
     return Reading(
         program="llama.cpp",
         version=found.version,
-        largest_difference=max(differences),
+        largest_difference=difference,
         compared="logprobs",
         tolerance=tolerance,
         positions=len(prompts),
-        texts_equal=refuse_other_tokens("llama.cpp", "text", _texts(tokenizer), found.texts),
+        texts_equal=refuse_other_tokens("llama.cpp", "text", texts_of(tokenizer), found.texts),
         conversations_equal=refuse_other_tokens(
             "llama.cpp", "conversation", [wanted[i] for i in asked], [found.conversations[i] for i in asked]
         )
         if wanted
         else None,
     )
-
-
-def _version(program: str) -> str:
-    try:
-        return version(program)
-    except PackageNotFoundError:
-        return ""

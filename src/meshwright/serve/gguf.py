@@ -68,7 +68,7 @@ _FUSED = ("attention.wq", "attention.wk", "attention.wv")
 
 
 def check_gguf(spec: ModelSpec) -> None:
-    """Raise `UserError` where llama.cpp would compute something else than `spec`, or the gguf package is missing."""
+    """Raise `UserError` if llama.cpp would compute something else than `spec`, or the gguf package is missing."""
     if spec.family not in ARCHITECTURES:
         raise UserError(f"GGUF: {spec.family} cannot be written yet, only {', '.join(ARCHITECTURES)}")
     if find_spec("gguf") is None:
@@ -98,7 +98,7 @@ class StoredModel:
         check_gguf(spec)
         self.spec, self.form = spec, form
         self.kept_wide: list[str] = []
-        """Matrices whose rows are no whole blocks; they are stored in f16."""
+        """Matrices whose rows are not whole blocks; they are stored in f16."""
 
     def tensors(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, Any, Any]]:
         """(GGUF's name, array as stored, its type) of every tensor, from our names and whole tensors."""

@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer as GGUF says it: tokens, their types, merges or scores, and how text is cut into words."""
+"""A Hugging Face tokenizer in GGUF's terms: tokens, their types, merges or scores, and the pre-tokenizer."""
 
 import json
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """What GGUF keeps of a tokenizer, besides its special tokens' ids and its template."""
+    """A tokenizer in GGUF, without its special tokens' ids and its template."""
 
     model: str
     """gpt2: byte-level BPE; llama: BPE over characters with a byte fallback, as SentencePiece writes it."""
@@ -40,13 +40,13 @@ class Vocabulary:
     scores: tuple[float, ...] | None = None
     """SentencePiece: of two merges the one into the token of the higher score comes first."""
     space_prefix: bool = False
-    """SentencePiece: whether text begins with a space that is not there."""
+    """SentencePiece: whether a space is put before a text."""
 
 
 def vocabulary_of(tokenizer: TextTokenizer, rows: int) -> Vocabulary:
-    """The vocabulary of a tokenizer beside an embedding of so many rows.
+    """The vocabulary of a tokenizer beside an embedding of this many rows.
 
-    Raises `UserError` where llama.cpp has no such tokenizer.
+    Raises `UserError` if llama.cpp has no such tokenizer.
     """
     content = json.loads(tokenizer.files["tokenizer.json"])
     model = content["model"]

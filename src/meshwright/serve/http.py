@@ -37,7 +37,7 @@ from meshwright.serve.worker import BusyError, Worker
 from meshwright.spec.errors import UserError
 
 MAX_BODY = 4 * 2**20
-"""Bytes of a request, where nobody says."""
+"""Default limit for the bytes of a request."""
 SMALL_BODY = 2**16
 """Bytes that are parsed within a millisecond or so."""
 DISCARDED = 64 * 2**20
@@ -61,7 +61,7 @@ class Served:
 
 
 Load = Callable[[str, str], Served]
-"""(name, path) of an adapter to the model that it makes; raises `UserError` if there is none."""
+"""(name, path) of an adapter to the model that it makes; raises `UserError` if it does not exist."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,14 +25,14 @@ CARD = "README.md"
 
 @dataclass(frozen=True)
 class Pushed:
-    """What was pushed, or would be."""
+    """The result of a push, or of its dry run."""
 
     repository: str
     files: dict[str, int]
     """Names and bytes."""
     card: str
     url: str | None
-    """Where it is; None if nothing was sent."""
+    """Its address; None if nothing was sent."""
 
 
 def push_export(
@@ -44,10 +44,11 @@ def push_export(
     license_name: str | None,
     private: bool,
     dry_run: bool,
+    vllm: Path | None = None,
 ) -> tuple[Pushed, Receipt]:
-    """Export the model, prove the export, and push it with its card as `owner/name`.
+    """Export the model, prove the export, and push it with its card as `owner/name`. `vllm`: see `export_trained`.
 
-    Raises `UserError` if that is no name, the export is not proved, or the hub refuses.
+    Raises `UserError` if that is not a name, the export is not proved, or the hub refuses.
     """
     try:
         validate_repo_id(repository)
@@ -57,7 +58,7 @@ def push_export(
         raise UserError(f"--hub {repository}: is no name of a repository; give owner/name")
     with tempfile.TemporaryDirectory(prefix="meshwright-hub-") as folder:
         directory = Path(folder) / repository.rpartition("/")[2]
-        receipt = export_trained(trained, directory, dtype=dtype, merge=merge)
+        receipt = export_trained(trained, directory, dtype=dtype, merge=merge, vllm=vllm)
         card = model_card(trained, receipt, repository, license_name)
         return push(directory, card, repository, private=private, dry_run=dry_run), receipt
 
@@ -82,7 +83,7 @@ def push(directory: Path, card: str, repository: str, *, private: bool, dry_run:
 
 
 def model_card(trained: TrainedModel, receipt: Receipt, repository: str, license_name: str | None) -> str:
-    """The model card: what it is, how to use it, its recipe, data and losses, and who read it back."""
+    """The model card: a description, usage, the recipe, data and losses, and the receipt."""
     run = trained.run
     head: dict[str, Any] = {"library_name": "transformers", "tags": ["meshwright"]}
     if license_name is not None:

@@ -5,9 +5,7 @@ address is what is asked. Keys and values are cached in fp32, so that difference
 """
 
 import json
-import subprocess
 import sys
-import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -18,25 +16,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from meshwright.spec.errors import UserError
+from meshwright.serve.asking import PATIENCE, ask
 
 PACKAGE = "xllamacpp"
-
-PATIENCE = 1800.0
-"""Seconds that llama.cpp may take for the whole reading."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaCppReading:
-    """What llama.cpp says of a file."""
+    """llama.cpp's results for a file."""
 
     version: str
     logprobs: list[list[float]]
     """Of each prompt: log-probabilities of every token behind it, natural logarithms."""
     texts: list[list[int]]
-    """Tokens of each text, with those that begin a text."""
+    """Tokens of each text, with the tokens put before a text."""
     conversations: list[list[int] | None]
-    """Tokens of each conversation up to where the assistant speaks; None where its template was refused."""
+    """Tokens of each conversation up to where the assistant speaks; None if its template was refused."""
 
 
 def llama_cpp_installed() -> bool:
@@ -55,7 +50,7 @@ def read_by_llama_cpp(
 ) -> LlamaCppReading:
     """Ask llama.cpp.
 
-    Raises `UserError` where it cannot read the file, or takes longer than half an hour.
+    Raises `UserError` if it cannot read the file, or takes longer than half an hour.
     """
     questions = {
         "model": str(path.resolve()),
@@ -65,19 +60,7 @@ def read_by_llama_cpp(
         "texts": list(texts),
         "conversations": [list(conversation) for conversation in conversations],
     }
-    with tempfile.TemporaryDirectory() as folder:
-        asked, answered = Path(folder, "questions.json"), Path(folder, "answers.json")
-        asked.write_text(json.dumps(questions))
-        command = [sys.executable, "-P", "-m", __name__, str(asked), str(answered)]
-        try:
-            ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE)
-        except subprocess.TimeoutExpired:
-            raise UserError(f"the export was refused: llama.cpp has not read it in {PATIENCE:.0f} s") from None
-        if ended.returncode:
-            said = [line for line in ended.stderr.decode(errors="replace").splitlines() if "error" in line.lower()]
-            why = (said or ended.stderr.decode(errors="replace").splitlines() or ["it said nothing"])[0]
-            raise UserError(f"the export was refused: llama.cpp cannot read it ({why.strip()})")
-        answers = json.loads(answered.read_text())
+    answers = ask("llama.cpp", [sys.executable, "-P", "-m", __name__], questions)
     return LlamaCppReading(version=version(PACKAGE), **answers)
 
 
@@ -101,7 +84,7 @@ def _answer(questions: dict[str, Any]) -> dict[str, Any]:
         with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
             return json.loads(answer.read())
 
-    # The sampled token is forced, for one that is no text (an end, a part of a character) has no probabilities in the
+    # The sampled token is forced: one without a text (an end, a part of a character) has no probabilities in the
     # answer. These are of the logits as the model computes them, before they are biased.
     shown = post("/tokenize", content="a", add_special=False)["tokens"][-1]
 

@@ -1,17 +1,27 @@
-"""The receipt of an export: in which programs it was read back, and how closely each agrees with the model.
+"""The receipt of an export: which programs read it back, and how closely each agrees with the model.
 
-`receipt.json` lies beside the exported weights. Programs that are not installed are not in it.
+`receipt.json` lies beside the exported weights, and names the programs that were not installed. All are asked about
+the same texts, conversations and prompts.
+
+Shapes: V vocabulary.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from meshwright.checkpoint.hf_proof import probe_tokens
+from meshwright.data.tokenizer import TextTokenizer
+from meshwright.models import Decoder
+from meshwright.serve.conversation import Prompts
+from meshwright.spec.batch import Batch
 from meshwright.spec.errors import UserError
+from meshwright.spec.model import ModelSpec
 from meshwright.storage.durable import write_durably
 
 RECEIPT = "receipt.json"
@@ -44,9 +54,13 @@ CONVERSATIONS: tuple[tuple[Mapping[str, str], ...], ...] = (
 """Conversations whose tokens, up to where the assistant speaks, are compared. A template may refuse some."""
 
 
+PROMPT_LENGTHS = (1, 2, 7, 19, 33, 64)
+"""Tokens of the random prompts behind which log-probabilities are compared."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What one program computed with the export."""
+    """One program's results with the export."""
 
     program: str
     version: str
@@ -55,9 +69,9 @@ class Reading:
     compared: Literal["logits", "logprobs"] = "logits"
     """logprobs are natural logarithms of probabilities."""
     tolerance: float
-    """Its bound: of logits as a part of the largest logit, of logprobs as it is."""
+    """Its tolerance: for logits relative to the largest logit, for log-probabilities absolute."""
     positions: int
-    """At so many positions, each over the whole vocabulary."""
+    """At this many positions, each over the whole vocabulary."""
     texts_equal: int | None = None
     """Texts with equal tokens; all of them, or the export was refused. None: there was no tokenizer to compare."""
     conversations_equal: int | None = None
@@ -75,6 +89,8 @@ class Receipt:
     """The checkpoint or directory that was exported."""
     readings: tuple[Reading, ...]
     notes: tuple[str, ...] = ()
+    not_installed: tuple[str, ...] = ()
+    """Programs that could have read it."""
 
     @property
     def largest_difference(self) -> float:
@@ -90,8 +106,13 @@ class Receipt:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """For people, one reading a line."""
-        return [_line(one) for one in self.readings]
+        """For people, one program a line."""
+        return [*map(_line, self.readings), *(f"{program:<24}not installed" for program in self.not_installed)]
+
+
+def not_among(programs: Sequence[str], read: Sequence[str]) -> tuple[str, ...]:
+    """The programs that have read nothing."""
+    return tuple(program for program in programs if program not in read)
 
 
 def _line(one: Reading) -> str:
@@ -118,6 +139,58 @@ def refuse_other_tokens(program: str, what: str, wanted: Sequence[Sequence[int]]
 
 
 def logprob_difference(expected_V: torch.Tensor, found_V: torch.Tensor) -> float:
-    """The largest difference of two rows of log-probabilities; infinite where one is missing."""
+    """The largest difference of two rows of log-probabilities; infinite if one is missing."""
     difference = (expected_V - found_V).abs().max().item()
     return difference if difference == difference else float("inf")
+
+
+def refuse_other_logprobs(
+    program: str, expected: Sequence[torch.Tensor], found: Sequence[Sequence[float]], allowed: float
+) -> tuple[float, float]:
+    """The largest difference of two log-probabilities, and its bound: the part `allowed` of their range. Raises
+    `UserError` where it is more."""
+    tolerance = allowed * max((row_V.max() - row_V.min()).item() for row_V in expected)
+    differences = list(map(logprob_difference, expected, map(torch.tensor, found)))
+    if not max(differences) <= tolerance:
+        raise UserError(
+            f"the export was refused: read by {program}, its log-probabilities differ from the model's by "
+            f"{max(differences):.3g} (allowed {tolerance:.3g})"
+        )
+    return max(differences), tolerance
+
+
+def probe_prompts(spec: ModelSpec, context: int) -> list[list[int]]:
+    """The same random prompts for every export of a model, each with room for one more token in `context`."""
+    probe = probe_tokens(spec)[0]
+    return [probe[:length].tolist() for length in PROMPT_LENGTHS if length <= min(len(probe), context - 1)]
+
+
+@torch.no_grad()
+def next_logprobs(model: Decoder, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """The log-probabilities [V] of every token behind each prompt."""
+    return [model.logits(Batch(torch.tensor([prompt])))[0, -1].log_softmax(-1) for prompt in prompts]
+
+
+def texts_of(tokenizer: TextTokenizer) -> list[list[int]]:
+    """The tokens of every text."""
+    return [tokenizer.encode_prompt(text) for text in TEXTS]
+
+
+def conversations_of(tokenizer: TextTokenizer) -> list[list[int]]:
+    """The tokens of every conversation, none of one that the template refuses; empty if there is no template."""
+    prompts, found = Prompts(tokenizer), []
+    if prompts.chats:
+        for messages in CONVERSATIONS:
+            try:
+                found.append(prompts.conversation(messages))
+            except UserError:
+                found.append([])
+    return found
+
+
+def version_of(program: str) -> str:
+    """Of an installed package; empty if it is not installed as one."""
+    try:
+        return version(program)
+    except PackageNotFoundError:
+        return ""

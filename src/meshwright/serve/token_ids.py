@@ -20,12 +20,12 @@ def end_ids(tokenizer: TextTokenizer, *configs: Mapping[str, Any]) -> set[int]:
 
 
 def token_ids(tokenizer: TextTokenizer, config: Mapping[str, Any]) -> TokenIds:
-    """What an export says: beginning, ends and padding, as the model's `config` and the tokenizer's files name them;
-    None if neither does, for transformers has a default of its own for every family."""
+    """The special tokens of an export: beginning, ends and padding, from the model's `config` and the tokenizer's
+    files; null if neither has one, because transformers has a default for every family."""
     ends = end_ids(tokenizer, config)
     ordered = [tokenizer.eos_id, *sorted(ends - {tokenizer.eos_id})]
     found: TokenIds = {"eos_token_id": ordered if len(ordered) > 1 else ordered[0]}
-    # The model's own say nothing of a tokenizer that it was not made with.
+    # The model's own ids do not apply to a tokenizer that it was not trained with.
     same = tokenizer.eos_id in _ids(config.get("eos_token_id"))
     for key in ("bos_token_id", "pad_token_id"):
         token = tokenizer.named_tokens.get(key.removesuffix("_id"))
@@ -36,7 +36,7 @@ def token_ids(tokenizer: TextTokenizer, config: Mapping[str, Any]) -> TokenIds:
 
 
 def model_config(directory: Path | None) -> dict[str, Any]:
-    """The config.json in a directory; empty if there is none."""
+    """The config.json in a directory; empty if it does not exist."""
     try:
         found = json.loads((directory / "config.json").read_bytes()) if directory else {}
     except (OSError, ValueError, RecursionError):

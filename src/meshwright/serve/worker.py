@@ -19,7 +19,7 @@ class BusyError(Exception):
 
 
 class Worker:
-    """One thread for all engines, each by its model's name."""
+    """One thread for all engines, by the names of their models."""
 
     def __init__(self, engines: Mapping[str, Engine], *, max_queue: int) -> None:
         """`max_queue`: requests of one model that may wait for a place in its batch."""
@@ -96,7 +96,7 @@ class Worker:
                 try:
                     answers.append(engine.submit(request, hear(number)))
                 except Exception:  # one request's mistake is not the others'
-                    log.exception("a request could not begin; it is ended")
+                    log.exception("a request could not start; it is ended")
                     _end([Answer(request, hear(number))], "error")
 
         def cancel() -> None:
@@ -142,7 +142,7 @@ class Worker:
     def _step(self, engine: Engine) -> bool:
         try:
             return engine.step()
-        except Exception as error:  # such as no memory: the requests are lost, the server goes on
+        except Exception as error:  # for example out of memory: the requests are lost, the server continues
             if isinstance(error, UserError):
                 log.error("%s; the requests in this step are ended", error)
             else:

@@ -1,8 +1,8 @@
 """Pipeline schedules as data: every rank's actions in order, and which orders are legal.
 
-An action is what a stage does with a microbatch: F the forward pass, B the whole backward pass, or B in two parts: I
-the gradient of the stage's input, for which the stage before is waiting, and W the gradients of its weights, for which
-nobody is (Qi et al., "Zero Bubble Pipeline Parallelism", 2024).
+An action is one pass of a microbatch through a stage: F the forward pass, B the whole backward pass, or B in two parts:
+I the gradient of the stage's input, which the previous stage waits for, and W the gradients of its weights, which no
+other stage needs (Qi et al., "Zero Bubble Pipeline Parallelism", 2024).
 """
 
 import csv
@@ -24,7 +24,7 @@ class ScheduleError(UserError):
 
 
 class Action(NamedTuple):
-    """What one stage does with one microbatch."""
+    """One action of a stage on a microbatch."""
 
     kind: Kind
     stage: int
@@ -35,8 +35,8 @@ class Action(NamedTuple):
 
     @property
     def needs(self) -> tuple[tuple["Action", ...], ...]:
-        """What must have been done before: one action of each group. Stage -1 and what lies behind the last stage do
-        not exist, and are left out by whoever knows the number of stages."""
+        """Its prerequisites: one action of each group. Stages before the first and after the last do not exist; the
+        caller, which knows the number of stages, drops them."""
         kind, stage, microbatch = self
         if kind == "F":
             return ((Action("F", stage - 1, microbatch),),) if stage else ()
@@ -86,7 +86,7 @@ class Schedule:
         return any(action.kind == "W" for actions in self.ranks for action in actions)
 
     def needs(self, action: Action) -> tuple[tuple[Action, ...], ...]:
-        """What must have been done before `action`: one of each group."""
+        """The prerequisites of `action`: one of each group."""
         return tuple(group for group in action.needs if group[0].stage < self.num_stages)
 
     def csv(self) -> str:
@@ -95,11 +95,10 @@ class Schedule:
 
 
 def read_schedule(path: Path) -> Schedule:
-    """A schedule of one's own: a line per rank, a cell per action (`0F3`: stage 0, forward, microbatch 3).
+    """A custom schedule: a line per rank, a cell per action (`0F3`: stage 0, forward, microbatch 3).
 
-    Empty cells mean nothing. It is the format of torch's pipelining runtime, computation alone.
-
-    Raises `ScheduleError` with line and cell.
+    Empty cells mean nothing. It is the format of torch's pipelining runtime, computation only. Raises `ScheduleError`
+    with line and cell.
     """
     try:
         rows = [row for row in csv.reader(path.read_text().splitlines()) if row]
@@ -127,9 +126,9 @@ def _parse(cell: str, where: str) -> Action:
 
 
 def in_order(schedule: Schedule) -> list[tuple[int, Action]]:
-    """(rank, action) for all actions, in an order in which they could be done one after another.
+    """(rank, action) for all actions, in an order in which one process could run them.
 
-    Ranks take turns of one action, so the order is close to that of time. Raises `ScheduleError` for a deadlock.
+    Ranks take turns of one action, so the order is close to the order in time. Raises `ScheduleError` for a deadlock.
     """
     todo = [list(reversed(actions)) for actions in schedule.ranks]
     done: set[Action] = set()
@@ -185,21 +184,21 @@ class Transfer(NamedTuple):
 
 
 Program = tuple[Action | Transfer, ...]
-"""What one rank does, in order."""
+"""The actions of one rank, in order."""
 
 
 def with_transfers(schedule: Schedule) -> tuple[Program, ...]:
-    """Every rank's actions with its transfers, both those that it sends and those that it receives.
+    """Every rank's actions with its sends and receives.
 
-    All stand in one order over all ranks, so any two ranks have their common transfers in the same order: they cannot
-    wait for one another, not even where messages between two ranks must be received in the order in which they are
-    sent. Receiving may begin where a transfer stands; the action that needs it comes later.
+    All ranks take them from one global order, so any two ranks have their common transfers in the same order. Therefore
+    they cannot deadlock, even if messages between two ranks must be received in the order in which they are sent. A
+    receive may start where it stands in the list; the action that needs it comes later.
     """
     return add_transfers(schedule, in_order(schedule))
 
 
 def add_transfers(schedule: Schedule, order: Iterable[tuple[int, Action]]) -> tuple[Program, ...]:
-    """For each rank its actions among those of `order`, and what is sent or received of the results of all of them."""
+    """For each rank its actions among those of `order`, and the transfers of the results of all of them."""
     program: list[list[Action | Transfer]] = [[] for _ in schedule.ranks]
     for rank, action in order:
         program[rank].append(action)

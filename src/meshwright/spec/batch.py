@@ -26,12 +26,12 @@ class Pairs(Generic[ArrayT]):
 
 @dataclass(frozen=True, eq=False)
 class Batch(Generic[ArrayT]):
-    """What a rank runs at once."""
+    """The tokens of one forward pass on a rank, and data that belongs to them."""
 
     tokens: ArrayT
     """int64 [B, T]."""
     labels: ArrayT | None = None
-    """int64 [B, T]: the next tokens, -100 where nothing is trained; None where nothing is trained at all."""
+    """int64 [B, T]: the next tokens, -100 where nothing is trained; None if nothing is trained at all."""
     document_ids: ArrayT | None = None
     """int64 [B, L]: a document is a run of equal numbers in a row. Its tokens see no other document, and their
     positions count from its first. Of the whole row even where only some of its tokens are here, for attention asks

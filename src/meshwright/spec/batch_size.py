@@ -8,7 +8,7 @@ DEFAULT_GLOBAL_BATCH = 64
 
 
 def sequences_per_step(run: Run) -> int:
-    """Sequences per optimizer step over all ranks. Raises `UserError` where tokens are no whole sequences."""
+    """Sequences per optimizer step over all ranks. Raises `UserError` if tokens are not whole sequences."""
     tokens, length = run.training.global_batch_tokens, run.data.sequence_length
     if tokens is None:
         return run.training.global_batch or DEFAULT_GLOBAL_BATCH

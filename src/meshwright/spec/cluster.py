@@ -9,7 +9,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.precision import BF16, Precision
 
 HOST_GB = 1024.0
-"""Host memory of a node of servers where nobody says, 10**9 bytes."""
+"""Default host memory of a server node, 10**9 bytes."""
 
 
 class CollectiveCost(Spec):
@@ -22,7 +22,7 @@ class CollectiveCost(Spec):
 
 
 class Measured(Spec):
-    """What `meshwright plan calibrate` found on the machine itself, in place of the datasheet's figures."""
+    """Measurements of the machine itself by `meshwright plan calibrate`, in place of the datasheet's figures."""
 
     matmul_tflops: dict[str, float] = Field(default_factory=dict)
     """Precision -> rate of a large square matrix product, 10**12 FLOP/s."""
@@ -60,7 +60,7 @@ class ClusterSpec(Spec):
     tflops: dict[str, float]
     """Precision -> dense matrix products, 10**12 FLOP/s."""
     achievable_tflops: dict[str, float] = Field(default_factory=dict)
-    """Precision -> what the best matrix shape reaches of it; 0.8 of the datasheet where not given."""
+    """Precision -> fraction of it that the best matrix shape reaches; default 0.8 of the datasheet."""
     link_gb_s: float = Field(gt=0)
     """Fast link, one way and per device, 10**9 bytes per second."""
     network_gb_s: float = Field(gt=0)
@@ -70,14 +70,14 @@ class ClusterSpec(Spec):
     price_per_hour: float | None = Field(default=None, ge=0)
     """Price of one device for an hour."""
     currency: str = "in your currency"
-    """What the price is in, as it is printed behind one; list prices of named devices are in US dollars."""
+    """Currency of the price, printed after it; list prices of named devices are in US dollars."""
     measured: Measured = Measured()
     """Filled in by `meshwright plan calibrate`."""
     source: str = ""
     """Where the figures are from."""
 
     def peak(self, precision: Precision) -> float:
-        """Datasheet rate of a job's matrix products, 10**12 FLOP/s; of bf16 where none is known."""
+        """Datasheet rate of a job's matrix products, 10**12 FLOP/s; bf16's if theirs is unknown."""
         return self.tflops.get(precision.products) or self.tflops[BF16.name]
 
 
@@ -98,7 +98,7 @@ class ClusterName(Spec):
     node_gb_s: float | None = None
     """Network of a node, one way, 10**9 bytes per second."""
     gpu_gb_s: float | None = None
-    """Network of one GPU, where the name says `/gpu`."""
+    """Network of one GPU, if the name says `/gpu`."""
 
 
 def parse_cluster_name(text: str) -> ClusterName:

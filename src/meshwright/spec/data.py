@@ -9,17 +9,17 @@ from meshwright.spec.base import Spec
 from meshwright.spec.errors import UserError
 
 STDLIB = "stdlib"
-"""The path that stands for the embedded default corpus."""
+"""The path of the embedded default corpus."""
 
 DATASET = "dataset:"
-"""What a path begins with that names a dataset of a user's."""
+"""The prefix of a path that names a plugged-in dataset."""
 
 HUB = "hub:"
-"""What a path begins with that names a dataset on the Hugging Face hub."""
+"""The prefix of a path that names a dataset on the Hugging Face hub."""
 
 
 Format = Literal["auto", "text", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "tokenized"]
-"""What a record of a source is."""
+"""The format of a source's records."""
 
 
 Column = Literal[
@@ -65,11 +65,11 @@ class SourceSpec(Spec):
     options: dict[str, Any] = Field(default={})
     """Keyword arguments of a plugged-in dataset."""
     name: str | None = Field(default=None, min_length=1)
-    """What reports call this source. A source with a name is evaluated by itself, as one with a weight is."""
+    """Name in reports. A source with a name, like one with a weight, is evaluated separately."""
     format: Format = "auto"
-    """What a line or row holds: text; messages (roles and contents); sharegpt (conversations of from and value); alpaca
-    (instruction, input, output); prompt_completion; preference (chosen, rejected); tokenized (input_ids, labels).
-    auto: what its columns say."""
+    """Format of a line or row: text; messages (roles and contents); sharegpt (conversations of from and value); alpaca
+    (instruction, input, output); prompt_completion; preference (chosen, rejected); tokenized (input_ids, labels). auto:
+    detected from the columns."""
     text_key: str = Field(default="text", min_length=1)
     """Key or column of the text in .jsonl, .csv, .parquet, .arrow and datasets."""
     columns: dict[Column, str | None] = Field(default={})
@@ -101,8 +101,8 @@ class ChatSpec(Spec):
     date: str = Field(default="2025-01-01", pattern=r"^\d{4}-\d{2}-\d{2}$")
     """The date for templates that use it (`strftime_now`), so that tokens do not depend on the day."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    """What carries loss: the turns of `roles_to_train` (of a prompt and its completion, the completion), the last one
-    only, or everything."""
+    """Tokens that carry loss: the turns of `roles_to_train` (of a prompt and its completion, the completion), only the
+    last of these turns, or everything."""
     roles_to_train: tuple[Role, ...] = Field(default=("assistant",), min_length=1)
     """Whose turns carry loss."""
     train_on_eos: Literal["turn", "last", "none"] = "turn"

@@ -48,7 +48,7 @@ class Problem:
 
 @dataclass
 class Document:
-    """Plain data, the place of every value in it, and what was wrong with its text."""
+    """Plain data, the position of every value in it, and the errors in its text."""
 
     value: Any
     places: dict[KeyPath, Place] = field(default_factory=dict)
@@ -110,14 +110,14 @@ def read_yaml(text: str, place_of_line: Callable[[int], Place]) -> Document:
 
 
 def _refusals(text: str) -> Iterator[tuple[int, str]]:
-    """What a recipe may not use even though it is YAML: (line, message)."""
+    """YAML that a recipe may not use: (line, message)."""
     documents = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         line = event.start_mark.line + 1
         if isinstance(event, yaml.DocumentStartEvent):
             documents += 1
             if documents > 1:
-                yield line, "a second document ('---') begins here; a file holds one"
+                yield line, "a second document ('---') starts here; a file holds one"
         elif isinstance(event, yaml.AliasEvent):
             yield line, f"'*{event.anchor}' is an alias in YAML; write the value out, or quote what is text"
         elif isinstance(event, yaml.NodeEvent) and event.anchor is not None:
@@ -159,19 +159,19 @@ def _syntax(error: yaml.MarkedYAMLError) -> tuple[int, str]:
     if "'\\t'" in problem:
         return here, "YAML needs spaces here, not a tab"
     if "scanning an alias" in context or "scanning an anchor" in context:
-        return here, "a value that begins with '*' or '&' needs quotes, for example \"*.txt\""
+        return here, "a value that starts with '*' or '&' needs quotes, for example \"*.txt\""
     if "mapping values are not allowed" in problem:
         return here, "':' is not expected here; check the indentation, or quote a value that contains ': '"
     if "could not find expected ':'" in problem:
         return began, "this line is not 'key: value' (a space follows the colon)"
     if "quoted scalar" in context:
-        return began, "the quote that begins here is never closed"
+        return began, "the quote that starts here is never closed"
     if "parsing a flow" in context:
-        return began, "the bracket that begins here is never closed, or a comma is missing in it"
+        return began, "the bracket that starts here is never closed, or a comma is missing in it"
     if "expected <block end>" in problem:
         return here, "the indentation does not match the lines above"
     if "cannot start any token" in problem:
-        return here, problem.replace("found character", "a value cannot begin with").partition(" that ")[0]
+        return here, problem.replace("found character", "a value cannot start with").partition(" that ")[0]
     return here, f"not valid YAML: {problem or context}"
 
 

@@ -2,7 +2,8 @@
 
 
 class UserError(ValueError):
-    """A mistake in the command line, the recipe, the data or a file, in one sentence that says what would work.
+    """An error that the user can fix, in the command line, the recipe, the data or a file: one sentence, which also
+    says what would work.
 
     The command line prints the sentence and exits with 2; a run that ends with it is not restarted. Every other
     exception is a bug, ours or a library's: it shows its stack trace, and a run that crashed by it may be restarted.
@@ -11,4 +12,4 @@ class UserError(ValueError):
     def __init__(self, problem: str = "", remedy: str = "") -> None:
         super().__init__(f"{problem}; {remedy}" if remedy else problem)
         self.remedy = remedy
-        """What would work, where it is a sentence of its own."""
+        """The remedy, if it is a separate sentence."""

@@ -16,7 +16,7 @@ class FullSpec(Spec):
     """Fine-tuning of the model's own parameters: all of them, or some."""
 
     method: Literal["full"] = "full"
-    """What is trained."""
+    """The parameters that train."""
     train: tuple[str, ...] = ()
     """Only the parameters of these modules train, as in [output, norm, "layers.3?"]; the others keep their values.
     Default all."""

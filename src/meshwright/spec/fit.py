@@ -11,8 +11,8 @@ from meshwright.spec.training import TrainingSpec
 
 
 def find_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> list[str]:
-    """Every reason why the layout cannot train the model on sequences of so many tokens, each a sentence that begins
-    with the setting and ends with the nearest legal layout."""
+    """Every reason why the layout cannot train the model on sequences of this length, each a sentence that starts with
+    the setting and ends with the nearest legal layout."""
     if model.foreign is not None:
         return list(_foreign_misfits(layout))
     reasons = _reasons(layout, model, sequence_length)
@@ -24,7 +24,7 @@ def find_misfits(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> 
 
 
 def _reasons(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> list[str]:
-    """Why these degrees of tp, cp and ep do not fit; empty where they do."""
+    """Why these degrees of tp, cp and ep do not fit; empty if they do."""
     why = _tensor_misfit(layout, model, sequence_length) if layout.tp > 1 else None
     return [
         *([f"layout.tp={layout.tp}: {why}"] if why else ()),
@@ -47,7 +47,7 @@ def _advice(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> str:
 
 
 def _nearest_degrees(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> str:
-    """Of all degrees of tp, cp and ep that fit together, what has to change for those that differ least."""
+    """Of all degrees of tp, cp and ep that fit together, the change to the nearest ones."""
 
     def distance(degrees: tuple[int, int, int]) -> tuple[int, ...]:
         moves = [abs(degree - getattr(layout, axis)) for axis, degree in zip(("tp", "cp", "ep"), degrees, strict=True)]
@@ -77,23 +77,26 @@ def _foreign_misfits(layout: LayoutSpec) -> Iterator[str]:
 
 
 def foreign_misfits(training: TrainingSpec, finetune: FinetuneSpec | None) -> list[str]:
-    """Why a model that transformers computes cannot be trained so, each a sentence that begins with the setting."""
+    """Why a model that transformers computes cannot be trained this way, each a sentence that starts with the
+    setting."""
     found = []
     if training.compile:
         found.append("training.compile=true: blocks of a model that transformers computes are not compiled; use false")
+    if training.attention != "auto":
+        found.append(f"training.attention={training.attention}: transformers computes this model's attention; use auto")
     if finetune is not None and finetune.method == "ia3":
         found.append("finetune.method=ia3: only our own families define where a layer ends; use lora")
     return found
 
 
 def quantized_misfits(layout: LayoutSpec, finetune: FinetuneSpec | None) -> list[str]:
-    """Why quantized collectives cannot send what a layout gathers and reduces, each a sentence that begins with the
-    setting; empty where they can."""
+    """Why quantized collectives cannot serve a layout, each a sentence that starts with the setting; empty if they
+    can."""
     found, base = [], getattr(finetune, "base", "plain")
     if layout.quantized_weights != "none" and base != "plain":
         found.append(
             f"layout.quantized_weights={layout.quantized_weights} with finetune.base={base}: the frozen matrices are "
-            "gathered in few bits already; use layout.quantized_weights=none"
+            "gathered quantized already; use layout.quantized_weights=none"
         )
     if layout.quantized_gradients != "none" and layout.pp > 1 and layout.virtual_stages > 1:
         found.append(
@@ -104,17 +107,17 @@ def quantized_misfits(layout: LayoutSpec, finetune: FinetuneSpec | None) -> list
 
 
 def sample_misfits(training: TrainingSpec, model: ModelSpec) -> list[str]:
-    """Why a model has no room for the texts that training asks of it; empty where it has."""
+    """Why a model has no room for the texts that training generates; empty if it has."""
     if training.samples is None or training.samples.max_tokens < model.max_positions:
         return []
     return [
         f"training.samples.max_tokens={training.samples.max_tokens} leaves no room for a prompt; the model is meant "
-        f"for {model.max_positions} positions in all"
+        f"for {model.max_positions} positions"
     ]
 
 
 def batch_misfits(layout: LayoutSpec, global_batch: int) -> list[str]:
-    """Why the ranks that read different samples cannot share a step's sequences; empty where they can."""
+    """Why the ranks that read different samples cannot share a step's sequences; empty if they can."""
     ranks = layout.data_parallel
     if global_batch % ranks == 0:
         return []
@@ -125,7 +128,7 @@ def batch_misfits(layout: LayoutSpec, global_batch: int) -> list[str]:
 
 
 def _tensor_misfit(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -> str | None:
-    """Why the tensor-parallel ranks cannot share this model; None where they can."""
+    """Why the tensor-parallel ranks cannot share this model; None if they can."""
     tp, heads, kv_heads, tokens = layout.tp, model.num_heads, model.num_kv_heads, sequence_length // layout.cp
     rows = -(-model.vocab // tp)
     if heads % tp:
@@ -150,7 +153,7 @@ def _tensor_misfit(layout: LayoutSpec, model: ModelSpec, sequence_length: int) -
 
 
 def tensor_notes(layout: LayoutSpec, model: ModelSpec) -> str:
-    """What tensor-parallel ranks do not share evenly; empty where they share everything."""
+    """What tensor-parallel ranks do not share evenly; empty if they share everything."""
     tp, rows = layout.tp, -(-model.vocab // layout.tp)
     notes = []
     if model.num_kv_heads % tp:

@@ -1,4 +1,4 @@
-"""Guards: what a run watches for, and how it reacts."""
+"""Guards: faults that a run watches for, and its reactions."""
 
 from typing import Literal
 
@@ -21,12 +21,12 @@ class GuardSpec(Spec):
     replicas_every: int = Field(default=0, ge=0)
     """Compare a hash of every replicated weight over the ranks every this many steps; 0 means never."""
     verify_every: int = Field(default=0, ge=0)
-    """Every this many steps, compute one again on one process, from the same weights on the same data, and compare
-    loss, gradient norm and what became of every parameter; 0 means never. It runs beside training on the processors of
-    rank 0's machine (three steps' operations) and writes two checkpoints' bytes into run_dir."""
+    """Every this many steps, one process recomputes a step from the same weights on the same data and compares loss,
+    gradient norm and every updated parameter; 0 means never. It runs beside training on rank 0's CPUs (the cost of
+    three steps) and writes two checkpoints' bytes into run_dir."""
     on_difference: Literal["raise", "warn"] = "raise"
-    """What the run does where verify_every finds a step different, or cannot compute it again: end with an error, or
-    say so and go on."""
+    """Reaction if verify_every finds a difference, or cannot recompute the step: end with an error, or warn and
+    continue."""
     stuck_after: float = Field(default=60, ge=0)
     """Seconds without progress after which a rank counts as hung. The limit is ten times the longest step so far if
     that is more, and thirty times this value for operations without precedent (first steps, compilation). 0: no

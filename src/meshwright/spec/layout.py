@@ -22,10 +22,10 @@ ContextMethod = Literal["ring", "all_gather", "ulysses"]
 
 
 class LayoutSpec(Spec):
-    """Degrees of every axis and what the data-parallel ranks keep.
+    """Degrees of every axis, and the state that data-parallel ranks shard.
 
-    `zero` follows Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020):
-    0 replicates everything (DDP), 1 shards the optimizer state, 2 also the gradients, 3 also the parameters.
+    `zero` follows Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020): 0
+    replicates everything (DDP), 1 shards the optimizer state, 2 also the gradients, 3 also the parameters.
     """
 
     choose: bool = False
@@ -59,14 +59,14 @@ class LayoutSpec(Spec):
     """What `dp_shard` ranks split: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
     auto: 3 where dp_shard > 1, else 0."""
     offload: Literal["none", "cpu"] | OffloadSpec = "none"
-    """cpu: parameters, gradients and optimizer state live in host memory and the optimizer steps there. Or what is
-    kept where, as `{optimizer: disk}`."""
+    """cpu: parameters, gradients and optimizer state are in host memory, and the optimizer steps there. Or a section
+    that chooses per kind of state, such as `{optimizer: disk}`."""
     quantized_weights: Literal["none", "int8"] = "none"
-    """How ranks that share weights gather them (qwZ of ZeRO++). int8: matrices in a byte a number, with a scale for
-    every 256 numbers. What is gathered is rounded, masters are not."""
+    """Format in which sharded weights are gathered (ZeRO++'s qwZ). int8: matrices in one byte per number, with a scale
+    for every 256 numbers. The gathered weights are rounded, the master weights are not."""
     quantized_gradients: Literal["none", "int8", "int4"] = "none"
-    """How ranks that share gradients reduce them (qgZ of ZeRO++). int8, int4: those of matrices are rounded once, sent
-    to the rank that keeps them and added up there. Across `dp_replicate` they are reduced in training.reduce_dtype."""
+    """Format in which gradients are reduced (ZeRO++'s qgZ). int8, int4: gradients of matrices are quantized once, sent
+    to the rank that keeps them and summed there. Across `dp_replicate` they are reduced in training.reduce_dtype."""
 
     @field_validator("zero", mode="before")
     @classmethod
@@ -88,7 +88,7 @@ class LayoutSpec(Spec):
 
     @property
     def problem(self) -> str | None:
-        """Why the layout is illegal, as one that `model_copy` has made may be; None where it is not."""
+        """Why the layout is illegal, which `model_copy` does not check; None if it is legal."""
         return "; ".join(self._problems()) or None
 
     def _problems(self) -> Iterator[str]:
@@ -186,7 +186,7 @@ class LayoutSpec(Spec):
 
     @property
     def tiers(self) -> OffloadSpec:
-        """What `offload` says, written out."""
+        """`offload`, written out."""
         return self.offload if isinstance(self.offload, OffloadSpec) else CPU if self.offload == "cpu" else NOTHING
 
     @property
@@ -247,9 +247,9 @@ class LayoutSpec(Spec):
         return SCHEDULES[self.schedule].stages_per_rank if self.stages_per_rank == "auto" else self.stages_per_rank
 
     def pipeline_schedule(self, *, microbatches: int, base_dir: Path) -> Schedule:
-        """What the pipeline's ranks do in a step; a file's path is relative to `base_dir`.
+        """The actions of the pipeline's ranks in a step; a file's path is relative to `base_dir`.
 
-        Raises `ScheduleError` where the schedule does not work with so many microbatches.
+        Raises `ScheduleError` if the schedule does not work with this many microbatches.
         """
         own = self.schedule.endswith(".csv")
         per_rank = None if self.stages_per_rank == "auto" else self.stages_per_rank

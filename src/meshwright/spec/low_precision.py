@@ -1,4 +1,4 @@
-"""Low precision of matrix products, as a recipe says it: how operands are scaled, and which layers stay as they are."""
+"""Low-precision settings of matrix products: how operands are scaled, and which layers stay in higher precision."""
 
 from typing import Literal
 
@@ -10,10 +10,10 @@ Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", 
 """Ways to scale operands in fp8."""
 
 BLOCKS = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16}
-"""Numbers in a row that share a scale, by recipe; no block may lie on two ranks."""
+"""Consecutive numbers that share a scale, by recipe; no block may span two ranks."""
 
 DELAYED = "delayed"
-"""The recipe whose scales are made of the steps before."""
+"""The recipe with scales from previous steps."""
 
 
 class LowPrecisionSpec(Spec):

@@ -39,8 +39,8 @@ class RopeScaling(Spec):
 
 
 class ModelFields(Spec):
-    """The recipe's `model:` section: a published name or Hugging Face directory, or a family with sizes, or a
-    name with some sizes changed. What is not given comes from the name or the family."""
+    """The recipe's `model:` section: a published name or Hugging Face directory, or a family with sizes, or a name with
+    some sizes changed. Missing sizes come from the name or the family."""
 
     name: str | None = Field(default=None, min_length=1)
     """A published name (`llama-3.2-1b`), the path of a Hugging Face directory, or the hub's id of a model in the local
@@ -49,9 +49,9 @@ class ModelFields(Spec):
     """Initial weights: randomly initialized, or the Hugging Face directory's. auto: pretrained if `name` is a Hugging
     Face directory with weights, else random. Adapters train on random weights only if the recipe says random."""
     family: str | None = None
-    """Architecture when no name is given: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe or deepseek_v3. Beside
-    the name of a Hugging Face directory: transformers, to let that library compute the model. Or a model of a user's
-    own, an entry point of the group meshwright.models."""
+    """Architecture if no name is given: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe or deepseek_v3; or your
+    own model, an entry point of the group meshwright.models. Beside the name of a Hugging Face directory: transformers,
+    to let that library compute the model."""
     hidden: int | None = Field(default=None, ge=1, le=WIDEST)
     """Width of the residual stream."""
     num_layers: int | None = Field(default=None, ge=1, le=DEEPEST)
@@ -113,7 +113,7 @@ class ModelFields(Spec):
 
 
 class ForeignModel(Spec):
-    """What is known of an architecture that is not one of ours, and that transformers computes."""
+    """An architecture that only transformers implements."""
 
     config: str
     """The content of its config.json."""
@@ -135,7 +135,7 @@ class ForeignModel(Spec):
 FamilyName = Literal[
     "gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "transformers"
 ]
-"""The families of ours, and what stands for any other in a Hugging Face directory."""
+"""Our families, and the name for any other architecture in a Hugging Face directory."""
 
 
 class ModelSpec(Spec):
@@ -171,7 +171,7 @@ class ModelSpec(Spec):
     expert_ffn: int = 0
     """Width of one expert."""
     router_scores: Literal["softmax", "sigmoid"] = "softmax"
-    """What the router's logits become: probabilities over all experts, or a score of each by itself."""
+    """How the router turns logits into scores: probabilities over all experts, or an independent score for each."""
     router_normalised: bool = False
     """The chosen experts' scores are divided by their sum."""
     router_scale: float = 1.0
@@ -192,7 +192,7 @@ class ModelSpec(Spec):
     v_head_dim: int = 0
     """With latent attention; otherwise values are as wide as keys."""
     foreign: ForeignModel | None = None
-    """Of the family transformers; the sizes above are then what config.json says of them, for plans."""
+    """Only for the family transformers; the sizes above then come from config.json and are used by plans."""
 
     def is_moe(self, layer: int) -> bool:
         """Whether the feed-forward of layer `layer` consists of experts."""
@@ -206,9 +206,9 @@ class ModelSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One row of the parameter table: a tensor of the model, its dims named.
+    """One row of the parameter table: a tensor of the model, with named dims.
 
-    A weight's dims are (out, in); `families/split.py` says which of them tensor parallelism splits.
+    A weight's dims are (out, in); `families/split.py` determines which of them tensor parallelism splits.
     """
 
     name: str
@@ -227,7 +227,7 @@ class Parameter:
     adapter: bool = False
     """Whether fine-tuning has added it to the model."""
     storage: Literal["float", "int8", "uint8", "int32"] = "float"
-    """Dtype of what is kept: float, the model's; or what a frozen matrix in few bits is kept in."""
+    """Dtype of the stored tensor: float, the model's; or the integer type of a quantized matrix."""
     lr_ratio: float = 1.0
     """Its learning rate as a multiple of the run's."""
 

@@ -1,4 +1,4 @@
-"""Offloading settings: what a rank keeps elsewhere than in its device's memory. No torch here."""
+"""Offloading settings: which state a rank keeps outside its device's memory. No torch here."""
 
 from typing import Literal
 
@@ -19,6 +19,9 @@ class OffloadSpec(Spec):
     parameters: Literal["device", "host"] = "device"
     """Sharded full-precision weights and gradients. host: the optimizer steps there, so its state is in host memory or
     on disk too."""
+    activations: Literal["device", "host"] = "device"
+    """What blocks save for their backward pass: in host memory until then, copied while others compute. Layers with
+    training.recompute=full save their input only; selective recomputation is refused."""
     directory: str | None = None
     """Folder for the files of `optimizer: disk`, on a local disk that is large and fast. Default: `offload` in
     run_dir. They have no names, so a run that is killed leaves none behind; checkpoints are
@@ -45,22 +48,24 @@ class OffloadSpec(Spec):
 
     @property
     def moves_state(self) -> bool:
-        """Whether the optimizer's state is fetched for each step from where it is kept."""
+        """Whether the optimizer's state is fetched for each step."""
         return self.optimizer == "disk" or (self.optimizer == "host" and self.parameters == "device")
 
     @property
     def words(self) -> str:
-        """What is kept elsewhere, for people; empty where nothing is."""
+        """The offloaded tensors, for people; empty without offloading."""
+        moved = ["activations in host memory"] if self.activations == "host" else []
         if self.parameters == "host" and self.optimizer == "host":
-            return "CPU offload"
+            return ", ".join(["CPU offload", *moved])
         share = "" if self.optimizer_share == 1 else f"{self.optimizer_share:.0%} of "
         where = {"device": "", "host": "in host memory", "disk": "on disk"}
         parts = [f"{share}optimizer {where[self.optimizer]}"] if self.optimizer != "device" else []
         parts += ["parameters in host memory"] if self.parameters == "host" else []
-        return ", ".join(parts)
+        return ", ".join(parts + moved)
 
 
 NOTHING = OffloadSpec()
 CPU = OffloadSpec(optimizer="host", parameters="host")
 """What `offload: cpu` is short for."""
 DISK = OffloadSpec(optimizer="disk")
+ACTIVATIONS = OffloadSpec(activations="host")

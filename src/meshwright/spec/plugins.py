@@ -1,7 +1,7 @@
-"""Plug-ins that a recipe may name: ours, those that installed packages declare as entry points, and for the time of a
-call of `train` the objects that it was given.
+"""Plug-ins that a recipe may name: ours, the entry points of installed packages, and, during a call of `train`, the
+objects passed to it.
 
-A recipe names a plug-in, never an import path: what can be loaded is what was installed, or is here already.
+A recipe names a plug-in, never an import path: it can load only what is installed or already in memory.
 """
 
 import importlib.util
@@ -32,11 +32,11 @@ OURS = {
         "wandb": "meshwright.callbacks.wandb:WandB",
     },
 }
-"""Kind -> name -> where it is, of those that are made as a user's are. Others are entry points of the group
+"""Kind -> name -> where it is, for shipped plug-ins that are built like a user's. Others are entry points of the group
 `meshwright.KIND`."""
 
 KINDS = ("callbacks", "trackers", "datasets", "objectives", "optimizers", "lr_schedules", "models")
-"""What can be plugged in; the groups of entry points are `meshwright.KIND`."""
+"""The kinds of plug-ins; the groups of entry points are `meshwright.KIND`."""
 
 _given: dict[tuple[str, str], Any] = {}
 
@@ -61,7 +61,7 @@ def known_plugins(kind: str) -> dict[str, EntryPoint]:
 
 
 def find_plugin(kind: str, name: str) -> EntryPoint:
-    """The plug-in of a name; raises `UserError` where there is none."""
+    """The plug-in of a name; raises `UserError` if it does not exist."""
     known = known_plugins(kind)
     if name not in known:
         there = ", ".join(sorted(known)) or "none"
@@ -80,7 +80,7 @@ def has_plugin(kind: str, name: str) -> bool:
 
 
 def require_plugin(kind: str, name: str) -> None:
-    """Raise `UserError` where there is no plug-in of a name, or a package that it needs is missing."""
+    """Raise `UserError` if a plug-in does not exist, or a package that it needs is missing."""
     if (kind, name) not in _given:
         find_plugin(kind, name)
     if kind == "trackers" and name in NEEDS and importlib.util.find_spec(name) is None:
@@ -100,14 +100,14 @@ def plugged_in(objects: Mapping[tuple[str, str], Any]) -> Iterator[None]:
 
 
 def given_name(plugin: Any) -> str:
-    """What a recipe calls an object that Python code has handed over: module and name, so that it has a dot."""
+    """A recipe's name for an object from Python code: module and name, so that it contains a dot."""
     named = getattr(plugin, "func", plugin)  # of a functools.partial
     named = named if hasattr(named, "__qualname__") and hasattr(named, "__module__") else type(named)
     return f"{named.__module__}.{named.__qualname__}"
 
 
 def load_plugin(kind: str, name: str) -> Any:
-    """The object behind a name: given, or imported; raises `UserError` where it cannot be."""
+    """The object behind a name: passed to `train`, or imported; raises `UserError` if it cannot be found."""
     if (kind, name) in _given:
         return _given[kind, name]
     try:
@@ -119,7 +119,7 @@ def load_plugin(kind: str, name: str) -> Any:
 
 
 def said_of(kind: str, name: str, attribute: str, default: Any) -> Any:
-    """What a plug-in's class says of itself; the default where it says nothing, or is not here."""
+    """An attribute of a plug-in's class; the default if it is not set, or the class is not here."""
     try:
         plugin = load_plugin(kind, name)
     except UserError:
@@ -128,8 +128,8 @@ def said_of(kind: str, name: str, attribute: str, default: Any) -> Any:
 
 
 def make_plugin(kind: str, plugin: PluginSpec) -> Any:
-    """What the plug-in's class or function makes of the options, or the object that was given; raises `UserError` where
-    it cannot be made."""
+    """The plug-in built from the options, or the object that was passed in; raises `UserError` if it cannot be
+    built."""
     factory = load_plugin(kind, plugin.name)
     if (kind, plugin.name) in _given:
         return factory
@@ -142,7 +142,7 @@ def make_plugin(kind: str, plugin: PluginSpec) -> Any:
 
 
 def check_takes(function: Callable[..., Any], where: str, *words: str, **options: Any) -> None:
-    """Raise `UserError` where a plug-in is no function of so many arguments, called `words`, and of these options."""
+    """Raise `UserError` if a plug-in is not a function of this many arguments, called `words`, and of these options."""
     if not callable(function):
         raise UserError(f"{where} is {function!r}, which cannot be called; give a function of ({', '.join(words)})")
     try:
@@ -155,9 +155,8 @@ def check_takes(function: Callable[..., Any], where: str, *words: str, **options
 
 @dataclass(frozen=True)
 class Pluggable:
-    """Annotates a setting whose choices (a Literal) are ours: it may also name an installed plug-in of a kind, or have
-    a dot, as the names of objects that Python code has handed over. What a run has written down is not checked again.
-    """
+    """Annotates a setting whose choices (a Literal) are ours: it may also name an installed plug-in of a kind, or
+    contain a dot, as names of objects from Python code do. Names in the files of a run are not checked again."""
 
     kind: str
 

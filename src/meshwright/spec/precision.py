@@ -10,7 +10,7 @@ from typing import Literal
 ComputeName = Literal["fp32", "bf16", "fp16", "fp64"]
 """Dtypes that a model computes in."""
 PrecisionName = Literal["fp32", "bf16", "fp16", "fp64", "fp8", "mxfp8", "nvfp4"]
-"""What a run computes in: one of these dtypes, or bf16 with matrix products in fewer bits."""
+"""Names of `training.precision`: a dtype, or bf16 with low-precision matrix products."""
 ReduceName = Literal["fp32", "bf16"]
 """Dtypes that gradients accumulate in under mixed precision."""
 GgufName = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
@@ -39,7 +39,7 @@ DTYPES = {
 """Every format that a tensor of the engine is stored in."""
 
 NARROW = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
-"""Formats of matrix products alone, by what tables of devices call their rate."""
+"""Formats for matrix products only, by the names of their rates in device tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,8 @@ class Precision:
     store: Dtype
     """Of the weights that the model computes with: gathered or copied from the masters, or frozen."""
     master: Dtype
-    """Of the weights that the optimizer updates, their gradients and the optimizer's state."""
+    """Of the weights that the optimizer updates; the optimizer's state is fp32 or in this, whichever is wider, unless
+    the recipe says otherwise."""
     reduce: Dtype
     """Of gradients while they accumulate over microbatches and are reduced over ranks."""
     loss: Dtype
@@ -60,21 +61,20 @@ class Precision:
     """The narrower format in which blocks compute their matrix products, such as fp8; None: they use `compute`."""
 
     @classmethod
-    def of(cls, name: str, reduce: str = FP32.name, beside: str = BF16.name) -> "Precision":
-        """What `training.precision` and `training.reduce_dtype` stand for. A name that is no dtype, such as fp8, is the
-        format of matrix products; all else is then in `beside`.
+    def of(cls, name: str, reduce: str = FP32.name, beside: str = BF16.name, master: str = FP32.name) -> "Precision":
+        """What `training.precision`, `training.reduce_dtype` and `training.master_dtype` stand for. A name that is no
+        dtype, such as fp8, is the format of matrix products; all else is then in `beside`.
 
-        Under fp64 and fp32 all is in one dtype, and `reduce` says nothing.
+        Under fp64 and fp32 all is in one dtype, and `reduce` and `master` say nothing.
         """
         compute = DTYPES.get(name) or DTYPES[beside]
-        mixed = compute.bytes < FP32.bytes
-        master = FP32 if mixed else compute
+        narrow = compute.bytes < FP32.bytes
         return cls(
             compute=compute,
             store=compute,
-            master=master,
-            reduce=DTYPES[reduce] if mixed else compute,
-            loss=master,
+            master=DTYPES[master] if narrow else compute,
+            reduce=DTYPES[reduce] if narrow else compute,
+            loss=FP32 if narrow else compute,
             recipe=None if name in DTYPES else name,
         )
 
@@ -82,6 +82,21 @@ class Precision:
     def mixed(self) -> bool:
         """Whether the optimizer updates wider weights than the model computes with."""
         return self.master != self.store
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the model computes in sixteen bits, so that two orders of a sum differ by much."""
+        return self.compute.bytes < FP32.bytes
+
+    @property
+    def gradient(self) -> Dtype:
+        """Of gradients as the optimizer gets them."""
+        return max(self.master, self.reduce, key=lambda dtype: dtype.bytes)
+
+    @property
+    def state(self) -> Dtype:
+        """Of the optimizer's state, unless the recipe says otherwise."""
+        return max(self.master, FP32, key=lambda dtype: dtype.bytes)
 
     @property
     def scales_loss(self) -> bool:

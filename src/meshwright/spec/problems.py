@@ -18,7 +18,7 @@ LIKENESS = 0.75
 
 
 SECTION = frozenset(["model_type", "model_attributes_type", "dict_type"])
-"""What pydantic calls the lack of a section."""
+"""pydantic's error type for a missing section."""
 
 
 def explain(error: ValidationError, spec: type[Spec], value: Any) -> list[tuple[KeyPath, str]]:
@@ -58,7 +58,7 @@ def _nearest(word: str, known: Iterable[str], likeness: float) -> str | None:
 
 
 def setting_called(word: str, spec: type[Spec]) -> str | None:
-    """The setting, wherever it stands, that is called `word` here or by others: `a.b`; None where none is."""
+    """The setting called `word` here or in other tools, at any place: `a.b`; None if there is none."""
     ours = SYNONYMS.get(plain(word), plain(word))
     return next((path for path in map(dotted, _all_paths(spec)) if f".{path}".endswith(f".{ours}")), None)
 
@@ -112,7 +112,7 @@ def _sentence(path: KeyPath, group: list[ErrorDetails], spec: type[Spec]) -> str
 
 
 def _wrong_kind(path: KeyPath, details: ErrorDetails, spec: type[Spec]) -> str:
-    """Of a section that is one of several kinds: the word that says which is missing, or is none of them."""
+    """For a section of several kinds: the field that selects the kind and is missing or invalid."""
     limits = details.get("ctx", {})
     field, said = str(limits["discriminator"]).strip("'"), limits.get("tag")
     kinds = [kind for section in _sections_at(spec, path) for kind in get_args(section.model_fields[field].annotation)]
@@ -123,7 +123,8 @@ def _wrong_kind(path: KeyPath, details: ErrorDetails, spec: type[Spec]) -> str:
 
 
 def _as_section(word: str, path: KeyPath, spec: type[Spec]) -> str:
-    """The setting of the section at `path` that `word` is a choice of, where it stands for the whole section."""
+    """The setting in the section at `path` that has the choice `word`, if `word` was written instead of the whole
+    section."""
     for section in _sections_at(spec, path):
         for name, field in section.model_fields.items():
             choice = _nearest(word, [one for one in get_args(field.annotation) if isinstance(one, str)], LIKENESS)
@@ -201,7 +202,7 @@ def _choices(details: ErrorDetails) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """A given value as people wrote it, cut where it is long."""
+    """A given value as people wrote it, shortened if it is long."""
     if value is None:
         return "an empty value"
     text = f"'{value}'" if isinstance(value, str) else json.dumps(value)

@@ -3,7 +3,7 @@
 from typing import Literal
 
 Sent = Literal["none", "int8", "int4"]
-"""How numbers are sent: as they are, or in so many bits."""
+"""Formats of sent numbers: unchanged, or quantized to this many bits."""
 
 BITS: dict[Sent, int] = {"int8": 8, "int4": 4}
 BLOCK = 256
@@ -17,18 +17,20 @@ def levels(sent: Sent) -> int:
 
 
 def num_blocks(numbers: int) -> int:
-    """Blocks of so many numbers; the last may be shorter."""
+    """Blocks of this many numbers; the last may be shorter."""
     return -(-numbers // BLOCK)
 
 
 def code_bytes(numbers: int, sent: Sent) -> int:
-    """Bytes of the codes of so many numbers."""
+    """Bytes of the codes of this many numbers."""
     return -(-numbers * BITS[sent] // 8)
 
 
 def sent_bytes(numbers: int, sent: Sent, width: int, *, matrix: bool) -> int:
-    """Bytes of a rank's part of a tensor on the wire; `width`: bytes of a number that is sent as it is. Only matrices
-    are quantized, and stacks of them: norms and biases are few and matter much."""
+    """Bytes of a rank's part of a tensor on the wire; `width`: bytes of an unquantized number.
+
+    Only matrices, and stacks of them, are quantized: norms and biases are few and matter much.
+    """
     if sent == "none" or not matrix:
         return numbers * width
     return num_blocks(numbers) * SCALE_BYTES + code_bytes(numbers, sent)

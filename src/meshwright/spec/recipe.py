@@ -26,8 +26,8 @@ class RecipeError(UserError):
         self.problems = list(problems)
         """One line per problem: `run.yaml:12: training.optimzer: unknown key; did you mean 'optimizer'?`"""
         self.rest, self.wrong = rest, frozenset(wrong)
-        """The recipe without what is wrong, where it can stand so, and the sections that something was taken from:
-        whoever looks further can tell what else there is at once."""
+        """The recipe without its invalid parts, if the rest is valid, and the sections that lost something: further
+        checks can then report other problems at once."""
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
@@ -44,7 +44,7 @@ def load_spec(path: str | Path, spec: type[SpecT], overrides: Sequence[str] = ()
 
 
 def line_of(path: str | Path, setting: str) -> str | None:
-    """`run.yaml:12`, where the recipe at `path` gives `training.steps`; None where it does not."""
+    """`run.yaml:12`, the line of the recipe at `path` that sets `training.steps`; None if it does not."""
     document = _read_document(_read_text(path), source=str(path))
     place = document.places.get(tuple(int(part) if part.isdecimal() else part for part in setting.split(".")))
     return place.text if place else None
@@ -62,7 +62,7 @@ def parse_spec(text: str, spec: type[SpecT], overrides: Sequence[str] = (), *, s
         _override(document, override, order=2**40 + index)
     result, wrong = None, []
     try:
-        # Strict, for nothing is guessed: "5" is no number and yes no truth value. As JSON, for strict mode
+        # Strict, so nothing is guessed: "5" is not a number, yes not a boolean. As JSON, because strict mode
         # then still makes sections of mappings and tuples of lists.
         written = {"written": spec is not Run}  # by a run, whose plug-ins other verbs do without
         result = spec.model_validate_json(json.dumps(document.value), strict=True, context=written)
@@ -77,7 +77,7 @@ def parse_spec(text: str, spec: type[SpecT], overrides: Sequence[str] = (), *, s
 
 
 def dump_recipe(run: Spec, *, expanded: bool = False) -> str:
-    """The run as YAML text that loads back to an equal run: what was given, or with every default too."""
+    """The run as YAML text that loads back to an equal run: only the given settings, or with every default."""
     value = run.model_dump(mode="json", exclude_unset=not expanded)
     if isinstance(run, Run) and set(value["model"]) == {"name"}:
         value["model"] = value["model"]["name"]
@@ -101,7 +101,7 @@ def _error(document: Document, rest: Spec | None = None, wrong: Iterable[str] = 
 
 
 def _without(value: dict[str, Any], paths: Iterable[KeyPath], spec: type[SpecT]) -> SpecT | None:
-    """What `value` says without what lies at `paths`, a list as a whole; None where that is no `spec` either."""
+    """`value` without the entries at `paths`, a list as a whole; None if the rest is not a valid `spec` either."""
     rest = json.loads(json.dumps(value))
     for path in paths:
         *around, last = takewhile(lambda part: isinstance(part, str), path) if path else ("",)
@@ -114,7 +114,7 @@ def _without(value: dict[str, Any], paths: Iterable[KeyPath], spec: type[SpecT])
 
 
 def _override(document: Document, override: str, *, order: int) -> None:
-    """Set what `a.b=c` says in the document; sections on the way are made where they are missing."""
+    """Set `a.b=c` in the document; missing sections on the way are created."""
     target, equals, text = (part.strip() for part in override.partition("="))
     keys = target.split(".")
     place = Place(order, f"command line: {override}", names=target)
@@ -138,7 +138,7 @@ def _override(document: Document, override: str, *, order: int) -> None:
         path = (*path, part)
         if depth == len(keys):
             container[part] = given.value
-        elif isinstance(container, dict) and container.get(part) is None:
+        elif isinstance(container, dict) and container.get(part) in (None, "none"):  # `offload: none` is no section yet
             if keys[depth].isdecimal():
                 document.refuse(path, "the recipe has no list here; give all of it, as in a.b=[x, y]", place)
                 return
@@ -157,7 +157,7 @@ def _part(container: Any, key: str) -> str | int:
         raise UserError(f"the recipe's list has {len(container)} items, counted from 0")
     if isinstance(container, dict):
         return key
-    raise UserError("not a section, so nothing in it can be set")
+    raise UserError(f"it is {container!r}, not a section, so it has no setting {key}")
 
 
 def _override_value(text: str, place: Place) -> Document:

@@ -33,7 +33,7 @@ Recompute = Policy | RecomputeSpec
 
 
 def recompute_misfit(recompute: Recompute, stage_layers: Sequence[int]) -> str | None:
-    """Why a model of such pipeline stages cannot recompute so, beginning with the setting; None where it can."""
+    """Why a model with these pipeline stages cannot recompute so, starting with the setting; None if it can."""
     if not isinstance(recompute, RecomputeSpec):
         return None
     stages = len(stage_layers)
@@ -54,7 +54,7 @@ def recompute_misfit(recompute: Recompute, stage_layers: Sequence[int]) -> str |
 
 
 def stage_counts(recompute: Recompute, stage_layers: Sequence[int]) -> tuple[Counts, ...]:
-    """What every pipeline stage recomputes, never more than it has."""
+    """The recomputed layers of every pipeline stage, at most as many as it has."""
     if recompute == "none":
         return ((0, 0),) * len(stage_layers)
     if not isinstance(recompute, RecomputeSpec):
@@ -89,7 +89,7 @@ def of_counts(counts: Sequence[Counts], stage_layers: Sequence[int]) -> Recomput
 
 
 def describe_recompute(policies: Sequence[Policy]) -> str:
-    """What the layers of a model recompute, for people: a policy, or `full:12/32`, 12 of 32 layers."""
+    """The recomputation of a model's layers, for people: a policy, or `full:12/32`, 12 of 32 layers."""
     counts = {policy: policies.count(policy) for policy in reversed(POLICIES)}
     if len(policies) in counts.values():
         return policies[0]

@@ -13,7 +13,7 @@ from meshwright.spec.guards import GuardSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields, ModelSpec
 from meshwright.spec.plugins import PluginSpec, known_plugins
-from meshwright.spec.recompute import Policy, layer_policies
+from meshwright.spec.recompute import Policy, RecomputeSpec, layer_policies
 from meshwright.spec.training import TrainingSpec
 
 
@@ -29,7 +29,7 @@ class Run(Spec):
     finetune: FinetuneSpec | None = None
     """Fine-tuning instead of pretraining: method full, lora, qlora or ia3."""
     layout: LayoutSpec = LayoutSpec()
-    """How many processes and what each keeps."""
+    """Number of processes, and the state that each one keeps."""
     cluster: str = "local"
     """Cluster for plans and `layout: auto`: local, a name such as 8xh100 or 64xa100-80g@400Gb/s, or a file."""
     checkpoint: CheckpointSpec = CheckpointSpec()
@@ -43,7 +43,7 @@ class Run(Spec):
     trackers: tuple[str, ...] = ()
     """Where metrics.jsonl is copied to: tensorboard, wandb, or an entry point of the group meshwright.trackers."""
     callbacks: tuple[PluginSpec, ...] = ()
-    """What happens beside training: names of ours, or of entry points of the group meshwright.callbacks."""
+    """Callbacks of the run: shipped ones by name, or entry points of the group meshwright.callbacks."""
 
     @model_validator(mode="after")
     def _has_something_to_go_back_to(self) -> "Run":
@@ -64,6 +64,19 @@ class Run(Spec):
                     f"guards.verify_every: one process sends nothing, so it cannot round what layout.{field}="
                     f"{getattr(self.layout, field)} rounds; set it to 0, or take layout.{field}=none"
                 )
+        if self.guards.verify_every and self.training.keeps_bf16:
+            raise UserError(
+                f"guards.verify_every: a small difference of a gradient may round another way under "
+                f"{self.training.keeps_bf16}, as a fault may; set it to 0, or keep weights and moments in fp32"
+            )
+        recompute = self.training.recompute
+        if self.layout.tiers.activations == "host" and (
+            recompute == "selective" or (isinstance(recompute, RecomputeSpec) and recompute.selective)
+        ):
+            raise UserError(
+                "layout.offload.activations=host: what selective recomputation keeps cannot be moved; use "
+                "training.recompute=full or none, or numbers of layers with full alone"
+            )
         if self.guards.verify_every and self.training.dtypes.recipe:
             raise UserError(
                 f"guards.verify_every: one process on a CPU has no {self.training.precision} products to compare with; "
@@ -99,7 +112,7 @@ class Run(Spec):
 
 
 class ResolvedRun(Spec):
-    """A run with nothing left to decide: what the trainer accepts and what is saved as `resolved.yaml`."""
+    """A run with nothing left to decide: the trainer's input, saved as `resolved.yaml`."""
 
     run: Run
     """The recipe as given, overrides applied."""
@@ -114,22 +127,23 @@ class ResolvedRun(Spec):
     accumulation: int
     """Forward passes per rank per optimizer step."""
     stage_layers: tuple[int, ...] = ()
-    """Layers of each pipeline stage; empty where there is no pipeline."""
+    """Layers of each pipeline stage; empty without a pipeline."""
     reasons: dict[str, str]
-    """Why each value that was `auto` became what it is."""
+    """The reason for each value that was `auto`."""
     asked: Run | None = None
-    """The recipe as given, where the planner chose its layout or it names datasets of a user's."""
+    """The recipe as given, if the planner chose its layout, recomputation or offloading was added, or it names
+    plugged-in datasets."""
     plan: dict[str, Any] | None = None
-    """What the planner said then, as in `plan.json`."""
+    """The planner's report at that time, as in `plan.json`."""
 
     @property
     def recompute(self) -> tuple[Policy, ...]:
-        """What every layer of the model recomputes."""
+        """The recomputation policy of every layer of the model."""
         return layer_policies(self.run.training.recompute, self.stages)
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Layers of each stage, also where there is one."""
+        """Layers of each stage, also if there is only one."""
         return self.stage_layers or (self.model.num_layers,)
 
     @property

@@ -39,7 +39,7 @@ class ScheduleKind:
     """A published schedule."""
 
     generate: Callable[[int, int, int, int], Iterable[Step]]
-    """(rank, ranks, stages per rank, microbatches) -> what the rank does."""
+    """(rank, ranks, stages per rank, microbatches) -> the rank's actions"""
     stages_per_rank: int
     """Usually."""
     fixed: bool = False
@@ -55,7 +55,7 @@ class ScheduleKind:
     late: not the same training as on one process."""
 
     def problem(self, ranks: int, chunks: int, microbatches: int) -> str | None:
-        """Why it cannot be made of this many microbatches."""
+        """Why the schedule does not exist for this many microbatches."""
         fewest = self.fewest(ranks, chunks)
         if microbatches < fewest:
             return f"needs at least {fewest}, or ranks wait for nothing"
@@ -65,11 +65,10 @@ class ScheduleKind:
 
 
 def build_schedule(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-    """The schedule of a published name for `ranks` pipeline ranks, or the one in the file `name` ends in `.csv`.
+    """The schedule of a published name for `ranks` pipeline ranks, or the one in a file, if `name` ends in `.csv`.
 
-    `stages_per_rank`: None takes what is usual for the schedule.
-
-    Raises `ScheduleError`, which names what is nearest and legal.
+    `stages_per_rank`: None takes the schedule's usual number. Raises `ScheduleError`, which names the nearest legal
+    one.
     """
     if name.endswith(".csv"):
         return _own_schedule(Path(name), ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
@@ -104,7 +103,7 @@ def schedule_kind(name: str) -> ScheduleKind:
 
 
 def is_asynchronous(name: str) -> bool:
-    """Whether gradients are a step late; no schedule of one's own is."""
+    """Whether gradients are a step late; never for custom schedules."""
     return name in SCHEDULES and SCHEDULES[name].asynchronous
 
 
@@ -128,7 +127,7 @@ def _own_schedule(path: Path, *, ranks: int, microbatches: int, stages_per_rank:
     return schedule
 
 
-# The published schedules. Each yields what one rank does.
+# The published schedules. Each yields the actions of one rank.
 
 
 def _rounds(ranks: int, microbatches: int) -> int:
@@ -138,10 +137,11 @@ def _rounds(ranks: int, microbatches: int) -> int:
 def _alternating(
     rank: int, ranks: int, chunks: int, microbatches: int, *, ahead: int, split: bool = False
 ) -> Iterator[Step]:
-    """Forward passes to fill the pipeline, then one forward and one backward pass in turn, then the backward passes.
+    """Forward passes to fill the pipeline, then one forward and one backward pass in turn, then the remaining backward
+    passes.
 
-    A rank takes a round of microbatches through all its stages before the next round. It begins the backward passes
-    `ahead` forward passes earlier than the rank before it. With `split`, rank r does the W of r backward passes ago
+    A rank takes a round of microbatches through all its stages before the next round. It starts the backward passes
+    `ahead` forward passes earlier than the rank before it. With `split`, rank r runs the W of r backward passes ago
     after each I, so that all ranks hold as many microbatches as in 1F1B (ZB-H1).
     """
     size = microbatches // _rounds(ranks, microbatches) if chunks > 1 else microbatches
@@ -202,7 +202,7 @@ class _Counted:
             yield Step(kind, chunk, microbatch)  # type: ignore[arg-type]
 
     def weights(self, chunk: int | None = None) -> Iterator[Step]:
-        """The W that has waited longest, of the stage `chunk` or of any; nothing where none waits."""
+        """The oldest pending W, of the stage `chunk` or of any; nothing if none is pending."""
         for place, (of, microbatch) in enumerate(self._waiting):
             if chunk in (None, of):
                 del self._waiting[place]

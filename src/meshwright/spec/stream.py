@@ -16,10 +16,10 @@ from meshwright.spec.timeline import StageCosts, simulate
 
 @dataclass(frozen=True)
 class Stream:
-    """What ranks do in a step, transfers included: `fill[rank]` and so on.
+    """The actions of all ranks in a step, transfers included: `fill[rank]` and so on.
 
-    The microbatches of the step before have the numbers 0 to M - 1, those of the step itself M to 2 M - 1; those of the
-    first step, before which there is none, 0 to M - 1.
+    The microbatches of the previous step have the numbers 0 to M - 1, those of the step itself M to 2 M - 1; the first
+    step has no previous one and uses 0 to M - 1.
     """
 
     fill: tuple[Program, ...]
@@ -27,11 +27,11 @@ class Stream:
     steady: tuple[Program, ...]
     """Every further one."""
     drain: tuple[Program, ...]
-    """What remains when no further step comes: backward passes of microbatches 0 to M - 1."""
+    """The actions after the last step: backward passes of microbatches 0 to M - 1."""
 
 
 def cut_stream(schedule: Schedule) -> Stream:
-    """The parts of a stream in which every step is `schedule`, a published one by its name."""
+    """The parts of a stream in which every step is `schedule`, a published name."""
     size = schedule.num_microbatches
     two = two_steps(schedule)
     part = {}
@@ -54,7 +54,7 @@ def two_steps(schedule: Schedule) -> Schedule:
 
 
 def steady_seconds(schedule: Schedule, costs: StageCosts) -> float:
-    """What a step between others takes."""
+    """The actions of a step between others."""
     alone, both = (simulate(one, costs) for one in (schedule, two_steps(schedule)))
     return both.duration - alone.duration
 

@@ -1,4 +1,4 @@
-"""Synonyms: what other tools and papers call our settings and values, for hints in messages."""
+"""Synonyms: names of our settings and values in other tools and papers, for hints in messages."""
 
 SYNONYMS = {
     # layout
@@ -95,5 +95,5 @@ SYNONYMS = {
 
 
 def plain(word: str) -> str:
-    """A word as it stands in the table: spelled in small letters, parts joined by `_`."""
+    """A word as spelled in the table: lower case, parts joined by `_`."""
     return word.lower().replace("-", "_")

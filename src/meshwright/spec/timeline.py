@@ -26,7 +26,7 @@ class StageCosts:
         return cls(forward=ones, backward_input=ones, backward_weight=ones, transfer=transfer)
 
     def of(self, action: Action) -> float:
-        """What an action takes."""
+        """Durations of the actions."""
         if action.kind == "F":
             return self.forward[action.stage]
         weight = 0.0 if action.kind == "I" else self.backward_weight[action.stage]
@@ -44,7 +44,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule in time: what `simulate` makes of it."""
+    """A schedule in time: the result of `simulate`."""
 
     schedule: Schedule
     ranks: tuple[tuple[Span, ...], ...]
@@ -66,10 +66,8 @@ class Timeline:
         return sum(self.bubbles) / len(self.ranks)
 
     def picture(self) -> str:
-        """Two lines per rank, a column per unit of time: the microbatch (0-9, a-z) above what is done with it.
-
-        F, B, I and W are the rank's first stage's, small letters its later stages'; dots are the bubble.
-        """
+        """Two lines per rank, a column per unit of time: the microbatch (0-9, a-z) above its action. F, B, I and W
+        belong to the rank's first stage, lower-case letters to its later stages; dots are the bubble."""
         lines = []
         for rank, spans in enumerate(self.ranks):
             width = round(self.duration)
@@ -84,7 +82,7 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
-    """When every action runs, each as early as its rank's order and what it needs allow."""
+    """When every action runs, each as early as its rank's order and its prerequisites allow."""
     free = [0.0] * len(schedule.ranks)
     end: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in schedule.ranks]

@@ -8,7 +8,7 @@ from meshwright.spec.base import Spec
 from meshwright.spec.errors import UserError
 from meshwright.spec.low_precision import LowPrecisionSpec
 from meshwright.spec.plugins import Pluggable, PluginSpec
-from meshwright.spec.precision import NARROW, Precision, PrecisionName, ReduceName
+from meshwright.spec.precision import BF16, FP32, FP64, NARROW, Precision, PrecisionName, ReduceName
 from meshwright.spec.recompute import Policy, RecomputeSpec
 from meshwright.spec.tasks import TaskSpec
 
@@ -18,6 +18,15 @@ MOST_WARMUP = 100
 
 OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw", "muon"]
 """The optimizers of ours."""
+Rounding = Literal["stochastic", "kahan", "nearest"]
+"""How weights in bf16 are rounded after an update."""
+
+
+AttentionName = Literal["auto", "flash", "mem_efficient", "math", "cudnn", "flex", "varlen"]
+"""Attention kernels."""
+CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
+"""torch.compile's modes without CUDA graphs, which need weights at fixed addresses: FSDP2 gathers them into new
+memory."""
 
 
 class OptimizerSpec(Spec):
@@ -31,6 +40,13 @@ class OptimizerSpec(Spec):
     the group meshwright.optimizers, made with `lr` and `options`."""
     options: dict[str, Any] = Field(default={})
     """Keyword arguments of a plug-in."""
+    state_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of AdamW's moments and of Muon's momentum (fp64 under precision fp64). bf16: rounded up or down at random,
+    right on average."""
+    rounding: Rounding = "stochastic"
+    """With master_dtype=bf16, what becomes of an update that is smaller than a weight's last bit. stochastic: rounded
+    up or down at random, right on average; kahan: kept in a second bf16 tensor (Zamirai et al., 2021); nearest:
+    lost."""
     lr: float = Field(default=3e-4, gt=0)
     """Peak learning rate."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
@@ -83,7 +99,7 @@ class EvaluationSpec(Spec):
 
 
 class SampleSpec(Spec):
-    """What the model writes while it is trained."""
+    """Texts that the model generates during training."""
 
     prompts: tuple[str, ...] = Field(min_length=1)
     """Texts to continue."""
@@ -99,12 +115,12 @@ class PreferenceSpec(Spec):
     """Learning from pairs of answers by direct preference optimisation (Rafailov et al., 2023)."""
 
     beta: float = Field(default=0.1, gt=0)
-    """How strongly the model is held to the reference."""
+    """Strength of the pull towards the reference."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """Share of the pairs that are taken to be the wrong way round (conservative DPO)."""
     reference: Literal["start", "none"] = "start"
-    """What the model is held to: itself as training starts (its adapters, which add nothing then, switched off), or
-    nothing."""
+    """The reference: the model at the start of training, or none. (New adapters add nothing, so with adapters it is the
+    base.)"""
 
 
 class TrainingSpec(Spec):
@@ -127,11 +143,21 @@ class TrainingSpec(Spec):
     """Of precision fp8, mxfp8 and nvfp4: how operands are scaled, and which layers stay in bf16."""
     reduce_dtype: ReduceName = "fp32"
     """Dtype in which gradients accumulate and are reduced over ranks under bf16 and fp16."""
+    master_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of the weights that the optimizer updates and checkpoints hold, where the model computes in bf16. bf16:
+    there are no other weights, and optimizer.rounding says how updates are rounded."""
     recompute: Policy | RecomputeSpec = "none"
     """Activation recomputation per block: none, selective (keeps matrix products and attention, recomputes the rest)
     or full (keeps only the block's input); or how many layers do which, as {full: 12} or {full: 4, selective: 20}."""
     compile: bool = False
     """Compile every block with torch.compile."""
+    compile_mode: CompileMode = "default"
+    """torch.compile's mode, with compile=true. max-autotune-no-cudagraphs tries several kernels for each product when
+    it compiles."""
+    attention: AttentionName = "auto"
+    """Attention kernel: torch's SDPA by its flash, mem_efficient, math or cudnn kernel; flex (FlexAttention); varlen
+    (the flash kernel for packed documents); or auto, the fastest that serves. A kernel that the device lacks is
+    refused."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """The optimizer."""
     lr_schedule: LrScheduleSpec = LrScheduleSpec()
@@ -142,8 +168,8 @@ class TrainingSpec(Spec):
     """What to do when a loss or gradient is not finite: stop before the weights are touched, skip that step, or go back
     to the last checkpoint and pass over the batches since."""
     objective: PluginSpec | None = None
-    """An objective of a user's in the place of next-token prediction: the name of an entry point of the group
-    meshwright.objectives, or its name and its options."""
+    """Your own objective instead of next-token prediction: the name of an entry point of the group
+    meshwright.objectives, or its name and options."""
     preference: PreferenceSpec | None = None
     """Learn from pairs of answers (sources of the format preference) instead of predicting every token."""
     evaluation: EvaluationSpec = EvaluationSpec()
@@ -157,12 +183,12 @@ class TrainingSpec(Spec):
 
     @property
     def dtypes(self) -> Precision:
-        """What `precision` and `reduce_dtype` stand for."""
-        return Precision.of(self.precision, self.reduce_dtype, self.low_precision.compute)
+        """What `precision`, `reduce_dtype` and `master_dtype` stand for."""
+        return Precision.of(self.precision, self.reduce_dtype, self.low_precision.compute, self.master_dtype)
 
     @property
     def product_recipe(self) -> str | None:
-        """How operands of blocks' matrix products are brought to few bits; None: they are not."""
+        """How the operands of blocks' matrix products are quantized; None: not at all."""
         if self.precision not in NARROW:
             return None
         return self.low_precision.recipe if self.precision == "fp8" else self.precision
@@ -175,18 +201,37 @@ class TrainingSpec(Spec):
     @property
     def arithmetic(self) -> str:
         """What is computed in which format, in words."""
-        if self.product_recipe is None:
-            return self.precision
-        recipe = "" if self.product_recipe == self.precision else f" ({self.product_recipe})"
-        return f"{self.precision}{recipe} beside {self.low_precision.compute}"
+        recipe = "" if self.product_recipe in (self.precision, None) else f" ({self.product_recipe})"
+        beside = "" if self.product_recipe is None else f" beside {self.low_precision.compute}"
+        weights = f", weights kept in bf16 ({self.optimizer.rounding})" if self.master_dtype == BF16.name else ""
+        moments = ", moments in bf16" if self.optimizer.state_dtype == BF16.name else ""
+        return f"{self.precision}{recipe}{beside}{weights}{moments}"
 
     def computing_in(self, dtype: str) -> "TrainingSpec":
         """The same training with everything in `dtype` but what is in few bits, gradients reduced in fp32."""
-        changes: dict[str, Any] = {"precision": dtype, "reduce_dtype": "fp32"}
+        changes: dict[str, Any] = {"precision": dtype, "reduce_dtype": "fp32", **self._all_wide}
         if self.product_recipe is not None:
             low_precision = self.low_precision.model_copy(update={"compute": dtype})
             changes |= {"precision": self.precision, "low_precision": low_precision}
         return self.model_copy(update=changes)
+
+    @property
+    def keeps_bf16(self) -> str | None:
+        """The first setting that keeps weights or moments in bf16; None if nothing is."""
+        if self.master_dtype == BF16.name:
+            return "training.master_dtype=bf16"
+        return "training.optimizer.state_dtype=bf16" if self.optimizer.state_dtype == BF16.name else None
+
+    @property
+    def _all_wide(self) -> dict[str, Any]:
+        """The settings with which nothing that the optimizer keeps is in bf16."""
+        usual = OptimizerSpec()
+        changes = {"state_dtype": usual.state_dtype, "rounding": usual.rounding}
+        return {"master_dtype": FP32.name, "optimizer": self.optimizer.model_copy(update=changes)}
+
+    def with_wide_state(self) -> "TrainingSpec":
+        """The same training with nothing that the optimizer keeps in bf16."""
+        return self.model_copy(update=self._all_wide)
 
     def without_low_precision(self) -> "TrainingSpec":
         """The same training with all products in the dtype of everything else."""
@@ -220,10 +265,44 @@ class TrainingSpec(Spec):
             )
         for name in ("amax_history", "margin"):
             if name in given and self.product_recipe != "delayed":
-                raise UserError(f"low_precision.{name} is of recipe=delayed alone; leave it out")
+                raise UserError(f"low_precision.{name} only applies to recipe=delayed; leave it out")
+        self._check_bf16()
+        if self.compile_mode != "default" and not self.compile:
+            raise UserError(
+                f"compile_mode={self.compile_mode} is of compiled blocks; set compile=true, or leave it out"
+            )
         warmup = self.lr_schedule.warmup_steps(self.steps)
         if warmup > self.steps:
             raise UserError(
                 f"lr_schedule.warmup={warmup} is longer than steps={self.steps}; with warmup=auto it is a tenth of them"
             )
         return self
+
+    def _check_bf16(self) -> None:
+        """Raises `UserError` if weights or moments cannot be in bf16."""
+        optimizer, weights = self.optimizer, self.master_dtype == BF16.name
+        if weights and self.dtypes.compute != BF16:
+            raise UserError(
+                f"master_dtype=bf16 is of models that compute in bf16, and this one computes in {self.dtypes.compute}; "
+                "set precision=bf16, or leave it out"
+            )
+        if optimizer.rounding != OptimizerSpec.model_fields["rounding"].default and not weights:
+            raise UserError(
+                f"optimizer.rounding={optimizer.rounding} is of weights in bf16, and these are kept in "
+                f"{self.dtypes.master}; set master_dtype=bf16, or leave it out"
+            )
+        if not weights and optimizer.state_dtype == FP32.name:
+            return
+        given = "master_dtype=bf16" if weights else "optimizer.state_dtype=bf16"
+        if optimizer.name not in ("adamw", "adamw_8bit", "muon"):
+            raise UserError(
+                f"{given} with optimizer.name={optimizer.name}, which rounds by itself; leave it out, or use adamw"
+            )
+        if optimizer.state_dtype == BF16.name and optimizer.name == "adamw_8bit":
+            raise UserError(
+                "optimizer.state_dtype=bf16 with optimizer.name=adamw_8bit, whose moments have eight bits; use adamw"
+            )
+        if optimizer.state_dtype == BF16.name and self.dtypes.compute == FP64:
+            raise UserError(
+                "optimizer.state_dtype=bf16 with precision=fp64, which is for proofs; leave one of them out"
+            )

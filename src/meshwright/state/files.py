@@ -36,12 +36,12 @@ class StateFile:
     def __init__(self, directory: Path, name: str, size: int, *, checksums: bool = False) -> None:
         """Reserves `size` bytes, zeros, in a new file in `directory`.
 
-        Raises `OffloadError` where it cannot: the disk is full, or the folder cannot be written.
+        Raises `OffloadError` if it cannot: the disk is full, or the folder cannot be written.
         """
         self.path, self.size, self.checksums = directory / f"{name}-{secrets.token_hex(4)}", rounded(size), checksums
         self.moved, self.seconds = 0, 0.0
         """Bytes read and written so far, and the seconds it took."""
-        self._checksum: tuple[int, int] | None = None  # of so many bytes
+        self._checksum: tuple[int, int] | None = None  # of this many bytes
         try:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
@@ -68,8 +68,8 @@ class StateFile:
         self._move(os.preadv, buffer, "read")
         if self._checksum is not None and _checksum(buffer[: self._checksum[0]]) != self._checksum:
             raise OffloadError(
-                f"{self.path.parent}: {self.path.name} has come back other than it was written, so the disk or its "
-                "controller is damaged; continue on another one from the last checkpoint, with --resume"
+                f"{self.path.parent}: {self.path.name} was read back with other bytes than were written, so the disk "
+                "or its controller is damaged; continue on another disk from the last checkpoint, with --resume"
             )
         self._count(buffer, began)
 
@@ -154,7 +154,7 @@ def check_directory(directory: Path) -> None:
 
 
 def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """The type of `path`'s file system; empty where the system does not tell."""
+    """The type of `path`'s file system; empty if the system does not tell."""
     found, path = (0, ""), path.resolve()
     with contextlib.suppress(OSError):
         for line in mounts.read_text().splitlines():
@@ -166,7 +166,7 @@ def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
 
 
 def _open_directly(path: Path) -> int | None:
-    """A second descriptor that bypasses the page cache; None where the file system does not support it."""
+    """A second descriptor that bypasses the page cache; None if the file system does not support it."""
     try:
         return os.open(path, os.O_RDWR | os.O_DIRECT)
     except (OSError, AttributeError):

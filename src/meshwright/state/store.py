@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import OffloadPolicy
 
+from meshwright.models.dtypes import torch_dtype
 from meshwright.optim.build import Builder, Optimizers, build_optimizers
 from meshwright.optim.clip import scale_gradients
 from meshwright.spec.model import Parameter
@@ -63,7 +64,7 @@ class StateStore:
             model: this rank's part, with its weights.
             rows: the trained rows of its table.
             build: see `build_optimizers`.
-            tier: the home of state that a step fetches; None where state does not move.
+            tier: the home of state that a step fetches; None if state does not move.
         """
         self.parameters = self.masters_of(model, training)
         """Master weights by name, as sharded on this rank, plain or DTensor."""
@@ -71,7 +72,7 @@ class StateStore:
             Bucket(
                 index,
                 {row.name: self.parameters[row.name] for row in part},
-                build_optimizers(training.optimizer, part, self.parameters, build),
+                build_optimizers(training.optimizer, part, self.parameters, build, seed=training.seed),
             )
             for index, part in enumerate(self.cut(tuple(rows)))
         )
@@ -95,7 +96,13 @@ class StateStore:
 
     def masters_of(self, model: nn.Module, training: TrainingSpec) -> dict[str, torch.Tensor]:
         """The master weights of trained parameters: here the model's own parameters."""
-        return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        masters: dict[str, torch.Tensor] = {}
+        masters |= {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        dtypes = training.dtypes
+        if dtypes.gradient != dtypes.master:
+            for master in masters.values():
+                master.grad_dtype = torch_dtype(dtypes.gradient)
+        return masters
 
     @property
     def copies(self) -> Sequence[torch.Tensor]:
@@ -119,7 +126,7 @@ class StateStore:
 
     @property
     def place(self) -> str:
-        """The folder of files; empty where there are none."""
+        """The folder of files; empty if there are none."""
         return ""
 
     def complaint(self) -> str | None:

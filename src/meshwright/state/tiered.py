@@ -27,8 +27,9 @@ from meshwright.state.store import Bucket, StateStore
 from meshwright.state.tiers import Home, Mover, Tier, complaint, cut_evenly
 from meshwright.torch_internals import allocate_each, local_tensor
 
-BUCKET_PARAMETERS = 2**22
-"""Parameters of a rank that are stepped together: fp32 masters, moments and gradients of so many are 64 MiB."""
+BUCKET_PARAMETERS = 2**20
+"""Parameters of a rank that are stepped together: fp32 masters, moments and gradients of so many are 16 MiB. Three
+are in memory at once: one is stepped, one is read, one is written."""
 ALIGNED = 64
 """Alignment of tensors in a bucket."""
 
@@ -72,7 +73,7 @@ class TieredStore(StateStore):
         *,
         tier: Tier | None = None,
     ) -> None:
-        """See `StateStore`. Raises `OffloadError` where there is no room."""
+        """See `StateStore`. Raises `OffloadError` if there is no room."""
         assert tier is not None
         self.tier, self._mover = tier, Mover(tier)
         self._in_hand: torch.Tensor | None = None

@@ -88,13 +88,13 @@ class Tier:
     rank: int = 0
 
     def prepare(self) -> None:
-        """Raise `OffloadError` where the folder is unusable."""
+        """Raise `OffloadError` if the folder is unusable."""
         if self.offload.optimizer == "disk":
             check_directory(self.directory)
             give_back_what_is_freed()
 
     def home(self, name: str, size: int) -> Home:
-        """A new home for so many bytes, zeros."""
+        """A new home for this many bytes, zeros."""
         if self.offload.optimizer == "disk":
             return StateFile(self.directory, f"rank{self.rank}-{name}", size, checksums=self.offload.checksums)
         return HostMemory(size, pinned=self.device.type == "cuda")
@@ -105,7 +105,7 @@ class Tier:
 
 
 def give_back_what_is_freed() -> None:
-    """Have the C library return large blocks to the system when they are freed, where it can be told to.
+    """Make the C library return large freed blocks to the system, if it supports that.
 
     By default glibc keeps them in a heap that aligned blocks cannot reuse without a gap: moving the state of 42 M
     parameters out of memory left 160 MB of it behind.
@@ -151,8 +151,8 @@ class Mover:
         return buffer
 
     def write(self, key: int, home: Home, buffer: torch.Tensor) -> None:
-        """Begin to write a buffer, which then belongs to the thread; waits for the last write but one."""
-        while len(self._written) > 1:
+        """Begin to write a buffer, which then belongs to the thread; waits for the write before it."""
+        while self._written:
             self._written.pop(next(iter(self._written))).result()
         self._written[key] = self._writer.submit(home.write, buffer)
 

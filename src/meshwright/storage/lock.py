@@ -1,16 +1,16 @@
 """A lock file: one owner at a time, over processes, machines and network file systems.
 
-The owner of lock `L` is who made the file `L-N` of the highest N. Making a file that must not exist succeeds for one
-process alone, on NFS too. To take over a stale lock is to make the next one, so two that try cannot both succeed, and
-an owner that comes back to life finds out that it has lost.
+The owner of lock `L` is the process that created the file `L-N` with the highest N. Exclusive creation of a file
+succeeds for one process only, on NFS too. A stale lock is taken over by creating the next file, so two processes that
+try cannot both succeed, and an owner that wakes up later finds out that it has lost.
 
-Whether an owner lives:
+Whether an owner is alive:
 
-- It holds `flock` on its file, and its workers inherit it. Where that is refused, somebody lives. Where it is granted
-  and the owner was a process of this machine since its last start, all are dead.
-- Of an owner on another machine only the file's time tells, which its thread renews every `BEAT` seconds. It is
-  compared with the time that the same file system gives a new file, so clocks need not agree. What has not been renewed
-  for `LEASE` seconds is stale.
+- It holds `flock` on its file, and its workers inherit it. If `flock` is refused, one of them is alive. If it is
+  granted and the owner was a process of this machine since its last boot, all are dead.
+- For an owner on another machine only the file's modification time counts, which the owner's thread renews every `BEAT`
+  seconds. It is compared with the time that the same file system gives a new file, so clocks need not agree. A lock
+  that has not been renewed for `LEASE` seconds is stale.
 """
 
 import fcntl
@@ -40,7 +40,7 @@ class LockedError(UserError):
 
 @dataclass(frozen=True)
 class Owner:
-    """Who owns a lock, as its file says."""
+    """The owner of a lock, read from its file."""
 
     token: str = ""
     host: str = "an unknown machine"
@@ -68,10 +68,9 @@ class Lock:
         say: Callable[[str], object] = lambda text: None,
         lost: Callable[[str], object] = lambda text: None,
     ) -> None:
-        """`wait`: seconds to wait for an owner that lives; 0 refuses as soon as it is known to live, and adds `hint`.
-
-        `say` is told once for whom it waits; `lost`, in a thread, that somebody else has taken the lock over.
-        """
+        """`wait`: seconds to wait for a live owner; 0 refuses as soon as the owner is known to live, and adds `hint`.
+        `say` is called once with the owner that it waits for; `lost` is called in a thread when another process has
+        taken over the lock."""
         self.path, self._wait, self._hint, self._say, self._lost = path, wait, hint, say, lost
         self._number, self._file = 0, -1
         self._released = threading.Event()
@@ -131,14 +130,14 @@ class Lock:
             time.sleep(1.0 if lives else LOOK)
 
     def _claim(self, stale: int) -> bool:
-        """Try to become the owner after the stale lock of that number (0: there is none); whether it worked."""
+        """Try to become the owner after the stale lock with this number (0: none); returns whether it worked."""
         mine = self._name(stale + 1)
         try:
             file = os.open(mine, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
             return False
         try:
-            _hold(file)  # before it says whose it is: by then it must not look left behind
+            _hold(file)  # before its content is written: until then the file must not look abandoned
             me = Owner(secrets.token_hex(8), socket.gethostname(), _boot(), os.getpid(), time.strftime("%F %T"))
             os.write(file, json.dumps(asdict(me)).encode())
             sync(file)
@@ -157,7 +156,7 @@ class Lock:
         return True
 
     def _beat(self) -> None:
-        """Give signs of life; say so once the lock is lost."""
+        """Renew the lock's time; call `lost` once it is lost."""
         while not self._released.wait(BEAT):
             with suppress(OSError):  # a file system that is away for a while: nobody can take the lock over either
                 os.utime(self._file)
@@ -190,7 +189,7 @@ class _Sighting:
     def look(self, name: Path) -> bool | None:
         """Whether the owner of the lock file `name` lives; None if that is not known yet."""
         try:
-            file = os.open(name, os.O_RDWR)  # opened anew each time: that is when NFS asks for the true time
+            file = os.open(name, os.O_RDWR)  # reopened each time, because NFS then asks for the current time
         except FileNotFoundError:
             return None  # released or taken over just now
         try:

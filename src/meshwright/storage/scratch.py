@@ -1,4 +1,4 @@
-"""Temporary folders that do not pile up: what a killed process has left, later ones remove."""
+"""Temporary folders that are cleaned up: later processes remove the folders of killed ones."""
 
 import contextlib
 import fcntl
@@ -16,7 +16,7 @@ OWNER = ".owner"
 containers share a temporary directory."""
 
 ABANDONED = ".abandoned"
-"""A file that whoever first finds the owner dead leaves in the folder."""
+"""A file that the process which first finds the owner dead leaves in the folder."""
 GRACE = 60.0
 """Seconds after that in which processes that the owner has started may still read."""
 

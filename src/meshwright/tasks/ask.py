@@ -1,4 +1,4 @@
-"""Asks a model all tasks of a list: questions of one's own, and lm-evaluation-harness's."""
+"""Asks a model all tasks of a list: your own questions, and lm-evaluation-harness's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Tasks:
     tasks: Sequence[OwnTask | HarnessTask]
 
     def ask(self, examinee: Examinee) -> list[TaskResult]:
-        """The results of every task, those of a group one by one."""
+        """The results of every task, and of each task of a group."""
         results = []
         for task in self.tasks:
             results += [run_task(task, examinee)] if isinstance(task, OwnTask) else run_harness_task(task, examinee)

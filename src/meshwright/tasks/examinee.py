@@ -31,7 +31,7 @@ Ids = Sequence[int]
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What this rank reads of each batch, and where."""
+    """This rank's part of each batch."""
 
     device: torch.device
     max_length: int
@@ -91,7 +91,7 @@ class Examinee:
         """
         read = [_cut(before, asked, self.max_length) for before, asked in rows]
         ends: dict[tuple[int, ...], list[int]] = {}
-        """What is read -> the rows that ask for one token behind it: they are answered together."""
+        """Input -> the rows that ask for one token after it: they are answered together."""
         longer = []
         for number, (tokens, asked) in enumerate(read):
             if len(asked) == 1:
@@ -122,8 +122,8 @@ class Examinee:
         read: Callable[[torch.Tensor, Head, TensorBatch], torch.Tensor],
         labels: Sequence[Sequence[int]] | None = None,
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """(index of a row, what `read` makes of it), where this rank has both. `rows`: tokens, and how many of the last
-        places are asked; `labels`: their tokens, or any if only the places matter."""
+        """(index of a row, result of `read`), if this rank has both. `rows`: tokens, and how many of the last positions
+        are asked; `labels`: their tokens, or any if only the positions matter."""
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index][0]))
         parts: list[list[int]] = []
 

@@ -28,7 +28,7 @@ from meshwright.tasks.examinee import Examinee, Writing
 from meshwright.tasks.result import Metric, TaskResult
 
 MAX_TOKENS = 256
-"""Most tokens of an answer, where the task says nothing."""
+"""Default for the most tokens of an answer."""
 _NAMED = re.compile(r"^(task|group|tag):[ \t]*['\"]?([^\s'\"#]+)", re.MULTILINE)
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
@@ -63,7 +63,7 @@ def find_task(spec: TaskSpec, base_dir: Path) -> HarnessTask:
             raise UserError(f"task {spec.task}: {path} does not exist")
         named = _NAMED.search(path.read_text(encoding="utf-8"))
         if named is None:
-            raise UserError(f"{path}: names no task; a task file of lm-evaluation-harness says task: NAME")
+            raise UserError(f"{path}: names no task; a task file of lm-evaluation-harness has a line task: NAME")
         return HarnessTask(named[2], spec, path.resolve().parent, named[1] != "task")
     known = _manager(None, with_defaults=True).all_tasks
     if spec.task not in known:
@@ -197,7 +197,7 @@ def _language_model(examinee: Examinee) -> Any:
             return [sum(next(found).logprob for _ in rows) for rows in windows]
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            """What the model writes, up to the request's stop texts."""
+            """The model's text, up to the request's stop texts."""
             return _write(examinee, [(self.tok_encode(text), options) for text, options in _arguments(requests)])
 
     return LanguageModel()
@@ -208,7 +208,7 @@ def _arguments(requests: Sequence[Any]) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def _write(examinee: Examinee, requests: Sequence[tuple[list[int], Mapping[str, Any]]]) -> list[str]:
-    """What the model writes behind each prompt; those with the same options together."""
+    """The model's continuation of each prompt; prompts with the same options are generated together."""
     end, texts = examinee.tokenizer.decode([examinee.tokenizer.eos_id]), [""] * len(requests)
     groups: dict[str, list[int]] = {}
     for number, (_, options) in enumerate(requests):

@@ -49,12 +49,13 @@ def open_task(spec: TaskSpec, base_dir: Path) -> OwnTask:
 
 
 def run_task(task: OwnTask, examinee: Examinee) -> TaskResult:
-    """Ask every question. Raises `UserError` if a question has no room, or a template is wanted and there is none."""
+    """Ask every question. Raises `UserError` if a question is too long, or if a chat template is required and
+    missing."""
     return _choose(task, examinee) if task.questions[0].choices else _write(task, examinee)
 
 
 def encode_pair(examinee: Examinee, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """Token ids of a context and of what follows it, as they are tokenized together."""
+    """Token ids of a context and of its continuation, tokenized together."""
     kept = context.rstrip()
     context, continuation = kept, context[len(kept) :] + continuation
     encode = examinee.tokenizer.encode_prompt

@@ -1,12 +1,12 @@
 """Questions with known answers, read from .jsonl files. The columns say which layout a file has. No torch here."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from meshwright.spec.errors import UserError
+from meshwright.storage.jsonl import read_objects
 from meshwright.tasks.answers import Extract, boxed, last_number, number_behind_hashes, plain_math, plain_text
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -23,7 +23,7 @@ class Question:
 
     prompt: str
     solved: str
-    """What an example shows after the prompt."""
+    """The answer part of an example."""
     choices: tuple[str, ...] = ()
     """Continuations to choose from; none: the model writes."""
     right: int = 0
@@ -31,7 +31,7 @@ class Question:
     answers: tuple[str, ...] = ()
     """The right answers of a question without choices, normalized."""
     head: str = ""
-    """What stands before the first example."""
+    """The text before the first example."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _letters(prompt: str, texts: Any, right: int, subject: Any) -> Question:
 
 
 def _index(answer: Any, texts: list[str]) -> int:
-    """The right choice, told by its number, its letter or its text."""
+    """The right choice, given by its number, its letter or its text."""
     if isinstance(answer, int) and not isinstance(answer, bool):
         return answer
     if str(answer) in texts:
@@ -158,31 +158,20 @@ def layout_of(row: Mapping[str, Any]) -> Layout | None:
 def read_questions(path: Path) -> tuple[Layout, list[Question]]:
     """The layout and the questions of a .jsonl file.
 
-    Raises `UserError` if a line is no question of the layout of the first.
+    Raises `UserError` if a line is not a question of the layout of the first.
     """
     layout, questions = None, []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            found = layout_of(row) if isinstance(row, dict) else None
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}:{number}: is not JSON ({error})") from error
+    for place, row in read_objects(path):
+        found = layout_of(row)
         if found is None:
-            told = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-            raise UserError(f"{path}:{number}: no known layout has these columns ({told}); there are {LAYOUTS}")
+            raise UserError(f"{place}: no known format has these columns ({', '.join(row)}); there are {LAYOUTS}")
         layout = layout or found
         if found is not layout:
-            raise UserError(f"{path}:{number}: has the columns of {found.name}, the first line those of {layout.name}")
+            raise UserError(f"{place}: has the columns of {found.name}, the first line those of {layout.name}")
         try:
             questions.append(layout.read(row))
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-            raise UserError(f"{path}:{number}: is not a question of the layout {layout.name}: {error}") from error
+            raise UserError(f"{place}: is not a question of the layout {layout.name}: {error}") from error
     if layout is None:
         raise UserError(f"{path}: holds no question")
     return layout, questions

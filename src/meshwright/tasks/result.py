@@ -16,7 +16,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What a model got in one task."""
+    """A model's results in one task."""
 
     name: str
     num_questions: int

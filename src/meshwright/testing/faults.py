@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.storage.sync import SYNC
 
 AUDITED = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"}
-"""Python's audit events for operations that change files, or begin to; `SYNC` is the event of a flush to disk."""
+"""Python's audit events for operations that change files; `SYNC` is the event of a flush to disk."""
 
 
 def run_in_fork(work: Callable[[], Any], *, die_at: int | None = None, below: Path | None = None) -> int:

@@ -101,7 +101,7 @@ EXPERT_PARALLEL = {
     "pp-tp-ep": LayoutSpec(pp=2, tp=2, ep=2),
     "pp-zero-bubble-ep": LayoutSpec(pp=2, dp_shard=2, ep=2, schedule="interleaved-zero-bubble", stages_per_rank=1),
 }
-"""For MoE models; the tests' have 8 experts. `uneven`: a number of ranks that is no power of two."""
+"""For MoE models; the tests' have 8 experts. `uneven`: a number of ranks that is not a power of two."""
 
 REFUSED: tuple[dict[str, Any], ...] = (
     {"dp_shard": 4, "zero": 0},
@@ -169,7 +169,7 @@ def random_layouts(
 
 
 def _draw(generator: random.Random, most_ranks: int) -> dict[str, Any] | None:
-    """Options of a run; None if the degrees are no legal layout."""
+    """Options of a run; None if the degrees are not a legal layout."""
     degrees = {axis: generator.choice((1, 1, 1, 2, 2, 3, 4)) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}
     family, beside = generator.choice(FAMILIES), generator.choice(BESIDE)
     choices: dict[str, Any] = {"zero": generator.choice(("auto", 1, 2, 3)), "ep": generator.choice((1, 2, 4))}

@@ -29,13 +29,13 @@ def prove(
     """The proof of `verify` for a run with a fault planted under its layout; `timeout` in seconds."""
     resolved, world = for_proof(resolved), resolved.run.layout.world_size
     reference = train_reference(resolved, folder, steps)
-    if resolved.run.training.dtypes.mixed:
+    if resolved.run.training.dtypes.narrow:
         measure_rounding(resolved, reference, steps)
     proof = ranks.run(world, rank_proof, plant, resolved, folder, steps, 0, timeout=timeout)[0]
     if not proof.equal and proof.location is None:
         step = proof.comparisons[-1].step
         trace_reference(resolved, reference, step)
-        if resolved.run.training.dtypes.mixed:
+        if resolved.run.training.dtypes.narrow:
             trace_rounding(resolved, reference, step)
         proof = ranks.run(world, rank_proof, plant, resolved, folder, steps, step, timeout=timeout)[0]
     return proof

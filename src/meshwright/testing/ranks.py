@@ -39,7 +39,7 @@ class RankPool:
 
     def __init__(self) -> None:
         self._groups: dict[int, _Group] = {}
-        atexit.register(self.close)  # else multiprocessing would wait for the end of what is stopped
+        atexit.register(self.close)  # else multiprocessing would wait for stopped processes to end
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
         """The results of `function(*args)` on each of `world_size` ranks, in rank order.
@@ -94,7 +94,7 @@ class _Group:
     def _send(self, number: signal.Signals) -> None:
         for process in self._processes if STOPS else ():
             assert process.pid is not None
-            with contextlib.suppress(ProcessLookupError):  # it has died, as its answer tells
+            with contextlib.suppress(ProcessLookupError):  # its answer tells that it has died
                 os.kill(process.pid, number)
 
     def _answer(self, rank: int, timeout: float) -> tuple[bool, Any]:

@@ -4,14 +4,18 @@ from meshwright.data.describe import describe_formats, describe_mixture
 from meshwright.data.mixture import training_samples
 from meshwright.data.prepare import Corpus
 from meshwright.families import count_trained, describe_low_precision, parameter_table
+from meshwright.models.attention_kernels import describe_kernel
 from meshwright.models.dtypes import torch_dtype
 from meshwright.models.low_precision import RECIPES, has_kernel
+from meshwright.parallel.compile import describe_compile
 from meshwright.plan.stages import describe_pipeline
 from meshwright.spec.finetune import LoraSpec
+from meshwright.spec.fit import context_method
 from meshwright.spec.recompute import describe_recompute
-from meshwright.spec.run import Run
+from meshwright.spec.run import ResolvedRun, Run
+from meshwright.spec.text import counted
 from meshwright.trainer.display import model_size, short
-from meshwright.trainer.setup import Trainer
+from meshwright.trainer.setup import Trainer, asked_attention
 from meshwright.trainer.verification import describe
 
 
@@ -32,12 +36,16 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
         "data": f"{short(corpus.num_tokens)} tokens of {corpus.num_documents} documents, held out {held_out}; "
         f"tokenizer of {corpus.tokenizer.vocab_size}",
         **({"records": formats} if (formats := describe_formats(corpus)) else {}),
-        "batch": f"{resolved.tokens_per_step} tokens a step = {run.layout.data_parallel} ranks x "
-        f"{resolved.accumulation} microbatches x {resolved.micro_batch} sequences x {run.data.sequence_length}",
+        "batch": f"{resolved.tokens_per_step} tokens a step = {counted(run.layout.data_parallel, 'rank')} x "
+        f"{counted(resolved.accumulation, 'microbatch')} x {counted(resolved.micro_batch, 'sequence')} x "
+        f"{run.data.sequence_length}",
         "length": f"{run.training.steps} steps, {warmup} of them warm-up, {mixture}",
         "objective": str(trainer.train_step.passes.objective),
         "strategy": f"{run.layout.strategy}, {run.training.arithmetic}, "
-        f"recompute {describe_recompute(resolved.recompute)}" + (", compiled" if run.training.compile else ""),
+        f"recompute {describe_recompute(resolved.recompute)}"
+        + (f", {describe_compile(run.training.compile_mode)}" if run.training.compile else ""),
+        **({"memory": relief} if (relief := _relief(resolved)) else {}),
+        **({"attention": kernel} if (kernel := _attention(trainer)) else {}),
         **({"products": narrow} if (narrow := _products(trainer)) else {}),
         **({"pipeline": describe_pipeline(resolved)} if run.layout.pp > 1 else {}),
         "devices": f"{trainer.worker.world_size} x {trainer.machine.name}, "
@@ -48,13 +56,28 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
     return "\n".join(f"{name:<10}{text}" for name, text in lines.items())
 
 
+def _relief(resolved: ResolvedRun) -> str:
+    """What was chosen because the run would not fit without; empty if nothing was."""
+    chosen = ("training.recompute", "layout.offload")
+    return "; ".join(f"{name}={resolved.reasons[name]}" for name in chosen if name in resolved.reasons)
+
+
+def _attention(trainer: Trainer) -> str:
+    """The attention kernel; empty where strategies or models compute attention otherwise."""
+    run, asked = trainer.resolved.run, asked_attention(trainer.resolved, trainer.device)
+    parts = run.layout.cp > 1 and context_method(run.layout, trainer.resolved.model, run.data.sequence_length)[0]
+    if trainer.resolved.model.foreign is not None or parts in ("ring", "all_gather"):
+        return ""
+    return describe_kernel(run.training.attention, asked)
+
+
 def _products(trainer: Trainer) -> str:
-    """Which matrix products are in few bits, and by what; empty where none is."""
+    """The low-precision products and their kernels; empty without low precision."""
     resolved, training = trainer.resolved, trainer.resolved.run.training
     if training.product_recipe is None:
         return ""
     kernel = has_kernel(RECIPES[training.product_recipe], trainer.device, torch_dtype(training.dtypes.compute))
-    how = "by this GPU's kernels" if kernel else "emulated, for this device has no kernel that is used for it"
+    how = "by this GPU's kernels" if kernel else "emulated, because this device has no kernel for it"
     return f"{describe_low_precision(parameter_table(resolved.model), training)}; {how}"
 
 

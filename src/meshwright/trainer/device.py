@@ -17,10 +17,13 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.precision import Precision
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+SIZES = (256, 512, 1024)
+PRODUCT_SECONDS = 0.1
+"""Of the matrix products by which a device's speed is measured."""
 
 
 def choose_device(machine: Machine, local_rank: int) -> torch.device:
-    """The device of the local rank; raises `UserError` if torch cannot use what the machine has."""
+    """The device of the local rank; raises `UserError` if torch cannot use the machine's GPU."""
     if machine.kind == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -42,8 +45,7 @@ def peak_flops(device: torch.device, machine: Machine, precision: Precision) -> 
     known = datasheet_flops(machine.name, precision.compute) if device.type == "cuda" else None
     if known is not None:
         return known, f"datasheet, {machine.name}, dense {precision.compute}"
-    size = 1024
-    measured = _measured_matmul_flops(device, torch_dtype(precision.compute), size)
+    measured, size = _measured_matmul_flops(device, torch_dtype(precision.compute))
     return measured, f"measured here, {size}^3 {precision.compute} product"
 
 
@@ -91,8 +93,18 @@ def use_deterministic_kernels() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def _measured_matmul_flops(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """Best of a few square matrix products."""
+def _measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, int]:
+    """FLOP/s of the best of a few square matrix products, and their size: the largest of which one takes no longer than
+    `PRODUCT_SECONDS`. Without kernels for a dtype, as for fp16 on most CPUs, a large one takes seconds."""
+    size, seconds = SIZES[0], _seconds_of_product(device, dtype, SIZES[0])
+    for larger in SIZES[1:]:
+        if seconds * (larger / size) ** 3 > PRODUCT_SECONDS:
+            break
+        size, seconds = larger, _seconds_of_product(device, dtype, larger)
+    return 2 * size**3 / seconds, size
+
+
+def _seconds_of_product(device: torch.device, dtype: torch.dtype, size: int) -> float:
     a = torch.ones(size, size, device=device, dtype=dtype)
     best = float("inf")
     for _ in range(6):
@@ -101,4 +113,4 @@ def _measured_matmul_flops(device: torch.device, dtype: torch.dtype, size: int) 
         matmul(a, a)
         synchronise(device)
         best = min(best, time.perf_counter() - began)
-    return 2 * size**3 / best
+    return best

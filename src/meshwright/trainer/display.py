@@ -66,7 +66,7 @@ class Display(Callback):
         stream: TextIO | None = None,
         pressure: Callable[[], str] = str,
     ) -> None:
-        """`pressure`: what to say of the machine's memory, if anything."""
+        """`pressure`: a remark about the machine's memory, if any."""
         self.pressure = pressure
         self.steps, self.memory_bytes, self.enabled = steps, memory_bytes, enabled
         self.per_rank = "tok/s/gpu" if device == "cuda" else "tok/s/rank"
@@ -133,7 +133,7 @@ def short(number: float) -> str:
 
 
 def model_size(parameters: int, adapters: int, trained: int) -> str:
-    """`1.2B parameters and 11.3M of adapters, 0.9 % trained`; `parameters` are those of the model without adapters."""
+    """`1.2B parameters and 11.3M of adapters, 0.9 % trained`; `parameters` counts the model without adapters."""
     everything = parameters + adapters
     share = "all" if trained == everything else f"{100 * trained / everything:.2g} %"
     beside = f" and {short(adapters)} of adapters" if adapters else ""

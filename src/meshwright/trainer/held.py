@@ -1,4 +1,4 @@
-"""What a rank holds at a moment: bytes by kind, activations by layer, and the largest tensors by name."""
+"""The memory of a rank at one moment: bytes by kind, activations by layer, and the largest tensors by name."""
 
 import re
 from collections import Counter
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from meshwright.launch.memory import resident
-from meshwright.torch_graph import all_tensors, kept_by_recomputation, saved_for_backward
 from meshwright.torch_internals import gathered_parameters, local_tensor, passing_tensors, tensors_in_flight
+from meshwright.torch_internals.graph import all_tensors, kept_by_recomputation, saved_for_backward
 from meshwright.trainer.setup import Trainer
 
 WEIGHTS, GRADIENTS, OPTIMIZER, COMMUNICATION, ACTIVATIONS, TEMPORARIES, OTHER, PROCESS = KINDS = (
@@ -34,7 +34,7 @@ class Held:
     """A rank's memory at a moment."""
 
     kinds: dict[str, int]
-    """Bytes by kind; empty where nothing was built yet."""
+    """Bytes by kind; empty if nothing was built yet."""
     layers: dict[str, int] = field(default_factory=dict)
     """Bytes of activations by layer."""
     largest: list[tuple[int, str, str]] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Held:
 
 
 def held(trainer: Trainer, trace: TracebackType | None = None) -> Held:
-    """What this rank holds now. `trace`: where an error was raised, whose frames name temporaries.
+    """This rank's memory now. `trace`: where an error was raised; its frames name temporaries.
 
     The graph of a step in progress cannot be used afterwards.
     """
@@ -75,7 +75,7 @@ def held(trainer: Trainer, trace: TracebackType | None = None) -> Held:
 
 
 class _Count:
-    """Bytes of storages on a device, each counted once, as what it was named first."""
+    """Bytes of storages on a device, each counted once, under the first name given to it."""
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
@@ -87,7 +87,7 @@ class _Count:
         self._kept: list[torch.UntypedStorage] = []  # whose identity nobody else gets meanwhile
 
     def add(self, tensor: torch.Tensor, name: str, kind: str) -> int:
-        """Count a tensor; returns its bytes, 0 where it is elsewhere or counted already."""
+        """Count a tensor; returns its bytes, 0 if it is on another device or counted already."""
         here = local_tensor(tensor)
         if here.device.type != self.device_type or (
             type(here) is not torch.Tensor and not isinstance(here, nn.Parameter)
@@ -108,7 +108,7 @@ class _Count:
         return size
 
     def parameter_of(self, tensor: torch.Tensor) -> str:
-        """The name of the parameter that a tensor is, or shows a part of; empty where it is none."""
+        """The name of the parameter that a tensor is, or is a view of; empty if there is none."""
         here = local_tensor(tensor)
         return self.parameters.get(id(here.untyped_storage()), "") if here.device.type == self.device_type else ""
 
@@ -168,7 +168,7 @@ def _activations(
 
 
 def layer_of(name: str) -> str:
-    """`layers.3` of `layers.3.attention.wq.weight`; `OUTSIDE` for what is in no layer."""
+    """`layers.3` of `layers.3.attention.wq.weight`; `OUTSIDE` for parameters outside the layers."""
     found = re.match(r"layers\.\d+", name)
     return found[0] if found else OUTSIDE
 

@@ -75,7 +75,7 @@ def following(journal: Path, steps: int) -> Iterator[None]:
 def _follow(journal: Path, place: int, bar: NotebookBar, over: threading.Event) -> None:
     last = False
     while not last:
-        last = over.wait(FOLLOW_SECONDS)  # once more after the end, for the last records
+        last = over.wait(FOLLOW_SECONDS)  # once more at the end, for the last records
         with contextlib.suppress(OSError, ValueError), journal.open("rb") as file:
             file.seek(place)
             lines = file.read().rpartition(b"\n")[0].splitlines(keepends=True)

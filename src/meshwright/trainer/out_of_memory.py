@@ -1,4 +1,4 @@
-"""Out of memory, explained: what was expected, what was held, and the cheapest changes that would fit."""
+"""The report after an out-of-memory error: expected and held memory, and the cheapest changes that would fit."""
 
 import errno
 import json
@@ -30,7 +30,7 @@ PAGE = "out-of-memory.json"
 LARGEST = 5
 """Tensors that are named."""
 REFUSED = re.compile(r"can't allocate memory|not enough memory|out of memory|Cannot allocate memory", re.IGNORECASE)
-"""What allocators say: torch's on a CPU, CUDA's, the system's."""
+"""The messages of allocators: torch's on a CPU, CUDA's, the system's."""
 ASKED = re.compile(r"allocate ([\d.]+) (bytes|[KMGT]iB)")
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 SAVING, BUILDING = "saving", "building the model"
@@ -47,7 +47,7 @@ PHASES = (
     ("meshwright/data/", "reading data"),
     ("meshwright/trainer/step.py", "the forward pass"),
 )
-"""Of the files that the error passed through, the first in this list says in which phase."""
+"""The first of these files in the error's stack determines the phase."""
 ROWS = {
     kinds.WEIGHTS: ("weights",),
     kinds.GRADIENTS: ("gradients",),
@@ -58,14 +58,14 @@ ROWS = {
     kinds.OTHER: ("fragmentation",),
     kinds.PROCESS: ("context",),
 }
-"""Kinds as they are held -> as they are planned."""
+"""Kinds of held memory -> kinds of planned memory."""
 SYNCHRONOUS = "checkpoint.asynchronous=false"
 """Writes a checkpoint without a copy of it in memory."""
 
 
 @dataclass
 class Moment:
-    """Where and when a rank ran out of memory, and what it held; made before anything is freed."""
+    """Where and when a rank ran out of memory, and what it held; built before anything is freed."""
 
     rank: int
     phase: str
@@ -73,7 +73,7 @@ class Moment:
     place: str = ""
     """The module that computed."""
     asked: float = 0.0
-    """Bytes that were refused; 0 where the allocator does not say."""
+    """Bytes of the refused allocation; 0 if the allocator does not report them."""
     held: Held = field(default_factory=lambda: Held({}))
     limit: float = 0.0
     """Bytes that the rank could have; 0: what this machine has for it."""
@@ -96,7 +96,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def moment_of(error: BaseException, rank: int, trainer: Trainer | None) -> Moment:
-    """The moment of an error that is raised now; `trainer` is what was built, if it was."""
+    """The report of the current exception; `trainer` is the trainer, if it was built."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     phase = next((name for part, name in PHASES if any(part in file for file in files)), BUILDING)
     found = ASKED.search(str(error))
@@ -106,7 +106,7 @@ def moment_of(error: BaseException, rank: int, trainer: Trainer | None) -> Momen
         try:
             moment.held = held(trainer, error.__traceback__)
         except Exception as problem:  # whatever it is, it must not hide what happened
-            moment.place += f" (what was held is not known: {problem!r})"
+            moment.place += f" (held memory is unknown: {problem!r})"
         if trainer.device.type == "cpu":
             moment.limit = room(trainer.resolved, trainer.machine)
             if moment.limit < memory_there() // trainer.worker.local_world_size:  # a limit of the process
@@ -138,7 +138,7 @@ def page_of(resolved: ResolvedRun, moment: Moment, run_dir: Path | None = None) 
     if moment.phase == SAVING and resolved.run.checkpoint.asynchronous:
         changes.insert(0, (SYNCHRONOUS,))
         told.insert(0, f"{SYNCHRONOUS}  no copy of the state beside it; training waits while it is written")
-    lines.append("would fit, by what is predicted, the fastest first (train --retry-oom goes on with it):")
+    lines.append("would fit, as predicted, fastest first (train --retry-oom restarts with the first):")
     lines += [f"  {line}" for line in told]
     if run_dir is not None and run_dir.is_dir():
         write_json(run_dir / PAGE, {"time": time.time(), "page": lines, "remedies": changes})
@@ -152,7 +152,7 @@ def room(resolved: ResolvedRun, machine: Machine) -> float:
 
 
 def _table(expected: dict[str, float], held: Held, limit: float) -> Iterator[str]:
-    """What was expected and what was held, by kind; activations by layer; the largest tensors."""
+    """Expected and held memory by kind; activations by layer; the largest tensors."""
     there = held.kinds
     yield f"{'':28}{'expected':>10}{'held then' if there else '':>12}"
     for kind, planned in ROWS.items():
@@ -189,7 +189,7 @@ def _runs(layers: dict[str, int]) -> Iterator[str]:
 
 
 def page_of_killed(resolved: ResolvedRun, run_dir: Path, rank: int, held_bytes: int, there: int) -> str:
-    """The page of a rank that the kernel has killed, for which its launcher speaks."""
+    """The report for a rank that the kernel has killed, written by its launcher."""
     machine = find_machine(resolved.run.device)
     ranks = min(resolved.run.layout.world_size, machine.devices)
     moment = Moment(rank, f"killed by the kernel while it held {held_bytes / GB:.3g} GB")
@@ -198,7 +198,7 @@ def page_of_killed(resolved: ResolvedRun, run_dir: Path, rank: int, held_bytes: 
 
 
 def read_page(run_dir: Path) -> tuple[str, Sequence[Sequence[str]]]:
-    """The last page of a run and its remedies, each as overrides; nothing where there is none."""
+    """The last report of a run and its remedies, each as overrides; empty if there is none."""
     try:
         text = (run_dir / PAGE).read_text()
         return text, json.loads(text)["remedies"]

@@ -62,7 +62,7 @@ class Plugins:
             )
 
     def objects(self) -> dict[tuple[str, str], Any]:
-        """(kind, name) -> each object that `named_in` writes into recipes by its name."""
+        """(kind, name) -> each object that `named_in` puts into recipes by name."""
         given = {
             "lr_schedules": self.lr_schedule,
             "optimizers": self.optimizer,

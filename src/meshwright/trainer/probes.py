@@ -59,7 +59,7 @@ def trial_steps(trainer: Trainer, loader: Loader) -> Iterator[Callable[[int, flo
         train_step.store.zero_grad()
         if train_step.scaler is not None:
             train_step.scaler.update(finite=finite)
-            return loss  # too large a loss scale says nothing about the weights
+            return loss  # too large a loss scale is no evidence about the weights
         return loss if finite else math.nan
 
     try:

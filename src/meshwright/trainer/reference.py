@@ -34,7 +34,7 @@ REFERENCE = "reference.npz"
 def with_references(trainer: Trainer, corpus: Corpus, run_dir: Path) -> Corpus:
     """The corpus with the reference's margins: computed before the first step, read on resume. Collective.
 
-    Raises `UserError` if a run that goes on does not find it, or has other pairs than it began with.
+    Raises `UserError` if a resumed run does not find them, or has other pairs than at its start.
     """
     path = run_dir / REFERENCE
     if not trainer.train_step.passes.objective.needs_reference:

@@ -19,7 +19,7 @@ from meshwright.plan.memory import MemoryUse
 from meshwright.plan.recompute import least_recompute
 from meshwright.plan.step_time import StepModel
 from meshwright.spec.errors import UserError
-from meshwright.spec.offload import DISK, OffloadSpec
+from meshwright.spec.offload import ACTIVATIONS, DISK, OffloadSpec
 from meshwright.spec.recipe import dump_recipe, parse_spec
 from meshwright.spec.recompute import plain_recompute
 from meshwright.spec.run import ResolvedRun, Run
@@ -33,8 +33,9 @@ OFFLOADS: dict[str, tuple[str | OffloadSpec, str]] = {
     "host": (OffloadSpec(optimizer="host"), "layout.offload.optimizer=host"),
     "cpu": ("cpu", "layout.offload=cpu"),
     "disk": (DISK, "layout.offload.optimizer=disk"),
+    "activations": (ACTIVATIONS, "layout.offload.activations=host"),
 }
-"""What may be kept elsewhere, and how a recipe says it."""
+"""State that can be offloaded, and the recipe's spelling."""
 
 Change = dict[str, Any]
 """Fields of a Job and its layout; `offload` as in `OFFLOADS`."""
@@ -47,9 +48,9 @@ class Remedy:
     overrides: tuple[str, ...]
     """As the command line takes them."""
     found: Candidate
-    """What the changed run costs, predicted."""
+    """Predicted cost of the changed run."""
     before: float
-    """Seconds of a step as it is, predicted."""
+    """Predicted seconds of an unchanged step."""
 
     @property
     def words(self) -> str:
@@ -63,9 +64,11 @@ class Remedy:
 
 
 def remedies(resolved: ResolvedRun, machine: Machine, limit: float, *, ran_out: bool = True) -> list[Remedy]:
-    """What would fit into `limit` bytes a rank with a tenth of them free, the fastest first; each change is needed.
+    """Changes that would fit into `limit` bytes a rank with a tenth of them free, fastest first; each change is
+    necessary.
 
-    `ran_out`: the run has shown that it does not fit, whatever is predicted; then a remedy takes at least a tenth less.
+    `ran_out`: the run has shown that it does not fit, whatever the prediction; then a remedy must save at least a
+    tenth.
     """
     found = forecast(resolved, machine)
     where = found.cluster.model_copy(update={"memory_gb": limit / 1e9})
@@ -100,8 +103,8 @@ def remedy_lines(found: list[Remedy]) -> list[str]:
     """The remedies for people, a line each."""
     if not found:
         return [
-            "nothing that was tried would fit (micro_batch, recompute, ZeRO stages, offloading); what is left is more "
-            "devices, a shorter data.sequence_length or a smaller model"
+            "no combination of micro_batch, recompute, ZeRO stage and offloading would fit; use more devices, "
+            "a shorter data.sequence_length or a smaller model"
         ]
     width = max(len(remedy.words) for remedy in found)
     return [
@@ -124,8 +127,12 @@ def _changes(job: Job, model: StepModel, enough: Callable[[MemoryUse], bool], ki
         offload += [{"offload": place} for place in OFFLOADS if kind != "cpu" or place == "disk"]
     for small, split, moved in product(micro, zero, offload):
         change = {**small, **split, **moved}
+        if moved.get("offload") == "activations" and job.recompute not in ("none", "full"):
+            continue  # refused
         if change:
             yield change
+        if moved.get("offload") == "activations":
+            continue  # with less to save there is less to move
         if job.recompute != "full":
             least = least_recompute(StepModel(_changed(job, change), model.cluster), enough, lambda part: False)
             if least is not None and least not in ("none", job.recompute):
@@ -147,7 +154,7 @@ def _changed(job: Job, change: Change) -> Job:
 
 
 def _overrides(resolved: ResolvedRun, change: Change, job: Job, check: LayoutCheck) -> Iterator[str]:
-    """The changes as a recipe takes them. Raises `UserError` where the changed layout is refused."""
+    """The changes as a recipe takes them. Raises `UserError` if the changed layout is refused."""
     if problem := refusal(job, check):
         raise UserError(problem)
     planned = resolved.asked is not None and resolved.asked.layout.choose
@@ -172,6 +179,6 @@ def _flow(value: dict[str, Any]) -> str:
 
 
 def _legal(resolved: ResolvedRun, overrides: tuple[str, ...], machine: Machine) -> None:
-    """Raise `UserError` where the changed recipe is refused."""
+    """Raise `UserError` if the changed recipe is refused."""
     run = parse_spec(dump_recipe(resolved.asked or resolved.run), Run, overrides)
     resolve_run(run, base_dir=Path(resolved.base_dir), machine=machine)

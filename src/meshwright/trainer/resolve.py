@@ -1,6 +1,7 @@
 """Resolution: every `auto` of a recipe becomes a value, with its reason. No torch here."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from meshwright.families import describe_low_precision, parameter_table, resolve_model, starting_weights
@@ -19,9 +20,12 @@ from meshwright.spec.actions import ScheduleError
 from meshwright.spec.batch_size import sequences_per_step
 from meshwright.spec.errors import UserError
 from meshwright.spec.fit import batch_misfits, context_method, foreign_misfits, sample_misfits, tensor_notes
+from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields, ModelSpec
+from meshwright.spec.offload import ACTIVATIONS
+from meshwright.spec.precision import BF16
 from meshwright.spec.recipe import RecipeError
-from meshwright.spec.recompute import plain_recompute, recompute_misfit
+from meshwright.spec.recompute import Recompute, plain_recompute, recompute_misfit
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.spec.training import MOST_WARMUP
 
@@ -58,6 +62,10 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
     if misfits:
         raise RecipeError(misfits)
     sizes = _micro_batches(run, global_batch // ranks, base_dir)
+    if relieved := _relieved(run, model, global_batch, sizes[0], machine):
+        changed, reasons = relieved
+        resolved = resolve_run(changed, base_dir=base_dir, machine=machine)
+        return resolved.model_copy(update={"asked": run, "reasons": resolved.reasons | reasons})
     micro_batch, reason = _micro_batch(run, model, global_batch, sizes, machine)
     stage_layers = _stage_layers(run, model, global_batch // ranks // micro_batch, base_dir)
     if misfit := recompute_misfit(run.training.recompute, stage_layers or (model.num_layers,)):
@@ -77,7 +85,7 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
     if notes := tensor_notes(run.layout, model):
         reasons["layout.tp"] = notes
     if run.layout.cp > 1:
-        method, reason = context_method(run.layout, model, run.data.sequence_length)
+        method, reason = _context_method(run, model)
         reasons["layout.cp_method"] = f"{method}: {reason}"
     resolved = ResolvedRun(
         run=run.model_copy(update={"model": _with_weights(run.model, weights)}),
@@ -89,12 +97,29 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
         stage_layers=stage_layers,
         reasons=reasons,
     )
+    _refuse_compiled(resolved)
+    return resolved
+
+
+def _refuse_compiled(resolved: ResolvedRun) -> None:
+    """Raise `UserError` where PyTorch cannot compile what is recomputed."""
+    run = resolved.run
     if run.training.compile and run.layout.tp > 1 and "full" in resolved.recompute:
         raise UserError(
             f"training.compile=true with layout.tp={run.layout.tp} and training.recompute=full: PyTorch cannot compile "
             "full recomputation of a block whose weights are split; use recompute=selective, or compile=false"
         )
-    return resolved
+
+
+def _context_method(run: Run, model: ModelSpec) -> tuple[str, str]:
+    """The context-parallel method and its reason. Raises `UserError` if it cannot use the recipe's attention kernel."""
+    method, reason = context_method(run.layout, model, run.data.sequence_length)
+    if run.training.attention != "auto" and method != "ulysses":
+        raise UserError(
+            f"training.attention={run.training.attention} with layout.cp_method={method}, which computes "
+            "attention by parts in its own way; use layout.cp_method=ulysses, or training.attention=auto"
+        )
+    return method, reason
 
 
 def _with_weights(fields: ModelFields, weights: str) -> ModelFields:
@@ -160,6 +185,11 @@ def _stage_layers(run: Run, model: ModelSpec, microbatches: int, base_dir: Path)
             f"finetune.method={run.finetune.method} with layout.schedule={layout.schedule}: it keeps two versions of "
             "all weights, and adapters are to save the memory of one; use layout.schedule=1f1b"
         )
+    if layout.asynchronous and run.training.master_dtype == BF16.name:
+        raise UserError(
+            f"training.master_dtype=bf16 with layout.schedule={layout.schedule}: it keeps two versions of the weights "
+            "beside the optimizer's; use layout.schedule=1f1b"
+        )
     if layout.asynchronous and run.training.dtypes.scales_loss:
         raise UserError(
             f"training.precision={run.training.precision} with layout.schedule={layout.schedule}: the loss scale may "
@@ -177,15 +207,70 @@ def _stage_layers(run: Run, model: ModelSpec, microbatches: int, base_dir: Path)
 
 def _recompute_advice(job: Job, limit: float) -> str:
     """The least recomputation with which a job would take no more than `limit` bytes, if there is any."""
+    least = _least_recompute(job, limit)
+    if least is None or least == "none":
+        return ""
+    return f"; what would fit is training.recompute={_flow(least)}"
+
+
+def _least_recompute(job: Job, limit: float) -> Recompute | None:
+    """The fastest recomputation with which a job takes no more than `limit` bytes; None if none suffices."""
     model = StepModel(
         job, device_cluster("a100", job.layout.world_size)
     )  # only which policy saves more for its time is asked
-    least = least_recompute(model, lambda use: use.total <= limit, lambda part: False)
-    if least is None or least == "none":
-        return ""
-    words = plain_recompute(least)
-    given = words if isinstance(words, str) else json.dumps(words).replace('"', "")
-    return f"; what would fit is training.recompute={given}"
+    return least_recompute(model, lambda use: use.total <= limit, lambda part: False)
+
+
+def _flow(recompute: Recompute) -> str:
+    """A recomputation as the command line takes it."""
+    words = plain_recompute(recompute)
+    return words if isinstance(words, str) else json.dumps(words).replace('"', "")
+
+
+def _relieved(
+    run: Run, model: ModelSpec, global_batch: int, size: int, machine: Machine
+) -> tuple[Run, dict[str, str]] | None:
+    """The recipe with the least recomputation, else with activations in host memory, with which its smallest
+    microbatch fits, and the reasons; None if it fits anyway, if all that is given, or if neither suffices."""
+    training, layout = run.training, run.layout
+    if training.micro_batch != "auto":
+        return None
+    limit = MEMORY_SHARE * machine.memory_per_rank(layout.world_size)
+    job = engine_job(run, blueprint(model), global_batch=global_batch, micro_batch=size, device=machine.kind)
+    needs = predict_memory(job).total
+    # PyTorch cannot compile full recomputation of a block whose weights are split.
+    recomputes = "recompute" not in training.model_fields_set and not (training.compile and layout.tp > 1)
+    moves = machine.kind == "cuda" and "offload" not in layout.model_fields_set
+    if needs <= limit or not (recomputes or moves):
+        return None
+    found: list[tuple[Recompute, LayoutSpec]] = []
+    stages = layout.stage_layers == "auto"  # a job's stages are cut so
+    if recomputes and stages and (least := _least_recompute(job, limit)) is not None:
+        found.append((least, layout))
+    moved = layout.model_copy(update={"offload": ACTIVATIONS})
+    if moves and moved.problem is None:
+        policies: tuple[Recompute, ...] = ("none", "full") if recomputes else (training.recompute,)
+        for policy in policies:
+            if predict_memory(replace(job, recompute=policy, layout=moved)).total <= limit:
+                found.append((policy, moved))
+    for recompute, where in found:
+        sections = {
+            "layout": where,
+            "training": training.model_copy(update={"recompute": recompute}) if recomputes else training,
+        }
+        try:
+            changed = Run.model_validate(run.model_dump(exclude_unset=True) | sections)
+        except ValueError:  # selective recomputation was given, which keeps what cannot be moved
+            continue
+        why = (
+            f"without it the smallest microbatch would need about {needs / 2**30:.1f} GiB of the "
+            f"{limit / 2**30:.1f} to be used; results stay the same"
+        )
+        reasons = {"training.recompute": f"{_flow(recompute)}: {why}"} if recompute != training.recompute else {}
+        if where is moved:
+            reasons["layout.offload"] = f"{where.offload_word}: {why}, and no recomputation that is allowed suffices"
+        return changed, reasons
+    return None
 
 
 def _micro_batch(run: Run, model: ModelSpec, global_batch: int, sizes: list[int], machine: Machine) -> tuple[int, str]:

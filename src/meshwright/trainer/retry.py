@@ -18,7 +18,7 @@ MOST_RETRIES = 4
 
 
 def check_retry(retry: bool, *, alone: bool) -> None:
-    """Raise `UserError` where a run could not be started again: by a process that another launcher has started."""
+    """Raise `UserError` if a run could not be started again: by a process that another launcher has started."""
     if retry and not alone:
         raise UserError(
             "--retry-oom: this process is one of another launcher's, which alone could start all of them again; start "
@@ -27,9 +27,9 @@ def check_retry(retry: bool, *, alone: bool) -> None:
 
 
 def train_again(train: Callable[[Run, str | None], int], run: Run, resume: str | None, *, retry: bool) -> int:
-    """The exit status of `train(run, resume)`; with `retry`, where memory ran out, of the run with a remedy.
+    """The exit status of `train(run, resume)`; with `retry`, after an out-of-memory error, of the run with a remedy.
 
-    A remedy never changes what is trained on: the batch of a step and its order stay.
+    A remedy never changes the global batch or the order of samples.
     """
     run_dir, tried = Path(run.run_dir), set[tuple[str, ...]]()
     while True:

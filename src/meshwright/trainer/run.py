@@ -16,11 +16,11 @@ from meshwright.comm.objects import gather_everywhere
 from meshwright.data.plugged import has_datasets
 from meshwright.data.prepare import Corpus, prepare_corpus
 from meshwright.families import pretrained_directory
-from meshwright.launch.launcher import Worker, find_nodes, find_worker, join_all, leave_group, start_workers
+from meshwright.launch.launcher import WORKER, Worker, find_nodes, find_worker, join_all, leave_group, start_workers
 from meshwright.launch.memory import host_pressure, memory_room, resident
 from meshwright.launch.signals import StopRequest, end_with, signal_name
 from meshwright.launch.status import STOPPED, RunError, TrainingFailed, TrainingStopped
-from meshwright.launch.supervise import after_stop
+from meshwright.launch.supervise import RestartPolicy, after_stop
 from meshwright.models import Model
 from meshwright.objectives import Objective
 from meshwright.spec.errors import UserError
@@ -187,18 +187,15 @@ def _train(context: _Context, run: Run, resume: str | None) -> int:
             arguments = ["--resolved", str(folder / RESOLVED), *(["--resume", resume] if resume else [])]
             arguments += write_plugins(plugins, folder)
             with following(run_dir / "metrics.jsonl", run.training.steps):
-                return start_workers(
-                    resolved.run,
-                    find_nodes(),
-                    arguments,
-                    stop,
+                policy = RestartPolicy(
                     run_dir=run_dir,
                     restarts=run.guards.restarts,
-                    inherited=[lock.inherited] if lock else [],
                     stepped=functools.partial(stepped_since, run_dir / "metrics.jsonl"),
                     explain_kill=functools.partial(page_of_killed, resolved, run_dir),
                     restarts_killed=not context.retry_oom,
                 )
+                inherited = [lock.inherited] if lock else []
+                return start_workers(resolved.run, find_nodes(), [WORKER, *arguments], stop, policy, inherited)
     return STOPPED if train_rank(resolved, worker or Worker(), stop, resume=resume, plugins=plugins) else 0
 
 
@@ -227,7 +224,7 @@ def train_rank(
 
 @contextmanager
 def abandoned_at_errors(built: list[Trainer]) -> Iterator[None]:
-    """Let the callbacks of what was built give back what they hold where an error ends the run."""
+    """Release what the callbacks hold, when an error ends the run."""
     try:
         yield
     except BaseException:
@@ -239,7 +236,7 @@ def abandoned_at_errors(built: list[Trainer]) -> Iterator[None]:
 def _train_rank(
     resolved: ResolvedRun, worker: Worker, stop: StopRequest, resume: str | None, plugins: Plugins, built: list[Trainer]
 ) -> bool:
-    """See `train_rank`. `built` gets the trainer, for whoever explains an error."""
+    """See `train_rank`. `built` receives the trainer, for error reports."""
     run, first = resolved.run, worker.rank == 0
     run_dir = Path(run.run_dir)
     device, mesh = find_place(run, worker)

@@ -33,7 +33,7 @@ class Saver:
         return self.writer.busy
 
     def save(self) -> None:
-        """Begin the checkpoint of the trainer's step; where the one before still takes its time, leave it out."""
+        """Start the checkpoint of the trainer's step; skip it if the previous one is still being written."""
         if not self.writer.idle:
             self._fail("the one before is still being written")
             return

@@ -17,6 +17,7 @@ from meshwright.families import finetuned_table, low_precision_state, state_tabl
 from meshwright.finetune import apply_finetune
 from meshwright.launch.launcher import Worker, join_group, threads_per_rank
 from meshwright.models import build_model, named_tensors
+from meshwright.models.attention_kernels import Asked, check_kernel
 from meshwright.models.dtypes import torch_dtype
 from meshwright.models.foreign import ForeignDecoder
 from meshwright.objectives import Objective, build_objective
@@ -152,6 +153,7 @@ def build_trainer(
     """Build this rank's part of a run; every rank of the layout must call it. `weights`: default the run's."""
     if resolved.run.training.deterministic:
         use_deterministic_kernels()
+    check_kernel(resolved.run.training.attention, asked_attention(resolved, device))
     passes = build_parallel_model(resolved, meshes)
     trainer = give_state(passes, resolved, worker, device, meshes, weights or run_weights(resolved))
     if isinstance(passes.model, ForeignDecoder):
@@ -161,6 +163,13 @@ def build_trainer(
                 passes.model.check_documents()
         release_gathered(passes.model)
     return trainer
+
+
+def asked_attention(resolved: ResolvedRun, device: torch.device) -> Asked:
+    """What the run asks of its attention kernel on a device."""
+    training, model = resolved.run.training, resolved.model
+    documents = resolved.run.data.separate_documents or training.preference is not None
+    return Asked(device, torch_dtype(training.dtypes.compute), model.head_dim, documents, model.sliding_window)
 
 
 def build_parallel_model(resolved: ResolvedRun, meshes: Meshes | None, objective: Objective | None = None) -> Passes:
@@ -218,7 +227,7 @@ def give_state(
 def build_tier(
     resolved: ResolvedRun, worker: Worker, device: torch.device, make_tier: Callable[..., Tier]
 ) -> Tier | None:
-    """Where the optimizer's state lives that steps on `device`; None where it stays there."""
+    """Where the state of an optimizer that steps on `device` is stored; None if it stays there."""
     run = resolved.run
     offload = run.layout.tiers
     if not offload.moves_state:

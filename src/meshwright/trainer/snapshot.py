@@ -1,9 +1,9 @@
-"""A step of a run in progress on disk: the state that it starts from, and what every rank has made of it.
+"""A step of a run in progress, on disk: its initial state, and every rank's results.
 
 before/        the state, in the format of a checkpoint
 values.json    everything else: step, loss scale, position in the data
-after/R/KIND/NAME.npy   the part of a tensor that rank R holds after the step; of equal parts one is written
-after/index.json        of every such file (`Held`), and the step's loss and gradient norm
+after/R/KIND/NAME.npy   the part of a tensor that rank R holds after the step; equal parts are written once
+after/index.json        the list of these files (`Held`), and the step's loss and gradient norm
 """
 
 import json
@@ -38,13 +38,13 @@ class Held:
     kind: str
     name: str
     begin: tuple[int, ...]
-    """Where in the whole tensor it begins."""
+    """Its offset in the whole tensor."""
     ranks: tuple[int, ...]
     """Those that hold it, equal to the bit; the first has written it."""
 
 
 def moments(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """The optimizer's state on this rank as numbers: (NAME.KEY, what is here, the parameter)."""
+    """The optimizer's state on this rank as numbers: (NAME.KEY, the local part, the parameter)."""
     for bucket in trainer.store.buckets:
         for name, state in bucket.state.items():
             for key, moment in read_state(state).items():
@@ -52,7 +52,7 @@ def moments(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]
 
 
 def results(trainer: Trainer) -> Iterator[tuple[str, str, torch.Tensor, tuple[int, ...]]]:
-    """What a step leaves on this rank: kind, name, this rank's part, and where in the whole tensor it begins."""
+    """The results of a step on this rank: kind, name, this rank's part, and its offset in the whole tensor."""
     for name, parameter in trainer.parameters.items():
         yield "weights", name, shards.local(parameter.detach()), shards.begin_of(parameter)
     for name, buffer in named_state(trainer.model).items():
@@ -76,7 +76,7 @@ def write_before(folder: Path, trainer: Trainer) -> None:
 
 
 def write_after(folder: Path, trainer: Trainer, figures: dict[str, float]) -> None:
-    """Write what the step has left on every rank, and its `figures`. Collective."""
+    """Write every rank's results of the step, and its `figures`. Collective."""
     here = {(kind, name, begin): part for kind, name, part, begin in results(trainer)}
     holders: dict[Any, list[int]] = {}
     for rank, sums in enumerate(gather_everywhere({place: checksum(part) for place, part in here.items()})):
@@ -123,7 +123,7 @@ def restore_before(folder: Path, trainer: Trainer) -> None:
 
 
 def read_values(folder: Path) -> dict[str, Any]:
-    """Everything that is no tensor, as `state_values` gave it."""
+    """Everything that is not a tensor, as `state_values` gave it."""
     return json.loads((folder / VALUES).read_text())
 
 

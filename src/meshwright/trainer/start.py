@@ -1,4 +1,4 @@
-"""Checks before any weight is read: the start of a run, and where it writes."""
+"""Checks before any weight is read: the run's start, and its output directory."""
 
 import inspect
 import json
@@ -65,7 +65,7 @@ def records_of(checkpoint: Path) -> Records | None:
 
 
 def starting_checkpoint(resolved: ResolvedRun) -> Path:
-    """The checkpoint that `checkpoint.start_from` names; raises `CheckpointError` if there is none."""
+    """The checkpoint that `checkpoint.start_from` names; raises `CheckpointError` if it does not exist."""
     return checkpoint_at(Path(resolved.base_dir) / (resolved.run.checkpoint.start_from or ""), SETTING)
 
 
@@ -261,7 +261,7 @@ def check_tokenizer(resolved: ResolvedRun, tokenizer: TextTokenizer | None, *, c
 
 
 def check_objective(run: Run, streams: Mapping[str, bool]) -> None:
-    """Raise `UserError` if the objective needs pairs of answers and the data has none, or the other way round.
+    """Raise `UserError` if the objective needs pairs of answers and the data has none, or the reverse.
 
     `streams` says for each data stream whether it holds pairs.
     """
@@ -287,7 +287,7 @@ def read_resolved(path: Path) -> ResolvedRun:
     try:
         return resolved.model_copy(update={"plan": json.loads(plan.read_bytes())})
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{plan} is damaged, not JSON ({error}); delete it to go on without") from error
+        raise UserError(f"{plan} is damaged, not JSON ({error}); delete it to continue without it") from error
 
 
 def _starting_records(resolved: ResolvedRun) -> Records | None:

@@ -34,10 +34,18 @@ good one, or the beginning if there is none."""
 
 COUNTERS = ("skipped", "spikes", "rewinds", "passed_over")
 
-BATCH_SPLIT = ("micro_batch", "device", "torch", "training.precision", "training.reduce_dtype", "training.compile")
+BATCH_SPLIT = (
+    "micro_batch",
+    "device",
+    "torch",
+    "training.precision",
+    "training.reduce_dtype",
+    "training.compile",
+    "training.attention",
+)
 """Settings that may change the order of summation, besides the layout."""
 
-NEW = "histories that begin empty"
+NEW = "histories that start empty"
 """The key that `restore` adds to the saved values: layers whose delayed scales have no history."""
 
 SILENT = ("run_dir", "trackers", "callbacks", "checkpoint.", "layout.", "guards.", "data.cache_dir", *BATCH_SPLIT)
@@ -97,7 +105,7 @@ def begin(trainer: Trainer, root: Path, resume: str | None) -> str:
     elif trainer.resolved.run.checkpoint.start_from:
         start = starting_checkpoint(trainer.resolved)
         load_weights(trainer, start)
-        lines.append(f"starting from the weights of {start}; optimizer, schedule and data begin anew")
+        lines.append(f"starting from the weights of {start}; optimizer, schedule and data start fresh")
     else:
         weights = trainer.resolved.run.model.weights
         lines.append(f"starting from {'pretrained' if weights == 'pretrained' else 'random'} weights")
@@ -138,7 +146,7 @@ def check_continues(resolved: ResolvedRun, root: Path, which: str) -> None:
 def restore(trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
     """Continue from `checkpoint`; returns the values saved beside the tensors. Collective.
 
-    Raises `CheckpointError` if a file is damaged, or where the run's data would not continue where it stopped.
+    Raises `CheckpointError` if a file is damaged, or if the data could not continue at the saved position.
     """
     saved = verify_checkpoint(checkpoint, to_resume=True)
     check_base(checkpoint, saved, trainer.base)
@@ -167,7 +175,7 @@ def restore(trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
 
 
 def _describe_start(trainer: Trainer) -> str:
-    """Where a fine-tuned run begins."""
+    """The start of a fine-tuned run."""
     run = trainer.resolved.run
     base = run.model.name if run.model.weights == "pretrained" else "random weights"
     if run.checkpoint.start_from:
@@ -217,7 +225,7 @@ def describe_restored(trainer: Trainer, saved: dict[str, Any]) -> str:
     elif not other_data:
         lines.append("exact     from here on every step, to the last bit where kernels are deterministic")
     if saved.get(NEW):
-        lines.append(f"new       delayed scales of {saved[NEW]} layers begin anew, for the checkpoint has none")
+        lines.append(f"new       delayed scales of {saved[NEW]} layers start empty, because the checkpoint has none")
     if changed:
         lines.append(f"changed   {'; '.join(changed)}{_lr_change(trainer, before)}")
     return "\n".join(lines)

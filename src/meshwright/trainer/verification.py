@@ -1,9 +1,9 @@
-"""Continuous verification (`guards.verify_every`): a step of the run in progress is computed again on one process.
+"""Continuous verification (`guards.verify_every`): one process recomputes a step of the run in progress.
 
-Before the step every rank writes the state that it starts from, after it what has become of it (`snapshot.py`). Rank 0
-then starts a process (`prove/replay.py`, by its name, for it stands on a higher floor) on its machine's processors, and
-training goes on. The verdict is heard by all ranks after the step at which it is there, and waited for before the next
-step that is to be verified, and at the end.
+Every rank writes its state before the step and its results after it (`snapshot.py`). Rank 0 then starts a process on
+its machine's CPUs, and training continues. (The process, `prove/replay.py`, is known by name only, because it belongs
+to a higher floor.) All ranks receive the verdict after the step during which it arrives; they wait for it only before
+the next verified step and at the end.
 """
 
 import json
@@ -37,10 +37,10 @@ LOOK_EVERY = 0.2
 
 
 class VerifyGuard(Callback):
-    """Has every so many steps verified. Make it the last of a run's callbacks, for others may change weights."""
+    """Has every this many steps verified. Make it the last of a run's callbacks, because others may change weights."""
 
     def __init__(self, trainer: Trainer, plugins: Plugins) -> None:
-        """Raises `UserError` where it cannot be done. Collective."""
+        """Raises `UserError` if the run cannot be verified. Collective."""
         self.trainer, self.plugins = trainer, plugins
         self.every = trainer.resolved.run.guards.verify_every
         self.folder = Path(trainer.resolved.run.run_dir) / FOLDER
@@ -102,13 +102,13 @@ class VerifyGuard(Callback):
             self._process = Beside(PROGRAM, words, self.folder / "log")
 
     def _found(self) -> dict[str, Any] | None:
-        """On the first rank the verdict, or why there is none; None while there is none yet."""
+        """On the first rank the verdict, or the reason why there is none; None if it is not known yet."""
         if self._process is None or self._process.status is None:
             return None
         verdict = self.folder / "step" / VERDICT
         if self._process.status == 0 and verdict.is_file():
             return json.loads(verdict.read_text())
-        return {"equal": False, "text": f"it could not be computed again: {self._process.last_words()}"}
+        return {"equal": False, "text": f"it could not be recomputed: {self._process.last_words()}"}
 
     def _wait(self, session: Session) -> None:
         """Wait for the verdict on its way, if there is one, or for a signal. Collective."""
@@ -124,13 +124,13 @@ class VerifyGuard(Callback):
             waited += 1
 
     def _hear(self, session: Session, found: dict[str, Any] | None) -> None:
-        """Tell the verdict on its way, if it is there."""
+        """Publish the verdict, if it has arrived."""
         if found is not None:
             step, self._underway, self._process = self._underway, 0, None
             self._tell(session, step, found)
 
     def _tell(self, session: Session, step: int, found: dict[str, Any]) -> None:
-        """Raises `VerificationError` on all ranks where the step is not verified and the recipe says so."""
+        """Raises `VerificationError` on all ranks if the step differs and the recipe demands it."""
         session.log("verification", **{"step": step, **found})
         if found["equal"]:
             session.say(f"verified step {step}: {found['text']}")
@@ -155,11 +155,11 @@ def _session(training: Training) -> Session:
 
 
 def _too_large(trainer: Trainer) -> str | None:
-    """Why one process has no room beside the run on this machine; None where it has, or nothing is known."""
+    """Why the recomputation does not fit beside the run on this machine; None if it does, or nothing is known."""
     free = 1024 * field_of(Path("/proc/meminfo"), "MemAvailable:")
     dtypes, needed = trainer.resolved.run.training.dtypes, 0
     for row in finetuned_table(trainer.resolved.model, trainer.resolved.run.finetune):
-        state = 4 * dtypes.master.bytes if row.trained else 0  # weights, gradients, two moments
+        state = dtypes.master.bytes + dtypes.gradient.bytes + 2 * dtypes.state.bytes if row.trained else 0
         needed += row.numel * (state + (dtypes.store.bytes if dtypes.mixed or not row.trained else 0))
     if not free or needed <= free:
         return None

@@ -71,7 +71,7 @@ def _named_weights(resolved: ResolvedRun) -> RowSource:
 def base_of(resolved: ResolvedRun) -> dict[str, str] | None:
     """The origin and fingerprint of a fine-tuned run's base, which the run does not save because it does not change.
 
-    None where everything trains.
+    None if everything trains.
     """
     run = resolved.run
     if run.finetune is None or all(row.trained for row in finetuned_table(resolved.model, run.finetune)):

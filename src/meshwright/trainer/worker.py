@@ -25,11 +25,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="meshwright.trainer.worker", description=__doc__)
     parser.add_argument("--resolved", type=Path, required=True, help="resolved.yaml of the run")
     parser.add_argument("--resume", help="newest, auto or a checkpoint's name")
-    parser.add_argument("--plugins", type=Path, help="what the parent's Python code handed to train")
+    parser.add_argument("--plugins", type=Path, help="file of objects that the parent's Python code passed to train")
     arguments = parser.parse_args()
     worker = find_worker()
     if worker is None:
-        parser.error("it is started by meshwright or torchrun, which tell each worker its rank")
+        parser.error("workers are started by meshwright or torchrun, which set their rank")
     end_with(worker.parent)
     with StopRequest(raises=False) as stop:
         try:

@@ -1,1 +1,1 @@
-"""The planner against published runs: tables read, doubts told, errors summed up."""
+"""The planner against published runs: reading of tables, doubtful cells, error summaries."""

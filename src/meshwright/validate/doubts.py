@@ -40,7 +40,7 @@ COLUMNS = ("id", "source", "model_name", *NUMBERS, *WORDS, "notes", "quality")
 
 FRACTIONS = ("params_b", *MEASURED)
 ZERO_IS_NONE = ("n_experts", "top_k", "vpp", "ep", "params_b", *MEASURED)
-"""Columns in which 0 is how tables write that there is none."""
+"""Columns in which tables write 0 for none."""
 EVERYTHING = re.compile(
     r"full|yes|true|\bon\b|enabl|all|block|uniform|checkpoint|layer|every|recomput|^y$|^1$|^gc$|^ac$"
 )
@@ -50,11 +50,11 @@ APART = 1.25
 IMPOSSIBLE = 1.05
 """Model FLOPs utilisation above which a measurement is a misprint."""
 WHY_CUT = {
-    "tp": "there are not so many devices",
-    "pp": "devices or layers do not suffice for so many stages",
-    "vpp": "a stage has not so many layers, or there is one stage",
+    "tp": "more than the devices",
+    "pp": "too few devices or layers for this many stages",
+    "vpp": "more than a stage's layers, or there is only one stage",
     "cp": "devices do not suffice, or the batch has fewer sequences than there are data-parallel ranks",
-    "ep": "there are not so many ranks or experts",
+    "ep": "more than the ranks or experts",
 }
 """Why another degree was taken."""
 
@@ -68,15 +68,15 @@ class Doubt:
     column: str
     value: str
     made: str
-    """What was made of it."""
+    """The value used."""
 
 
 Found = tuple[str, str, str]
-"""(column, value, what was made of it)."""
+"""(column, value, the value used)."""
 
 
 def cell_doubts(row: Row, run: PublishedRun) -> Iterator[Found]:
-    """Every cell of a row that its run did not take as it stands."""
+    """Every cell of a row that was not used as written."""
     used, said = _used(run), set[str]()
     for column in NUMBERS:
         text = (row.get(column) or "").strip()
@@ -92,7 +92,7 @@ def cell_doubts(row: Row, run: PublishedRun) -> Iterator[Found]:
 
 
 def _used(run: PublishedRun) -> dict[str, int]:
-    """What the prediction took for each column that is a count."""
+    """The prediction's value for each column that is a count."""
     job, model = run.job, run.job.model
     return {
         "layers": model.num_layers,
@@ -115,7 +115,7 @@ def _used(run: PublishedRun) -> dict[str, int]:
 
 
 def _number_doubt(column: str, text: str, used: int | None) -> str | None:
-    """What was made of a cell that should hold one number; None if it does, or says that there is none."""
+    """The number used for a cell that should hold one; None if it does, or is empty."""
     if says_nothing(text) or (column in MEASURED and ran_out(text)):
         return None
     taken = "not compared" if column in MEASURED else f"{used} taken" if used else "completed by its rule"
@@ -138,7 +138,7 @@ def _number_doubt(column: str, text: str, used: int | None) -> str | None:
 
 
 def _word_doubts(row: Row, run: PublishedRun) -> Iterator[tuple[str, str]]:
-    """(column, what was made of it) of cells in words that nobody understands."""
+    """(column, the value used) for cells in words that were not understood."""
 
     def said(column: str) -> str:
         text = (row.get(column) or "").strip()
@@ -168,7 +168,7 @@ def _word_doubts(row: Row, run: PublishedRun) -> Iterator[tuple[str, str]]:
 
 
 def _contradictions(row: Row, run: PublishedRun, used: dict[str, int]) -> Iterator[tuple[str, str]]:
-    """(column, what was made of it) of numbers that others of the row, or arithmetic, contradict."""
+    """(column, the value used) for numbers that contradict the rest of the row, or arithmetic."""
 
     def number(column: str) -> float | None:
         return number_of((row.get(column) or "").strip())
@@ -188,7 +188,7 @@ def _contradictions(row: Row, run: PublishedRun, used: dict[str, int]) -> Iterat
             )
         elif column == "global_batch":
             if "tok" not in row[column].lower():
-                yield column, f"so many sequences are tokens; {taken} sequences taken"
+                yield column, f"too many for sequences, so read as tokens; {taken} sequences taken"
         elif column != "gpus_per_node" or taken != job.layout.world_size:
             yield column, f"{WHY_CUT.get(column, 'other cells contradict it')}; {taken} taken"
     if job.model.num_heads % job.layout.tp:
@@ -211,4 +211,4 @@ def _measurement_doubts(run: PublishedRun, stated: float | None, rate: float | N
     utilisation = tokens * job.model.model_flops(job.sequence) / run.seconds / peak
     if utilisation > IMPOSSIBLE:
         column = "step_time_s" if stated else "tokens_per_s_per_gpu" if rate else "tflops_per_gpu"
-        yield column, f"{utilisation:.0%} of what the device can compute; compared as it stands"
+        yield column, f"{utilisation:.0%} of the device's peak; compared as given"

@@ -20,18 +20,18 @@ SWEEP = 3
 """Layouts of one job from which a rank correlation is worth the name, and rows of a source from which a factor is."""
 
 CHOICES = ("layout", "micro_batch", "sequence_parallel", "recompute", "recompute_share", "offload_activations")
-"""What makes layouts of one job different; rows that agree in all of it are one layout, measured again."""
+"""The keys of a layout of one job; rows that agree in all of them are one layout, measured again."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """One row's predictions beside what was measured: seconds a step and GB a device."""
+    """One row's predictions beside its measurements: seconds per step and GB per device."""
 
     run: PublishedRun
     seconds: Interval
     memory_gb: Interval
     fits: bool
-    """Whether the planner says that the run fits."""
+    """Whether the planner predicts that the run fits."""
 
     def pairs(self, quantity: str) -> tuple[Interval, float | None]:
         """(prediction, measurement) of `step_time` or `memory`."""
@@ -142,7 +142,7 @@ def constant_mfu(judged: Sequence[Judged]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Tried:
-    """One layout of a sweep: the median of what was predicted and measured, where it was measured several times."""
+    """One layout of a sweep: the medians of prediction and measurement, if it was measured several times."""
 
     id: str
     """Of its first row."""
@@ -217,7 +217,7 @@ def calibrated_error(rows: Sequence[Judged], quantity: str) -> float | None:
 
 
 def out_of_memory(rows: Iterable[Judged]) -> dict[str, Any]:
-    """How well 'does not fit' is said: rows that ran, rows that ran out of memory, and what was predicted."""
+    """The accuracy of 'does not fit': rows that ran, rows that ran out of memory, and the predictions for both."""
     ran_out = [row for row in rows if row.run.out_of_memory]
     ran = [row for row in rows if not row.run.out_of_memory and row.run.memory_kind != "states"]
     said = [row for row in ran_out + ran if not row.fits]

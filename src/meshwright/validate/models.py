@@ -55,7 +55,7 @@ GPT_SHAPE = 196608
 """12 x 128**2: GPT sizes keep hidden near 128 times the layers, so parameters are near that times layers**3."""
 
 ALIKE = 0.25
-"""How far, relatively, a parameter count may be from an architecture's that a name suggests."""
+"""Relative tolerance between a parameter count and the architecture suggested by a name."""
 
 MOST = {
     "layers": 2000,
@@ -98,22 +98,22 @@ class Completion:
         return number_of(self.text(column))
 
     def count(self, column: str) -> int | None:
-        """The column's number where it is one that can be counted to: from 1 to what is usual at most."""
+        """The column's number if it is a plausible count: from 1 to the usual maximum."""
         value = self.number(column)
         return int(value) if value is not None and 1 <= value <= MOST.get(column, MOST_DEGREE) else None
 
     def given(self, column: str, default: int) -> int:
-        """The column's count, or what the rule says."""
+        """The column's count, or the rule's default."""
         value = self.count(column)
         return self.rule(column, default) if value is None else value
 
     def rule(self, column: str, value: T) -> T:
-        """What a rule says of a column that says nothing, counted."""
+        """The rule's default for an empty column, counted."""
         self.completed.append(column)
         return value
 
     def degree(self, column: str) -> int:
-        """A degree, 1 if the table is silent (not counted: silence is how tables say 1)."""
+        """A degree, 1 if the table is silent (not counted: silence means 1)."""
         return self.count(column) or 1
 
 
@@ -179,7 +179,7 @@ def _given_sizes(read: Completion, known: Sizes, params: float | None, name: str
             size[key] = known[key]
             read.completed.append(column)
     if "dense_layers" in known and known["ffn"] < size["ffn"] <= known["dense_ffn"]:
-        size["ffn"] = known["ffn"]  # tables give the dense layers' width for that of the experts
+        size["ffn"] = known["ffn"]  # tables give the dense layers' width instead of the experts'
     experts = read.count("n_experts") or known.get("experts") or 0
     if experts > 1:
         size["experts"] = experts

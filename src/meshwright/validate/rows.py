@@ -41,7 +41,7 @@ it is the same, counted in another way."""
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """One row: what ran where, what was measured, and how its gaps were filled."""
+    """One row: model and cluster, measurement, and how its gaps were filled."""
 
     id: str
     source: str
@@ -52,16 +52,16 @@ class PublishedRun:
     memory_gb: float | None
     """Measured peak memory of a device, 10**9 bytes."""
     memory_kind: Literal["device", "allocated", "states"]
-    """What was counted: by the driver, by the allocator, or on paper."""
+    """The kind of memory figure: of the driver, of the allocator, or calculated."""
     out_of_memory: bool
     completed: tuple[str, ...] = ()
     """Names of the inputs that a rule supplied."""
     unknown_device: str = ""
-    """What the row calls its device, where the table has none of that name."""
+    """The row's device, if the hardware table has none of that name."""
 
 
 def read_row(row: Row) -> PublishedRun:
-    """One row, completed. Raises `UserError` with the reason where it cannot be."""
+    """One row, completed. Raises `UserError` with the reason if that is impossible."""
     read = Completion(row)
     notes, memory = read.text("notes"), read.text("memory_gb_per_gpu")
     model = published_model(read)
@@ -92,7 +92,7 @@ def read_row(row: Row) -> PublishedRun:
 def _layout(read: Completion, model: Blueprint, precision: Precision, stack: Stack) -> Job:
     tp, pp, cp, dp = _degrees(read, model)
     sharding = read.text("zero_stage_or_fsdp")
-    # A modern Megatron's distributed optimizer is ZeRO-1 even if nobody says so.
+    # A modern Megatron's distributed optimizer is ZeRO-1, stated or not.
     stated = zero_of(sharding)
     zero = (1 if stack.name == MEGATRON.name else 0) if stated is None or "ddp" in sharding.lower() else stated
     shard = dp if zero else 1
@@ -139,7 +139,8 @@ def _layout(read: Completion, model: Blueprint, precision: Precision, stack: Sta
 
 
 def _sequences(read: Completion, sequence: int) -> int | None:
-    """Sequences of a batch; one that counts tokens, by its words or its size, is divided by those of a sequence."""
+    """Sequences of a batch; a batch in tokens, recognised by its words or its size, is divided by the sequence
+    length."""
     count = read.count("global_batch")
     if count is None or not ("tok" in read.text("global_batch").lower() or count >= MANY_SEQUENCES):
         return count
@@ -147,7 +148,7 @@ def _sequences(read: Completion, sequence: int) -> int | None:
 
 
 def _offloads(read: Completion) -> bool:
-    """Whether the optimizer's state lies on the host: by its own column, else by the words about the run."""
+    """Whether the optimizer's state is on the host: by its own column, else by the row's notes."""
     column = read.text("offload").lower()
     return "optimizer" in column or (not column and "cpu offload" in (read.row["source"] + read.text("notes")).lower())
 
@@ -227,7 +228,7 @@ def _cluster(read: Completion, world: int) -> ClusterSpec:
 
 
 def usual_device(year: int) -> str:
-    """What most large runs of a year used, for rows whose device nobody knows."""
+    """The usual device of large runs in a year, for rows that name none."""
     return next(
         name for until, name in ((2020, "V100"), (2022, "A100"), (2024, "H100"), (9999, "B200")) if year <= until
     )

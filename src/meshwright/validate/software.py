@@ -32,7 +32,7 @@ MEGATRON = Stack(
 )
 FSDP = Stack(name="PyTorch FSDP", attention="flash", reduce_bytes=2.0, logit_bytes=6.0, casts_when_gathering=True)
 EAGER = Stack(
-    name="PyTorch, its modules as they are, alone or under DeepSpeed",
+    name="PyTorch with unfused modules, by itself or under DeepSpeed",
     attention="flash",
     reduce_bytes=2.0,
     python=2.0,

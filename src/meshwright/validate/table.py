@@ -13,7 +13,7 @@ from meshwright.validate.doubts import COLUMNS, Doubt, cell_doubts
 from meshwright.validate.rows import PublishedRun, read_row
 
 NEEDED = ("id", "source", "gpu", "gpus")
-"""Columns without which a file is no such table; their cells may be empty."""
+"""Columns without which a file is not such a table; their cells may be empty."""
 DELIMITERS = ",;\t"
 
 
@@ -26,7 +26,7 @@ class Table:
     refused: dict[str, str]
     """id -> reason of those that cannot."""
     doubts: list[Doubt]
-    """Cells that were not understood or contradict others, and what was made of each."""
+    """Cells that were not understood or contradict others, and the values used instead."""
 
 
 def read_table(path: Path) -> Table:
@@ -74,7 +74,7 @@ def _add(table: Table, line: int, cells: dict, seen: set[str]) -> None:
             "", "", f"cells beyond the header's: {len(cells[None])}; a separator inside a cell shifts those behind it"
         )
     elif None in row.values():
-        doubt("", "", f"cells missing at the end: {sum(value is None for value in row.values())}; taken as empty")
+        doubt("", "", f"cells missing at the end: {sum(value is None for value in row.values())}; treated as empty")
     for column, value in row.items():
         if "\n" in (value or ""):
             doubt(column, value, "holds line breaks: is a quotation mark not closed? What follows may be rows")

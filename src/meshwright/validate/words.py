@@ -1,6 +1,6 @@
 """Words as people write them in tables of runs: numbers, yes and no, policies, networks.
 
-Every function takes the text of one cell and never fails: what it cannot read it does not answer (None).
+Every function takes the text of one cell and never fails: it returns None for text that it cannot read.
 """
 
 import re
@@ -10,9 +10,9 @@ from meshwright.spec.recompute import Policy
 
 NUMBER = re.compile(r"((?:\d[\d,_']*\.?\d*|\.\d+)(?:e[+-]?\d+)?)(?: ?([kmbt])(?![a-z0-9]))?", re.IGNORECASE)
 DECIMAL_COMMA = re.compile(r"(?:0|\d+(?!,\d{3}$)),\d+$")
-"""A number whose one comma is not that of thousands: `1039,5`, `0,125`."""
+"""A number whose only comma is a decimal comma: `1039,5`, `0,125`."""
 SILENT = re.compile(r"\?|unknown|unclear|n/?a$|nan$|not |unstated|tbd|default|-+$|null$")
-"""How a cell begins that says nothing."""
+"""Prefixes of cells without information."""
 FACTORS = {"": 1.0, "k": 1024.0, "m": 2.0**20, "b": 1.0, "t": 1000.0}
 """`4k` tokens are 4096; a parameter count of `7B` is 7 in the table's own unit, and `1T` 1000."""
 
@@ -47,7 +47,7 @@ def number_of(text: str) -> float | None:
 
 
 def says_nothing(text: str) -> bool:
-    """Whether a cell is empty or says in words that nobody knows."""
+    """Whether a cell is empty or says that the value is unknown."""
     words = text.strip().lower()
     return not words or words == "none" or bool(SILENT.match(words))
 
@@ -61,7 +61,7 @@ def gigabytes(text: str) -> float | None:
 
 
 def says_yes(text: str) -> bool | None:
-    """Whether a cell says yes; None if it says neither yes nor no, or nothing."""
+    """Whether a cell says yes; None if it says neither yes nor no."""
     word = text.strip().lower()
     return True if word in YES else False if word in NO and word else None
 
@@ -115,7 +115,7 @@ def recompute_of(text: str) -> tuple[Policy, float] | None:
 
 
 def node_rate(text: str, per_node: int) -> float | None:
-    """A node's network in GB/s, one way; None if the cell does not say."""
+    """A node's network in GB/s, one way; None if the cell gives none."""
     words = re.sub(r"GB(?:/s|ps|yte)", "bytes", text).lower()
     for pattern, whose, factor in NETWORKS:
         found = re.search(pattern, words)
@@ -132,12 +132,12 @@ def node_rate(text: str, per_node: int) -> float | None:
 
 
 def link_rate(text: str) -> float | None:
-    """A device's link inside the node in GB/s, one way; None if the cell does not say."""
+    """A device's link inside the node in GB/s, one way; None if the cell gives none."""
     found = re.search(RATE + r"GB/s intra", text)
     return float(found[1]) if found else None
 
 
 def ran_out(text: str) -> bool:
-    """Whether a cell of memory or time says that the run did not fit."""
+    """Whether a cell of memory or time records an out-of-memory failure."""
     words = text.lower()
     return "oom" in words or "out of mem" in words or "out-of-mem" in words

@@ -54,7 +54,7 @@ def peak_moment(job: Job, stage: int, weights: float, gradients: float, groups: 
 
 
 def _all_logits(job: Job, stage: int, weights: float, gradients: float, groups: Sequence[Groups]) -> Moment:
-    """The peak of programs whose logits are live when the last block's backward pass begins."""
+    """The peak of programs whose logits are live when the last block's backward pass starts."""
     saved = saved_activations(job, stage, pass_activations(job, groups)) + max(passing_activations(job, groups))
     transit, layer = 0.0, max(block_parameters(job, block) for block in job.model.kinds)
     if job.frozen_bytes:
@@ -86,7 +86,7 @@ def _decoded(job: Job, block: Block) -> float:
 
 
 class _Engine:
-    """The moments of one rank of this repository's engine."""
+    """Memory over a step of one rank of this repository's engine."""
 
     def __init__(self, job: Job, stage: int, weights: float, gradients: float, groups: Sequence[Groups]) -> None:
         self.job, self.stage, self.weights, self.end_gradients = job, stage, weights, gradients
@@ -114,8 +114,11 @@ class _Engine:
         self.reduced = 0.0 if self.job.alone or job.frozen else stack.reduce_bytes
         # Tensor-parallel ranks' gradients are widened before they are added up (`parallel/data.py`).
         fresh = self.reduced if job.layout.tp > 1 else float(self.width)
-        sent = job.layout.quantized_gradients  # codes on their way out and in, when a group's own gradients have gone
-        self.fresh = fresh if sent == "none" else max(fresh, 2 * bytes_each(sent))
+        sent = job.layout.quantized_gradients  # codes on their way out and in
+        self.fresh = fresh if sent == "none" else fresh + 2 * bytes_each(sent)
+        # The sum of the largest matrix's parts in fp32 and, beside accumulated gradients, the result.
+        result = self.reduced * self.ends if job.layout.zero_stage == 3 and job.microbatches > 1 else 0.0
+        self.summed = 0.0 if sent == "none" else (result + 4 * self.vocab * job.model.hidden) / job.shards
         # With one microbatch nothing is accumulated before its own backward pass.
         self.kept = 0.0 if job.microbatches == 1 else gradients
 
@@ -168,7 +171,7 @@ class _Engine:
             transit += self.width * self.table
         if not (self.job.alone or self.job.frozen):
             transit += self.width * self.first
-        saved = self.saved - (self.job.stream_bytes if self.head else 0.0)  # what the last norm read has gone
+        saved = self.saved - (self.job.stream_bytes if self.head else 0.0)  # the input of the last norm is freed
         yield self._moment(saved + max(self.passing, self.passing_before), transit)
         if self.job.layout.zero_stage < 2 or self.job.alone or self.job.frozen:
             return
@@ -189,7 +192,8 @@ class _Engine:
         yield self._moment(left, self.gathered * ends + self.width * ends)
         if self.job.layout.zero_stage >= 2:
             gone = self.job.layout.zero_stage == 2 and self.job.microbatches == 1
-            yield self._ended(left, (self.fresh + self.reduced) * ends, 0.0 if gone else self.weights)
+            transit = (self.fresh + self.reduced) * ends + (self.summed if ends else 0.0)
+            yield self._ended(left, transit, 0.0 if gone else self.weights)
             return
         # Accumulated gradients are copied for the reduction; a single rank copies them twice.
         transit = self.reduced * ends * (2 if self.job.shards == 1 else 1)

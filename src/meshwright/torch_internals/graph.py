@@ -1,6 +1,7 @@
-"""What autograd's graph and Python hold of tensors: private parts of PyTorch, beside those of `torch_internals.py`.
+"""Tensors held by autograd's graph and by Python, read through private PyTorch APIs.
 
-Used where memory has run out, to say what held it. Each entry says which releases have it, and what is public instead.
+Used after an out-of-memory error, to report what held the memory. Each entry lists the tested releases and the public
+alternative.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from meshwright.torch_internals import leaves
 
 @dataclass(frozen=True)
 class SavedByOperation:
-    """What one operation of a graph keeps for its backward pass."""
+    """The tensors that one operation of a graph keeps for its backward pass."""
 
     order: int
     """Operations that ran later have higher numbers."""
@@ -29,8 +30,8 @@ class SavedByOperation:
 
 
 def saved_for_backward(roots: Iterable[torch.Tensor]) -> Iterator[SavedByOperation]:
-    """What the operations behind `roots` still keep, in no order, without what is recomputed. The graph cannot be used
-    afterwards: the saved tensors are read through hooks, which cannot be taken off. 2.11-2.15; the hooks are public
+    """The tensors that operations behind `roots` still keep, in no order, without recomputed ones. The graph cannot be
+    used afterwards: the saved tensors are read through hooks, which cannot be removed. 2.11-2.15; the hooks are public
     (PyTorch's notes on autograd), the number of an operation is not."""
     waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen: set[Any] = set()
@@ -63,7 +64,7 @@ def _saved_by(node: Any) -> list[torch.Tensor]:
 
 
 def kept_by_recomputation() -> Iterator[tuple[Any, list[torch.Tensor]]]:
-    """(forward pass, what is kept to recompute it, and what was recomputed) of every pass of `checkpoint` whose
+    """(forward pass, the tensors kept to recompute it, and the recomputed ones) of every pass of `checkpoint` whose
     backward pass has not ended. 2.11-2.15; public: none."""
     for frame in gc.get_objects():
         if type(frame) is checkpoint._CheckpointFrame:
@@ -102,6 +103,6 @@ def record_allocations() -> None:
 
 
 def save_allocations(path: Path) -> None:
-    """Write what was recorded, and record no more. 2.11-2.15; as above."""
+    """Write the record, and stop recording. 2.11-2.15; as above."""
     torch.cuda.memory._dump_snapshot(str(path))
     torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,8 +1,8 @@
-"""The private parts of PyTorch that this project needs; a test finds any that another file uses.
+"""Every private PyTorch API that this project uses; a test finds any use elsewhere.
 
-Each entry says what it is for, which releases have it, and what is public instead. "2.11-2.15" means: tests of
-parallelism ran on 2.11.0, 2.13.0 and 2.15.0, and the sources of 2.14.1 have it too. A release that changes one is
-served here.
+Each entry gives its purpose, the tested releases and the public alternative. "2.11-2.15" means: tests of parallelism
+ran on 2.11.0, 2.13.0 and 2.15.0, and the sources of 2.14.1 have it too. Code for a release that changes one belongs
+here.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ VARLEN_OPS = (torch.ops.torch_attn._varlen_attn.default,) if hasattr(torch.ops.t
 """The operation behind `torch.nn.attention.varlen.varlen_attn`, as a policy of recomputation meets it. 2.11-2.15."""
 
 ONEDNN_LINEAR = torch.ops.mkldnn._linear_pointwise if torch.backends.mkldnn.is_available() else None
-"""oneDNN's `a @ b.T + bias`, which `F.linear` does not use for fp32; None where torch is built without. 2.11-2.15;
+"""oneDNN's `a @ b.T + bias`, which `F.linear` does not use for fp32; None if torch is built without. 2.11-2.15;
 public: `torch.utils.mkldnn.to_mkldnn`, which copies the weights."""
 
 DEAR_OPS = (
@@ -123,7 +123,7 @@ FakeTensors = FakeTensorMode
 """Makes tensors with shapes and no numbers. 2.11-2.15; public: the meta device, whose tensors hide their device."""
 
 leaves = _pytree.tree_leaves
-"""All that is no container in nested lists, tuples and dicts. 2.11-2.15."""
+"""All that is not a container in nested lists, tuples and dicts. 2.11-2.15."""
 
 
 def process_group_of(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ProcessGroup | None:
@@ -144,8 +144,8 @@ def in_backward_pass() -> bool:
 
 
 def apart_from_recompute(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """`hook` with its operations hidden from selective recomputation, which compares a block's with those of the first
-    time. 2.11-2.15; public: none."""
+    """`hook` with its operations hidden from selective recomputation, which compares a block's operations with the
+    original ones. 2.11-2.15; public: none."""
 
     def unseen(*args: object) -> object:
         selective = checkpoint._CachingTorchDispatchMode | checkpoint._CachedTorchDispatchMode
@@ -158,14 +158,14 @@ def apart_from_recompute(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def replace_hooks(module: nn.Module, replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put `replace(hook)` in the place of every hook before and after a module's forward pass. 2.11-2.15; public:
+    """Replace every hook before and after a module's forward pass by `replace(hook)`. 2.11-2.15; public:
     hooks can be added and removed only by who has added them."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         hooks.update({key: replace(hook) for key, hook in hooks.items()})
 
 
 def allocate_each(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Put `make(tensor)` in the place of every parameter's and buffer's tensor. 2.11-2.15; public: `to_empty`, whose
+    """Replace every parameter's and buffer's tensor by `make(tensor)`. 2.11-2.15; public: `to_empty`, whose
     tensors are all on one device."""
     module._apply(make)
 
@@ -174,20 +174,20 @@ def allocate_each(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor
 
 
 def unflatten(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """A mesh of one axis as one of several, with the same parent, as FSDP2 demands of meshes that one parameter lies
-    on. 2.11-2.15; public: `init_device_mesh`, whose meshes have no common parent."""
+    """A mesh of one axis, made part of a parent mesh, because FSDP2 requires that all meshes of a parameter have the
+    same parent. 2.11-2.15; public: `init_device_mesh`, whose meshes have no common parent."""
     return mesh._unflatten(0, sizes, names)
 
 
 def local_part(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape of this rank's part, and where in the global tensor it begins. 2.11-2.15; public: none for parts that two
+    """Shape of this rank's part, and its offset in the global tensor. 2.11-2.15; public: none for parts that two
     strategies have split along one dim."""
     shape, offset = _utils.compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offset)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds, itself. 2.11-2.15; public: `DTensor.to_local`, which may make a view of it."""
+    """This rank's local tensor itself. 2.11-2.15; public: `DTensor.to_local`, which may make a view of it."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -205,15 +205,16 @@ not the classes."""
 
 
 def _group(module: nn.Module | FSDPModule) -> Any:
-    """The parameters that FSDP2 gathers and reduces together around `module`; None where it has none of its own."""
+    """The parameters that FSDP2 gathers and reduces together around `module`; None if it has no group of its own."""
     return module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
 
 
 def sum_parts_in_reduce_dtype(module: FSDPModule) -> None:
-    """Have gradients brought to the dtype of reductions before FSDP2 adds those of parameters that all tensor-parallel
-    ranks keep, of which each rank has a part of the sum; up to 2.14 it adds them in the dtype of computation.
+    """Make FSDP2 cast gradients to the reduction dtype before it accumulates them, for parameters that are replicated
+    over tensor-parallel ranks and whose gradients are partial sums there; up to 2.14 it accumulates them in the compute
+    dtype. Applies to the whole group, because FSDP2 reduces its parameters together.
 
-    All of a group's, for FSDP2 reduces them together. 2.11-2.14; 2.15 does it by itself (`may_reduce_grad_outside_dp`).
+    2.11-2.14; 2.15 does so by itself (`may_reduce_grad_outside_dp`).
     """
     group = _group(module)
     if group is None or not hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed"):
@@ -229,6 +230,22 @@ def sum_parts_in_reduce_dtype(module: FSDPModule) -> None:
         usual(*args)
 
     group.post_backward = post_backward
+
+
+def keep_gradients_as_reduced(module: FSDPModule) -> None:
+    """Have FSDP2 keep gradients in the dtype in which it reduces them, and add further microbatches' to them there,
+    where weights are narrower; it would round them to the weights' dtype. The weights must accept them (`grad_dtype`).
+    2.11-2.15; public: none."""
+    group = _group(module)
+    if group is None:
+        return
+    usual = group._init_mp_dtypes
+
+    def init_mp_dtypes() -> None:
+        usual()
+        group._orig_dtype = group._reduce_dtype or group._orig_dtype
+
+    group._init_mp_dtypes = init_mp_dtypes
 
 
 def grouped_parts(module: FSDPModule) -> list[tuple[nn.Parameter, int]]:
@@ -273,8 +290,8 @@ def end_backward(modules: Iterable[nn.Module]) -> None:
 
 
 def end_whole_backward(root: FSDPModule) -> None:
-    """Do what FSDP2 does at the end of a backward pass: wait for reductions. 2.11-2.15; public: 2.15's
-    `finalize_backward`, which knows no reductions that wait for the last microbatch."""
+    """Run FSDP2's work at the end of a backward pass: wait for reductions. 2.11-2.15; public: 2.15's
+    `finalize_backward`, which does not support reductions that wait for the last microbatch."""
     state = root._get_fsdp_state()
     context: Any = state._state_ctx
     if getattr(context, "manual_backward_finalization_active", False) is None:  # 2.15: no backward pass began
@@ -319,10 +336,10 @@ def tensors_in_flight(module: nn.Module) -> list[torch.Tensor]:
     return [leaf for leaf in leaves([group._all_gather_result, *states]) if isinstance(leaf, torch.Tensor)]
 
 
-# ---- what torch leaves on disk, and tells of itself ------------------------------------------------------------------
+# ---- files that torch writes, and values that it reports -------------------------------------------------------------
 
 StoredPlace = _StorageInfo
-"""In which file a part of a tensor lies, in the index of `torch.distributed.checkpoint`. 2.11-2.15; public: none."""
+"""The file that holds a part of a tensor, from the index of `torch.distributed.checkpoint`. 2.11-2.15; public: none."""
 
 
 def recorded_collectives() -> list[dict[str, Any]]:
@@ -344,8 +361,8 @@ def fake_store() -> Any:
 
 @contextlib.contextmanager
 def resizes_told(listener: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
-    """Call `listener(storage, bytes)` whenever a storage has got another size, as FSDP2 frees what it gathered.
-    2.11-2.15; public: none, so torch's method is replaced meanwhile."""
+    """Call `listener(storage, bytes)` whenever a storage is resized, as FSDP2 does to free gathered weights. 2.11-2.15;
+    public: none, so torch's method is replaced meanwhile."""
     original = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> None:
@@ -374,7 +391,7 @@ def shape_propagation_hidden() -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Put `function` in the place of `owner.name` inside the block; for rehearsals, where torch offers no listener."""
+    """Replace `owner.name` by `function` inside the block; for rehearsals, where torch offers no listener."""
     original = getattr(owner, name)
     setattr(owner, name, function)
     try:

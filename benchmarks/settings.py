@@ -1,0 +1,122 @@
+"""Settings beside their absence, in turns: seconds and CPU seconds of a step, and peak memory of the process.
+
+`python -P benchmarks/settings.py [--rounds N] [--only WORD]` trains one small model on one process on the CPU, each
+time in a process of its own: the recipe as it is, then with one setting changed, and so on, in every round again. It
+prints a table of medians. CPU time is told beside wall time because a machine may be busy with other work.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+RECIPE = """
+model: {family: llama, hidden: 256, num_layers: 4, num_heads: 8, num_kv_heads: 4, ffn: 768, vocab: 4096}
+data: {sequence_length: 128}
+training: {precision: bf16, lr_schedule: {warmup: 0}}
+device: cpu
+"""
+SETTINGS: dict[str, list[str]] = {
+    "precision: fp32": ["training.precision=fp32"],
+    "precision: fp8 (tensorwise)": ["training.precision=fp8"],
+    "precision: fp8 (blockwise)": ["training.precision=fp8", "training.low_precision.recipe=blockwise"],
+    "precision: mxfp8": ["training.precision=mxfp8"],
+    "precision: nvfp4": ["training.precision=nvfp4"],
+    "reduce_dtype: bf16": ["training.reduce_dtype=bf16"],
+    "optimizer: adamw_8bit": ["training.optimizer.name=adamw_8bit"],
+    "optimizer: muon": ["training.optimizer.name=muon"],
+    "state_dtype: bf16": ["training.optimizer.state_dtype=bf16"],
+    "master_dtype: bf16, stochastic": ["training.master_dtype=bf16"],
+    "master_dtype: bf16, kahan": ["training.master_dtype=bf16", "training.optimizer.rounding=kahan"],
+    "both in bf16, stochastic": ["training.master_dtype=bf16", "training.optimizer.state_dtype=bf16"],
+    "recompute: selective": ["training.recompute=selective"],
+    "recompute: full": ["training.recompute=full"],
+    "attention: flash": ["training.attention=flash"],
+    "attention: math": ["training.attention=math"],
+    "clip: null": ["training.clip=null"],
+    "compile: true": ["training.compile=true"],
+}
+ABSENT = "the recipe as it is"
+WARM_UP, STEPS, GLOBAL_BATCH, THREADS, EVERY = 2, 5, 8, 1, 4
+
+
+def one(overrides: list[str]) -> dict[str, Any]:
+    """Train in this process; medians over steps, and its peak memory beyond what it held before the model."""
+    import torch
+
+    from meshwright.families import resolve_model
+    from meshwright.spec.recipe import parse_spec
+    from meshwright.spec.run import ResolvedRun, Run
+    from meshwright.testing.equivalence import build_here, loader_for
+
+    torch.set_num_threads(THREADS)
+    run = parse_spec(RECIPE, Run, overrides)
+    sizes = {"global_batch": GLOBAL_BATCH, "micro_batch": GLOBAL_BATCH // 2, "accumulation": 2}
+    resolved = ResolvedRun(run=run, model=resolve_model(run.model, base_dir=Path()), reasons={}, **sizes)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    trainer = build_here(resolved)
+    walls, cpus = [], []
+    with loader_for(trainer) as loader:
+        for step in range(1, WARM_UP + STEPS + 1):
+            batches = list(loader.microbatches(step - 1))
+            wall, cpu = time.perf_counter(), time.process_time()
+            trainer.train_step(step, batches)
+            walls.append(time.perf_counter() - wall)
+            cpus.append(time.process_time() - cpu)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return {
+        "wall": statistics.median(walls[WARM_UP:]),
+        "cpu": statistics.median(cpus[WARM_UP:]),
+        "memory": peak / 1024,
+    }
+
+
+def measure(rounds: int, only: str) -> dict[str, list[dict[str, float]]]:
+    """The measurements of every setting, and those without any, which come before every fourth setting."""
+    chosen = {name: words for name, words in SETTINGS.items() if only in name}
+    found: dict[str, list[dict[str, float]]] = {ABSENT: []} | {name: [] for name in chosen}
+    for _ in range(rounds):
+        for number, name in enumerate(chosen):
+            for turn in (ABSENT, name) if number % EVERY == 0 else (name,):
+                words = [sys.executable, "-P", __file__, "--one", json.dumps(SETTINGS.get(turn, []))]
+                ended = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+                found[turn].append(json.loads(ended.stdout.splitlines()[-1]))
+                print(f"{turn}: {found[turn][-1]}", file=sys.stderr, flush=True)
+    return found
+
+
+def table(found: dict[str, list[dict[str, float]]]) -> str:
+    """Medians, and ratios to the recipe as it is, as Markdown."""
+
+    def median(name: str, figure: str) -> float:
+        return statistics.median(run[figure] for run in found[name])
+
+    rows = [
+        "| setting | CPU s a step | ratio | wall s a step | ratio | peak MiB | more |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in found:
+        cpu, wall, memory = (median(name, figure) for figure in ("cpu", "wall", "memory"))
+        times = cpu / median(ABSENT, "cpu"), wall / median(ABSENT, "wall")
+        more = memory - median(ABSENT, "memory")
+        rows.append(
+            f"| {name} | {cpu:.3f} | {times[0]:.2f} | {wall:.3f} | {times[1]:.2f} | {memory:.0f} | {more:+.0f} |"
+        )
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rounds", type=int, default=3, help="how often every setting has its turn")
+    parser.add_argument("--only", default="", help="only settings whose name contains this")
+    parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one is not None:
+        print(json.dumps(one(given.one)))
+    else:
+        print(table(measure(given.rounds, given.only)))

@@ -1,0 +1,97 @@
+"""Checkpoints of other systems, told apart and written as a Hugging Face directory."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from meshwright.checkpoint.hf import export_hf
+from meshwright.checkpoint.takeover.deepspeed import is_zero_checkpoint, read_zero
+from meshwright.checkpoint.takeover.found import Found, load_plain
+from meshwright.checkpoint.takeover.litgpt import CONFIG, WEIGHTS, read_litgpt
+from meshwright.checkpoint.takeover.megatron import is_megatron, read_megatron
+from meshwright.checkpoint.takeover.nanogpt import is_nanogpt, read_nanogpt
+from meshwright.checkpoint.takeover.torchtitan import is_dcp, read_torchtitan
+from meshwright.families import family_of, hf_tensors, parameter_table, resolve_model, state_table
+from meshwright.spec.errors import UserError
+from meshwright.spec.model import ModelFields, ModelSpec, Parameter
+
+SYSTEMS = (
+    "nanoGPT's ckpt.pt, LitGPT's lit_model.pth, and folders of DeepSpeed (ZeRO), torchtitan (DCP) and Megatron-core "
+    "(torch_dist)"
+)
+
+
+def convert(path: Path, out: Path, model: str | None = None) -> tuple[str, ...]:
+    """Write the weights of another system's checkpoint into the Hugging Face directory `out`, in fp32; returns what is
+    not the same in it. `model` is a published name or a Hugging Face directory, for systems that do not store sizes.
+
+    Raises `UserError` if the checkpoint is not one that is read, holds other objects than plain ones, or another model,
+    or `out` exists.
+    """
+    found = _read(path, model)
+    export_hf(_rows(found, path), found.model, out, tokenizer_dir=None, dtype=torch.float32)
+    return found.notes
+
+
+def _read(path: Path, model: str | None) -> Found:
+    if path.is_dir() and (path / WEIGHTS).is_file():
+        path = path / WEIGHTS
+    if path.is_file():
+        if model:
+            raise UserError(f"{path}: its sizes are in it, or beside it; leave --model out")
+        if path.name == WEIGHTS or path.with_name(CONFIG).is_file():
+            return read_litgpt(path)
+        found = load_plain(path)
+        if is_nanogpt(found):
+            return read_nanogpt(found, path)
+        raise UserError(f"{path}: not a checkpoint of nanoGPT (it has no model_args and model); there are {SYSTEMS}")
+    zero = is_zero_checkpoint(path)
+    if not zero and not is_dcp(path):
+        raise UserError(f"{path}: no checkpoint of another system is known there; there are {SYSTEMS}")
+    if model is None:
+        raise UserError(f"{path}: its model's sizes are not stored there; give --model, a published name or directory")
+    spec = resolve_model(ModelFields(name=model), base_dir=Path())
+    if zero:
+        return Found(spec, read_zero(path))
+    if is_megatron(path):
+        return Found(spec, *read_megatron(path, spec))
+    return Found(spec, read_torchtitan(path, spec))
+
+
+def _rows(found: Found, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Our parameters. Raises `UserError` where a tensor is missing, has another shape, or has no place."""
+    model, used = found.model, set[str]()
+    places = hf_tensors(model)
+    for row in parameter_table(model) + state_table(model):
+        place = places[row.name]
+        parts = [_tensor(found.tensors, key, place.shape, row, path) for key in place.keys]
+        used.update(place.keys)
+        if place.experts is not None:
+            count = len(place.parts)
+            yield row.name, torch.stack([torch.cat(parts[i : i + count]) for i in range(0, len(parts), count)])
+            continue
+        whole = parts[0].t() if place.transposed else parts[0]
+        yield row.name, whole[place.offset : place.offset + row.shape[0]]
+    for key in found.tensors.keys() - used:
+        if not _is_second(key, found.tensors, model):
+            raise UserError(f"{path}: tensor {key} has no place in a {model.family} of these sizes")
+
+
+def _tensor(
+    tensors: Mapping[str, torch.Tensor], key: str, shape: tuple[int, ...], row: Parameter, path: Path
+) -> torch.Tensor:
+    tensor = tensors.get(key)
+    if not isinstance(tensor, torch.Tensor):
+        raise UserError(f"{path}: it has no tensor {key}, which the model needs for {row.name}")
+    if tuple(tensor.shape) != shape:
+        raise UserError(f"{path}: {key} has the shape {list(tensor.shape)}, and the model's is {list(shape)}")
+    return tensor.float()
+
+
+def _is_second(key: str, tensors: Mapping[str, torch.Tensor], model: ModelSpec) -> bool:
+    """Whether a tensor is the head of a model whose head is its embedding, or a buffer that files may hold."""
+    if key == "lm_head.weight" and model.tied_embeddings:
+        embedding = next(row.name for row in parameter_table(model) if row.dims[0] == "vocab")
+        return torch.equal(tensors[key], tensors[hf_tensors(model)[embedding].key])
+    return model.foreign is None and key.endswith(family_of(model).hf_ignored)

@@ -1,0 +1,46 @@
+"""What is read of another system's checkpoint, and its files opened as plain tensors."""
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.spec.errors import UserError
+from meshwright.spec.model import ModelSpec
+
+
+class Inert:
+    """Stands for an object of another system that is not needed: it keeps what it is given, and does nothing."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+
+@dataclass(frozen=True)
+class Found:
+    """Weights of another system."""
+
+    model: ModelSpec
+    tensors: Mapping[str, torch.Tensor]
+    """Whole tensors by the names, and in the orientation, of Hugging Face files."""
+    notes: tuple[str, ...] = ()
+    """What is not the same in a Hugging Face directory."""
+
+
+def load_plain(path: Path, inert: tuple[str, ...] = ()) -> Mapping[str, Any]:
+    """The mapping in a file of `torch.save`; classes called `inert` become `Inert`.
+
+    Raises `UserError` if the file holds other objects than plain ones, or no mapping.
+    """
+    try:
+        with torch.serialization.safe_globals([(Inert, name) for name in inert]):
+            found = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        said = str(error).strip().splitlines() or ["it is damaged"]
+        raise UserError(f"{path}: cannot be read as plain tensors (weights_only): {said[0][:200]}") from error
+    if not isinstance(found, Mapping):
+        raise UserError(f"{path}: holds no mapping of names, so it is no checkpoint")
+    return found

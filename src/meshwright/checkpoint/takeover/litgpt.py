@@ -1,0 +1,115 @@
+"""LitGPT's `lit_model.pth`, with the `model_config.yaml` beside it."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.checkpoint.takeover.found import Found, load_plain
+from meshwright.families import resolve_model
+from meshwright.imports.opening import read_data, read_text
+from meshwright.spec.errors import UserError
+from meshwright.spec.model import ModelFields
+
+WEIGHTS, CONFIG = "lit_model.pth", "model_config.yaml"
+
+WANTED: Mapping[str, Any] = {
+    "norm_class_name": "RMSNorm",
+    "mlp_class_name": "LLaMAMLP",
+    "parallel_residual": False,
+    "shared_attention_norm": False,
+    "rotary_percentage": 1.0,
+    "bias": False,
+    "attn_bias": False,
+    "lm_head_bias": False,
+    "norm_qk": False,
+    "post_attention_norm": False,
+    "post_mlp_norm": False,
+    "scale_embeddings": False,
+    "rope_interleave": False,
+    "rope_condense_ratio": 1,
+    "rope_adjustments": None,
+    "sliding_window_size": None,
+    "attention_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "latent_attention": None,
+}
+"""What makes LitGPT's model a Llama; other models are refused."""
+
+SIZES = {
+    "n_layer": "num_layers",
+    "n_head": "num_heads",
+    "n_query_groups": "num_kv_heads",
+    "head_size": "head_dim",
+    "n_embd": "hidden",
+    "intermediate_size": "ffn",
+    "block_size": "max_positions",
+    "padded_vocab_size": "vocab",
+}
+
+NAMES = {
+    "norm_1.weight": "input_layernorm.weight",
+    "norm_2.weight": "post_attention_layernorm.weight",
+    "attn.proj.weight": "self_attn.o_proj.weight",
+    "mlp.fc_1.weight": "mlp.gate_proj.weight",
+    "mlp.fc_2.weight": "mlp.up_proj.weight",
+    "mlp.proj.weight": "mlp.down_proj.weight",
+}
+OUTSIDE = {
+    "transformer.wte.weight": "model.embed_tokens.weight",
+    "transformer.ln_f.weight": "model.norm.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+"""LitGPT's names -> Hugging Face's, in a layer and outside."""
+
+
+def read_litgpt(path: Path) -> Found:
+    """The weights of a LitGPT checkpoint, as `litgpt pretrain`, `finetune` and `download` write it.
+
+    Raises `UserError` if there is no configuration beside the file, or it is not of a Llama.
+    """
+    config_file = path.with_name(CONFIG)
+    if not config_file.is_file():
+        raise UserError(f"{path}: there is no {CONFIG} beside it, so the model's sizes are not known")
+    config = read_data(config_file, read_text(config_file))
+    if not isinstance(config, dict):
+        raise UserError(f"{config_file}: not a configuration of LitGPT")
+    for key, value in WANTED.items():
+        if config.get(key, value) != value:
+            raise UserError(f"{config_file}: {key} is {config[key]}; only Llamas of LitGPT are read ({key}: {value})")
+    state = load_plain(path)
+    state = state["model"] if isinstance(state.get("model"), Mapping) else state
+    if attached := [name for name in state if "lora_" in name or "adapter" in name]:
+        raise UserError(f"{path}: {attached[0]} belongs to an adapter; merge it first (litgpt merge_lora)")
+    tensors = dict(_stored({str(name): tensor for name, tensor in state.items()}, config))
+    head = tensors.get("lm_head.weight")
+    tied = head is None or torch.equal(head, tensors.get("model.embed_tokens.weight", torch.empty(0)))
+    sizes = {ours: config[theirs] for theirs, ours in SIZES.items() if isinstance(config.get(theirs), int)}
+    base = float(config.get("rope_base", 10000))
+    more: dict[str, Any] = {
+        "rope_theta": base,
+        "norm_eps": float(config.get("norm_eps", 1e-5)),
+        "tied_embeddings": tied,
+    }
+    notes = ("its head equals its embedding, so they are one matrix (tied)",) if tied and head is not None else ()
+    return Found(resolve_model(ModelFields(family="llama", **sizes, **more), base_dir=Path()), tensors, notes)
+
+
+def _stored(state: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Hugging Face's tensors; queries, keys and values lie one after another in one of LitGPT's."""
+    heads = int(config.get("n_head") or 1)
+    groups = int(config.get("n_query_groups") or heads)
+    for name, tensor in state.items():
+        before, _, after = name.removeprefix("transformer.h.").partition(".")
+        if name in OUTSIDE:
+            yield OUTSIDE[name], tensor
+        elif after == "attn.qkv.weight":
+            size = tensor.shape[0] // (heads + 2 * groups)
+            parts = tensor.split([heads * size, groups * size, groups * size])
+            for one, part in zip("qkv", parts, strict=True):
+                yield f"model.layers.{before}.self_attn.{one}_proj.weight", part
+        elif after in NAMES:
+            yield f"model.layers.{before}.{NAMES[after]}", tensor
+        else:
+            yield name, tensor  # whoever writes it says that it has no place

@@ -1,0 +1,65 @@
+"""nanoGPT's `ckpt.pt`; only plain tensors are read of it, and nothing is run."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.checkpoint.takeover.found import Found
+from meshwright.families import hf_tensors, resolve_model
+from meshwright.spec.errors import UserError
+from meshwright.spec.model import ModelFields, ModelSpec
+
+SIZES = {
+    "n_layer": "num_layers",
+    "n_head": "num_heads",
+    "n_embd": "hidden",
+    "block_size": "max_positions",
+    "vocab_size": "vocab",
+}
+COMPILED = "_orig_mod."
+"""What torch.compile puts before the names."""
+
+
+def is_nanogpt(found: Mapping[str, Any]) -> bool:
+    """Whether a file of tensors is nanoGPT's."""
+    arguments = found.get("model_args")
+    return (
+        isinstance(arguments, Mapping) and isinstance(found.get("model"), Mapping) and SIZES.keys() <= arguments.keys()
+    )
+
+
+def read_nanogpt(found: Mapping[str, Any], path: Path) -> Found:
+    """The weights of a nanoGPT checkpoint.
+
+    Raises `UserError` if its tensors are not those of the model that it describes.
+    """
+    arguments, state = found["model_args"], found["model"]
+    tensors = {str(name).removeprefix(COMPILED): tensor for name, tensor in state.items()}
+    spec = resolve_model(_sizes(arguments, path), base_dir=Path())
+    notes = ["nanoGPT's GELU is exact, gpt2's its approximation by tanh: logits differ in the fourth digit"]
+    if not arguments.get("bias", True):
+        notes.append("the model has no biases: they are zeros, and training would change them")
+    return Found(spec, dict(_stored(tensors, spec, path)), tuple(notes))
+
+
+def _sizes(arguments: Mapping[str, Any], path: Path) -> ModelFields:
+    sizes = {ours: arguments[theirs] for theirs, ours in SIZES.items()}
+    if not all(isinstance(size, int) and size > 0 for size in sizes.values()):
+        raise UserError(f"{path}: its model_args are no sizes: {sizes}")
+    return ModelFields(family="gpt2", **sizes)
+
+
+def _stored(tensors: Mapping[str, torch.Tensor], spec: ModelSpec, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Hugging Face's tensors: nanoGPT's have their names, and no matrix is transposed."""
+    for place in {place.key: place for place in hf_tensors(spec).values()}.values():
+        key, shape = place.key, place.shape[::-1] if place.transposed else place.shape
+        tensor = tensors.get(key, tensors.get(f"transformer.{key}"))
+        if tensor is None and key.endswith(".bias"):
+            tensor = torch.zeros(shape)
+        if not isinstance(tensor, torch.Tensor):
+            raise UserError(f"{path}: it has no tensor {key}")
+        if tuple(tensor.shape) != shape:
+            raise UserError(f"{path}: {key} has the shape {list(tensor.shape)}, which its model_args do not say")
+        yield key, tensor.t() if place.transposed else tensor

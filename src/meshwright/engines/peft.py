@@ -1,0 +1,36 @@
+"""Engine `peft`: Hugging Face's peft under the Trainer of transformers."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from meshwright.engines.engine import Strategy
+from meshwright.engines.hf_trainer import HfTrainer
+from meshwright.engines.settings import Fate, Rule, only
+from meshwright.spec.finetune import Ia3Spec, LoraSpec
+from meshwright.spec.run import ResolvedRun
+
+
+def _adapters(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
+    if isinstance(resolved.run.finetune, LoraSpec | Ia3Spec):
+        return "said", ""
+    return "refused", "peft trains adapters (finetune.method=lora or ia3); hf_trainer trains the whole model"
+
+
+ADAPTERS: Mapping[str, Rule] = {
+    "finetune": _adapters,
+    "finetune.base": only("plain", why="the program keeps frozen matrices plain"),
+    "finetune.dropout": only(0.0, why="the program's dropout is 0, because engines draw other masks"),
+    "finetune.b_lr_ratio": only(1.0, why="the program has one learning rate"),
+    "finetune.train": only((), why="the program trains adapters alone"),
+}
+"""Rules of adapters."""
+
+
+class PeftEngine(HfTrainer):
+    """peft's adapters on transformers' model, started from ours, under the `Trainer`."""
+
+    name = "peft"
+    about = "peft under the Trainer of Hugging Face transformers"
+    packages: ClassVar = {"transformers": "peft", "accelerate": "peft", "peft": "peft"}
+    strategies: ClassVar[Mapping[Strategy, str]] = {"ddp": ""}
+    rules: ClassVar[Mapping[str, Rule]] = {**HfTrainer.rules, **ADAPTERS}

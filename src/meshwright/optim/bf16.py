@@ -1,0 +1,142 @@
+"""Weights and optimizer state in bf16: steps are computed in fp32, and their results are rounded.
+
+Most updates are smaller than half the gap between neighbouring bf16 numbers, so rounding to nearest loses them. Two
+ways avoid this (Zamirai et al., "Revisiting BFloat16 Training", 2021):
+
+- stochastic: a number is rounded up or down at random, so that the result is right on average;
+- kahan: a second bf16 tensor holds the rounding error of the first, and both are read as one number.
+
+Random bits are hashes of seed, step, tensor and the number's place in the whole tensor, as in dropout: every layout
+rounds alike. With beta2 near 1 second moments would stall too, so moments are always rounded stochastically.
+"""
+
+import functools
+import hashlib
+from collections.abc import Iterator, Mapping
+from math import prod
+
+import torch
+
+from meshwright.models.dropout import drawn_bits
+from meshwright.optim.shards import begin_of, local
+from meshwright.spec.training import Rounding
+
+COMPENSATION = "compensation"
+"""The state that holds a bf16 weight's rounding error, under kahan."""
+
+AT_ONCE = {"cuda": 2**24, "cpu": 2**18}
+"""Numbers of a tensor that are widened to fp32 at a time, about eight copies of each; a GPU wants few kernels."""
+
+Rows = slice
+"""Rows of this rank's part of a tensor as a matrix: all dims but the last are rows; a vector has rows of one number."""
+
+
+class Bf16:
+    """How one optimizer keeps numbers in bf16."""
+
+    def __init__(
+        self,
+        *,
+        rounding: Rounding = "nearest",
+        moments: bool = False,
+        seed: int = 0,
+        names: Mapping[int, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            rounding: of weights that are in bf16.
+            moments: whether moments are in bf16; else in fp32, or wider where the weights are.
+            seed: the run's.
+            names: of parameters by id, for random bits.
+        """
+        self.rounding, self.moments, self.seed, self.names = rounding, moments, seed, names or {}
+
+    def fresh(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The state that a parameter's own format needs beside the optimizer's."""
+        if parameter.dtype != torch.bfloat16 or self.rounding != "kahan":
+            return {}
+        return {COMPENSATION: torch.zeros_like(parameter)}
+
+    def fresh_moment(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A moment before the first step: zeros, sharded like the parameter."""
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        return torch.zeros_like(parameter, dtype=torch.bfloat16 if self.moments else wide)
+
+    def parts(self, parameter: torch.Tensor) -> Iterator[Rows]:
+        """This rank's rows of a parameter, few enough at a time."""
+        here = as_rows(parameter)
+        rows = max(1, AT_ONCE.get(here.device.type, AT_ONCE["cpu"]) // max(1, here.shape[1]))
+        return (slice(start, min(start + rows, len(here))) for start in range(0, len(here), rows))
+
+    def read(self, parameter: torch.Tensor, state: Mapping[str, torch.Tensor], rows: Rows) -> torch.Tensor:
+        """Weights in fp32, or themselves where they are no narrower."""
+        here = widened(as_rows(parameter)[rows])
+        return here + as_rows(state[COMPENSATION])[rows] if COMPENSATION in state else here
+
+    def write(
+        self, parameter: torch.Tensor, state: Mapping[str, torch.Tensor], rows: Rows, weights: torch.Tensor, step: int
+    ) -> None:
+        """Keep weights that were read and updated; `step` counts from 1."""
+        here = as_rows(parameter)[rows]
+        if here.dtype != torch.bfloat16:
+            return  # they were updated in place
+        if self.rounding == "stochastic":
+            weights = self._rounded(weights, parameter, "weight", rows, step)
+        here.copy_(weights)
+        if COMPENSATION in state:
+            as_rows(state[COMPENSATION])[rows] = weights - here
+
+    def write_moment(
+        self,
+        parameter: torch.Tensor,
+        state: Mapping[str, torch.Tensor],
+        key: str,
+        rows: Rows,
+        moment: torch.Tensor,
+        step: int,
+    ) -> None:
+        """Keep a moment that was read by `widened` and updated."""
+        here = as_rows(state[key])[rows]
+        if here.dtype == torch.bfloat16:
+            here.copy_(self._rounded(moment, parameter, key, rows, step))
+
+    def _rounded(self, values: torch.Tensor, parameter: torch.Tensor, use: str, rows: Rows, step: int) -> torch.Tensor:
+        numbers_N, first = places(parameter)
+        key = _key(self.seed, self.names.get(id(parameter), ""), use, step)
+        return round_at_random(values, drawn_bits(key, numbers_N[rows], first, values.shape[1]))
+
+
+def as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part as a matrix; a view."""
+    here = local(tensor)
+    return here.view(-1, 1) if here.dim() < 2 else here.view(prod(here.shape[:-1]), here.shape[-1])
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """In fp32; itself where it is no narrower."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def places(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The number of each of this rank's rows among those of the whole tensor, and the first column that is here."""
+    here, begin = local(parameter), begin_of(parameter)
+    leading = max(1, here.dim() - 1)
+    numbers = torch.zeros((1,) * leading, dtype=torch.int64, device=here.device)
+    for dim in range(min(leading, here.dim())):
+        index = torch.arange(begin[dim], begin[dim] + here.shape[dim], device=here.device)
+        index = index * prod(parameter.shape[dim + 1 : leading])
+        numbers = numbers + index.view(-1, *(1,) * (leading - 1 - dim))
+    return numbers.flatten(), begin[-1] if here.dim() > 1 else 0
+
+
+def round_at_random(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """fp32 numbers rounded up or down to those of bf16, right on average; `bits`: random int32, of which the lowest 16
+    count. Numbers that bf16 has stay as they are."""
+    moved = values.contiguous().view(torch.int32) + (bits & 0xFFFF)
+    return (moved & -0x10000).view(torch.float32)
+
+
+@functools.lru_cache(maxsize=2**16)
+def _key(seed: int, name: str, use: str, step: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{name}/{use}/{step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

@@ -1,0 +1,155 @@
+"""Activation offload: what a block saves for its backward pass waits in host memory (`layout.offload.activations`).
+
+A block's forward pass runs under autograd's hooks for saved tensors. Each tensor that it saves is copied to host
+memory, once however many operations save it; when the forward pass ends, the device's memory is free again. The
+backward pass of a block gets its tensors back, and begins to bring those of the block before. On a GPU copies run on a
+stream of their own, from and to pinned memory.
+
+Weights, and what all blocks share (rotary tables, masks), stay where they are. A block that recomputes everything saves
+its input only, and that is what moves.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from meshwright.models.slots import Compute, Wrapped
+from meshwright.torch_internals import leaves, local_tensor
+
+SMALLEST = 2**12
+"""Bytes below which a tensor stays: a copy would cost more than it frees."""
+
+
+class HostCopy:
+    """A saved tensor in host memory, pinned where a GPU reads it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.device = tensor.device
+        self._back: torch.Tensor | None = None
+        if self.device.type != "cuda":
+            self._host = tensor.detach().clone()
+            return
+        self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        side = _side_stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            self._host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(side)
+
+    def fetch(self) -> None:
+        """Begin to bring it back."""
+        if self._back is None and self.device.type == "cuda":
+            with torch.cuda.stream(_side_stream(self.device)):
+                self._back = self._host.to(self.device, non_blocking=True)
+                self._ready = torch.cuda.current_stream(self.device).record_event()
+
+    def back(self) -> torch.Tensor:
+        """The tensor on its device; the same one at every call."""
+        self.fetch()
+        if self._back is None:
+            return self._host
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(self._ready)
+        self._back.record_stream(stream)
+        return self._back
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+class _Pass:
+    """One forward pass of a block: its saved tensors, and the pass of the block before."""
+
+    def __init__(self, copy: Callable[[torch.Tensor], HostCopy], stay: set[int], before: "_Pass | None") -> None:
+        self._copy, self._stay, self._before = copy, stay, before
+        self._made: dict[tuple[Any, ...], tuple[torch.Tensor, HostCopy]] = {}  # the tensor, so that its identity lasts
+        self._copies: list[weakref.ref[HostCopy]] = []
+        self._asked = False
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | HostCopy:
+        """What autograd keeps of a tensor."""
+        if isinstance(tensor, nn.Parameter | DTensor) or tensor.nbytes < SMALLEST:
+            return tensor
+        storage = id(tensor.untyped_storage())
+        if storage in self._stay:
+            return tensor
+        key = storage, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+        if key not in self._made:
+            self._made[key] = tensor, self._copy(tensor)
+        return self._made[key][1]
+
+    def unpack(self, kept: torch.Tensor | HostCopy) -> torch.Tensor:
+        """The tensor again; the first time of a pass the block before is asked for too."""
+        if isinstance(kept, torch.Tensor):
+            return kept
+        if not self._asked:
+            self._asked = True
+            for copy in self._before._copies if self._before is not None else ():
+                if (found := copy()) is not None:
+                    found.fetch()
+            self._before = None
+        return kept.back()
+
+    def end(self) -> None:
+        """The forward pass has ended: autograd alone keeps the copies."""
+        self._copies = [weakref.ref(copy) for _, copy in self._made.values()]
+        self._made.clear()
+
+
+class Offloaded:
+    """A block's forward pass whose saved tensors wait in host memory."""
+
+    def __init__(self, block: nn.Module, before: "Offloaded | None") -> None:
+        """`before`: that of the block before, whose backward pass comes next."""
+        self._block, self._before = weakref.ref(block), before
+        self.copy: Callable[[torch.Tensor], HostCopy] = HostCopy
+        self._last: weakref.ref[_Pass] | None = None
+
+    def __call__(self, compute: Compute) -> Compute:
+        """`compute` with its activations offloaded."""
+
+        def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return compute(x, *args, **kwargs)
+            one = _Pass(self.copy, self._shared(args, kwargs), self._before.last if self._before else None)
+            self._last = weakref.ref(one)
+            try:
+                with saved_tensors_hooks(one.pack, one.unpack):
+                    return compute(x, *args, **kwargs)
+            finally:
+                one.end()
+
+        return run
+
+    @property
+    def last(self) -> _Pass | None:
+        """The newest forward pass, while its backward pass is to come."""
+        return self._last() if self._last is not None else None
+
+    def _shared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+        """Identities of storages that stay: the block's weights and buffers, and what other blocks read too."""
+        block = self._block()
+        assert block is not None
+        tensors = [*block.parameters(), *block.buffers(), *leaves([args, kwargs])]
+        local = (local_tensor(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor))
+        return {id(tensor.untyped_storage()) for tensor in local}
+
+    def __repr__(self) -> str:
+        return "activations in host memory"
+
+
+def apply_activation_offload(blocks: nn.ModuleDict) -> None:
+    """Let every block's saved activations wait in host memory. Recomputation and compilation come before."""
+    before = None
+    for block in blocks.values():
+        assert isinstance(block, Wrapped)
+        before = Offloaded(block, before)
+        block.wrap(before)

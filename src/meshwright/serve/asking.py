@@ -1,0 +1,42 @@
+"""Another program asked about an export: questions go as JSON to a process of its own, answers come back as JSON."""
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.spec.errors import UserError
+
+PATIENCE = 1800.0
+"""Seconds that a program may take for the whole reading."""
+
+
+def ask(program: str, command: Sequence[str], questions: Mapping[str, Any]) -> dict[str, Any]:
+    """The answers of `command`, which is given the files of questions and of answers.
+
+    Raises `UserError`, which names the `program`, where it fails or takes longer than half an hour.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answered = Path(folder, "questions.json"), Path(folder, "answers.json")
+        asked.write_text(json.dumps(questions))
+        run = [*command, str(asked), str(answered)]
+        try:
+            ended = subprocess.run(run, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            raise UserError(f"the export was refused: {program} has not read it in {PATIENCE:.0f} s") from None
+        except OSError as error:
+            raise UserError(f"the export was refused: {program} does not start ({error})") from None
+        if ended.returncode or not answered.exists():
+            raise UserError(f"the export was refused: {program} cannot read it ({_why(ended.stderr)})")
+        return json.loads(answered.read_text())
+
+
+def _why(stderr: bytes) -> str:
+    """The message of a program that failed: the last line of a Python traceback, or else the first about an error."""
+    lines = [line.strip() for line in stderr.decode(errors="replace").splitlines() if line.strip()]
+    if any(line.endswith("Traceback (most recent call last):") for line in lines):
+        raised = [line for line in lines if ("Error: " in line or line.endswith("Error")) and "/" not in line[:1]]
+        lines = raised[-1:] or lines[-1:]
+    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "it said nothing")

@@ -1,0 +1,135 @@
+"""Changes of a recipe that compete in a plan's search: named, searched as if alone, explained, written, or refused."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import main
+from meshwright.plan.changes import CHANGES, GROUPS, LAST_RESORT, asked_changes, named
+from meshwright.plan.explain import describe_candidate
+from meshwright.plan.recipe import choice_reason, plan_recipe, planned_run
+from meshwright.plan.search import Variant, search
+from meshwright.spec.errors import UserError
+from meshwright.spec.recipe import load_recipe
+
+RECIPE = """\
+model: gpt2
+data: {sequence_length: 1024}
+training: {global_batch: 32, micro_batch: auto}
+layout: auto
+cluster: 2xh100
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "run.yaml").write_text(RECIPE)
+    return tmp_path / "run.yaml"
+
+
+def test_names_join_groups_and_refuse_what_contradicts() -> None:
+    assert [change.name for change in asked_changes("states,fp8+8bit_states,fp8")] == [
+        *GROUPS["states"],
+        "fp8+8bit_states",
+        "fp8",
+    ]
+    both = named("fp8+8bit_states")
+    assert both.overrides == ("training.precision=fp8", "training.optimizer.name=adamw_8bit")
+    assert not both.exact
+    assert named("parameters").layout == {"offload": "cpu"}
+    assert all(named(name) for names in GROUPS.values() for name in names)
+    assert all(change.exact for change in LAST_RESORT)
+    exact = {"activations", "optimizer", "parameters", "disk"}
+    assert {name for name, change in CHANGES.items() if change.exact} == exact
+    with pytest.raises(UserError, match=r"both set layout.offload.optimizer"):
+        named("optimizer+disk")
+    with pytest.raises(UserError, match="--consider fp9: there are offload, "):
+        asked_changes("fp9")
+
+
+@pytest.mark.slow
+def test_a_change_is_searched_as_if_it_were_alone(recipe: Path) -> None:
+    """The best layout of a change beside others is the best of a search of that recipe by itself."""
+    run = load_recipe(recipe)
+    changes = asked_changes("activations,8bit_states,int8_weights,fp8")
+    plan, facts = plan_recipe(run, base_dir=recipe.parent, consider=changes)
+    plain = search(plan.base, plan.cluster, top=1)
+    assert plan.found.legal > plain.legal
+    for change in changes:
+        limits = replace(plan.limits, change=change)
+        best = plan.found.strategies[f"with {change.name}"]
+        base = replace(best.job, recompute="none", micro_batch=1)
+        alone = search(base, plan.cluster, top=1, limits=limits)
+        assert min(one.time.total for one in alone.strategies.values()) == pytest.approx(best.time.total)
+        assert best.change == change
+    assert facts["strategies"]["with fp8"]["step_time"]["low"] < facts["strategies"]["with fp8"]["step_time"]["value"]
+    assert plan.found.strategies["with int8_weights"].job.layout.quantized_weights == "int8"
+    unasked, facts = plan_recipe(run, base_dir=recipe.parent)
+    assert not unasked.considered
+    assert not any(name.startswith("with ") for name in unasked.found.strategies)
+    assert facts["chosen"]["change"] is None
+
+
+def test_pruning_with_changes_is_brute_force(recipe: Path) -> None:
+    plan, _ = plan_recipe(load_recipe(recipe), base_dir=recipe.parent)
+    cluster = plan.cluster.model_copy(update={"memory_gb": 8.0})
+    beside = [
+        Variant(plan.base, replace(plan.limits, change=named(name)))
+        for name in ("activations", "optimizer", "int4_gradients")
+    ]
+    fast = search(plan.base, cluster, top=3, beside=beside)
+    slow = search(plan.base, cluster, top=3, beside=beside, prune=False)
+    assert fast.ranked == slow.ranked
+    assert (fast.chosen, fast.fastest, fast.strategies) == (slow.chosen, slow.fastest, slow.strategies)
+    assert fast.looked_at < slow.looked_at == slow.legal
+
+
+@pytest.mark.slow
+def test_a_change_that_is_chosen_is_told_and_written(recipe: Path, capsys: pytest.CaptureFixture) -> None:
+    written = recipe.parent / "plan.yaml"
+    words = ["plan", str(recipe), "model=llama-3.2-1b", "data.sequence_length=4096", "training.micro_batch=1"]
+    assert main([*words, "--consider", "fp8,mxfp8", "--write", str(written)]) == 0
+    shown = capsys.readouterr().out
+    assert "changed    training.precision=fp8 (--consider); results differ from the recipe's" in shown
+    assert re.search(r"^\* .* precision=fp8$", shown, re.MULTILINE)
+    assert load_recipe(written).training.precision == "fp8"
+    assert main([*words, "--consider", "fp8,mxfp8", "--explain", "search"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(
+        r"^  mxfp8  [\d.]+ GB \([\d.]+ to [\d.]+\), .* s \(.*\), other arithmetic: refused", shown, re.MULTILINE
+    )
+
+
+def test_what_says_nothing_on_a_cluster_is_refused(recipe: Path, capsys: pytest.CaptureFixture) -> None:
+    for words, problem in (
+        (["--cluster", "a100", "--consider", "fp8"], "A100-SXM-80GB has no fp8 matrix products"),
+        (["--cluster", "local", "--consider", "activations"], "on a CPU the host's memory is the device's"),
+        (["--consider", "bf16_states", "training.optimizer.name=muon", "training.precision=fp32"], ""),
+    ):
+        status = main(["plan", str(recipe), *words])
+        assert (status == 2) == bool(problem)
+        assert problem in capsys.readouterr().err
+
+
+def test_where_nothing_fits_an_exact_change_is_taken_and_said(recipe: Path) -> None:
+    """One GPU with room for the weights, not for optimizer state and activations."""
+    words = ["model=llama-3.2-1b", "training.global_batch=4", "data.sequence_length=8192", "cluster=card.yaml"]
+    (recipe.parent / "card.yaml").write_text(
+        "{name: ours, device: card, devices: 1, per_node: 1, domain: 1, memory_gb: 9, memory_gb_s: 900, "
+        "tflops: {bf16: 70}, link_gb_s: 25, network_gb_s: 3}"
+    )
+    run = load_recipe(recipe, words)
+    plan, facts = plan_recipe(run, base_dir=recipe.parent)
+    chosen = plan.chosen
+    assert chosen is not None
+    assert facts["last_resort"]
+    assert chosen.change in LAST_RESORT
+    assert "nothing fits without" in choice_reason(plan)
+    assert "offload=" in describe_candidate(chosen)
+    written = planned_run(run, plan)
+    assert written.layout.offload != "none"
+    assert (written.training.precision, written.training.optimizer) == (run.training.precision, run.training.optimizer)
+    plain = search(plan.base, plan.cluster, top=1)
+    assert not plain.ranked
