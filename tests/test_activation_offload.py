@@ -105,6 +105,8 @@ def test_layouts_of_two_ranks_to_the_bit(ranks: RankPool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*jit.script_method:DeprecationWarning")  # inductor
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
 def test_compiled_blocks_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "SMALLEST", 0)
     assert differences([({}, {"compile": True})]) == [[]]

@@ -131,7 +131,10 @@ def test_activations_in_host_memory_change_nothing(
     assert plain is not None
     assert moved is not None
     assert moved.loss == plain.loss
-    assert all(torch.equal(moved.gradients[one], gradient) for one, gradient in plain.gradients.items())
+    for one, gradient in plain.gradients.items():
+        # A view with gaps comes back contiguous, and its product is added up in another order.
+        exact = {"rtol": 1e-12, "atol": 1e-15} if "moe" in name else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(moved.gradients[one], gradient, **exact)
     assert "activations in host memory" in repr(build_here(foreign_run(directories / name, elsewhere)).model)
 
 

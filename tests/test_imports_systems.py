@@ -326,7 +326,11 @@ def test_an_exported_program_is_the_same_recipe_again(tmp_path, engine, layout):
 
 TUNED = {
     "peft": ["finetune={method: lora, rank: 4, targets: [wq, wv], ranks: {wq: 2}}", "data.packing=best_fit"],
-    "trl": ["finetune={method: ia3}", "training.preference={beta: 0.2}", "data.packing=padded"],
+    "trl": [
+        "finetune={method: ia3}",
+        "training.preference={beta: 0.2}",
+        "data={packing: padded, sequence_length: 32}",
+    ],
 }
 
 

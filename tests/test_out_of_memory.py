@@ -120,8 +120,10 @@ def test_activations_are_of_their_layers_and_names_are_those_of_parameters() -> 
 
 
 def test_a_step_that_has_no_room_for_moments_says_so() -> None:
+    """Beside weights packed for decoding, which have no storage that could be asked for."""
     run = tiny_run(LayoutSpec(), **FP32)
     trainer = build_here(run)
+    packed = torch.ones(64, 64).to_mkldnn()
     with loader_for(trainer) as loader:
         trainer.train_step.gradients(loader.microbatches(0))
     with Device(0) as device, pytest.raises(torch.OutOfMemoryError) as caught:
@@ -130,6 +132,7 @@ def test_a_step_that_has_no_room_for_moments_says_so() -> None:
     moment = moment_of(caught.value, 0, trainer)
     assert moment.phase == "the optimizer's step"
     assert moment.held.kinds[kinds.GRADIENTS] == sum(p.nbytes for p in trainer.parameters.values())
+    assert packed.layout is not torch.strided
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,10 @@ stream of their own, from and to pinned memory.
 
 Weights, and what all blocks share (rotary tables, masks), stay where they are. A block that recomputes everything saves
 its input only, and that is what moves.
+
+A copy of a dense tensor keeps its strides, so the backward pass gives the same bits. A view with gaps (one half of a
+product) comes back contiguous; our own blocks save none, and those of transformers' mixtures of experts, which do,
+differ in the last bit.
 """
 
 import functools

@@ -84,7 +84,7 @@ class _Count:
         """Identity of a parameter's storage -> its name."""
         self._seen: set[int] = set()
         self.sizes: list[tuple[int, str, str]] = []
-        self._kept: list[torch.UntypedStorage] = []  # whose identity nobody else gets meanwhile
+        self._kept: list[torch.UntypedStorage | torch.Tensor] = []  # whose identity nobody else gets meanwhile
 
     def add(self, tensor: torch.Tensor, name: str, kind: str) -> int:
         """Count a tensor; returns its bytes, 0 if it is on another device or counted already."""
@@ -93,11 +93,11 @@ class _Count:
             type(here) is not torch.Tensor and not isinstance(here, nn.Parameter)
         ):
             return 0
-        storage = here.untyped_storage()
+        storage = _storage(here)
         if id(storage) in self._seen:
             return 0
         self._kept.append(storage)
-        size = storage.nbytes()
+        size = storage.nbytes if isinstance(storage, torch.Tensor) else storage.nbytes()
         self._seen.add(id(storage))
         if kind in (OPTIMIZER, WEIGHTS):
             self.parameters[id(storage)] = name
@@ -110,7 +110,12 @@ class _Count:
     def parameter_of(self, tensor: torch.Tensor) -> str:
         """The name of the parameter that a tensor is, or is a view of; empty if there is none."""
         here = local_tensor(tensor)
-        return self.parameters.get(id(here.untyped_storage()), "") if here.device.type == self.device_type else ""
+        return self.parameters.get(id(_storage(here)), "") if here.device.type == self.device_type else ""
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | torch.Tensor:
+    """What holds a tensor's bytes: its storage, or itself in oneDNN's own layout (weights packed for decoding)."""
+    return tensor.untyped_storage() if tensor.layout is torch.strided else tensor
 
 
 def _weights(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
