@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.families import parameter_table
 from meshwright.families.split import kept_shape
-from meshwright.models.moe import Experts, Router
+from meshwright.models.moe import Experts, Router, Rows
 from meshwright.parallel.expert import Exchange, _keep_own_experts
 from meshwright.spec.fit import find_misfits
 from meshwright.spec.layout import LayoutSpec
@@ -58,9 +58,9 @@ def compiled(run: ResolvedRun) -> Outcome | None:
     """A first step with compiled blocks; without code generation, which would take the time. Collective."""
     traced = []
 
-    def note_tracing(experts: Experts, x_MD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    def note_tracing(experts: Experts, x_MD: torch.Tensor, rows: Rows) -> torch.Tensor:
         traced.append(torch.compiler.is_compiling())
-        return run_experts(experts, x_MD, counts_E)
+        return run_experts(experts, x_MD, rows)
 
     run_experts = Experts.forward
     with (
@@ -173,7 +173,7 @@ def _exchange_error(counts_RE: torch.Tensor, dtype: torch.dtype, mesh: Any, rank
         _keep_own_experts(linear, mesh)  # type: ignore[arg-type]
         linear.weight.to_local().data.copy_(theirs.weight.chunk(2)[rank])
     rows = [torch.randn(int(counts.sum()), spec.hidden, dtype=dtype, requires_grad=True) for counts in counts_RE]
-    expected = [every(x, counts) for x, counts in zip(rows, counts_RE, strict=True)]
+    expected = [every(x, Rows(counts[:, None])) for x, counts in zip(rows, counts_RE, strict=True)]
     weights = [torch.randn_like(y) for y in expected]
     torch.autograd.backward(expected, weights)
     x = rows[rank].detach().clone().requires_grad_()

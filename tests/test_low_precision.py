@@ -11,15 +11,17 @@ import torch
 from meshwright.families import low_precision_layers, low_precision_misfits, parameter_table
 from meshwright.models import low_precision
 from meshwright.models.dropout import Draws
+from meshwright.models.grouped_low_precision import GroupedLowPrecision
 from meshwright.models.linear import Linear
-from meshwright.models.low_precision import RECIPES, AmaxHistory, LowPrecision, everywhere
+from meshwright.models.low_precision import RECIPES, AmaxHistory, LowPrecision, Past, everywhere
+from meshwright.models.moe import ExpertLinear, Rows
 from meshwright.models.scaling import E2M1, E4M3, E5M2, Scaling, encode, hadamard, round_e2m1
 from meshwright.parallel.weight_gradients import WeightGradients, add_weight_gradients
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.spec.training import TrainingSpec
-from test_low_precision_layouts import narrow_run
+from test_low_precision_layouts import narrow_run, run_of_experts
 
 HERE = everywhere, everywhere
 M, D, N = 64, 96, 160
@@ -120,15 +122,15 @@ def test_delayed_scales_are_those_of_transformer_engine() -> None:
     history = AmaxHistory(2, 1, 0).to_empty(device="cpu")
     history.amax_history.zero_()
     history.current.zero_()
-    scaling = RECIPES["delayed"].input_gradient[0]
-    assert history.scale("gradient", scaling) == 1
+    past, scaling = Past(history), RECIPES["delayed"].input_gradient[0]
+    assert past.scale("gradient", scaling) == 1
     for amax, expected in ((4.0, 4.0), (2.0, 4.0), (1.0, 2.0), (torch.inf, 1.0), (0.5, 1.0)):
-        history.see("gradient", torch.tensor([[amax / 2, -amax]]))
+        past.see("gradient", torch.tensor([[amax / 2, -amax]]))
         history.turn(history.current)
         history.current.zero_()
-        assert history.scale("gradient", scaling) == 57344 / expected / 2
+        assert past.scale("gradient", scaling) == 57344 / expected / 2
     history.eval()
-    history.see("gradient", torch.tensor([[9.0]]))
+    past.see("gradient", torch.tensor([[9.0]]))
     assert not history.current.any()
 
 
@@ -141,7 +143,8 @@ def layer_of(recipe: str, dtype: torch.dtype = torch.bfloat16, bias: bool = True
     if history is not None:
         history.amax_history.copy_(torch.tensor([[100.0, 50.0], [0.5, 0.4], [1.0, 3.0]]))
         history.current.zero_()
-    layer.put(LowPrecision(RECIPES[recipe], "layer", seed=3, draws=draws, history=history))
+    past = None if history is None else Past(history)
+    layer.put(LowPrecision(RECIPES[recipe], "layer", seed=3, draws=draws, past=past))
     return layer
 
 
@@ -243,6 +246,47 @@ def test_a_gradient_of_which_ranks_have_shares_has_no_scale() -> None:
     assert not misfits(shared, tp=2)
 
 
+def test_an_experts_rows_on_several_ranks_have_one_scale_or_none() -> None:
+    for recipe in ("blockwise", "mxfp8", "nvfp4"):
+        run = run_of_experts(LayoutSpec(), recipe)
+        assert "rows of an expert share a scale, and lie on several ranks" in misfits(run, tp=2)
+        assert not misfits(run, dp_shard=2, ep=2)
+        kept = run_of_experts(LayoutSpec(), recipe, low_precision={"keep": ("*.experts",)})
+        assert not misfits(kept, tp=2)
+    run = run_of_experts(LayoutSpec(), "rowwise")
+    assert "use an ep that divides 4 or is a multiple of it" in misfits(run, cp=4, dp_shard=3, ep=6)
+    assert not misfits(run, cp=2, tp=2, ep=2)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_expert_is_a_linear_layer_of_its_own(recipe: str) -> None:
+    """Three experts, one without rows, and rows of two microbatches: outputs and gradients bit for bit."""
+    counts, generator = [[M, 16], [0, 0], [0, 32]], torch.Generator().manual_seed(4)
+    x, dy = (torch.randn(M + 48, size, generator=generator).bfloat16() for size in (D, N))
+    numbers = torch.arange(1000, 1000 + M + 48)
+    layers = [layer_of(recipe, bias=False) for _ in counts]
+    experts = ExpertLinear(len(counts), D, N).bfloat16()
+    experts.weight.data.copy_(torch.stack([layer.weight.detach() for layer in layers]))
+    experts.product = GroupedLowPrecision([layer.product for layer in layers])  # type: ignore[misc]
+    x.requires_grad_()
+    y = experts(x, Rows(torch.tensor(counts), numbers))
+    y.backward(dy)
+    assert x.grad is not None
+    assert experts.weight.grad is not None
+    start = 0
+    for expert, of_microbatches in enumerate(counts):
+        total = torch.zeros(N, D, dtype=torch.bfloat16)
+        for count in filter(None, of_microbatches):
+            rows = slice(start, start := start + count)
+            layer = layer_of(recipe, bias=False)
+            layer.product.draws.numbers = numbers[rows]  # type: ignore[attr-defined]
+            y_of, x_grad, weight_grad = gradients_of(layer, x.detach()[rows], dy[rows])
+            assert torch.equal(y[rows], y_of)
+            assert torch.equal(x.grad[rows], x_grad)
+            total += weight_grad
+        assert torch.equal(experts.weight.grad[expert], total)
+
+
 @pytest.mark.parametrize(
     ("training", "why"),
     [
@@ -271,7 +315,7 @@ def test_compiled_products_are_the_same_bit_for_bit(recipe: str) -> None:
         assert ours is not None
         assert torch.equal(ours, expected)
     if recipe == "delayed":
-        history = layer.product.history  # type: ignore[attr-defined]
+        history = layer.product.past.history  # type: ignore[attr-defined]
         largest = [tensor.abs().max().float() for tensor in (x, layer.weight, dy)]
         assert history.current.tolist() == [value.item() for value in largest]
 

@@ -47,6 +47,25 @@ WIDER = {
 }
 
 
+EXPERTS = {
+    "zero-2": (LayoutSpec(dp_shard=2, zero=2), ("mxfp8",)),
+    "zero-3-ep": (LayoutSpec(dp_shard=2, ep=2), ("tensorwise", "blockwise", "delayed", "nvfp4")),
+    "tp": (LayoutSpec(tp=2), ("tensorwise", "rowwise")),
+    "cp-ep": (LayoutSpec(cp=2, ep=2, cp_method="ulysses"), ("tensorwise", "delayed")),
+    "pp-zero-bubble": (LayoutSpec(pp=2, schedule="interleaved-zero-bubble", stages_per_rank=1), ("nvfp4",)),
+    "ddp-ep-tp": (LayoutSpec(dp_replicate=2, tp=2, ep=2), ("rowwise",)),
+    "cp-tp-ep": (LayoutSpec(cp=2, tp=2, ep=2, cp_method="ulysses"), ("tensorwise", "rowwise", "rowwise_with_gw_hp")),
+    "zero-3-tp-ep": (LayoutSpec(dp_shard=2, tp=2, ep=4), ("tensorwise", "rowwise", "delayed")),
+}
+"""Layouts of a model of experts: ranks that have their own rows of an expert, or share those of one microbatch."""
+
+
+def run_of_experts(layout: LayoutSpec, recipe: str, **options: Any) -> ResolvedRun:
+    """Four experts, of which each token uses two."""
+    model = {"family": "mixtral", "num_experts": 4, "experts_per_token": 2}
+    return narrow_run(layout, recipe, model=model, **options)
+
+
 def narrow_run(layout: LayoutSpec, recipe: str, **options: Any) -> ResolvedRun:
     """Two layers whose halves are multiples of every recipe's blocks, on four sequences of 256 tokens a step."""
     precision = recipe if recipe in ("mxfp8", "nvfp4") else "fp8"
@@ -61,7 +80,8 @@ def narrow_run(layout: LayoutSpec, recipe: str, **options: Any) -> ResolvedRun:
         "head_dim": 64,
         "ffn": 256,
     }
-    fields = ModelFields(family="llama", vocab=50, max_positions=LENGTH, init_std=0.2, **sizes)
+    sizes |= {"family": "llama"} | options.pop("model", {})
+    fields = ModelFields(vocab=50, max_positions=LENGTH, init_std=0.2, **sizes)
     finetune = options.pop("finetune", None)
     training = {
         "precision": precision,
@@ -101,7 +121,8 @@ def drawn(row: Parameter, start: int, stop: int) -> torch.Tensor:
     if not row.name.endswith("amax_history"):
         return draw_rows(row, 0, start, stop)
     past = 1 + torch.rand(row.shape, generator=torch.Generator().manual_seed(len(row.name)))
-    return (past * torch.tensor([3.0, 0.7, 0.01])[:, None])[start:stop]
+    sizes = torch.tensor([3.0, 0.7, 0.01]).repeat(row.shape[0] // 3)[:, None]
+    return (past * sizes)[start:stop]
 
 
 def one_step(resolved: ResolvedRun) -> Outcome | None:
@@ -150,6 +171,16 @@ def test_every_recipe_on_every_kind_of_layout(ranks: RankPool, layout: str) -> N
     for recipe in RECIPES:
         run = narrow_run(LAYOUTS[layout], recipe)
         assert_equal(ranks.run(2, one_step, run)[0], expected(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_in_few_bits(ranks: RankPool, name: str) -> None:
+    """Every expert has scales of its own, over its rows of a microbatch, wherever they are."""
+    layout, recipes = EXPERTS[name]
+    for recipe in recipes:
+        run = run_of_experts(layout, recipe, recompute="full" if name == "cp-tp-ep" else "none")
+        assert_equal(ranks.run(layout.world_size, one_step, run)[0], expected(run))
 
 
 @pytest.mark.slow

@@ -1,10 +1,11 @@
-"""Which linear layers multiply in low precision, the state of their scales, and the layouts that cannot do so."""
+"""Which linear layers and experts multiply in low precision, the state of their scales, and the layouts that cannot do
+so."""
 
 import re
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 
-from meshwright.families.split import TP_SPLITS, split_dim
+from meshwright.families.split import TP_SPLITS, is_experts, split_dim
 from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import FinetuneSpec
 from meshwright.spec.fit import context_method
@@ -22,7 +23,7 @@ HISTORY = ".scaling.amax_history"
 
 
 def low_precision_layers(table: Iterable[Parameter], training: TrainingSpec) -> tuple[str, ...]:
-    """The linear layers of blocks with low-precision products, by name, in the table's order.
+    """The linear layers and experts' matrices of blocks with low-precision products, by name, in the table's order.
 
     Raises `UserError` if a pattern of `keep` matches no layer, or if no layer is left.
     """
@@ -51,7 +52,7 @@ def describe_low_precision(table: Iterable[Parameter], training: TrainingSpec) -
     """The low-precision layers, in words."""
     rows = tuple(table)
     chosen, everything = low_precision_layers(rows, training), sum(map(_is_linear, rows))
-    experts = f"; experts stay in {training.low_precision.compute}" if any(len(row.dims) == 3 for row in rows) else ""
+    experts = ", experts' included" if any(map(is_experts, rows)) else ""
     return f"{training.arithmetic} in {len(chosen)} of {everything} linear layers of blocks{experts}"
 
 
@@ -59,11 +60,15 @@ def low_precision_state(table: Iterable[Parameter], training: TrainingSpec) -> t
     """The histories behind delayed scales: state, sharded and saved like a parameter but not trained."""
     if training.product_recipe != DELAYED:
         return ()
-    shape = OPERANDS, training.low_precision.amax_history
-    return tuple(
-        Parameter(name=f"{layer}{HISTORY}", dims=("operands", "steps"), shape=shape, init="zeros")
-        for layer in low_precision_layers(table, training)
-    )
+    table = tuple(table)
+    weights, steps = {row.name: row for row in table}, training.low_precision.amax_history
+
+    def history(layer: str) -> Parameter:
+        row = weights[f"{layer}.weight"]
+        shape = OPERANDS * (row.shape[0] if is_experts(row) else 1), steps
+        return Parameter(name=f"{layer}{HISTORY}", dims=("operands", "steps"), shape=shape, init="zeros")
+
+    return tuple(map(history, low_precision_layers(table, training)))
 
 
 def low_precision_misfits(
@@ -93,6 +98,9 @@ def low_precision_misfits(
             f"training.low_precision.recipe={recipe} with layout.schedule={layout.schedule}: scales would change "
             "between a forward pass and its backward pass; use recipe=tensorwise, or schedule=1f1b"
         )
+    experts, rows = [row for row in rows if is_experts(row)], [row for row in rows if not is_experts(row)]
+    if experts and layout.cp * layout.tp > 1:
+        found += _expert_misfits(where, recipe, layout)
     if layout.tp > 1:
         found += _tensor_misfits(f"{where} with layout.tp={layout.tp}", rows, model, layout.tp, BLOCKS.get(recipe, 1))
     if layout.cp > 1 and recipe in BLOCKS:
@@ -101,9 +109,25 @@ def low_precision_misfits(
 
 
 def _is_linear(row: Parameter) -> bool:
-    """Whether it is the matrix of a linear layer of a block; a router's is not."""
+    """Whether it is the matrix of a linear layer of a block, or of its experts; a router's is not."""
     ours = row.name.startswith("layers.") and row.name.endswith(".weight")
-    return ours and len(row.dims) == 2 and "experts" not in row.dims
+    return ours and (is_experts(row) or (len(row.dims) == 2 and "experts" not in row.dims))
+
+
+def _expert_misfits(where: str, recipe: str, layout: LayoutSpec) -> Iterator[str]:
+    """Ranks that share a microbatch have some of each expert's rows each."""
+    sharers = layout.cp * layout.tp
+    axes = " and ".join(f"layout.{axis}={getattr(layout, axis)}" for axis in ("cp", "tp") if getattr(layout, axis) > 1)
+    if recipe in BLOCKS:
+        yield (
+            f"{where} with {axes}: {BLOCKS[recipe]} rows of an expert share a scale, and lie on several ranks; set "
+            "training.low_precision.keep=[*.experts], or use precision=fp8 with recipe=tensorwise or rowwise"
+        )
+    elif sharers % layout.ep and layout.ep % sharers:
+        yield (
+            f"{where} with {axes} and layout.ep={layout.ep}: an expert's rows of one microbatch lie on some of the "
+            f"{sharers} ranks that share it, and with others'; use an ep that divides {sharers} or is a multiple of it"
+        )
 
 
 def _tensor_misfits(where: str, rows: list[Parameter], model: ModelSpec, tp: int, block: int) -> Iterator[str]:

@@ -89,37 +89,47 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 class AmaxHistory(nn.Module):
-    """The largest absolute values of a layer's input, weight and gradient in the last steps: state for delayed
-    scales."""
+    """The largest absolute values of a layer's input, weight and gradient in the last steps, or of every expert's:
+    state for delayed scales. R = 3 rows, or 3 for every expert."""
 
     amax_history: torch.Tensor
-    """fp32 [3, H], the newest first; 0 for missing steps."""
+    """fp32 [R, H], the newest first; 0 for missing steps."""
     current: torch.Tensor
-    """fp32 [3]: of the current step, on this rank."""
+    """fp32 [R]: of the current step, on this rank."""
 
-    def __init__(self, steps: int, margin: int, place: int) -> None:
-        """`steps`: H; `place`: the layer's index among all layers with a history, on any rank."""
+    def __init__(self, steps: int, margin: int, place: int, matrices: int = 1) -> None:
+        """`steps`: H; `place`: the index of the first row among all layers' rows, on any rank; `matrices`: of the
+        layer."""
         super().__init__()
         self.margin, self.place = margin, place
-        self.register_buffer("amax_history", torch.zeros(len(ROLES), steps, device="meta"))
-        self.register_buffer("current", torch.zeros(len(ROLES), device="meta"), persistent=False)
+        self.register_buffer("amax_history", torch.zeros(matrices * len(ROLES), steps, device="meta"))
+        self.register_buffer("current", torch.zeros(matrices * len(ROLES), device="meta"), persistent=False)
+
+    @torch.no_grad()
+    def turn(self, amax_R: torch.Tensor) -> None:
+        """Start the next step; `amax` [R] are this step's values over all ranks. Non-finite ones are not recorded."""
+        newest_R1 = amax_R.where(amax_R.isfinite(), self.amax_history[:, 0])[:, None]
+        self.amax_history.copy_(torch.cat([newest_R1, self.amax_history[:, :-1]], 1))
+
+
+@dataclass(frozen=True)
+class Past:
+    """The part of a history that one matrix's products read and record."""
+
+    history: AmaxHistory
+    matrix: int = 0
 
     def scale(self, role: Role, scaling: Scaling) -> torch.Tensor:
         """The current scale of this kind of operand."""
-        return delayed_scale(self.amax_history[ROLES.index(role)].amax(), scaling.format, self.margin)
+        row = self.matrix * len(ROLES) + ROLES.index(role)
+        return delayed_scale(self.history.amax_history[row].amax(), scaling.format, self.history.margin)
 
     @torch.no_grad()
     def see(self, role: Role, tensor: torch.Tensor) -> None:
         """Record the largest value, in training only; recording a tensor twice changes nothing."""
-        if self.training:
-            seen = self.current[ROLES.index(role)]
+        if self.history.training:
+            seen = self.history.current[self.matrix * len(ROLES) + ROLES.index(role)]
             seen.copy_(torch.maximum(seen, tensor.abs().amax().float()))
-
-    @torch.no_grad()
-    def turn(self, amax_3: torch.Tensor) -> None:
-        """Start the next step; `amax_3` [3] are this step's values over all ranks. Non-finite ones are not recorded."""
-        newest_31 = amax_3.where(amax_3.isfinite(), self.amax_history[:, 0])[:, None]
-        self.amax_history.copy_(torch.cat([newest_31, self.amax_history[:, :-1]], 1))
 
 
 def everywhere(maxima: torch.Tensor) -> torch.Tensor:
@@ -137,22 +147,28 @@ class LowPrecision(Product):
         *,
         seed: int = 0,
         draws: Draws | None = None,
-        history: AmaxHistory | None = None,
+        past: Past | None = None,
     ) -> None:
         """
         Args:
             recipe: how.
             name: the layer's; with `seed`, the run's, it seeds the layer's random numbers.
             draws: the numbers of tokens, on which stochastic rounding of gradients depends.
-            history: for delayed scales; a submodule of the layer, so that it knows whether the layer trains.
+            past: for delayed scales; its history is a submodule of the layer, so that it knows whether the layer
+                trains.
         """
-        self.recipe, self.draws, self.history = recipe, draws, history
+        self.recipe, self.draws, self.past = recipe, draws, past
         self.names = ("weight", "numbers") if recipe.four_bits else ("weight",)
         self.over: dict[Dim, Spread] = {"tokens": everywhere, "in": everywhere, "out": everywhere}
         """A slot: reduces a maximum over this rank's part of a dim to the maximum over all of it."""
         self.part = 0
         """A slot: the index of this rank's part of the outputs, where ranks have equal parts."""
         self._keys = {use: _key(seed, name, use) for use in ("input gradient", "weight gradient")}
+
+    @property
+    def spreads(self) -> bool:
+        """Whether scales are agreed on with other ranks."""
+        return any(over is not everywhere for over in self.over.values())
 
     def noted(self, weights: Weights) -> Weights:
         """See `Product`: the numbers of the tokens in the current forward pass."""
@@ -203,9 +219,9 @@ class LowPrecision(Product):
     ) -> Encoded:
         spread = self.over[dims[0]], self.over[dims[1]]
         scale = None
-        if self.history is not None:
-            self.history.see(role, tensor_KS)
-            scale = self.history.scale(role, scaling)
+        if self.past is not None:
+            self.past.see(role, tensor_KS)
+            scale = self.past.scale(role, scaling)
         return encode(tensor_KS, scaling, spread, amax=scale, uniform_KS=uniform_KS)
 
     def _multiply(self, left: Encoded, right: Encoded, dtype: torch.dtype) -> torch.Tensor:

@@ -1,16 +1,17 @@
 """Mixture-of-experts layers: routing, the experts' products, load balancing.
 
 Shapes: B batch, T sequence, D hidden, N = B T tokens, E experts, K experts of a token, M = N K rows, each the copy of
-a token for one of its experts, I in, O out.
+a token for one of its experts, G microbatches that rows come from (of this rank and of others), I in, O out.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshwright.models.dropout import Draws
 from meshwright.models.feed_forward import FeedForward
 from meshwright.models.slots import Viewed, Wrapped
 from meshwright.spec.model import ModelSpec
@@ -141,19 +142,49 @@ def read_counts(*counts: torch.Tensor) -> list[list[int]]:
     return torch.stack(counts).tolist()
 
 
+class Rows(NamedTuple):
+    """Whose the rows are: they are sorted by expert, and an expert's by microbatch."""
+
+    counts: torch.Tensor
+    """Of every expert from every microbatch, int64 [E, G]."""
+    numbers: torch.Tensor | None = None
+    """The numbers of their tokens (`Draws`) [M], where a product rounds by them."""
+
+
+class GroupedProduct(Protocol):
+    """The product of every expert's rows with its matrix."""
+
+    def __call__(
+        self, x_MI: torch.Tensor, weight_EOI: torch.Tensor, rows: Rows, read: Callable[..., list[list[int]]]
+    ) -> torch.Tensor:
+        """[M, I] to [M, O]; `read`: as `read_counts`."""
+        ...
+
+
 class ExpertLinear(Viewed):
     """One matrix of every expert."""
 
     read_counts: Callable[..., list[list[int]]] = staticmethod(read_counts)
     """A slot: as the function of this name."""
+    product: GroupedProduct | None = None
+    """A slot: the product; None: `grouped_matmul`."""
 
     def __init__(self, num_experts: int, into: int, out: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, out, into))
 
-    def forward(self, x_MI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        """[M, I] to [M, O]: the first `counts[0]` rows by the first expert's matrix, and so on."""
-        return grouped_matmul(x_MI, self.view.read(self)["weight"], counts_E, self.read_counts)
+    def forward(self, x_MI: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """[M, I] to [M, O]: each expert's rows by its matrix."""
+        weight_EOI = self.view.read(self)["weight"]
+        if self.product is not None:
+            return self.product(x_MI, weight_EOI, rows, self.read_counts)
+        return grouped_matmul(x_MI, weight_EOI, rows.counts.sum(1), self.read_counts)
+
+    def extra_repr(self) -> str:
+        """The shape, and the contents of the slot."""
+        experts, out, into = self.weight.shape
+        product = "" if self.product is None else f"product: {self.product}"
+        return ", ".join(filter(None, (f"{experts} of {into} to {out}", super().extra_repr(), product)))
 
 
 def grouped_matmul(
@@ -181,17 +212,24 @@ class Experts(nn.Module):
         self.w2 = ExpertLinear(spec.num_experts, spec.expert_ffn, spec.hidden)
         self.w3 = ExpertLinear(spec.num_experts, spec.hidden, spec.expert_ffn)
 
-    def forward(self, x_MD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        """[M, D] to [M, D]; the rows are sorted by expert, `counts` is the number of rows per expert."""
-        return self.w2(F.silu(self.w1(x_MD, counts_E)) * self.w3(x_MD, counts_E), counts_E)
+    @property
+    def matrices(self) -> tuple[ExpertLinear, ...]:
+        """w1, w2 and w3."""
+        return self.w1, self.w2, self.w3
+
+    def forward(self, x_MD: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """[M, D] to [M, D]."""
+        return self.w2(F.silu(self.w1(x_MD, rows)) * self.w3(x_MD, rows), rows)
 
 
 class Dispatch:
     """Brings rows to their experts and back; here this rank has all experts."""
 
-    def __call__(self, experts: Experts, x_MD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        """[M, D] to [M, D]: rows sorted by expert, through their experts."""
-        return experts(x_MD, counts_E)
+    def __call__(
+        self, experts: Experts, x_MD: torch.Tensor, counts_E: torch.Tensor, numbers_M: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[M, D] to [M, D]: rows of one microbatch, sorted by expert, through their experts."""
+        return experts(x_MD, Rows(counts_E[:, None], numbers_M))
 
     def __repr__(self) -> str:
         return "local"
@@ -205,6 +243,8 @@ class MoE(Wrapped):
     """
 
     dispatch: Dispatch = Dispatch()
+    draws: Draws | None = None
+    """A slot: the numbers of tokens, where the experts' products round by them."""
 
     def __init__(self, spec: ModelSpec, layer: int):
         super().__init__()
@@ -219,7 +259,9 @@ class MoE(Wrapped):
         weights_BTK, experts_BTK, counts_BE = self.router(x_BTD)
         order_M = experts_BTK.flatten().argsort(stable=True)
         x_MD = x_BTD.flatten(0, 1)[order_M // self.experts_per_token]
-        y_MD = self.dispatch(self.experts, x_MD, counts_BE.sum(0))
+        numbers_BT = None if self.draws is None else self.draws.numbers
+        numbers_M = None if numbers_BT is None else numbers_BT.flatten()[order_M // self.experts_per_token]
+        y_MD = self.dispatch(self.experts, x_MD, counts_BE.sum(0), numbers_M)
         y_BTKD = y_MD[order_M.argsort()].view(*experts_BTK.shape, -1)
         y_BTD = (y_BTKD * weights_BTK.to(y_MD.dtype).unsqueeze(-1)).sum(-2)
         return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from meshwright.comm import collectives
-from meshwright.models.low_precision import ROLES, AmaxHistory
+from meshwright.models.low_precision import AmaxHistory
 
 
 class DelayedScaling:
@@ -14,9 +14,9 @@ class DelayedScaling:
     into microbatches and ranks does not matter.
     """
 
-    def __init__(self, model: nn.Module, layers: int, device: torch.device) -> None:
-        """`layers`: the layers with such a history, wherever they are."""
-        self.layers, self.device = layers, device
+    def __init__(self, model: nn.Module, rows: int, device: torch.device) -> None:
+        """`rows`: of all histories, wherever they are."""
+        self.rows, self.device = rows, device
         self.histories = [module for module in model.modules() if isinstance(module, AmaxHistory)]
 
     def begin(self) -> None:
@@ -27,11 +27,12 @@ class DelayedScaling:
     @torch.no_grad()
     def update(self) -> None:
         """With the optimizer's step: take the step's values into the histories. Collective."""
-        if not self.layers:
+        if not self.rows:
             return
-        amax_L3 = torch.zeros(self.layers, len(ROLES), device=self.device)
-        for history in self.histories:
-            amax_L3[history.place] = history.current
-        collectives.all_reduce_(amax_L3, op="max")
-        for history in self.histories:
-            history.turn(amax_L3[history.place])
+        amax_R = torch.zeros(self.rows, device=self.device)
+        parts = [amax_R[history.place :][: len(history.current)] for history in self.histories]
+        for part, history in zip(parts, self.histories, strict=True):
+            part.copy_(history.current)
+        collectives.all_reduce_(amax_R, op="max")
+        for part, history in zip(parts, self.histories, strict=True):
+            history.turn(part)

@@ -53,7 +53,7 @@ def apply_parallelism(
         apply_pipeline(model, stages, pp.get_local_rank())
     if tp is not None:
         apply_tensor_parallel(model, tp)
-    apply_low_precision(model, run.training, tp, cp)
+    apply_low_precision(model, run.training, meshes)
     if stages is not None and stages.schedule.splits_backward:
         weights = WeightGradients(model)
     use_kernel(model, run.training.attention)

@@ -5,10 +5,11 @@ the ranks of their experts and come back: two all-to-all exchanges of exactly th
 or dropped tokens. For the experts all ranks that hold different tokens are data-parallel ranks, also ranks that share a
 sequence, so the experts' gradients are summed over all of these (`Meshes.experts`).
 
-Shapes: D hidden, I in, E experts, R ranks of `ep`, L = E / R experts of a rank; M rows that this rank's tokens make, P
-rows that its experts get.
+Shapes: D hidden, I in, E experts, R ranks of `ep`, L = E / R experts of a rank; G microbatches of these ranks; M rows
+that this rank's tokens make, P rows that its experts get.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.comm import collectives
 from meshwright.models import Decoder
-from meshwright.models.moe import Dispatch, ExpertLinear, Experts, MoE, read_counts
+from meshwright.models.moe import Dispatch, ExpertLinear, Experts, MoE, Rows, read_counts
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.view import LocalView
 
@@ -40,7 +41,7 @@ def apply_expert_parallel(model: Decoder, meshes: Meshes) -> None:
             for linear in layer.experts.children():
                 assert isinstance(linear, ExpertLinear)
                 _keep_own_experts(linear, ep)
-            layer.dispatch = Exchange(ep.get_group())
+            layer.dispatch = Exchange(ep.get_group(), math.prod(mesh.size() for mesh in sharers))
 
 
 class SumOverRanks:
@@ -71,10 +72,14 @@ class Exchange(Dispatch):
     read_counts: Callable[..., list[list[int]]] = staticmethod(read_counts)
     """A slot: as the function of this name."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, sharers: int = 1) -> None:
+        """`sharers`: ranks that share a microbatch; they follow one another."""
         self.group = group
+        self.microbatches = max(1, group.size() // sharers)
 
-    def __call__(self, experts: Experts, x_MD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, experts: Experts, x_MD: torch.Tensor, counts_E: torch.Tensor, numbers_M: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See `Dispatch`. Collective."""
         group = self.group
         counts_RL = counts_E.view(group.size(), -1)
@@ -85,7 +90,11 @@ class Exchange(Dispatch):
         local_L = torch.arange(received_RL.shape[1], device=x_MD.device)
         local_P = local_L.repeat(group.size()).repeat_interleave(received_RL.flatten(), output_size=sum(received))
         order_P = local_P.argsort(stable=True)
-        y_PD = experts(x_PD[order_P], received_RL.sum(0))
+        numbers_P = None
+        if numbers_M is not None:
+            numbers_P = collectives.all_to_all_rows(numbers_M, received, sent, group)[order_P]
+        counts_LG = received_RL.unflatten(0, (self.microbatches, -1)).sum(1).t()
+        y_PD = experts(x_PD[order_P], Rows(counts_LG, numbers_P))
         return collectives.all_to_all_rows(y_PD[order_P.argsort()], sent, received, group)
 
     def __repr__(self) -> str:

@@ -2,12 +2,14 @@
 outputs are spread over several ranks.
 
 Scales equal those of one process with the same microbatches. Context-parallel ranks share a microbatch's tokens;
-tensor-parallel ranks share the outputs of a column-wise matrix and the inputs of a row-wise one: maxima are reduced
-over these ranks. Data-parallel ranks and pipeline stages have microbatches and layers of their own. Delayed scales come
-from the largest values over all ranks, once a step (`optim/delayed_scaling.py`).
+tensor-parallel ranks share the outputs of a column-wise matrix and the inputs of a row-wise one, and an expert's rows
+of a microbatch, as context-parallel ranks do: maxima are reduced over these ranks. Data-parallel ranks and pipeline
+stages have microbatches and layers of their own. Delayed scales come from the largest values over all ranks, once a
+step (`optim/delayed_scaling.py`).
 """
 
 import functools
+import math
 
 import torch
 import torch.distributed as dist
@@ -15,18 +17,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.comm import collectives
 from meshwright.families.low_precision import low_precision_layers
-from meshwright.families.split import TP_SPLITS, split_dim
+from meshwright.families.split import TP_SPLITS, is_experts, split_dim
 from meshwright.models import Decoder
 from meshwright.models.dropout import Draws
+from meshwright.models.grouped_low_precision import GroupedLowPrecision
 from meshwright.models.linear import Linear
-from meshwright.models.low_precision import RECIPES, AmaxHistory, Dim, LowPrecision
+from meshwright.models.low_precision import RECIPES, ROLES, AmaxHistory, Dim, LowPrecision, Past, Recipe
+from meshwright.models.moe import ExpertLinear, MoE
+from meshwright.parallel.mesh import Meshes
 from meshwright.spec.errors import UserError
 from meshwright.spec.training import TrainingSpec
 
 
-def apply_low_precision(
-    model: Decoder, training: TrainingSpec, tp: DeviceMesh | None = None, cp: DeviceMesh | None = None
-) -> None:
+def apply_low_precision(model: Decoder, training: TrainingSpec, meshes: Meshes | None = None) -> None:
     """Let the chosen layers of `model` (on the meta device) multiply in low precision, in place; nothing if the
     recipe asks for none."""
     if training.product_recipe is None:
@@ -35,32 +38,76 @@ def apply_low_precision(
     rows = {row.name: row for row in model.table}
     if recipe.four_bits:
         model.draws = model.draws or Draws()
-    modules = dict(model.named_modules())
-    for place, path in enumerate(low_precision_layers(model.table, training)):
+    modules, place = dict(model.named_modules()), 0
+    tp, cp = (None if meshes is None else meshes.axis(name) for name in ("tp", "cp"))
+    for path in low_precision_layers(model.table, training):
+        row, here = rows[f"{path}.weight"], place
+        matrices = row.shape[0] if is_experts(row) else 1
+        place += matrices * len(ROLES)
         if path not in modules:
             continue  # it is another pipeline stage's
-        layer = modules[path]
+        layer, history = modules[path], None
+        if recipe.delayed:
+            history = AmaxHistory(low.amax_history, low.margin, here, matrices).train(layer.training)
+            layer.register_module("scaling", history)  # there it learns whether the layer trains
+        if isinstance(layer, ExpertLinear):
+            layer.product = _of_experts(recipe, path, training.seed, history, _Sharers(meshes, matrices))
+            continue
         if not isinstance(layer, Linear):
             raise UserError(
                 f"training.precision={training.precision}: {path} is a {type(layer).__name__}, whose products are its "
                 f"own; make it of meshwright.models.Linear, or set training.low_precision.keep=[{path}]"
             )
-        history = None
-        if recipe.delayed:
-            history = AmaxHistory(low.amax_history, low.margin, place).train(layer.training)
-            layer.register_module("scaling", history)  # there it learns whether the layer trains
-        product = LowPrecision(recipe, path, seed=training.seed, draws=model.draws, history=history)
+        past = None if history is None else Past(history)
+        product = LowPrecision(recipe, path, seed=training.seed, draws=model.draws, past=past)
         layer.put(product)
         if recipe.delayed:
             continue
         if cp is not None:
             _spread(product, "tokens", cp)
-        row = rows[f"{path}.weight"]
         split = None if tp is None else split_dim(row, model.spec, tp.size())
         if tp is not None and split is not None:
             assert row.dims[split] in TP_SPLITS
             _spread(product, "out" if split == 0 else "in", tp)
             product.part = tp.get_local_rank() if split == 0 else 0
+    if recipe.four_bits:
+        for module in modules.values():
+            if isinstance(module, MoE) and any(matrix.product is not None for matrix in module.experts.matrices):
+                module.draws = model.draws
+
+
+class _Sharers:
+    """The ranks of a layer of experts: which experts are here, and who else has rows of the same microbatch."""
+
+    def __init__(self, meshes: Meshes | None, experts: int) -> None:
+        ep = None if meshes is None else meshes.axis("ep")
+        self.parts, self.part = (1, 0) if ep is None else (ep.size(), ep.get_local_rank())
+        of_rank = experts // self.parts
+        self.experts = range(self.part * of_rank, (self.part + 1) * of_rank)
+        axes = () if meshes is None else [axis for axis in map(meshes.axis, ("cp", "tp")) if axis is not None]
+        apart = math.prod(axis.size() for axis in axes) > self.parts
+        self.groups = tuple(axis.get_group() for axis in axes) if apart else ()
+
+    def maximum(self, maxima: torch.Tensor) -> torch.Tensor:
+        """Over the ranks that have the same experts and microbatch. Collective: these ranks call for one of their
+        experts each, in the same order; ranks with other experts have a place of their own."""
+        placed = maxima.new_zeros(self.parts, *maxima.shape)
+        placed[self.part] = maxima
+        for group in self.groups:
+            placed = collectives.maximum(placed, group)
+        return placed[self.part]
+
+
+def _of_experts(
+    recipe: Recipe, path: str, seed: int, history: AmaxHistory | None, sharers: _Sharers
+) -> GroupedLowPrecision:
+    products = []
+    for expert in sharers.experts:
+        past = None if history is None else Past(history, expert)
+        products.append(LowPrecision(recipe, f"{path}.{expert}", seed=seed, past=past))
+        if sharers.groups and past is None:
+            products[-1].over["tokens"] = sharers.maximum
+    return GroupedLowPrecision(products)
 
 
 def _spread(product: LowPrecision, dim: Dim, mesh: DeviceMesh) -> None:

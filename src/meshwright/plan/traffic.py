@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from math import prod
 from pathlib import Path
 
-from meshwright.families import finetuned_table, parameter_table
+from meshwright.families import finetuned_table, low_precision_layers, parameter_table
 from meshwright.families.split import is_experts, kept_shape, rows_of_layers, split_dim
 from meshwright.spec.actions import Transfer, with_transfers
 from meshwright.spec.errors import UserError
@@ -242,6 +242,11 @@ def _balance(rank: _Rank) -> int:
     return rank.rounds * forward * rank.resolved.micro_batch * rank.model.num_experts * 8
 
 
+def _rounds_experts_at_random(rank: _Rank) -> bool:
+    training, table = rank.resolved.run.training, parameter_table(rank.model)
+    return training.rounds_at_random and any(".experts." in name for name in low_precision_layers(table, training))
+
+
 def _experts(rank: _Rank) -> Traffic:
     """Every token's row to each of its experts and back, and their gradients; first the numbers of rows."""
     layout, model = rank.layout, rank.model
@@ -250,7 +255,10 @@ def _experts(rank: _Rank) -> Traffic:
     rows = rank.tokens_between * model.experts_per_token * model.hidden * rank.width
     exchanges = 4 * rank.moe(rank.layers) + 2 * rank.moe(rank.whole_again)
     counts = rank.moe(rank.layers) + rank.moe(rank.again)
-    return Traffic({("all-to-all", "ep"): rank.rounds * (exchanges * rows + counts * model.num_experts * 8)})
+    told = counts * model.num_experts * 8
+    if _rounds_experts_at_random(rank):  # the numbers of the rows' tokens, by which they are rounded
+        told += (rank.moe(rank.layers) + rank.moe(rank.whole_again)) * rank.tokens_between * model.experts_per_token * 8
+    return Traffic({("all-to-all", "ep"): rank.rounds * (exchanges * rows + told)})
 
 
 def _stages(rank: _Rank) -> Traffic:

@@ -17,7 +17,7 @@ DELAYED = "delayed"
 
 
 class LowPrecisionSpec(Spec):
-    """How linear layers of blocks multiply under precision fp8, mxfp8 or nvfp4."""
+    """How linear layers and experts of blocks multiply under precision fp8, mxfp8 or nvfp4."""
 
     recipe: Fp8Recipe = "tensorwise"
     """How fp8 operands are scaled. tensorwise: one scale a tensor; gradients in e5m2. rowwise: one a row, all in e4m3.
@@ -26,7 +26,7 @@ class LowPrecisionSpec(Spec):
     Engine). mxfp8 and nvfp4 have one recipe each."""
     keep: tuple[str, ...] = ()
     """Linear layers of blocks that stay in bf16, by name: layers.0 (the first block), layers.-1 (the last),
-    *.attention.wo, ... Embeddings, head, norms, routers and experts always do."""
+    *.attention.wo, *.experts, ... Embeddings, head, norms and routers always do."""
     amax_history: int = Field(default=1024, ge=1)
     """delayed only: steps whose largest values decide the scale."""
     margin: int = Field(default=0, ge=0)

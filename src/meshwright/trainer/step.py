@@ -70,7 +70,7 @@ class TrainStep:
         self.repeats_loss = repeats_loss or not passes.has_loss
         self.balance = ExpertBalance(passes.model, device)
         delayed = low_precision_state(passes.model.table, run.training)
-        self.scaling = DelayedScaling(passes.model, len(delayed), device)
+        self.scaling = DelayedScaling(passes.model, sum(row.shape[0] for row in delayed), device)
         self.scaler = LossScaler() if run.training.dtypes.scales_loss else None
         self.spikes = None if run.guards.spikes == "off" else SpikeGuard()
         self.shape = find_shape(run.training.lr_schedule)

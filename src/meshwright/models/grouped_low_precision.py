@@ -1,0 +1,121 @@
+"""Experts' grouped products in low precision: each expert's rows and matrix are quantized by themselves.
+
+An expert is a linear layer, whose products are those of `models/low_precision.py`. What is scaled together are an
+expert's rows of one microbatch, as on one process, wherever they come from: a rank that computes for several
+data-parallel ranks keeps their rows apart. An expert without rows computes nothing.
+
+Shapes: as in `models/moe.py`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from meshwright.models.low_precision import KERNEL_SIZES, LowPrecision, has_kernel
+from meshwright.models.moe import Rows
+from meshwright.models.slots import Weights
+
+Counts = list[list[int]]
+"""Rows of every expert from every microbatch."""
+
+
+class GroupedLowPrecision:
+    """The product of every expert's rows with its matrix, in low precision."""
+
+    def __init__(self, products: Sequence[LowPrecision]) -> None:
+        """`products`: of each expert on this rank."""
+        self.products = tuple(products)
+
+    def __call__(
+        self, x_MI: torch.Tensor, weight_EOI: torch.Tensor, rows: Rows, read: Callable[..., list[list[int]]]
+    ) -> torch.Tensor:
+        """See `GroupedProduct`."""
+        (flat,) = read(rows.counts.flatten())
+        microbatches = rows.counts.shape[1]
+        counts = [flat[start : start + microbatches] for start in range(0, len(flat), microbatches)]
+        y_MO = _Apart.apply(x_MI, weight_EOI, rows.numbers, self, counts)
+        assert isinstance(y_MO, torch.Tensor)
+        return y_MO
+
+    def groups(self, counts: Counts) -> Iterator["_Group"]:
+        """The rows that are scaled together, one after another."""
+        start = 0
+        for expert, of_microbatches in enumerate(counts):
+            for count in of_microbatches:
+                yield _Group(expert, slice(start, start + count))
+                start += count
+
+    @property
+    def together(self) -> bool:
+        """Whether other ranks have rows of the same microbatch and expert, so that scales are agreed on for all
+        groups, also for those without rows here."""
+        return self.products[0].spreads
+
+    def __repr__(self) -> str:
+        return f"{self.products[0]}, of each expert"
+
+
+class _Group(NamedTuple):
+    """An expert's rows of one microbatch."""
+
+    expert: int
+    rows: slice
+
+    @property
+    def size(self) -> int:
+        return self.rows.stop - self.rows.start
+
+
+class _Apart(torch.autograd.Function):
+    """A grouped product as autograd sees it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_MI: torch.Tensor,
+        weight_EOI: torch.Tensor,
+        numbers_M: torch.Tensor | None,
+        grouped: GroupedLowPrecision,
+        counts: Counts,
+    ):
+        ctx.save_for_backward(x_MI if ctx.needs_input_grad[1] else None, weight_EOI, numbers_M)
+        ctx.grouped, ctx.numbers_of_rows = grouped, counts
+        y_MO = x_MI.new_empty(len(x_MI), weight_EOI.shape[1])
+        for group in _computed(grouped, counts):
+            product = grouped.products[group.expert]
+            y = product.compute(_rows(x_MI, group, product), {"weight": weight_EOI[group.expert]})
+            y_MO[group.rows] = y[: group.size]
+        return y_MO
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any):
+        (grad_MO,), (x_MI, weight_EOI, numbers_M) = grad_outputs, ctx.saved_tensors
+        grouped: GroupedLowPrecision = ctx.grouped
+        need_x, need_weight, *_ = ctx.needs_input_grad
+        grad_MI = grad_MO.new_empty(len(grad_MO), weight_EOI.shape[2]) if need_x else None
+        grad_EOI = torch.zeros_like(weight_EOI) if need_weight else None
+        for group in _computed(grouped, ctx.numbers_of_rows):
+            product = grouped.products[group.expert]
+            grad = _rows(grad_MO, group, product)
+            weights: Weights = {"weight": weight_EOI[group.expert]}
+            if numbers_M is not None:
+                weights["numbers"] = _rows(numbers_M[:, None], group, product).flatten()
+            if grad_MI is not None:
+                grad_MI[group.rows] = product.input_gradient(grad, weights)[: group.size]
+            if grad_EOI is not None:
+                grad_EOI[group.expert] += product.weight_gradient(_rows(x_MI, group, product), grad, weights)
+        return grad_MI, grad_EOI, None, None, None
+
+
+def _computed(grouped: GroupedLowPrecision, counts: Counts) -> Iterator[_Group]:
+    return (group for group in grouped.groups(counts) if group.size or grouped.together)
+
+
+def _rows(x_MI: torch.Tensor, group: _Group, product: LowPrecision) -> torch.Tensor:
+    """A group's rows and rows of zeros, which change no scale and add nothing: one, where there would be no row, and as
+    many as a kernel needs."""
+    unit = KERNEL_SIZES if has_kernel(product.recipe, x_MI.device, x_MI.dtype) else 1
+    more = unit if not group.size else -group.size % unit
+    return F.pad(x_MI[group.rows], (0, 0, 0, more)) if more else x_MI[group.rows]
