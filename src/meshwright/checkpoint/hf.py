@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint.hf_proof import prove_export
-from meshwright.checkpoint.tensor_files import DTYPES, TensorFileWriter, open_tensors
+from meshwright.checkpoint.tensor_files import DTYPES, TensorFileWriter, UnmappedTensor, open_tensors
 from meshwright.families import family_of, hf_tensors, model_to_hf_config, parameter_table, state_table
 from meshwright.families.hf_tensors import stored_name
 from meshwright.families.tensor_headers import INDEX, WEIGHTS, StoredTensor, stored_tensors
@@ -39,14 +39,16 @@ TOKENIZER_FILES = (
 class HfWeights:
     """The weights of a Hugging Face directory under our names, read lazily."""
 
-    def __init__(self, directory: Path, spec: ModelSpec):
-        """Check every tensor's presence, shape and dtype from the files' headers alone.
+    def __init__(self, directory: Path, spec: ModelSpec, *, mapped: bool = True):
+        """Check every tensor's presence, shape and dtype from the files' headers alone. `mapped`: read through maps of
+        whole files, not by ordinary reads.
 
         Raises:
             UserError: naming the file and the tensor that does not fit `spec`, and what was expected.
         """
         self._places = hf_tensors(spec)
         self._handles: dict[Path, Any] = {}
+        self._mapped = mapped
         stored, where = stored_tensors(directory)
         self._tensors = {
             name: [_find(stored, key, name, place.shape, spec, where) for key in place.keys]
@@ -84,6 +86,8 @@ class HfWeights:
             )
 
     def _slice(self, key: str, tensor: StoredTensor) -> Any:
+        if not self._mapped:
+            return UnmappedTensor(tensor)
         if tensor.file not in self._handles:
             self._handles[tensor.file] = open_tensors(tensor.file)
         return self._handles[tensor.file].get_slice(key)

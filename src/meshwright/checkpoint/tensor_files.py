@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from meshwright.families.tensor_headers import StoredTensor
 from meshwright.spec.errors import UserError
 from meshwright.storage.sync import sync
 
@@ -25,6 +26,36 @@ def open_tensors(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file} is not a safetensors file: {error}") from error
+
+
+class UnmappedTensor:
+    """One tensor of a file whose header has been read, read piece by piece with ordinary reads.
+
+    safetensors maps the whole file as private writable memory, which counts against a limit of a process's memory
+    (RLIMIT_DATA, RLIMIT_AS) although it holds nothing.
+    """
+
+    def __init__(self, tensor: StoredTensor) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, places: slice | tuple[slice, slice]) -> torch.Tensor:
+        """Rows, or rows and columns, as safetensors' slices have them."""
+        if isinstance(places, tuple):
+            return self[places[0]][:, places[1]]
+        count, *rest = self._tensor.shape or (1,)
+        start, stop, _ = places.indices(count)
+        found = torch.empty(max(0, stop - start), *rest, dtype=DTYPES[self._tensor.dtype])
+        content = found.view(-1).view(torch.uint8).numpy().data if found.numel() else memoryview(b"")
+        with self._tensor.file.open("rb", buffering=0) as stream:
+            stream.seek(self._tensor.begin + start * prod(rest) * found.itemsize)
+            while content:
+                size = stream.readinto(content)
+                if not size:
+                    raise UserError(
+                        f"{self._tensor.file} is shorter than it was when it was opened; is it being replaced?"
+                    )
+                content = content[size:]
+        return found
 
 
 class TensorFileWriter:

@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.common import SAMPLING, add_model_arguments, add_sampling_arguments, positive, sampling_settings
+from meshwright.cli.common import (
+    SAMPLING,
+    add_disk_argument,
+    add_model_arguments,
+    add_sampling_arguments,
+    note_disk,
+    positive,
+    sampling_settings,
+)
 from meshwright.spec.errors import UserError
 from meshwright.spec.problems import did_you_mean
 from meshwright.terminal import printable
@@ -27,6 +35,7 @@ COMMANDS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the operands and options of `chat`."""
     add_model_arguments(parser)
+    add_disk_argument(parser)
     parser.add_argument("--compare", metavar="OTHER", type=Path, help="a second model that answers every question too")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument(
@@ -51,8 +60,17 @@ def run(arguments: argparse.Namespace) -> int:
 
     paths = [arguments.model, *([arguments.compare] if arguments.compare else [])]
     opened = [
-        open_trained(path, device=arguments.device, dtype=arguments.dtype, averaged=arguments.ema) for path in paths
+        open_trained(
+            path,
+            device=arguments.device,
+            dtype=arguments.dtype,
+            averaged=arguments.ema,
+            from_disk=arguments.weights_from_disk,
+        )
+        for path in paths
     ]
+    for trained in opened:
+        note_disk(trained.model)
     partners = [
         Partner(trained, label, arguments.system)
         for trained, label in zip(opened, labels([trained.source for trained in opened]), strict=True)

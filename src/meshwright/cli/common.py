@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -53,6 +54,24 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: the run's precision; else bf16 on a GPU",
     )
     add_ema_argument(parser)
+
+
+def add_disk_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option that leaves weights on disk."""
+    parser.add_argument(
+        "--weights-from-disk",
+        action="store_true",
+        default=None,
+        help="read each layer's weights from disk when it computes (default: only where they exceed free memory)",
+    )
+
+
+def note_disk(model: Any) -> None:
+    """Say on standard error where the weights are, if on disk."""
+    from meshwright.serve.from_disk import about_disk
+
+    if line := about_disk(model):
+        print(f"note: {line}", file=sys.stderr, flush=True)
 
 
 def add_family_argument(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.common import add_family_argument, add_model_arguments, positive
+from meshwright.cli.common import add_disk_argument, add_family_argument, add_model_arguments, note_disk, positive
 from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
 from meshwright.spec.errors import UserError
 from meshwright.spec.tasks import TaskSpec
@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the operands and options of `eval`."""
     add_model_arguments(parser)
     add_family_argument(parser)
+    add_disk_argument(parser)
     parser.add_argument(
         "--source",
         metavar="PATH",
@@ -134,9 +135,16 @@ def _tasks(arguments: argparse.Namespace) -> Callable[[Path], Measured]:
 def _opened(arguments: argparse.Namespace, path: Path) -> Any:
     from meshwright.serve.trained import open_trained
 
-    return open_trained(
-        path, device=arguments.device, dtype=arguments.dtype, averaged=arguments.ema, family=arguments.family
+    trained = open_trained(
+        path,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        averaged=arguments.ema,
+        family=arguments.family,
+        from_disk=arguments.weights_from_disk,
     )
+    note_disk(trained.model)
+    return trained
 
 
 def _curve(arguments: argparse.Namespace, measure: Callable[[Path], Measured]) -> int:

@@ -2,8 +2,16 @@
 
 import argparse
 import sys
+from typing import Any
 
-from meshwright.cli.common import add_family_argument, add_model_arguments, add_sampling_arguments, sampling_settings
+from meshwright.cli.common import (
+    add_disk_argument,
+    add_family_argument,
+    add_model_arguments,
+    add_sampling_arguments,
+    note_disk,
+    sampling_settings,
+)
 from meshwright.cli.output import add_json_argument, print_json
 from meshwright.spec.errors import UserError
 
@@ -12,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the operands and options of `generate`."""
     add_model_arguments(parser)
     add_family_argument(parser)
+    add_disk_argument(parser)
     parser.add_argument(
         "--prompt",
         metavar="TEXT",
@@ -41,15 +50,24 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = [sys.stdin.read().rstrip("\n") if text == "-" else text for text in arguments.prompt]
     # Torch loads here, so that --help and misuse never wait for it.
     from meshwright.models.generate import Sampling
+    from meshwright.serve.from_disk import about_disk
     from meshwright.serve.trained import answer_texts, continue_texts, open_trained
 
     if arguments.system and not arguments.chat:
         raise UserError("--system needs --chat")
     sampling = Sampling(**sampling_settings(arguments), seed=arguments.seed)
     trained = open_trained(
-        arguments.model, device=arguments.device, dtype=arguments.dtype, averaged=arguments.ema, family=arguments.family
+        arguments.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        averaged=arguments.ema,
+        family=arguments.family,
+        from_disk=arguments.weights_from_disk,
     )
-    settings = {"max_tokens": arguments.max_tokens, "sampling": sampling, "stops": arguments.stop}
+    note_disk(trained.model)
+    settings: dict[str, Any] = {"max_tokens": arguments.max_tokens, "sampling": sampling, "stops": arguments.stop}
+    if about_disk(trained.model):
+        settings["tell"] = lambda line: print(f"note: {line}", file=sys.stderr)
     if arguments.chat:
         texts = answer_texts(trained, prompts, system=arguments.system, **settings)
     else:

@@ -5,7 +5,7 @@ import re
 import socket
 from pathlib import Path
 
-from meshwright.cli.common import add_model_arguments, positive
+from meshwright.cli.common import add_disk_argument, add_model_arguments, note_disk, positive
 from meshwright.spec.errors import UserError
 
 LOCALHOST = "127.0.0.1"
@@ -14,6 +14,7 @@ LOCALHOST = "127.0.0.1"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the operands and options of `serve`."""
     add_model_arguments(parser)
+    add_disk_argument(parser)
     parser.add_argument("--name", help="the model's name in requests (default: the name of its folder)")
     parser.add_argument(
         "--adapter",
@@ -112,7 +113,14 @@ def run(arguments: argparse.Namespace) -> int:
     limits = Limits(max_body=arguments.max_body, max_queue=arguments.max_queue, api_key=key, votes=arguments.votes)
     room = {"max_batch": arguments.max_batch, "max_context": arguments.max_context}
     with listen(arguments.host, arguments.port) as listening:  # before loading, because the port may be in use
-        trained = open_trained(arguments.model, device=arguments.device, dtype=arguments.dtype, averaged=arguments.ema)
+        trained = open_trained(
+            arguments.model,
+            device=arguments.device,
+            dtype=arguments.dtype,
+            averaged=arguments.ema,
+            from_disk=arguments.weights_from_disk,
+        )
+        note_disk(trained.model)
         models = open_served(
             trained,
             arguments.name or default_name(trained),

@@ -33,6 +33,8 @@ class StoredTensor:
     dtype: str
     """As safetensors names it, e.g. `BF16`."""
     shape: tuple[int, ...]
+    begin: int
+    """Its first byte in the file."""
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -60,7 +62,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     available = size - 8 - length
     try:
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        found = {name: _checked(file, name, entry, available) for name, entry in entries.items()}
+        found = {name: _checked(file, name, entry, 8 + length, available) for name, entry in entries.items()}
     except UserError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -81,7 +83,8 @@ def _check_cover(file: Path, spans: Mapping[str, tuple[int, int]], available: in
         raise UserError(f"{file} is damaged: {available - place:,} bytes after its last tensor belong to none")
 
 
-def _checked(file: Path, name: str, entry: Mapping[str, Any], available: int) -> StoredTensor:
+def _checked(file: Path, name: str, entry: Mapping[str, Any], data: int, available: int) -> StoredTensor:
+    """`data`: the first byte after the header."""
     begin, end = entry["data_offsets"]
     shape = tuple(int(size) for size in entry["shape"])
     if not 0 <= begin <= end <= available:
@@ -89,7 +92,7 @@ def _checked(file: Path, name: str, entry: Mapping[str, Any], available: int) ->
     size = FLOATS.get(entry["dtype"])
     if size is not None and prod(shape) * size != end - begin:
         raise UserError(f"{file}: tensor {name} of shape {list(shape)} does not fill its {end - begin:,} bytes")
-    return StoredTensor(file, entry["dtype"], shape)
+    return StoredTensor(file, entry["dtype"], shape, data + begin)
 
 
 def read_scalar(file: Path, name: str) -> float:

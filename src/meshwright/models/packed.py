@@ -20,6 +20,7 @@ from meshwright.models.attention import Attention, Core
 from meshwright.models.cache import LayerCache, Step
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.feed_forward import FeedForward
+from meshwright.models.from_disk import blocks_from_disk
 from meshwright.models.linear import Linear, Plain
 from meshwright.models.norm import LayerNorm, RMSNorm
 from meshwright.models.rope import RopeTables
@@ -199,7 +200,7 @@ def pack(model: Decoder) -> None:
     effect.
 
     Nothing happens where there is nothing to gain: on a GPU, in other precisions than fp32 and bf16, in models that
-    transformers computes, and where the copies would take much memory.
+    transformers computes, whose weights are on disk, and where the copies would take much memory.
     """
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     like = model.like
@@ -209,6 +210,7 @@ def pack(model: Decoder) -> None:
         or like.device.type != "cpu"
         or like.dtype not in DTYPES
         or weights > PACKED_BYTES
+        or blocks_from_disk(model) is not None
     ):
         return
     for block in model.layers.values():

@@ -11,6 +11,7 @@ from meshwright.checkpoint.peft_config import CONFIG, lora_of
 from meshwright.finetune import apply_finetune
 from meshwright.models import Decoder, build_model, named_state
 from meshwright.models.dtypes import torch_dtype
+from meshwright.models.from_disk import blocks_from_disk
 from meshwright.models.packed import pack
 from meshwright.serve.conversation import Prompts
 from meshwright.serve.engine import Engine
@@ -38,6 +39,8 @@ def open_served(
     twice = next((other for other in (*adapters, *beside) if [name, *adapters, *beside].count(other) > 1), None)
     if twice is not None:
         raise UserError(f"the name {twice} is given twice; choose another name in --adapter or --beside, or --name")
+    if adapters:
+        check_shared(trained)
     pack(trained.model)  # adapters share the base's weights, in memory once
     others = {other: open_adapter(trained, path) for other, path in adapters.items()}
     for other, path in beside.items():
@@ -65,6 +68,7 @@ def loader_of(
     base: TrainedModel, folder: Path, *, max_batch: int, max_context: int | None
 ) -> Callable[[str, str], Served]:
     """Opens adapters of `base` in `folder`, by name and path, while the server runs."""
+    check_shared(base)
     inside = folder.resolve()
 
     def load(name: str, path: str) -> Served:
@@ -74,6 +78,15 @@ def loader_of(
         return serve_as(open_adapter(base, place), name, max_batch=max_batch, max_context=max_context)
 
     return load
+
+
+def check_shared(base: TrainedModel) -> None:
+    """Raise `UserError` if adapters cannot share the base's weights, because those are on disk."""
+    if blocks_from_disk(base.model) is not None:
+        raise UserError(
+            f"adapters share their base's weights in memory, but {base.source}'s are read from disk; serve the merged "
+            "model (export --hf), or use more memory"
+        )
 
 
 def open_adapter(base: TrainedModel, path: Path) -> TrainedModel:

@@ -2,7 +2,8 @@
 
 import contextlib
 import json
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,13 @@ from meshwright.objectives import NextToken
 from meshwright.parallel import WholeModel
 from meshwright.parallel.materialize import RowSource, materialize
 from meshwright.plan.machine import find_machine
-from meshwright.serve.engine import Engine, Request
+from meshwright.serve.engine import Answer, Engine, Request
+from meshwright.serve.from_disk import (
+    checkpoint_model_from_disk,
+    hf_model_from_disk,
+    is_to_stay_on_disk,
+    memory_told,
+)
 from meshwright.serve.token_ids import end_ids, model_config
 from meshwright.spec.data import DataSpec, SourceSpec
 from meshwright.spec.errors import UserError
@@ -70,14 +77,21 @@ class TrainedModel:
 
 
 def open_trained(
-    path: Path, *, device: str = "auto", dtype: str | None = None, averaged: bool = False, family: str | None = None
+    path: Path,
+    *,
+    device: str = "auto",
+    dtype: str | None = None,
+    averaged: bool = False,
+    family: str | None = None,
+    from_disk: bool | None = False,
 ) -> TrainedModel:
     """Open the newest checkpoint of the run directory `path`, one checkpoint, a Hugging Face directory, or a hub id in
     the local cache.
 
     `dtype` is fp32, bf16, fp16 or fp64; by default a run's precision, and for a Hugging Face directory fp32
     on a CPU and bf16 on a GPU. `averaged`: use the moving average of the weights from the callback `EMA`.
-    `family`: transformers, to compute a Hugging Face directory's model with that library.
+    `family`: transformers, to compute a Hugging Face directory's model with that library. `from_disk`: leave the
+    blocks' weights on disk; None: where they do not fit into free memory.
 
     Raises `UserError` if `path` is none of them or has no average, `CheckpointError` if a file is missing or damaged.
     """
@@ -87,17 +101,17 @@ def open_trained(
             path = cached_snapshot(str(path), "config.json", "*.safetensors") or path
     if family is not None and ((path / MANIFEST).is_file() or (path / RESOLVED).is_file()):
         raise UserError(f"{path} is of a run, whose recipe sets the family; leave --family out")
-    if (path / MANIFEST).is_file():
-        return _from_checkpoint(path, place, dtype, averaged)
-    saved = list_checkpoints(path / "checkpoints")
+    saved = [path] if (path / MANIFEST).is_file() else list_checkpoints(path / "checkpoints")
     if saved:
-        return _from_checkpoint(saved[-1], place, dtype, averaged)
+        with memory_told(f"the weights of {saved[-1]}"):
+            return _from_checkpoint(saved[-1], place, dtype, averaged, from_disk)
     if (path / RESOLVED).is_file():
         raise CheckpointError(f"{path}: no checkpoint was saved here yet")
     if averaged and path.is_dir():
         raise UserError(f"{path} is neither a run nor a checkpoint, so it has no averaged weights; leave --ema out")
     if (path / "config.json").is_file():
-        return _from_hf_directory(path, place, dtype, family)
+        with memory_told(f"the weights of {path}"):
+            return _from_hf_directory(path, place, dtype, family, from_disk)
     what = f"holds no {RESOLVED} and no config.json" if path.is_dir() else "no such directory"
     raise UserError(
         f"{path}: {what}; give a run directory, one of its checkpoints, a Hugging Face directory, or the hub's id of a "
@@ -112,16 +126,18 @@ def continue_texts(
     max_tokens: int | None = None,
     sampling: Sampling,
     stops: Sequence[str] = (),
+    tell: Callable[[str], None] = lambda line: None,
 ) -> list[str]:
     """The continuation of each prompt, up to the first of `stops` or `max_tokens`, by default 128 or the rest of the
-    context.
+    context. `tell` is called with the speed.
 
     An empty prompt starts a document. Raises `UserError` if prompt and new tokens do not fit the context.
     """
     tokenizer = trained.tokenizer
     ids = [tokenizer.encode_prompt(prompt) or [tokenizer.eos_id] for prompt in prompts]
     ends = end_ids(tokenizer, config_of(trained))
-    return _continued(trained, ids, ends, max_tokens, sampling, stops)
+    answers = _answers(trained, _requests(trained, ids, ends, max_tokens, sampling, stops), tell)
+    return [answer.text for answer in answers]
 
 
 def answer_texts(
@@ -132,14 +148,17 @@ def answer_texts(
     max_tokens: int | None = None,
     sampling: Sampling,
     stops: Sequence[str] = (),
+    tell: Callable[[str], None] = lambda line: None,
 ) -> list[str]:
-    """The answer to each prompt in its own conversation, rendered by the tokenizer's chat template.
+    """The answer to each prompt in its own conversation, rendered by the tokenizer's chat template. `tell` is called
+    with the speed.
 
     Raises `UserError` if there is no template, or prompt and new tokens do not fit the context.
     """
     ids, ends = ask(trained.tokenizer, prompts, system)
     ends |= end_ids(trained.tokenizer, config_of(trained))
-    return _continued(trained, ids, ends, max_tokens, sampling, stops)
+    answers = _answers(trained, _requests(trained, ids, ends, max_tokens, sampling, stops), tell)
+    return [answer.text for answer in answers]
 
 
 def evaluate_texts(
@@ -183,23 +202,30 @@ def config_of(trained: TrainedModel) -> dict[str, Any]:
     return model_config(directory)
 
 
-def _continued(
+def _requests(
     trained: TrainedModel,
     ids: Sequence[Sequence[int]],
     ends: Collection[int],
     max_tokens: int | None,
     sampling: Sampling,
     stops: Sequence[str],
-) -> list[str]:
+) -> list[Request]:
     if max_tokens is None:
         max_tokens = max(1, min(MAX_TOKENS, trained.spec.max_positions - max(map(len, ids))))
-    requests = [
+    return [
         Request(prompt=prompt, max_tokens=max_tokens, sampling=sampling, row=row, ends=ends, stops=stops)
         for row, prompt in enumerate(ids)
     ]
-    pack(trained.model)
-    engine = Engine(trained.model, decode=trained.tokenizer.decode)
-    return [answer.text for answer in engine.run(requests)]
+
+
+def _answers(trained: TrainedModel, requests: Sequence[Request], tell: Callable[[str], None]) -> list[Answer]:
+    with memory_told("the answers"):
+        pack(trained.model)
+        start = time.perf_counter()
+        answers = Engine(trained.model, decode=trained.tokenizer.decode).run(requests)
+    seconds, tokens = time.perf_counter() - start, sum(len(answer.tokens) for answer in answers)
+    tell(f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.3g} tokens/s")
+    return answers
 
 
 def _held_out(trained: TrainedModel, length: int) -> dict[str, Samples]:
@@ -245,7 +271,9 @@ def _samples_of(trained: TrainedModel, sources: Sequence[str], length: int) -> d
     return dict(zip((stream.name for stream in corpus.streams), all_samples(corpus, data).streams, strict=True))
 
 
-def _from_checkpoint(checkpoint: Path, device: torch.device, dtype: str | None, averaged: bool) -> TrainedModel:
+def _from_checkpoint(
+    checkpoint: Path, device: torch.device, dtype: str | None, averaged: bool, from_disk: bool | None
+) -> TrainedModel:
     verify_checkpoint(checkpoint)
     records = records_of(checkpoint)
     if records is None:
@@ -253,11 +281,22 @@ def _from_checkpoint(checkpoint: Path, device: torch.device, dtype: str | None, 
     resolved = read_resolved(records.resolved)
     if averaged and not any(name.startswith(AVERAGED) for name in held_tensors(checkpoint)):
         raise UserError(f"{checkpoint} holds no averaged weights; train with callbacks=[ema], or leave --ema out")
-    model = _with_weights(resolved, checkpoint, AVERAGED if averaged else "model.")
+    prefix = AVERAGED if averaged else "model."
+    computed = torch_dtype(dtype or resolved.run.training.dtypes.compute)
+    whole = base_of(resolved) is None
+    if from_disk and not whole:
+        raise UserError(
+            f"--weights-from-disk: {checkpoint} holds adapters, whose base is in other files; write the merged model "
+            "with export --hf, and use that"
+        )
+    if whole and is_to_stay_on_disk(from_disk, resolved.model, computed, device):
+        model = checkpoint_model_from_disk(checkpoint, resolved.model, computed, prefix)
+    else:
+        model = _with_weights(resolved, checkpoint, prefix).to(device, computed)
     return TrainedModel(
         source=checkpoint,
         spec=resolved.model,
-        model=model.to(device, torch_dtype(dtype or resolved.run.training.dtypes.compute)).eval(),
+        model=model.eval(),
         tokenizer=load_tokenizer(records.tokenizer),
         tokenizer_dir=records.tokenizer,
         device=device,
@@ -289,11 +328,17 @@ def _with_weights(resolved: ResolvedRun, checkpoint: Path, trained: str) -> Deco
     return model
 
 
-def _from_hf_directory(directory: Path, device: torch.device, dtype: str | None, family: str | None) -> TrainedModel:
+def _from_hf_directory(
+    directory: Path, device: torch.device, dtype: str | None, family: str | None, from_disk: bool | None
+) -> TrainedModel:
     spec = read_hf_directory(directory, family=family)
-    weights = HfWeights(directory, spec)
-    model = build_model(spec, dtype=torch_dtype(dtype or (BF16 if device.type == "cuda" else FP32)))
-    materialize(model, parameter_table(spec) + state_table(spec), _rows_of(weights), device)
+    computed = torch_dtype(dtype or (BF16 if device.type == "cuda" else FP32))
+    if is_to_stay_on_disk(from_disk, spec, computed, device):
+        model = hf_model_from_disk(directory, spec, computed)
+    else:
+        model = build_model(spec, dtype=computed)
+        rows = _rows_of(HfWeights(directory, spec))
+        materialize(model, parameter_table(spec) + state_table(spec), rows, device)
     if isinstance(model, ForeignDecoder):
         model.eval().check_causal()
     return TrainedModel(

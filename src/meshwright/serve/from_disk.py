@@ -1,0 +1,106 @@
+"""Models larger than memory: their blocks stay in the files of a Hugging Face directory or a checkpoint.
+
+Reading of files is ordinary reading, not mapping: what it takes beyond `models/from_disk.py`'s two blocks is one piece
+of a tensor, and the operating system keeps of the files what memory has room for.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from meshwright.checkpoint.dcp import load_tensors
+from meshwright.checkpoint.hf import HfWeights
+from meshwright.families import parameter_table, state_table
+from meshwright.launch.memory import memory_free
+from meshwright.models import Decoder, build_model, named_tensors
+from meshwright.models.from_disk import BlocksFromDisk, Fill, blocks_from_disk
+from meshwright.spec.errors import UserError
+from meshwright.spec.model import ModelSpec, Parameter
+from meshwright.trainer.out_of_memory import is_out_of_memory
+
+PIECE = 16 * 2**20
+"""Bytes of a tensor that are read at once."""
+MOST = 0.8
+"""Share of free memory that weights may take before they are left on disk."""
+GB = 1e9
+
+
+def is_to_stay_on_disk(asked: bool | None, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether weights are left on disk: as `asked`, or by default (None) where they do not fit into free memory."""
+    if asked and device.type != "cpu":
+        raise UserError(
+            "--weights-from-disk: a GPU computes with weights in its own memory; leave it out, or add --device cpu"
+        )
+    if asked and spec.foreign is not None:
+        raise UserError("--weights-from-disk: a model that transformers computes is held in memory; leave it out")
+    if asked is not None:
+        return asked
+    weights = sum(row.numel for row in parameter_table(spec)) * dtype.itemsize
+    return device.type == "cpu" and spec.foreign is None and weights > MOST * memory_free()
+
+
+def about_disk(model: Decoder) -> str:
+    """A sentence about a model whose weights are on disk; empty for any other."""
+    blocks = blocks_from_disk(model)
+    if blocks is None:
+        return ""
+    return (
+        f"weights are read from disk, {blocks.bytes_per_pass / GB:.3g} GB for every token of each answer; prompts and "
+        "answers in one batch share the reading"
+    )
+
+
+def hf_model_from_disk(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> Decoder:
+    """The model of a Hugging Face directory."""
+    weights = HfWeights(directory, spec, mapped=False)
+    rows = {row.name: row for row in (*parameter_table(spec), *state_table(spec))}
+
+    @torch.no_grad()
+    def fill(tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            for start, stop in _pieces(rows[name]):
+                tensor[start:stop].copy_(weights.read_rows(name, start, stop))
+
+    return _opened(build_model(spec, dtype=dtype), fill)
+
+
+def checkpoint_model_from_disk(checkpoint: Path, spec: ModelSpec, dtype: torch.dtype, prefix: str) -> Decoder:
+    """The model of a verified checkpoint that holds all its weights. `prefix`: of trained weights' names there."""
+    model = build_model(spec, dtype=dtype)
+    trained = {name for name, _ in model.named_parameters()}
+
+    def fill(tensors: Mapping[str, torch.Tensor]) -> None:
+        load_tensors(
+            checkpoint, {f"{prefix if name in trained else 'model.'}{name}": tensor for name, tensor in tensors.items()}
+        )
+
+    return _opened(model, fill)
+
+
+def _opened(model: Decoder, fill: Fill) -> Decoder:
+    BlocksFromDisk(model, fill)
+    fill({name: tensor.detach() for name, tensor in named_tensors(model).items() if tensor.numel()})
+    return model.eval()
+
+
+@contextmanager
+def memory_told(what: str) -> Iterator[None]:
+    """Within it, a refusal of memory is a `UserError` that says what would fit."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"{what} need more memory than there is ({memory_free() / GB:.3g} GB are free); --weights-from-disk holds "
+            "two layers' weights at a time, --dtype bf16 halves weights and cache, and shorter or fewer answers need "
+            "less cache"
+        ) from error
+
+
+def _pieces(row: Parameter) -> Iterable[tuple[int, int]]:
+    count = row.shape[0]
+    at_once = max(1, PIECE // max(1, 4 * row.numel // count))
+    return ((start, min(start + at_once, count)) for start in range(0, count, at_once))
