@@ -35,6 +35,7 @@ LAYOUTS = {
     "zero3": "ZeRO-3 (FSDP)",
     "ddp2+zero3:2": "hybrid",
     "tp2": "tensor",
+    "tp2+zero3:2": "tensor x ZeRO-3",
     "zero3:2+ep2": "expert",
     "pp2": "pipeline",
 }
@@ -83,7 +84,7 @@ environment of yours. nanoGPT is not a package: name its folder with `--checkout
 | `transformers` | a plain loop over a model that transformers splits (`DistributedConfig`): FSDP2, tensor, expert |
 | `hf_trainer` | transformers' `Trainer`: DDP, and FSDP2 by `DistributedConfig` |
 | `accelerate` | `Accelerator`: DDP |
-| `fabric`, `lightning` | Lightning's Fabric, and its Trainer: DDP, FSDP2 by `ModelParallelStrategy` |
+| `fabric`, `lightning` | Lightning's Fabric and its Trainer: DDP; FSDP2, tensor, and both, by `ModelParallelStrategy` |
 | `deepspeed` | ZeRO 0 to 3, hpZ, AutoTP, 1F1B pipeline, state in host memory |
 | `megatron` | Megatron-core's GPT model of local layers, tensor parallel, under PyTorch's DDP |
 | `litgpt` | LitGPT's model under Fabric, on one process |
@@ -123,7 +124,8 @@ the number of elements of parameters and of AdamW's moments on this rank. If the
 the engine's row is an error instead of figures. This happens: on a machine without GPUs, Accelerate's FSDP and
 DeepSpeed plug-ins and the Trainer's `fsdp=` silently become `DistributedDataParallel`, and Accelerate without
 `cpu=True` trains separately in every process. If more than the data is split, the program also counts the rank's share
-of the layers' matrices; DeepSpeed's reports what is in host memory, and a rank's secondary shard under hpZ.
+of the layers' matrices, and Lightning's and transformers' the axes of the mesh along which placements split something;
+DeepSpeed's reports what is in host memory, and a rank's secondary shard under hpZ.
 Programs with adapters count what trains; more or less than the recipe's adapters is an error.
 
 A program ends with its recipe as a comment. `meshwright import run_ENGINE_standalone.py` converts the program back to a

@@ -130,6 +130,26 @@ def test_lightning(folder):
 
 
 @pytest.mark.engines
+def test_lightning_splits_matrices(folder):
+    """Embedding and head are one matrix, which both plans split."""
+    engines = {"fabric tensor": "tp2", "lightning tensor": "tp2", "lightning grid": "tp2+zero2:2"}
+    rows = trained(folder, [], engines)
+    for name, row in rows.items():
+        if name != "meshwright":
+            assert "tensor_parallel" in row.ran["axes"], name
+    assert share(rows["fabric tensor"]) == share(rows["lightning tensor"]) == 0.5
+    assert share(rows["lightning grid"]) == 0.25
+    assert "data_parallel" in rows["lightning grid"].ran["axes"]
+
+
+@pytest.mark.engines
+def test_fabric_is_equal_tensor_by_tensor(folder):
+    for layout in ("layout.tp=2", "layout={tp: 2, dp_shard: 2, zero: 3}"):
+        run = parse_spec(RECIPE, Run, ["model.vocab=96", layout])
+        assert verify_engine(shrink(resolve_run(run, base_dir=folder)), ENGINES["fabric"], steps=2).first is None
+
+
+@pytest.mark.engines
 def test_nanogpt(folder, request):
     checkout = request.config.getoption("--nanogpt")
     if not checkout:

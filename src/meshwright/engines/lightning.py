@@ -1,15 +1,38 @@
-"""Engine `lightning`: the Trainer of PyTorch Lightning."""
+"""Engine `lightning`: the Trainer of PyTorch Lightning; and what Lightning's ModelParallelStrategy cannot split."""
 
 from collections.abc import Mapping
 from typing import ClassVar
 
 from meshwright.engines.engine import Strategy, TemplateEngine
+from meshwright.spec.run import ResolvedRun
+
+SPLIT = ("llama", "mistral", "qwen2")
+"""Families whose layers the program's plan names, and whose norms see whole hidden states."""
 
 
-class LightningEngine(TemplateEngine):
-    """Lightning's `Trainer`, with its strategies `ddp` and `ModelParallelStrategy` (FSDP2)."""
+class ModelParallel(TemplateEngine):
+    """Lightning's strategies `ddp` and `ModelParallelStrategy`: FSDP2, torch's tensor parallelism, or both."""
+
+    strategies: ClassVar[Mapping[Strategy, str]] = dict.fromkeys(("ddp", "zero2", "zero3"), "")
+    axes: ClassVar[Mapping[str, str]] = {"tp": ""}
+
+    def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
+        """As `TemplateEngine`; what the plan of tensor parallelism does not name or cannot divide."""
+        found, layout, model = dict(super().cannot(resolved)), resolved.run.layout, resolved.model
+        if layout.tp == 1:
+            return found
+        if model.family not in SPLIT:
+            found["layout.tp"] = f"the plan of the program for {self.name} splits {', '.join(SPLIT)} only"
+        elif model.num_kv_heads % layout.tp:
+            found["layout.tp"] = f"torch's tensor parallelism splits whole heads, here {model.num_kv_heads} of keys"
+        if layout.dp_replicate > 1:
+            found["layout.dp_replicate"] = "ModelParallelStrategy has no replicas beside them; use dp_shard"
+        return found
+
+
+class LightningEngine(ModelParallel):
+    """Lightning's `Trainer`."""
 
     name = "lightning"
     about = "the Trainer of PyTorch Lightning"
     packages: ClassVar = {"transformers": "lightning", "pytorch_lightning": "lightning"}
-    strategies: ClassVar[Mapping[Strategy, str]] = dict.fromkeys(("ddp", "zero2", "zero3"), "")

@@ -65,8 +65,8 @@ def _check_split(resolved: ResolvedRun, found: dict[str, Any], wrappers: str) ->
             f"{layout.strategy} was asked for, but a rank holds {held} of {whole} elements of the layers' matrices "
             f"({wrappers})"
         )
-    for axis in ("tp", "ep"):
-        if getattr(layout, axis) > 1 and axis not in found.get("axes", (axis,)):
+    for axis, theirs in {"tp": "tensor_parallel", "ep": "ep"}.items():
+        if getattr(layout, axis) > 1 and not {axis, theirs} & set(found.get("axes", (axis,))):
             raise SilentFallbackError(
                 f"{layout.strategy} was asked for, but no parameter is split along {axis} ({wrappers})"
             )
