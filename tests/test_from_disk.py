@@ -34,7 +34,7 @@ def test_answers_and_losses_are_those_of_weights_in_memory(family: str, tmp_path
     folder = hf_directory(tmp_path / "hf", model_of(family, num_layers=3, dtype=torch.float32), tokenizer)
     text = tmp_path / "text.txt"
     text.write_text("def add_1(x):\n    return x + 1\n" * 20)
-    kept, read = (open_trained(folder, device="cpu", from_disk=where) for where in (False, True))
+    kept, read = (open_trained(folder, device="cpu", weights=where) for where in ("memory", "disk"))
     assert answers_of(read.model) == answers_of(kept.model)
     losses = [evaluate_texts(one, sources=[str(text)], sequence_length=32).loss for one in (kept, read)]
     assert losses[0] == losses[1]
@@ -64,14 +64,14 @@ def test_a_checkpoint_is_read_layer_by_layer(tmp_path: Path) -> None:
             }
         )
     )
-    kept, read = (open_trained(tmp_path / "run", device="cpu", from_disk=where) for where in (False, True))
+    kept, read = (open_trained(tmp_path / "run", device="cpu", weights=where) for where in ("memory", "disk"))
     assert blocks_from_disk(read.model) is not None
     assert answers_of(read.model) == answers_of(kept.model)
 
 
 def test_a_shortened_file_ends_the_answer_with_one_sentence(tmp_path: Path) -> None:
     folder = hf_directory(tmp_path / "hf", model_of("llama", num_layers=3, dtype=torch.float32), tokenizer_of(CHATML))
-    read = open_trained(folder, device="cpu", from_disk=True)
+    read = open_trained(folder, device="cpu", weights="disk")
     (file,) = folder.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:2000])
     with pytest.raises(UserError, match="shorter than it was when it was opened"):
@@ -90,7 +90,7 @@ import torch.distributed.checkpoint
 held = field_of(Path("/proc/self/status"), "VmData:") * 1024
 resource.setrlimit(resource.RLIMIT_DATA, (held + int(sys.argv[2]),) * 2)
 try:
-    opened = module.open_trained(Path(sys.argv[1]), device="cpu", from_disk={"auto": None, "no": False}[sys.argv[3]])
+    opened = module.open_trained(Path(sys.argv[1]), device="cpu", weights=sys.argv[3])
     print(module.continue_texts(opened, ["def "], max_tokens=3, sampling=Sampling(temperature=0)))
 except UserError as error:
     print("refused:", error, repr(error.__cause__))
@@ -108,5 +108,5 @@ def test_a_process_limited_to_a_quarter_of_the_weights(tmp_path: Path) -> None:
         words = [sys.executable, "-c", PROGRAM, str(folder), str(weights // 4), where]
         return subprocess.run(words, capture_output=True, text=True, check=True, timeout=300).stdout
 
-    assert printed("no").startswith(f"refused: the weights of {folder} need more memory than there is")
+    assert printed("memory").startswith(f"refused: the weights of {folder} need more memory than there is")
     assert printed("auto").startswith("['")

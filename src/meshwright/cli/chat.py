@@ -16,6 +16,7 @@ from meshwright.cli.common import (
     positive,
     sampling_settings,
 )
+from meshwright.cli.ranks import add_layout_argument, degree_of, follows, started, weights_of
 from meshwright.spec.errors import UserError
 from meshwright.spec.problems import did_you_mean
 from meshwright.terminal import printable
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the operands and options of `chat`."""
     add_model_arguments(parser)
     add_disk_argument(parser)
+    add_layout_argument(parser)
     parser.add_argument("--compare", metavar="OTHER", type=Path, help="a second model that answers every question too")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument(
@@ -54,6 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Chat until the input ends."""
+    if (status := started(arguments)) is not None:
+        return status
+    if arguments.compare and degree_of(arguments) > 1:
+        raise UserError("--compare: processes share one model; leave layout.tp out")
     # Torch loads here, so that --help and misuse never wait for it.
     from meshwright.serve.chat import Partner
     from meshwright.serve.trained import open_trained
@@ -65,10 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
             device=arguments.device,
             dtype=arguments.dtype,
             averaged=arguments.ema,
-            from_disk=arguments.weights_from_disk,
+            weights=weights_of(arguments),
         )
         for path in paths
     ]
+    if follows(arguments, opened[0].model):
+        return 0
     for trained in opened:
         note_disk(trained.model)
     partners = [

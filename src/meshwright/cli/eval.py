@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.cli.common import add_disk_argument, add_family_argument, add_model_arguments, note_disk, positive
 from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
+from meshwright.cli.ranks import add_layout_argument, started, weights_of
 from meshwright.spec.errors import UserError
 from meshwright.spec.tasks import TaskSpec
 from meshwright.storage.durable import write_durably
@@ -18,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_family_argument(parser)
     add_disk_argument(parser)
+    add_layout_argument(parser)
     parser.add_argument(
         "--source",
         metavar="PATH",
@@ -65,6 +67,8 @@ def whole(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print."""
+    if (status := started(arguments)) is not None:
+        return status
     if arguments.tasks and (arguments.source or arguments.sequence_length or arguments.samples):
         raise UserError(
             "--tasks asks questions, and --source, --sequence-length and --samples measure text; choose one"
@@ -123,7 +127,7 @@ def _tasks(arguments: argparse.Namespace) -> Callable[[Path], Measured]:
     def measure(path: Path) -> Measured:
         trained = _opened(arguments, path)
         results = tasks.ask(examinee_of(trained))
-        if arguments.log:
+        if arguments.log and ("ranks" not in arguments or arguments.ranks.leads):
             lines = (json.dumps(record, ensure_ascii=False, default=str) for one in results for record in one.records)
             write_durably(arguments.log, "".join(f"{line}\n" for line in lines))
         figures = {"tasks": {result.name: result.figures() for result in results}}
@@ -141,9 +145,11 @@ def _opened(arguments: argparse.Namespace, path: Path) -> Any:
         dtype=arguments.dtype,
         averaged=arguments.ema,
         family=arguments.family,
-        from_disk=arguments.weights_from_disk,
+        weights=weights_of(arguments),
     )
     note_disk(trained.model)
+    if "ranks" in arguments:
+        arguments.ranks.alike(trained.model)
     return trained
 
 

@@ -13,6 +13,7 @@ from meshwright.cli.common import (
     sampling_settings,
 )
 from meshwright.cli.output import add_json_argument, print_json
+from meshwright.cli.ranks import add_layout_argument, follows, started, weights_of
 from meshwright.spec.errors import UserError
 
 
@@ -21,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_family_argument(parser)
     add_disk_argument(parser)
+    add_layout_argument(parser)
     parser.add_argument(
         "--prompt",
         metavar="TEXT",
@@ -47,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Continue every prompt and print it with its continuation."""
-    prompts = [sys.stdin.read().rstrip("\n") if text == "-" else text for text in arguments.prompt]
+    if (status := started(arguments)) is not None:
+        return status
     # Torch loads here, so that --help and misuse never wait for it.
     from meshwright.models.generate import Sampling
     from meshwright.serve.from_disk import about_disk
@@ -62,9 +65,12 @@ def run(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         averaged=arguments.ema,
         family=arguments.family,
-        from_disk=arguments.weights_from_disk,
+        weights=weights_of(arguments),
     )
+    if follows(arguments, trained.model):
+        return 0
     note_disk(trained.model)
+    prompts = [sys.stdin.read().rstrip("\n") if text == "-" else text for text in arguments.prompt]
     settings: dict[str, Any] = {"max_tokens": arguments.max_tokens, "sampling": sampling, "stops": arguments.stop}
     if about_disk(trained.model):
         settings["tell"] = lambda line: print(f"note: {line}", file=sys.stderr)

@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 from meshwright.cli.common import add_disk_argument, add_model_arguments, note_disk, positive
+from meshwright.cli.ranks import add_layout_argument, degree_of, follows, started, weights_of
 from meshwright.spec.errors import UserError
 
 LOCALHOST = "127.0.0.1"
@@ -15,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the operands and options of `serve`."""
     add_model_arguments(parser)
     add_disk_argument(parser)
+    add_layout_argument(parser)
     parser.add_argument("--name", help="the model's name in requests (default: the name of its folder)")
     parser.add_argument(
         "--adapter",
@@ -84,6 +86,15 @@ def named(text: str) -> tuple[str, Path]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until interrupted."""
+    if (status := started(arguments)) is not None:
+        return status
+    if degree_of(arguments) > 1 and (arguments.adapter or arguments.beside or arguments.adapters_from):
+        raise UserError(
+            "--adapter, --beside, --adapters-from: processes share one model; leave layout.tp out, or serve a merged "
+            "model (export --hf)"
+        )
+    if "ranks" in arguments and not arguments.ranks.leads:
+        return _follow(arguments)
     try:
         import uvicorn
 
@@ -118,8 +129,9 @@ def run(arguments: argparse.Namespace) -> int:
             device=arguments.device,
             dtype=arguments.dtype,
             averaged=arguments.ema,
-            from_disk=arguments.weights_from_disk,
+            weights=weights_of(arguments),
         )
+        follows(arguments, trained.model)
         note_disk(trained.model)
         models = open_served(
             trained,
@@ -140,6 +152,21 @@ def run(arguments: argparse.Namespace) -> int:
         )
         app = Server(models, limits, load).app()
         uvicorn.Server(configured(app, log_level="warning")).run(sockets=[listening])
+    return 0
+
+
+def _follow(arguments: argparse.Namespace) -> int:
+    """What a process does that is not the first of those that share the model."""
+    from meshwright.serve.trained import open_trained
+
+    trained = open_trained(
+        arguments.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        averaged=arguments.ema,
+        weights=weights_of(arguments),
+    )
+    follows(arguments, trained.model)
     return 0
 
 

@@ -82,15 +82,15 @@ def scatter(values: Sequence[Any] | None) -> Any:
     return _read(received[:mine])
 
 
-def from_first(value: Any) -> Any:
-    """Rank 0's object, on every rank. Collective."""
+def from_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Rank 0's object, on every rank of `group`, or on all. Collective."""
     if not dist.is_initialized():
         return value
     message = _signed(value) if rank() == 0 else torch.empty(0, dtype=torch.uint8)
     length = torch.tensor(message.numel())
-    dist.broadcast(length, 0)
+    dist.broadcast(length, 0, group=group)
     received = message if rank() == 0 else torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(received, 0)
+    dist.broadcast(received, 0, group=group)
     return value if rank() == 0 else _read(received)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,8 @@ from meshwright.launch.signals import StopRequest
 from meshwright.launch.status import StuckError
 from meshwright.launch.supervise import RestartPolicy, WorkerSpec, supervise
 from meshwright.spec.errors import UserError
-from meshwright.spec.run import Run
+from meshwright.spec.guards import GuardSpec
+from meshwright.spec.layout import LayoutSpec
 
 WORKER = "meshwright.trainer.worker"
 """The module that a worker process runs."""
@@ -55,6 +57,25 @@ class Worker:
     """Number of restarts so far."""
     parent: int = 0
     """The process whose end must end this one: our launcher or torchrun's agent; 0 if it has none."""
+
+
+class Job(Protocol):
+    """What processes work on together, such as a `Run`."""
+
+    @property
+    def layout(self) -> LayoutSpec:
+        """How many there are."""
+        ...
+
+    @property
+    def guards(self) -> GuardSpec:
+        """How long they wait for one another."""
+        ...
+
+    @property
+    def run_dir(self) -> str:
+        """A folder that all machines share."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +160,7 @@ def _started_by_srun(environment: Mapping[str, str]) -> bool:
 
 
 def start_workers(
-    run: Run, nodes: Nodes, words: list[str], stop: StopRequest, policy: RestartPolicy, inherited: Sequence[int] = ()
+    run: Job, nodes: Nodes, words: list[str], stop: StopRequest, policy: RestartPolicy, inherited: Sequence[int] = ()
 ) -> int:
     """Run `python -m WORDS` once per local rank until the run has ended, with restarts after crashes.
 
@@ -183,7 +204,7 @@ def start_workers(
     return supervise(spec, stop)
 
 
-def _meeting_of_launchers(run: Run, nodes: Nodes) -> tuple[dist.Store, str, bytes]:
+def _meeting_of_launchers(run: Job, nodes: Nodes) -> tuple[dist.Store, str, bytes]:
     """The store of all machines' launchers, its address, and the secret of the run.
 
     It is kept here and not in a worker, so that it outlives them, and that no worker meets another attempt's.
@@ -228,7 +249,7 @@ def rank_environments(ranks: int) -> list[dict[str, str]]:
     return [{**alone, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
-def join_group(worker: Worker, run: Run, device: torch.device) -> None:
+def join_group(worker: Worker, run: Job, device: torch.device) -> None:
     """Make this process one rank of the default process group; gloo serves CPUs, nccl GPUs (gloo their host copies).
 
     Raises `StuckError`, naming them, where ranks have not arrived within `guards.arrive_within`.
@@ -254,7 +275,7 @@ def join_group(worker: Worker, run: Run, device: torch.device) -> None:
         gather_everywhere("here")  # nobody has joined who does not know the secret
 
 
-def _meet(worker: Worker, run: Run) -> tuple[dist.Store, dist.Store]:
+def _meet(worker: Worker, run: Job) -> tuple[dist.Store, dist.Store]:
     """The store of this attempt, plain and signed, once all ranks have arrived; this rank's values are signed too."""
     seconds, opened = run.guards.arrive_within, _open_store(worker, run.guards.arrive_within)
     # A prefix for each attempt, so that no rank finds the address of one that died before.

@@ -63,6 +63,8 @@ class Step:
     """Added to their scores, [P, 1, 1, S]."""
     parts: tuple[Part, ...]
     """The others."""
+    padding: int = 0
+    """Tokens after these that belong to no sequence."""
 
 
 class LayerCache:
@@ -90,6 +92,8 @@ class LayerCache:
             y_PGRK = self.attend_singles(q_PGRK, new_N2GK[:singles])
             found = [y_PGRK.flatten(1, 2).transpose(0, 1)[None]]
         found += [self.attend_part(core, part, q_1HNK, new_N2GK) for part in step.parts]
+        if step.padding:
+            found.append(torch.zeros_like(q_1HNK[:, :, : step.padding]))
         return found[0] if len(found) == 1 else torch.cat(found, 2)
 
     def attend_singles(self, q_PGRK: torch.Tensor, new_P2GK: torch.Tensor) -> torch.Tensor:
@@ -127,7 +131,9 @@ class Cache:
 
     step: Step
 
-    def __init__(self, model: "Decoder") -> None:
+    def __init__(self, model: "Decoder", multiple: int = 1) -> None:
+        """`multiple`: each step's row is padded to a multiple of this many tokens, which ranks can split."""
+        self._multiple = multiple
         self._window, self._like = model.spec.sliding_window, model.like
         self.layers = {key: LayerCache(self) for key in model.layers}
         self.lengths: list[int] = []
@@ -167,7 +173,7 @@ class Cache:
             begin += len(tokens)
         self._grow()
         self._places = {}
-        self.step = self._begin(starts[:singles], tuple(parts))
+        self.step = self._begin(starts[:singles], tuple(parts), -begin % self._multiple)
         return self._batch(new, starts)
 
     def move(self, source: int, target: int) -> None:
@@ -183,10 +189,11 @@ class Cache:
     def _batch(self, new: Sequence[tuple[int, Sequence[int]]], starts: Sequence[int]) -> TensorBatch:
         tokens = [token for _, tokens in new for token in tokens]
         places = [start + index for start, (_, tokens) in zip(starts, new, strict=True) for index in range(len(tokens))]
+        tokens, places = ([*row, *[0] * self.step.padding] for row in (tokens, places))
         device = self._like.device
         return Batch(torch.tensor([tokens], device=device), position_ids=torch.tensor([places], device=device))
 
-    def _begin(self, places: Sequence[int], parts: tuple[Part, ...]) -> Step:
+    def _begin(self, places: Sequence[int], parts: tuple[Part, ...], padding: int) -> Step:
         device, count = self._like.device, len(places)
         first = 0 if self._window is None else max(0, min(places, default=0) + 1 - self._window)
         last = max(places, default=0) + 1
@@ -201,7 +208,7 @@ class Cache:
             mask_P11S = torch.zeros_like(seen_PS, dtype=self._like.dtype).masked_fill_(~seen_PS, -torch.inf)
             mask_P11S = mask_P11S[:, None, None]
         rows_P = torch.arange(count, device=device)
-        return Step(count, rows_P, places_P, slice(first, last), mask_P11S, parts)
+        return Step(count, rows_P, places_P, slice(first, last), mask_P11S, parts, padding)
 
     def _grow(self) -> None:
         if len(self.lengths) > self.rows:

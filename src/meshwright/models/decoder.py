@@ -75,6 +75,9 @@ class Decoder(nn.Module):
     draws: Draws | None = None
     """A slot: tells dropout layers which tokens are computed."""
 
+    make_reader: Callable[["Decoder"], Any] | None = None
+    """A slot: makes the reader of rows that are generated (`serve/readers.py`); None: by the kind of model."""
+
     def keep_layers(self, parts: Iterable[range]) -> None:
         """Drop every module that `forward(layers=part)` does not need for these parts of the layers.
 

@@ -98,6 +98,12 @@ class Head:
             )
         return self._project(x_BTD)
 
+    def logits_at(self, x_1ND: torch.Tensor, places_B: torch.Tensor) -> torch.Tensor:
+        """The logits [B, V] of these places in one flat row; where ranks split the sequence, of its whole."""
+        hidden_ND = self._whole(x_1ND)[0]
+        logits_BV = self._project(hidden_ND if len(places_B) == len(hidden_ND) else hidden_ND[places_B])
+        return logits_BV if self.split.vocabulary is None else self.split.vocabulary.gather_vocabulary(logits_BV)
+
     def next_logits(self, x_BTD: torch.Tensor, asked_BT: torch.Tensor) -> torch.Tensor:
         """The logits [B, V] of the one position in each row that `asked_BT`, bool, marks, on whichever rank it is."""
         x_BD = self.row_sums(self._whole(x_BTD).where(asked_BT.unsqueeze(-1), 0).sum(1))

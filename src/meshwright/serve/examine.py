@@ -35,9 +35,11 @@ def examinee_of(trained: TrainedModel) -> Examinee:
         pack(trained.model)
         return [answer.text for answer in Engine(trained.model, decode=tokenizer.decode_text).run(requests)]
 
+    multiple = 1 if trained.ranks is None else trained.ranks.size()
     share = Share(
         device=trained.device,
-        max_length=trained.spec.max_positions,
+        multiple=multiple,
+        max_length=trained.spec.max_positions // multiple * multiple,
         tokens_at_once=ENOUGH_TOKENS[trained.device.type],
     )
     return Examinee(WholeModel(trained.model, NextToken()), tokenizer, share, write)

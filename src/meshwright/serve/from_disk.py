@@ -27,18 +27,18 @@ MOST = 0.8
 GB = 1e9
 
 
-def is_to_stay_on_disk(asked: bool | None, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether weights are left on disk: as `asked`, or by default (None) where they do not fit into free memory."""
+def is_to_stay_on_disk(weights: object, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether weights are left on disk: as asked (`disk`), or where they do not fit into free memory (`auto`)."""
+    asked = weights == "disk"
     if asked and device.type != "cpu":
         raise UserError(
             "--weights-from-disk: a GPU computes with weights in its own memory; leave it out, or add --device cpu"
         )
     if asked and spec.foreign is not None:
         raise UserError("--weights-from-disk: a model that transformers computes is held in memory; leave it out")
-    if asked is not None:
+    if asked or weights != "auto" or device.type != "cpu" or spec.foreign is not None:
         return asked
-    weights = sum(row.numel for row in parameter_table(spec)) * dtype.itemsize
-    return device.type == "cpu" and spec.foreign is None and weights > MOST * memory_free()
+    return sum(row.numel for row in parameter_table(spec)) * dtype.itemsize > MOST * memory_free()
 
 
 def about_disk(model: Decoder) -> str:

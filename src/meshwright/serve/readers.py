@@ -36,8 +36,9 @@ class Reader(Protocol):
 class CachedReader:
     """Reads every token once, with a KV cache."""
 
-    def __init__(self, model: Decoder) -> None:
-        self._model, self._cache = model, Cache(model)
+    def __init__(self, model: Decoder, multiple: int = 1) -> None:
+        """`multiple`: of tokens that a step reads, because as many ranks split them."""
+        self._model, self._cache = model, Cache(model, multiple)
 
     def read(self, new: New, writing: int) -> torch.Tensor:
         """See `Reader`."""
@@ -49,7 +50,7 @@ class CachedReader:
         last_B = torch.tensor(ends[:writing], device=batch.tokens.device, dtype=torch.int64)
 
         def logits(x_1ND: torch.Tensor, head: Head, _: object) -> torch.Tensor:
-            return head.logits(x_1ND[0] if len(last_B) == x_1ND.shape[1] else x_1ND[0, last_B])
+            return head.logits_at(x_1ND, last_B)
 
         return self._model(batch, logits, cache=self._cache)
 
@@ -100,6 +101,8 @@ PROBE = 12
 def reader_for(model: Decoder) -> Reader:
     """The reader for a model. Models computed by transformers have no cache here. A user's own blocks may mix tokens
     outside attention; a test of their logits detects this."""
+    if model.make_reader is not None:
+        return model.make_reader(model)
     if model.spec.foreign is not None:
         return WholeReader(model)
     if model.spec.family not in FAMILIES and not _may_be_cached(model):

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.callbacks import EMA
 from meshwright.checkpoint.dcp import held_tensors, load_tensors
@@ -34,6 +35,7 @@ from meshwright.models.packed import pack
 from meshwright.objectives import NextToken
 from meshwright.parallel import WholeModel
 from meshwright.parallel.materialize import RowSource, materialize
+from meshwright.parallel.tensor import apply_tensor_parallel
 from meshwright.plan.machine import find_machine
 from meshwright.serve.engine import Answer, Engine, Request
 from meshwright.serve.from_disk import (
@@ -45,6 +47,8 @@ from meshwright.serve.from_disk import (
 from meshwright.serve.token_ids import end_ids, model_config
 from meshwright.spec.data import DataSpec, SourceSpec
 from meshwright.spec.errors import UserError
+from meshwright.spec.fit import find_misfits
+from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelSpec, Parameter
 from meshwright.spec.precision import BF16, FP32
 from meshwright.spec.run import ResolvedRun
@@ -57,6 +61,9 @@ from meshwright.trainer.weights import base_of, check_base, kept_weights
 
 MAX_TOKENS = 128
 """Default number of new tokens of a continuation."""
+Weights = Literal["memory", "disk", "auto"] | DeviceMesh
+"""Where weights are: in memory; of blocks on disk; there if they do not fit into free memory; split over the ranks of a
+tensor-parallel axis."""
 AVERAGED = f"callbacks.{EMA.__name__}."
 """Prefix of averaged weights in checkpoints."""
 
@@ -74,6 +81,8 @@ class TrainedModel:
     device: torch.device
     run: ResolvedRun | None
     """The run it comes from; None for a Hugging Face directory."""
+    ranks: DeviceMesh | None = None
+    """The tensor-parallel ranks that share it."""
 
 
 def open_trained(
@@ -83,19 +92,18 @@ def open_trained(
     dtype: str | None = None,
     averaged: bool = False,
     family: str | None = None,
-    from_disk: bool | None = False,
+    weights: Weights = "memory",
 ) -> TrainedModel:
     """Open the newest checkpoint of the run directory `path`, one checkpoint, a Hugging Face directory, or a hub id in
     the local cache.
 
     `dtype` is fp32, bf16, fp16 or fp64; by default a run's precision, and for a Hugging Face directory fp32
     on a CPU and bf16 on a GPU. `averaged`: use the moving average of the weights from the callback `EMA`.
-    `family`: transformers, to compute a Hugging Face directory's model with that library. `from_disk`: leave the
-    blocks' weights on disk; None: where they do not fit into free memory.
+    `family`: transformers, to compute a Hugging Face directory's model with that library. `weights`: where they are.
 
     Raises `UserError` if `path` is none of them or has no average, `CheckpointError` if a file is missing or damaged.
     """
-    place = choose_device(find_machine(device), 0)
+    place = choose_device(find_machine(device), 0 if isinstance(weights, str) else weights.get_local_rank())
     if not path.exists():
         with contextlib.suppress(ValueError):  # reported below
             path = cached_snapshot(str(path), "config.json", "*.safetensors") or path
@@ -104,14 +112,14 @@ def open_trained(
     saved = [path] if (path / MANIFEST).is_file() else list_checkpoints(path / "checkpoints")
     if saved:
         with memory_told(f"the weights of {saved[-1]}"):
-            return _from_checkpoint(saved[-1], place, dtype, averaged, from_disk)
+            return _from_checkpoint(saved[-1], place, dtype, averaged, weights)
     if (path / RESOLVED).is_file():
         raise CheckpointError(f"{path}: no checkpoint was saved here yet")
     if averaged and path.is_dir():
         raise UserError(f"{path} is neither a run nor a checkpoint, so it has no averaged weights; leave --ema out")
     if (path / "config.json").is_file():
         with memory_told(f"the weights of {path}"):
-            return _from_hf_directory(path, place, dtype, family, from_disk)
+            return _from_hf_directory(path, place, dtype, family, weights)
     what = f"holds no {RESOLVED} and no config.json" if path.is_dir() else "no such directory"
     raise UserError(
         f"{path}: {what}; give a run directory, one of its checkpoints, a Hugging Face directory, or the hub's id of a "
@@ -180,13 +188,20 @@ def evaluate_texts(
     length = sequence_length or (recipe.data.sequence_length if recipe else min(1024, trained.spec.max_positions))
     if length > trained.spec.max_positions:
         raise UserError(f"sequence length {length}: the model is meant for at most {trained.spec.max_positions}")
+    ranks = trained.ranks
+    if ranks is not None and length % ranks.size():
+        raise UserError(f"sequence length {length}: {ranks.size()} ranks share each sequence, and do not divide it")
     named = _held_out(trained, length) if sources is None else _samples_of(trained, sources, length)
     micro_batch, everything = max(1, ENOUGH_TOKENS[trained.device.type] // length), sum(map(len, named.values()))
     parts = {}
     for name, samples in named.items():
         share = None if num_samples is None else -(-num_samples * len(samples) // everything)
-        batches = evaluation_batches(samples, micro_batch=micro_batch, num_samples=share, padding="cut")
-        parts[name] = evaluate(WholeModel(trained.model, NextToken()), batches, trained.device)
+        batches = evaluation_batches(
+            samples, micro_batch=micro_batch, num_samples=share, padding="cut" if ranks is None else "kept"
+        )
+        passes = WholeModel(trained.model, NextToken())
+        repeats = ranks is not None and ranks.get_local_rank() > 0
+        parts[name] = evaluate(passes, batches, trained.device, repeats_loss=repeats)
     return joined(parts)
 
 
@@ -272,7 +287,7 @@ def _samples_of(trained: TrainedModel, sources: Sequence[str], length: int) -> d
 
 
 def _from_checkpoint(
-    checkpoint: Path, device: torch.device, dtype: str | None, averaged: bool, from_disk: bool | None
+    checkpoint: Path, device: torch.device, dtype: str | None, averaged: bool, weights: Weights
 ) -> TrainedModel:
     verify_checkpoint(checkpoint)
     records = records_of(checkpoint)
@@ -284,15 +299,15 @@ def _from_checkpoint(
     prefix = AVERAGED if averaged else "model."
     computed = torch_dtype(dtype or resolved.run.training.dtypes.compute)
     whole = base_of(resolved) is None
-    if from_disk and not whole:
+    if weights == "disk" and not whole:
         raise UserError(
             f"--weights-from-disk: {checkpoint} holds adapters, whose base is in other files; write the merged model "
             "with export --hf, and use that"
         )
-    if whole and is_to_stay_on_disk(from_disk, resolved.model, computed, device):
+    if whole and is_to_stay_on_disk(weights, resolved.model, computed, device):
         model = checkpoint_model_from_disk(checkpoint, resolved.model, computed, prefix)
     else:
-        model = _with_weights(resolved, checkpoint, prefix).to(device, computed)
+        model = _with_weights(resolved, checkpoint, prefix, weights).to(device, computed)
     return TrainedModel(
         source=checkpoint,
         spec=resolved.model,
@@ -301,10 +316,11 @@ def _from_checkpoint(
         tokenizer_dir=records.tokenizer,
         device=device,
         run=resolved,
+        ranks=None if isinstance(weights, str) else weights,
     )
 
 
-def _with_weights(resolved: ResolvedRun, checkpoint: Path, trained: str) -> Decoder:
+def _with_weights(resolved: ResolvedRun, checkpoint: Path, trained: str, weights: Weights) -> Decoder:
     """The run's model on the CPU, with the weights of a verified checkpoint, and of its base if it has one.
 
     `trained`: the prefix of trained weights in the checkpoint.
@@ -313,11 +329,13 @@ def _with_weights(resolved: ResolvedRun, checkpoint: Path, trained: str) -> Deco
     model = build_model(resolved.model, dtype=dtype)
     base = base_of(resolved)
     if finetune is None or base is None:
+        _split(model, weights)
         model.to_empty(device="cpu")
         kept = named_tensors(model)
     else:
         check_base(checkpoint, verify_checkpoint(checkpoint), base)
         apply_finetune(model, finetune, dtype)
+        _split(model, weights)
         frozen = [row for row in model.table if not row.trained]
         materialize(model, frozen, kept_weights(resolved), torch.device("cpu"))
         kept = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -328,15 +346,26 @@ def _with_weights(resolved: ResolvedRun, checkpoint: Path, trained: str) -> Deco
     return model
 
 
+def _split(model: Decoder, weights: Weights) -> None:
+    """Make a model on the meta device this rank's part of it, if ranks share it."""
+    if isinstance(weights, str):
+        return
+    misfits = find_misfits(LayoutSpec(tp=weights.size()), model.spec, weights.size())
+    if misfits:
+        raise UserError(misfits[0])
+    apply_tensor_parallel(model, weights)
+
+
 def _from_hf_directory(
-    directory: Path, device: torch.device, dtype: str | None, family: str | None, from_disk: bool | None
+    directory: Path, device: torch.device, dtype: str | None, family: str | None, weights: Weights
 ) -> TrainedModel:
     spec = read_hf_directory(directory, family=family)
     computed = torch_dtype(dtype or (BF16 if device.type == "cuda" else FP32))
-    if is_to_stay_on_disk(from_disk, spec, computed, device):
+    if is_to_stay_on_disk(weights, spec, computed, device):
         model = hf_model_from_disk(directory, spec, computed)
     else:
         model = build_model(spec, dtype=computed)
+        _split(model, weights)
         rows = _rows_of(HfWeights(directory, spec))
         materialize(model, parameter_table(spec) + state_table(spec), rows, device)
     if isinstance(model, ForeignDecoder):
@@ -349,6 +378,7 @@ def _from_hf_directory(
         tokenizer_dir=directory,
         device=device,
         run=None,
+        ranks=None if isinstance(weights, str) else weights,
     )
 
 

@@ -1,0 +1,160 @@
+"""Verbs that run over several processes: `layout.tp=N` splits a trained model over N, as tensor parallelism does.
+
+`python -m meshwright.cli.ranks VERB WORDS...` is one of these processes: it runs the verb itself.
+"""
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.cli.main import INTERRUPTED, Parser
+from meshwright.spec.errors import UserError
+from meshwright.spec.guards import GuardSpec
+from meshwright.spec.layout import LayoutSpec
+from meshwright.terminal import guarded_terminal
+
+SETTING = "layout.tp="
+
+
+@dataclass(frozen=True)
+class Job:
+    """The processes of a verb, as `launch/` starts them."""
+
+    layout: LayoutSpec
+    guards: GuardSpec = field(default_factory=GuardSpec)
+    run_dir: str = "."
+
+
+def add_layout_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the operand `layout.tp=N`."""
+    parser.add_argument(
+        "layout",
+        metavar="layout.tp=N",
+        nargs="*",
+        default=[],
+        help="split the model over N processes of this machine by tensor parallelism",
+    )
+
+
+def degree_of(arguments: argparse.Namespace) -> int:
+    """The number of processes that the command line asks for. Raises `UserError` for any other setting."""
+    degrees = [1]
+    for word in arguments.layout:
+        number = word.removeprefix(SETTING)
+        if number == word or not number.isdecimal() or not int(number):
+            raise UserError(
+                f"'{word}' is not allowed here: a model in use is split by tensor parallelism alone, as in {SETTING}2"
+            )
+        degrees.append(int(number))
+    if degrees[-1] > 1 and arguments.weights_from_disk:
+        raise UserError(f"--weights-from-disk: {SETTING}{degrees[-1]} holds weights in memory; choose one of them")
+    return degrees[-1]
+
+
+def started(arguments: argparse.Namespace) -> int | None:
+    """Where the command line asks for several processes and this is none of them: run it on them, and return the exit
+    status. None: go on here."""
+    degree = degree_of(arguments)
+    if degree == 1 or "ranks" in arguments:
+        return None
+    from meshwright.launch.launcher import Nodes, start_workers
+    from meshwright.launch.signals import StopRequest
+    from meshwright.launch.status import STOPPED, TrainingStopped
+    from meshwright.launch.supervise import RestartPolicy
+
+    words = ["meshwright.cli.ranks", arguments.verb, *arguments.words]
+    try:
+        with StopRequest(raises=True) as stop:
+            status = start_workers(Job(LayoutSpec(tp=degree)), Nodes(), words, stop, RestartPolicy(run_dir=None))
+    except TrainingStopped:
+        status = STOPPED
+    if status == STOPPED:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return status
+
+
+def weights_of(arguments: argparse.Namespace) -> Any:
+    """Where the weights are to be (`serve/trained.py`)."""
+    if "ranks" in arguments:
+        return arguments.ranks.mesh
+    return "disk" if arguments.weights_from_disk else "auto"
+
+
+def follows(arguments: argparse.Namespace, model: Any) -> bool:
+    """True where this process has repeated what the first one did with `model`, which has ended; the first process
+    itself leads from here on."""
+    if "ranks" not in arguments:
+        return False
+    if arguments.ranks.leads:
+        arguments.ranks.lead(model)
+        return False
+    arguments.ranks.follow(model)
+    return True
+
+
+def main() -> int:
+    """Run a verb as one process of several."""
+    from meshwright.launch.launcher import find_worker
+    from meshwright.launch.status import MISUSE, STOPPED
+    from meshwright.trainer.worker import report_to_parent
+
+    verb, *words = sys.argv[1:]
+    worker = find_worker()
+    if worker is None:
+        raise SystemExit(f"this is one process of several, which meshwright {verb} starts")
+    # The first process decides when all end.
+    signal.signal(signal.SIGINT, signal.default_int_handler if worker.rank == 0 else signal.SIG_IGN)
+    if worker.rank:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the first prints for all
+    try:
+        with guarded_terminal():
+            module, parser = importlib.import_module(f"meshwright.cli.{verb}"), Parser(verb)
+            module.add_arguments(parser)
+            arguments = parser.parse(words)
+            arguments.ranks = _joined(worker, degree_of(arguments), arguments.device)
+            status = module.run(arguments)
+            if arguments.ranks.leads:
+                arguments.ranks.tell(None)
+            sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return STOPPED
+    except (UserError, OSError) as error:
+        report_to_parent(str(error))
+        return MISUSE
+
+
+def _joined(worker: Any, degree: int, device_name: str) -> Any:
+    import torch
+
+    from meshwright.launch.launcher import join_group, threads_per_rank
+    from meshwright.parallel import build_meshes
+    from meshwright.plan.machine import find_machine
+    from meshwright.serve.ranks import Ranks
+    from meshwright.trainer.device import choose_device
+    from meshwright.trainer.worker import report_to_parent
+
+    def lost(error: BaseException) -> Any:
+        report_to_parent(f"process {worker.rank} of {degree} cannot go on: {' '.join(str(error).split())[:200]}")
+        os._exit(1)
+
+    job = Job(LayoutSpec(tp=degree))
+    device = choose_device(find_machine(device_name), worker.local_rank)
+    torch.set_num_threads(threads_per_rank(worker.local_world_size))
+    join_group(worker, job, device)
+    mesh = build_meshes(job.layout, device.type).axis("tp")
+    assert mesh is not None
+    return Ranks(mesh, lost)
+
+
+if __name__ == "__main__":
+    ended = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(ended)  # gloo's threads may abort a process during an orderly teardown

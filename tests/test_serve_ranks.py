@@ -1,0 +1,168 @@
+"""A model split over tensor-parallel processes answers as one process does."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from launched import ranks_of
+from meshwright.models.generate import Sampling
+from meshwright.parallel import build_meshes
+from meshwright.serve.engine import Answer, Engine, Request
+from meshwright.serve.examine import examinee_of
+from meshwright.serve.ranks import Ranks
+from meshwright.serve.trained import evaluate_texts, open_trained
+from meshwright.spec.errors import UserError
+from meshwright.spec.layout import LayoutSpec
+from meshwright.tasks.examinee import Writing
+from meshwright.testing.ranks import RankPool
+from served import CHATML, hf_directory, model_of, tokenizer_of
+
+TEXT = "def add_1(x):\n    return x + 1\n" * 20
+
+
+def requests() -> list[Request]:
+    """Of several lengths, greedy and drawn, in two waves: some end early, so that others move into their rows."""
+    kinds = [(5, 0.0, 9), (1, 0.9, 3), (17, 0.0, 6), (4, 1.1, 9), (2, 0.0, 1), (33, 0.7, 8)]
+    return [
+        Request(
+            prompt=list(range(3, 3 + length)),
+            max_tokens=tokens,
+            sampling=Sampling(temperature=temperature, seed=4, repetition_penalty=1.1),
+            logprobs=2,
+        )
+        for length, temperature, tokens in kinds
+    ]
+
+
+def told(answers: list[Answer]) -> list[Any]:
+    return [
+        (answer.ids, [round(logprob, 9) for token in answer.tokens for _, logprob in token.top]) for answer in answers
+    ]
+
+
+def no_other(error: BaseException) -> NoReturn:
+    raise error
+
+
+def found_on_ranks(folder: Path, text: Path) -> dict[str, Any]:
+    """What this rank computes of a directory's model, split over both."""
+    mesh = build_meshes(LayoutSpec(tp=2), "cpu").axis("tp")
+    assert mesh is not None
+    ranks = Ranks(mesh, no_other)
+    opened = open_trained(folder, device="cpu", dtype="fp64", weights=mesh)
+    ranks.alike(opened.model)
+    found = everything_of(opened, text)
+    local = opened.model.layers["0"].attention.wo.weight
+    found["kept"] = local.to_local().numel() / local.numel()
+    if ranks.leads:
+        ranks.lead(opened.model)
+        found["led"] = told(Engine(opened.model, max_batch=4).run(requests()))
+        engine = Engine(opened.model)
+        engine.submit(requests()[0])
+        engine.step()
+        engine.reset()  # as after an error
+        found["again"] = told(engine.run(requests()[2:3]))
+        ranks.tell(None)
+    else:
+        ranks.follow(opened.model)
+    return found
+
+
+def everything_of(opened: Any, text: Path) -> dict[str, Any]:
+    examinee = examinee_of(opened)
+    return {
+        "answers": told(Engine(opened.model, max_batch=4).run(requests())),
+        "loss": evaluate_texts(opened, sources=[str(text)], sequence_length=32),
+        "chosen": [one.logprob for one in examinee.logprobs([([5, 6, 7], [8]), ([9, 4], [3, 2, 1])])],
+        "written": examinee.write([[5, 6, 7], [9]], Writing(max_tokens=5)),
+    }
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "deepseek_v3"])
+def test_two_ranks_answer_as_one_process(family: str, ranks: RankPool, tmp_path: Path) -> None:
+    model = model_of(family, vocab=301, init_std=0.2)
+    folder = hf_directory(tmp_path / "hf", model, tokenizer_of(CHATML))
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    expected = everything_of(open_trained(folder, device="cpu", dtype="fp64"), text)
+    alone = expected["loss"]
+    for rank, found in enumerate(ranks.run(2, found_on_ranks, folder, text)):
+        assert found["answers"] == expected["answers"]
+        assert found["loss"].tokens == alone.tokens
+        assert found["loss"].loss == pytest.approx(alone.loss, abs=1e-11)
+        assert found["chosen"] == pytest.approx(expected["chosen"], abs=1e-9)
+        assert found["written"] == expected["written"]
+        assert found["kept"] == 0.5
+        if rank == 0:
+            assert found["led"] == expected["answers"]
+            assert found["again"] == expected["answers"][2:3]
+
+
+def refused_on_ranks(folder: Path) -> str:
+    mesh = build_meshes(LayoutSpec(tp=2), "cpu").axis("tp")
+    assert mesh is not None
+    with pytest.raises(UserError) as refused:
+        open_trained(folder, device="cpu", weights=mesh)
+    return str(refused.value)
+
+
+def test_a_model_that_two_ranks_cannot_split_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    model = model_of("llama", num_heads=3, num_kv_heads=3, hidden=24, dtype=torch.float32)
+    folder = hf_directory(tmp_path / "hf", model, tokenizer_of(CHATML))
+    for message in ranks.run(2, refused_on_ranks, folder):
+        assert message.startswith("layout.tp=2: 3 query heads cannot be split evenly over 2 ranks")
+
+
+@pytest.mark.slow
+def test_a_server_over_two_processes_answers_and_ends_with_a_sentence_when_one_dies(tmp_path: Path) -> None:
+    folder = hf_directory(tmp_path / "hf", model_of("llama", dtype=torch.float32), tokenizer_of(CHATML))
+    words = [sys.executable, "-m", "meshwright"]
+    prompt = ["--prompt", "def add", "--max-tokens", "8", "--temperature", "0", "--json"]
+    alone = subprocess.run([*words, "generate", str(folder), *prompt], capture_output=True, check=True, timeout=300)
+    expected = json.loads(alone.stdout)["texts"][0]["continuation"]
+    both = subprocess.run(
+        [*words, "generate", str(folder), "layout.tp=2", *prompt], capture_output=True, check=True, timeout=300
+    )
+    assert json.loads(both.stdout)["texts"][0]["continuation"] == expected
+    server = subprocess.Popen(
+        [*words, "serve", str(folder), "layout.tp=2", "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stdout is not None
+    try:
+        place = next(found[0] for line in server.stdout if (found := re.search(r"http://\S+/v1", line)))
+
+        def ask() -> str:
+            body = {"model": "hf", "prompt": "def add", "max_tokens": 8, "temperature": 0}
+            request = urllib.request.Request(
+                f"{place}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)["choices"][0]["text"]
+
+        assert [ask(), ask()] == [expected, expected]
+        os.kill(ranks_of(server.pid)[1], signal.SIGKILL)
+        _, printed = server.communicate(timeout=60)
+    finally:
+        server.kill()
+    lines = [line for line in printed.splitlines() if line.strip()]
+    assert lines == ["error: rank 1 was killed by SIGKILL"]
+    assert server.returncode == 128 + signal.SIGKILL
+
+
+def test_other_settings_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from meshwright.cli.main import main
+
+    assert main(["generate", str(tmp_path), "layout.pp=2", "--prompt", "x"]) == 2
+    assert "split by tensor parallelism alone, as in layout.tp=2" in capsys.readouterr().err
