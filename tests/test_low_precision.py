@@ -13,14 +13,18 @@ from meshwright.models import low_precision
 from meshwright.models.dropout import Draws
 from meshwright.models.grouped_low_precision import GroupedLowPrecision
 from meshwright.models.linear import Linear
-from meshwright.models.low_precision import RECIPES, AmaxHistory, LowPrecision, Past, everywhere
+from meshwright.models.low_precision import RECIPES, AmaxHistory, LastEncoded, LowPrecision, Past, everywhere
 from meshwright.models.moe import ExpertLinear, Rows
 from meshwright.models.scaling import E2M1, E4M3, E5M2, Scaling, encode, hadamard, round_e2m1
 from meshwright.parallel.weight_gradients import WeightGradients, add_weight_gradients
+from meshwright.plan.activations import block_activations
+from meshwright.plan.blueprint import blueprint
+from meshwright.plan.engine import engine_job
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.spec.training import TrainingSpec
+from meshwright.testing.equivalence import build_here, loader_for
 from test_low_precision_layouts import narrow_run, run_of_experts
 
 HERE = everywhere, everywhere
@@ -179,6 +183,52 @@ def test_each_product_is_near_and_not_equal_to_the_plain_one(recipe: str) -> Non
     assert all(torch.equal(one, other) for one, other in zip(ours, again, strict=True))
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_codes_of_the_forward_pass_serve_the_backward_pass_bit_for_bit(recipe: str, deferred: bool) -> None:
+    x, dy = matrix(2, M // 2, D), matrix(2, M // 2, N, seed=5)
+    layer, saved = layer_of(recipe), list[torch.Tensor]()
+    layer.product.keeps_codes = True  # type: ignore[attr-defined]
+    with torch.autograd.graph.saved_tensors_hooks(lambda kept: saved.append(kept) or kept, lambda kept: kept):
+        ours = gradients_of(layer, x, dy, deferred=deferred)
+    for one, other in zip(ours, gradients_of(layer_of(recipe), x, dy), strict=True):
+        assert torch.equal(one, other)
+    activations = [tensor for tensor in saved if tensor is not layer.weight]
+    assert sum(tensor.numel() * tensor.itemsize for tensor in activations) == M * D + 4
+
+
+def test_codes_of_blocks_are_quantized_once_more_in_the_other_direction() -> None:
+    x, dy = matrix(2, M // 2, D), matrix(2, M // 2, N, seed=5)
+    layer, scaling = layer_of("blockwise"), RECIPES["blockwise"].forward[0]
+    layer.product.keeps_codes = True  # type: ignore[attr-defined]
+    y, x_grad, weight_grad, _ = gradients_of(layer, x, dy)
+    plain = gradients_of(layer_of("blockwise"), x, dy)
+    assert torch.equal(y, plain[0])
+    assert torch.equal(x_grad, plain[1])
+    once = encode(x.flatten(0, 1), scaling, HERE).decode()
+    again, of_dy = (encode(part.t(), scaling, HERE).decode() for part in (once, dy.flatten(0, 1)))
+    assert torch.equal(weight_grad, (of_dy @ again.t()).bfloat16())
+    assert 0 < (weight_grad - plain[2]).float().norm() < 0.05 * plain[2].float().norm()
+
+
+def test_layers_that_read_the_same_input_quantize_it_once() -> None:
+    layers, last, seen = [layer_of("tensorwise") for _ in range(2)], LastEncoded[Any](), list[int]()
+    for layer in layers:
+        product = layer.product
+        assert isinstance(product, LowPrecision)
+        product.last, product.keeps_codes = last, True
+    x = matrix(2, M // 2, D).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda kept: seen.append(kept.data_ptr()) or kept, lambda kept: kept):
+        first, second = (layer(x) for layer in layers)
+    assert len(set(seen)) == len(seen) - 2  # codes and scale are the same tensors
+    assert torch.equal(first, second)
+    with torch.no_grad():
+        x.mul_(3)
+    assert torch.equal(layers[0](x), layer_of("tensorwise")(x))
+    del x, first, second
+    assert last._of is None
+
+
 def test_gradients_are_rounded_by_the_numbers_of_tokens_alone() -> None:
     whole, part, other = (layer_of("nvfp4", torch.float32) for _ in range(3))
     everything = {}
@@ -292,6 +342,7 @@ def test_each_expert_is_a_linear_layer_of_its_own(recipe: str) -> None:
     [
         ({"precision": "bf16", "low_precision": {"recipe": "rowwise"}}, "is of precision fp8, mxfp8, nvfp4"),
         ({"precision": "mxfp8", "low_precision": {"recipe": "rowwise"}}, "is a recipe of fp8"),
+        ({"precision": "mxfp8", "low_precision": {"saved_inputs": "codes"}}, "mxfp8 quantize the input anew"),
         ({"precision": "fp8", "low_precision": {"margin": 1}}, "margin only applies to recipe=delayed"),
     ],
 )
@@ -367,3 +418,34 @@ def test_blocks_are_torchaos_bit_for_bit() -> None:
         codes, _ = quantize(x.float())
         ours = encode(x, scaling, HERE)
         assert torch.equal(ours.whole(ours.codes).float(), codes.float())
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def saved_bytes(run: ResolvedRun) -> int:
+    """Bytes of all tensors that a first microbatch saves for its backward pass."""
+    trainer, storages = build_here(run), dict[int, torch.UntypedStorage]()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage
+        return tensor
+
+    with loader_for(trainer) as loader, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        trainer.train_step.gradients(loader.microbatches(0)[:1])
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("make", [narrow_run, run_of_experts])
+def test_codes_that_are_kept_take_the_bytes_that_the_plan_says(recipe: str, make: Any) -> None:
+    measured, planned = [], []
+    for saved in ("full", "codes"):
+        run = make(LayoutSpec(), recipe, low_precision={"compute": "bf16", "saved_inputs": saved})
+        job = engine_job(run.run, blueprint(run.model), global_batch=run.global_batch, micro_batch=1)
+        measured.append(saved_bytes(run))
+        planned.append(run.model.num_layers * block_activations(job, job.model.kinds[0], "none"))
+    scales = 2 * 4 * (1 + 2 * 4 if make is run_of_experts else 4)
+    assert measured[0] - measured[1] == pytest.approx(planned[0] - planned[1], abs=scales)
+    assert planned[0] - planned[1] > 20 * scales

@@ -5,6 +5,7 @@ from meshwright.families.hf_config import model_from_hf_config, model_to_hf_conf
 from meshwright.families.hf_tensors import HfTensor, hf_tensors
 from meshwright.families.low_precision import (
     describe_low_precision,
+    keeps_codes,
     low_precision_layers,
     low_precision_misfits,
     low_precision_state,
@@ -25,6 +26,7 @@ __all__ = [
     "find_adapters",
     "finetuned_table",
     "hf_tensors",
+    "keeps_codes",
     "low_precision_layers",
     "low_precision_misfits",
     "low_precision_state",

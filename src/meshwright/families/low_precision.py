@@ -14,6 +14,8 @@ from meshwright.spec.low_precision import BLOCKS, DELAYED
 from meshwright.spec.model import ModelSpec, Parameter
 from meshwright.spec.training import TrainingSpec
 
+HEADS, INNER = frozenset({"heads", "v_heads"}), frozenset({"ffn", "shared_ffn", "expert_ffn"})
+"""Named dims of the inputs that attention keeps, and of those that only one layer reads."""
 OPERANDS = 3
 """Of a layer's products: input, weight and gradient."""
 
@@ -46,6 +48,15 @@ def low_precision_layers(table: Iterable[Parameter], training: TrainingSpec) -> 
             f"training.low_precision.keep leaves no layer in {training.precision}; use training.precision=bf16"
         )
     return tuple(name for name in linear if name not in kept)
+
+
+def keeps_codes(row: Parameter, training: TrainingSpec) -> bool:
+    """Whether the layer of this matrix keeps its input in codes for the backward pass. Not where attention keeps the
+    same tensor anyway; nor where others read it and have scales of their own, so that each would keep its codes."""
+    into = row.dims[-1]
+    if not training.keeps_codes or into in HEADS:
+        return False
+    return into in INNER or training.product_recipe != DELAYED
 
 
 def describe_low_precision(table: Iterable[Parameter], training: TrainingSpec) -> str:

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from meshwright.models.low_precision import KERNEL_SIZES, LowPrecision, has_kernel
+from meshwright.models.linear import Kept
+from meshwright.models.low_precision import KERNEL_SIZES, LastEncoded, LowPrecision, has_kernel
 from meshwright.models.moe import Rows
+from meshwright.models.scaling import Encoded
 from meshwright.models.slots import Weights
 
 Counts = list[list[int]]
@@ -27,6 +29,8 @@ class GroupedLowPrecision:
     def __init__(self, products: Sequence[LowPrecision]) -> None:
         """`products`: of each expert on this rank."""
         self.products = tuple(products)
+        self.last: LastEncoded[list[Encoded]] | None = None
+        """A slot: what matrices that read the same rows share."""
 
     def __call__(
         self, x_MI: torch.Tensor, weight_EOI: torch.Tensor, rows: Rows, read: Callable[..., list[list[int]]]
@@ -46,6 +50,21 @@ class GroupedLowPrecision:
             for count in of_microbatches:
                 yield _Group(expert, slice(start, start + count))
                 start += count
+
+    def encoded(self, x_MI: torch.Tensor, counts: Counts) -> list[Encoded]:
+        """The rows of every computed group in codes."""
+        found = self.last.get(x_MI) if self.last is not None else None
+        if found is None:
+            groups = ((group, self.products[group.expert]) for group in _computed(self, counts))
+            found = [product.encoded(_rows(x_MI, group, product)) for group, product in groups]
+            if self.last is not None:
+                self.last.put(x_MI, found)
+        return found
+
+    @property
+    def keeps_codes(self) -> bool:
+        """As `LowPrecision.keeps_codes`, of all experts."""
+        return self.products[0].keeps_codes
 
     @property
     def together(self) -> bool:
@@ -80,23 +99,27 @@ class _Apart(torch.autograd.Function):
         grouped: GroupedLowPrecision,
         counts: Counts,
     ):
-        ctx.save_for_backward(x_MI if ctx.needs_input_grad[1] else None, weight_EOI, numbers_M)
+        encoded = grouped.encoded(x_MI, counts)
+        kept: Kept = ()
+        if ctx.needs_input_grad[1]:
+            kept = tuple(part for one in encoded for part in one[:2]) if grouped.keeps_codes else (x_MI,)
+        ctx.save_for_backward(weight_EOI, numbers_M, *kept)
         ctx.grouped, ctx.numbers_of_rows = grouped, counts
         y_MO = x_MI.new_empty(len(x_MI), weight_EOI.shape[1])
-        for group in _computed(grouped, counts):
-            product = grouped.products[group.expert]
-            y = product.compute(_rows(x_MI, group, product), {"weight": weight_EOI[group.expert]})
+        for group, left in zip(_computed(grouped, counts), encoded, strict=True):
+            weights: Weights = {"weight": weight_EOI[group.expert]}
+            y = grouped.products[group.expert].product_of(left, weights, x_MI.dtype)
             y_MO[group.rows] = y[: group.size]
         return y_MO
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any):
-        (grad_MO,), (x_MI, weight_EOI, numbers_M) = grad_outputs, ctx.saved_tensors
+        (grad_MO,), (weight_EOI, numbers_M, *kept) = grad_outputs, ctx.saved_tensors
         grouped: GroupedLowPrecision = ctx.grouped
         need_x, need_weight, *_ = ctx.needs_input_grad
         grad_MI = grad_MO.new_empty(len(grad_MO), weight_EOI.shape[2]) if need_x else None
         grad_EOI = torch.zeros_like(weight_EOI) if need_weight else None
-        for group in _computed(grouped, ctx.numbers_of_rows):
+        for index, group in enumerate(_computed(grouped, ctx.numbers_of_rows)):
             product = grouped.products[group.expert]
             grad = _rows(grad_MO, group, product)
             weights: Weights = {"weight": weight_EOI[group.expert]}
@@ -105,7 +128,9 @@ class _Apart(torch.autograd.Function):
             if grad_MI is not None:
                 grad_MI[group.rows] = product.input_gradient(grad, weights)[: group.size]
             if grad_EOI is not None:
-                grad_EOI[group.expert] += product.weight_gradient(_rows(x_MI, group, product), grad, weights)
+                codes = kept[2 * index : 2 * index + 2]
+                of_group = tuple(codes) if grouped.keeps_codes else (_rows(kept[0], group, product),)
+                grad_EOI[group.expert] += product.weight_gradient_of(of_group, grad, weights)
         return grad_MI, grad_EOI, None, None, None
 
 

@@ -14,6 +14,9 @@ from torch import nn
 from meshwright.models.cpu_kernels import linear, matmul
 from meshwright.models.slots import Layer, Op, Place, Weights
 
+Kept = tuple[torch.Tensor, ...]
+"""What the forward pass keeps of a product's input."""
+
 
 class Product(Op):
     """`x W^T + b`, by three functions that need no autograd: `compute`, `input_gradient` and `weight_gradient`."""
@@ -28,8 +31,8 @@ class Product(Op):
         return weights
 
     def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """[..., D] to [..., N]; only the tensors that make up W are saved for the backward pass, and x where W
-        trains."""
+        """[..., D] to [..., N]; only the tensors that make up W are saved for the backward pass, and what
+        `compute_keeping` keeps of x where W trains."""
         weights = self.noted(weights)
         matrix = (weights.get(name) for name in self.names)
         y = _Apart.apply(x, weights.get("bias"), self, *matrix)
@@ -47,6 +50,15 @@ class Product(Op):
     def weight_gradient(self, x: torch.Tensor, grad: torch.Tensor, weights: Weights) -> torch.Tensor:
         """The gradient [N, D] of W, from x [..., D] and the gradient of the output [..., N]."""
         raise NotImplementedError
+
+    def compute_keeping(self, x: torch.Tensor, weights: Weights) -> tuple[torch.Tensor, Kept]:
+        """`compute`, and what the gradient of W needs of x: x itself."""
+        return self.compute(x, weights), (x,)
+
+    def weight_gradient_of(self, kept: Kept, grad: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """`weight_gradient`, from what `compute_keeping` kept."""
+        (x,) = kept
+        return self.weight_gradient(x, grad, weights)
 
     def merged(self, weights: Weights) -> Weights:
         """The layer's own weight and bias."""
@@ -116,19 +128,22 @@ class _Apart(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bias_N: torch.Tensor | None, product: Product, *matrix: torch.Tensor):
-        ctx.save_for_backward(x if ctx.needs_input_grad[3] else None, *matrix)
+        weights = {**dict(zip(product.names, matrix, strict=True)), "bias": bias_N}
+        y, kept = product.compute_keeping(x, weights) if ctx.needs_input_grad[3] else (product.compute(x, weights), ())
+        ctx.save_for_backward(*matrix, *kept)
         ctx.product = product
-        return product.compute(x, {**dict(zip(product.names, matrix, strict=True)), "bias": bias_N})
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any):
-        (grad,), (x, *matrix), product = grad_outputs, ctx.saved_tensors, ctx.product
+        (grad,), saved, product = grad_outputs, ctx.saved_tensors, ctx.product
+        matrix, kept = saved[: len(product.names)], saved[len(product.names) :]
         weights = dict(zip(product.names, matrix, strict=True))
         need_x, need_bias, _, need_weight, *others = ctx.needs_input_grad
         return (
             product.input_gradient(grad, weights) if need_x else None,
             grad.flatten(0, -2).sum(0) if need_bias else None,
             None,
-            product.weight_gradient(x, grad, weights) if need_weight else None,
+            product.weight_gradient_of(kept, grad, weights) if need_weight else None,
             *(None for _ in others),
         )

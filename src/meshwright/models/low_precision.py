@@ -16,9 +16,10 @@ Shapes: M rows (tokens of a microbatch), D in, N out; K kept and S summed over b
 
 import functools
 import hashlib
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +27,14 @@ from torch import nn
 
 from meshwright.models.cpu_kernels import linear, matmul
 from meshwright.models.dropout import Draws, drawn_bits
-from meshwright.models.linear import Product
+from meshwright.models.linear import Kept, Product
 from meshwright.models.scaling import E2M1, E4M3, E5M2, Encoded, Scaling, Spread, delayed_scale, encode, hadamard
 from meshwright.models.slots import Weights
 
 Dim = Literal["tokens", "in", "out"]
 Role = Literal["input", "weight", "gradient"]
 ROLES: tuple[Role, ...] = ("input", "weight", "gradient")
+T = TypeVar("T")
 Pair = tuple[Scaling, Scaling]
 """The scalings of a product's operands, the one with the result's rows first."""
 
@@ -55,6 +57,15 @@ class Recipe:
     """Weight gradients' operands go through a random Hadamard transform, and gradients are rounded stochastically."""
     kernel: tuple[int, int] | None = None
     """The lowest compute capability with kernels; None: no kernel is used."""
+
+    @property
+    def reads_codes(self) -> bool:
+        """Whether the weight's gradient scales the input as the forward pass does: by one scale."""
+        return self.weight_gradient is not None and self.forward[0] == self.weight_gradient[1] and not self._blocks
+
+    @property
+    def _blocks(self) -> bool:
+        return self.forward[0].rows is not None or self.forward[0].columns is not None
 
     @property
     def delayed(self) -> bool:
@@ -132,6 +143,30 @@ class Past:
             seen.copy_(torch.maximum(seen, tensor.abs().amax().float()))
 
 
+class LastEncoded(Generic[T]):
+    """The codes of the last input, for layers that read the same one after another: quantized once, kept once."""
+
+    def __init__(self) -> None:
+        self._of: tuple[weakref.ref[torch.Tensor], int, T] | None = None
+
+    def get(self, x: torch.Tensor) -> T | None:
+        """The codes of this very tensor; None if the last was another."""
+        if self._of is None or torch.compiler.is_compiling() or x.is_inference():
+            return None
+        last, version, encoded = self._of
+        return encoded if last() is x and version == x._version else None
+
+    def put(self, x: torch.Tensor, encoded: T) -> T:
+        """Keep the codes while the tensor lives."""
+        if not torch.compiler.is_compiling() and not x.is_inference():
+            self._of = weakref.ref(x, self._forget), x._version, encoded
+        return encoded
+
+    def _forget(self, dead: "weakref.ref[torch.Tensor]") -> None:
+        if self._of is not None and self._of[0] is dead:
+            self._of = None
+
+
 def everywhere(maxima: torch.Tensor) -> torch.Tensor:
     """The default of `LowPrecision.over`, for a dim that is whole on this rank."""
     return maxima
@@ -163,6 +198,11 @@ class LowPrecision(Product):
         """A slot: reduces a maximum over this rank's part of a dim to the maximum over all of it."""
         self.part = 0
         """A slot: the index of this rank's part of the outputs, where ranks have equal parts."""
+        self.keeps_codes = False
+        """A slot: whether the weight's gradient is computed from the codes of the forward pass, which are kept instead
+        of the input: where it scales them alike, the same numbers; else their values are quantized once more."""
+        self.last: LastEncoded[Encoded] | None = None
+        """A slot: what layers that read the same input share."""
         self._keys = {use: _key(seed, name, use) for use in ("input gradient", "weight gradient")}
 
     @property
@@ -178,11 +218,26 @@ class LowPrecision(Product):
 
     def compute(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
         """[..., D] to [..., N]."""
-        x_MD, weight_ND = x.flatten(0, -2), weights["weight"]
-        one, other = self.recipe.forward
-        left = self._encode("input", x_MD, one, ("tokens", "in"))
-        right = self._encode("weight", weight_ND, other, ("out", "in"))
-        y, bias_N = self._multiply(left, right, x.dtype).view(*x.shape[:-1], -1), weights.get("bias")
+        return self.compute_keeping(x, weights)[0]
+
+    def compute_keeping(self, x: torch.Tensor, weights: Weights) -> tuple[torch.Tensor, Kept]:
+        """See `Product`: the codes of x, or x."""
+        encoded = self.last.get(x) if self.last is not None else None
+        if encoded is None:
+            encoded = self.encoded(x.flatten(0, -2))
+            if self.last is not None:
+                self.last.put(x, encoded)
+        y = self.product_of(encoded, weights, x.dtype).view(*x.shape[:-1], -1)
+        return y, (encoded.codes, encoded.scales) if self.keeps_codes else (x,)
+
+    def encoded(self, x_MD: torch.Tensor) -> Encoded:
+        """The input in codes."""
+        return self._encode("input", x_MD, self.recipe.forward[0], ("tokens", "in"))
+
+    def product_of(self, encoded: Encoded, weights: Weights, dtype: torch.dtype) -> torch.Tensor:
+        """The output [M, N] of an input in codes."""
+        right = self._encode("weight", weights["weight"], self.recipe.forward[1], ("out", "in"))
+        y, bias_N = self._multiply(encoded, right, dtype), weights.get("bias")
         return y if bias_N is None else y + bias_N
 
     def input_gradient(self, grad: torch.Tensor, weights: Weights) -> torch.Tensor:
@@ -199,15 +254,30 @@ class LowPrecision(Product):
         grad_NM, x_DM = grad.flatten(0, -2).t(), x.flatten(0, -2).t()
         if self.recipe.weight_gradient is None:
             return matmul(grad_NM, x_DM.t())
+        return self._weight_gradient(grad_NM, x_DM, weights)
+
+    def weight_gradient_of(self, kept: Kept, grad: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """See `Product`."""
+        if not self.keeps_codes:
+            return super().weight_gradient_of(kept, grad, weights)
+        (codes, scales), grad_MN = kept, grad.flatten(0, -2)
+        encoded = Encoded(codes, scales, (len(grad_MN), weights["weight"].shape[1]), False)
+        again = encoded.transposed() if self.recipe.reads_codes else encoded.decode().t()
+        return self._weight_gradient(grad_MN.t(), again, weights)
+
+    def _weight_gradient(self, grad_NM: torch.Tensor, x_DM: torch.Tensor | Encoded, weights: Weights) -> torch.Tensor:
+        dtype = grad_NM.dtype
+        assert self.recipe.weight_gradient is not None
         one, other = self.recipe.weight_gradient
         uniform_MN = self._uniform("weight gradient", len(grad_NM), weights)
         uniform_NM = None if uniform_MN is None else uniform_MN.t()
         if self.recipe.four_bits:
+            assert isinstance(x_DM, torch.Tensor)
             grad_NM, x_DM = hadamard(grad_NM), hadamard(x_DM)
             uniform_NM = None if uniform_NM is None else F.pad(uniform_NM, (0, grad_NM.shape[1] - uniform_NM.shape[1]))
         left = self._encode("gradient", grad_NM, one, ("out", "tokens"), uniform_NM)
-        right = self._encode("input", x_DM, other, ("in", "tokens"))
-        return self._multiply(left, right, grad.dtype)
+        right = x_DM if isinstance(x_DM, Encoded) else self._encode("input", x_DM, other, ("in", "tokens"))
+        return self._multiply(left, right, dtype)
 
     def _encode(
         self,

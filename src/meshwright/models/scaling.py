@@ -95,6 +95,12 @@ class Encoded(NamedTuple):
         blocks = codes * self.scales if self.multiplies else codes / self.scales
         return self.whole(blocks)
 
+    def transposed(self) -> "Encoded":
+        """The matrix [S, K], of the same codes."""
+        order = 2, 3, 0, 1
+        rows, columns = self.shape
+        return Encoded(self.codes.permute(order), self.scales.permute(order), (columns, rows), self.multiplies)
+
     def whole(self, blocks: torch.Tensor) -> torch.Tensor:
         """Blocks as a matrix, without the padding."""
         rows, columns = self.shape

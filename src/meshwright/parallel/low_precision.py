@@ -10,19 +10,20 @@ step (`optim/delayed_scaling.py`).
 
 import functools
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.comm import collectives
-from meshwright.families.low_precision import low_precision_layers
+from meshwright.families.low_precision import keeps_codes, low_precision_layers
 from meshwright.families.split import TP_SPLITS, is_experts, split_dim
 from meshwright.models import Decoder
 from meshwright.models.dropout import Draws
 from meshwright.models.grouped_low_precision import GroupedLowPrecision
 from meshwright.models.linear import Linear
-from meshwright.models.low_precision import RECIPES, ROLES, AmaxHistory, Dim, LowPrecision, Past, Recipe
+from meshwright.models.low_precision import RECIPES, ROLES, AmaxHistory, Dim, LastEncoded, LowPrecision, Past, Recipe
 from meshwright.models.moe import ExpertLinear, MoE
 from meshwright.parallel.mesh import Meshes
 from meshwright.spec.errors import UserError
@@ -39,6 +40,7 @@ def apply_low_precision(model: Decoder, training: TrainingSpec, meshes: Meshes |
     if recipe.four_bits:
         model.draws = model.draws or Draws()
     modules, place = dict(model.named_modules()), 0
+    shared: dict[str, LastEncoded[Any]] = {}  # by the module whose layers read the same input
     tp, cp = (None if meshes is None else meshes.axis(name) for name in ("tp", "cp"))
     for path in low_precision_layers(model.table, training):
         row, here = rows[f"{path}.weight"], place
@@ -47,11 +49,15 @@ def apply_low_precision(model: Decoder, training: TrainingSpec, meshes: Meshes |
         if path not in modules:
             continue  # it is another pipeline stage's
         layer, history = modules[path], None
+        last = None if recipe.delayed else shared.setdefault(path.rpartition(".")[0], LastEncoded())
         if recipe.delayed:
             history = AmaxHistory(low.amax_history, low.margin, here, matrices).train(layer.training)
             layer.register_module("scaling", history)  # there it learns whether the layer trains
         if isinstance(layer, ExpertLinear):
             layer.product = _of_experts(recipe, path, training.seed, history, _Sharers(meshes, matrices))
+            layer.product.last = last
+            for product in layer.product.products:
+                product.keeps_codes = keeps_codes(row, training)
             continue
         if not isinstance(layer, Linear):
             raise UserError(
@@ -60,6 +66,7 @@ def apply_low_precision(model: Decoder, training: TrainingSpec, meshes: Meshes |
             )
         past = None if history is None else Past(history)
         product = LowPrecision(recipe, path, seed=training.seed, draws=model.draws, past=past)
+        product.keeps_codes, product.last = keeps_codes(row, training), last
         layer.put(product)
         if recipe.delayed:
             continue

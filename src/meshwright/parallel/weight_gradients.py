@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from meshwright.models.linear import Linear, Product
+from meshwright.models.linear import Kept, Linear, Product
 from meshwright.models.slots import Op, Place, Weights
 
 
@@ -22,7 +22,7 @@ class Waiting(NamedTuple):
 
     product: Product
     weights: Weights
-    x: torch.Tensor
+    kept: Kept
     grad: torch.Tensor
 
 
@@ -47,10 +47,10 @@ class WeightGradients:
 @torch.no_grad()
 def add_weight_gradients(waiting: list[Waiting]) -> None:
     """Add the deferred gradients to the weights' and biases' gradients."""
-    for product, weights, x, grad in waiting:
+    for product, weights, kept, grad in waiting:
         weight, bias_N = weights[product.names[0]], weights.get("bias")
         if weight is not None and weight.requires_grad:
-            torch.autograd.backward(weight, product.weight_gradient(x, grad, weights))
+            torch.autograd.backward(weight, product.weight_gradient_of(kept, grad, weights))
         if bias_N is not None and bias_N.requires_grad:
             torch.autograd.backward(bias_N, grad.flatten(0, -2).sum(0))
 
@@ -88,13 +88,14 @@ class _InputGradientAlone(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, weights: Weights, product: Product, leave: Any):
-        ctx.save_for_backward(x)
+        y, kept = product.compute_keeping(x, weights)
+        ctx.save_for_backward(*kept)
         ctx.weights, ctx.product, ctx.leave = weights, product, leave
-        return product.forward(x, weights)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any):
-        (grad,), (x,) = grad_outputs, ctx.saved_tensors
-        ctx.leave(Waiting(ctx.product, ctx.weights, x, grad))
-        grad_x = ctx.product.input_gradient(grad, ctx.weights).view_as(x) if ctx.needs_input_grad[0] else None
+        (grad,) = grad_outputs
+        ctx.leave(Waiting(ctx.product, ctx.weights, ctx.saved_tensors, grad))
+        grad_x = ctx.product.input_gradient(grad, ctx.weights) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None, None

@@ -127,10 +127,21 @@ def _saved_everything(job: Job, block: Block) -> float:
     if job.stack.attention == "unfused":
         saved += _score_bytes(job)
     for inner, per_token, routed in _inner_widths(job, block):
-        saved += tokens * width * per_token * inner * _inner_steps(job)
+        saved += tokens * per_token * inner * (width * _inner_steps(job) - _less_in_codes(job, "inner", "all"))
         if routed:
-            saved += tokens * width * per_token * 2 * job.model.hidden
-    return saved
+            saved += tokens * per_token * (2 * width - _less_in_codes(job, "all")) * job.model.hidden
+    return saved - _normed_in_codes(job, block)
+
+
+def _less_in_codes(job: Job, *kinds: str) -> int:
+    """Bytes of a number that are saved where a layer in fp8 keeps codes of its input: none where it is frozen."""
+    return job.width - 1 if job.stack.coded_inputs in kinds and not job.frozen else 0
+
+
+def _normed_in_codes(job: Job, block: Block) -> float:
+    """Bytes saved of the norms' outputs in codes; a router reads the number that experts' rows are copied from."""
+    dense = 2 - any(routed for *_, routed in _inner_widths(job, block))
+    return dense * _normed(job) / 2 * _less_in_codes(job, "all") / job.width
 
 
 def _saved_selectively(job: Job, block: Block) -> float:

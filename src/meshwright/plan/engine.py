@@ -13,6 +13,7 @@ from meshwright.plan.job import MESHWRIGHT, QUANTIZED, Job, Stack, adapter_param
 from meshwright.spec.finetune import FinetuneSpec
 from meshwright.spec.fit import batch_misfits, find_misfits, quantized_misfits
 from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.low_precision import DELAYED
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plugins import said_of
 from meshwright.spec.precision import BF16
@@ -79,6 +80,7 @@ def engine_stack(training: TrainingSpec, *, alone: bool, device: Literal["cpu", 
     return replace(
         MESHWRIGHT,
         fused=training.compile,
+        coded_inputs=_coded_inputs(training),
         attention="unfused" if training.attention == "math" else MESHWRIGHT.attention,
         gradient_bytes=dtypes.gradient.bytes,
         reduce_bytes=dtypes.reduce.bytes,
@@ -90,6 +92,13 @@ def engine_stack(training: TrainingSpec, *, alone: bool, device: Literal["cpu", 
         wide_bytes=MESHWRIGHT.wide_bytes if device == "cuda" else 2**22,
         communicator_bytes=MESHWRIGHT.communicator_bytes if device == "cuda" else 0.0,
     )
+
+
+def _coded_inputs(training: TrainingSpec) -> Literal["none", "inner", "all"]:
+    """As `Stack` has it; where some layers stay in bf16, none is counted on."""
+    if not training.keeps_codes or training.low_precision.keep:
+        return "none"
+    return "inner" if training.product_recipe == DELAYED else "all"
 
 
 def _moment_bytes(training: TrainingSpec) -> float:

@@ -89,6 +89,9 @@ class Stack:
     """Buffers of the communicator of all ranks, and of each axis of more than one."""
     python: float = 1.0
     """Host time per operator, relative to an eager PyTorch program."""
+    coded_inputs: Literal["none", "inner", "all"] = "none"
+    """Which inputs of layers in fp8 are kept in a byte a number: those of feed-forward layers' last matrices, or also
+    those that follow a norm."""
     adapts_all: bool = True
     """Whether all matrices have adapters, not only attention's."""
     spread: float = 0.0

@@ -12,6 +12,9 @@ Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", 
 BLOCKS = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16}
 """Consecutive numbers that share a scale, by recipe; no block may span two ranks."""
 
+CODED = {"tensorwise": "auto", "delayed": "auto", "blockwise": "codes"}
+"""Recipes that can keep inputs in codes, and the least `saved_inputs` for it."""
+
 DELAYED = "delayed"
 """The recipe with scales from previous steps."""
 
@@ -27,6 +30,10 @@ class LowPrecisionSpec(Spec):
     keep: tuple[str, ...] = ()
     """Linear layers of blocks that stay in bf16, by name: layers.0 (the first block), layers.-1 (the last),
     *.attention.wo, *.experts, ... Embeddings, head, norms and routers always do."""
+    saved_inputs: Literal["auto", "full", "codes"] = "auto"
+    """What a layer keeps of its input for the weight's gradient. codes: what its product multiplied, a byte a number.
+    full: the input. auto: codes where the weight's gradient multiplies the same ones, tensorwise and delayed, so that
+    no bit changes. blockwise quantizes codes once more, in the other direction, as DeepSeek-V3 does."""
     amax_history: int = Field(default=1024, ge=1)
     """delayed only: steps whose largest values decide the scale."""
     margin: int = Field(default=0, ge=0)

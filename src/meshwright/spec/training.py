@@ -6,7 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from meshwright.spec.base import Spec
 from meshwright.spec.errors import UserError
-from meshwright.spec.low_precision import LowPrecisionSpec
+from meshwright.spec.low_precision import CODED, LowPrecisionSpec
 from meshwright.spec.plugins import Pluggable, PluginSpec
 from meshwright.spec.precision import BF16, FP32, FP64, NARROW, Precision, PrecisionName, ReduceName
 from meshwright.spec.recompute import Policy, RecomputeSpec
@@ -194,6 +194,12 @@ class TrainingSpec(Spec):
         return self.low_precision.recipe if self.precision == "fp8" else self.precision
 
     @property
+    def keeps_codes(self) -> bool:
+        """Whether layers that multiply in few bits keep the codes of their input, rather than the input."""
+        low, least = self.low_precision, CODED.get(self.product_recipe or "")
+        return least is not None and low.saved_inputs in (least, "codes")
+
+    @property
     def rounds_at_random(self) -> bool:
         """Whether gradients are rounded up or down at random."""
         return self.product_recipe == "nvfp4"
@@ -266,6 +272,11 @@ class TrainingSpec(Spec):
         for name in ("amax_history", "margin"):
             if name in given and self.product_recipe != "delayed":
                 raise UserError(f"low_precision.{name} only applies to recipe=delayed; leave it out")
+        if low.saved_inputs == "codes" and self.product_recipe not in CODED:
+            raise UserError(
+                f"low_precision.saved_inputs=codes: the weight gradients of {self.product_recipe} quantize the input "
+                f"anew, in another direction; leave it out, or use precision=fp8 with a recipe of {', '.join(CODED)}"
+            )
         self._check_bf16()
         if self.compile_mode != "default" and not self.compile:
             raise UserError(
