@@ -1,13 +1,14 @@
 """The verbs that load torch, end to end on a small run: train, resume, generate, eval, demo."""
 
+import io
 import json
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
 
+from launched import run_program
 from meshwright.cli import demo
 from meshwright.cli.main import main
 
@@ -29,9 +30,9 @@ def trained(tmp_path_factory):
     (folder / "recipes/run.yaml").write_text(RECIPE)
     for number in range(8):
         (folder / f"recipes/texts/{number}.txt").write_text(f"fish number {number} swims in the sea\n" * 20)
-    words = [sys.executable, "-m", "meshwright", "train", "recipes/run.yaml", "--json"]
-    found = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True)
-    return folder, found
+    status, out, errors = run_program("train", "recipes/run.yaml", "--json", cwd=folder)
+    assert status == 0, errors
+    return folder, out, errors
 
 
 @pytest.fixture
@@ -42,16 +43,16 @@ def folder(trained, monkeypatch):
 
 @pytest.mark.slow
 def test_training_for_machines_prints_json_alone_and_progress_beside_it(trained):
-    folder, found = trained
-    result = json.loads(found.stdout)
+    folder, out, errors = trained
+    result = json.loads(out)
     assert result["step"] == 3
     assert result["checkpoint"] == "runs/small/checkpoints/step-00000003"
     assert (folder / result["checkpoint"]).is_dir()
-    assert "step 3/3  loss" in found.stderr
+    assert "step 3/3  loss" in errors
 
 
 def test_evaluation_of_the_saved_run_repeats_what_training_measured(trained, folder, capsys):
-    at_the_end = json.loads(trained[1].stdout)["held_out_loss"]
+    at_the_end = json.loads(trained[1])["held_out_loss"]
     assert main(["eval", "runs/small", "--json"]) == 0
     saved = json.loads(capsys.readouterr().out)
     # The same tokens in the same samples; only the size of a batch, and so the order of fp32 sums, may differ.
@@ -68,10 +69,9 @@ def test_evaluation_of_the_saved_run_repeats_what_training_measured(trained, fol
 def test_a_model_that_was_split_over_ranks_is_the_same_model(trained, folder, capsys):
     """Trained by two tensor-parallel ranks; evaluated and exported by one process, its losses those of one."""
     options = ["layout.tp=2", "run_dir=runs/split", "--json"]
-    found = subprocess.run(
-        [sys.executable, "-m", "meshwright", "train", "recipes/run.yaml", *options], capture_output=True, check=True
-    )
-    split, alone = json.loads(found.stdout), json.loads(trained[1].stdout)
+    status, out, errors = run_program("train", "recipes/run.yaml", *options)
+    assert status == 0, errors
+    split, alone = json.loads(out), json.loads(trained[1])
     for figure in ("loss", "held_out_loss"):
         assert split[figure] == pytest.approx(alone[figure], rel=1e-5)
     assert main(["eval", "runs/split", "--json"]) == 0
@@ -107,12 +107,10 @@ def test_generation_repeats_with_its_seed_and_not_with_another(folder, capsys):
     assert texts[0].startswith("fish")
 
 
-@pytest.mark.slow
-def test_generation_takes_several_prompts_and_standard_input(folder):
-    words = [sys.executable, "-m", "meshwright", "generate", "runs/small", "--prompt", "-", "--prompt", ""]
-    found = subprocess.run([*words, "--json"], cwd=folder, input="two\nlines\n", capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    assert [pair["prompt"] for pair in json.loads(found.stdout)["texts"]] == ["two\nlines", ""]
+def test_generation_takes_several_prompts_and_standard_input(folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
+    assert main(["generate", "runs/small", "--prompt", "-", "--prompt", "", "--json"]) == 0
+    assert [pair["prompt"] for pair in json.loads(capsys.readouterr().out)["texts"]] == ["two\nlines", ""]
 
 
 def test_an_exported_model_writes_what_the_run_writes(folder, tmp_path, capsys):

@@ -3,8 +3,6 @@
 import base64
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from launched import run_program
 from meshwright import load_recipe, train
 from meshwright.cli.main import main
 from served import hf_directory, model_of, tokenizer_of
@@ -93,12 +92,10 @@ def hub() -> Iterator[Hub]:
         thread.join()
 
 
-def pushed(hub: Hub, folder: Path, *words: str) -> subprocess.CompletedProcess:
-    """`export` in a process whose hub is the stub."""
+def pushed(hub: Hub, folder: Path, *words: str) -> tuple[int, str, str]:
+    """Status, output and errors of `export` in a process whose hub is the stub."""
     home = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_TOKEN": "hf_secret", "HF_HOME": str(folder)}
-    command = [sys.executable, "-m", "meshwright", "export", *words]
-    environment = {**os.environ, **home, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return run_program("export", *words, env={**os.environ, **home, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"})
 
 
 def test_a_dry_run_shows_files_and_card_of_a_run(tmp_path, monkeypatch, capsys):
@@ -127,9 +124,9 @@ def test_a_dry_run_shows_files_and_card_of_a_run(tmp_path, monkeypatch, capsys):
 
 def test_the_hubs_own_client_pushes_it(tmp_path, hub):
     model = hf_directory(tmp_path / "hf", model_of("llama", dtype=torch.float32), tokenizer_of())
-    found = pushed(hub, tmp_path, str(model), "--hub", "me/demo", "--private")
-    assert found.returncode == 0, found.stderr
-    assert "pushed to " in found.stdout
+    status, out, errors = pushed(hub, tmp_path, str(model), "--hub", "me/demo", "--private")
+    assert status == 0, errors
+    assert "pushed to " in out
     assert hub.made[0]["name"] == "demo"
     assert hub.made[0].get("private") is True or hub.made[0].get("visibility") == "private"
     assert hub.keys == {"Bearer hf_secret"}
@@ -137,10 +134,10 @@ def test_the_hubs_own_client_pushes_it(tmp_path, hub):
     assert b"No license was given" in hub.files["README.md"]
     assert json.loads(hub.files["receipt.json"])["exported"] == "demo"
     hub.refuses = True
-    found = pushed(hub, tmp_path, str(model), "--hub", "me/demo")
-    assert found.returncode == 2
-    assert "error: --hub me/demo: the hub refuses (" in found.stderr
-    assert "hf_secret" not in found.stderr + found.stdout
+    status, out, errors = pushed(hub, tmp_path, str(model), "--hub", "me/demo")
+    assert status == 2
+    assert "error: --hub me/demo: the hub refuses (" in errors
+    assert "hf_secret" not in errors + out
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from launched import children_of, ranks_of
+from launched import Program, children_of, ranks_of
 from meshwright.checkpoint.manifest import latest_checkpoint, step_of
 from meshwright.cli.main import main
 from meshwright.launch.launcher import LAUNCHER, Nodes, Worker, find_nodes, find_worker, join_group, start_workers
@@ -193,17 +193,19 @@ def check_losses(run: Path, expected: list[float]) -> None:
     assert found == [pytest.approx(loss, rel=1e-5) for loss in expected]
 
 
-Program = subprocess.Popen[str]
-
-
 @contextlib.contextmanager
-def started(*words: str, launcher: tuple[str, ...] = ()) -> Iterator[Program]:
+def started(*words: str, launcher: tuple[str, ...] = ()) -> Iterator[Program | subprocess.Popen[str]]:
     """`meshwright train run.yaml`, in a process group of its own, as a shell starts it; nothing of it is left after."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {k: v for k, v in os.environ.items() if k not in names}
     command = [sys.executable, *launcher, "-m", "meshwright", "train", "run.yaml", *words]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
+    program = (
+        subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+        if launcher
+        else Program("train", "run.yaml", *words, env=environment)
+    )
+    with program as process:
         try:
             yield process
         finally:
@@ -235,7 +237,7 @@ def wait_for_step(run: Path, step: int, *, starts: int = 1) -> None:
     wait_for(there)
 
 
-def ends(process: Program, status: int) -> tuple[str, str]:
+def ends(process: Program | subprocess.Popen[str], status: int) -> tuple[str, str]:
     """Output and errors of a program that ends now, with this status."""
     out, errors = process.communicate(timeout=120)
     assert process.returncode == status, errors

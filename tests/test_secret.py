@@ -3,8 +3,6 @@
 import os
 import socket
 import stat
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -16,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from launched import listening
+from launched import Program, listening
 from meshwright.comm import objects
 from meshwright.comm.store import SignedStore, StrangerError
 from meshwright.launch.meeting import (
@@ -211,23 +209,16 @@ def test_a_stranger_ends_a_run_with_a_sentence_or_not_at_all(tmp_path: Path) -> 
     """Another user of this machine, who speaks to the store: by words that ranks look at, and by noise."""
     (tmp_path / "run.yaml").write_text(STRANGERS_RECIPE)
     (tmp_path / "a.txt").write_text("one fish two fish\n" * 300)
-    command = [sys.executable, "-P", "-m", "meshwright", "train", "run.yaml"]
     for key, (value, status) in STRANGE.items():
-        with subprocess.Popen(
-            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as process:
-            try:
-                assert process.stdout is not None
-                while not process.stdout.readline().startswith("step 1/"):
-                    assert process.poll() is None
-                [(_, port)] = listening({process.pid})  # as any user of the machine can find out
-                for noise in (b"", b"\0" * 1000, b"GET / HTTP/1.1\r\n\r\n"):
-                    with socket.create_connection(("127.0.0.1", port)) as connection:
-                        connection.sendall(noise)
-                dist.TCPStore("127.0.0.1", port, None, False).set(key, value)
-                _, said = process.communicate(timeout=60)
-            finally:
-                process.kill()
+        with Program("train", "run.yaml", cwd=tmp_path) as process:
+            while not process.stdout.readline().startswith("step 1/"):
+                assert process.poll() is None
+            [(_, port)] = listening({process.pid})  # as any user of the machine can find out
+            for noise in (b"", b"\0" * 1000, b"GET / HTTP/1.1\r\n\r\n"):
+                with socket.create_connection(("127.0.0.1", port)) as connection:
+                    connection.sendall(noise)
+            dist.TCPStore("127.0.0.1", port, None, False).set(key, value)
+            _, said = process.communicate(timeout=60)
         assert f"error: '{key}' at 127.0.0.1:{port}, where ranks meet, is not signed with this run's secret" in said
         assert "Traceback" not in said
         assert process.returncode == status, said

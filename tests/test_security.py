@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launched import listening, ranks_of
+from launched import Program, listening, ranks_of
 
 RECIPE = """\
 model: {family: llama, hidden: 16, num_layers: 1, num_heads: 2, max_positions: 32}
@@ -65,16 +65,9 @@ def test_encoders_import_nothing_of_the_working_directory(hostile: Path) -> None
 
 @pytest.mark.slow
 def test_a_run_on_one_machine_listens_to_nobody_else(hostile: Path) -> None:
-    command = [sys.executable, "-P", "-m", "meshwright", "train", "run.yaml", "training.steps=1000000"]
-    with subprocess.Popen(
-        command, cwd=hostile, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            while not process.stdout.readline().startswith("step 1/"):
-                assert process.poll() is None
-            ranks = ranks_of(process.pid)
-            assert len(ranks) == 2
-            assert {address for address, _ in listening({process.pid, *ranks})} == {"0100007F"}  # 127.0.0.1
-        finally:
-            process.kill()
+    with Program("train", "run.yaml", "training.steps=1000000", cwd=hostile) as process:
+        while not process.stdout.readline().startswith("step 1/"):
+            assert process.poll() is None
+        ranks = ranks_of(process.pid)
+        assert len(ranks) == 2
+        assert {address for address, _ in listening({process.pid, *ranks})} == {"0100007F"}  # 127.0.0.1

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from launched import ranks_of
+from launched import Program, ranks_of
 from meshwright.launch.sentry import Sentry
 from meshwright.launch.status import STUCK
 from meshwright.launch.supervise import within
@@ -95,17 +93,11 @@ RECIPE: dict[str, Any] = {
 def test_a_rank_that_is_stopped_before_the_first_step_is_named(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(json.dumps(RECIPE))
     (tmp_path / "a.txt").write_text("".join(f"{i} squared is {i * i}\n" for i in range(2000)))
-    command = [sys.executable, "-P", "-m", "meshwright", "train", "run.yaml"]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=tmp_path, **pipes) as process:
-        try:
-            assert process.stdout is not None
-            while not process.stdout.readline().startswith("model "):
-                assert process.poll() is None
-            os.kill(ranks_of(process.pid)[1], signal.SIGSTOP)
-            out, errors = process.communicate(timeout=60)
-        finally:
-            process.kill()
+    with Program("train", "run.yaml", cwd=tmp_path) as process:
+        while not process.stdout.readline().startswith("model "):
+            assert process.poll() is None
+        os.kill(ranks_of(process.pid)[1], signal.SIGSTOP)
+        out, errors = process.communicate(timeout=60)
     assert process.returncode == STUCK, errors
     assert "step 1/" not in out
     assert "error: rank 1 on " in errors

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -126,6 +127,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
         # with its parent, unless one of its children keeps it alive.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    gc.freeze()  # what all ranks share would be copied as it is looked through
     torch.set_num_threads(1)
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
