@@ -76,9 +76,9 @@ def check(ranks: RankPool, layout: LayoutSpec, method: str, **options: Any) -> N
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "single"])
 def test_every_layout(ranks: RankPool, name: str) -> None:
-    """Two ranks meet every second method, more of them every fifth, each layout beginning with another."""
+    """Two ranks meet every second method, more of them one each, in turns."""
     layout, turn = LAYOUTS[name], list(LAYOUTS).index(name)
-    every = 2 if layout.world_size == 2 else 5
+    every = 2 if layout.world_size == 2 else len(METHODS)
     for method in list(METHODS)[turn % every :: every]:
         check(ranks, layout, method)
 

@@ -202,8 +202,10 @@ def test_a_change_anywhere_in_a_large_file_is_another_base(tmp_path: Path) -> No
     assert len(digests) == 3
 
 
-@pytest.mark.parametrize("strategy", ["single", "zero-3", "hybrid-2", "zero-3-tp", "pp"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [("single", "fp32"), ("zero-3", "bf16"), ("hybrid-2", "fp32"), ("zero-3-tp", "bf16"), ("pp", "fp32")],
+)
 def test_continues_bit_for_bit(ranks: RankPool, tmp_path: Path, strategy: str, precision: str) -> None:
     """Dropout and recomputation included; frozen weights are equal bit for bit after training."""
     finetune = {"method": "lora", "rank": 4, "dropout": 0.25}

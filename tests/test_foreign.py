@@ -171,14 +171,14 @@ def test_documents_that_would_be_mixed_are_refused(directories: Path) -> None:
 
 CASES = [
     *zip(
-        ["phi"] * 5,
-        ["full", "lora", "qlora", "lora", "full"],
-        ["ddp", "zero-1", "zero-2", "zero-3", "zero-3"],
+        ["phi"] * 3,
+        ["full", "qlora", "lora"],
+        ["ddp", "zero-2", "zero-3"],
         strict=True,
     ),
     *zip(["gpt_neox"] * 3, ["qlora", "full", "lora"], ["hybrid-1", "hybrid-2", "hybrid-3"], strict=True),
-    *zip(["gemma2"] * 2, ["full", "lora"], ["zero-3", "zero-3"], strict=True),
-    *zip(["qwen2_moe"] * 3, ["full", "qlora", "lora"], ["zero-3-uneven", "hybrid-2", "zero-1"], strict=True),
+    ("gemma2", "full", "zero-3"),
+    *zip(["qwen2_moe"] * 2, ["full", "qlora"], ["zero-3-uneven", "zero-1"], strict=True),
 ]
 _ALONE: dict[str, Any] = {}
 

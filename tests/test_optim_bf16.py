@@ -99,7 +99,6 @@ LAYOUT_CASES = [
     ("ddp", pure()),
     ("zero-1", pure("kahan", "fp32")),
     ("zero-2", pure("nearest")),
-    ("zero-3-uneven", pure()),
     ("zero-3-tp-uneven", pure()),
     ("hybrid-3-tp", pure(name="muon")),
     ("pp-zero-3", pure("kahan")),

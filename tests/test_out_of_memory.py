@@ -190,9 +190,9 @@ def names(trainer: Trainer) -> Storages:
 GPU = Machine("cuda", "NVIDIA H100 80GB HBM3", 8, 80 * 10**9, 10**12)
 CPU = Machine("cpu", "cpu", 8, 64 * 10**9)
 
-LLAMA = {"family": "llama", "hidden": 1024, "num_layers": 3, "num_heads": 16, "ffn": 4096, "vocab": 32000}
+LLAMA = {"family": "llama", "hidden": 1024, "num_layers": 2, "num_heads": 16, "ffn": 4096, "vocab": 32000}
 LLAMA |= {"max_positions": 32768}
-DEEP = {**LLAMA, "num_layers": 6}
+DEEP = {**LLAMA, "num_layers": 4}
 MOE = {**LLAMA, "family": "qwen3_moe", "num_experts": 8, "experts_per_token": 2, "expert_ffn": 1024}
 LORA = {"method": "lora", "rank": 16}
 SITUATIONS: dict[str, tuple[Machine, float, dict[str, Any], str]] = {
@@ -223,7 +223,7 @@ SITUATIONS: dict[str, tuple[Machine, float, dict[str, Any], str]] = {
         {"layout": {"cp": 2}, "data": {"sequence_length": 16384}, "training": {"micro_batch": 2}},
         "activations",
     ),
-    "pipeline": (GPU, 0.7, {"layout": {"pp": 2}, "training": {"micro_batch": 4}}, "activations"),
+    "pipeline": (GPU, 0.7, {"layout": {"pp": 2}, "model": DEEP, "training": {"micro_batch": 4}}, "activations"),
     "experts": (
         *(GPU, 0.6),
         {"model": MOE, "layout": {"dp_shard": 2, "ep": 2}, "training": {"micro_batch": 8}},

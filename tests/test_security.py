@@ -39,7 +39,6 @@ def hostile(tmp_path: Path) -> Path:
     [
         ("train", "run.yaml"),
         ("verify", "run.yaml", "--steps", "1"),
-        ("rehearse", "run.yaml"),
         ("data", "prepare", "run.yaml"),
     ],
     ids=" ".join,

@@ -148,7 +148,7 @@ def test_the_evaluation_of_an_average_is_of_its_weights(alone: dict[str, Any]) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["zero-3-tp", "pp"])
+@pytest.mark.parametrize("strategy", ["zero-3-uneven", "pp"])
 def test_numbers_equal_one_process_under_layouts(
     ranks: RankPool, tmp_path: Path, alone: dict[str, Any], strategy: str
 ) -> None:

@@ -183,13 +183,9 @@ COMPOSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"finetune": METHODS["nf4"], "width": WIDE, "recompute": "selective"},
     ),
     "zero-bubble tp biases": (ZERO_BUBBLE | {"tp": 2}, {"family": "gpt2", "recompute": "selective"}),
-    "tp zero-3 dora int8 compile": (
+    "tp zero-3 dora int8 compile recompute": (
         {"tp": 2, "dp_shard": 2},
-        {"finetune": METHODS["int8-dora"], "width": WIDE, "compile": True, "num_layers": 1},
-    ),
-    "tp lora compile recompute": (
-        {"tp": 2},
-        {"finetune": {"method": "lora", "rank": 4}, "compile": True, "recompute": "selective", "num_layers": 1},
+        {"finetune": METHODS["int8-dora"], "width": WIDE, "compile": True, "recompute": "selective", "num_layers": 1},
     ),
     "tp ia3 biases compile": ({"tp": 2}, {"family": "gpt2", "finetune": {"method": "ia3"}, "compile": True}),
 }

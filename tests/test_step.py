@@ -196,13 +196,16 @@ def traced_step(run: ResolvedRun) -> Outcome | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "recompute"), [("single", "none"), ("zero-3-tp", "selective"), ("ddp", "full")])
-def test_compiled_blocks_compute_the_same(ranks: RankPool, strategy: str, recompute: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [(LayoutSpec(), "none"), (LayoutSpec(dp_shard=2), "selective"), (LayoutSpec(dp_replicate=2), "full")],
+    ids=["single", "zero-3", "ddp"],
+)
+def test_compiled_blocks_compute_the_same(ranks: RankPool, layout: LayoutSpec, recompute: str) -> None:
     """torch.compile may fuse and so reorder; fp32 sums over a block's width differ by their rounding only. Code is
     generated for one process alone: it is the same code on every rank."""
-    layout = LAYOUTS[strategy]
     compiled = tiny_run(layout, precision="fp32", compile=True, recompute=recompute)
-    step = one_step if strategy == "single" else traced_step
+    step = one_step if layout.world_size == 1 else traced_step
     outcome = ranks.run(layout.world_size, step, compiled, timeout=400)[0]
     expected = one_step(tiny_run(LayoutSpec(), precision="fp32"))
     assert expected is not None

@@ -196,7 +196,7 @@ RING = LayoutSpec(dp_replicate=2, cp=2, cp_method="ring")
         (tied_weights_not_summed, LayoutSpec(pp=2), {"tied": True}, "reduction", "tok_embeddings.weight", None),
         (layer_dropped_at_border, LayoutSpec(pp=2), {"num_layers": 4}, "forward", "layers.1", None),
         (experts_gradients_scaled, EXPERTS, {"family": "mixtral"}, "reduction", EXPERT, 2.0),
-        (stale_collectives, LayoutSpec(tp=2), {"compile": True}, "forward", "layers.0", None),
+        (stale_collectives, LayoutSpec(tp=2), {"compile": True, "num_layers": 1}, "forward", "layers.0", None),
     ],
 )
 def test_planted_faults_are_located(

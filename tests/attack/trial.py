@@ -1,5 +1,6 @@
 """One trial of an attack: a command in a forked process, and what became of it."""
 
+import importlib
 import os
 import resource
 import shutil
@@ -18,9 +19,12 @@ import meshwright.cli.data
 import meshwright.cli.export
 import meshwright.cli.generate
 import meshwright.cli.train
-import meshwright.serve.trained
-import meshwright.trainer.run  # noqa: F401  (all of it once, here, so that forks need not)
+import meshwright.serve.trained  # noqa: F401  (all of it once, here, so that forks need not)
 from meshwright.cli.main import main
+from meshwright.launch.forkserver import LOADED
+
+for module in (*LOADED, "transformers.models.llama.modeling_llama"):
+    importlib.import_module(module)
 
 Fate = Literal["survived", "named", "as written", "vague", "silent", "trace", "hang"]
 """survived: the same result as without damage. named: refused, and the message names what is wrong. as written: a file
