@@ -149,7 +149,7 @@ def _run(words: list[str]) -> int:
     parser = Parser(verb)
     module.add_arguments(parser)
     arguments = parser.parse(words[1:])
-    arguments.verb, arguments.words = verb, words[1:]
+    arguments.command = verb, *words[1:]
     try:
         return module.run(arguments)
     except UserError as error:

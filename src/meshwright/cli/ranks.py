@@ -66,7 +66,7 @@ def started(arguments: argparse.Namespace) -> int | None:
     from meshwright.launch.status import STOPPED, TrainingStopped
     from meshwright.launch.supervise import RestartPolicy
 
-    words = ["meshwright.cli.ranks", arguments.verb, *arguments.words]
+    words = ["meshwright.cli.ranks", *arguments.command]
     try:
         with StopRequest(raises=True) as stop:
             status = start_workers(Job(LayoutSpec(tp=degree)), Nodes(), words, stop, RestartPolicy(run_dir=None))
