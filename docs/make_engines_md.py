@@ -36,6 +36,7 @@ LAYOUTS = {
     "ddp2+zero3:2": "hybrid",
     "tp2": "tensor",
     "tp2+zero3:2": "tensor x ZeRO-3",
+    "cp2": "context",
     "zero3:2+ep2": "expert",
     "pp2": "pipeline",
 }
@@ -85,7 +86,7 @@ environment of yours. nanoGPT is not a package: name its folder with `--checkout
 | `hf_trainer` | transformers' `Trainer`: DDP, and FSDP2 by `DistributedConfig` |
 | `accelerate` | `Accelerator`: DDP |
 | `fabric`, `lightning` | Lightning's Fabric and its Trainer: DDP; FSDP2, tensor, and both, by `ModelParallelStrategy` |
-| `deepspeed` | ZeRO 0 to 3, hpZ, AutoTP, 1F1B pipeline, state in host memory |
+| `deepspeed` | ZeRO 0 to 3, hpZ, AutoTP, Ulysses, 1F1B pipeline, state in host memory and on disk |
 | `megatron` | Megatron-core's GPT model of local layers, tensor parallel, under PyTorch's DDP |
 | `litgpt` | LitGPT's model under Fabric, on one process |
 | `nanogpt` | nanoGPT's model and optimizer, and DDP as in its train.py |
@@ -125,7 +126,8 @@ the engine's row is an error instead of figures. This happens: on a machine with
 DeepSpeed plug-ins and the Trainer's `fsdp=` silently become `DistributedDataParallel`, and Accelerate without
 `cpu=True` trains separately in every process. If more than the data is split, the program also counts the rank's share
 of the layers' matrices, and Lightning's and transformers' the axes of the mesh along which placements split something;
-DeepSpeed's reports what is in host memory, and a rank's secondary shard under hpZ.
+DeepSpeed's reports what is in host memory, the bytes on disk, how many ranks share a sample, and a rank's secondary
+shard under hpZ.
 Programs with adapters count what trains; more or less than the recipe's adapters is an error.
 
 A program ends with its recipe as a comment. `meshwright import run_ENGINE_standalone.py` converts the program back to a
@@ -134,6 +136,16 @@ recipe, with the constants as they are in the program now ([importing](importing
 DeepSpeed compiles operators at its first use (minutes). If this is killed, PyTorch's builder leaves a file `lock` in
 the operator's folder under `~/.cache/torch_extensions` (or `TORCH_EXTENSIONS_DIR`), and every later run waits for it
 in silence until `--patience` ends it. Remove the file when nothing compiles.
+
+DeepSpeed keeps state on disk under ZeRO-3 only, through its operator for asynchronous IO, which needs libaio
+(`apt install libaio-dev`). Groups of parameters of less than 1 MiB stay in memory; if nothing is on disk, the engine's
+row is an error. The program's files lie in `layout.offload.directory`, by default in the folder `offload` beside it,
+and are removed after the last step. Our recipes have no parameters on disk, so the program has none.
+
+Under DeepSpeed's Ulysses a rank holds a part of each sample. Version 0.19.8 adds up the gradients of a sample's ranks
+under ZeRO 1 and 2, and averages them under ZeRO 3 (there the default `reduce_scatter` divides by all ranks). The
+program multiplies the loss accordingly; a script that moves from stage 2 to stage 3 must do so itself. Losses hardly
+show it, because Adam does not depend on the gradient's scale: the norm does, and clipping.
 
 `meshwright export run.yaml --engine deepspeed --program handed-over` writes the program of a whole run, with its
 configuration, initial weights and the order of all samples.
@@ -261,10 +273,9 @@ def _predicted() -> Iterator[str]:
 NOT_YET = """\
 ## Not yet
 
-There are no engines for axolotl and torchtitan, and none of DeepSpeed's Ulysses and state on disk and of
-Megatron-core's distributed optimizer. Megatron-core's pipeline schedules count tokens in a tensor on a GPU, whatever
-the device, and stop on a CPU. Only the Trainer, peft and trl read records. Programs have run on CPUs only; on GPUs
-they are not tested.
+There are no engines for axolotl and torchtitan, and none of Megatron-core's distributed optimizer. Megatron-core's
+pipeline schedules count tokens in a tensor on a GPU, whatever the device, and stop on a CPU. Only the Trainer, peft and
+trl read records. Programs have run on CPUs only; on GPUs they are not tested.
 """
 
 

@@ -76,11 +76,13 @@ OWN = {
     ("transformers", "layout.tp"): ("tp2", GPT2),
     ("deepspeed", "layout.tp"): ("tp2", GPT2),
     ("deepspeed", "layout.zero"): ("ddp2+zero2:2", []),
+    ("deepspeed", "layout.cp"): ("cp2", GPT2),
     ("deepspeed", "model.tied_embeddings"): ("pp2", []),
     ("deepspeed", "layout.dp_shard"): ("pp2+zero1:2", []),
     ("deepspeed", "layout.schedule"): ("pp2", ["layout={pp: 2, schedule: afab}"]),
     ("deepspeed", "training.precision"): ("pp2", ["model.tied_embeddings=false", "training.precision=bf16"]),
     ("deepspeed", "layout.offload"): ("ddp", ["layout.offload=cpu"]),
+    ("lightning", "layout.offload"): ("zero3", ["layout.offload={optimizer: disk}"]),
     ("bare", "layout.offload"): ("zero2", ["layout.offload={optimizer: host}"]),
     ("hf_trainer", "layout.offload"): ("zero3", ["layout.offload={optimizer: disk}"]),
     ("litgpt", "model.rope_scaling"): ("single", [ROPE]),
@@ -177,7 +179,7 @@ VARIANTS = [
 
 def programs(folder: Path) -> Path:
     """Every program that can be written for a few recipes in every data-parallel layout."""
-    layouts = ("single", "ddp", "zero1", "zero2", "zero3", "ddp2+zero3:2", "tp2", "tp2+zero3:2", "pp2")
+    layouts = ("single", "ddp", "zero1", "zero2", "zero3", "ddp2+zero3:2", "tp2", "tp2+zero3:2", "pp2", "cp2")
     for number, (overrides, layout) in enumerate(itertools.product(VARIANTS, layouts)):
         try:
             run = resolved(*overrides, layout=layout)
@@ -242,6 +244,8 @@ SILENT = {
     "nothing split by Lightning's mesh": ("tp2", {"matrices": [450, 900], "axes": ["data_parallel"]}),
     "nothing on the host": ("zero2", {"host": []}),
     "the base trained too": ("ddp", {"wrappers": ["DistributedDataParallel"], "held": 1000, "trained": 1000}),
+    "samples that are not shared": ("cp2", {"sequence": 1}),
+    "nothing on disk": ("zero3", {"disk": 0}),
     "no second share": ("ddp2+zero3:2", {"world_size": 4, "second": 0}),
 }
 

@@ -26,7 +26,11 @@ MIXTRAL = (
 )
 GPT2 = "model={family: gpt2, hidden: 32, num_layers: 2, num_heads: 4, max_positions: 32}"
 UNTIED = "model.tied_embeddings=false"
-OFFLOAD = {"host": {"optimizer": "host"}}
+OFFLOAD = {
+    "host": {"optimizer": "host"},
+    "disk": {"optimizer": "disk"},
+    "both": {"optimizer": "disk", "parameters": "host"},
+}
 TOLERANCE = 2e-5
 """Of a loss of about 6 in fp32: a few dozen roundings, which differ in order between engines."""
 
@@ -101,6 +105,25 @@ def test_deepspeed_splits_matrices_and_keeps_state_on_the_host(folder):
     rows = trained(folder, [UNTIED], engines)
     assert share(rows["deepspeed tensor"]) < 0.6
     assert rows["deepspeed host"].ran["host"] == ["cpu_offload"]
+
+
+@pytest.mark.engines
+def test_deepspeed_keeps_state_on_disk(folder):
+    """Groups of less than 1 MiB stay in memory, so the model is wider."""
+    wider = ["model.hidden=128", "model.num_layers=3"]
+    rows = trained(folder, wider, {"deepspeed disk": "single disk", "deepspeed both": "zero3 both"})
+    assert rows["deepspeed disk"].ran["disk"] > 3 * 4 * 500_000  # fp32 weights and two moments of the matrices
+    assert rows["deepspeed both"].ran["disk"] > 3 * 4 * 250_000
+    assert rows["deepspeed both"].ran["host"] == ["offload_param"]
+    assert not list((folder / "out").rglob("*.swp"))
+
+
+@pytest.mark.engines
+def test_deepspeed_shares_samples(folder):
+    rows = trained(folder, [], {"deepspeed ulysses": "cp2", "deepspeed sharded": "cp2+zero3:2"})
+    assert rows["deepspeed ulysses"].ran["sequence"] == 2
+    assert rows["deepspeed sharded"].ran["sequence"] == 2
+    assert rows["deepspeed sharded"].ran["world_size"] == 4
 
 
 @pytest.mark.engines

@@ -12,16 +12,25 @@ from meshwright.spec.run import ResolvedRun
 
 STAGES: Mapping[Strategy, int] = {"single": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hybrid": 3}
 
+SWAPPED, BUFFERS = 2**20, 16
+"""Elements that are stepped together when state is on disk, and buffers of that size in memory: a group's weights,
+gradients and two moments, while the next is read and the last is written."""
+AIO = {"block_size": 2**20, "queue_depth": 16, "single_submit": False, "overlap_events": True}
+"""Asynchronous reads and writes; tensors below `block_size` bytes stay in memory."""
+
+ULYSSES = ("llama", "qwen2", "qwen3")
+"""Families whose attention it replaces without loss: it drops masks, so windows would be lost in silence."""
+
 
 class DeepSpeedEngine(TemplateEngine):
-    """DeepSpeed's engine under ZeRO 0 to 3, hpZ, AutoTP and offload to host memory, and its pipeline. Every
-    setting is explicit: by default it clips gradients at 1.0."""
+    """DeepSpeed's engine under ZeRO 0 to 3, hpZ, AutoTP, Ulysses and offload to host memory and disk, and its pipeline.
+    Every setting is explicit: by default it clips gradients at 1.0."""
 
     name = "deepspeed"
     about = "a loop of DeepSpeed"
     packages: ClassVar = {"transformers": "deepspeed", "deepspeed": "deepspeed"}
     strategies: ClassVar[Mapping[Strategy, str]] = dict.fromkeys(("ddp", "zero1", "zero2", "zero3", "hybrid"), "")
-    axes: ClassVar[Mapping[str, str]] = {"tp": "", "pp": ""}
+    axes: ClassVar[Mapping[str, str]] = {"tp": "", "pp": "", "cp": ""}
     numel = 'getattr(parameter, "ds_numel", parameter.numel())'
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
@@ -35,6 +44,8 @@ class DeepSpeedEngine(TemplateEngine):
             found["layout.zero"] = f"DeepSpeed's hpZ is for zero=3, not {run.layout.zero_stage}"
         if run.layout.pp > 1:
             found |= _cannot_pipeline(resolved)
+        if run.layout.cp > 1:
+            found |= _cannot_split_samples(resolved)
         if run.layout.tp > 1 and resolved.model.family == "gpt2":
             found["layout.tp"] = "DeepSpeed's AutoTP does not split gpt2 in training"
         return found
@@ -42,6 +53,8 @@ class DeepSpeedEngine(TemplateEngine):
     def cannot_dump(self, resolved: ResolvedRun) -> str:
         """Parameters of AutoTP carry no information on how they are split, and a stage knows its own layers only."""
         layout = resolved.run.layout
+        if layout.tiers.optimizer == "disk":
+            return "layout.offload: verify shrinks the model, and DeepSpeed swaps no group of less than 1 MiB"
         if layout.tp > 1:
             return "layout.tp: under AutoTP the program knows its parts of gradients only"
         if layout.pp > 1:
@@ -49,12 +62,14 @@ class DeepSpeedEngine(TemplateEngine):
         return ""
 
     def cannot_offload(self, layout: LayoutSpec) -> str:
-        """Parameters go to the host only under ZeRO-3, and nothing without ZeRO; disks need its own asynchronous IO."""
+        """Parameters go to the host, and state to disk, only under ZeRO-3, and nothing without ZeRO."""
         tiers, stage = layout.tiers, stage_of(layout)
         if tiers.activations == "host":
             return "the program keeps activations on the device"
-        if tiers.optimizer == "disk":
-            return "the program keeps state on the device or in host memory, not on disk"
+        if tiers.optimizer == "disk" and stage < 3:
+            return f"DeepSpeed keeps state on disk under zero=3 only, not {stage}; use layout.zero=3"
+        if tiers.checksums:
+            return "DeepSpeed compares no checksums of what comes back from disk; leave checksums out"
         if tiers.optimizer_share < 1:
             return "DeepSpeed's share of the optimizer's state needs its own CPU Adam; set optimizer_share: 1"
         if not stage:
@@ -62,6 +77,13 @@ class DeepSpeedEngine(TemplateEngine):
         if tiers.parameters == "host" and stage < 3:
             return f"DeepSpeed offloads parameters under zero=3 only, not {stage}; use offload={{optimizer: host}}"
         return ""
+
+    def leaves_out(self, resolved: ResolvedRun) -> Mapping[str, str]:
+        """Another exchange of context parallelism."""
+        layout = resolved.run.layout
+        if layout.cp > 1 and layout.cp_method not in ("auto", "ulysses"):
+            return {"layout.cp_method": "the same losses by Ulysses, the exchange that DeepSpeed has"}
+        return {}
 
     def template(self, resolved: ResolvedRun) -> str:
         """Pipelines have a program of their own."""
@@ -77,14 +99,19 @@ class DeepSpeedEngine(TemplateEngine):
         more = {
             "stage": stage_of(layout),
             "offload": layout.tiers != NOTHING,
+            "disk": layout.tiers.optimizer == "disk",
+            "offload_parameters": layout.tiers.parameters == "host",
         }
         return super().words(resolved, program) | more
 
 
 def stage_of(layout: LayoutSpec) -> int:
-    """The ZeRO stage. AutoTP and pipelines have at least stage 1, on any number of ranks: without ZeRO they report no
-    norm."""
-    return max(STAGES[strategy_of(layout)], int(layout.tp * layout.pp > 1))
+    """The ZeRO stage. AutoTP, Ulysses and pipelines have at least stage 1, on any number of ranks: without ZeRO they
+    report no norm. One process with its state on disk has stage 3, which alone swaps."""
+    if layout.cp > 1:
+        return max(1, layout.zero_stage)
+    alone = strategy_of(layout) == "single" and layout.tiers.optimizer == "disk"
+    return 3 if alone else max(STAGES[strategy_of(layout)], int(layout.tp * layout.pp > 1))
 
 
 def ds_config(resolved: ResolvedRun) -> dict[str, Any]:
@@ -99,6 +126,10 @@ def ds_config(resolved: ResolvedRun) -> dict[str, Any]:
     if strategy_of(layout) == "hybrid":
         zero["zero_hpz_partition_size"] = layout.dp_shard
         zero["stage3_param_persistence_threshold"] = 0  # else small parameters stay whole, and have no second share
+    if layout.cp > 1:
+        zero["reduce_scatter"] = True  # without it ZeRO-3 sums gradients of a sample's ranks, with it it averages them
+    if layout.tiers.optimizer == "disk":
+        zero["sub_group_size"] = SWAPPED
     split = {"tensor_parallel": {"autotp_size": layout.tp, "vocab_parallel_lm_head": False}}
     return {
         **(mixed if training.precision == BF16.name else {}),
@@ -110,14 +141,40 @@ def ds_config(resolved: ResolvedRun) -> dict[str, Any]:
         **(split if layout.tp > 1 else {}),
         "zero_allow_untested_optimizer": True,
         **({"zero_force_ds_cpu_optimizer": False} if layout.tiers != NOTHING else {}),
+        **({"aio": AIO} if layout.tiers.optimizer == "disk" else {}),
         "steps_per_print": 1_000_000,
     }
 
 
 def _offload(tiers: OffloadSpec) -> dict[str, Any]:
-    """The state that ZeRO keeps in host memory."""
+    """The state that ZeRO keeps in host memory or on disk."""
     kept = {"offload_optimizer": tiers.optimizer, "offload_param": tiers.parameters}
-    return {key: {"device": "cpu"} for key, where in kept.items() if where == "host"}
+    found: dict[str, Any] = {key: {"device": "cpu"} for key, where in kept.items() if where == "host"}
+    if tiers.optimizer == "disk":
+        overlapped = {"buffer_count": BUFFERS, "fast_init": True, "pipeline_read": True, "pipeline_write": True}
+        found["offload_optimizer"] = {"device": "nvme", "nvme_path": tiers.directory or "offload", **overlapped}
+    return found
+
+
+def _cannot_split_samples(resolved: ResolvedRun) -> dict[str, str]:
+    """Settings that the program cannot express where Ulysses gives ranks a part of each sample."""
+    found, layout, model = dict[str, str](), resolved.run.layout, resolved.model
+    if model.family not in ULYSSES:
+        found["layout.cp"] = f"the program for deepspeed has Ulysses for {', '.join(ULYSSES)}, not {model.family}"
+    elif model.sliding_window is not None:
+        found["layout.cp"] = "Ulysses drops masks, and with them the model's sliding window"
+    elif model.num_heads % layout.cp or (model.num_kv_heads % layout.cp and layout.cp % model.num_kv_heads):
+        heads = f"{model.num_heads} heads and {model.num_kv_heads} of keys"
+        found["layout.cp"] = f"Ulysses gives each rank whole heads, and {heads} do not divide"
+    elif resolved.run.data.sequence_length % layout.cp:
+        found["layout.cp"] = f"Ulysses splits samples evenly, not {resolved.run.data.sequence_length} tokens"
+    if layout.tp > 1:
+        found["layout.tp"] = "the program for deepspeed does not split matrices beside samples"
+    if layout.dp_replicate > 1 and layout.zero_stage:
+        found["layout.zero"] = "the program for deepspeed has no replicas beside shares under Ulysses"
+    if layout.tiers != NOTHING:
+        found["layout.offload"] = "the program for deepspeed offloads nothing under Ulysses"
+    return found
 
 
 def _cannot_pipeline(resolved: ResolvedRun) -> dict[str, str]:
@@ -131,8 +188,9 @@ def _cannot_pipeline(resolved: ResolvedRun) -> dict[str, str]:
         found["layout.schedule"] = "DeepSpeed's pipeline has 1f1b alone"
     if layout.virtual_stages > 1:
         found["layout.stages_per_rank"] = "DeepSpeed's pipeline has one stage a rank"
-    if layout.tp > 1:
-        found["layout.tp"] = "DeepSpeed's pipeline splits no matrices"
+    for axis, what in (("tp", "matrices"), ("cp", "samples")):
+        if getattr(layout, axis) > 1:
+            found[f"layout.{axis}"] = f"DeepSpeed's pipeline splits no {what}"
     if layout.data_parallel > 1:
         axis = "dp_shard" if layout.dp_shard > 1 else "dp_replicate"
         found[f"layout.{axis}"] = "the program for deepspeed's pipeline has one pipeline, no replicas"

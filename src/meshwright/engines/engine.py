@@ -219,6 +219,7 @@ class TemplateEngine(Engine):
             "strategy": strategy_of(run.layout),
             "tp": run.layout.tp,
             "pp": run.layout.pp,
+            "cp": run.layout.cp,
             "ep": run.layout.ep,
             "rows": reads_rows(run.data),
             "placed": reads_places(run.data),

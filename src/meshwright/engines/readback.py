@@ -26,6 +26,15 @@ def check_what_ran(resolved: ResolvedRun, found: dict[str, Any]) -> None:
         )
     if "host" in found and not found["host"]:
         raise SilentFallbackError(f"{layout.strategy} was asked for, but nothing is in host memory ({wrappers})")
+    if found.get("disk") == 0:
+        raise SilentFallbackError(
+            f"{layout.strategy} was asked for, but nothing is on disk ({wrappers}): groups of less than 1 MiB "
+            "stay in memory; train a larger model"
+        )
+    if found.get("sequence", layout.cp) != layout.cp:
+        raise SilentFallbackError(
+            f"{layout.strategy} was asked for, but {found['sequence']} ranks share a sample ({wrappers})"
+        )
     if "trained" in found and found["trained"] != (wanted := count_trained(resolved.model, resolved.run.finetune)[0]):
         raise SilentFallbackError(f"the adapters have {wanted} parameters, but {found['trained']} are trained")
     if layout.world_size > layout.data_parallel or layout.ep > 1:
