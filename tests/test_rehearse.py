@@ -63,7 +63,7 @@ def rehearsed(run: ResolvedRun, rank: int) -> tuple[dict[str, int], Sent]:
 
 
 DENSE = "zero-3-uneven cp-ring-tp cp-ulysses-tp pp-hybrid-3 pp-zero-bubble-tp"
-SPARSE = "zero-1-ep zero-3-cp-tp-ep pp-zero-3-ep"
+SPARSE = "zero-1-ep cp-tp-ep pp-zero-3-ep"
 """Every kind of parallelism, and mixes of them."""
 
 

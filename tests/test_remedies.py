@@ -61,7 +61,7 @@ def test_where_nothing_fits_it_says_what_is_left() -> None:
 @pytest.mark.slow
 def test_a_rehearsal_names_what_would_fit_and_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     recipe = tmp_path / "run.yaml"
-    recipe.write_text("model: gpt2\ntraining: {micro_batch: 2, global_batch: 16}\n")
+    recipe.write_text("model: gpt2\ntraining: {micro_batch: 2, global_batch: 4}\n")
     words = ["rehearse", str(recipe), "--cluster", "1xh100", "--memory", "2.2", "--json"]
     assert main(words) == 1
     first = json.loads(capsys.readouterr().out)["remedies"][0]
