@@ -74,7 +74,13 @@ def check(ranks: RankPool, layout: LayoutSpec, method: str, **options: Any) -> N
     assert_equal(outcome, alone(**options), slope=5 * 0.1)
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "single"])
+OF_ALL_KINDS = ("pp-cp-tp", "zero-3-tp-uneven", "hybrid-3-tp")
+"""Of the layouts of eight ranks, those that mix most; each pair that others of them have, four ranks have too."""
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, layout in LAYOUTS.items() if 1 < layout.world_size < 8 or name in OF_ALL_KINDS]
+)
 def test_every_layout(ranks: RankPool, name: str) -> None:
     """Two ranks meet every second method, more of them one each, in turns."""
     layout, turn = LAYOUTS[name], list(LAYOUTS).index(name)

@@ -101,7 +101,7 @@ def measured(run: ResolvedRun) -> Evaluation:
     return evaluate(trainer.train_step.passes, batches, trainer.device, repeats_loss=trainer.train_step.repeats_loss)
 
 
-@pytest.mark.parametrize("name", ["zero-3-uneven", "cp-ring-tp", "pp-cp-tp"])
+@pytest.mark.parametrize("name", ["zero-3-uneven", "cp-ring-tp", "pp-cp"])
 def test_held_out_pairs_are_measured_alike_on_every_kind_of_layout(ranks: RankPool, name: str):
     run = tiny_run(LAYOUTS[name], preference=PREFERENCE)
     alone = build_here(tiny_run(LayoutSpec(), preference=PREFERENCE))
