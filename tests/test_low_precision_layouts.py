@@ -20,6 +20,7 @@ from meshwright.plan.stages import balanced_stages, layer_costs
 from meshwright.prove.reference import alone
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.data import DataSpec
+from meshwright.spec.fit import fp8_gather_misfits
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields, Parameter
 from meshwright.spec.run import ResolvedRun, Run
@@ -29,6 +30,7 @@ from meshwright.testing.equivalence import Outcome, build_here, loader_for, whol
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer.setup import Trainer
 from meshwright.trainer.state import describe_restored, restore, state_tensors, state_values
+from test_traffic import counted_and_predicted
 
 LENGTH, BATCH, LR, EPS = 256, 4, 1e-2, 0.1
 
@@ -249,3 +251,57 @@ def test_delayed_scales_begin_anew_where_a_checkpoint_has_none(tmp_path: Path) -
     saved = restore(trainer, tmp_path / checkpoint_name(2))
     assert not any(buffer.any() for buffer in named_state(trainer.model).values())
     assert "delayed scales of 14 layers start empty" in describe_restored(trainer, saved)
+
+
+GATHERED: list[tuple[dict[str, Any], bool]] = [
+    ({"dp_shard": 2}, False),
+    ({"dp_shard": 2, "zero": 1}, True),
+    ({"dp_shard": 2, "ep": 2}, True),
+    ({"dp_replicate": 2, "dp_shard": 2}, False),
+    ({"dp_shard": 2, "tp": 2}, False),
+    ({"dp_shard": 4, "ep": 2}, True),
+]
+"""Layouts, and whether the model has experts."""
+
+
+def gathered_in_fp8(run: ResolvedRun) -> tuple[Outcome | None, Any]:
+    """The first step, and the traffic as it was counted and predicted. Collective."""
+    return one_step(run), counted_and_predicted(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(GATHERED)))
+def test_weights_gathered_in_fp8_are_the_codes_that_products_multiply(ranks: RankPool, number: int) -> None:
+    """Nothing but the bytes changes, which are those predicted."""
+    layout, experts = GATHERED[number]
+    fields = LayoutSpec.model_validate(layout | {"quantized_weights": "fp8"})
+    make = run_of_experts if experts else narrow_run
+    run = make(fields, "tensorwise", recompute="full" if number == 0 else "none")
+    found = ranks.run(fields.world_size, gathered_in_fp8, run)
+    assert_equal(found[0][0], expected(run))
+    plain = ranks.run(fields.world_size, counted_and_predicted, make(LayoutSpec.model_validate(layout), "tensorwise"))
+    gathers = ("all-gather", "shard")
+    for (_, (counted, predicted)), (usual, _) in zip(found, plain, strict=True):
+        assert counted[gathers] == predicted[gathers]
+        assert counted[gathers] < 0.4 * usual[gathers]
+        if fields.tp == 1:  # else maxima of activations are agreed on too, which plans leave out
+            assert counted["all-reduce", "shard"] == predicted["all-reduce", "shard"] > 0
+
+
+@pytest.mark.slow
+def test_beside_bf16_weights_gathered_in_fp8_change_no_bit(ranks: RankPool) -> None:
+    plain, coded = (
+        ranks.run(2, one_step, narrow_run(layout, "tensorwise", low_precision={"compute": "bf16"}))[0]
+        for layout in (LayoutSpec(dp_shard=2), LayoutSpec(dp_shard=2, quantized_weights="fp8"))
+    )
+    assert plain.loss == coded.loss
+    assert all(torch.equal(plain.gradients[name], coded.gradients[name]) for name in plain.gradients)
+    assert all(torch.equal(plain.weights[name], coded.weights[name]) for name in plain.weights)
+
+
+def test_weights_have_one_scale_or_are_not_gathered_in_fp8() -> None:
+    layout = LayoutSpec(dp_shard=2, quantized_weights="fp8")
+    (why,) = fp8_gather_misfits(layout, narrow_run(layout, "rowwise").run.training, None)
+    assert "products in rowwise have no single scale of a weight" in why
+    assert "products in bf16" in fp8_gather_misfits(layout, TrainingSpec(), None)[0]
+    assert not fp8_gather_misfits(layout, narrow_run(layout, "tensorwise").run.training, None)

@@ -228,7 +228,9 @@ def _is_rounded(proof: Any) -> bool:
 def _quantized(resolved: ResolvedRun, proof: Any) -> list[str]:
     """The tolerance added for quantized collectives, and their effect."""
     layout, lines = resolved.run.layout, list[str]()
-    if layout.quantized_weights != "none":
+    if layout.quantized_weights == "fp8":
+        lines.append("  weights    gathered in fp8; one process gathers none, and must compute the same")
+    elif layout.quantized_weights != "none":
         lines.append(f"  weights    gathered in {layout.quantized_weights}; one process computed with the same ones")
     if layout.quantized_gradients != "none":
         moved = [comparison.rounded for comparison in proof.comparisons if comparison.rounded is not None]

@@ -35,6 +35,7 @@ from meshwright import torch_internals
 from meshwright.families.split import expert_shard_dim
 from meshwright.models import Decoder
 from meshwright.models.moe import Experts
+from meshwright.parallel.fp8_gather import apply_fp8_gather
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.quantized import apply_quantized
 from meshwright.spec.layout import LayoutSpec
@@ -79,6 +80,8 @@ def apply_data_parallel(
             if policy.reduce_dtype is not None and policy.param_dtype is None:
                 torch_internals.keep_gradients_as_reduced(module)
     apply_quantized(model, layout)
+    if layout.quantized_weights == "fp8":
+        apply_fp8_gather(model, meshes, layout)
 
 
 def _shard_placement(shards: int, parameter: nn.Parameter) -> Shard:

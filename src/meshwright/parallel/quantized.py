@@ -23,7 +23,7 @@ from meshwright.comm.collectives import all_gather, all_to_all
 from meshwright.comm.quantize import Coded
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
-from meshwright.spec.quantized import BLOCK, Sent, sent_bytes
+from meshwright.spec.quantized import BITS, BLOCK, Sent, sent_bytes
 from meshwright.torch_internals import FsdpAllGather, FsdpReduceScatter, grouped_parts
 
 
@@ -176,7 +176,7 @@ def apply_quantized(model: nn.Module, layout: LayoutSpec) -> None:
             for parameter, numbers in grouped_parts(module)
         ]
         trained = [piece for piece, trains in parts if trains]
-        if layout.quantized_weights != "none" and parts:
+        if layout.quantized_weights in BITS and parts:
             module.set_custom_all_gather(QuantizedAllGather([piece for piece, _ in parts], layout.quantized_weights))
         if layout.quantized_gradients != "none" and trained:
             _REDUCTIONS[module] = QuantizedReduceScatter(trained, layout.quantized_gradients)

@@ -87,6 +87,9 @@ CHANGES = {
         Change("mxfp8", (("training.precision", "mxfp8"),), exact=False, emulated=True),
         Change("nvfp4", (("training.precision", "nvfp4"),), exact=False, emulated=True),
         Change("int8_weights", (("layout.quantized_weights", "int8"),), exact=False),
+        Change(
+            "fp8_weights", (("training.precision", "fp8"), ("layout.quantized_weights", "fp8")), exact=False
+        ),  # exact beside fp8
         Change("int8_gradients", (("layout.quantized_gradients", "int8"),), exact=False),
         Change("int4_gradients", (("layout.quantized_gradients", "int4"),), exact=False),
         Change("bf16_states", (("training.optimizer.state_dtype", "bf16"),), exact=False),

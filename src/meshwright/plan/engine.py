@@ -11,7 +11,7 @@ from meshwright.families.quantized import split_misfit
 from meshwright.plan.blueprint import Blueprint
 from meshwright.plan.job import MESHWRIGHT, QUANTIZED, Job, Stack, adapter_parameters
 from meshwright.spec.finetune import FinetuneSpec
-from meshwright.spec.fit import batch_misfits, find_misfits, quantized_misfits
+from meshwright.spec.fit import batch_misfits, find_misfits, fp8_gather_misfits, quantized_misfits
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.low_precision import DELAYED
 from meshwright.spec.model import ModelSpec
@@ -132,6 +132,7 @@ def layout_check(run: Run, model: ModelSpec, device: Literal["cpu", "cuda"] = "c
             *find_misfits(layout, model, length),
             *(misfit for misfit in found if misfit),
             *quantized_misfits(layout, run.finetune),
+            *fp8_gather_misfits(layout, run.training, run.finetune),
         ]
         if misfits or not narrow:
             return misfits

@@ -123,10 +123,19 @@ class _Rank:
         return prod(shape) * (self.layout.expert_shard if is_experts(row) else self.layout.shard)
 
 
+def _coded_weights(rank: _Rank) -> frozenset[str]:
+    """Weights that are gathered in fp8, whose largest values ranks agree on."""
+    if rank.layout.quantized_weights != "fp8":
+        return frozenset()
+    layers = low_precision_layers(parameter_table(rank.model), rank.resolved.run.training)
+    return frozenset(f"{layer}.weight" for layer in layers)
+
+
 def _weights(rank: _Rank) -> Traffic:
     """FSDP2: weights gathered and gradients reduced over `shard`, then over `replicate`; experts' over ranks of their
     own, where `ep` or `tp` has several."""
     layout, traffic, apart = rank.layout, Traffic(), rank.layout.ep * rank.layout.tp > 1
+    coded = _coded_weights(rank)
     for row in rank.rows:
         prefix, shards, replicas = "", layout.shard, layout.replicate
         if is_experts(row) and apart:
@@ -137,8 +146,15 @@ def _weights(rank: _Rank) -> Traffic:
             gathers = 2 * rank.rounds * gathering if layout.zero_stage == 3 else 1
             scatters = rank.rounds * giving if layout.zero_stage > 1 else 1
             matrix = len(row.dims) > 1
+            if row.name in coded:
+                scales = 1 if not is_experts(row) else row.shape[0] // layout.ep
+                agreed = scales * rank.bytes_of(row) * gathers
+                traffic["all-reduce", f"{prefix}shard"] += agreed
+                if layout.tp > 1 and not is_experts(row):
+                    traffic["all-reduce", "tp"] += agreed
             part, weights, gradients = numbers // shards, layout.quantized_weights, layout.quantized_gradients
-            gathered = shards * sent_bytes(part, weights, rank.bytes_of(row), matrix=matrix)
+            in_codes = row.name in coded if weights == "fp8" else matrix
+            gathered = shards * sent_bytes(part, weights, rank.bytes_of(row), matrix=in_codes)
             reduced = shards * sent_bytes(part, gradients, rank.reduced, matrix=matrix)
             kind = "reduce-scatter" if gradients == "none" else "all-to-all"
             traffic["all-gather", f"{prefix}shard"] += gathered * gathers

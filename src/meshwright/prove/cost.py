@@ -44,6 +44,6 @@ def measure_cost(resolved: ResolvedRun, reference: Reference, step: int) -> Cost
         difference, length = difference + by * by, length + size * size
         if size and by / size >= worst_by:
             worst, worst_by = name, by / size
-    gathers = "" if resolved.run.layout.quantized_weights == "none" else " with unquantized weights"
+    gathers = " with unquantized weights" if resolved.run.layout.quantized_weights == "int8" else ""
     beside = f"{plain.precision}{gathers}"
     return Cost(step, beside, loss, sqrt(difference / length) if length else 0.0, worst, worst_by)

@@ -21,6 +21,7 @@ from meshwright.parallel.quantized import Rounding, reductions
 from meshwright.prove.facts import Facts
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelSpec, Parameter
+from meshwright.spec.quantized import BITS
 from meshwright.trainer.setup import Trainer
 
 
@@ -28,7 +29,7 @@ from meshwright.trainer.setup import Trainer
 def as_gathered(trainer: Trainer, layout: LayoutSpec) -> Iterator[None]:
     """Inside the block, one process computes with the weights that the layout's ranks would gather."""
     sent, kept = layout.quantized_weights, list[tuple[torch.Tensor, torch.Tensor]]()
-    parameters = dict(trainer.model.named_parameters()) if sent != "none" else {}
+    parameters = dict(trainer.model.named_parameters()) if sent in BITS else {}  # fp8 is what products read anyway
     with torch.no_grad():
         for row in trainer.table:
             if row.name in parameters and len(row.shape) > 1:

@@ -106,6 +106,22 @@ def quantized_misfits(layout: LayoutSpec, finetune: FinetuneSpec | None) -> list
     return found
 
 
+def fp8_gather_misfits(layout: LayoutSpec, training: TrainingSpec, finetune: FinetuneSpec | None) -> list[str]:
+    """Why weights cannot be gathered in the codes that products multiply; empty if they can."""
+    where = f"layout.quantized_weights={layout.quantized_weights}"
+    if layout.quantized_weights != "fp8":
+        return []
+    if training.product_recipe != "tensorwise":
+        products = training.product_recipe or training.precision
+        return [
+            f"{where}: products in {products} have no single scale of a weight; use training.precision=fp8 with "
+            "training.low_precision.recipe=tensorwise, or layout.quantized_weights=int8"
+        ]
+    if getattr(finetune, "dora", False):
+        return [f"{where} with finetune.dora=true: magnitudes need the weights themselves; use none"]
+    return []
+
+
 def sample_misfits(training: TrainingSpec, model: ModelSpec) -> list[str]:
     """Why a model has no room for the texts that training generates; empty if it has."""
     if training.samples is None or training.samples.max_tokens < model.max_positions:

@@ -61,9 +61,10 @@ class LayoutSpec(Spec):
     offload: Literal["none", "cpu"] | OffloadSpec = "none"
     """cpu: parameters, gradients and optimizer state are in host memory, and the optimizer steps there. Or a section
     that chooses per kind of state, such as `{optimizer: disk}`."""
-    quantized_weights: Literal["none", "int8"] = "none"
-    """Format in which sharded weights are gathered (ZeRO++'s qwZ). int8: matrices in one byte per number, with a scale
-    for every 256 numbers. The gathered weights are rounded, the master weights are not."""
+    quantized_weights: Literal["none", "int8", "fp8"] = "none"
+    """Format in which sharded weights are gathered. int8 (ZeRO++'s qwZ): matrices in one byte per number, with a scale
+    for every 256 numbers. The gathered weights are rounded, the master weights are not. fp8: the codes that layers in
+    fp8 multiply anyway, so that nothing changes; with training.precision=fp8, recipe tensorwise."""
     quantized_gradients: Literal["none", "int8", "int4"] = "none"
     """Format in which gradients are reduced (ZeRO++'s qgZ). int8, int4: gradients of matrices are quantized once, sent
     to the rank that keeps them and summed there. Across `dp_replicate` they are reduced in training.reduce_dtype."""

@@ -2,8 +2,8 @@
 
 from typing import Literal
 
-Sent = Literal["none", "int8", "int4"]
-"""Formats of sent numbers: unchanged, or quantized to this many bits."""
+Sent = Literal["none", "int8", "int4", "fp8"]
+"""Formats of sent numbers: unchanged, quantized to this many bits, or the codes that products in fp8 multiply."""
 
 BITS: dict[Sent, int] = {"int8": 8, "int4": 4}
 BLOCK = 256
@@ -29,13 +29,16 @@ def code_bytes(numbers: int, sent: Sent) -> int:
 def sent_bytes(numbers: int, sent: Sent, width: int, *, matrix: bool) -> int:
     """Bytes of a rank's part of a tensor on the wire; `width`: bytes of an unquantized number.
 
-    Only matrices, and stacks of them, are quantized: norms and biases are few and matter much.
+    Only matrices, and stacks of them, are quantized: norms and biases are few and matter much; for fp8, those of layers
+    in fp8, whose scales every rank knows.
     """
     if sent == "none" or not matrix:
         return numbers * width
+    if sent == "fp8":
+        return numbers
     return num_blocks(numbers) * SCALE_BYTES + code_bytes(numbers, sent)
 
 
 def bytes_each(sent: Sent) -> float:
     """Bytes of a number of a large matrix, with its share of the scale."""
-    return BITS[sent] / 8 + SCALE_BYTES / BLOCK
+    return 1.0 if sent == "fp8" else BITS[sent] / 8 + SCALE_BYTES / BLOCK
