@@ -150,6 +150,11 @@ show it, because Adam does not depend on the gradient's scale: the norm does, an
 `meshwright export run.yaml --engine deepspeed --program handed-over` writes the program of a whole run, with its
 configuration, initial weights and the order of all samples.
 
+`meshwright export run.yaml --engine axolotl --program handed-over` writes axolotl's configuration for the fine-tuning
+of a Hugging Face directory: `axolotl train handed-over/axolotl.yaml` reads the recipe's own data. Our importer reads
+the file back while it is written, and a setting that comes back otherwise is refused by name. axolotl itself has not
+run it.
+
 ## Proof against one process
 
 `meshwright verify run.yaml --engine hf_trainer` trains a shrunk model for two steps in the engine's program and on
@@ -273,9 +278,9 @@ def _predicted() -> Iterator[str]:
 NOT_YET = """\
 ## Not yet
 
-There are no engines for axolotl and torchtitan, and none of Megatron-core's distributed optimizer. Megatron-core's
-pipeline schedules count tokens in a tensor on a GPU, whatever the device, and stop on a CPU. Only the Trainer, peft and
-trl read records. Programs have run on CPUs only; on GPUs they are not tested.
+axolotl's configuration is only written, torchtitan's not at all, and there is no engine for Megatron-core's distributed
+optimizer. Megatron-core's pipeline schedules count tokens in a tensor on a GPU, whatever the device, and stop on a CPU.
+Only the Trainer, peft and trl read records. Programs have run on CPUs only; on GPUs they are not tested.
 """
 
 

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     into.add_argument(
         "--program", metavar="DIR", type=Path, help="write the run as a program of --engine, with its inputs"
     )
-    parser.add_argument("--engine", metavar="NAME", help="with --program: bare, hf_trainer, accelerate, deepspeed, ...")
+    parser.add_argument("--engine", metavar="NAME", help="with --program: bare, hf_trainer, deepspeed, axolotl, ...")
     parser.add_argument("--license", metavar="ID", help="with --hub: the model's license, such as apache-2.0")
     parser.add_argument("--private", action="store_true", help="with --hub: make the repository private")
     parser.add_argument("--dry-run", action="store_true", help="with --hub: show what would be pushed; send nothing")
@@ -200,12 +200,12 @@ def _hand_over(arguments: argparse.Namespace) -> int:
 
     if arguments.merge or arguments.dtype or arguments.ema:
         raise UserError("--merge, --dtype and --ema do not apply to --program; leave them out")
-    engine = find_engine(arguments.engine)
+    engine = find_engine(arguments.engine, written=True)
     with progress_on_stderr(arguments.json):
         translation = hand_over(run_at(arguments.model), engine, arguments.program)
     left_out = {setting.path: setting.why for setting in translation.left_out}
     if arguments.json:
-        files = [*translation.files, "start", "data"]
+        files = [*translation.files, *([] if engine.reads_sources else ["start", "data"])]
         print_json({"directory": str(arguments.program), "engine": engine.name, "files": files, "left_out": left_out})
         return 0
     print(f"{arguments.model} written to {arguments.program} as {translation.program}, {translation.lines} lines")

@@ -95,6 +95,9 @@ class Engine(ABC):
     checkout: ClassVar[str] = ""
     """Where to clone a program that is not a package; its program has an option --checkout for the folder."""
 
+    reads_sources: ClassVar[bool] = False
+    """Whether it reads the recipe's own model and data, and is written only, not run."""
+
     def translate(self, resolved: ResolvedRun) -> Translation:
         """The recipe in this engine's terms.
 

@@ -30,16 +30,19 @@ def hand_over(resolved: ResolvedRun, engine: Engine, folder: Path) -> Translatio
     """Write the whole run as `engine`'s program into `folder`, which appears when it is complete.
 
     start/ holds the weights that the run starts from, data/ the order of the samples of all its steps; the tokens stay
-    where they are. Raises `UserError` if the engine cannot express the run or `folder` exists.
+    where they are. An engine that reads the recipe's own model and data gets its configuration alone. Raises
+    `UserError` if the engine cannot express the run or `folder` exists.
     """
     translation = engine.translate(resolved)
-    check_start(resolved)
-    corpus = corpus_of(resolved)
-    check_vocabulary(resolved.run, resolved.model, corpus.tokenizer.vocab_size)
+    corpus = None
+    if not engine.reads_sources:
+        check_start(resolved)
+        corpus = corpus_of(resolved)
+        check_vocabulary(resolved.run, resolved.model, corpus.tokenizer.vocab_size)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with complete_folder(folder) as staging:
         translation.write(staging)
-        if engine.name != Ours.name:
+        if corpus is not None and engine.name != Ours.name:
             write_materials(resolved, corpus, staging, steps=resolved.run.training.steps)
         lines = [f"- `{setting.path}={setting.shown}`: {setting.why}" for setting in translation.left_out]
         about = f"# What {translation.program} leaves out of the recipe\n\n"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshwright.engines.accelerate import AccelerateEngine
+from meshwright.engines.axolotl import AxolotlConfig
 from meshwright.engines.bare import Bare
 from meshwright.engines.deepspeed import DeepSpeedEngine
 from meshwright.engines.engine import Engine
@@ -30,14 +31,20 @@ ENGINES: Mapping[str, Engine] = {
     )
 }
 """In the order in which comparisons list them."""
+WRITTEN: Mapping[str, Engine] = {engine.name: engine for engine in (AxolotlConfig(),)}
+"""Those that `export` writes, and nothing here runs."""
 
 
 class MissingPackageError(UserError):
     """An engine is not installed."""
 
 
-def find_engine(name: str) -> Engine:
-    """The engine of a name; raises `UserError` if there is none."""
+def find_engine(name: str, *, written: bool = False) -> Engine:
+    """The engine of a name, also of those that are only written if `written`; raises `UserError` if there is none."""
+    if name in WRITTEN and not written:
+        raise UserError(f"{name} is not run here, only written: meshwright export RUN --engine {name} --program DIR")
+    if name in WRITTEN:
+        return WRITTEN[name]
     if name not in ENGINES:
         hint = did_you_mean(name, ENGINES)
         raise UserError(f"unknown engine '{name}'; there are {', '.join(ENGINES)}{hint}")

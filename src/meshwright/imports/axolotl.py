@@ -127,6 +127,7 @@ RULES: Mapping[str, Rule] = {
     **{name: HF_RULES[name] for name in SHARED},
     "optimizer": HF_RULES["optim"],
     "lr_scheduler": HF_RULES["lr_scheduler_type"],
+    "cosine_min_lr_ratio": lambda reading, value, origin: None,  # in place of the schedule's 0, below
     "val_set_size": _evaluation,
     "saves_per_epoch": _per_epoch("checkpoint.every"),
     "evals_per_epoch": _per_epoch("training.evaluation.every"),
@@ -145,6 +146,8 @@ def is_axolotl(values: Mapping[str, Any]) -> bool:
 def read_axolotl(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read an axolotl configuration."""
     reading.take(values, RULES, file)
+    if (floor := values.get("cosine_min_lr_ratio")) is not None:
+        reading.settings["training.lr_schedule.final"] = (floor, f"{file}: cosine_min_lr_ratio={floor}")
     take_defaults(reading, values, f"{file} (axolotl's default)", "lr_scheduler", "cosine")
     if "bf16" not in values:
         reading.default("training.precision", "fp32", f"{file} (neither bf16 nor fp16)")

@@ -1,0 +1,156 @@
+"""Export as an axolotl configuration: every setting that axolotl's YAML says, read back by our own importer."""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from meshwright.engines.engine import Engine, InexpressibleError, Translation
+from meshwright.engines.settings import Rule, Setting, leaves, rule_of, said, settings_of
+from meshwright.imports.axolotl import FORMATS
+from meshwright.imports.recipe import import_files
+from meshwright.spec.document import write_yaml
+from meshwright.spec.errors import UserError
+from meshwright.spec.finetune import LoraSpec
+from meshwright.spec.recipe import parse_spec
+from meshwright.spec.run import ResolvedRun, Run
+
+NAME = "axolotl.yaml"
+TYPES = {ours: theirs for theirs, ours in FORMATS.items() if theirs != "sharegpt"}
+OPTIMIZERS = {"adamw": "adamw_torch", "adamw_8bit": "adamw_bnb_8bit", "paged_adamw": "paged_adamw_32bit"}
+SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
+HERE = ("device", "cluster", "data.cache_dir")
+"""Settings of the machine."""
+
+
+class AxolotlConfig(Engine):
+    """axolotl's YAML. What it would train otherwise than the recipe is found by importing it."""
+
+    name = "axolotl"
+    about = "axolotl"
+    reads_sources: ClassVar = True
+
+    def translate(self, resolved: ResolvedRun) -> Translation:
+        """As `Engine`: a setting is expressed if the imported file has it too."""
+        text = write_yaml(axolotl_config(resolved))
+        settings = tuple(_fates(resolved, _read_back(text, resolved)))
+        refused = [setting for setting in settings if setting.fate == "refused"]
+        if refused:
+            raise InexpressibleError("; ".join(f"{setting.path}={setting.shown}: {setting.why}" for setting in refused))
+        return Translation(engine=self.name, settings=settings, program=NAME, files={NAME: text})
+
+    def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
+        """Nothing besides what `translate` finds."""
+        return {}
+
+    def files(self, resolved: ResolvedRun) -> tuple[str, dict[str, str]]:
+        """The configuration."""
+        return NAME, {NAME: write_yaml(axolotl_config(resolved))}
+
+
+def axolotl_config(resolved: ResolvedRun) -> dict[str, Any]:
+    """The recipe under axolotl's names; every constant is explicit, because defaults differ."""
+    run, training, data = resolved.run, resolved.run.training, resolved.run.data
+    optimizer, schedule = training.optimizer, training.lr_schedule
+    found: dict[str, Any] = {
+        "base_model": run.model.name,
+        "datasets": [_dataset(source) for source in data.sources],
+        "chat_template": data.chat.template if data.chat.template != "auto" else None,
+        "val_set_size": data.held_out,
+        "sequence_len": data.sequence_length,
+        "sample_packing": data.packing == "best_fit",
+        **_adapter(resolved),
+        "micro_batch_size": resolved.micro_batch,
+        "gradient_accumulation_steps": resolved.accumulation,
+        "max_steps": training.steps,
+        "optimizer": OPTIMIZERS.get(optimizer.name, optimizer.name),
+        "learning_rate": optimizer.lr,
+        "weight_decay": optimizer.weight_decay,
+        "adam_beta1": optimizer.betas[0],
+        "adam_beta2": optimizer.betas[1],
+        "adam_epsilon": optimizer.eps,
+        "max_grad_norm": training.clip or 0.0,
+        "cosine_min_lr_ratio": schedule.final if schedule.name == "cosine" and schedule.final else None,
+        "lr_scheduler": SCHEDULES.get(schedule.name, schedule.name),
+        "warmup_steps": schedule.warmup_steps(training.steps),
+        "bf16": training.precision == "bf16",
+        "fp16": training.precision == "fp16",
+        "gradient_checkpointing": set(resolved.recompute) == {"full"},
+        "torch_compile": training.compile or None,
+        "seed": training.seed,
+        "save_steps": run.checkpoint.every,
+        "save_total_limit": run.checkpoint.keep_last,
+        "eval_steps": training.evaluation.every,
+        "wandb_project": Path(run.run_dir).name if "wandb" in run.trackers else None,
+        "fsdp": ["full_shard", "auto_wrap"] if run.layout.zero_stage == 3 else None,
+        "output_dir": run.run_dir,
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _dataset(source: Any) -> dict[str, Any]:
+    remote = source.path.startswith("hub:")
+    found = {"path": source.path.removeprefix("hub:"), "type": TYPES.get(source.format)}
+    found |= {} if remote else {"ds_type": "json"}
+    found |= {"split": source.split if source.split != "train" else None, "name": source.subset}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _adapter(resolved: ResolvedRun) -> dict[str, Any]:
+    finetune = resolved.run.finetune
+    if not isinstance(finetune, LoraSpec):
+        return {}
+    linear = finetune.targets == "all-linear"
+    return {
+        "adapter": "qlora" if finetune.base == "nf4" else "lora",
+        "load_in_4bit": True if finetune.base == "nf4" else None,
+        "load_in_8bit": True if finetune.base == "int8" else None,
+        "lora_r": finetune.rank,
+        "lora_alpha": int(finetune.alpha) if finetune.alpha == int(finetune.alpha) else finetune.alpha,
+        "lora_dropout": finetune.dropout,
+        "lora_target_linear": True if linear else None,
+        "lora_target_modules": None if linear else list(finetune.targets),
+        "lora_modules_to_save": list(finetune.train) or None,
+        "peft_use_dora": finetune.dora or None,
+        "peft_use_rslora": finetune.rslora or None,
+    }
+
+
+def _read_back(text: str, resolved: ResolvedRun) -> Run:
+    """The recipe that `meshwright import` makes of the file."""
+    with tempfile.TemporaryDirectory(prefix="meshwright-axolotl-") as folder:
+        path = Path(folder) / NAME
+        path.write_text(text, encoding="utf-8")
+        try:
+            recipe, _ = import_files([path], ranks=resolved.run.layout.world_size)
+        except UserError as error:
+            raise InexpressibleError(f"axolotl's configuration cannot say this recipe: {error}") from error
+    return parse_spec(recipe, Run, source=NAME)
+
+
+def _fates(resolved: ResolvedRun, imported: Run) -> list[Setting]:
+    """Every setting: said if the imported recipe has it, else left out where nothing trained depends on it."""
+    run, training = resolved.run, resolved.run.training
+    decided: dict[str, Any] = {"micro_batch": resolved.micro_batch, "global_batch": resolved.global_batch}
+    if set(resolved.recompute) <= {"full", "none"}:
+        decided["recompute"] = resolved.recompute[0]
+    decided["lr_schedule"] = training.lr_schedule.model_copy(
+        update={"warmup": training.lr_schedule.warmup_steps(training.steps)}
+    )
+    run = run.model_copy(update={"training": training.model_copy(update=decided)})
+    theirs, rules, cannot = dict(leaves(imported)), dict[str, Rule](), dict[str, str]()
+    for path, value in leaves(run):
+        if path in HERE or (path in theirs and theirs[path] == value):
+            rules[path] = said
+        elif rule_of(path)(value, resolved)[0] != "left_out":
+            cannot[path] = f"{NAME} says {theirs.get(path)}, because axolotl has no such setting"
+    if run.training.optimizer.name not in OPTIMIZERS:
+        cannot["training.optimizer.name"] = f"{NAME} names {', '.join(OPTIMIZERS)} with the constants of the recipe"
+    if run.model.weights == "random":
+        cannot["model.weights"] = "axolotl starts from the weights in the model's directory"
+    else:
+        cannot.pop("model.weights", None)
+        rules["model.weights"] = said
+    if not (run.model.name or "").startswith((".", "/")):
+        cannot["model.name"] = "axolotl loads a Hugging Face directory; name it, with ./ or / before it"
+    return list(settings_of(resolved, cannot, {}, rules))
