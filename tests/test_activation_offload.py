@@ -1,5 +1,6 @@
 """Activations in host memory: no bit of a step changes, they are elsewhere meanwhile, and the planner knows."""
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,36 @@ def test_the_planner_and_a_rehearsal_agree(recompute: str) -> None:
     if recompute == "none":
         assert peak < 0.6 * there
         assert moved.host == pytest.approx(plain.activations, rel=0.2)
+
+
+def micro_batch_on(memory: float, host: float, **sections: Any) -> ResolvedRun:
+    """A run whose microbatch is chosen, on two GPUs with this many bytes each and for the host of both."""
+    machine = Machine("cuda", "NVIDIA H100 80GB HBM3", 2, int(memory), int(host))
+    run = {
+        "model": {**SIZES, "max_positions": 2048},
+        "data": {"sequence_length": 2048},
+        "training": {"micro_batch": "auto", "global_batch": 32, "recompute": "none"},
+        "layout": {"dp_replicate": 2, **sections},
+    }
+    return resolve_run(Run.model_validate(run), base_dir=Path(), machine=machine)
+
+
+def test_a_microbatch_that_the_hosts_memory_cannot_take_is_not_chosen() -> None:
+    ample = micro_batch_on(80e9, 1e12, offload=HOST)
+    _, job = job_of(HOST, dp_replicate=2)
+    of_one = predict_memory(dataclasses.replace(job, micro_batch=1)).host
+    tight = micro_batch_on(80e9, 2 * 2.5 * of_one, offload=HOST)
+    assert tight.micro_batch == 2 < ample.micro_batch
+    assert "GiB of host memory of the" in tight.reasons["training.micro_batch"]
+
+
+def test_activations_do_not_move_to_a_host_without_room() -> None:
+    plain, moved = (
+        predict_memory(dataclasses.replace(job_of(place, dp_replicate=2)[1], micro_batch=1)) for place in ("none", HOST)
+    )
+    scarce = (plain.total + moved.total) / 2 / 0.8
+    assert "layout.offload" in micro_batch_on(scarce, 1e12).reasons
+    assert "layout.offload" not in micro_batch_on(scarce, 2 * moved.host).reasons
 
 
 def test_time_that_computation_does_not_hide_is_counted() -> None:

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from meshwright.spec.errors import UserError
@@ -27,6 +28,12 @@ class Machine:
     def memory_per_rank(self, local_ranks: int) -> int:
         """Bytes that each of `local_ranks` processes on this machine can count on."""
         return self.memory_bytes if self.kind == "cuda" else self.memory_bytes // max(1, local_ranks)
+
+    def host_per_rank(self, ranks: int) -> float:
+        """Bytes of host memory beside GPUs that each of a run's processes here can count on; endless if unknown, and on
+        a CPU, whose memory is the device's."""
+        known = self.kind == "cuda" and self.host_memory_bytes > 0
+        return self.host_memory_bytes / max(1, min(ranks, self.devices)) if known else inf
 
 
 @functools.cache

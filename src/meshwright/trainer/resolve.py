@@ -236,6 +236,7 @@ def _relieved(
     if training.micro_batch != "auto":
         return None
     limit = MEMORY_SHARE * machine.memory_per_rank(layout.world_size)
+    room = MEMORY_SHARE * machine.host_per_rank(layout.world_size)
     job = engine_job(run, blueprint(model), global_batch=global_batch, micro_batch=size, device=machine.kind)
     needs = predict_memory(job).total
     # PyTorch cannot compile full recomputation of a block whose weights are split.
@@ -251,7 +252,8 @@ def _relieved(
     if moves and moved.problem is None:
         policies: tuple[Recompute, ...] = ("none", "full") if recomputes else (training.recompute,)
         for policy in policies:
-            if predict_memory(replace(job, recompute=policy, layout=moved)).total <= limit:
+            use = predict_memory(replace(job, recompute=policy, layout=moved))
+            if use.total <= limit and use.host <= room:
                 found.append((policy, moved))
     for recompute, where in found:
         sections = {
@@ -279,15 +281,19 @@ def _micro_batch(run: Run, model: ModelSpec, global_batch: int, sizes: list[int]
         return run.training.micro_batch, "given"
     plan, length = blueprint(model), run.data.sequence_length // run.layout.cp
     limit = MEMORY_SHARE * machine.memory_per_rank(run.layout.world_size)
-    best = 0
+    room, best = MEMORY_SHARE * machine.host_per_rank(run.layout.world_size), 0
     for size in sizes:
         job = engine_job(run, plan, global_batch=global_batch, micro_batch=size, device=machine.kind)
-        predicted = predict_memory(job).total
-        if predicted > limit:
+        use = predict_memory(job)
+        on_host = use.host > room
+        if use.total > limit or on_host:
+            needed, there, where = (use.host, room, " of host memory") if on_host else (use.total, limit, "")
             needs = (
-                f"{size} at a time would need about {predicted / 2**30:.1f} GiB of the {limit / 2**30:.1f} to be used"
+                f"{size} at a time would need about {needed / 2**30:.1f} GiB{where} of the {there / 2**30:.1f} to be "
+                "used"
             )
-            return (best, needs) if best else (size, f"the smallest there is; {needs}{_recompute_advice(job, limit)}")
+            advice = "" if on_host else _recompute_advice(job, limit)
+            return (best, needs) if best else (size, f"the smallest there is; {needs}{advice}")
         best = size
         if size * length >= ENOUGH_TOKENS[machine.kind]:
             return best, f"{size * length} tokens at a time keep this machine's {machine.kind} busy"
