@@ -166,6 +166,7 @@ order of computation: the loss, the gradient of a parameter, the norm, or the up
 ```
 $ meshwright verify run.yaml --engine hf_trainer
 $ meshwright verify run.yaml --engine deepspeed layout.dp_shard=2
+$ meshwright verify run.yaml --engine fabric layout.tp=2
 ```
 
 Tests plant faults in three engines' programs, and each is located: a loss that omits one token of each row (the loss),
@@ -279,8 +280,10 @@ NOT_YET = """\
 ## Not yet
 
 axolotl's configuration is only written, torchtitan's not at all, and there is no engine for Megatron-core's distributed
-optimizer. Megatron-core's pipeline schedules count tokens in a tensor on a GPU, whatever the device, and stop on a CPU.
-Only the Trainer, peft and trl read records. Programs have run on CPUs only; on GPUs they are not tested.
+optimizer. Megatron-core's pipeline schedules stop on a CPU: each begins with
+`torch.zeros([], dtype=torch.int, device="cuda")` (`pipeline_parallel/schedules.py` of 0.16.1), which no argument
+changes; a `p2p_communicator` of one's own would replace only what they send. Only the Trainer, peft and trl read
+records. Programs have run on CPUs only; on GPUs they are not tested.
 """
 
 

@@ -166,10 +166,11 @@ def test_lightning_splits_matrices(folder):
 
 
 @pytest.mark.engines
-def test_fabric_is_equal_tensor_by_tensor(folder):
-    for layout in ("layout.tp=2", "layout={tp: 2, dp_shard: 2, zero: 3}"):
+def test_engines_that_split_are_equal_tensor_by_tensor(folder):
+    layouts = {"fabric": ("layout.tp=2", "layout={tp: 2, dp_shard: 2, zero: 3}"), "deepspeed": ("layout.cp=2",)}
+    for name, layout in [(name, layout) for name, of in layouts.items() for layout in of]:
         run = parse_spec(RECIPE, Run, ["model.vocab=96", layout])
-        assert verify_engine(shrink(resolve_run(run, base_dir=folder)), ENGINES["fabric"], steps=2).first is None
+        assert verify_engine(shrink(resolve_run(run, base_dir=folder)), ENGINES[name], steps=2).first is None
 
 
 @pytest.mark.engines

@@ -22,6 +22,8 @@ class MegatronEngine(TemplateEngine):
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """As `TemplateEngine`; another model than Llama, and vocabularies, heads or widths that cannot be split."""
         found, model, tp = dict(super().cannot(resolved)), resolved.model, resolved.run.layout.tp
+        if resolved.run.layout.pp > 1:
+            found["layout.pp"] = "the schedules of Megatron-core count tokens in a tensor on a GPU, whatever the device"
         if model.family != "llama":
             found["model.family"] = "the program for megatron supports llama only"
         if model.rope_scaling is not None:
