@@ -1,11 +1,14 @@
 """A model split over tensor-parallel processes answers as one process does."""
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any, NoReturn
@@ -71,7 +74,7 @@ def found_on_ranks(folder: Path, text: Path) -> dict[str, Any]:
         engine.step()
         engine.reset()  # as after an error
         found["again"] = told(engine.run(requests()[2:3]))
-        ranks.tell(None)
+        ranks.dismiss()
     else:
         ranks.follow(opened.model)
     return found
@@ -133,6 +136,14 @@ def test_a_server_over_two_processes_answers_and_ends_with_a_sentence_when_one_d
         [*words, "generate", str(folder), "layout.tp=2", *prompt], capture_output=True, check=True, timeout=300
     )
     assert json.loads(both.stdout)["texts"][0]["continuation"] == expected
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    measure = [*words, "eval", str(folder), "--source", str(text), "--sequence-length", "32"]
+    printed = [
+        subprocess.run([*measure, *more], capture_output=True, check=True, timeout=120).stdout
+        for more in ([], ["layout.tp=2"])
+    ]
+    assert printed[0] == printed[1]
     server = subprocess.Popen(
         [*words, "serve", str(folder), "layout.tp=2", "--port", "0"],
         stdout=subprocess.PIPE,
@@ -143,19 +154,27 @@ def test_a_server_over_two_processes_answers_and_ends_with_a_sentence_when_one_d
     try:
         place = next(found[0] for line in server.stdout if (found := re.search(r"http://\S+/v1", line)))
 
+        def opened(path: str, body: Any = None) -> Any:
+            data = None if body is None else json.dumps(body).encode()
+            request = urllib.request.Request(f"{place}{path}", data, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)
+
         def ask() -> str:
             body = {"model": "hf", "prompt": "def add", "max_tokens": 8, "temperature": 0}
-            request = urllib.request.Request(
-                f"{place}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-            )
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return json.load(answer)["choices"][0]["text"]
+            return opened("/completions", body)["choices"][0]["text"]
 
+        for _ in range(100):  # the address is told before connections are accepted
+            with contextlib.suppress(urllib.error.URLError):
+                opened("/models")
+                break
+            time.sleep(0.1)
         assert [ask(), ask()] == [expected, expected]
         os.kill(ranks_of(server.pid)[1], signal.SIGKILL)
         _, printed = server.communicate(timeout=60)
     finally:
         server.kill()
+        server.communicate()
     lines = [line for line in printed.splitlines() if line.strip()]
     assert lines == ["error: rank 1 was killed by SIGKILL"]
     assert server.returncode == 128 + signal.SIGKILL

@@ -99,7 +99,7 @@ def follows(arguments: argparse.Namespace, model: Any) -> bool:
 
 def main() -> int:
     """Run a verb as one process of several."""
-    from meshwright.launch.launcher import find_worker
+    from meshwright.launch.launcher import find_worker, leave_group
     from meshwright.launch.status import MISUSE, STOPPED
     from meshwright.trainer.worker import report_to_parent
 
@@ -119,8 +119,8 @@ def main() -> int:
             arguments = parser.parse(words)
             arguments.ranks = _joined(worker, degree_of(arguments), arguments.device)
             status = module.run(arguments)
-            if arguments.ranks.leads:
-                arguments.ranks.tell(None)
+            arguments.ranks.dismiss()
+            leave_group()
             sys.stdout.flush()
         return status
     except KeyboardInterrupt:

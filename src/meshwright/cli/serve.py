@@ -4,6 +4,7 @@ import argparse
 import re
 import socket
 from pathlib import Path
+from typing import Any
 
 from meshwright.cli.common import add_disk_argument, add_model_arguments, note_disk, positive
 from meshwright.cli.ranks import add_layout_argument, degree_of, follows, started, weights_of
@@ -86,15 +87,12 @@ def named(text: str) -> tuple[str, Path]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until interrupted."""
+    _check_one_model(arguments)
     if (status := started(arguments)) is not None:
         return status
-    if degree_of(arguments) > 1 and (arguments.adapter or arguments.beside or arguments.adapters_from):
-        raise UserError(
-            "--adapter, --beside, --adapters-from: processes share one model; leave layout.tp out, or serve a merged "
-            "model (export --hf)"
-        )
     if "ranks" in arguments and not arguments.ranks.leads:
-        return _follow(arguments)
+        _opened(arguments)
+        return 0
     try:
         import uvicorn
 
@@ -106,7 +104,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("serve needs starlette and uvicorn: pip install 'meshwright[serve]'") from error
     # Torch loads here, so that --help and usage errors never wait for it.
     from meshwright.serve.served import default_name, loader_of, open_served
-    from meshwright.serve.trained import open_trained
 
     key = read_key(arguments.api_key_file)
     if arguments.host not in LOCAL and key is None:
@@ -124,15 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     limits = Limits(max_body=arguments.max_body, max_queue=arguments.max_queue, api_key=key, votes=arguments.votes)
     room = {"max_batch": arguments.max_batch, "max_context": arguments.max_context}
     with listen(arguments.host, arguments.port) as listening:  # before loading, because the port may be in use
-        trained = open_trained(
-            arguments.model,
-            device=arguments.device,
-            dtype=arguments.dtype,
-            averaged=arguments.ema,
-            weights=weights_of(arguments),
-        )
-        follows(arguments, trained.model)
-        note_disk(trained.model)
+        trained = _opened(arguments)
         models = open_served(
             trained,
             arguments.name or default_name(trained),
@@ -155,8 +144,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _follow(arguments: argparse.Namespace) -> int:
-    """What a process does that is not the first of those that share the model."""
+def _check_one_model(arguments: argparse.Namespace) -> None:
+    if degree_of(arguments) > 1 and (arguments.adapter or arguments.beside or arguments.adapters_from):
+        raise UserError(
+            "--adapter, --beside, --adapters-from: processes share one model; leave layout.tp out, or serve a merged "
+            "model (export --hf)"
+        )
+
+
+def _opened(arguments: argparse.Namespace) -> Any:
+    """The model; in a process that is not the first of several, returned when the first one has ended."""
     from meshwright.serve.trained import open_trained
 
     trained = open_trained(
@@ -166,8 +163,9 @@ def _follow(arguments: argparse.Namespace) -> int:
         averaged=arguments.ema,
         weights=weights_of(arguments),
     )
-    follows(arguments, trained.model)
-    return 0
+    if not follows(arguments, trained.model):
+        note_disk(trained.model)
+    return trained
 
 
 def read_key(file: Path | None) -> str | None:

@@ -5,6 +5,7 @@ reads, and they read the same ones: each has its heads' part of the KV cache. In
 program instead, and gets the same logits.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -43,6 +44,7 @@ class Ranks:
         orders = dist.new_group(timeout=PATIENCE)
         assert isinstance(orders, dist.ProcessGroup)
         self._orders = orders
+        self._leading = False
 
     @property
     def leads(self) -> bool:
@@ -51,11 +53,20 @@ class Ranks:
 
     def alike(self, model: Decoder) -> None:
         """Every process runs the same requests from here on."""
-        model.make_reader = lambda model: CachedReader(model, self.mesh.size())
+        reader = functools.partial(CachedReader, multiple=self.mesh.size())
+        model.make_reader = reader
 
     def lead(self, model: Decoder) -> None:
         """The others repeat what this process reads from here on."""
-        model.make_reader = lambda model: _LeadingReader(model, self)
+        reader = functools.partial(_LeadingReader, ranks=self)
+        model.make_reader = reader
+        self._leading = True
+
+    def dismiss(self) -> None:
+        """Let the others end, where this process leads them."""
+        if self._leading:
+            self.tell(None)
+            self._leading = False
 
     def tell(self, order: _Order | None) -> None:
         """Tell the others what is read next; None: nothing any more."""
