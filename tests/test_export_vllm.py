@@ -87,7 +87,12 @@ def test_vllms_reading_is_in_the_receipt(trained, tmp_path, capsys):
     assert (reading["program"], reading["compared"]) == ("vLLM", "logprobs")
     assert reading["largest_difference"] < 1e-5
     assert (reading["texts_equal"], reading["conversations_equal"]) == (len(TEXTS), len(CONVERSATIONS))
-    assert "vLLM" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "vLLM" in said
+    served = (
+        f"{tmp_path / 'env/python'} -m vllm.entrypoints.openai.api_server --model {tmp_path / 'hf'} --max-model-len "
+    )
+    assert served in said
 
 
 def test_other_numbers_are_refused(trained, tmp_path, capsys):
@@ -116,7 +121,9 @@ def test_other_tokens_are_told_and_what_it_cannot_read_is_refused(trained, tmp_p
 
 def test_without_vllm_the_receipt_says_so(trained, tmp_path, capsys):
     assert main(["export", str(trained.source), "--hf", str(tmp_path / "hf")]) == 0
-    assert "vLLM                    not installed" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "vLLM                    not installed" in said
+    assert f" vllm serve {tmp_path / 'hf'} --max-model-len " in said
     assert json.loads((tmp_path / "hf" / "receipt.json").read_text())["not_installed"] == ["vLLM"]
     assert main(["export", str(trained.source), "--gguf", str(tmp_path / "x"), "--vllm", "python"]) == 2
     assert "GGUF files are read back by llama.cpp" in capsys.readouterr().err

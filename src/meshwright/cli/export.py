@@ -148,7 +148,7 @@ def _export_adapter(arguments: argparse.Namespace, trained: "TrainedModel") -> i
         lines.append(f"meshwright export {arguments.model} --merge --hf DIR   # for vLLM and SGLang")
     else:
         lora = f"--lora-modules {name}={arguments.adapter} --max-lora-rank {vllm_rank(arguments.adapter)}"
-        lines.append(f"vllm serve {base} --enable-lora {lora}")
+        lines.append(f"{_vllm_server(arguments)} {base} --enable-lora {lora}")
         lines.append(f"python -m sglang.launch_server --model-path {base} --lora-paths {name}={arguments.adapter}")
     for number, line in enumerate(lines):
         print(f"{'' if number else 'next':<12}{line}")
@@ -179,6 +179,12 @@ def _export_model(arguments: argparse.Namespace, trained: "TrainedModel") -> int
     return 0
 
 
+def _vllm_server(arguments: argparse.Namespace) -> str:
+    """vLLM's server up to the model: of the Python that has read the files back, where one was named. `vllm serve` does
+    not start in every build (docs/handover.md); this module does."""
+    return f"{arguments.vllm} -m vllm.entrypoints.openai.api_server --model" if arguments.vllm else "vllm serve"
+
+
 def _next(arguments: argparse.Namespace, context: int, *, chats: bool) -> list[str]:
     """Commands that use the exported files."""
     if arguments.gguf:
@@ -187,7 +193,7 @@ def _next(arguments: argparse.Namespace, context: int, *, chats: bool) -> list[s
         return [f"ollama create {arguments.ollama.name} -f {arguments.ollama}/Modelfile"]
     return [
         f"meshwright generate {arguments.hf} {example_prompt(has_template=chats)}",
-        f"vllm serve {arguments.hf} --max-model-len {context}",
+        f"{_vllm_server(arguments)} {arguments.hf} --max-model-len {context}",
         f"python -m sglang.launch_server --model-path {arguments.hf} --context-length {context}",
         f"text-generation-launcher --model-id {arguments.hf} --max-total-tokens {context}",
     ]
