@@ -22,10 +22,14 @@ def test_the_largest_product_that_is_quick_is_measured(
         return 2 * size**3 / flops
 
     monkeypatch.setattr(module, "_seconds_of_product", seconds)
+    module._measured_matmul_flops.cache_clear()
     found, where = peak_flops(CPU, Machine("cpu", "cpu", 8, 64 * 10**9), Precision.of(FP16.name))
     assert found == pytest.approx(flops)
     assert where == f"measured here, {size}^3 fp16 product"
     assert asked == [one for one in (256, 512, 1024) if one <= size]
+    assert peak_flops(CPU, Machine("cpu", "cpu", 8, 64 * 10**9), Precision.of(FP16.name)) == (found, where)
+    assert len(asked) == len(set(asked))  # once in a process
+    module._measured_matmul_flops.cache_clear()
 
 
 def test_a_product_is_timed() -> None:

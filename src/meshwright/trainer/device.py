@@ -1,6 +1,7 @@
 """The device of a rank: which one, its speed, its memory in use."""
 
 import ctypes
+import functools
 import gc
 import resource
 import sys
@@ -45,7 +46,7 @@ def peak_flops(device: torch.device, machine: Machine, precision: Precision) -> 
     known = datasheet_flops(machine.name, precision.compute) if device.type == "cuda" else None
     if known is not None:
         return known, f"datasheet, {machine.name}, dense {precision.compute}"
-    measured, size = _measured_matmul_flops(device, torch_dtype(precision.compute))
+    measured, size = _measured_matmul_flops(device, torch_dtype(precision.compute), torch.get_num_threads())
     return measured, f"measured here, {size}^3 {precision.compute} product"
 
 
@@ -93,9 +94,13 @@ def use_deterministic_kernels() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def _measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, int]:
+@functools.cache
+def _measured_matmul_flops(device: torch.device, dtype: torch.dtype, threads: int) -> tuple[float, int]:
     """FLOP/s of the best of a few square matrix products, and their size: the largest of which one takes no longer than
-    `PRODUCT_SECONDS`. Without kernels for a dtype, as for fp16 on most CPUs, a large one takes seconds."""
+    `PRODUCT_SECONDS`. Without kernels for a dtype, as for fp16 on most CPUs, a large one takes seconds.
+
+    Measured once in a process for each number of `threads` that compute.
+    """
     size, seconds = SIZES[0], _seconds_of_product(device, dtype, SIZES[0])
     for larger in SIZES[1:]:
         if seconds * (larger / size) ** 3 > PRODUCT_SECONDS:
