@@ -5,8 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,7 +14,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from launched import ranks_of
+from launched import Program, ranks_of, run_program
 from meshwright.models.generate import Sampling
 from meshwright.parallel import build_meshes
 from meshwright.serve.engine import Answer, Engine, Request
@@ -125,33 +123,26 @@ def test_a_model_that_two_ranks_cannot_split_is_refused(ranks: RankPool, tmp_pat
         assert message.startswith("layout.tp=2: 3 query heads cannot be split evenly over 2 ranks")
 
 
+def succeeds(*words: str) -> str:
+    """What `meshwright WORDS...` prints."""
+    status, out, errors = run_program(*words)
+    assert status == 0, errors
+    return out
+
+
 @pytest.mark.slow
 def test_a_server_over_two_processes_answers_and_ends_with_a_sentence_when_one_dies(tmp_path: Path) -> None:
     folder = hf_directory(tmp_path / "hf", model_of("llama", dtype=torch.float32), tokenizer_of(CHATML))
-    words = [sys.executable, "-m", "meshwright"]
     prompt = ["--prompt", "def add", "--max-tokens", "8", "--temperature", "0", "--json"]
-    alone = subprocess.run([*words, "generate", str(folder), *prompt], capture_output=True, check=True, timeout=300)
-    expected = json.loads(alone.stdout)["texts"][0]["continuation"]
-    both = subprocess.run(
-        [*words, "generate", str(folder), "layout.tp=2", *prompt], capture_output=True, check=True, timeout=300
-    )
-    assert json.loads(both.stdout)["texts"][0]["continuation"] == expected
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT)
-    measure = [*words, "eval", str(folder), "--source", str(text), "--sequence-length", "32"]
+    (tmp_path / "text.txt").write_text(TEXT)
+    measure = ["--source", str(tmp_path / "text.txt"), "--sequence-length", "32"]
     printed = [
-        subprocess.run([*measure, *more], capture_output=True, check=True, timeout=120).stdout
+        [succeeds("generate", str(folder), *more, *prompt), succeeds("eval", str(folder), *more, *measure)]
         for more in ([], ["layout.tp=2"])
     ]
     assert printed[0] == printed[1]
-    server = subprocess.Popen(
-        [*words, "serve", str(folder), "layout.tp=2", "--port", "0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert server.stdout is not None
-    try:
+    expected = json.loads(printed[0][0])["texts"][0]["continuation"]
+    with Program("serve", str(folder), "layout.tp=2", "--port", "0") as server:
         place = next(found[0] for line in server.stdout if (found := re.search(r"http://\S+/v1", line)))
 
         def opened(path: str, body: Any = None) -> Any:
@@ -171,11 +162,8 @@ def test_a_server_over_two_processes_answers_and_ends_with_a_sentence_when_one_d
             time.sleep(0.1)
         assert [ask(), ask()] == [expected, expected]
         os.kill(ranks_of(server.pid)[1], signal.SIGKILL)
-        _, printed = server.communicate(timeout=60)
-    finally:
-        server.kill()
-        server.communicate()
-    lines = [line for line in printed.splitlines() if line.strip()]
+        _, errors = server.communicate(timeout=60)
+    lines = [line for line in errors.splitlines() if line.strip()]
     assert lines == ["error: rank 1 was killed by SIGKILL"]
     assert server.returncode == 128 + signal.SIGKILL
 

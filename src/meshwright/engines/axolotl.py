@@ -74,7 +74,7 @@ def axolotl_config(resolved: ResolvedRun) -> dict[str, Any]:
         "lr_scheduler": SCHEDULES.get(schedule.name, schedule.name),
         "warmup_steps": schedule.warmup_steps(training.steps),
         "bf16": training.precision == "bf16",
-        "fp16": training.precision == "fp16",
+        "fp16": training.dtypes.scales_loss,
         "gradient_checkpointing": set(resolved.recompute) == {"full"},
         "torch_compile": training.compile or None,
         "seed": training.seed,
