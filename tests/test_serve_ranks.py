@@ -9,23 +9,27 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from launched import Program, ranks_of, run_program
+from meshwright.finetune import apply_finetune
+from meshwright.models import build_model
 from meshwright.models.generate import Sampling
 from meshwright.parallel import build_meshes
 from meshwright.serve.engine import Answer, Engine, Request
 from meshwright.serve.examine import examinee_of
 from meshwright.serve.ranks import Ranks
-from meshwright.serve.trained import evaluate_texts, open_trained
+from meshwright.serve.trained import evaluate_texts, open_trained, split_over
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
 from meshwright.tasks.examinee import Writing
 from meshwright.testing.ranks import RankPool
 from served import CHATML, hf_directory, model_of, tokenizer_of
+from tiny import tiny_run
 
 TEXT = "def add_1(x):\n    return x + 1\n" * 20
 
@@ -121,6 +125,18 @@ def test_a_model_that_two_ranks_cannot_split_is_refused(ranks: RankPool, tmp_pat
     folder = hf_directory(tmp_path / "hf", model, tokenizer_of(CHATML))
     for message in ranks.run(2, refused_on_ranks, folder):
         assert message.startswith("layout.tp=2: 3 query heads cannot be split evenly over 2 ranks")
+
+
+def test_quantized_blocks_that_ranks_would_cut_are_refused() -> None:
+    run = tiny_run(LayoutSpec(), finetune={"method": "qlora", "rank": 4})
+    model = build_model(run.model)
+    assert run.run.finetune is not None
+    apply_finetune(model, run.run.finetune, torch.bfloat16)
+    two: Any = SimpleNamespace(size=lambda: 2)
+    with pytest.raises(
+        UserError, match=r"layout.tp=2 with finetune.base=nf4: .*; leave layout.tp out, or use the merged"
+    ):
+        split_over(model, two)
 
 
 def succeeds(*words: str) -> str:

@@ -12,6 +12,7 @@ from meshwright.imports.recipe import import_files
 from meshwright.spec.document import write_yaml
 from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import LoraSpec
+from meshwright.spec.precision import BF16, FP16
 from meshwright.spec.recipe import parse_spec
 from meshwright.spec.run import ResolvedRun, Run
 
@@ -73,8 +74,8 @@ def axolotl_config(resolved: ResolvedRun) -> dict[str, Any]:
         "cosine_min_lr_ratio": schedule.final if schedule.name == "cosine" and schedule.final else None,
         "lr_scheduler": SCHEDULES.get(schedule.name, schedule.name),
         "warmup_steps": schedule.warmup_steps(training.steps),
-        "bf16": training.precision == "bf16",
-        "fp16": training.dtypes.scales_loss,
+        BF16.name: training.precision == BF16.name,
+        FP16.name: training.precision == FP16.name,
         "gradient_checkpointing": set(resolved.recompute) == {"full"},
         "torch_compile": training.compile or None,
         "seed": training.seed,

@@ -26,6 +26,7 @@ from meshwright.data.sources import find_files
 from meshwright.data.tokenizer import TextTokenizer, load_tokenizer
 from meshwright.families import parameter_table, pretrained_directory, read_hf_directory, state_table
 from meshwright.families.hub import cached_snapshot
+from meshwright.families.quantized import split_misfit
 from meshwright.finetune import apply_finetune
 from meshwright.models import Decoder, build_model, named_state, named_tensors
 from meshwright.models.dtypes import torch_dtype
@@ -329,13 +330,13 @@ def _with_weights(resolved: ResolvedRun, checkpoint: Path, trained: str, weights
     model = build_model(resolved.model, dtype=dtype)
     base = base_of(resolved)
     if finetune is None or base is None:
-        _split(model, weights)
+        split_over(model, weights)
         model.to_empty(device="cpu")
         kept = named_tensors(model)
     else:
         check_base(checkpoint, verify_checkpoint(checkpoint), base)
         apply_finetune(model, finetune, dtype)
-        _split(model, weights)
+        split_over(model, weights)
         frozen = [row for row in model.table if not row.trained]
         materialize(model, frozen, kept_weights(resolved), torch.device("cpu"))
         kept = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -346,13 +347,17 @@ def _with_weights(resolved: ResolvedRun, checkpoint: Path, trained: str, weights
     return model
 
 
-def _split(model: Decoder, weights: Weights) -> None:
-    """Make a model on the meta device this rank's part of it, if ranks share it."""
+def split_over(model: Decoder, weights: Weights) -> None:
+    """Make a model on the meta device this rank's part of it, if ranks share it. Raises `UserError` if they cannot."""
     if isinstance(weights, str):
         return
     misfits = find_misfits(LayoutSpec(tp=weights.size()), model.spec, weights.size())
     if misfits:
         raise UserError(misfits[0])
+    if blocks := split_misfit(model.table, model.spec, weights.size()):
+        raise UserError(
+            f"{blocks.rpartition('; ')[0]}; leave layout.tp out, or use the merged model (export --merge --hf)"
+        )
     apply_tensor_parallel(model, weights)
 
 
@@ -365,7 +370,7 @@ def _from_hf_directory(
         model = hf_model_from_disk(directory, spec, computed)
     else:
         model = build_model(spec, dtype=computed)
-        _split(model, weights)
+        split_over(model, weights)
         rows = _rows_of(HfWeights(directory, spec))
         materialize(model, parameter_table(spec) + state_table(spec), rows, device)
     if isinstance(model, ForeignDecoder):
