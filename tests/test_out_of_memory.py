@@ -266,6 +266,7 @@ def rehearsed_apart(runs: list[tuple[ResolvedRun, bool]]) -> list[dict[str, Any]
         reading, writing = os.pipe()
         if (child := os.fork()) == 0:
             os.close(reading)
+            torch.set_num_threads(1)  # in a fork, threads that make the lost pool anew at once end the process (2.15)
             with os.fdopen(writing, "w") as file:
                 try:
                     json.dump(rehearse_rank(run, 0, on_gpu=on_gpu), file)
