@@ -191,6 +191,7 @@ def programs(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_programs_need_nothing_of_ours_and_say_what_the_recipe_says(tmp_path):
     found = list(programs(tmp_path).glob("*/run_*_standalone.py"))
     assert len(found) > 90
@@ -207,6 +208,7 @@ def test_programs_need_nothing_of_ours_and_say_what_the_recipe_says(tmp_path):
         assert "LR, BETAS, EPS, WEIGHT_DECAY = 0.0003, (0.9, 0.95), 1e-08, 0.1" in text
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("ruff", path=str(Path(sys.executable).parent)) is None, reason="pip install ruff")
 def test_programs_are_formatted_and_free_of_what_a_linter_finds(tmp_path):
     programs(tmp_path)

@@ -93,6 +93,7 @@ def test_a_status_is_that_of_a_program(tmp_path: Path) -> None:
     assert "No module named no_such_module" in (tmp_path / "err").read_text()
 
 
+@pytest.mark.slow
 def test_after_an_interrupted_request_the_next_has_an_answer_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> bytes:
         raise KeyboardInterrupt

@@ -95,6 +95,7 @@ def test_the_moment_names_the_phase_and_nearly_every_byte(phase: str, settings: 
     assert "layers.0" in layers
 
 
+@pytest.mark.slow
 def test_activations_are_of_their_layers_and_names_are_those_of_parameters() -> None:
     run = tiny_run(LayoutSpec(), num_layers=3, **FP32)
     trainer = build_here(run)
@@ -333,6 +334,7 @@ def losses(run_dir: Path) -> list[float]:
     return [record["loss"] for record in records if record["kind"] == "step"]
 
 
+@pytest.mark.slow
 def test_a_run_starts_again_with_the_first_remedy_and_learns_the_same(
     folder: Path, capfd: pytest.CaptureFixture
 ) -> None:

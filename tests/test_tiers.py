@@ -234,6 +234,7 @@ print(own() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_what_moves_to_disk_leaves_no_memory_behind(tmp_path: Path) -> None:
     """In a process of its own: in one that has run tests, the C library's heap has room already."""

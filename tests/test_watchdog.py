@@ -119,6 +119,7 @@ def hang(folder: str, port: int, how: str) -> None:
         dist.all_reduce(torch.ones(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
