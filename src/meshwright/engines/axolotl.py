@@ -1,52 +1,44 @@
 """Export as an axolotl configuration: every setting that axolotl's YAML says, read back by our own importer."""
 
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from meshwright.engines.engine import Engine, InexpressibleError, Translation
-from meshwright.engines.settings import Rule, Setting, leaves, rule_of, said, settings_of
+from meshwright.engines.written import WrittenEngine
 from meshwright.imports.axolotl import FORMATS
-from meshwright.imports.recipe import import_files
 from meshwright.spec.document import write_yaml
-from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.precision import BF16, FP16
-from meshwright.spec.recipe import parse_spec
-from meshwright.spec.run import ResolvedRun, Run
+from meshwright.spec.run import ResolvedRun
 
-NAME = "axolotl.yaml"
 TYPES = {ours: theirs for theirs, ours in FORMATS.items() if theirs != "sharegpt"}
 OPTIMIZERS = {"adamw": "adamw_torch", "adamw_8bit": "adamw_bnb_8bit", "paged_adamw": "paged_adamw_32bit"}
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
-HERE = ("device", "cluster", "data.cache_dir")
-"""Settings of the machine."""
 
 
-class AxolotlConfig(Engine):
-    """axolotl's YAML. What it would train otherwise than the recipe is found by importing it."""
+class AxolotlConfig(WrittenEngine):
+    """axolotl's YAML."""
 
     name = "axolotl"
     about = "axolotl"
-    reads_sources: ClassVar = True
+    file = "axolotl.yaml"
 
-    def translate(self, resolved: ResolvedRun) -> Translation:
-        """As `Engine`: a setting is expressed if the imported file has it too."""
-        text = write_yaml(axolotl_config(resolved))
-        settings = tuple(_fates(resolved, _read_back(text, resolved)))
-        refused = [setting for setting in settings if setting.fate == "refused"]
-        if refused:
-            raise InexpressibleError("; ".join(f"{setting.path}={setting.shown}: {setting.why}" for setting in refused))
-        return Translation(engine=self.name, settings=settings, program=NAME, files={NAME: text})
+    def text(self, resolved: ResolvedRun) -> str:
+        """The configuration."""
+        return write_yaml(axolotl_config(resolved))
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
-        """Nothing besides what `translate` finds."""
-        return {}
-
-    def files(self, resolved: ResolvedRun) -> tuple[str, dict[str, str]]:
-        """The configuration."""
-        return NAME, {NAME: write_yaml(axolotl_config(resolved))}
+        """Other optimizers, and models that are no directory."""
+        run, found = resolved.run, dict[str, str]()
+        if run.training.optimizer.name not in OPTIMIZERS:
+            found["training.optimizer.name"] = (
+                f"the file names {', '.join(OPTIMIZERS)} with the constants of the recipe"
+            )
+        if run.model.weights == "random":
+            found["model.weights"] = "axolotl starts from the weights in the model's directory"
+        if not (run.model.name or "").startswith((".", "/")):
+            found["model.name"] = "axolotl loads a Hugging Face directory; name it, with ./ or / before it"
+        return found
 
 
 def axolotl_config(resolved: ResolvedRun) -> dict[str, Any]:
@@ -115,43 +107,3 @@ def _adapter(resolved: ResolvedRun) -> dict[str, Any]:
         "peft_use_dora": finetune.dora or None,
         "peft_use_rslora": finetune.rslora or None,
     }
-
-
-def _read_back(text: str, resolved: ResolvedRun) -> Run:
-    """The recipe that `meshwright import` makes of the file."""
-    with tempfile.TemporaryDirectory(prefix="meshwright-axolotl-") as folder:
-        path = Path(folder) / NAME
-        path.write_text(text, encoding="utf-8")
-        try:
-            recipe, _ = import_files([path], ranks=resolved.run.layout.world_size)
-        except UserError as error:
-            raise InexpressibleError(f"axolotl's configuration cannot say this recipe: {error}") from error
-    return parse_spec(recipe, Run, source=NAME)
-
-
-def _fates(resolved: ResolvedRun, imported: Run) -> list[Setting]:
-    """Every setting: said if the imported recipe has it, else left out where nothing trained depends on it."""
-    run, training = resolved.run, resolved.run.training
-    decided: dict[str, Any] = {"micro_batch": resolved.micro_batch, "global_batch": resolved.global_batch}
-    if set(resolved.recompute) <= {"full", "none"}:
-        decided["recompute"] = resolved.recompute[0]
-    decided["lr_schedule"] = training.lr_schedule.model_copy(
-        update={"warmup": training.lr_schedule.warmup_steps(training.steps)}
-    )
-    run = run.model_copy(update={"training": training.model_copy(update=decided)})
-    theirs, rules, cannot = dict(leaves(imported)), dict[str, Rule](), dict[str, str]()
-    for path, value in leaves(run):
-        if path in HERE or (path in theirs and theirs[path] == value):
-            rules[path] = said
-        elif rule_of(path)(value, resolved)[0] != "left_out":
-            cannot[path] = f"{NAME} says {theirs.get(path)}, because axolotl has no such setting"
-    if run.training.optimizer.name not in OPTIMIZERS:
-        cannot["training.optimizer.name"] = f"{NAME} names {', '.join(OPTIMIZERS)} with the constants of the recipe"
-    if run.model.weights == "random":
-        cannot["model.weights"] = "axolotl starts from the weights in the model's directory"
-    else:
-        cannot.pop("model.weights", None)
-        rules["model.weights"] = said
-    if not (run.model.name or "").startswith((".", "/")):
-        cannot["model.name"] = "axolotl loads a Hugging Face directory; name it, with ./ or / before it"
-    return list(settings_of(resolved, cannot, {}, rules))

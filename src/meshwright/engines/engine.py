@@ -41,6 +41,8 @@ class Translation:
     """Name of the file that is run, once a rank."""
     files: Mapping[str, str]
     """Text of the program and of its configuration files, by name."""
+    notes: tuple[str, ...] = ()
+    """What the engine does in a way of its own, which no setting of a recipe says."""
 
     @property
     def left_out(self) -> list[Setting]:

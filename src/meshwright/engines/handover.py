@@ -46,5 +46,7 @@ def hand_over(resolved: ResolvedRun, engine: Engine, folder: Path) -> Translatio
             write_materials(resolved, corpus, staging, steps=resolved.run.training.steps)
         lines = [f"- `{setting.path}={setting.shown}`: {setting.why}" for setting in translation.left_out]
         about = f"# What {translation.program} leaves out of the recipe\n\n"
-        (staging / LEFT_OUT).write_text(about + "\n".join(lines or ["Nothing."]) + "\n", encoding="utf-8")
+        own = ["", f"# What {engine.name} does in its own way", "", *(f"- {note}" for note in translation.notes)]
+        lines = [*(lines or ["Nothing."]), *(own if translation.notes else [])]
+        (staging / LEFT_OUT).write_text(about + "\n".join(lines) + "\n", encoding="utf-8")
     return translation

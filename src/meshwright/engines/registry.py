@@ -18,6 +18,7 @@ from meshwright.engines.megatron import MegatronEngine
 from meshwright.engines.nanogpt import NanoGpt
 from meshwright.engines.ours import Ours
 from meshwright.engines.peft import PeftEngine
+from meshwright.engines.torchtitan import TorchtitanConfig
 from meshwright.engines.transformers import TransformersEngine
 from meshwright.engines.trl import TrlEngine
 from meshwright.spec.errors import UserError
@@ -31,7 +32,7 @@ ENGINES: Mapping[str, Engine] = {
     )
 }
 """In the order in which comparisons list them."""
-WRITTEN: Mapping[str, Engine] = {engine.name: engine for engine in (AxolotlConfig(),)}
+WRITTEN: Mapping[str, Engine] = {engine.name: engine for engine in (AxolotlConfig(), TorchtitanConfig())}
 """Those that `export` writes, and nothing here runs."""
 
 
@@ -46,8 +47,8 @@ def find_engine(name: str, *, written: bool = False) -> Engine:
     if name in WRITTEN:
         return WRITTEN[name]
     if name not in ENGINES:
-        hint = did_you_mean(name, ENGINES)
-        raise UserError(f"unknown engine '{name}'; there are {', '.join(ENGINES)}{hint}")
+        known = [*ENGINES, *(WRITTEN if written else ())]
+        raise UserError(f"unknown engine '{name}'; there are {', '.join(known)}{did_you_mean(name, known)}")
     return ENGINES[name]
 
 

@@ -17,7 +17,8 @@ from meshwright.imports.nemo import is_nemo, read_nemo
 from meshwright.imports.opening import read_data, read_text
 from meshwright.imports.program import is_program, read_program
 from meshwright.imports.reading import Reading, check_count, check_number
-from meshwright.imports.torchtitan import is_torchtitan, read_torchtitan
+from meshwright.imports.titan_python import is_titan_python
+from meshwright.imports.torchtitan import is_torchtitan, read_torchtitan, read_torchtitan_python
 from meshwright.spec.document import write_yaml
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import parse_spec
@@ -26,7 +27,7 @@ from meshwright.terminal import printable
 
 FORMATS = (
     "a DeepSpeed JSON, transformers' TrainingArguments (YAML or JSON), an Accelerate, axolotl, LLaMA-Factory, "
-    "LLM-Foundry, NeMo or Megatron-Bridge YAML, a torchtitan configuration (.toml, or the JSON that it prints), a "
+    "LLM-Foundry, NeMo or Megatron-Bridge YAML, a torchtitan configuration (.py, .toml, or the JSON that it prints), a "
     "nanoGPT configuration (.py), a script with Megatron-LM's flags, or a program that `meshwright export` has written"
 )
 KINDS = (
@@ -74,6 +75,8 @@ def _read(reading: Reading, path: Path) -> None:
     text = read_text(path)
     if path.suffix == ".py" and is_program(text):
         return read_program(reading, text, path)
+    if path.suffix == ".py" and is_titan_python(text):
+        return read_torchtitan_python(reading, text, path.name)
     if path.suffix == ".py":
         return read_nanogpt(reading, read_assignments(text, path.name), path.name)
     if path.suffix not in (".json", ".yaml", ".yml", ".toml") and is_flags(text):

@@ -1,9 +1,10 @@
-"""torchtitan's configuration: TOML, or the JSON that it prints of its dataclasses."""
+"""torchtitan's configuration: Python since 0.3, TOML before, or the JSON that it prints of its dataclasses."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.reading import Reading, Rule, check_count, fact, flat, nothing, positive, when, words
+from meshwright.imports.titan_python import read_titan_python
 from meshwright.spec.errors import UserError
 
 FLAVORS = {
@@ -18,6 +19,8 @@ FLAVORS = {
     **{("qwen3", size): f"qwen3-{size}" for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")},
 }
 """A model's name and flavor -> a published name."""
+SCALED = ("1B", "3B")
+"""Flavors whose rope torchtitan scales by 8; the published models' is scaled by 32."""
 DEGREES = {
     "data_parallel_replicate_degree": "replicate",
     "tensor_parallel_degree": "layout.tp",
@@ -88,6 +91,19 @@ def _data(reading: Reading, value: Any, origin: str) -> None:
         reading.give_up(origin, "a name that torchtitan's code knows; give data.sources")
 
 
+def _table(reading: Reading, value: Any, origin: str) -> None:
+    name, where = reading.facts.get("data set", (next(iter(value)), origin))
+    if name in value:
+        reading.set("data.sources", [value[name]], f"{where.partition(': ')[0]}: DATASETS['{name}']")
+    else:
+        _data(reading, name, where)
+
+
+def _stages(reading: Reading, value: Any, origin: str) -> None:
+    layers = [sum(str(name).startswith("layers.") for name in part) for part in value]
+    reading.set("layout.stage_layers", layers, origin)
+
+
 def _path(reading: Reading, value: Any, origin: str) -> None:
     reading.set("data.sources", [{"path": value}], origin)
 
@@ -111,7 +127,6 @@ LEFT_TO_US = (
     *(
         "parallelism.disable_loss_parallel",
         "parallelism.enable_loss_parallel",
-        "parallelism.module_fqns_per_model_part",
     ),
     *("experimental.custom_import", "experimental.custom_args_module", "model.print_after_conversion"),
     *("checkpoint.last_save_model_only", "checkpoint.last_save_model_weights_only", "checkpoint.export_dtype"),
@@ -120,7 +135,38 @@ LEFT_TO_US = (
     *("activation_checkpoint.early_stop", "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns"),
 )
 
+PYTHON: Mapping[str, Rule] = {
+    "dump_folder": "run_dir",
+    "hf_assets_path": "data.tokenizer",
+    "tokenizer": nothing("the tokenizer's own files are read"),
+    "model.attn_backend": when("data.separate_documents", True),
+    "model.tp_gemm_backend": nothing("PyTorch multiplies"),
+    "model.scaling_factor": fact("rope factor"),
+    "optimizer.undecayed": lambda reading, value, origin: None,  # never are
+    "dataset.dataset": fact("data set"),
+    "dataset.dataset_path": fact("data path"),
+    "dataset.table": _table,
+    "dataset.infinite": nothing("data is read again where it ends"),
+    **{f"dataset.{key}": nothing("our trainer decides it")
+       for key in ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")},
+    "training.dtype": words("training.master_dtype", {"bfloat16": "bf16", "float32": "fp32"}),
+    "training.disable_cuda_graphs": nothing("there are no CUDA graphs"),
+    "lr_scheduler.total_steps": fact("decay end"),
+    "parallelism.module_fqns_per_model_part": _stages,
+    "parallelism.enable_sequence_parallel": lambda reading, value, origin: None,  # always with tp
+    "parallelism.context_parallel_load_balancer": nothing("sequences are dealt out evenly"),
+    "parallelism.spmd_backend": nothing("our trainer decides it"),
+    "checkpoint.initial_load_in_hf": fact("starts from Hugging Face"),
+    "checkpoint.initial_load_model_only": nothing("checkpoint.start_from reads only weights"),
+    "compile.backend": nothing("our trainer decides it"),
+    "debug.seed": "training.seed",
+    "debug.deterministic": when("training.deterministic", True),
+    **{f"debug.{key}": nothing("our trainer decides it")
+       for key in ("print_config", "save_config_file", "enable_structured_logging", "moe_force_load_balance")},
+}  # fmt: skip
+"""Keys of the configuration in Python that others do not have."""
 RULES: Mapping[str, Rule] = {
+    **PYTHON,
     "job.dump_folder": "run_dir",
     "model.name": fact("model"),
     "model.flavor": fact("flavor"),
@@ -215,7 +261,30 @@ def read_torchtitan(reading: Reading, values: Mapping[str, Any], file: str) -> N
     found = flat(values)
     off = {key: value for key, value in found.items() if _switched_off(values, key)}
     reading.seen += [f"{file}: {key}={value}" for key, value in off.items()]
-    reading.take({key: value for key, value in found.items() if key not in off}, RULES, file)
+    _take(reading, {key: value for key, value in found.items() if key not in off}, file)
+
+
+def read_torchtitan_python(reading: Reading, text: str, file: str) -> None:
+    """Read a torchtitan configuration in Python; it keeps documents apart."""
+    found = read_titan_python(text, file)
+    if found.get("parallelism.pipeline_parallel_degree", 1) != 1:  # the local batch is split into microbatches
+        key = "training.local_batch_size"
+        local, micro = found.get(key, 8), found.pop("parallelism.pipeline_parallel_microbatch_size", 1)
+        check_count(local, f"{file}: {key}={local}")
+        check_count(micro, f"{file}: pipeline_parallel_microbatch_size={micro}")
+        found[key] = micro
+        reading.fact("accumulation", local // micro, f"{file}: {key}={local}")
+    if not found.get("validation.enable"):
+        found = {key: value for key, value in found.items() if not key.startswith(("validation.", "profiler."))}
+    last = ("dataset.table",)  # names are looked up in it
+    _take(reading, dict(sorted(found.items(), key=lambda pair: pair[0] in last)), file)
+    if "data set" in reading.facts and "dataset.table" not in found:
+        _data(reading, *reading.facts["data set"])
+    reading.default("data.separate_documents", True, f"{file} (torchtitan keeps documents apart)")
+
+
+def _take(reading: Reading, found: Mapping[str, Any], file: str) -> None:
+    reading.take(found, RULES, file)
     for path, value in DEFAULTS.items():
         if path == "training.micro_batch" and path not in reading.settings:  # the global batch is worked out of it
             reading.set(path, value, f"{file} (torchtitan's default)")
@@ -232,8 +301,11 @@ def read_torchtitan(reading: Reading, values: Mapping[str, Any], file: str) -> N
     trackers = [name for name in ("tensorboard", "wandb") if reading.known(name) is True]
     if trackers:
         reading.set("trackers", trackers, "; ".join(reading.facts[name][1] for name in trackers))
+    steps = reading.settings.get("training.steps", (DEFAULTS["training.steps"], ""))[0]
     if reading.known("saves") is True and (every := reading.facts.get("save interval", (500, file))):
-        reading.set("checkpoint.every", every[0], every[1])
+        reading.set("checkpoint.every", every[0] if every[0] < steps else 0, every[1])
+    if reading.known("starts from Hugging Face") is True and "checkpoint.start_from" in reading.settings:
+        reading.settings["model.name"] = reading.settings.pop("checkpoint.start_from")
     if "schedule" in reading.facts and "layout.pp" in reading.settings:
         reading.set("layout.schedule", *reading.facts["schedule"])
 
@@ -252,21 +324,32 @@ def _model(reading: Reading) -> None:
     found = FLAVORS.get((str(name).lower(), str(flavor).lower()))
     if found and "model.name" not in reading.settings:
         reading.set("model.name", found, f"{origin}; {why}")
+        factor, said = reading.facts.get("rope factor", (8.0, why))
+        if str(flavor) in SCALED and factor != 32.0:
+            reading.set("model.rope_scaling", {"factor": factor}, f"{said}: torchtitan scales it by {factor}")
     elif name is not None and not found:
         reading.give_up(f"{origin}; {why}" if why else origin, "a size that torchtitan's code knows; give --model")
 
 
 def _decay(reading: Reading) -> None:
     """The rate is flat between warm-up and a last part that is `decay_ratio` of all steps."""
+    if reading.settings.get("training.lr_schedule.final", (0, ""))[0] == 1:
+        _, origin = reading.settings.pop("training.lr_schedule.final")
+        reading.settings["training.lr_schedule.name"] = "constant", origin
+        return
+    steps = reading.settings.get("training.steps", (DEFAULTS["training.steps"], ""))[0]
+    end, where = reading.facts.get("decay end", (steps, ""))
+    check_count(end, where)
+    if not steps - 1 <= end <= steps:
+        reading.give_up(where, "schedules end with the last step")
     if "decay_ratio" not in reading.facts:
         return
     ratio, origin = reading.facts["decay_ratio"]
     kind = reading.settings.get("training.lr_schedule.name", ("linear", ""))[0]
-    steps = reading.settings.get("training.steps", (DEFAULTS["training.steps"], ""))[0]
     if kind == "linear":
         reading.settings.pop("training.lr_schedule.name", None)
         reading.set("training.lr_schedule.name", "wsd", origin)
-        reading.set("training.lr_schedule.decay", max(1, round(float(ratio) * steps)), origin)
+        reading.set("training.lr_schedule.decay", max(1, round(float(ratio) * end)), origin)
     else:
         reading.give_up(origin, "a cosine falls from the end of warm-up")
 
@@ -286,5 +369,8 @@ def _ranks(reading: Reading, file: str) -> None:
         reading.fact("ranks", replicate * shard * split, "; ".join(part for part in (origin, where) if part))
     if (shard is None or shard > 1) and "zero" not in reading.facts:
         reading.fact("zero", 3, reading.facts.get("all shard", (None, where))[1])
+    elif shard == 1 and "layout.cp" in reading.settings:  # FSDP is over the ranks that share a sequence, too
+        stage, where = reading.facts.pop("zero", (3, reading.settings["layout.cp"][1]))
+        reading.set("layout.zero", stage, where)
     elif shard == 1 and "zero" in reading.facts:
         del reading.facts["zero"]  # nothing is sharded that could be gathered

@@ -1,0 +1,277 @@
+"""Export as a torchtitan configuration: a Python module whose function `run` gives the Trainer's `Config`."""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.engines.written import WrittenEngine
+from meshwright.families.registry import PRESETS
+from meshwright.families.resolve import pretrained_directory, resolve_model
+from meshwright.imports.torchtitan import DTYPES, FLAVORS, SCALED, SCHEDULES
+from meshwright.spec.precision import BF16, FP32
+from meshwright.spec.run import ResolvedRun
+
+DTYPE = {ours: theirs for theirs, ours in DTYPES.items()}
+PIPELINES = {
+    "1f1b": "1F1B",
+    "afab": "GPipe",
+    "interleaved-1f1b": "Interleaved1F1B",
+    "interleaved-zero-bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "looped-bfs": "LoopedBFS",
+    "dualpipev": "DualPipeV",
+}
+assert {word.lower() for word in PIPELINES.values()} == SCHEDULES.keys()
+SIZES = {
+    **{f"{part}b": f"{part.upper()}B" for part in ("1", "3", "8", "70", "405")},
+    **{f"{part}b": f"{part}B" for part in ("0.6", "1.7", "4", "14", "32")},
+}
+"""Flavors as torchtitan writes them."""
+READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+"""The ending of a file -> the builder of `datasets` that reads it."""
+IMPORTS = """\
+from datasets import load_dataset
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.components.validate import Validator
+from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
+{recomputation}from torchtitan.hf_datasets import DatasetConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
+from torchtitan.models.common.config_utils import decoder_vocab_size
+from torchtitan.models.{module} import model_registry
+from torchtitan.trainer import Trainer
+"""
+
+
+class TorchtitanConfig(WrittenEngine):
+    """torchtitan's configuration, as its releases from 0.3 on read it: `--module run_torchtitan --config run`."""
+
+    name = "torchtitan"
+    about = "torchtitan"
+    file = "run_torchtitan.py"
+
+    def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
+        """Models that torchtitan's code does not name, more than one source, and what it always does otherwise."""
+        run, found = resolved.run, dict[str, str]()
+        if _flavor(resolved) is None:
+            found["model.name"] = f"torchtitan's code has {', '.join(sorted(set(FLAVORS.values())))}; name one of them"
+        elif resolved.model.tied_embeddings and run.layout.pp > 1:
+            found["layout.pp"] = "torchtitan's pipelines have no tied embeddings"
+        if len(run.data.sources) > 1:
+            found["data.sources"] = "the file names one data set; give one source"
+        elif not run.data.sources[0].path.startswith("hub:") and _reader(run.data.sources[0].path) is None:
+            found["data.sources"] = f"the datasets package reads hub:owner/name and {', '.join(READERS)} files"
+        if not run.data.separate_documents:
+            found["data.separate_documents"] = "torchtitan keeps documents apart; set data.separate_documents=true"
+        if run.training.precision not in (FP32.name, BF16.name):
+            found["training.precision"] = f"the file has {FP32.name} and {BF16.name}"
+        if run.training.reduce_dtype != FP32.name:
+            found["training.reduce_dtype"] = "torchtitan reduces gradients in fp32"
+        if run.layout.tiers.words and run.layout.zero_stage != 3:
+            found["layout.offload"] = "FSDP2 offloads what layout.zero=3 shards"
+        return found
+
+    def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
+        """Its own data order, tokens and fresh weights."""
+        falls = ["the rate begins to fall a step later than here, and reaches the same last rate"]
+        return (
+            *(falls if resolved.run.training.lr_schedule.name in ("cosine", "linear") else []),
+            "documents come in the order of the data, every rank reads its own part, and nothing is held out",
+            "a text is tokenized with the begin and the end that the tokenizer adds",
+            "fresh weights are drawn by torchtitan's own rules",
+        )
+
+    def text(self, resolved: ResolvedRun) -> str:
+        """The module."""
+        run, (module, flavor) = resolved.run, _flavor(resolved) or ("llama3", "?")
+        run_words = f"{resolved.model.family} of {resolved.model.num_layers} layers, {run.layout.strategy}"
+        command = f"torchrun --nproc-per-node {run.layout.world_size} -m torchtitan.train --module run_torchtitan"
+        lines = [f'"""torchtitan\'s configuration of {run_words}.', "", f"    {command} --config run", '"""', ""]
+        kind = _recomputation(resolved)
+        needed = (
+            f"from torchtitan.distributed.activation_checkpoint import {kind.name.partition('.')[0]}\n" if kind else ""
+        )
+        lines += [
+            IMPORTS.format(module=module, recomputation=needed),
+            *_dataset(run.data.sources[0]),
+            "",
+            "",
+            "def run() -> Trainer.Config:",
+        ]
+        lines += [f'    """The configuration."""\n    model_spec = model_registry("{flavor}", attn_backend="flex")']
+        if (scaling := resolved.model.rope_scaling) and flavor in SCALED:
+            lines += ["    for layer in model_spec.model.layers:  # its own sizes 1B and 3B have 8.0"]
+            lines += [f"        layer.attention.rope.scaling_factor = {scaling.factor}"]
+        lines += [f"    return {_call('Trainer.Config', _config(resolved), 4)}", ""]
+        return "\n".join(lines)
+
+
+class _Code(str):
+    """Source text."""
+
+
+def _config(resolved: ResolvedRun) -> dict[str, Any]:
+    run, training, schedule = resolved.run, resolved.run.training, resolved.run.training.lr_schedule
+    directory = pretrained_directory(run.model, base_dir=Path(resolved.base_dir))
+    tokenizer = run.data.tokenizer if run.data.tokenizer != "auto" else run.model.name if directory else "auto"
+    pretrained = run.model.weights == "pretrained" and directory is not None
+    vocab = _Code("decoder_vocab_size(model_spec)")
+    loss = _Call("CrossEntropyLoss.Config", {"global_vocab_size": vocab})
+    steps, pipelined = training.steps, run.layout.pp > 1
+    rates = {"total_steps": steps - 1 if steps > 1 else None}  # one earlier, so that the last step has the last rate
+    falls = {"wsd": (schedule.decay or max(1, steps // 5)) / max(1, steps - 1)}
+    decay = {"cosine": "cosine", "linear": "linear", "wsd": "linear", "constant": "linear"}
+    return {
+        "model_spec": _Code("model_spec"),
+        "hf_assets_path": tokenizer,
+        "dump_folder": run.run_dir,
+        "loss": _Call("ChunkedLossWrapper.Config", {"loss_fn": loss}),
+        "optimizer": _Call("OptimizersContainer.Config", {"param_groups": _groups(resolved)}),
+        "lr_scheduler": _Call("LRSchedulersContainer.Config", {
+            "warmup_steps": schedule.warmup_steps(steps),
+            **rates,
+            "decay_ratio": falls.get(schedule.name),
+            "decay_type": decay.get(schedule.name, schedule.name),
+            "min_lr_factor": 1.0 if schedule.name == "constant" else schedule.final,
+        }),
+        "training": _Call("TrainingConfig", {
+            "local_batch_size": resolved.micro_batch * (resolved.accumulation if pipelined else 1),
+            "global_batch_size": resolved.global_batch,
+            "seq_len": run.data.sequence_length,
+            "max_norm": training.clip or math.inf,
+            "steps": steps,
+            "enable_cpu_offload": run.layout.offload == "cpu",
+            "disable_cuda_graphs": pipelined,
+            "dtype": "bfloat16" if training.master_dtype == BF16.name else "float32",
+            "mixed_precision_param": DTYPE.get(training.precision, training.precision),
+            "mixed_precision_reduce": DTYPE[training.reduce_dtype],
+        }),
+        "parallelism": _Call("ParallelismConfig", _degrees(resolved)),
+        "checkpoint": _Call("CheckpointManager.Config", {
+            "enable": True,
+            "interval": run.checkpoint.every or steps,
+            "keep_latest_k": max(2, run.checkpoint.keep_last),
+            "async_mode": "async_with_pinned_mem" if run.checkpoint.asynchronous else "disabled",
+            "last_save_model_only": False,
+            **({"initial_load_path": str(Path(str(directory)).resolve()), "initial_load_in_hf": True}
+               if pretrained else {}),
+        }),
+        "activation_checkpoint": _recomputation(resolved),
+        "compile": _Call("CompileConfig", {"enable": training.compile}),
+        "dataloader": _Call("HuggingFaceTextDataLoader.Config", {"dataset": "corpus"}),
+        "metrics": _Call("MetricsProcessor.Config", {
+            "log_freq": 1,
+            "enable_tensorboard": "tensorboard" in run.trackers,
+            "enable_wandb": "wandb" in run.trackers,
+        }),
+        "validator": _Call("Validator.Config", {"enable": False}),
+        "debug": _Call("DebugConfig", {"seed": training.seed, "deterministic": training.deterministic}),
+    }  # fmt: skip
+
+
+def _degrees(resolved: ResolvedRun) -> dict[str, Any]:
+    layout, pipelined = resolved.run.layout, resolved.run.layout.pp > 1
+    found: dict[str, Any] = {
+        "data_parallel_replicate_degree": layout.dp_replicate,
+        "data_parallel_shard_degree": layout.dp_shard,
+        "fsdp_reshard_after_forward": "never" if layout.zero_stage == 2 else "always",
+        "tensor_parallel_degree": layout.tp,
+        "pipeline_parallel_degree": layout.pp,
+        "context_parallel_degree": layout.cp,
+        "expert_parallel_degree": layout.ep,
+    }
+    if pipelined:
+        found["pipeline_parallel_schedule"] = PIPELINES.get(layout.schedule, layout.schedule)
+        found["pipeline_parallel_microbatch_size"] = resolved.micro_batch
+        found["module_fqns_per_model_part"] = list(_parts(resolved))
+    return found
+
+
+def _parts(resolved: ResolvedRun) -> Iterator[list[str]]:
+    """The modules of every stage."""
+    layers = iter(range(resolved.model.num_layers))
+    stages = resolved.stage_layers
+    for number, count in enumerate(stages):
+        inner = [f"layers.{next(layers)}" for _ in range(count)]
+        first, last = ["tok_embeddings"] * (number == 0), ["norm", "lm_head"] * (number == len(stages) - 1)
+        yield [*first, *inner, *last]
+
+
+def _groups(resolved: ResolvedRun) -> list[Any]:
+    """AdamW's groups: norms and biases do not decay."""
+    optimizer = resolved.run.training.optimizer
+    name = "AdamW" if optimizer.name == "adamw" else optimizer.name
+    common = {"lr": optimizer.lr, "betas": optimizer.betas, "eps": optimizer.eps}
+    rows = ((".*norm.*|.*bias", 0.0), (".*", optimizer.weight_decay))
+    return [
+        _Call("ParamGroupConfig", {"pattern": pattern, "optimizer_name": name,
+                                   "optimizer_kwargs": {**common, "weight_decay": decay}})
+        for pattern, decay in rows
+    ]  # fmt: skip
+
+
+def _recomputation(resolved: ResolvedRun) -> Any:
+    kinds = {"full": _Call("FullAC.Config", {}), "selective": _Call("SelectiveAC.Config", {})}
+    return kinds.get(resolved.recompute[0])
+
+
+def _flavor(resolved: ResolvedRun) -> tuple[str, str] | None:
+    """torchtitan's module and flavor of the run's model; None if it has none."""
+    for (module, size), name in FLAVORS.items():
+        if module == "llama2" or name not in PRESETS:
+            continue
+        preset = resolve_model(PRESETS[name], base_dir=Path(resolved.base_dir))
+        same = preset.model_copy(update={"max_positions": resolved.model.max_positions})
+        if same == resolved.model:
+            return module, SIZES[size]
+    return None
+
+
+def _reader(path: str) -> str | None:
+    name = path.removesuffix(".gz").removesuffix(".zst")
+    return READERS.get(Path(name).suffix)
+
+
+def _dataset(source: Any) -> Iterator[str]:
+    """The source, as an entry of torchtitan's table of data sets."""
+    remote = source.path.startswith("hub:")
+    path = source.path.removeprefix("hub:")
+    more = f", name={source.subset!r}" if source.subset else ""
+    load = f"load_dataset(path{more}, split={source.split!r})"
+    if not remote:
+        load = f"load_dataset({_reader(path)!r}, data_files=path, split={source.split!r})"
+    yield 'DATASETS["corpus"] = DatasetConfig('
+    yield f"    path={path!r},"
+    yield f"    loader=lambda path: {load},"
+    yield f"    sample_processor=lambda sample: sample[{source.text_key!r}],"
+    yield ")"
+
+
+class _Call:
+    """A call with keywords, to be written."""
+
+    def __init__(self, name: str, keywords: Mapping[str, Any]) -> None:
+        self.name, self.keywords = name, keywords
+
+
+def _call(name: str, keywords: Mapping[str, Any], indent: int) -> str:
+    """The source of a call, one keyword a line."""
+    if not keywords:
+        return f"{name}()"
+    inner = " " * (indent + 4)
+    lines = "".join(f"{inner}{key}={_source(value, indent + 4)},\n" for key, value in keywords.items())
+    return f"{name}(\n{lines}{' ' * indent})"
+
+
+def _source(value: Any, indent: int) -> str:
+    if isinstance(value, _Call):
+        return _call(value.name, value.keywords, indent)
+    if isinstance(value, list) and not all(isinstance(item, str) for item in value):
+        inner = " " * (indent + 4)
+        return "[\n" + "".join(f"{inner}{_source(item, indent + 4)},\n" for item in value) + " " * indent + "]"
+    if value == math.inf:
+        return 'float("inf")'
+    return value if isinstance(value, _Code) else repr(value)

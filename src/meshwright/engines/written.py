@@ -1,0 +1,159 @@
+"""`WrittenEngine`: a configuration of a system that is not run here, read back by our own importer as it is written."""
+
+import tempfile
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from meshwright.engines.engine import Engine, InexpressibleError, Translation
+from meshwright.engines.settings import Fate, Rule, Setting, leaves, rule_of, said, settings_of
+from meshwright.families.resolve import SIZES, pretrained_directory, resolve_model, starting_weights
+from meshwright.imports.recipe import import_files
+from meshwright.spec.errors import UserError
+from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.recipe import parse_spec
+from meshwright.spec.run import ResolvedRun, Run
+from meshwright.spec.training import LrScheduleSpec
+
+HERE = ("device", "cluster", "data.cache_dir", "data.tokenizer_vocab")
+"""Settings of the machine, and of a tokenizer that is trained."""
+NO_EFFECT = "nothing that is trained depends on it"
+
+
+def _without(why: str) -> Rule:
+    def rule(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
+        return "left_out", why
+
+    return rule
+
+
+ARRANGED: Mapping[str, Rule] = {
+    "layout.stage_layers": _without("it cuts the layers into stages itself: the same losses"),
+    "layout.cp_method": _without("it exchanges keys and values in its own way: the same losses"),
+    "layout.quantized_weights": said,
+    "layout.quantized_gradients": said,
+}
+"""Settings of a layout that only arrange the same computation. What is quantized is said, or found to be missing."""
+
+
+class WrittenEngine(Engine):
+    """A system that reads one configuration file. A setting is expressed if the imported file has it too."""
+
+    reads_sources: ClassVar = True
+    file: ClassVar[str]
+    """The name of the file."""
+
+    @abstractmethod
+    def text(self, resolved: ResolvedRun) -> str:
+        """The file, with every constant explicit, because defaults differ; what it cannot say comes out otherwise."""
+
+    def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
+        """Settings that the file may say, but that the system does not follow."""
+        return {}
+
+    def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
+        """What the system does in a way of its own, which no setting of a recipe says."""
+        return ()
+
+    def files(self, resolved: ResolvedRun) -> tuple[str, dict[str, str]]:
+        """The configuration."""
+        return self.file, {self.file: self.text(resolved)}
+
+    def translate(self, resolved: ResolvedRun) -> Translation:
+        """As `Engine`: the file is imported, and every setting that comes back otherwise is refused by name."""
+        cannot = dict(self.cannot(resolved))
+        text = self.text(resolved)
+        try:
+            imported = self._read_back(text, resolved)
+        except UserError as error:
+            if not cannot:
+                raise InexpressibleError(f"{self.name}'s {self.file} cannot say this recipe: {error}") from error
+            settings = list(settings_of(resolved, cannot, {}, {**ARRANGED, **self.rules}))
+        else:
+            settings = self._fates(resolved, imported, cannot)
+        refused = [setting for setting in settings if setting.fate == "refused"]
+        if refused:
+            raise InexpressibleError("; ".join(f"{setting.path}={setting.shown}: {setting.why}" for setting in refused))
+        notes = self.notes(resolved)
+        return Translation(
+            engine=self.name, settings=tuple(settings), program=self.file, files={self.file: text}, notes=notes
+        )
+
+    def _read_back(self, text: str, resolved: ResolvedRun) -> Run:
+        """The recipe that `meshwright import` makes of the file."""
+        with tempfile.TemporaryDirectory(prefix="meshwright-written-") as folder:
+            path = Path(folder) / self.file
+            path.write_text(text, encoding="utf-8")
+            recipe, _ = import_files([path], ranks=resolved.run.layout.world_size)
+        return parse_spec(recipe, Run, source=self.file)
+
+    def _fates(self, resolved: ResolvedRun, imported: Run, cannot: dict[str, str]) -> list[Setting]:
+        """Every setting: said if the imported recipe has it, else left out where nothing trained depends on it."""
+        base_dir, rules = Path(resolved.base_dir), {**ARRANGED, **self.rules}
+        ours, theirs = decided(resolved), dict(leaves(_plain(imported, base_dir)))
+        if theirs["layout.stage_layers"] == resolved.stage_layers:  # the cut that auto has made
+            theirs["layout.stage_layers"] = ours.layout.stage_layers
+        for path, value in leaves(ours):
+            fate, why = rule_of(path, rules)(value, resolved)
+            if path.startswith("model.") or path in HERE or (path in theirs and theirs[path] == value):
+                rules[path] = said
+            elif fate == "left_out":
+                rules[path] = _without(why if path in ARRANGED else f"{self.file} has no such setting; {NO_EFFECT}")
+            else:
+                cannot.setdefault(path, f"{self.file} says {_shown(theirs.get(path))}; {self.name} has no other way")
+        for path, why in _other_model(resolved, imported, self.file):
+            cannot.setdefault(path, why)
+        return list(settings_of(resolved, cannot, {}, rules))
+
+
+def decided(resolved: ResolvedRun) -> Run:
+    """The recipe with what was resolved written out, as a file that says everything has it."""
+    training, layout = resolved.run.training, resolved.run.layout
+    update: dict[str, Any] = {"micro_batch": resolved.micro_batch, "global_batch": resolved.global_batch}
+    update["global_batch_tokens"] = None
+    if set(resolved.recompute) <= {"full", "none"} and len(set(resolved.recompute)) == 1:
+        update["recompute"] = resolved.recompute[0]
+    run = resolved.run.model_copy(update={"training": training.model_copy(update=update), "layout": layout})
+    return _plain(run, Path(resolved.base_dir))
+
+
+def _plain(run: Run, base_dir: Path) -> Run:
+    """The recipe with every `auto` that has one meaning replaced by it."""
+    training, layout, data = run.training, run.layout, run.data
+    training = training.model_copy(update={"lr_schedule": _plain_schedule(training.lr_schedule, training.steps)})
+    ways: dict[str, Any] = {"zero": layout.zero_stage, "cp_method": layout.cp_method if layout.cp > 1 else "auto"}
+    if layout.pp > 1:
+        ways["stages_per_rank"] = layout.virtual_stages
+    else:
+        ways["schedule"] = LayoutSpec().schedule
+    directory = pretrained_directory(run.model, base_dir=base_dir) if run.model.name else None
+    if data.tokenizer == "auto" and directory is not None:
+        data = data.model_copy(update={"tokenizer": run.model.name})
+    return run.model_copy(update={"training": training, "layout": layout.model_copy(update=ways), "data": data})
+
+
+def _plain_schedule(schedule: LrScheduleSpec, steps: int) -> LrScheduleSpec:
+    update: dict[str, Any] = {"warmup": schedule.warmup_steps(steps)}
+    update["decay"] = (schedule.decay or max(1, steps // 5)) if schedule.name == "wsd" else 0
+    if schedule.name == "constant":
+        update["final"] = LrScheduleSpec().final
+    return schedule.model_copy(update=update)
+
+
+def _other_model(resolved: ResolvedRun, imported: Run, file: str) -> Iterator[tuple[str, str]]:
+    """(setting, why) where the imported recipe has another model, or starts from other weights."""
+    base_dir = Path(resolved.base_dir)
+    theirs = resolve_model(imported.model, base_dir=base_dir, vocab=resolved.run.data.tokenizer_vocab)
+    for field in type(theirs).model_fields:
+        ours, other = getattr(resolved.model, field), getattr(theirs, field)
+        if ours != other:
+            path = field if field in SIZES else "family"
+            yield f"model.{path}", f"{file} says {field} {_shown(other)}, the model has {_shown(ours)}"
+    weights = starting_weights(imported.model, base_dir=base_dir)
+    if weights != resolved.run.model.weights and imported.model.name is not None:
+        yield "model.weights", f"{file} starts from {weights} weights"
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else str(value)

@@ -1,0 +1,185 @@
+"""torchtitan's configuration in Python, as its `config_registry` modules have it: parsed, never run."""
+
+import ast
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from meshwright.imports.reading import flat
+from meshwright.spec.errors import UserError
+
+CALLED = "()"
+"""The key of a call's name, among its keywords."""
+GROUPS = "optimizer.param_groups"
+MODES = {"FullAC.Config": "full", "SelectiveAC.Config": "selective", "MemoryBudgetAC.Config": "memory_budget"}
+SECTIONS = {"model_spec": "model", "dataloader": "dataset", "validator": "validation"}
+"""Fields of the Trainer's Config that older releases call otherwise."""
+
+
+def is_titan_python(text: str) -> bool:
+    """Whether a Python file makes a configuration of torchtitan's Trainer."""
+    return "torchtitan" in text and "Trainer.Config(" in text
+
+
+def read_titan_python(text: str, file: str) -> dict[str, Any]:
+    """The keys and values of the one configuration that the module makes, by dotted names as in TOML.
+
+    Raises `UserError` if there is none, or several, or one that is made from another.
+    """
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UserError(f"{file}: no Python that can be read: {error}") from error
+    made = [(node, call) for node in body if isinstance(node, ast.FunctionDef) for call in _configurations(node)]
+    if len(made) != 1:
+        names = ", ".join(node.name for node, _ in made) or "none"
+        raise UserError(f"{file}: it must have one function that returns Trainer.Config(...), and has {names}")
+    function, call = made[0]
+    known = {target.id: node.value for node in ast.walk(function) if isinstance(node, ast.Assign)
+             for target in node.targets if isinstance(target, ast.Name)}  # fmt: skip
+    try:
+        values = _value(call, known, 0)
+    except RecursionError as error:
+        raise UserError(f"{file}: cannot be read: nested too deeply") from error
+    return dict(_keys(values, _models(body), _datasets(body), _scaling(function)))
+
+
+def _configurations(function: ast.FunctionDef) -> Iterator[ast.Call]:
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and _name(node.func) == "Trainer.Config":
+            yield node
+
+
+def _name(node: ast.expr) -> str:
+    """A dotted name; empty for other expressions."""
+    if isinstance(node, ast.Name):
+        return node.id
+    return f"{_name(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""
+
+
+def _value(node: ast.expr, known: Mapping[str, ast.expr], depth: int) -> Any:
+    """Plain data; a call is its keywords, with its name and its first operand; other expressions are their source."""
+    if depth > 32:
+        raise RecursionError
+    if isinstance(node, ast.Name) and node.id in known:
+        return _value(known[node.id], {key: value for key, value in known.items() if key != node.id}, depth + 1)
+    if isinstance(node, ast.Call):
+        if _name(node.func) == "float" and len(node.args) == 1:
+            return 0.0  # float("inf"): nothing is clipped
+        found = {word.arg: _value(word.value, known, depth + 1) for word in node.keywords if word.arg}
+        first = {"0": _value(node.args[0], known, depth + 1)} if node.args else {}
+        return {CALLED: _name(node.func), **first, **found}
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_value(item, known, depth + 1) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        pairs = zip(node.keys, node.values, strict=True)
+        return {str(_value(key, known, depth + 1)): _value(value, known, depth + 1) for key, value in pairs if key}
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, MemoryError, SyntaxError):
+        return ast.unparse(node)
+
+
+def _keys(
+    values: dict[str, Any], model: str | None, datasets: dict[str, Any], factor: float | None
+) -> Iterator[tuple[str, Any]]:
+    for section, value in values.items():
+        if section == "loss" or section == CALLED:
+            continue
+        if section == "activation_checkpoint":
+            mode = MODES.get(value[CALLED], value[CALLED]) if isinstance(value, Mapping) else "none"
+            yield "activation_checkpoint.mode", mode
+        elif section == "model_spec" and isinstance(value, Mapping):
+            yield from {"model.name": model, "model.flavor": value.get("0", value.get("flavor"))}.items()
+            yield from {f"model.{key}": inner for key, inner in value.items()
+                        if key not in (CALLED, "0", "flavor")}.items()  # fmt: skip
+        elif section == "optimizer" and isinstance(value, Mapping):
+            yield from _optimizer(value)
+        elif isinstance(value, Mapping):
+            plain = {key: inner for key, inner in value.items() if key != CALLED}
+            name = SECTIONS.get(section, section)
+            yield from flat({name: plain} if plain else {}).items()
+        else:
+            yield section, value
+    if datasets:
+        yield "dataset.table", datasets
+    if factor is not None:
+        yield "model.scaling_factor", factor
+    if "activation_checkpoint" not in values:
+        yield "activation_checkpoint.mode", "selective"
+
+
+def _optimizer(value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The group of all names; groups before it are listed where they do more than keep norms from decaying."""
+    if value[CALLED] == "default_adamw":
+        yield from {"optimizer.lr": value.get("0", value.get("lr", 8e-4)), "optimizer.name": "AdamW"}.items()
+        shared = {key: inner for key, inner in value.items() if key not in (CALLED, "0", "lr")}
+        yield from _constants(shared)
+        return
+    groups = value.get("param_groups")
+    yield from ((f"optimizer.{key}", inner) for key, inner in value.items() if key not in (CALLED, "param_groups"))
+    if not isinstance(groups, list) or not groups or not all(isinstance(group, Mapping) for group in groups):
+        yield GROUPS, groups
+        return
+    last = groups[-1]
+    constants = last.get("optimizer_kwargs") or {}
+    yield "optimizer.name", last.get("optimizer_name")
+    yield from _constants(constants)
+    for group in groups[:-1]:
+        alike = {**last, "pattern": group.get("pattern"), "optimizer_kwargs": {**constants, "weight_decay": 0.0}}
+        if group == alike and "norm" in str(group.get("pattern")):
+            yield "optimizer.undecayed", group["pattern"]
+        else:
+            yield GROUPS, group
+
+
+def _constants(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if key == "betas" and isinstance(value, list) and len(value) == 2:
+            yield from {"optimizer.beta1": value[0], "optimizer.beta2": value[1]}.items()
+        else:
+            yield f"optimizer.{key}", value
+
+
+def _models(body: list[ast.stmt]) -> str | None:
+    """The model whose `model_registry` the module imports."""
+    for node in body:
+        if isinstance(node, ast.ImportFrom) and any(name.name == "model_registry" for name in node.names):
+            return (node.module or "").rsplit(".", 1)[-1] or None
+    return None
+
+
+def _datasets(body: list[ast.stmt]) -> dict[str, Any]:
+    """The data sets that the module adds to torchtitan's table, by name, as sources of a recipe."""
+    found: dict[str, Any] = {}
+    for node in body:
+        if not (isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.value, ast.Call)):
+            continue
+        target = node.targets[0]
+        if not (isinstance(target, ast.Subscript) and _name(target.value) == "DATASETS"):
+            continue
+        words = {word.arg: word.value for word in node.value.keywords}
+        found[str(_value(target.slice, {}, 0))] = _source(words)
+    return found
+
+
+def _source(words: Mapping[str | None, ast.expr]) -> dict[str, Any]:
+    path = _value(words["path"], {}, 0) if "path" in words else None
+    calls = [node for word in words.values() for node in ast.walk(word)
+             if isinstance(node, ast.Call) and _name(node.func) == "load_dataset"]  # fmt: skip
+    given = {word.arg: _value(word.value, {}, 0) for call in calls for word in call.keywords}
+    local = "data_files" in given
+    found = {"path": path if local else f"hub:{path}"}
+    found |= {"subset": given["name"]} if "name" in given else {}
+    found |= {"split": given["split"]} if given.get("split", "train") != "train" else {}
+    columns = [node.slice for word in words.values() for node in ast.walk(word) if isinstance(node, ast.Subscript)]
+    if columns and (column := _value(columns[0], {}, 0)) != "text":
+        found["text_key"] = column
+    return found
+
+
+def _scaling(function: ast.FunctionDef) -> float | None:
+    """A factor of rope's scaling that the function sets in every layer."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and _name(node.targets[0]).endswith(".rope.scaling_factor"):
+            return _value(node.value, {}, 0)
+    return None

@@ -1,0 +1,88 @@
+"""Exported configurations, read by the systems' own parsers: `pytest --engines tests/test_engines_schemas.py`, in an
+environment that has them. A system that is not installed is skipped.
+
+    pip install --no-deps torchtitan && pip install tyro einops tensorboard triton torchdata spmd_types
+"""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from meshwright.engines.registry import WRITTEN
+from meshwright.optim.schedule import lr_factor
+from meshwright.spec.recipe import parse_spec
+from meshwright.spec.run import ResolvedRun, Run
+from meshwright.trainer.resolve import resolve_run
+from test_engines_written import CONFIG, RECIPES, VARIANTS
+
+pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default")]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(CONFIG)
+    save_file({"none": np.zeros(1, np.float32)}, tmp_path / "base" / "model.safetensors")
+    return tmp_path
+
+
+def written(name: str, folder: Path, *overrides: str) -> tuple[Path, ResolvedRun]:
+    run = resolve_run(parse_spec(RECIPES[name], Run, overrides), base_dir=Path())
+    return WRITTEN[name].translate(run).write(folder), run
+
+
+def ours(run: ResolvedRun) -> list[float]:
+    """The factors of the learning rate, step by step."""
+    steps, schedule = run.run.training.steps, run.run.training.lr_schedule
+    return [lr_factor(schedule, step, steps) for step in range(1, steps + 1)]
+
+
+@pytest.mark.parametrize("number", range(len(VARIANTS["torchtitan"])))
+def test_torchtitan(folder, number):
+    if not importlib.util.find_spec("torchtitan"):
+        pytest.skip("torchtitan is not installed")
+    pytest.importorskip("torchtitan.trainer")
+    from torchtitan.config.manager import ConfigManager
+
+    _, run = written("torchtitan", folder, *VARIANTS["torchtitan"][number])
+    sys.modules.pop("run_torchtitan", None)
+    config: Any = ConfigManager().parse_args(["--module", "run_torchtitan", "--config", "run"])
+    training, layout = config.training, run.run.layout
+    assert (training.steps, training.global_batch_size, training.seq_len) == (50, 32, 256)
+    degrees = config.parallelism
+    assert degrees.data_parallel_replicate_degree * degrees.data_parallel_shard_degree == layout.data_parallel
+    assert (degrees.tensor_parallel_degree, degrees.pipeline_parallel_degree) == (layout.tp, layout.pp)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizers = [torch.optim.AdamW([parameter], lr=1.0)]
+    rates = config.lr_scheduler.build(optimizers=optimizers, training_steps=training.steps)
+    factor = rates.schedulers[0].lr_lambdas[0]
+    schedule = run.run.training.lr_schedule
+    falls = schedule.name in ("cosine", "linear")  # from a step later: less than 1 / steps of the way, at most pi / 2
+    allowed = np.pi / 2 / (training.steps - schedule.warmup_steps(training.steps)) if falls else 1e-12
+    assert [factor(step) for step in range(50)] == pytest.approx(ours(run), abs=allowed)
+    assert factor(49) == pytest.approx(ours(run)[-1], abs=1e-12)
+    decoder = config.model_spec.model
+    with torch.device("meta"):
+        model = decoder.build()
+    scale = run.model.rope_scaling.factor if run.model.rope_scaling else None
+    rope = decoder.layers[0].attention.rope
+    assert (rope.scaling_factor if rope.scaling == "llama" else None) == scale
+    assert sum(parameter.numel() for parameter in model.parameters()) == SIZES[run.run.model.name]
+    groups = config.optimizer.param_groups
+    for name, tensor in model.named_parameters():
+        group = next(group for group in groups if re.match(group.pattern, name))
+        decay = run.run.training.optimizer.weight_decay if tensor.dim() > 1 else 0.0
+        assert group.optimizer_kwargs["weight_decay"] == decay, name
+
+
+SIZES = {"llama-3.1-8b": 8_030_261_248, "llama-3.2-1b": 1_235_814_400, "qwen3-0.6b": 596_049_920}
+"""Parameters of the published models."""

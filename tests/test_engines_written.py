@@ -1,0 +1,123 @@
+"""Exports as configurations: each imports as the same recipe, and what a system cannot say is refused by name."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from meshwright.cli.main import main
+from meshwright.engines.engine import InexpressibleError
+from meshwright.engines.registry import WRITTEN, find_engine
+from meshwright.imports.recipe import import_files
+from meshwright.spec.errors import UserError
+from meshwright.spec.recipe import parse_spec
+from meshwright.spec.run import ResolvedRun, Run
+from meshwright.trainer.resolve import resolve_run
+
+CONFIG = """\
+{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 384, "hidden_size": 64,
+ "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+ "rms_norm_eps": 1e-5, "max_position_embeddings": 256, "tie_word_embeddings": false}
+"""
+TRAINING = """\
+training:
+  steps: 50
+  global_batch: 32
+  micro_batch: 2
+  precision: bf16
+  recompute: full
+  optimizer: {lr: 2e-4, weight_decay: 0.05, betas: [0.9, 0.98]}
+  lr_schedule: {warmup: 5}
+checkpoint: {every: 25}
+run_dir: runs/mine
+device: cpu
+"""
+TITAN = f"""\
+model: llama-3.1-8b
+data:
+  sources: [{{path: own.jsonl, text_key: body}}]
+  tokenizer: ./base
+  sequence_length: 256
+  separate_documents: true
+layout: {{dp_shard: 4, dp_replicate: 2}}
+{TRAINING}"""
+RECIPES = {"torchtitan": TITAN}
+VARIANTS = {
+    "torchtitan": [
+        [],
+        ["layout={tp: 2, pp: 2, dp_replicate: 2}", "training.recompute=none", "data.sources=[{path: own.csv}]"],
+        ["layout={pp: 2, schedule: interleaved-1f1b}", "training.lr_schedule={name: wsd, decay: 9, final: 0.2}"],
+        ["layout={dp_shard: 2, zero: 2}", "training.clip=null", "training.lr_schedule={name: constant, warmup: 0}"],
+        ["layout={cp: 2, zero: 3}", "training.precision=fp32", "training.compile=true", "checkpoint.every=0"],
+        ["model=llama-3.2-1b", "data.sources=[{path: 'hub:some/text', subset: en, split: validation}]", "layout={}"],
+        ["model=qwen3-0.6b", "trackers=[wandb]", "training.seed=7", "training.deterministic=true", "layout={}"],
+        ["training.master_dtype=bf16", "training.lr_schedule.name=linear", "layout={dp_shard: 2, offload: cpu}"],
+    ]
+}
+REFUSED = {
+    "torchtitan": {
+        "model.name": "model=./base",
+        "data.separate_documents": "data.separate_documents=false",
+        "data.packing": "data.packing=best_fit",
+        "data.sources": "data.sources=[a.jsonl, b.jsonl]",
+        "training.optimizer.name": "training.optimizer.name=muon",
+        "training.precision": "training.precision=fp8",
+        "training.reduce_dtype": "training.reduce_dtype=bf16",
+        "layout.zero": "layout={dp_shard: 2, zero: 1}",
+        "layout.quantized_weights": "layout={dp_shard: 2, quantized_weights: int8}",
+        "finetune": "finetune={method: lora}",
+    }
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(CONFIG)
+    save_file({"none": np.zeros(1, np.float32)}, tmp_path / "base" / "model.safetensors")
+    return tmp_path
+
+
+def resolved(name: str, *overrides: str) -> ResolvedRun:
+    return resolve_run(parse_spec(RECIPES[name], Run, overrides), base_dir=Path())
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_exported_configuration_imports_as_the_same_recipe(folder, name):
+    for overrides in VARIANTS[name]:
+        run = resolved(name, *overrides)
+        translation = WRITTEN[name].translate(run)
+        assert not translation.left_out, overrides
+        text, reading = import_files([translation.write(folder / "out")])  # the file alone says how many ranks
+        assert not [key for key, why in reading.without if why == "unknown, or without a counterpart"], overrides
+        again = resolve_run(parse_spec(text, Run), base_dir=Path())
+        assert again.model == run.model
+        assert (again.global_batch, again.micro_batch) == (run.global_batch, run.micro_batch), overrides
+        assert again.run.layout.world_size == run.run.layout.world_size, overrides
+        assert WRITTEN[name].translate(again).files == translation.files, overrides
+
+
+@pytest.mark.parametrize(("name", "path"), [(name, path) for name, paths in REFUSED.items() for path in paths])
+def test_what_a_system_does_not_say_is_refused_by_name(folder, name, path):
+    with pytest.raises(InexpressibleError, match=re.escape(path)):
+        WRITTEN[name].translate(resolved(name, REFUSED[name][path]))
+
+
+def test_the_verb_writes_the_configuration_and_what_the_system_does_in_its_own_way(folder, capsys):
+    (folder / "run.yaml").write_text(TITAN.replace("checkpoint:", "guards: {spikes: skip}\ncheckpoint:"))
+    assert main(["export", "run.yaml", "--engine", "torchtitan", "--program", "out"]) == 0
+    assert sorted(path.name for path in (folder / "out").iterdir()) == ["left-out.md", "run_torchtitan.py"]
+    told = (folder / "out" / "left-out.md").read_text()
+    assert "guards.spikes=skip" in told
+    assert "nothing is held out" in told
+    assert "torchtitan" in capsys.readouterr().out
+
+
+def test_the_names_of_engines_that_are_only_written_are_known(folder):
+    with pytest.raises(UserError, match="only written"):
+        find_engine("torchtitan")
+    with pytest.raises(UserError, match=r"unknown engine 'torchtitn'; there are .*torchtitan.* 'torchtitan'"):
+        find_engine("torchtitn", written=True)
