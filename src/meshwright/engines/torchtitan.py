@@ -86,7 +86,8 @@ class TorchtitanConfig(WrittenEngine):
 
     def text(self, resolved: ResolvedRun) -> str:
         """The module."""
-        run, (module, flavor) = resolved.run, _flavor(resolved) or ("llama3", "?")
+        run = resolved.run
+        module, flavor = _flavor(resolved) or ("llama3", "?")
         run_words = f"{resolved.model.family} of {resolved.model.num_layers} layers, {run.layout.strategy}"
         command = f"torchrun --nproc-per-node {run.layout.world_size} -m torchtitan.train --module run_torchtitan"
         lines = [f'"""torchtitan\'s configuration of {run_words}.', "", f"    {command} --config run", '"""', ""]
