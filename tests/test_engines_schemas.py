@@ -2,12 +2,15 @@
 environment that has them. A system that is not installed is skipped.
 
     pip install --no-deps torchtitan && pip install tyro einops tensorboard triton torchdata spmd_types
+    git clone https://github.com/NVIDIA/Megatron-LM, and --megatron-lm with its folder
 """
 
 import importlib.util
 import re
+import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -80,6 +83,48 @@ def test_torchtitan(folder, number):
         group = next(group for group in groups if re.match(group.pattern, name))
         decay = run.run.training.optimizer.weight_decay if tensor.dim() > 1 else 0.0
         assert group.optimizer_kwargs["weight_decay"] == decay, name
+
+
+@pytest.mark.parametrize("number", range(len(VARIANTS["megatron_lm"])))
+def test_megatron_lm(folder, monkeypatch, request, number):
+    checkout = request.config.getoption("--megatron-lm")
+    if checkout is None:
+        pytest.skip("give --megatron-lm, the folder of NVIDIA/Megatron-LM")
+    monkeypatch.setattr(sys, "path", [checkout, *sys.path])
+    path, run = written("megatron_lm", folder, *VARIANTS["megatron_lm"][number])
+    words = shlex.split(path.read_text().replace("\\\n", " "), comments=True)
+    monkeypatch.setattr(sys, "argv", words[words.index("pretrain_gpt.py") :])
+    hopper = SimpleNamespace(major=9, minor=0)  # is asked of layouts with tp
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: hopper)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    exported = dict(re.findall(r"^export (\w+)=(\w+)$", path.read_text(), re.MULTILINE))
+    for name, value in {"WORLD_SIZE": run.run.layout.world_size, "RANK": 0, **exported}.items():
+        monkeypatch.setenv(name, str(value))
+    arguments = importlib.import_module("megatron.training.arguments")
+    given = arguments.parse_args()
+    arguments.validate_args(given)
+    layout, model, training = run.run.layout, run.model, run.run.training
+    assert given.data_parallel_size == layout.data_parallel
+    assert (given.num_layers, given.ffn_hidden_size, given.padded_vocab_size) == (
+        model.num_layers,
+        model.ffn,
+        model.vocab,
+    )
+    if given.group_query_attention:
+        assert given.num_query_groups == model.num_kv_heads
+    assert given.untie_embeddings_and_output_weights != model.tied_embeddings
+    assert given.bf16 == (training.precision == "bf16")
+    assert given.accumulate_allreduce_grads_in_fp32 == (training.dtypes.narrow and training.reduce_dtype == "fp32")
+    scheduler = importlib.import_module("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
+    rates = scheduler(
+        optimizer=SimpleNamespace(param_groups=[]), init_lr=0.0, max_lr=given.lr, min_lr=given.min_lr,
+        lr_warmup_steps=given.lr_warmup_iters, lr_decay_steps=given.lr_decay_iters, start_wd=0.0, end_wd=0.0,
+        lr_decay_style=given.lr_decay_style, wd_incr_steps=0, wd_incr_style="constant",
+        wsd_decay_steps=given.lr_wsd_decay_iters, lr_wsd_decay_style=given.lr_wsd_decay_style,
+    )  # fmt: skip
+    for step, factor in enumerate(ours(run), start=1):  # theirs comes a step later
+        rates.num_steps = step
+        assert rates.get_lr({}) == pytest.approx(factor * training.optimizer.lr, rel=1e-9), step
 
 
 SIZES = {"llama-3.1-8b": 8_030_261_248, "llama-3.2-1b": 1_235_814_400, "qwen3-0.6b": 596_049_920}

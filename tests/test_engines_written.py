@@ -43,7 +43,14 @@ data:
   separate_documents: true
 layout: {{dp_shard: 4, dp_replicate: 2}}
 {TRAINING}"""
-RECIPES = {"torchtitan": TITAN}
+MEGATRON = f"""\
+model: llama-3.1-8b
+data: {{sources: [{{path: corpus.bin}}], tokenizer: ./base, sequence_length: 256}}
+layout: {{dp_shard: 4, dp_replicate: 2, zero: 1}}
+{TRAINING}"""
+RECIPES = {"torchtitan": TITAN, "megatron_lm": MEGATRON}
+MIXED = "data.sources=[{path: a.bin, weight: 0.25}, {path: b/c.bin, weight: 0.75}]"
+TINY = "hidden: 64, num_layers: 4, num_heads: 4, vocab: 384, max_positions: 256"
 VARIANTS = {
     "torchtitan": [
         [],
@@ -54,7 +61,22 @@ VARIANTS = {
         ["model=llama-3.2-1b", "data.sources=[{path: 'hub:some/text', subset: en, split: validation}]", "layout={}"],
         ["model=qwen3-0.6b", "trackers=[wandb]", "training.seed=7", "training.deterministic=true", "layout={}"],
         ["training.master_dtype=bf16", "training.lr_schedule.name=linear", "layout={dp_shard: 2, offload: cpu}"],
-    ]
+    ],
+    "megatron_lm": [
+        [],
+        ["layout={tp: 2, pp: 2, dp_replicate: 2}", "training.recompute=none", MIXED, "data.held_out=0"],
+        ["layout={pp: 2, schedule: interleaved-1f1b}", "training.lr_schedule={name: wsd, decay: 9, final: 0.2}"],
+        ["layout={dp_shard: 2, zero: 2}", "training.clip=null", "training.lr_schedule={name: constant, warmup: 0}"],
+        ["layout={dp_shard: 2}", "training.precision=fp32", "checkpoint.every=0", "training.recompute=selective"],
+        ["layout={cp: 2, zero: 1}", "model=llama-3.2-1b", "trackers=[wandb]", "data.separate_documents=true"],
+        [f"model={{family: gpt2, {TINY}}}", "training.lr_schedule.name=linear", "layout={}", "training.seed=7"],
+        [f"model={{family: qwen2, num_kv_heads: 2, {TINY}}}", "training.precision=fp16", "layout={}"],
+        ["model=qwen3-0.6b", "training.reduce_dtype=bf16", "training.deterministic=true", "layout={}"],
+        [
+            f"model={{family: mixtral, num_experts: 4, balance_loss: 0.01, {TINY}}}",
+            "layout={dp_shard: 2, zero: 1, ep: 2}",
+        ],
+    ],
 }
 REFUSED = {
     "torchtitan": {
@@ -68,7 +90,19 @@ REFUSED = {
         "layout.zero": "layout={dp_shard: 2, zero: 1}",
         "layout.quantized_weights": "layout={dp_shard: 2, quantized_weights: int8}",
         "finetune": "finetune={method: lora}",
-    }
+    },
+    "megatron_lm": {
+        "model.weights": "model=./base",
+        "model.family": "model=mistral-7b-v0.3",
+        "data.packing": "data.packing=best_fit",
+        "data.sources": "data.sources=[a.jsonl]",
+        "data.order": "data.order=given",
+        "training.optimizer.name": "training.optimizer.name=adamw_8bit",
+        "training.precision": "training.precision=fp8",
+        "training.master_dtype": "training.master_dtype=bf16",
+        "layout.schedule": "layout={pp: 2, schedule: zbv}",
+        "layout.offload": "layout={dp_shard: 2, offload: cpu}",
+    },
 }
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.engines.written import WrittenEngine
+from meshwright.engines.written import WrittenEngine, tokenizer_of
 from meshwright.families.registry import PRESETS
 from meshwright.families.resolve import pretrained_directory, resolve_model
 from meshwright.imports.torchtitan import DTYPES, FLAVORS, SCALED, SCHEDULES
@@ -60,10 +60,13 @@ class TorchtitanConfig(WrittenEngine):
             found["model.name"] = f"torchtitan's code has {', '.join(sorted(set(FLAVORS.values())))}; name one of them"
         elif resolved.model.tied_embeddings and run.layout.pp > 1:
             found["layout.pp"] = "torchtitan's pipelines have no tied embeddings"
-        if len(run.data.sources) > 1:
+        paths = [source.path for source in run.data.sources]
+        if len(paths) > 1:
             found["data.sources"] = "the file names one data set; give one source"
-        elif not run.data.sources[0].path.startswith("hub:") and _reader(run.data.sources[0].path) is None:
+        elif not paths[0].startswith("hub:") and _reader(paths[0]) is None:
             found["data.sources"] = f"the datasets package reads hub:owner/name and {', '.join(READERS)} files"
+        if tokenizer_of(resolved) is None:
+            found["data.tokenizer"] = "torchtitan loads a tokenizer; name its folder"
         if not run.data.separate_documents:
             found["data.separate_documents"] = "torchtitan keeps documents apart; set data.separate_documents=true"
         if run.training.precision not in (FP32.name, BF16.name):
@@ -117,7 +120,6 @@ class _Code(str):
 def _config(resolved: ResolvedRun) -> dict[str, Any]:
     run, training, schedule = resolved.run, resolved.run.training, resolved.run.training.lr_schedule
     directory = pretrained_directory(run.model, base_dir=Path(resolved.base_dir))
-    tokenizer = run.data.tokenizer if run.data.tokenizer != "auto" else run.model.name if directory else "auto"
     pretrained = run.model.weights == "pretrained" and directory is not None
     vocab = _Code("decoder_vocab_size(model_spec)")
     loss = _Call("CrossEntropyLoss.Config", {"global_vocab_size": vocab})
@@ -127,7 +129,7 @@ def _config(resolved: ResolvedRun) -> dict[str, Any]:
     decay = {"cosine": "cosine", "linear": "linear", "wsd": "linear", "constant": "linear"}
     return {
         "model_spec": _Code("model_spec"),
-        "hf_assets_path": tokenizer,
+        "hf_assets_path": tokenizer_of(resolved) or "?",
         "dump_folder": run.run_dir,
         "loss": _Call("ChunkedLossWrapper.Config", {"loss_fn": loss}),
         "optimizer": _Call("OptimizersContainer.Config", {"param_groups": _groups(resolved)}),

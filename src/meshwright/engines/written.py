@@ -31,10 +31,11 @@ def _without(why: str) -> Rule:
 ARRANGED: Mapping[str, Rule] = {
     "layout.stage_layers": _without("it cuts the layers into stages itself: the same losses"),
     "layout.cp_method": _without("it exchanges keys and values in its own way: the same losses"),
+    "training.compile": _without("nothing is compiled: the same losses in more time"),
     "layout.quantized_weights": said,
     "layout.quantized_gradients": said,
 }
-"""Settings of a layout that only arrange the same computation. What is quantized is said, or found to be missing."""
+"""Settings that only arrange the same computation. What is quantized is said, or found to be missing."""
 
 
 class WrittenEngine(Engine):
@@ -107,6 +108,15 @@ class WrittenEngine(Engine):
         return list(settings_of(resolved, cannot, {}, rules))
 
 
+def tokenizer_of(resolved: ResolvedRun) -> str | None:
+    """The tokenizer that the recipe names, or its model's directory; None where one would be trained."""
+    run = resolved.run
+    if run.data.tokenizer != "auto":
+        return run.data.tokenizer
+    named = run.model.name and pretrained_directory(run.model, base_dir=Path(resolved.base_dir))
+    return run.model.name if named else None
+
+
 def decided(resolved: ResolvedRun) -> Run:
     """The recipe with what was resolved written out, as a file that says everything has it."""
     training, layout = resolved.run.training, resolved.run.layout
@@ -127,8 +137,7 @@ def _plain(run: Run, base_dir: Path) -> Run:
         ways["stages_per_rank"] = layout.virtual_stages
     else:
         ways["schedule"] = LayoutSpec().schedule
-    directory = pretrained_directory(run.model, base_dir=base_dir) if run.model.name else None
-    if data.tokenizer == "auto" and directory is not None:
+    if data.tokenizer == "auto" and run.model.name and pretrained_directory(run.model, base_dir=base_dir):
         data = data.model_copy(update={"tokenizer": run.model.name})
     return run.model_copy(update={"training": training, "layout": layout.model_copy(update=ways), "data": data})
 
@@ -151,7 +160,7 @@ def _other_model(resolved: ResolvedRun, imported: Run, file: str) -> Iterator[tu
             path = field if field in SIZES else "family"
             yield f"model.{path}", f"{file} says {field} {_shown(other)}, the model has {_shown(ours)}"
     weights = starting_weights(imported.model, base_dir=base_dir)
-    if weights != resolved.run.model.weights and imported.model.name is not None:
+    if weights != resolved.run.model.weights:
         yield "model.weights", f"{file} starts from {weights} weights"
 
 

@@ -13,8 +13,12 @@ DECIDED_BY_US = (
     *("no-gradient-accumulation-fusion", "no-masked-softmax-fusion", "attention-softmax-in-fp32", "log-interval"),
     *("distributed-backend", "tokenizer-type", "dataloader-type", "num-workers", "log-throughput", "ckpt-format"),
     *("make-vocab-size-divisible-by", "distributed-timeout-minutes", "vocab-file", "merge-file"),
-    "no-async-tensor-model-parallel-allreduce",
+    *("no-async-tensor-model-parallel-allreduce", "tokenizer-hf-use-fast", "async-save", "no-bias-swiglu-fusion"),
+    *("no-rope-fusion", "moe-grouped-gemm", "moe-token-dispatcher-type", "cp-comm-type", "no-bias-gelu-fusion"),
+    *("eod-mask-loss", "wandb-exp-name"),
 )
+STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+"""What Megatron-FSDP shards."""
 
 
 def _data(reading: Reading, value: Any, origin: str) -> None:
@@ -35,6 +39,34 @@ def _split(reading: Reading, value: Any, origin: str) -> None:
     reading.set("data.held_out", round(sum(shares[1:]) / sum(shares), 6), origin)
 
 
+def _scaled(reading: Reading, value: Any, origin: str) -> None:
+    if value is True:
+        reading.fact("rope scaled", True, origin)
+
+
+def _virtual(reading: Reading, value: Any, origin: str) -> None:
+    if value > 1:
+        reading.set("layout.schedule", "interleaved-1f1b", origin)
+        reading.set("layout.stages_per_rank", value, origin)
+
+
+def _sharding(reading: Reading, value: Any, origin: str) -> None:
+    if value in STAGES:
+        reading.fact("sharding", STAGES[value], origin)
+    else:
+        reading.give_up(origin, f"there are {', '.join(STAGES)}")
+
+
+def _last_step(path: str) -> Rule:
+    """An interval; one as long as the run means after the last step only, once the steps are known."""
+
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        steps = reading.settings.get("training.steps", (None, ""))[0]
+        reading.set(path, 0 if steps == value else value, origin)
+
+    return rule
+
+
 RULES: Mapping[str, Rule] = {
     "nproc_per_node": fact("ranks of a node"),
     "nproc-per-node": fact("ranks of a node"),
@@ -50,6 +82,13 @@ RULES: Mapping[str, Rule] = {
     "max-position-embeddings": "model.max_positions",
     "seq-length": "data.sequence_length",
     "rotary-base": "model.rope_theta",
+    "use-rope-scaling": _scaled,
+    "rope-scaling-factor": fact("rope factor"),
+    "qk-layernorm": lambda reading, value, origin: reading.fact("qk norm", True, origin),
+    "add-qkv-bias": lambda reading, value, origin: reading.fact("qkv bias", True, origin),
+    "openai-gelu": lambda reading, value, origin: None,  # gpt2's own
+    "padded-vocab-size": "model.vocab",
+    "vocab-size": "model.vocab",
     "norm-epsilon": "model.norm_eps",
     "init-method-std": "model.init_std",
     "num-experts": "model.num_experts",
@@ -72,6 +111,10 @@ RULES: Mapping[str, Rule] = {
     "lr-decay-style": words(
         "training.lr_schedule.name", {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "wsd"}
     ),
+    "lr-wsd-decay-iters": "training.lr_schedule.decay",
+    "lr-wsd-decay-style": lambda reading, value, origin: (
+        None if value == "linear" else reading.give_up(origin, "wsd falls linearly")
+    ),
     "lr-warmup-iters": "training.lr_schedule.warmup",
     "lr-warmup-fraction": fact("warmup_ratio"),
     "lr-decay-iters": fact("decay steps"),
@@ -86,11 +129,20 @@ RULES: Mapping[str, Rule] = {
     "seed": "training.seed",
     "tensor-model-parallel-size": "layout.tp",
     "pipeline-model-parallel-size": "layout.pp",
+    "num-virtual-stages-per-pipeline-rank": _virtual,
     "num-layers-per-virtual-pipeline-stage": nothing("say layout.schedule=interleaved-1f1b and layout.stages_per_rank"),
     "context-parallel-size": "layout.cp",
     "expert-model-parallel-size": "layout.ep",
     "sequence-parallel": lambda reading, value, origin: None,  # always with tp
     "use-distributed-optimizer": lambda reading, value, origin: reading.fact("zero", 1, origin),
+    "use-megatron-fsdp": fact("Megatron-FSDP"),
+    "data-parallel-sharding-strategy": _sharding,
+    "num-distributed-optimizer-instances": fact("instances"),
+    "accumulate-allreduce-grads-in-fp32": lambda reading, value, origin: reading.set(
+        "training.reduce_dtype", "fp32", origin
+    ),
+    "grad-reduce-in-bf16": lambda reading, value, origin: reading.set("training.reduce_dtype", "bf16", origin),
+    "deterministic-mode": when("training.deterministic", True),
     "use-torch-fsdp2": lambda reading, value, origin: reading.fact("zero", 3, origin),
     "recompute-activations": when("training.recompute", "selective"),
     "recompute-granularity": _recompute,
@@ -100,11 +152,12 @@ RULES: Mapping[str, Rule] = {
     "split": _split,
     "tokenizer-model": "data.tokenizer",
     "save": "run_dir",
-    "save-interval": "checkpoint.every",
-    "eval-interval": "training.evaluation.every",
+    "save-interval": _last_step("checkpoint.every"),
+    "eval-interval": _last_step("training.evaluation.every"),
     "eval-iters": "training.evaluation.batches",
     "load": nothing("`meshwright train --resume` continues from the newest checkpoint"),
     "tensorboard-dir": lambda reading, value, origin: reading.set("trackers", ["tensorboard"], origin),
+    "wandb-project": lambda reading, value, origin: reading.set("trackers", ["wandb"], origin),
     "hidden-dropout": nothing("models have no dropout"),
     "attention-dropout": nothing("models have no dropout"),
     "reset-attention-mask": when("data.separate_documents", True),
@@ -163,15 +216,39 @@ def read_megatron(reading: Reading, values: Mapping[str, Any], file: str) -> Non
     defaults |= {"training.lr_schedule.name": "linear", "training.seed": 1234}
     for path, default in defaults.items():
         reading.default(path, default, f"{file} (Megatron's default)")
+    _family(reading, values, file)
+    if reading.known("rope scaled"):
+        factor, where = reading.facts.get("rope factor", (8.0, reading.facts["rope scaled"][1]))
+        reading.set("model.rope_scaling", {"factor": float(factor)}, where)
+    if "Megatron-FSDP" in reading.facts:
+        reading.facts["zero"] = reading.facts.get("sharding", (3, reading.facts["Megatron-FSDP"][1]))
+    if ranks := reading.known("ranks of a node"):
+        nodes, where = reading.facts.get("nodes", (1, "one node"))
+        reading.fact("ranks", ranks * nodes, f"{reading.facts['ranks of a node'][1]}; {where}")
+    if (instances := reading.known("instances", 1)) > 1 and (ranks := reading.known("ranks")):
+        split = [reading.settings.get(f"layout.{axis}", (1, ""))[0] for axis in ("tp", "pp", "cp")]
+        reading.fact("shard", ranks // (split[0] * split[1] * split[2] * instances), reading.facts["instances"][1])
+
+
+def _family(reading: Reading, values: Mapping[str, Any], file: str) -> None:
+    """The family that has these layers."""
     gated = reading.known("swiglu") or reading.known("positions") == "rope"
     kind = "llama" if gated else "gpt2"
     if "num-experts" in values:
         kind = "mixtral"
-    origins = [reading.facts[name][1] for name in ("swiglu", "positions", "normalization") if name in reading.facts]
+    elif gated and reading.known("qk norm"):
+        kind = "qwen3"
+    elif gated and reading.known("qkv bias"):
+        kind = "qwen2"
+    if kind == "mixtral" and "model.expert_ffn" in reading.settings:
+        reading.settings["model.ffn"] = reading.settings.pop("model.expert_ffn")
+    told = ("swiglu", "positions", "normalization", "qk norm", "qkv bias")
+    origins = [reading.facts[name][1] for name in told if name in reading.facts]
     reading.set("model.family", kind, "; ".join(origins) or f"{file} (no flag asks for another activation)")
-    if ranks := reading.known("ranks of a node"):
-        nodes, where = reading.facts.get("nodes", (1, "one node"))
-        reading.fact("ranks", ranks * nodes, f"{reading.facts['ranks of a node'][1]}; {where}")
+    if "untie-embeddings-and-output-weights" not in values:
+        reading.default("model.tied_embeddings", True, f"{file} (Megatron's default)")
+    if kind != "gpt2" and "disable-bias-linear" not in values:
+        reading.give_up(f"{file} (no --disable-bias-linear)", f"{kind} has no biases there")
 
 
 def _number(word: str) -> Any:

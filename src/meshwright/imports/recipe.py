@@ -133,6 +133,8 @@ def _finish(reading: Reading) -> None:
 def _data_parallel(reading: Reading, replicas: int, stage: int, origin: str) -> None:
     shard = reading.known("shard") or replicas
     if replicas == 1:
+        if stage and "layout.cp" in reading.settings:  # state is sharded over the ranks that share a sequence, too
+            reading.set("layout.zero", stage, origin)
         return
     if not stage:
         reading.set("layout.dp_replicate", replicas, origin)

@@ -370,7 +370,6 @@ def _ranks(reading: Reading, file: str) -> None:
     if (shard is None or shard > 1) and "zero" not in reading.facts:
         reading.fact("zero", 3, reading.facts.get("all shard", (None, where))[1])
     elif shard == 1 and "layout.cp" in reading.settings:  # FSDP is over the ranks that share a sequence, too
-        stage, where = reading.facts.pop("zero", (3, reading.settings["layout.cp"][1]))
-        reading.set("layout.zero", stage, where)
+        reading.facts.setdefault("zero", (3, reading.settings["layout.cp"][1]))
     elif shard == 1 and "zero" in reading.facts:
         del reading.facts["zero"]  # nothing is sharded that could be gathered

@@ -1,0 +1,195 @@
+"""Export as Megatron-LM's flags: a script that starts `pretrain_gpt.py`."""
+
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from meshwright.engines.written import WrittenEngine, tokenizer_of
+from meshwright.spec.precision import BF16, FP16
+from meshwright.spec.run import ResolvedRun
+
+FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "mixtral")
+SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
+"""ZeRO's stage -> what Megatron-FSDP shards."""
+LATER = "the rate starts at 0: every step has the rate that the step before it has here"
+Flags = Iterator[tuple[str, Any]]
+"""(flag, value); True for a flag without one."""
+
+
+def megatron_cannot(resolved: ResolvedRun, where: str) -> dict[str, str]:
+    """What Megatron has in none of its forms; `where` is the name of the form."""
+    run, model, found = resolved.run, resolved.model, dict[str, str]()
+    if model.family not in FAMILIES:
+        found["model.family"] = f"{where} is written for {', '.join(FAMILIES)}"
+    if model.rope_scaling is not None and model.rope_scaling.kind != "llama3":
+        found["model.rope_scaling"] = "Megatron has llama3's"
+    if model.sliding_window is not None:
+        found["model.sliding_window"] = f"{where} has attention to all positions"
+    if model.vocab % run.layout.tp:
+        found["model.vocab"] = f"{model.vocab} rows cannot be split over layout.tp={run.layout.tp}"
+    if run.model.weights == "pretrained":
+        found["model.weights"] = "Megatron starts from checkpoints in its own format; set model.weights=random"
+    if bad := [source.path for source in run.data.sources if not source.path.endswith(".bin")]:
+        found["data.sources"] = (
+            f"Megatron reads tokens, NAME.bin with NAME.idx, such as data.cache_dir has, not {bad[0]}"
+        )
+    elif len(run.data.sources) > 1 and run.data.sources[0].weight is None:
+        found["data.sources"] = "Megatron mixes by weights; give every source one"
+    if tokenizer_of(resolved) is None:
+        found["data.tokenizer"] = "Megatron loads a tokenizer; name its folder"
+    if run.layout.pp > 1 and run.layout.schedule not in ("1f1b", "interleaved-1f1b"):
+        found["layout.schedule"] = "Megatron has 1f1b and interleaved-1f1b"
+    return found
+
+
+class MegatronLmFlags(WrittenEngine):
+    """Megatron-LM's command line."""
+
+    name = "megatron_lm"
+    about = "Megatron-LM's pretrain_gpt.py"
+    file = "pretrain.sh"
+
+    def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
+        """Models, data and schedules that Megatron does not have."""
+        return megatron_cannot(resolved, self.file)
+
+    def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
+        """Its rates, order and fresh weights."""
+        return (LATER, "samples come in the order of Megatron's own shuffle, and fresh weights from its own draw")
+
+    def text(self, resolved: ResolvedRun) -> str:
+        """The script."""
+        ranks = resolved.run.layout.world_size
+        nodes = -(-ranks // 8)
+        model = f"{resolved.model.family} of {resolved.model.num_layers} layers, {resolved.run.layout.strategy}"
+        start = f"torchrun --nproc-per-node {ranks // nodes} --nnodes {nodes}"
+        lines = ["#!/bin/bash", f"# {model}", "# Start it in Megatron-LM's folder."]
+        if resolved.run.layout.zero_stage not in SHARDED:  # Megatron-FSDP wants it unset
+            lines += ["export CUDA_DEVICE_MAX_CONNECTIONS=1"]
+        lines += [f"{start} pretrain_gpt.py \\"]
+        for section in (_model, _data, _training, _layout, _saving):
+            lines += [f"    {_flag(name, value)} \\" for name, value in section(resolved)]
+        return "\n".join(lines)[:-2] + "\n"
+
+
+def _flag(name: str, value: Any) -> str:
+    if value is True:
+        return f"--{name}"
+    words = value if isinstance(value, list) else [value]
+    return f"--{name} {' '.join(shlex.quote(str(word)) for word in words)}"
+
+
+def _model(resolved: ResolvedRun) -> Flags:
+    model = resolved.model
+    yield "use-mcore-models", True
+    yield "num-layers", model.num_layers
+    yield "hidden-size", model.hidden
+    yield "ffn-hidden-size", model.ffn
+    yield "num-attention-heads", model.num_heads
+    if model.head_dim * model.num_heads != model.hidden:
+        yield "kv-channels", model.head_dim
+    if model.num_kv_heads != model.num_heads:
+        yield from (("group-query-attention", True), ("num-query-groups", model.num_kv_heads))
+    yield "max-position-embeddings", model.max_positions
+    if model.positions == "rope":
+        yield from (("position-embedding-type", "rope"), ("rotary-base", int(model.rope_theta)))
+    else:
+        yield from (("position-embedding-type", "learned_absolute"), ("openai-gelu", True))
+    if model.rope_scaling is not None:
+        yield from (("use-rope-scaling", True), ("rope-scaling-factor", model.rope_scaling.factor))
+    yield "normalization", "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm"
+    yield "norm-epsilon", model.norm_eps
+    if model.activation == "swiglu":
+        yield from (("swiglu", True), ("disable-bias-linear", True))
+    if model.qkv_bias and model.family != "gpt2":
+        yield "add-qkv-bias", True
+    if model.qk_norm:
+        yield "qk-layernorm", True
+    if not model.tied_embeddings:
+        yield "untie-embeddings-and-output-weights", True
+    if model.num_experts:
+        yield from (("num-experts", model.num_experts), ("moe-router-topk", model.experts_per_token))
+        yield from (("moe-ffn-hidden-size", model.expert_ffn), ("moe-aux-loss-coeff", model.balance_loss))
+    yield "init-method-std", model.init_std
+    yield from (("hidden-dropout", 0.0), ("attention-dropout", 0.0))
+    yield "padded-vocab-size", model.vocab
+
+
+def _data(resolved: ResolvedRun) -> Flags:
+    data = resolved.run.data
+    yield "seq-length", data.sequence_length
+    prefixes = [source.path.removesuffix(".bin") for source in data.sources]
+    weights = [source.weight for source in data.sources]
+    mixed = [word for pair in zip(weights, prefixes, strict=True) for word in pair]
+    yield "data-path", mixed if weights[0] is not None else prefixes
+    yield "split", split_of(data.held_out)
+    yield from (("tokenizer-type", "HuggingFaceTokenizer"), ("tokenizer-model", tokenizer_of(resolved) or "?"))
+    if data.separate_documents:
+        yield from ((name, True) for name in ("reset-position-ids", "reset-attention-mask", "eod-mask-loss"))
+
+
+def split_of(held_out: float) -> str:
+    """The shares of training, validation and test."""
+    return f"{round(100 * (1 - held_out), 6):g},{round(100 * held_out, 6):g},0"
+
+
+def _training(resolved: ResolvedRun) -> Flags:
+    training = resolved.run.training
+    optimizer, schedule = training.optimizer, training.lr_schedule
+    yield from (("micro-batch-size", resolved.micro_batch), ("global-batch-size", resolved.global_batch))
+    yield "train-iters", training.steps
+    yield "optimizer", {"adamw": "adam"}.get(optimizer.name, optimizer.name)
+    yield from (("lr", optimizer.lr), ("min-lr", float(f"{optimizer.lr * schedule.final:.12g}")))
+    yield "lr-decay-style", "WSD" if schedule.name == "wsd" else schedule.name
+    if schedule.name == "wsd":
+        decay = schedule.decay or max(1, training.steps // 5)
+        yield from (("lr-wsd-decay-style", "linear"), ("lr-wsd-decay-iters", decay))
+    yield from (("lr-decay-iters", training.steps), ("lr-warmup-iters", schedule.warmup_steps(training.steps)))
+    yield "weight-decay", optimizer.weight_decay
+    yield from (("adam-beta1", optimizer.betas[0]), ("adam-beta2", optimizer.betas[1]), ("adam-eps", optimizer.eps))
+    yield "clip-grad", training.clip or 0.0
+    if training.precision in (BF16.name, FP16.name):
+        yield training.precision, True
+        yield (
+            ("grad-reduce-in-bf16" if training.reduce_dtype == BF16.name else "accumulate-allreduce-grads-in-fp32"),
+            True,
+        )
+    yield "seed", training.seed
+    if training.deterministic:
+        yield "deterministic-mode", True
+    kinds = set(resolved.recompute)
+    if kinds == {"full"}:
+        yield from (("recompute-granularity", "full"), ("recompute-method", "uniform"), ("recompute-num-layers", 1))
+    elif kinds == {"selective"}:
+        yield "recompute-granularity", "selective"
+
+
+def _layout(resolved: ResolvedRun) -> Flags:
+    layout = resolved.run.layout
+    yield "tensor-model-parallel-size", layout.tp
+    if layout.tp > 1:
+        yield "sequence-parallel", True
+    yield "pipeline-model-parallel-size", layout.pp
+    if layout.pp > 1 and layout.virtual_stages > 1:
+        yield "num-virtual-stages-per-pipeline-rank", layout.virtual_stages
+    yield "context-parallel-size", layout.cp
+    if layout.ep > 1:
+        yield "expert-model-parallel-size", layout.ep
+    if layout.zero_stage:
+        yield "use-distributed-optimizer", True
+    if layout.zero_stage in SHARDED:
+        yield from (("use-megatron-fsdp", True), ("data-parallel-sharding-strategy", SHARDED[layout.zero_stage]))
+        yield "ckpt-format", "fsdp_dtensor"
+    if layout.zero_stage and layout.dp_replicate > 1:
+        yield "num-distributed-optimizer-instances", layout.dp_replicate
+
+
+def _saving(resolved: ResolvedRun) -> Flags:
+    run, steps = resolved.run, resolved.run.training.steps
+    yield from (("save", run.run_dir), ("save-interval", run.checkpoint.every or steps))
+    yield "eval-interval", run.training.evaluation.every or steps
+    yield from (("eval-iters", run.training.evaluation.batches), ("log-interval", 1))
+    if "tensorboard" in run.trackers:
+        yield "tensorboard-dir", f"{run.run_dir}/tensorboard"
+    if "wandb" in run.trackers:
+        yield from (("wandb-project", "meshwright"), ("wandb-exp-name", run.run_dir))
