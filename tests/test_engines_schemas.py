@@ -3,6 +3,7 @@ environment that has them. A system that is not installed is skipped.
 
     pip install --no-deps torchtitan && pip install tyro einops tensorboard triton torchdata spmd_types
     git clone https://github.com/NVIDIA/Megatron-LM, and --megatron-lm with its folder
+    git clone https://github.com/NVIDIA-NeMo/Megatron-Bridge, and --megatron-bridge with its folder
 """
 
 import importlib.util
@@ -10,7 +11,8 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,6 +127,45 @@ def test_megatron_lm(folder, monkeypatch, request, number):
     for step, factor in enumerate(ours(run), start=1):  # theirs comes a step later
         rates.num_steps = step
         assert rates.get_lr({}) == pytest.approx(factor * training.optimizer.lr, rel=1e-9), step
+
+
+class Absent(type):
+    """A class for every name of a package that only GPUs have."""
+
+    def __getattr__(cls, name: str) -> "Absent":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Absent(name, (), {})
+
+
+def bridge(lm: str, checkout: str) -> Any:
+    """Megatron-Bridge's configurations. Its adapters import Transformer Engine, which is for GPUs."""
+    sys.path[:0] = [lm, f"{checkout}/src"]
+    for module in ("core.models.gpt", "core.tensor_parallel.inference_layers", "training.training"):
+        importlib.import_module(f"megatron.{module}")
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        if name not in sys.modules and not importlib.util.find_spec(name.partition(".")[0]):
+            module: Any = ModuleType(name)
+            module.__path__, module.__version__, module.__getattr__ = [], "2.9.0", Absent("names", (), {}).__getattr__
+            sys.modules[name] = module
+    return importlib.import_module("megatron.bridge.training.config").ConfigContainer
+
+
+@pytest.mark.parametrize("number", range(len(VARIANTS["megatron_bridge"])))
+def test_megatron_bridge(folder, request, number):
+    lm, checkout = (request.config.getoption(name) for name in ("--megatron-lm", "--megatron-bridge"))
+    if lm is None or checkout is None:
+        pytest.skip("give --megatron-lm and --megatron-bridge, the folders of NVIDIA's repositories")
+    path, run = written("megatron_bridge", folder, *VARIANTS["megatron_bridge"][number])
+    config = bridge(lm, checkout).from_yaml(str(path))
+    layout, model, training = run.run.layout, run.model, run.run.training
+    assert (config.model.num_layers, config.model.num_query_groups) == (model.num_layers, model.num_kv_heads)
+    assert config.model.activation_func is torch.nn.functional.silu
+    assert config.model.tensor_model_parallel_size == layout.tp
+    assert config.ddp.use_distributed_optimizer == (layout.zero_stage > 0)
+    assert config.optimizer.lr == training.optimizer.lr
+    assert config.scheduler.lr_warmup_iters == training.lr_schedule.warmup_steps(training.steps)
+    assert config.dataset.sequence_length == run.run.data.sequence_length
 
 
 SIZES = {"llama-3.1-8b": 8_030_261_248, "llama-3.2-1b": 1_235_814_400, "qwen3-0.6b": 596_049_920}

@@ -15,6 +15,7 @@ from meshwright.engines.hf_trainer import HfTrainer
 from meshwright.engines.lightning import LightningEngine
 from meshwright.engines.litgpt import LitGpt
 from meshwright.engines.megatron import MegatronEngine
+from meshwright.engines.megatron_bridge import MegatronBridgeConfig
 from meshwright.engines.megatron_lm import MegatronLmFlags
 from meshwright.engines.nanogpt import NanoGpt
 from meshwright.engines.ours import Ours
@@ -34,7 +35,7 @@ ENGINES: Mapping[str, Engine] = {
 }
 """In the order in which comparisons list them."""
 WRITTEN: Mapping[str, Engine] = {
-    engine.name: engine for engine in (AxolotlConfig(), TorchtitanConfig(), MegatronLmFlags())
+    engine.name: engine for engine in (AxolotlConfig(), TorchtitanConfig(), MegatronLmFlags(), MegatronBridgeConfig())
 }
 """Those that `export` writes, and nothing here runs."""
 

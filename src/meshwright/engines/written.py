@@ -156,6 +156,8 @@ def _other_model(resolved: ResolvedRun, imported: Run, file: str) -> Iterator[tu
     theirs = resolve_model(imported.model, base_dir=base_dir, vocab=resolved.run.data.tokenizer_vocab)
     for field in type(theirs).model_fields:
         ours, other = getattr(resolved.model, field), getattr(theirs, field)
+        if field == "max_positions" and theirs.positions == "rope" and other >= resolved.run.data.sequence_length:
+            continue  # nothing that is trained depends on it
         if ours != other:
             path = field if field in SIZES else "family"
             yield f"model.{path}", f"{file} says {field} {_shown(other)}, the model has {_shown(ours)}"

@@ -217,17 +217,28 @@ def read_megatron(reading: Reading, values: Mapping[str, Any], file: str) -> Non
     for path, default in defaults.items():
         reading.default(path, default, f"{file} (Megatron's default)")
     _family(reading, values, file)
-    if reading.known("rope scaled"):
-        factor, where = reading.facts.get("rope factor", (8.0, reading.facts["rope scaled"][1]))
-        reading.set("model.rope_scaling", {"factor": float(factor)}, where)
+    rope_scaling(reading)
     if "Megatron-FSDP" in reading.facts:
         reading.facts["zero"] = reading.facts.get("sharding", (3, reading.facts["Megatron-FSDP"][1]))
     if ranks := reading.known("ranks of a node"):
         nodes, where = reading.facts.get("nodes", (1, "one node"))
         reading.fact("ranks", ranks * nodes, f"{reading.facts['ranks of a node'][1]}; {where}")
-    if (instances := reading.known("instances", 1)) > 1 and (ranks := reading.known("ranks")):
+    replicas(reading)
+
+
+def rope_scaling(reading: Reading) -> None:
+    """llama3's scaling, where a flag asks for it."""
+    if reading.known("rope scaled"):
+        factor, where = reading.facts.get("rope factor", (8.0, reading.facts["rope scaled"][1]))
+        reading.set("model.rope_scaling", {"factor": float(factor)}, where)
+
+
+def replicas(reading: Reading) -> None:
+    """How many ranks share the optimizer's state, where there are several instances of it."""
+    instances, where = reading.facts.get("instances", (1, ""))
+    if instances > 1 and (ranks := reading.known("ranks")):
         split = [reading.settings.get(f"layout.{axis}", (1, ""))[0] for axis in ("tp", "pp", "cp")]
-        reading.fact("shard", ranks // (split[0] * split[1] * split[2] * instances), reading.facts["instances"][1])
+        reading.fact("shard", max(1, ranks // (split[0] * split[1] * split[2] * instances)), where)
 
 
 def _family(reading: Reading, values: Mapping[str, Any], file: str) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.imports.megatron import RULES as FLAGS
+from meshwright.imports.megatron import replicas, rope_scaling
 from meshwright.imports.reading import Reading, Rule, apply, fact, flat, nothing, positive, words
 
 PRECISIONS = {
@@ -53,6 +54,11 @@ def _zero(reading: Reading, value: Any, origin: str) -> None:
         reading.give_up(origin, "there are no_shard, optim, optim_grads and optim_grads_params")
     else:
         reading.fact("sharding", stage, origin)
+
+
+def _distributed(reading: Reading, value: Any, origin: str) -> None:
+    if value is True:
+        reading.fact("distributed optimizer", 1, origin)
 
 
 def _optimizer(reading: Reading, value: Any, origin: str) -> None:
@@ -128,7 +134,10 @@ SIZES = {
     "context_parallel_size": "context-parallel-size",
     "expert_model_parallel_size": "expert-model-parallel-size",
     "sequence_parallel": "sequence-parallel",
-    "virtual_pipeline_model_parallel_size": "num-layers-per-virtual-pipeline-stage",
+    "virtual_pipeline_model_parallel_size": "num-virtual-stages-per-pipeline-rank",
+    "rope_scaling": "use-rope-scaling",
+    "rope_scaling_factor": "rope-scaling-factor",
+    "deterministic_mode": "deterministic-mode",
     "recompute_granularity": "recompute-granularity",
     "recompute_method": "recompute-method",
     "recompute_num_layers": "recompute-num-layers",
@@ -146,7 +155,7 @@ LEFT_TO_US = {
         *("apply_query_key_layer_scaling", "persist_layer_norm", "attention_backend", "transformer_engine"),
         *("bias_gelu_fusion", "bias_dropout_add_fusion", "megatron_amp_O2", "mcore_gpt", "params_dtype"),
         *("moe_token_dispatcher_type", "moe_grouped_gemm", "moe_permute_fusion", "autocast_dtype"),
-        *("deallocate_pipeline_outputs", "use_cpu_initialization"),
+        *("deallocate_pipeline_outputs", "use_cpu_initialization", "should_pad_vocab"),
     ),
     "train": ("exit_signal_handler", "manual_gc", "manual_gc_interval", "manual_gc_eval", "log_interval", "_target_"),
     "ddp": ("overlap_grad_reduce", "overlap_param_gather", "average_in_collective", "bucket_size", "_target_",
@@ -159,6 +168,7 @@ LEFT_TO_US = {
     "logger": ("_target_", "log_interval", "log_throughput", "wandb_exp_name", "log_timers_to_tensorboard"),
     "checkpoint": ("_target_", "ckpt_format", "fully_parallel_save", "async_save", "save_optim", "save_rng"),
     "tokenizer": ("_target_", "tokenizer_type"),
+    "validation": ("_target_",),
     "rng": ("_target_", "te_rng_tracker"),
     "dist": ("_target_", "distributed_backend", "distributed_timeout_minutes", "use_gloo_process_groups"),
 }  # fmt: skip
@@ -172,6 +182,8 @@ RULES: Mapping[str, Rule] = {
     "model.gated_linear_unit": _gated,
     "model.activation": _activation,
     "model.activation_func": _activation,
+    "model.activation_func._target_": _activation,
+    "model.activation_func._call_": nothing(SHOWN),
     "model.add_bias_linear": fact("biases"),
     "model.bias": fact("biases"),
     "model.add_qkv_bias": lambda reading, value, origin: reading.fact("qkv bias", True, origin) if value else None,
@@ -222,9 +234,9 @@ RULES: Mapping[str, Rule] = {
     "train.train_iters": "training.steps",
     "train.train_samples": fact("samples"),
     "train.rampup_batch_size": _flag("rampup-batch-size"),
-    "train.eval_interval": "training.evaluation.every",
+    "train.eval_interval": _flag("eval-interval"),
     "train.eval_iters": "training.evaluation.batches",
-    "validation.eval_interval": "training.evaluation.every",
+    "validation.eval_interval": _flag("eval-interval"),
     "validation.eval_iters": "training.evaluation.batches",
     "optimizer.optimizer": _optimizer,
     "optimizer.lr": "training.optimizer.lr",
@@ -236,9 +248,7 @@ RULES: Mapping[str, Rule] = {
     "optimizer.clip_grad": positive("training.clip"),
     "optimizer.bf16": _mixed("bf16"),
     "optimizer.fp16": _mixed("fp16"),
-    "optimizer.use_distributed_optimizer": lambda reading, value, origin: (
-        reading.fact("sharding", 1, origin) if value is True else None
-    ),
+    "optimizer.use_distributed_optimizer": _distributed,
     "optimizer.use_precision_aware_optimizer": nothing("AdamW's moments are fp32; adamw_8bit has a byte a number"),
     "optimizer.optimizer_cpu_offload": lambda reading, value, origin: (
         reading.give_up(origin, "say layout.offload={optimizer: host}") if value else None
@@ -247,16 +257,14 @@ RULES: Mapping[str, Rule] = {
     "scheduler.lr_warmup_iters": "training.lr_schedule.warmup",
     "scheduler.lr_warmup_fraction": fact("warmup_ratio"),
     "scheduler.lr_decay_iters": fact("decay steps"),
-    "ddp.use_distributed_optimizer": lambda reading, value, origin: (
-        reading.fact("sharding", 1, origin) if value is True else None
-    ),
+    "scheduler.lr_wsd_decay_iters": "training.lr_schedule.decay",
+    "scheduler.lr_wsd_decay_style": _flag("lr-wsd-decay-style"),
+    "ddp.use_distributed_optimizer": _distributed,
     "ddp.data_parallel_sharding_strategy": _zero,
     "ddp.use_megatron_fsdp": lambda reading, value, origin: None,  # the strategy determines how much is sharded
     "ddp.use_custom_fsdp": lambda reading, value, origin: None,
     "ddp.grad_reduce_in_fp32": _reduced,
-    "ddp.num_distributed_optimizer_instances": lambda reading, value, origin: (
-        reading.give_up(origin, "say layout.dp_replicate") if value > 1 else None
-    ),
+    "ddp.num_distributed_optimizer_instances": fact("instances"),
     "dataset.sequence_length": "data.sequence_length",
     "dataset.seq_length": "data.sequence_length",
     "dataset.random_seed": nothing("training.seed is also the seed of the data's order"),
@@ -266,7 +274,7 @@ RULES: Mapping[str, Rule] = {
     "dataset.reset_position_ids": _flag("reset-position-ids"),
     "dataset.mock": nothing("data.sources is text; without it the standard library's"),
     "checkpoint.save": "run_dir",
-    "checkpoint.save_interval": "checkpoint.every",
+    "checkpoint.save_interval": _flag("save-interval"),
     "checkpoint.most_recent_k": lambda reading, value, origin: (
         reading.set("checkpoint.keep_last", value, origin) if value > 0 else None
     ),
@@ -303,12 +311,17 @@ def read_nemo(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     defaults |= {"training.lr_schedule.name": "linear", "training.seed": 1234}
     for path, default in defaults.items():
         reading.default(path, default, f"{file} (Megatron's default)")
-    if "sharding" in reading.facts:
-        reading.fact("zero", *reading.facts["sharding"])
+    if "distributed optimizer" in reading.facts or "sharding" in reading.facts:
+        stages = [reading.facts[name] for name in ("sharding", "distributed optimizer") if name in reading.facts]
+        reading.fact("zero", *max(stages, key=lambda stage: stage[0]))
     _family(reading, file)
+    rope_scaling(reading)
+    if "model.name" not in reading.settings and "data.sequence_length" in reading.settings:
+        reading.default("model.max_positions", *reading.settings["data.sequence_length"])
     if ranks := reading.known("ranks of a node"):
         nodes, where = reading.facts.get("nodes", (1, "one node"))
         reading.fact("ranks", ranks * nodes, f"{reading.facts['ranks of a node'][1]}; {where}")
+    replicas(reading)
 
 
 def _family(reading: Reading, file: str) -> None:
@@ -318,6 +331,8 @@ def _family(reading: Reading, file: str) -> None:
     kind = "llama" if reading.known("gated") or reading.known("positions") == "rope" else "gpt2"
     if "model.num_experts" in reading.settings:
         kind = "mixtral"
+        if "model.expert_ffn" in reading.settings:
+            reading.settings["model.ffn"] = reading.settings.pop("model.expert_ffn")
     elif reading.known("qk norm"):
         kind = "qwen3"
     elif reading.known("qkv bias") and kind == "llama":
