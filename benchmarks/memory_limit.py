@@ -13,6 +13,8 @@ One process trains a llama in bf16, with its gradients in files too. Arms:
     disk     layout.offload.optimizer=disk under the limit, losses and checkpoint compared bit for bit
     killed   the same; SIGKILL in the middle of a step's writes to disk, resumed; SIGKILL in the middle of writing a
              checkpoint, resumed
+    weights  the same with layout.offload.parameters=disk, under a lower limit: half of the weights in bf16, so that
+             neither they nor anything else of the state fits
     zero     DeepSpeed's ZeRO-Infinity (`--zero PYTHON`: an interpreter that has it), sizes and batch the same
     zero-limited  that, under our limit
 """
@@ -36,6 +38,7 @@ from meshwright.families import parameter_table, resolve_model
 from meshwright.spec.model import ModelFields
 
 STATE_BYTES = 12
+WEIGHT_BYTES = 2
 STEPS = 3
 KILLED = "killed"
 
@@ -121,11 +124,18 @@ def main() -> None:
         report("refused", found, folder)
         assert "out of memory" in found.output, found.output
     disk = ("layout.offload={optimizer: disk}",)
+    all_disk = ("layout.offload={optimizer: disk, parameters: disk}",)
     for _ in range(arguments.rounds):
         if "disk" in arms:
             report("disk", train(folder, "disk", *disk, limit=limit), folder)
             check(result(folder / "disk"), expected)
             shutil.rmtree(folder / "disk")
+        if "weights" in arms:
+            less = bare + WEIGHT_BYTES * sizes.parameters // 2
+            print(f"limit {less / 1e6:,.0f} MB; weights in bf16 {WEIGHT_BYTES * sizes.parameters / 1e6:,.0f} MB")
+            report("weights", train(folder, "weights", *all_disk, limit=less), folder)
+            check(result(folder / "weights"), expected)
+            shutil.rmtree(folder / "weights")
         if arguments.zero:
             zero(arguments.zero, sizes, folder, None)
     if "killed" in arms:

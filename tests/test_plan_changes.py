@@ -41,7 +41,7 @@ def test_names_join_groups_and_refuse_what_contradicts() -> None:
     assert named("parameters").layout == {"offload": "cpu"}
     assert all(named(name) for names in GROUPS.values() for name in names)
     assert all(change.exact for change in LAST_RESORT)
-    exact = {"activations", "optimizer", "parameters", "disk"}
+    exact = {"activations", "optimizer", "parameters", "disk", "disk_parameters"}
     assert {name for name, change in CHANGES.items() if change.exact} == exact
     with pytest.raises(UserError, match=r"both set layout.offload.optimizer"):
         named("optimizer+disk")

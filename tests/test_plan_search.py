@@ -570,7 +570,8 @@ def test_what_this_version_cannot_run_is_said_beside(recipe: Path, capsys: pytes
     words = ["model=llama-3-70b", "cluster=2xh100", "training.global_batch=8"]
     assert main(["plan", str(recipe), *words, "data.sequence_length=2048"]) == 1
     text = capsys.readouterr().out
-    assert "nvme       not supported by this version: with offloading to NVMe it fits 2 devices (" in text
+    assert "disk       state on disk makes room: " in text
+    assert "offload={optimizer: disk, parameters: disk}" in text
 
 
 @pytest.mark.slow

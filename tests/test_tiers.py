@@ -9,20 +9,24 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from meshwright.checkpoint.dcp import local_part
 from meshwright.checkpoint.writer import CheckpointWriter
+from meshwright.models.slots import Wrapped
 from meshwright.optim.plugged import Plugged
 from meshwright.plan.blueprint import blueprint
-from meshwright.plan.engine import engine_job
+from meshwright.plan.engine import engine_job, layout_check
 from meshwright.plan.memory import predict_memory
 from meshwright.rehearse.rank import rehearse_rank
 from meshwright.spec.checkpoint import CheckpointSpec
 from meshwright.spec.errors import UserError
+from meshwright.spec.fit import find_misfits
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.offload import OffloadSpec
 from meshwright.spec.run import ResolvedRun
 from meshwright.state import TieredStore, files, tiered
+from meshwright.state.ahead import BlocksAhead
 from meshwright.state.files import OffloadError, StateFile, aligned_buffer, check_directory, file_system
 from meshwright.state.tiers import Tier, complaint
 from meshwright.testing.equivalence import build_here, loader_for, whole_of_all
@@ -32,6 +36,7 @@ from meshwright.trainer.state import restore, state_tensors, state_values
 from tiny import tiny_run
 
 DISK = {"optimizer": "disk"}
+ALL_DISK = DISK | {"parameters": "disk"}
 SMALL = 3000
 """Parameters of a bucket, so that a tiny model has several."""
 
@@ -56,6 +61,18 @@ def train(trainer: Trainer, *steps: int) -> list[float]:
     return losses
 
 
+def on_disk(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is mapped from a file without a name, or frozen and small."""
+    place = _local(tensor).data_ptr()
+    if not tensor.requires_grad and _local(tensor).nbytes < files.BLOCK:
+        return True
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(word, 16) for word in line.split()[0].split("-"))
+        if begin <= place < end:
+            return line.endswith("(deleted)")
+    return False
+
+
 def assert_same(ours: Trainer, theirs: Trainer) -> None:
     """Masters, optimizer state and the model's weights, to the last bit."""
     expected = state_tensors(theirs)
@@ -74,6 +91,11 @@ def assert_same(ours: Trainer, theirs: Trainer) -> None:
         (DISK, {"precision": "fp16", "reduce_dtype": "bf16"}),
         (DISK, {"precision": "fp32"}),
         (DISK | {"optimizer_share": 0.5, "checksums": True}, {"precision": "bf16"}),
+        (ALL_DISK, {"precision": "bf16"}),
+        (ALL_DISK, {"precision": "bf16", "optimizer": {"name": "muon"}, "recompute": "full"}),
+        (ALL_DISK, {"precision": "bf16", "finetune": {"method": "lora", "rank": 3}, "width": 64}),
+        (ALL_DISK | {"checksums": True}, {"precision": "fp32"}),
+        (ALL_DISK, {"precision": "bf16", "master_dtype": "bf16"}),
         ({"optimizer": "host"}, {"precision": "bf16"}),
         ({"optimizer": "host"}, {"precision": "fp32", "optimizer": {"name": "muon"}}),
     ],
@@ -86,6 +108,9 @@ def test_state_elsewhere_changes_no_bit(tmp_path: Path, offload: dict[str, Any],
     assert stored.store.bytes_elsewhere
     assert train(stored, 1, 2, 3) == train(here, 1, 2, 3)
     assert_same(stored, here)
+    if offload.get("parameters") == "disk":
+        assert all(map(on_disk, stored.model.parameters()))
+        assert not any(map(on_disk, here.parameters.values()))
 
 
 def _differences(folder: Path, layouts: list[dict[str, Any]], offload: dict[str, Any], options: dict[str, Any]) -> list:
@@ -93,11 +118,13 @@ def _differences(folder: Path, layouts: list[dict[str, Any]], offload: dict[str,
     tiered.BUCKET_PARAMETERS = SMALL
     found = []
     for layout in layouts:
-        trained = []
+        trained: list[Any] = []
         beside = "cpu" if offload.get("parameters") else "none"
         for place in (beside, offload):
             trainer = build_here(run(place, folder, layout, **options))
             losses = train(trainer, 1, 2)
+            in_memory = [name for name in trainer.parameters if not on_disk(trainer.parameters[name])]
+            assert not in_memory or offload.get("parameters") != "disk" or place is beside, in_memory
             trained.append((losses, whole_of_all(trainer, trainer.parameters), state_tensors(trainer)))
         (losses, weights, state), (others, their_weights, their_state) = trained
         found.append(
@@ -125,19 +152,30 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
         ([{"dp_shard": 2, "ep": 2}], DISK, {"family": "mixtral"}),
         ([{"dp_shard": 2, "zero": 3}], {"optimizer": "host"}, {"finetune": {"method": "lora", "rank": 3}}),
         ([{"dp_shard": 2, "zero": 3}], DISK | {"parameters": "host"}, {}),
+        (
+            [{"dp_replicate": 2}, {"dp_shard": 2, "zero": 1}, {"dp_shard": 2, "zero": 2}, {"dp_shard": 2, "zero": 3}],
+            ALL_DISK,
+            {"precision": "bf16", "reduce_dtype": "bf16", "accumulation": 2},
+        ),
+        ([{"tp": 2}, {"pp": 2}, {"cp": 2}], ALL_DISK, {"accumulation": 2}),
+        ([{"dp_shard": 3}], ALL_DISK, {}),  # a vocabulary that FSDP2 pads
+        ([{"dp_shard": 2, "ep": 2}], ALL_DISK, {"family": "mixtral", "precision": "bf16"}),
+        ([{"dp_shard": 2}], ALL_DISK, {"finetune": {"method": "lora", "rank": 3}, "width": 64}),
+        ([{"dp_shard": 2}], ALL_DISK, {"precision": "bf16", "master_dtype": "bf16", "optimizer": {"name": "muon"}}),
     ],
 )
 def test_every_layout_trains_to_the_bit(
     ranks: RankPool, tmp_path: Path, layouts: list[dict[str, Any]], offload: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    for found in ranks.run(2, _differences, tmp_path, layouts, offload, options):
+    size = LayoutSpec.model_validate(layouts[0]).world_size
+    for found in ranks.run(size, _differences, tmp_path, layouts, offload, options):
         assert found == [[]] * len(layouts)
 
 
 @pytest.mark.parametrize("from_disk", [True, False])
-def test_checkpoints_go_to_disk_and_back(tmp_path: Path, from_disk: bool) -> None:
+@pytest.mark.parametrize("offload", [DISK | {"checksums": True}, ALL_DISK | {"checksums": True}])
+def test_checkpoints_go_to_disk_and_back(tmp_path: Path, from_disk: bool, offload: dict[str, Any]) -> None:
     options = {"precision": "bf16", "steps": 3}
-    offload = DISK | {"checksums": True}
     here, stored = build_here(run("none", tmp_path, **options)), build_here(run(offload, tmp_path, **options))
     first, second = (stored, here) if from_disk else (here, stored)
     train(first, 1, 2)
@@ -302,11 +340,62 @@ def test_a_slow_disk_is_told_once() -> None:
         ({"parameters": "host", "optimizer": "host", "optimizer_share": 0.5}, "leave optimizer_share out"),
         ({"optimizer": "host", "directory": "x"}, "directory is for optimizer=disk"),
         ({"checksums": True}, "checksums is for optimizer=disk"),
+        ({"parameters": "disk", "optimizer": "host"}, "parameters=disk with optimizer=host: .* add optimizer=disk"),
+        (ALL_DISK | {"optimizer_share": 0.5}, "with optimizer_share=0.5: .*, without optimizer_share"),
     ],
 )
 def test_what_makes_no_sense_is_refused(offload: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OffloadSpec.model_validate(offload)
+
+
+def test_one_process_on_a_gpu_and_transformers_models_keep_their_weights() -> None:
+    made = tiny_run(layout := LayoutSpec.model_validate({"offload": ALL_DISK}))
+    assert not layout_check(made.run, made.model, "cpu")(layout)
+    (refused,) = layout_check(made.run, made.model, "cuda")(layout)
+    assert "use parameters=host, or several processes" in refused
+    several = layout.model_copy(update={"dp_shard": 2})
+    assert not layout_check(made.run, made.model, "cuda")(several)
+    foreign = made.model.model_copy(update={"foreign": "{}"})
+    assert any("constants would stay on the host" in misfit for misfit in find_misfits(several, foreign, 16))
+
+
+def test_the_next_blocks_are_read_and_the_past_ones_dropped() -> None:
+    """Two ahead in the direction of the pass; what is outside of blocks follows the last and precedes the first."""
+    told: list[str] = []
+
+    class Home:
+        def __init__(self, name: int) -> None:
+            self.name = name
+
+        def expect(self, offset: int, size: int) -> None:
+            told.append(f"+{self.name}")
+
+        def drop(self, offset: int, size: int) -> None:
+            told.append(f"-{self.name}")
+
+    class Layer(Wrapped):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def compute(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight
+
+    model = nn.Module()
+    model.layers = nn.ModuleDict({str(index): Layer() for index in range(4)})
+    model.head = Layer()
+    places: Any = {id(one): (one, Home(index), 0) for index, one in enumerate(model.parameters())}
+    blocks = BlocksAhead(model, places)
+    x = torch.ones((), requires_grad=True)
+    for layer in model.layers.values():
+        x = layer(x)
+    x.backward()
+    blocks.forget()
+    blocks._thread.shutdown()
+    forward, backward = "+0 +1 +2 -0 +3 -1 +4 -2", "-4 +2 +1 -3 +0 -2 +4 -1"
+    assert told[:-2] == f"{forward} {backward}".split()
+    assert sorted(told[-2:]) == ["-0", "-4"]
 
 
 def test_a_plugged_optimizer_stays_in_memory(tmp_path: Path) -> None:
@@ -322,11 +411,21 @@ def test_a_plugged_optimizer_stays_in_memory(tmp_path: Path) -> None:
         TieredStore(trainer.model, rows, made.run.training, plugged, tier=tier)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.5])
-def test_the_planner_and_a_rehearsal_agree(tmp_path: Path, share: float) -> None:
+@pytest.mark.parametrize(
+    ("layout", "offload", "bytes_each"),
+    [
+        ({}, DISK, 16),
+        ({}, DISK | {"optimizer_share": 0.5}, 8),
+        ({}, ALL_DISK, 18),
+        ({"dp_shard": 2, "zero": 1}, ALL_DISK, 16),
+    ],
+)
+def test_the_planner_and_a_rehearsal_agree(
+    tmp_path: Path, layout: dict[str, Any], offload: dict[str, Any], bytes_each: float
+) -> None:
     """A rehearsal counts what is in memory; the planner says that, and what is on disk."""
     options = {"precision": "bf16", "width": 256, "num_layers": 4}
-    resolved = run(DISK | {"optimizer_share": share}, tmp_path, **options)
+    resolved = run(offload, tmp_path, layout, **options)
     report = rehearse_rank(resolved, 0, on_gpu=False)
     job = engine_job(
         resolved.run,
@@ -337,5 +436,5 @@ def test_the_planner_and_a_rehearsal_agree(tmp_path: Path, share: float) -> None
     )
     predicted = predict_memory(job)
     assert report["peak"] == pytest.approx(predicted.allocated, rel=0.05)
-    assert predicted.disk == pytest.approx(share * 16 * report["parameters"], rel=0.01)
+    assert predicted.disk == pytest.approx(bytes_each * report["parameters"], rel=0.01)
     assert not (tmp_path / "offload").exists()

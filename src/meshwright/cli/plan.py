@@ -186,15 +186,9 @@ def _nothing_fits(facts: dict[str, Any]) -> Iterator[str]:
     yield "no layout that this version's trainer supports fits; see the strategies below"
     if disk := facts.get("disk"):
         yield (
-            f"disk       the optimizer's state on disk makes room: {disk['text']}, "
+            f"disk       state on disk makes room: {disk['text']}, "
             f"{disk['disk'] / GB:.3g} GB a device on disk, "
             f"about {disk['step_time']['value']:.3g} s a step"
-        )
-    elif nvme := facts.get("nvme"):
-        yield (
-            f"nvme       not supported by this version: with offloading to NVMe it fits {nvme['devices']} devices "
-            f"({nvme['strategy'].replace('CPU', 'NVMe')}), {nvme['disk'] / GB:.0f} GB a device on disk, "
-            f"about {nvme['step_time']:.3g} s a step"
         )
 
 

@@ -51,11 +51,11 @@ class Muon(Parameterwise):
         if "step" in state:
             state["step"] += 1
             step = int(state["step"].item())
-        gradient, buffer = widened(gradient), widened(state["momentum_buffer"])
+        gradient, buffer = widened(local(gradient)), widened(local(state["momentum_buffer"]))
         buffer.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(buffer, group["momentum"])
-        update = part_like(orthogonalise(whole(update), group["steps"]), parameter)
-        self.bf16.write_moment(parameter, state, "momentum_buffer", every, local(buffer), step)
+        update = part_like(orthogonalise(whole(parameter, update), group["steps"]), parameter)
+        self.bf16.write_moment(parameter, state, "momentum_buffer", every, buffer, step)
         rows, columns = parameter.shape
         weight = self.bf16.read(parameter, state, every)
         weight.mul_(1 - group["lr"] * group["weight_decay"])

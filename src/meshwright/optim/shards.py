@@ -20,9 +20,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The global tensor: a view if it is not sharded, else gathered (collective)."""
-    part = local(tensor)
+def whole(tensor: torch.Tensor, part: torch.Tensor | None = None) -> torch.Tensor:
+    """The global tensor: a view if it is not sharded, else gathered (collective); `part`: this rank's part of another
+    one, which is sharded like `tensor`."""
+    part = local(tensor) if part is None else part
     if isinstance(tensor, DTensor):
         for axis, dim, size in reversed(list(_splits(tensor))):
             part = _gather(part, dim, size, tensor.device_mesh.get_group(axis))

@@ -48,6 +48,7 @@ def _explain_memory(plan: Plan, chosen: Candidate) -> list[str]:
         offloaded = f", of which {(use.disk or use.host) / GB:.2f} GB are {where}"
     notes = {
         "weights": _kept_weights(job)
+        + (", on disk" if tiers.parameters == "disk" and job.alone else "")
         + (", gathered a layer at a time (see communication)" if job.layout.zero_stage == 3 and job.shards > 1 else ""),
         "gradients": f"{job.stack.gradient_bytes:g} bytes {trained}"
         + (f", split over {job.shards} ranks" if job.layout.zero_stage >= 2 else ""),
@@ -91,6 +92,7 @@ def _in_transit(job: Job) -> str:
 def _explain_time(plan: Plan, chosen: Candidate) -> list[str]:
     time, job = chosen.time, chosen.job
     moved = ", activations to the host and back" if job.layout.tiers.activations == "host" else ""
+    moved += ", weights read from disk" if job.layout.tiers.parameters == "disk" else ""
     parts = [
         ("compute", time.compute, f"{job.microbatches} microbatches on the busiest stage"),
         ("  recompute", time.recompute, "the part of it that recomputes"),

@@ -29,6 +29,8 @@ class Change:
     @property
     def overrides(self) -> tuple[str, ...]:
         """The settings as the command line takes them."""
+        if dict(self.settings) == {f"{OFFLOAD}optimizer": "host", f"{OFFLOAD}parameters": "host"}:
+            return ("layout.offload=cpu",)
         return tuple(f"{name}={value}" for name, value in self.settings)
 
     @property
@@ -83,6 +85,7 @@ CHANGES = {
         Change("optimizer", ((f"{OFFLOAD}optimizer", "host"),)),
         Change("parameters", ((f"{OFFLOAD}optimizer", "host"), (f"{OFFLOAD}parameters", "host"))),
         Change("disk", ((f"{OFFLOAD}optimizer", "disk"),)),
+        Change("disk_parameters", ((f"{OFFLOAD}optimizer", "disk"), (f"{OFFLOAD}parameters", "disk"))),
         Change("fp8", (("training.precision", "fp8"),), exact=False),
         Change("mxfp8", (("training.precision", "mxfp8"),), exact=False, emulated=True),
         Change("nvfp4", (("training.precision", "nvfp4"),), exact=False, emulated=True),
@@ -99,7 +102,7 @@ CHANGES = {
 """Single changes by name; `+` joins them."""
 
 GROUPS = {
-    "offload": ("activations", "optimizer", "parameters+activations", "disk"),
+    "offload": ("activations", "optimizer", "parameters+activations", "disk", "disk_parameters"),
     "precision": ("fp8",),
     "quantized": ("int8_weights", "int4_gradients", "int8_weights+int4_gradients"),
     "states": ("bf16_states", "8bit_states"),

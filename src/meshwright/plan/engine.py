@@ -51,9 +51,7 @@ def engine_job(
         layout=layout,
         recompute=training.recompute,
         precision=training.dtypes,
-        stack=engine_stack(
-            training, alone=layout.world_size == 1 and layout.tiers.parameters == "device", device=device
-        ),
+        stack=engine_stack(training, alone=layout.alone, device=device),
         **method_fields(run.finetune, model),
     )
 
@@ -126,6 +124,11 @@ def layout_check(run: Run, model: ModelSpec, device: Literal["cpu", "cuda"] = "c
             return [
                 "training.optimizer.name=paged_adamw runs in one process on an NVIDIA GPU; adamw_8bit takes little "
                 "memory anywhere, and layout.offload=cpu takes none of the GPU's"
+            ]
+        if device == "cuda" and layout.alone and layout.tiers.parameters == "disk":
+            return [
+                "layout.offload.parameters=disk with one process on a GPU, which computes with weights in its own "
+                "memory; use parameters=host, or several processes (dp_shard)"
             ]
         found = split(layout.tp), adapter_misfit(adapted, layout)
         misfits = [

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from meshwright.plan.candidate import Candidate, evaluate, strategy_name
+from meshwright.plan.changes import CHANGES
 from meshwright.plan.job import Job
 from meshwright.plan.layouts import Limits, divisors, layouts
 from meshwright.plan.search import recomputing_least
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import AXES
-from meshwright.spec.offload import ACTIVATIONS, DISK
 from meshwright.spec.recompute import describe_recompute, layer_policies
 
 GB = 1e9
@@ -181,12 +181,15 @@ def _reliefs(job: Job, cluster: ClusterSpec, margin: float) -> list[tuple[str, J
             again = recomputing_least(sharded, cluster, margin)
             found.append((f"zero={zero} and recompute={recomputes(again)}", again, cluster))
     if layout.offload == "none":
-        zero = max(layout.zero_stage, 3 if dp > 1 else 0)
-        offloaded = job.with_layout(offload="cpu", zero=zero, dp_shard=dp, dp_replicate=1)
-        found.append(("offload=cpu", offloaded, cluster))
-        found.append(("offload={optimizer: disk}", job.with_layout(offload=DISK), cluster))
-        if job.recompute in ("none", "full"):
-            found.append(("offload={activations: host}", job.with_layout(offload=ACTIVATIONS), cluster))
+        sharded = {"zero": max(layout.zero_stage, 3 if dp > 1 else 0), "dp_shard": dp, "dp_replicate": 1}
+        for name in ("parameters", "disk", "disk_parameters", "activations"):
+            change = CHANGES[name]
+            if change.moves_activations and job.recompute not in ("none", "full"):
+                continue
+            moved = job.with_layout(**change.layout, **(sharded if "parameters" in name else {}))
+            if name == "disk_parameters" and moved.alone and cluster.device != "cpu":
+                continue  # refused
+            found.append((f"offload={moved.layout.offload_word}", moved, cluster))
     if layout.zero_stage >= 1 and layout.dp_replicate == 1 and job.global_batch % (dp + cluster.per_node) == 0:
         more = cluster.model_copy(update={"devices": cluster.devices + cluster.per_node})
         shards = layout.dp_shard + cluster.per_node // (layout.tp * layout.cp * layout.pp)

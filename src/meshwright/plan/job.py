@@ -188,7 +188,7 @@ class Job:
     @cached_property
     def alone(self) -> bool:
         """Whether a single process trains, without process groups."""
-        return self.layout.world_size == 1 and self.layout.tiers.parameters == "device"
+        return self.layout.alone
 
     @property
     def keeps_masters(self) -> bool:

@@ -4,7 +4,7 @@ State follows the ZeRO paper (Rajbhandari et al., 2020, section 3), tensor by te
 `plan/peak.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -93,15 +93,7 @@ def stage_memory(job: Job, stage: int, groups: Sequence[Groups] | None = None) -
         return bytes_each * (held + experts)
 
     trainable = 1.0 if job.adapters is None else job.adapters / job.model.num_parameters
-    if job.frozen:  # kept in the precision of computation; matrices of blocks perhaps in fewer bits
-        saved = stack.weight_bytes - (job.frozen_bytes or stack.weight_bytes)
-        packed = held - end_parameters(job, stage)
-        weights = sharded(3, stack.weight_bytes) - saved * packed / (shards if zero >= 3 else 1)
-        if stack.casts_when_gathering and not job.alone and zero < 3:  # gathered weights exist beside the shards
-            weights += sharded(1, stack.weight_bytes) - saved * packed / (shards if zero >= 1 else 1)
-            weights += stack.weight_bytes * (held + experts) * trainable  # the copy of adapters that computes
-    else:
-        weights = 0.0 if zero >= 3 and stack.casts_when_gathering else sharded(3, stack.weight_bytes)
+    weights = _kept_weights(job, stage, trainable, sharded)
     optimizer = sharded(1, stack.state_bytes) * trainable
     # Gradients of one microbatch are reduced as they come; those of several are accumulated whole until the last.
     whole_from = 1 if stack.chunked_loss and job.microbatches == 1 else 2
@@ -123,6 +115,14 @@ def stage_memory(job: Job, stage: int, groups: Sequence[Groups] | None = None) -
             moved += tiers.optimizer_share * gradients
             gradients -= tiers.optimizer_share * gradients
         host, disk = (host, moved) if tiers.optimizer == "disk" else (host + moved, 0.0)
+    if tiers.parameters == "disk":
+        disk, optimizer = disk + optimizer, 0.0
+        if job.alone:
+            disk, weights = disk + weights, 0.0
+        if whole_from == 1 or zero >= 2 or job.alone:
+            disk, gradients = disk + gradients, 0.0
+        else:  # they are added up whole in memory before they are reduced
+            disk += sharded(1, stack.gradient_bytes) * trainable
     if tiers.parameters == "host" and stack.offloads_gradients:
         host += sharded(1, stack.gradient_bytes) * trainable
         if whole_from == 1 or zero >= 2:  # else they are added up whole on the device before they are reduced
@@ -149,3 +149,19 @@ def _offloaded_activations(job: Job, stage: int, groups: Sequence[Groups]) -> fl
     if job.layout.tiers.activations == "device":
         return 0.0
     return microbatches_in_flight(job, stage) * pass_activations(job, groups)
+
+
+def _kept_weights(job: Job, stage: int, trainable: float, sharded: Callable[[int, float], float]) -> float:
+    """Bytes of the weights that a rank of a stage keeps to compute with, besides what the optimizer updates."""
+    stack, zero = job.stack, job.layout.zero_stage
+    if not job.frozen:
+        return 0.0 if zero >= 3 and stack.casts_when_gathering else sharded(3, stack.weight_bytes)
+    # In the precision of computation; matrices of blocks perhaps in fewer bits.
+    held, experts = held_parameters(job, stage)
+    saved = stack.weight_bytes - (job.frozen_bytes or stack.weight_bytes)
+    packed = held - end_parameters(job, stage)
+    weights = sharded(3, stack.weight_bytes) - saved * packed / (job.shards if zero >= 3 else 1)
+    if stack.casts_when_gathering and not job.alone and zero < 3:  # gathered weights exist beside the shards
+        weights += sharded(1, stack.weight_bytes) - saved * packed / (job.shards if zero >= 1 else 1)
+        weights += stack.weight_bytes * (held + experts) * trainable  # the copy of adapters that computes
+    return weights

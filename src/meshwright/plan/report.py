@@ -13,7 +13,7 @@ from meshwright.plan.job import Job
 from meshwright.plan.layouts import Limits
 from meshwright.plan.methods import method_facts
 from meshwright.plan.search import Found, Variant, search
-from meshwright.plan.what_if import in_fp8, on_disk, on_nvme
+from meshwright.plan.what_if import in_fp8, on_disk
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
@@ -193,10 +193,8 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         facts["compile"] = compiled_gain(plan.chosen)
         facts["fp8"] = in_fp8(plan.chosen)
     elif plan.found.legal and not plan.found.ranked:
-        where = plan.base, plan.cluster, plan.limits, lambda job: runs_today(job, plan.check)
-        disk = on_disk(*where)
+        disk = on_disk(plan.base, plan.cluster, plan.limits, lambda job: runs_today(job, plan.check))
         facts["disk"] = candidate_facts(plan, disk) if disk else None
-        facts["nvme"] = None if disk else on_nvme(*where)
     if plan.given and plan.given.verdict != "fits":
         facts["relief"] = relief(plan.given.job, plan.given.cluster, plan.margin)
     return facts

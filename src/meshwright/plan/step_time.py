@@ -151,7 +151,8 @@ class StepModel:
             b = sum(count * whole[kind][1] for kind, count in kinds) + self.repeated(job.groups(stage))
             if stage == job.head_rank:
                 f, b = f + parts.head.forward, b + parts.head.backward
-            exposed = self._hide_gathering(sharded, job.stage_layers[stage], f, b) + self._offloading(stage, f, b)
+            exposed = self._hide_gathering(sharded, job.stage_layers[stage], f, b)
+            exposed += self._offloading(stage, f, b) + self._reading(stage, f, b)
             forward.append(f + exposed.forward)
             backward.append(b + exposed.backward)
             gathering.append(exposed)
@@ -194,7 +195,8 @@ class StepModel:
             rate = DISK_GB_S if tiers.optimizer == "disk" else self.constants.offload_gb_s
             moved = parameters * moved_bytes(job) / (rate * 1e9)
             kept = parameters * OFFLOAD_BYTES / (self.constants.offload_gb_s * 1e9)
-            return moved + (kept if tiers.parameters == "host" else self.device.update(parameters))
+            on_host = tiers.parameters != "device" and not job.alone
+            return moved + (kept if on_host else self.device.update(parameters))
         if tiers.optimizer != "device":
             return parameters * OFFLOAD_BYTES / (self.constants.offload_gb_s * 1e9)
         return self.device.update(parameters)
@@ -291,6 +293,16 @@ class StepModel:
         way = pass_activations(self.job, self.job.groups(stage)) / HOST_LINK
         return Pass(max(0.0, way - forward), max(0.0, way - backward))
 
+    def _reading(self, stage: int, forward: float, backward: float) -> Pass:
+        """The part of reading weights from disk, in each pass, that a stage's computation does not hide."""
+        job = self.job
+        if job.layout.tiers.parameters != "disk" or not (job.alone or job.layout.zero_stage == 3):
+            return Pass(0.0, 0.0)
+        each = job.stack.weight_bytes if job.alone and job.stack.weight_bytes else job.master_bytes
+        shards = job.shards if job.layout.zero_stage == 3 else 1
+        seconds = sum(held_parameters(job, stage)) * each / shards / (DISK_GB_S * 1e9)
+        return Pass(max(0.0, seconds - forward), max(0.0, seconds - backward))
+
     def _gradients(self, backward: float) -> float:
         """Exposed seconds of the data-parallel exchange once a step."""
         job, constants = self.job, self.constants
@@ -345,6 +357,8 @@ def moved_bytes(job: Job) -> float:
     """Bytes per trained parameter that a step reads and writes in the state's home, both ways together."""
     stack = job.stack
     each = stack.state_bytes + stack.gradient_bytes if job.keeps_masters else stack.state_bytes - job.master_bytes
+    if job.layout.tiers.parameters == "disk":
+        each = stack.state_bytes + stack.gradient_bytes + (stack.weight_bytes if job.alone else 0.0)
     return 2 * job.layout.tiers.optimizer_share * each
 
 

@@ -2,20 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from meshwright.plan.candidate import Candidate, evaluate
 from meshwright.plan.changes import CHANGES
 from meshwright.plan.job import Job
 from meshwright.plan.layouts import Limits
 from meshwright.plan.search import search
-from meshwright.plan.step_time import DISK_GB_S
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.precision import BF16
 
 LEAST = 0.01
 """Fraction of a step that is worth reporting."""
-ENDLESS_GB = 1e9
 
 
 def in_fp8(candidate: Candidate) -> dict[str, float] | None:
@@ -31,17 +28,9 @@ def in_fp8(candidate: Candidate) -> dict[str, float] | None:
 
 
 def on_disk(base: Job, cluster: ClusterSpec, limits: Limits, runs: Callable[[Job], bool]) -> Candidate | None:
-    """The layout that would be chosen with the optimizer's state on the nodes' disks (`layout.offload.optimizer=disk`);
-    None if none fits even so."""
-    return search(base, cluster, top=1, limits=replace(limits, change=CHANGES["disk"]), runs=runs).chosen
-
-
-def on_nvme(base: Job, cluster: ClusterSpec, limits: Limits, runs: Callable[[Job], bool]) -> dict[str, Any] | None:
-    """The fastest layout that would fit if offloaded state were on the nodes' disks, whatever its size, and its seconds
-    per step, including one read and one write of all of it; None if none fits even so."""
-    endless = cluster.model_copy(update={"host_memory_gb": ENDLESS_GB})
-    best = search(base, endless, top=1, limits=replace(limits, offload=True), runs=runs).chosen
-    if best is None:
-        return None
-    seconds = best.time.total + 2 * best.memory.host / (DISK_GB_S * 1e9)
-    return {"step_time": seconds, "strategy": best.strategy, "devices": cluster.devices, "disk": best.memory.host}
+    """The layout that would be chosen with the optimizer's state on the nodes' disks, and parameters too if it does not
+    fit otherwise; None if none fits even so."""
+    for name in ("disk", "disk_parameters"):
+        if found := search(base, cluster, top=1, limits=replace(limits, change=CHANGES[name]), runs=runs).chosen:
+            return found
+    return None

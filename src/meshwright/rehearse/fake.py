@@ -174,3 +174,9 @@ class _NoHome:
 
     def forget(self) -> None:
         pass
+
+    def expect(self, offset: int, size: int) -> None:
+        pass
+
+    def drop(self, offset: int, size: int) -> None:
+        pass

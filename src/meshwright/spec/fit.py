@@ -72,7 +72,7 @@ def _foreign_misfits(layout: LayoutSpec) -> Iterator[str]:
     for axis in ("tp", "pp", "cp", "ep"):
         if getattr(layout, axis) > 1:
             yield f"layout.{axis}={getattr(layout, axis)}: {reads}; the nearest legal is layout.{axis}=1"
-    if layout.tiers.parameters == "host":
+    if layout.tiers.parameters != "device":
         yield f"layout.offload={layout.offload_word}: transformers' constants would stay on the host; use none"
 
 

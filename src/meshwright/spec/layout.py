@@ -191,6 +191,11 @@ class LayoutSpec(Spec):
         return self.offload if isinstance(self.offload, OffloadSpec) else CPU if self.offload == "cpu" else NOTHING
 
     @property
+    def alone(self) -> bool:
+        """Whether one process trains without FSDP2, which alone moves parameters to the host's memory and back."""
+        return self.world_size == 1 and self.tiers.parameters != "host"
+
+    @property
     def offload_word(self) -> str:
         """`offload` as a recipe has it."""
         if not isinstance(self.offload, OffloadSpec):

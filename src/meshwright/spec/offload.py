@@ -16,14 +16,15 @@ class OffloadSpec(Spec):
     precision. It is fetched a bucket at a time for the step, and the next bucket is read while one is stepped."""
     optimizer_share: float = Field(default=1.0, gt=0, le=1)
     """Part of the optimizer's state that is kept there; the rest stays on the device."""
-    parameters: Literal["device", "host"] = "device"
+    parameters: Literal["device", "host", "disk"] = "device"
     """Sharded full-precision weights and gradients. host: the optimizer steps there, so its state is in host memory or
-    on disk too."""
+    on disk too. disk: in files beside the optimizer's, on one process the weights that the model computes with too; the
+    next blocks' are read while one computes. One process does so on a CPU only."""
     activations: Literal["device", "host"] = "device"
     """What blocks save for their backward pass: in host memory until then, copied while others compute. Layers with
     training.recompute=full save their input only; selective recomputation is refused."""
     directory: str | None = None
-    """Folder for the files of `optimizer: disk`, on a local disk that is large and fast. Default: `offload` in
+    """Folder for the files of what is on disk, on a local disk that is large and fast. Default: `offload` in
     run_dir. They have no names, so a run that is killed leaves none behind; checkpoints are
     elsewhere."""
     checksums: bool = False
@@ -40,6 +41,16 @@ class OffloadSpec(Spec):
             raise UserError(
                 f"optimizer_share={self.optimizer_share:g} with parameters=host: all of the optimizer's state is in "
                 "host memory then; leave optimizer_share out, or use optimizer=disk"
+            )
+        if self.parameters == "disk" and (self.optimizer != "disk" or self.optimizer_share < 1):
+            given = (
+                f"optimizer={self.optimizer}"
+                if self.optimizer != "disk"
+                else f"optimizer_share={self.optimizer_share:g}"
+            )
+            raise UserError(
+                f"parameters=disk with {given}: a step reads parameters and the optimizer's state together; add "
+                "optimizer=disk, without optimizer_share"
             )
         for field, given in (("directory", self.directory is not None), ("checksums", self.checksums)):
             if given and self.optimizer != "disk":
@@ -58,6 +69,8 @@ class OffloadSpec(Spec):
         if self.parameters == "host" and self.optimizer == "host":
             return ", ".join(["CPU offload", *moved])
         share = "" if self.optimizer_share == 1 else f"{self.optimizer_share:.0%} of "
+        if self.parameters == "disk":
+            return ", ".join(["optimizer and parameters on disk", *moved])
         where = {"device": "", "host": "in host memory", "disk": "on disk"}
         parts = [f"{share}optimizer {where[self.optimizer]}"] if self.optimizer != "device" else []
         parts += ["parameters in host memory"] if self.parameters == "host" else []
@@ -68,4 +81,5 @@ NOTHING = OffloadSpec()
 CPU = OffloadSpec(optimizer="host", parameters="host")
 """What `offload: cpu` is short for."""
 DISK = OffloadSpec(optimizer="disk")
+ALL_DISK = OffloadSpec(optimizer="disk", parameters="disk")
 ACTIVATIONS = OffloadSpec(activations="host")

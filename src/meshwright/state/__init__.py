@@ -7,6 +7,7 @@ from meshwright.state.masters import MasterWeights
 from meshwright.state.store import Bucket, StateStore
 from meshwright.state.tiered import TieredHost, TieredMasters, TieredStore
 from meshwright.state.tiers import Home, Tier
+from meshwright.state.weights import CopiesOnDisk, ShardsOnDisk, WeightsOnDisk
 
 __all__ = ["Bucket", "Home", "HostStore", "MasterWeights", "StateStore", "Tier", "TieredStore", "choose_store"]
 
@@ -14,6 +15,8 @@ __all__ = ["Bucket", "Home", "HostStore", "MasterWeights", "StateStore", "Tier",
 def choose_store(layout: LayoutSpec, precision: Precision, *, alone: bool) -> type[StateStore]:
     """The store of a run; `alone`: a single process, without FSDP2. A `TieredStore` needs a `Tier`."""
     host, masters = layout.tiers.parameters == "host", alone and precision.mixed
+    if layout.tiers.parameters == "disk":
+        return CopiesOnDisk if masters else WeightsOnDisk if alone else ShardsOnDisk
     if layout.tiers.moves_state:
         return TieredHost if host else TieredMasters if masters else TieredStore
     return HostStore if host else MasterWeights if masters else StateStore

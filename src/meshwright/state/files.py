@@ -17,6 +17,8 @@ from meshwright.spec.errors import UserError
 
 BLOCK = 4096
 """Alignment of sizes and memory addresses, as direct I/O requires."""
+PIECE = 2**20
+"""Bytes that are read ahead at once."""
 IN_MEMORY = frozenset(("tmpfs", "ramfs", "devtmpfs"))
 """File systems that keep files in memory."""
 GB = 1e9
@@ -57,6 +59,24 @@ class StateFile:
         if self._direct is not None:
             weakref.finalize(self, os.close, self._direct)
         self._map = mmap.mmap(self._fd, self.size)
+
+    def expect(self, offset: int, size: int) -> None:
+        """Read a part into the page cache, from which mapped tensors are read."""
+        began, piece = time.perf_counter(), bytearray(min(size, PIECE))
+        for place in range(offset, offset + size, PIECE):
+            try:
+                os.preadv(self._fd, [memoryview(piece)[: offset + size - place]], place)
+            except OSError as error:
+                raise self._broken("read", error) from error
+        self.moved += size
+        self.seconds += time.perf_counter() - began
+
+    def drop(self, offset: int, size: int) -> None:
+        """Drop a part, unchanged since it was written, from the page cache."""
+        start = offset // BLOCK * BLOCK
+        self._map.madvise(mmap.MADV_DONTNEED, start, min(self.size, rounded(offset + size)) - start)
+        with contextlib.suppress(OSError):  # advice
+            os.posix_fadvise(self._fd, offset, size, os.POSIX_FADV_DONTNEED)
 
     def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
         """The mapped tensor at `offset`, of the shape and dtype of `like`; it keeps the file alive."""
@@ -118,7 +138,7 @@ class StateFile:
 
     def _broken(self, done: str, error: OSError) -> OffloadError:
         return OffloadError(
-            f"{self.path}: optimizer state could not be {done} ({(error.strerror or 'error').lower()}); the "
+            f"{self.path}: the state on disk could not be {done} ({(error.strerror or 'error').lower()}); the "
             "last checkpoint is as it was: continue from it with --resume, with another layout.offload.directory"
         )
 
@@ -180,6 +200,6 @@ def _unusable(path: Path, size: int, error: OSError) -> OffloadError:
         stat = os.statvfs(path.parent)
         free = f", {stat.f_bavail * stat.f_frsize / GB:.2f} GB are free"
     return OffloadError(
-        f"{path}: {(error.strerror or 'cannot be made').lower()}: optimizer state on disk needs {size / GB:.2f} GB in "
+        f"{path}: {(error.strerror or 'cannot be made').lower()}: state on disk needs {size / GB:.2f} GB in "
         f"this file{free}; make room, or give another layout.offload.directory"
     )

@@ -27,11 +27,15 @@ class MasterWeights(StateStore):
             if not parameter.requires_grad:
                 continue
             master = nn.Parameter(parameter.detach())
-            parameter.data = parameter.data.to(torch_dtype(training.dtypes.store))
+            parameter.data = self.copied(parameter.data, torch_dtype(training.dtypes.store))
             keep_gradient_as_made(parameter)
             masters[name], self._copies[name] = master, parameter
             parameter.register_post_accumulate_grad_hook(self._accumulate_into(master))
         return masters
+
+    def copied(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The model's copy of a master."""
+        return parameter.to(dtype)
 
     def _accumulate_into(self, master: torch.Tensor):
         def accumulate(parameter: torch.Tensor) -> None:
@@ -51,7 +55,7 @@ class MasterWeights(StateStore):
         """The tensor that accumulates a master's gradient; it holds the first microbatch's so far."""
         return gradient
 
-    def arrived(self, master: torch.Tensor) -> None:
+    def arrived(self, parameter: torch.Tensor) -> None:
         """Called when a microbatch's gradient has been added to a master's."""
 
     @property

@@ -115,6 +115,11 @@ class StateStore:
         return ()
 
     @property
+    def elsewhere(self) -> Sequence[torch.Tensor]:
+        """Tensors that are in files, and have an address only because they are mapped."""
+        return ()
+
+    @property
     def bytes_elsewhere(self) -> int:
         """Bytes of state outside the device and outside host memory allocated by the device's library."""
         return 0

@@ -1,15 +1,15 @@
 """State that a step fetches a bucket at a time, from host memory or from files (`layout.offload`).
 
 The optimizer's tensors live elsewhere; on a single process in low precision so do master weights and their gradients,
-because only the step needs them. A tensor stays the same object, but its memory is exchanged: the home's between steps,
+because only the step needs them; and weights that the model computes with, where `state/weights.py` asks for it. A
+tensor stays the same object, but its memory is exchanged: the home's between steps,
 a buffer's while its bucket is stepped. So optimizers and checkpoints need not know.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
-from typing import Any
 
 import torch
 from torch import nn
@@ -77,8 +77,10 @@ class TieredStore(StateStore):
         assert tier is not None
         self.tier, self._mover = tier, Mover(tier)
         self._in_hand: torch.Tensor | None = None
+        self._gradient_homes: dict[int, tuple[torch.Tensor, int]] = {}
         super().__init__(model, rows, training, build, tier=tier)
         self._moved = dict(self._move_out())
+        self._missing = {index: len(moved.gradients) for index, moved in self._moved.items()}
         self._told = False
 
     def cut(self, rows: tuple[Parameter, ...]) -> Iterator[tuple[Parameter, ...]]:
@@ -107,11 +109,11 @@ class TieredStore(StateStore):
 
     def _moved_bucket(self, bucket: Bucket) -> _Moved:
         states = [local_tensor(tensor) for state in bucket.state.values() for tensor in state.values()]
-        kept = [tensor for tensor in (*self.masters_in(bucket), *states) if tensor.dim() and tensor.numel()]
+        kept = [tensor for tensor in (*self.weights_in(bucket), *states) if tensor.dim() and tensor.numel()]
         gradients = self.gradients_in(bucket)
-        offsets, end = _offsets([*kept], 0)
+        offsets, end = _offsets(list(map(self.room_of, kept)), 0)
         kept_bytes = rounded(end)
-        behind, end = _offsets(list(gradients.values()), kept_bytes)
+        behind, end = _offsets([gradient.nbytes for gradient in gradients.values()], kept_bytes)
         all_bytes = max(kept_bytes, rounded(end))
         home = self.tier.home(f"bucket{bucket.index}", all_bytes)
         slots = []
@@ -120,21 +122,31 @@ class TieredStore(StateStore):
             if tensor.any():  # it is zeros already
                 there.copy_(tensor)
             tensor.data = there
+            self.lives_at(tensor, home, offset)
             slots.append(_Slot(tensor, there, offset))
         home.forget()
         of = {
             name: _Slot(there := home.tensor(offset, like), there, offset)
             for (name, like), offset in zip(gradients.items(), behind, strict=True)
         }
+        for name, slot in of.items():
+            self._gradient_homes[id(bucket.parameters[name])] = slot.home, bucket.index
         return _Moved(home, slots, of, kept_bytes, all_bytes)
 
-    def masters_in(self, bucket: Bucket) -> list[torch.Tensor]:
-        """A bucket's master weights that live elsewhere: none that the model computes with."""
+    def weights_in(self, bucket: Bucket) -> list[torch.Tensor]:
+        """A bucket's local weights that live elsewhere: none that the model computes with."""
         return []
 
     def gradients_in(self, bucket: Bucket) -> dict[str, torch.Tensor]:
-        """Tensors shaped like a bucket's gradients that live elsewhere, by parameter."""
+        """Tensors shaped like a bucket's local gradients that live elsewhere, by parameter."""
         return {}
+
+    def room_of(self, tensor: torch.Tensor) -> int:
+        """Bytes that a tensor takes in its home."""
+        return tensor.nbytes
+
+    def lives_at(self, tensor: torch.Tensor, home: Home, offset: int) -> None:
+        """Called when a tensor has got its home."""
 
     def stays(self, bucket: Bucket) -> None:
         """Keep a bucket in memory."""
@@ -149,13 +161,14 @@ class TieredStore(StateStore):
             size = self._bytes_read(self.buckets[bucket.index + 1], following)
             self._mover.read_ahead(bucket.index + 1, following.home, size)
         self._in_hand = buffer
-        for name in moved.gradients:
+        given = [name for name in moved.gradients if bucket.parameters[name].grad is not None]
+        for name in given:
             bucket.parameters[name].grad = None  # its place may be on another device
         for slot in moved.kept:
             slot.tensor.data = slot.place(buffer, self.tier.device)
-        if len(buffer) > moved.kept_bytes:
-            for name, slot in moved.gradients.items():
-                bucket.parameters[name].grad = slot.place(buffer, self.tier.device)
+        for name in given:
+            gradient = moved.gradients[name].place(buffer, self.tier.device)
+            bucket.parameters[name].grad = _part_like(bucket.parameters[name], gradient)
 
     def _bytes_read(self, bucket: Bucket, moved: _Moved) -> int:
         """Bytes to read, including gradients where they exist."""
@@ -184,6 +197,27 @@ class TieredStore(StateStore):
         super().step(lr_factor, gradient_factor)
         self._mover.settle()
 
+    def gradient_home(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The tensor elsewhere that accumulates a parameter's gradient; None if it is in memory."""
+        return self._gradient_homes.get(id(parameter), (None, 0))[0]
+
+    def arrived(self, parameter: torch.Tensor) -> None:
+        """Called when a microbatch's gradient has been added up; a bucket's go to disk when all have arrived."""
+        home, bucket = self._gradient_homes.get(id(parameter), (None, -1))
+        if home is None:
+            return
+        self._missing[bucket] -= 1
+        if not self._missing[bucket]:
+            self._missing[bucket] = len(self._moved[bucket].gradients)
+            self._mover.forget(self._moved[bucket].home)
+
+    def each_parameter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `StateStore`: a bucket's gradients leave memory before the next bucket's are read."""
+        for bucket in self.buckets:
+            yield from bucket.parameters.items()
+            if bucket.index in self._moved and self._moved[bucket.index].gradients:
+                self._moved[bucket.index].home.forget()
+
     @torch.no_grad()
     def refresh(self) -> None:
         """See `StateStore`: directly from the masters' home."""
@@ -196,6 +230,13 @@ class TieredStore(StateStore):
     def in_hand(self) -> list[torch.Tensor]:
         """See `StateStore`."""
         return [*([] if self._in_hand is None else [self._in_hand]), *self._mover.buffers]
+
+    @property
+    def elsewhere(self) -> list[torch.Tensor]:
+        """See `StateStore`."""
+        if self.tier.offload.optimizer != "disk":
+            return []
+        return [slot.home for moved in self._moved.values() for slot in (*moved.kept, *moved.gradients.values())]
 
     @property
     def writes_at_once(self) -> bool:
@@ -227,38 +268,20 @@ class TieredStore(StateStore):
 class TieredMasters(TieredStore, MasterWeights):
     """A single process's store: master weights and their gradients live in `tier` too."""
 
-    def __init__(self, *args: Any, tier: Tier | None = None) -> None:
-        self._gradient_homes: dict[int, tuple[torch.Tensor, int]] = {}
-        super().__init__(*args, tier=tier)
-        self._missing = {index: len(moved.gradients) for index, moved in self._moved.items()}
-
     @staticmethod
     def allocate(model: nn.Module, device: torch.device, tier: Tier | None) -> None:
         """See `StateStore`: trained parameters begin in the tier, because memory has no room for all of them in full
         precision."""
         assert tier is not None
-        number = iter(range(2**62))
+        allocate_in(tier, model, device, lambda tensor: tensor.requires_grad)
 
-        def allocated(tensor: torch.Tensor) -> torch.Tensor:
-            if not (tensor.requires_grad and tensor.nbytes >= BLOCK):
-                return torch.empty_like(tensor, device=device)
-            return tier.home(f"weights{next(number)}", tensor.nbytes).tensor(0, tensor)
-
-        allocate_each(model, allocated)
-
-    def masters_in(self, bucket: Bucket) -> list[torch.Tensor]:
-        """See `TieredStore`: all."""
+    def weights_in(self, bucket: Bucket) -> list[torch.Tensor]:
+        """See `TieredStore`: all masters."""
         return list(bucket.parameters.values())
 
     def gradients_in(self, bucket: Bucket) -> dict[str, torch.Tensor]:
         """See `TieredStore`: all."""
         return {name: parameter.detach() for name, parameter in bucket.parameters.items() if parameter.dim()}
-
-    def _moved_bucket(self, bucket: Bucket) -> _Moved:
-        moved = super()._moved_bucket(bucket)
-        for name, slot in moved.gradients.items():
-            self._gradient_homes[id(bucket.parameters[name])] = slot.home, bucket.index
-        return moved
 
     def stays(self, bucket: Bucket) -> None:
         """See `TieredStore`: masters come to the device."""
@@ -267,25 +290,8 @@ class TieredMasters(TieredStore, MasterWeights):
 
     def first_gradient(self, master: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """See `MasterWeights`."""
-        home, _ = self._gradient_homes.get(id(master), (None, 0))
+        home = self.gradient_home(master)
         return gradient if home is None else home.copy_(gradient)
-
-    def arrived(self, master: torch.Tensor) -> None:
-        """See `MasterWeights`: a bucket's gradients go to disk when all have arrived."""
-        home, bucket = self._gradient_homes.get(id(master), (None, -1))
-        if home is None:
-            return
-        self._missing[bucket] -= 1
-        if not self._missing[bucket]:
-            self._missing[bucket] = len(self._moved[bucket].gradients)
-            self._mover.forget(self._moved[bucket].home)
-
-    def each_parameter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `StateStore`: a bucket's gradients leave memory before the next bucket's are read."""
-        for bucket in self.buckets:
-            yield from bucket.parameters.items()
-            if bucket.index in self._moved:
-                self._moved[bucket.index].home.forget()
 
 
 class TieredHost(TieredStore, HostStore):
@@ -301,10 +307,32 @@ def _on_a_rank(parameter: torch.Tensor) -> int:
     return -(-parameter.numel() // split)
 
 
-def _offsets(tensors: list[torch.Tensor], start: int) -> tuple[list[int], int]:
-    """The offset of each tensor, one after another, and the end of the last."""
+def _offsets(sizes: list[int], start: int) -> tuple[list[int], int]:
+    """The offset of each tensor of these bytes, one after another, and the end of the last."""
     found = []
-    for tensor in tensors:
+    for size in sizes:
         found.append(rounded(start, ALIGNED) if start else 0)
-        start = found[-1] + tensor.nbytes
+        start = found[-1] + size
     return found, start
+
+
+def _part_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A rank's part of a tensor that is distributed as a parameter is."""
+    if not isinstance(parameter, DTensor):
+        return local
+    shape, stride = parameter.shape, parameter.stride()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def allocate_in(tier: Tier, model: nn.Module, device: torch.device, chosen: Callable[[torch.Tensor], bool]) -> None:
+    """Give `model`, on the meta device, memory on `device`, and its larger `chosen` tensors room in `tier`."""
+    number = iter(range(2**62))
+
+    def allocated(tensor: torch.Tensor) -> torch.Tensor:
+        local = local_tensor(tensor)
+        if not (chosen(tensor) and local.nbytes >= BLOCK):
+            return torch.empty_like(tensor, device=device)
+        return _part_like(tensor, tier.home(f"weights{next(number)}", local.nbytes).tensor(0, local))
+
+    allocate_each(model, allocated)

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import math
+import resource
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,14 @@ class Home(Protocol):
         """Drop any copy in the device's or host's memory."""
         ...
 
+    def expect(self, offset: int, size: int) -> None:
+        """Prepare a part for its tensors to be read."""
+        ...
+
+    def drop(self, offset: int, size: int) -> None:
+        """Drop any copy of a part, whose tensors were only read."""
+        ...
+
 
 class HostMemory:
     """A bucket's home in host memory, pinned where a GPU reads it."""
@@ -75,6 +84,12 @@ class HostMemory:
     def forget(self) -> None:
         """See `Home`: there is no other copy."""
 
+    def expect(self, offset: int, size: int) -> None:
+        """See `Home`: it is in memory."""
+
+    def drop(self, offset: int, size: int) -> None:
+        """See `Home`: there is no other copy."""
+
 
 @dataclass(frozen=True)
 class Tier:
@@ -92,6 +107,7 @@ class Tier:
         if self.offload.optimizer == "disk":
             check_directory(self.directory)
             give_back_what_is_freed()
+            allow_many_files()
 
     def home(self, name: str, size: int) -> Home:
         """A new home for this many bytes, zeros."""
@@ -112,6 +128,13 @@ def give_back_what_is_freed() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE)
+
+
+def allow_many_files() -> None:
+    """Let this process have as many open files as the system allows: a bucket has up to three."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class Mover:

@@ -47,6 +47,8 @@ def held(trainer: Trainer, trace: TracebackType | None = None) -> Held:
     The graph of a step in progress cannot be used afterwards.
     """
     count = _Count(trainer.device.type)
+    for tensor in trainer.store.elsewhere:
+        count.pass_over(tensor)
     for name, tensor in trainer.store.here():
         count.add(tensor, name, OPTIMIZER)
     for name, tensor in _weights(trainer):
@@ -106,6 +108,12 @@ class _Count:
             shape = " x ".join(map(str, here.shape))
             self.sizes.append((size, f"{name} [{shape}, {str(here.dtype).removeprefix('torch.')}]", kind))
         return size
+
+    def pass_over(self, tensor: torch.Tensor) -> None:
+        """Never count a tensor."""
+        storage = _storage(tensor)
+        self._kept.append(storage)
+        self._seen.add(id(storage))
 
     def parameter_of(self, tensor: torch.Tensor) -> str:
         """The name of the parameter that a tensor is, or is a view of; empty if there is none."""

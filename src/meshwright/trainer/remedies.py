@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.plan.candidate import MARGIN, Candidate, evaluate, verdict
+from meshwright.plan.changes import CHANGES
 from meshwright.plan.engine import LayoutCheck, layout_check, refusal
 from meshwright.plan.forecast import forecast
 from meshwright.plan.job import Job
@@ -19,7 +20,6 @@ from meshwright.plan.memory import MemoryUse
 from meshwright.plan.recompute import least_recompute
 from meshwright.plan.step_time import StepModel
 from meshwright.spec.errors import UserError
-from meshwright.spec.offload import ACTIVATIONS, DISK, OffloadSpec
 from meshwright.spec.recipe import dump_recipe, parse_spec
 from meshwright.spec.recompute import plain_recompute
 from meshwright.spec.run import ResolvedRun, Run
@@ -29,16 +29,12 @@ MOST = 5
 """Remedies that are shown."""
 LESS = 0.9
 """Part of what ran out, though it was predicted to fit, that a remedy may need."""
-OFFLOADS: dict[str, tuple[str | OffloadSpec, str]] = {
-    "host": (OffloadSpec(optimizer="host"), "layout.offload.optimizer=host"),
-    "cpu": ("cpu", "layout.offload=cpu"),
-    "disk": (DISK, "layout.offload.optimizer=disk"),
-    "activations": (ACTIVATIONS, "layout.offload.activations=host"),
-}
-"""State that can be offloaded, and the recipe's spelling."""
+OFFLOADS = ("optimizer", "parameters", "activations")
+ON_DISK = ("disk", "disk_parameters")
+"""State that can be offloaded: names of `plan/changes.py`. On a CPU the host's memory is the device's."""
 
-Change = dict[str, Any]
-"""Fields of a Job and its layout; `offload` as in `OFFLOADS`."""
+Fields = dict[str, Any]
+"""Fields of a Job and its layout; `offload` is a `Change`."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,7 @@ def remedies(resolved: ResolvedRun, machine: Machine, limit: float, *, ran_out: 
         candidate = evaluate(job, where)
         if enough(candidate.memory):
             tried.append((candidate.time.total, len(change), change, candidate))
-    kept: list[tuple[Change, Remedy]] = []
+    kept: list[tuple[Fields, Remedy]] = []
     for _, _, change, candidate in sorted(tried, key=lambda entry: entry[:2]):
         if any(_is_part(other, change) for other, _ in kept):
             continue
@@ -113,25 +109,26 @@ def remedy_lines(found: list[Remedy]) -> list[str]:
     ]
 
 
-def _changes(job: Job, model: StepModel, enough: Callable[[MemoryUse], bool], kind: str) -> Iterator[Change]:
+def _changes(job: Job, model: StepModel, enough: Callable[[MemoryUse], bool], kind: str) -> Iterator[Fields]:
     """Combinations of what usually helps, with the least recomputation that suffices."""
     layout, dp = job.layout, job.layout.data_parallel
     sizes = [size for size in divisors(max(1, job.global_batch // dp)) if size < job.micro_batch]
-    micro: list[Change] = [{}, *({"micro_batch": size} for size in sizes)]
-    zero: list[Change] = [{}]
+    micro: list[Fields] = [{}, *({"micro_batch": size} for size in sizes)]
+    zero: list[Fields] = [{}]
     if dp > 1:
         sharded = {"dp_shard": dp, "dp_replicate": 1} if layout.zero_stage == 0 else {}
         zero += [{"zero": stage, **sharded} for stage in range(layout.zero_stage + 1, 4)]
-    offload: list[Change] = [{}]
+    offload: list[Fields] = [{}]
     if layout.offload == "none":
-        offload += [{"offload": place} for place in OFFLOADS if kind != "cpu" or place == "disk"]
+        offload += [{"offload": CHANGES[name]} for name in (*(OFFLOADS if kind != "cpu" else ()), *ON_DISK)]
     for small, split, moved in product(micro, zero, offload):
         change = {**small, **split, **moved}
-        if moved.get("offload") == "activations" and job.recompute not in ("none", "full"):
+        moves_activations = moved["offload"].moves_activations if moved else False
+        if moves_activations and job.recompute not in ("none", "full"):
             continue  # refused
         if change:
             yield change
-        if moved.get("offload") == "activations":
+        if moves_activations:
             continue  # with less to save there is less to move
         if job.recompute != "full":
             least = least_recompute(StepModel(_changed(job, change), model.cluster), enough, lambda part: False)
@@ -139,21 +136,23 @@ def _changes(job: Job, model: StepModel, enough: Callable[[MemoryUse], bool], ki
                 yield {**change, "recompute": least}
 
 
-def _is_part(one: Change, other: Change) -> bool:
+def _is_part(one: Fields, other: Fields) -> bool:
     """Whether the second changes all that the first does, as much or more."""
-    return all(field in other and (other[field] == value or field != "offload") for field, value in one.items())
+    if not one.keys() <= other.keys():
+        return False
+    return "offload" not in one or set(one["offload"].settings) <= set(other["offload"].settings)
 
 
-def _changed(job: Job, change: Change) -> Job:
+def _changed(job: Job, change: Fields) -> Job:
     """The job with the changes."""
     own = {field: value for field, value in change.items() if field in ("micro_batch", "recompute")}
     layout = {field: value for field, value in change.items() if field not in own}
     if "offload" in layout:
-        layout["offload"] = OFFLOADS[layout["offload"]][0]
+        layout |= layout.pop("offload").layout
     return replace(job, **own).with_layout(**layout)
 
 
-def _overrides(resolved: ResolvedRun, change: Change, job: Job, check: LayoutCheck) -> Iterator[str]:
+def _overrides(resolved: ResolvedRun, change: Fields, job: Job, check: LayoutCheck) -> Iterator[str]:
     """The changes as a recipe takes them. Raises `UserError` if the changed layout is refused."""
     if problem := refusal(job, check):
         raise UserError(problem)
@@ -165,7 +164,7 @@ def _overrides(resolved: ResolvedRun, change: Change, job: Job, check: LayoutChe
             if field in change:
                 yield f"layout.{field}={change[field]}"
         if "offload" in change:
-            yield OFFLOADS[change["offload"]][1]
+            yield from change["offload"].overrides
     if "micro_batch" in change or planned:
         yield f"training.micro_batch={job.micro_batch}"
     if "recompute" in change:

@@ -140,7 +140,7 @@ def find_place(run: Run, worker: Worker) -> tuple[torch.device, Meshes | None]:
 
 def has_group(layout: LayoutSpec) -> bool:
     """Whether a layout needs a process group: a single process does only if FSDP2 offloads for it."""
-    return layout.world_size > 1 or layout.tiers.parameters == "host"
+    return not layout.alone
 
 
 def build_trainer(

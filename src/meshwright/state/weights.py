@@ -1,0 +1,178 @@
+"""The model's weights in files (`layout.offload.parameters: disk`), and with them their gradients.
+
+They are in the buckets of `state/tiered.py`: a step reads and writes them with the optimizer's state. Between steps a
+parameter is mapped from its bucket's file, and so is its gradient; `state/ahead.py` reads the next blocks'. On one
+process in low precision these are the weights that the model computes with, beside masters that only the step reads;
+in full precision they are both; under FSDP2 they are the rank's shards, which FSDP2 gathers as it does from the host's
+memory.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+from meshwright.models.dtypes import torch_dtype
+from meshwright.optim.build import Builder
+from meshwright.spec.model import Parameter
+from meshwright.spec.training import TrainingSpec
+from meshwright.state.ahead import BlocksAhead, Places
+from meshwright.state.files import BLOCK
+from meshwright.state.host import HostStore
+from meshwright.state.store import Bucket
+from meshwright.state.tiered import TieredMasters, TieredStore, allocate_in
+from meshwright.state.tiers import Home, Tier
+from meshwright.torch_internals import local_tensor
+from meshwright.torch_internals.shards import Shards
+
+
+class _ModelOnDisk(TieredStore):
+    """All larger parameters live in `tier`, frozen ones too."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rows: Iterable[Parameter],
+        training: TrainingSpec,
+        build: Builder | None = None,
+        *,
+        tier: Tier | None = None,
+    ) -> None:
+        """See `TieredStore`."""
+        self._places: Places = {}
+        super().__init__(model, rows, training, build, tier=tier)
+        self._frozen = self._move_frozen(model)
+        self._ahead = BlocksAhead(model, self._places)
+
+    @staticmethod
+    def allocate(model: nn.Module, device: torch.device, tier: Tier | None) -> None:
+        """See `StateStore`: in the tier, because memory has no room for all of them."""
+        assert tier is not None
+        allocate_in(tier, model, device, lambda tensor: isinstance(tensor, nn.Parameter))
+
+    def _move_frozen(self, model: nn.Module) -> list[Home]:
+        """Give parameters that are not trained homes of their own."""
+        frozen = [local_tensor(parameter) for parameter in model.parameters() if not parameter.requires_grad]
+        homes = []
+        for tensor in frozen:
+            if tensor.nbytes >= BLOCK:
+                home = self.tier.home(f"frozen{len(homes)}", self.room_of(tensor))
+                tensor.data = home.tensor(0, tensor).copy_(tensor)
+                self.lives_at(tensor, home, 0)
+                home.forget()
+                homes.append(home)
+        return homes
+
+    def lives_at(self, tensor: torch.Tensor, home: Home, offset: int) -> None:
+        """See `TieredStore`."""
+        self._places[id(tensor)] = tensor, home, offset
+
+    def step(self, lr_factor: float, gradient_factor: float = 1.0) -> None:
+        """See `StateStore`."""
+        self._ahead.forget()
+        super().step(lr_factor, gradient_factor)
+
+    @property
+    def elsewhere(self) -> list[torch.Tensor]:
+        """See `StateStore`."""
+        return [*super().elsewhere, *(tensor for tensor, _, _ in self._places.values())]
+
+    @property
+    def bytes_elsewhere(self) -> int:
+        """See `StateStore`."""
+        return super().bytes_elsewhere + sum(home.size for home in self._frozen)
+
+
+class WeightsOnDisk(_ModelOnDisk):
+    """The parameters that the model computes with and the optimizer updates live in `tier`, and their gradients."""
+
+    def masters_of(self, model: nn.Module, training: TrainingSpec) -> dict[str, torch.Tensor]:
+        """See `StateStore`."""
+        masters = super().masters_of(model, training)
+        self._gradient_dtype = torch_dtype(training.dtypes.gradient)
+        for master in masters.values():
+            master.register_post_accumulate_grad_hook(self._keep_gradient)
+        return masters
+
+    def weights_in(self, bucket: Bucket) -> list[torch.Tensor]:
+        """See `TieredStore`: all."""
+        return list(map(local_tensor, bucket.parameters.values()))
+
+    def gradients_in(self, bucket: Bucket) -> dict[str, torch.Tensor]:
+        """See `TieredStore`: all."""
+        parts = {name: local_tensor(parameter) for name, parameter in bucket.parameters.items()}
+        return {
+            name: torch.empty(part.shape, dtype=self._gradient_dtype, device="meta")
+            for name, part in parts.items()
+            if part.dim() and part.numel()
+        }
+
+    @torch.no_grad()
+    def _keep_gradient(self, parameter: torch.Tensor) -> None:
+        """Move a gradient to its home; further microbatches' are added to it there."""
+        home, gradient = self.gradient_home(parameter), parameter.grad
+        if home is None or gradient is None:
+            return
+        here = local_tensor(gradient)
+        if here.untyped_storage() is not home.untyped_storage():
+            here.data = home.copy_(here)
+        self.arrived(parameter)
+
+
+class ShardsOnDisk(WeightsOnDisk, HostStore):
+    """FSDP2's shards live in `tier`, and the optimizer steps on the host."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rows: Iterable[Parameter],
+        training: TrainingSpec,
+        build: Builder | None = None,
+        *,
+        tier: Tier | None = None,
+    ) -> None:
+        """See `TieredStore`."""
+        self._shards = Shards(model)
+        super().__init__(model, rows, training, build, tier=tier)
+
+    @staticmethod
+    def offload_policy(device_type: str) -> OffloadPolicy:
+        """See `StateStore`: mapped memory cannot be pinned."""
+        return CPUOffloadPolicy(pin_memory=False)
+
+    @staticmethod
+    def allocate(model: nn.Module, device: torch.device, tier: Tier | None) -> None:
+        """See `StateStore`."""
+        assert tier is not None
+        _ModelOnDisk.allocate(model, device, tier)
+        shards = Shards(model)
+        for number, shard in enumerate(shards.padded()):  # FSDP2 has given them memory of their own
+            home = tier.home(f"padded{number}", shards.like(shard).nbytes)
+            shard.data = home.tensor(0, shard)
+            shards.moved(shard, home.tensor(0, shards.like(shard)))
+
+    def room_of(self, tensor: torch.Tensor) -> int:
+        """See `TieredStore`: with FSDP2's padding."""
+        return self._shards.like(tensor).nbytes
+
+    def lives_at(self, tensor: torch.Tensor, home: Home, offset: int) -> None:
+        """See `TieredStore`."""
+        super().lives_at(tensor, home, offset)
+        if tensor in self._shards:
+            self._shards.moved(tensor, home.tensor(offset, self._shards.like(tensor)))
+
+
+class CopiesOnDisk(_ModelOnDisk, TieredMasters):
+    """One process's weights in low precision live in `tier`, in the buckets of their masters."""
+
+    def copied(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See `MasterWeights`: in a file, until its bucket has one."""
+        like = torch.empty(parameter.shape, dtype=dtype, device="meta")
+        if like.nbytes < BLOCK:
+            return super().copied(parameter, dtype)
+        return self.tier.home(f"copy{len(self._copies)}", like.nbytes).tensor(0, like).copy_(parameter)
+
+    def weights_in(self, bucket: Bucket) -> list[torch.Tensor]:
+        """See `TieredStore`: copies and masters."""
+        return [*(self._copies[name] for name in bucket.parameters), *super().weights_in(bucket)]
