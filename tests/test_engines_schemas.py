@@ -6,6 +6,7 @@ environment that has them. A system that is not installed is skipped.
     git clone https://github.com/NVIDIA-NeMo/Megatron-Bridge, and --megatron-bridge with its folder
 """
 
+import importlib.machinery
 import importlib.util
 import re
 import shlex
@@ -143,10 +144,11 @@ def bridge(lm: str, checkout: str) -> Any:
     sys.path[:0] = [lm, f"{checkout}/src"]
     for module in ("core.models.gpt", "core.tensor_parallel.inference_layers", "training.training"):
         importlib.import_module(f"megatron.{module}")
-    for name in ("transformer_engine", "transformer_engine.pytorch"):
-        if name not in sys.modules and not importlib.util.find_spec(name.partition(".")[0]):
+    if "transformer_engine" not in sys.modules and not importlib.util.find_spec("transformer_engine"):
+        for name in ("transformer_engine", "transformer_engine.pytorch"):
             module: Any = ModuleType(name)
             module.__path__, module.__version__, module.__getattr__ = [], "2.9.0", Absent("names", (), {}).__getattr__
+            module.__spec__ = importlib.machinery.ModuleSpec(name, None)
             sys.modules[name] = module
     return importlib.import_module("megatron.bridge.training.config").ConfigContainer
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from meshwright.engines.engine import Strategy, TemplateEngine, strategy_of
+from meshwright.engines.settings import Rule, only
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.offload import NOTHING, OffloadSpec
 from meshwright.spec.precision import BF16, FP32
@@ -32,6 +33,10 @@ class DeepSpeedEngine(TemplateEngine):
     strategies: ClassVar[Mapping[Strategy, str]] = dict.fromkeys(("ddp", "zero1", "zero2", "zero3", "hybrid"), "")
     axes: ClassVar[Mapping[str, str]] = {"tp": "", "pp": "", "cp": ""}
     numel = 'getattr(parameter, "ds_numel", parameter.numel())'
+    rules: ClassVar[Mapping[str, Rule]] = {
+        "layout.quantized_weights": only("none", "int8", why="DeepSpeed's qwZ gathers int8"),
+        "layout.quantized_gradients": only("none", "int4", why="DeepSpeed's qgZ reduces int4"),
+    }
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """As `TemplateEngine`; bf16 without ZeRO, where gradients accumulate only in bf16; what hpZ and AutoTP lack."""
@@ -42,6 +47,11 @@ class DeepSpeedEngine(TemplateEngine):
             )
         if strategy_of(run.layout) == "hybrid" and run.layout.zero_stage != 3:
             found["layout.zero"] = f"DeepSpeed's hpZ is for zero=3, not {run.layout.zero_stage}"
+        if words := _zero_plus_plus(run.layout):
+            if run.layout.zero_stage != 3 or run.layout.tp * run.layout.pp * run.layout.cp > 1:
+                found["layout.zero"] = f"DeepSpeed has {' and '.join(words)} under zero=3 alone"
+            elif run.device == "cpu":
+                found["device"] = f"{NEEDS_GPU}; use device=auto"
         if run.layout.pp > 1:
             found |= _cannot_pipeline(resolved)
         if run.layout.cp > 1:
@@ -60,6 +70,10 @@ class DeepSpeedEngine(TemplateEngine):
         if layout.pp > 1:
             return "layout.pp: a rank of the program knows its stage's gradients only"
         return ""
+
+    def needs_gpu(self, resolved: ResolvedRun) -> str:
+        """ZeRO++'s kernels."""
+        return NEEDS_GPU if _zero_plus_plus(resolved.run.layout) else ""
 
     def cannot_offload(self, layout: LayoutSpec) -> str:
         """Parameters go to the host, and state to disk, only under ZeRO-3, and nothing without ZeRO."""
@@ -107,6 +121,15 @@ class DeepSpeedEngine(TemplateEngine):
         return super().words(resolved, program) | more
 
 
+NEEDS_GPU = "the kernels that quantize for ZeRO++ are for GPUs"
+
+
+def _zero_plus_plus(layout: LayoutSpec) -> dict[str, bool]:
+    """What DeepSpeed quantizes to send it, by its keys."""
+    found = {"zero_quantized_weights": layout.quantized_weights, "zero_quantized_gradients": layout.quantized_gradients}
+    return {key: True for key, kind in found.items() if kind != "none"}
+
+
 def stage_of(layout: LayoutSpec) -> int:
     """The ZeRO stage. AutoTP, Ulysses and pipelines have at least stage 1, on any number of ranks: without ZeRO they
     report no norm. One process with its state on disk has stage 3, which alone swaps."""
@@ -124,7 +147,7 @@ def ds_config(resolved: ResolvedRun) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": training.reduce_dtype},
         "communication_data_type": training.reduce_dtype,
     }
-    zero: dict[str, Any] = {"stage": stage_of(layout), **_offload(layout.tiers)}
+    zero: dict[str, Any] = {"stage": stage_of(layout), **_offload(layout.tiers), **_zero_plus_plus(layout)}
     if strategy_of(layout) == "hybrid":
         zero["zero_hpz_partition_size"] = layout.dp_shard
         zero["stage3_param_persistence_threshold"] = 0  # else small parameters stay whole, and have no second share

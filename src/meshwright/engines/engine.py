@@ -97,6 +97,8 @@ class Engine(ABC):
     checkout: ClassVar[str] = ""
     """Where to clone a program that is not a package; its program has an option --checkout for the folder."""
 
+    gpu_only: ClassVar[str] = ""
+    """What happens on a CPU to a program that is exported, but not run here; empty if it runs on CPUs."""
     reads_sources: ClassVar[bool] = False
     """Whether it reads the recipe's own model and data, and is written only, not run."""
 
@@ -166,6 +168,10 @@ class TemplateEngine(Engine):
             found["training.reduce_dtype"] = "autocast keeps gradients in fp32"
         return found
 
+    def needs_gpu(self, resolved: ResolvedRun) -> str:
+        """Why the program refuses to start on a CPU; empty if it trains there."""
+        return self.gpu_only
+
     def cannot_offload(self, layout: LayoutSpec) -> str:
         """Why the program cannot offload to host memory as the layout asks; empty if it can."""
         return f"the program for {self.name} keeps everything on the device"
@@ -201,6 +207,8 @@ class TemplateEngine(Engine):
             "command": f"{start} {program}",
             "more_transformers": self.more_transformers,
             "numel": self.numel,
+            "gpu_only": self.needs_gpu(resolved),
+            "cannot_dump": self.cannot_dump(resolved),
             "steps": training.steps,
             "global_batch": resolved.global_batch,
             "micro_batch": resolved.micro_batch,

@@ -11,6 +11,7 @@ from meshwright.engines.bare import Bare
 from meshwright.engines.deepspeed import DeepSpeedEngine
 from meshwright.engines.engine import Engine
 from meshwright.engines.fabric import FabricEngine
+from meshwright.engines.gpu_only import AccelerateDeepSpeed, AccelerateFsdp, HfTrainerFsdp
 from meshwright.engines.hf_trainer import HfTrainer
 from meshwright.engines.lightning import LightningEngine
 from meshwright.engines.litgpt import LitGpt
@@ -35,7 +36,11 @@ ENGINES: Mapping[str, Engine] = {
 }
 """In the order in which comparisons list them."""
 WRITTEN: Mapping[str, Engine] = {
-    engine.name: engine for engine in (AxolotlConfig(), TorchtitanConfig(), MegatronLmFlags(), MegatronBridgeConfig())
+    engine.name: engine
+    for engine in (
+        *(HfTrainerFsdp(), AccelerateFsdp(), AccelerateDeepSpeed()),
+        *(AxolotlConfig(), TorchtitanConfig(), MegatronLmFlags(), MegatronBridgeConfig()),
+    )
 }
 """Those that `export` writes, and nothing here runs."""
 
@@ -47,7 +52,10 @@ class MissingPackageError(UserError):
 def find_engine(name: str, *, written: bool = False) -> Engine:
     """The engine of a name, also of those that are only written if `written`; raises `UserError` if there is none."""
     if name in WRITTEN and not written:
-        raise UserError(f"{name} is not run here, only written: meshwright export RUN --engine {name} --program DIR")
+        why = f" ({WRITTEN[name].gpu_only})" if WRITTEN[name].gpu_only else ""
+        raise UserError(
+            f"{name} is not run here{why}, only written: meshwright export RUN --engine {name} --program DIR"
+        )
     if name in WRITTEN:
         return WRITTEN[name]
     if name not in ENGINES:

@@ -102,6 +102,8 @@ RULES: Mapping[str, Rule] = {
     "training.samples": _left_out("nothing is generated"),
     "finetune": _finetune,
     "layout": said,
+    "layout.quantized_weights": only("none", why="the program gathers weights as they are"),
+    "layout.quantized_gradients": only("none", why="the program reduces gradients as they are"),
     "cluster": said,
     "checkpoint": _left_out("nothing is saved"),
     "checkpoint.start_from": _start,

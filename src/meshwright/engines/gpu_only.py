@@ -1,0 +1,87 @@
+"""Variants of engines that run on GPUs only: exported as programs, which refuse to start on a CPU."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from meshwright.engines.accelerate import AccelerateEngine
+from meshwright.engines.deepspeed import STAGES, ds_config
+from meshwright.engines.engine import Strategy, TemplateEngine, strategy_of
+from meshwright.engines.hf_trainer import HfTrainer
+from meshwright.spec.layout import LayoutSpec
+from meshwright.spec.offload import NOTHING
+from meshwright.spec.precision import BF16, FP32
+from meshwright.spec.run import ResolvedRun
+
+
+class GpuOnly(TemplateEngine):
+    """An engine that would train otherwise on a CPU, without saying so."""
+
+    def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
+        """As the engine; and a CPU that the recipe asks for, and one rank, which shards nothing."""
+        found = dict(super().cannot(resolved))
+        if resolved.run.device == "cpu":
+            found["device"] = f"{self.gpu_only}; use device=auto"
+        if strategy_of(resolved.run.layout) == "single":
+            found["layout"] = f"{self.name} shards over ranks; set layout.dp_shard"
+        return found
+
+
+class AccelerateFsdp(GpuOnly, AccelerateEngine):
+    """Accelerate's plug-in for FSDP2."""
+
+    name = "accelerate_fsdp"
+    about = "a loop of Hugging Face Accelerate with its FSDP2 plug-in"
+    gpu_only = "on a CPU Accelerate ignores its FSDP plug-in and trains with DDP"
+    strategies: ClassVar[Mapping[Strategy, str]] = dict.fromkeys(("zero2", "zero3", "hybrid"), "")
+
+
+class AccelerateDeepSpeed(GpuOnly, AccelerateEngine):
+    """Accelerate's plug-in for DeepSpeed, with a ds_config.json."""
+
+    name = "accelerate_deepspeed"
+    about = "a loop of Hugging Face Accelerate with its DeepSpeed plug-in"
+    gpu_only = "on a CPU Accelerate ignores its DeepSpeed plug-in and trains with DDP"
+    packages: ClassVar = {"transformers": "deepspeed", "accelerate": "deepspeed", "deepspeed": "deepspeed"}
+    strategies: ClassVar[Mapping[Strategy, str]] = dict.fromkeys(("zero1", "zero2", "zero3"), "")
+    numel = 'getattr(parameter, "ds_numel", parameter.numel())'
+
+    def cannot_dump(self, resolved: ResolvedRun) -> str:
+        """The plug-in steps within `backward`, where gradients are gone."""
+        return "the plug-in steps within backward, after which there are no gradients"
+
+    def cannot_offload(self, layout: LayoutSpec) -> str:
+        """As DeepSpeed: the optimizer's state and parameters to host memory."""
+        tiers = layout.tiers
+        if tiers.activations == "host" or tiers.optimizer == "disk" or tiers.optimizer_share < 1:
+            return "the plug-in is written with state in host memory, or on the device"
+        if tiers.parameters == "host" and layout.zero_stage < 3:
+            return "DeepSpeed offloads parameters under zero=3 only; use offload={optimizer: host}"
+        return ""
+
+    def more_files(self, resolved: ResolvedRun) -> dict[str, str]:
+        """DeepSpeed's configuration."""
+        assert resolved.run.layout.zero_stage == STAGES[strategy_of(resolved.run.layout)]
+        return {"ds_config.json": json.dumps(ds_config(resolved), indent=2) + "\n"}
+
+    def words(self, resolved: ResolvedRun, program: str) -> dict[str, Any]:
+        """Also whether state is offloaded."""
+        return super().words(resolved, program) | {"offload": resolved.run.layout.tiers != NOTHING}
+
+
+class HfTrainerFsdp(GpuOnly, HfTrainer):
+    """The Trainer's own `fsdp` and `fsdp_config`."""
+
+    name = "hf_trainer_fsdp"
+    about = "the Trainer of Hugging Face transformers with fsdp_config"
+    gpu_only = "on a CPU the Trainer ignores fsdp and trains with DDP"
+    strategies: ClassVar[Mapping[Strategy, str]] = dict.fromkeys(("zero2", "zero3"), "")
+
+    def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
+        """As `GpuOnly`; its FSDP reduces gradients in the dtype in which it computes."""
+        found, training = dict(super().cannot(resolved)), resolved.run.training
+        if training.precision == BF16.name and training.reduce_dtype == FP32.name:
+            found["training.reduce_dtype"] = (
+                "the Trainer's FSDP reduces gradients in bf16; set training.reduce_dtype=bf16"
+            )
+        return found
