@@ -104,6 +104,9 @@ OWN = {
     ("lightning", "layout.tp"): ("tp4", []),
     ("megatron", "model.family"): ("single", GPT2),
     ("megatron", "model.num_kv_heads"): ("tp4", []),
+    ("megatron", "model.num_layers"): ("pp2", ["model.num_layers=3"]),
+    ("megatron", "layout.dp_replicate"): ("pp2+ddp:2", []),
+    ("megatron", "layout.schedule"): ("pp2", ["layout={pp: 2, schedule: afab}"]),
     ("nanogpt", "model.family"): ("single", []),
     ("nanogpt", "model.ffn"): ("single", [*GPT2, "model.ffn=96"]),
     ("nanogpt", "model.norm_eps"): ("single", [*GPT2, "model.norm_eps=1e-6"]),
@@ -234,6 +237,12 @@ def said(**changes):
     return usual | changes
 
 
+LINE = {
+    "schedule": "forward_backward_pipelining_without_interleaving",
+    "ranks": [{"layers": [[0]], "sent": 4}, {"layers": [[1]], "sent": 4}],
+}
+"""What a pipeline of two stages and four microbatches says."""
+
 SILENT = {
     "DDP instead of FSDP": ("zero3", {"wrappers": ["DistributedDataParallel", "Llama"], "held": 1000, "state": 1000}),
     "two trainings instead of one": ("ddp", {"world_size": 1, "wrappers": ["Llama"]}),
@@ -248,6 +257,12 @@ SILENT = {
     "the base trained too": ("ddp", {"wrappers": ["DistributedDataParallel"], "held": 1000, "trained": 1000}),
     "samples that are not shared": ("cp2", {"sequence": 1}),
     "nothing on disk": ("zero3", {"disk": 0}),
+    "stages in another order": ("pp2", {"matrices": [450, 900], **LINE, "ranks": LINE["ranks"][::-1]}),
+    "no pipeline": ("pp2", {"matrices": [450, 900], **LINE, "schedule": "forward_backward_no_pipelining"}),
+    "stages that send nothing": (
+        "pp2",
+        {"matrices": [450, 900], **LINE, "ranks": [{"layers": [[0]], "sent": 0}, {"layers": [[1]], "sent": 0}]},
+    ),
     "no second share": ("ddp2+zero3:2", {"world_size": 4, "second": 0}),
 }
 
@@ -267,6 +282,7 @@ def test_strategies_that_were_used_are_believed():
     check_what_ran(resolved(layout="zero2"), said())
     check_what_ran(resolved(layout="zero3"), said())
     check_what_ran(resolved(layout="tp2"), said(matrices=[450, 900], axes=["tp"]))
+    check_what_ran(resolved(layout="pp2"), said(matrices=[450, 900], **LINE))
     check_optimizer(resolved(), said())
 
 

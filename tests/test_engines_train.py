@@ -26,10 +26,11 @@ MIXTRAL = (
 )
 GPT2 = "model={family: gpt2, hidden: 32, num_layers: 2, num_heads: 4, max_positions: 32}"
 UNTIED = "model.tied_embeddings=false"
-OFFLOAD = {
-    "host": {"optimizer": "host"},
-    "disk": {"optimizer": "disk"},
-    "both": {"optimizer": "disk", "parameters": "host"},
+MORE = {
+    "host": {"offload": {"optimizer": "host"}},
+    "disk": {"offload": {"optimizer": "disk"}},
+    "both": {"offload": {"optimizer": "disk", "parameters": "host"}},
+    "interleaved": {"schedule": "interleaved-1f1b"},
 }
 TOLERANCE = 2e-5
 """Of a loss of about 6 in fp32: a few dozen roundings, which differ in order between engines."""
@@ -50,7 +51,7 @@ def installed(engine: str) -> bool:
 def trained(folder: Path, recipe: list[str], rows: dict[str, str], checkout: Path | None = None) -> dict[str, Row]:
     """Ten steps of ours on one process, and of every engine in its layout; all with our losses and norms.
 
-    Each of `rows` is an engine and a word -> its layout, and what of `OFFLOAD` it has.
+    Each of `rows` is an engine and a word -> its layout, and what of `MORE` it has.
     """
     entered = []
     for name, words in {"meshwright": "single", **rows}.items():
@@ -59,8 +60,8 @@ def trained(folder: Path, recipe: list[str], rows: dict[str, str], checkout: Pat
         if not installed(engine.name):
             pytest.skip(f"{engine.name} is not installed")
         run = parse_spec(RECIPE, Run, recipe).model_copy(update={"layout": layout_called(layout)})
-        offload: dict[str, Any] = {"offload": OFFLOAD[overrides[0]]} if overrides else {}
-        layout_of = type(run.layout)(**run.layout.model_dump() | offload)
+        more: dict[str, Any] = MORE[overrides[0]] if overrides else {}
+        layout_of = type(run.layout)(**run.layout.model_dump() | more)
         resolved = resolve_run(run.model_copy(update={"layout": layout_of}), base_dir=folder)
         entered.append(Contestant(name=name, engine=engine, resolved=resolved, checkout=checkout))
     found = compare(entered, folder / "out", pace=Pace(2, 4, 2), patience=600, say=lambda line: None)
@@ -190,6 +191,25 @@ def test_megatron(folder):
 
 
 @pytest.mark.engines
+def test_megatron_in_its_pipelines(folder):
+    """Its own 1F1B and interleaved schedule; embedding and head are one matrix, in the first and in the last stage."""
+    rows = trained(folder, ["model.num_layers=4"], {"megatron line": "pp2", "megatron loops": "pp2 interleaved"})
+    for name, schedule, layers in (
+        ("megatron line", "without", [[[0, 1]], [[2, 3]]]),
+        ("megatron loops", "with", [[[0], [2]], [[1], [3]]]),
+    ):
+        assert share(rows[name]) == 0.5
+        assert rows[name].ran["schedule"] == f"forward_backward_pipelining_{schedule}_interleaving"
+        assert [rank["layers"] for rank in rows[name].ran["ranks"]] == layers
+
+
+@pytest.mark.engines
+def test_megatron_in_a_pipeline_of_split_matrices(folder):
+    rows = trained(folder, [UNTIED], {"megatron grid": "pp2+tp2"})
+    assert share(rows["megatron grid"]) == 0.25
+
+
+@pytest.mark.engines
 def test_litgpt(folder):
     trained(folder, [], {"litgpt": "single"})
     resolved = shrink(resolve_run(parse_spec(RECIPE, Run, [UNTIED, "model.vocab=96"]), base_dir=folder))
@@ -198,5 +218,7 @@ def test_litgpt(folder):
 
 @pytest.mark.engines
 def test_megatron_is_equal_tensor_by_tensor(folder):
-    run = parse_spec(RECIPE, Run, [UNTIED, "model.vocab=96", "layout.tp=2"])
-    assert verify_engine(shrink(resolve_run(run, base_dir=folder)), ENGINES["megatron"], steps=2).first is None
+    """Tied embeddings in a pipeline: the gradients of both of their copies add up."""
+    for more in ([UNTIED, "layout.tp=2"], ["layout={pp: 2, schedule: interleaved-1f1b}", "model.num_layers=4"]):
+        run = parse_spec(RECIPE, Run, ["model.vocab=96", *more])
+        assert verify_engine(shrink(resolve_run(run, base_dir=folder)), ENGINES["megatron"], steps=2).first is None

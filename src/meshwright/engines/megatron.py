@@ -1,29 +1,33 @@
 """Engine `megatron`: a loop of Megatron-core's GPT model."""
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from meshwright.engines.engine import Strategy, TemplateEngine
 from meshwright.spec.precision import FP32
 from meshwright.spec.run import ResolvedRun
 
+SCHEDULES = ("1f1b", "interleaved-1f1b")
+"""Its pipeline schedules."""
+
 
 class MegatronEngine(TemplateEngine):
-    """Megatron-core's `GPTModel` of its local layers, tensor parallel, under PyTorch's DDP: its own DDP, optimizer and
-    schedules, and the attention of its local layers, allocate on a GPU whatever the device."""
+    """Megatron-core's `GPTModel` of its local layers: tensor parallel, under PyTorch's DDP; and in its own pipeline
+    schedules. Its own DDP and optimizer, and the attention of its local layers, allocate on a GPU whatever the device.
+    """
 
     name = "megatron"
     about = "a loop of Megatron-core"
     packages: ClassVar = {"transformers": "megatron", "megatron.core": "megatron"}
     strategies: ClassVar[Mapping[Strategy, str]] = {"ddp": ""}
-    axes: ClassVar[Mapping[str, str]] = {"tp": ""}
+    axes: ClassVar[Mapping[str, str]] = {"tp": "", "pp": ""}
     precisions = (FP32.name,)
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """As `TemplateEngine`; another model than Llama, and vocabularies, heads or widths that cannot be split."""
         found, model, tp = dict(super().cannot(resolved)), resolved.model, resolved.run.layout.tp
         if resolved.run.layout.pp > 1:
-            found["layout.pp"] = "the schedules of Megatron-core count tokens in a tensor on a GPU, whatever the device"
+            found |= _cannot_pipeline(resolved)
         if model.family != "llama":
             found["model.family"] = "the program for megatron supports llama only"
         if model.rope_scaling is not None:
@@ -34,10 +38,41 @@ class MegatronEngine(TemplateEngine):
         return found
 
     def leaves_out(self, resolved: ResolvedRun) -> Mapping[str, str]:
-        """Recomputation and compilation."""
+        """Recomputation, compilation and stages of unequal length."""
         found: dict[str, str] = {}
         if set(resolved.recompute) != {"none"}:
             found["training.recompute"] = "nothing is recomputed: the same losses with more memory"
         if resolved.run.training.compile:
             found["training.compile"] = "nothing is compiled: the same losses in more time"
+        layers = resolved.run.layout.stage_layers
+        if layers != "auto" and len(set(layers)) > 1:
+            found["layout.stage_layers"] = "every stage has equally many layers: the same losses in other times"
         return found
+
+    def template(self, resolved: ResolvedRun) -> str:
+        """Pipelines have a loop of their own."""
+        return "megatron_pipeline" if resolved.run.layout.pp > 1 else self.name
+
+    def words(self, resolved: ResolvedRun, program: str) -> dict[str, Any]:
+        """Also the stages that a rank holds, and the microbatches that pass one before the next, as in our schedule."""
+        microbatches, layout = resolved.accumulation, resolved.run.layout
+        group = microbatches // max(1, microbatches // layout.pp)
+        return super().words(resolved, program) | {"chunks": layout.virtual_stages, "group": group}
+
+
+def _cannot_pipeline(resolved: ResolvedRun) -> dict[str, str]:
+    """Settings that the program of a pipeline cannot express."""
+    found, layout, model = dict[str, str](), resolved.run.layout, resolved.model
+    stages = layout.pp * layout.virtual_stages
+    if layout.schedule not in SCHEDULES:
+        found["layout.schedule"] = f"Megatron-core's pipelines have {' and '.join(SCHEDULES)}"
+    elif layout.virtual_stages > 1 and resolved.accumulation < layout.pp:
+        found["layout.schedule"] = (
+            f"Megatron-core interleaves at least layout.pp={layout.pp} microbatches, not {resolved.accumulation}"
+        )
+    if model.num_layers % stages:
+        found["model.num_layers"] = f"{model.num_layers} layers do not make {stages} equal stages"
+    if layout.data_parallel > 1:
+        axis = "dp_shard" if layout.dp_shard > 1 else "dp_replicate"
+        found[f"layout.{axis}"] = "the program for megatron's pipeline has one pipeline, no replicas"
+    return found

@@ -74,11 +74,30 @@ def _check_split(resolved: ResolvedRun, found: dict[str, Any], wrappers: str) ->
             f"{layout.strategy} was asked for, but a rank holds {held} of {whole} elements of the layers' matrices "
             f"({wrappers})"
         )
+    if "ranks" in found:
+        _check_stages(resolved, found)
     for axis, theirs in {"tp": "tensor_parallel", "ep": "ep"}.items():
         if getattr(layout, axis) > 1 and not {axis, theirs} & set(found.get("axes", (axis,))):
             raise SilentFallbackError(
                 f"{layout.strategy} was asked for, but no parameter is split along {axis} ({wrappers})"
             )
+
+
+def _check_stages(resolved: ResolvedRun, found: dict[str, Any]) -> None:
+    """The same for a pipeline that reports its schedule, and every rank's layers (a list for each stage that the rank
+    holds) and how many tensors the rank sent in the first step."""
+    layout, ranks = resolved.run.layout, found["ranks"][:: resolved.run.layout.tp]
+    chunks, layers = layout.virtual_stages, resolved.model.num_layers
+    stages = [ranks[stage % layout.pp]["layers"][stage // layout.pp] for stage in range(layout.pp * chunks)]
+    if [layer for stage in stages for layer in stage] != list(range(layers)):
+        raise SilentFallbackError(f"{layout.strategy} was asked for, but the stages hold the layers {stages}")
+    if found["schedule"] != f"forward_backward_pipelining_{'with' if chunks > 1 else 'without'}_interleaving":
+        raise SilentFallbackError(f"{layout.strategy} was asked for, but {found['schedule']} ran")
+    wanted = 2 * (len(stages) - 1) * resolved.accumulation * layout.tp
+    if (sent := sum(rank["sent"] for rank in found["ranks"])) != wanted:
+        raise SilentFallbackError(
+            f"{layout.strategy} was asked for, whose stages send {wanted} tensors a step, but they sent {sent}"
+        )
 
 
 def check_optimizer(resolved: ResolvedRun, found: dict[str, Any]) -> None:
