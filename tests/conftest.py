@@ -6,11 +6,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the ranks of a te
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from meshwright.launch import launcher
-from meshwright.testing.ranks import RankPool
+if TYPE_CHECKING:  # the process that hands tests to others loads no torch
+    from meshwright.testing.ranks import RankPool
 
 
 def compute_with_one_thread() -> None:
@@ -19,15 +20,22 @@ def compute_with_one_thread() -> None:
     By default they take as many as there are cores. Where tests run side by side, those threads spin while they wait
     for one another: a run of seconds took minutes on a busy machine.
     """
+    from meshwright.launch import launcher
+
     launcher.threads_per_rank = lambda local_ranks: 1
 
 
-compute_with_one_thread()  # before anything imports the function by its name
+def pytest_configure(config: pytest.Config) -> None:
+    hands_out = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    if not hands_out:
+        compute_with_one_thread()  # before anything imports the function by its name
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
+def ranks() -> "Iterator[RankPool]":
     """Gloo ranks in any number, kept for the whole session."""
+    from meshwright.testing.ranks import RankPool
+
     pool = RankPool()
     yield pool
     pool.close()

@@ -31,7 +31,7 @@ from meshwright.parallel.passes import GradientSync, Scale
 from meshwright.parallel.pipeline import Pass, Pipeline, Stages
 from meshwright.spec.actions import Action, Program
 from meshwright.spec.stream import cut_stream
-from meshwright.torch_internals import copy_all_
+from meshwright.torch_internals import copy_all_, keep_gradient_as_made
 
 
 def apply_pipedream(
@@ -198,6 +198,7 @@ class Version:
         self.gradients: dict[int, torch.Tensor] = {}
         for index, weight in enumerate(self.weights):
             if weight.requires_grad:
+                keep_gradient_as_made(weight)
                 weight.register_post_accumulate_grad_hook(self._adder(index))
 
     def _adder(self, index: int) -> Callable[[torch.Tensor], None]:
