@@ -61,11 +61,16 @@ def started(arguments: argparse.Namespace) -> int | None:
     degree = degree_of(arguments)
     if degree == 1 or "ranks" in arguments:
         return None
+    from meshwright.launch import forkserver
+
+    untouched = forkserver.untouched()
     from meshwright.launch.launcher import Nodes, start_workers
     from meshwright.launch.signals import StopRequest
     from meshwright.launch.status import STOPPED, TrainingStopped
     from meshwright.launch.supervise import RestartPolicy
 
+    if untouched:
+        forkserver.fork_here()
     words = ["meshwright.cli.ranks", *arguments.command]
     try:
         with StopRequest(raises=True) as stop:

@@ -71,9 +71,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("--checkout needs --engine: it is the folder of that engine's code")
     if arguments.python:
         raise UserError("--python needs --engine: it runs that engine's program")
+    from meshwright.launch import forkserver
+
+    untouched = forkserver.untouched()
     resolved = _prepare(recipe, arguments)
     if resolved.run.layout.asynchronous:
         return _not_equal_by_design(resolved, arguments)
+    if resolved.run.layout.world_size > 1 and untouched:
+        forkserver.fork_here()
     if resolved.run.layout.world_size <= MOST_RANKS or arguments.full:
         status, found = _prove(resolved, arguments)
         if arguments.json and found is not None:

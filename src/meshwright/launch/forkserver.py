@@ -112,9 +112,10 @@ def fork_here() -> None:
 
     For a process that has computed nothing yet: threads of torch's do not survive a fork.
     """
-    if can_fork() and threading.active_count() == 1:
+    key = _read_at_load(os.environ)
+    if key not in _servers and can_fork() and threading.active_count() == 1:
         _load()
-        _servers[_read_at_load(os.environ)] = _Server.of_this_process()
+        _servers[key] = _Server.of_this_process()
 
 
 def can_fork() -> bool:
