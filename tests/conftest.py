@@ -26,9 +26,20 @@ def compute_with_one_thread() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    hands_out = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
-    if not hands_out:
+    if runs_tests(config):
         compute_with_one_thread()  # before anything imports the function by its name
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if runs_tests(session.config):
+        from meshwright.testing import ranks
+
+        ranks.preload({item.module.__name__ for item in session.items if over_ranks(item)})
+
+
+def runs_tests(config: pytest.Config) -> bool:
+    """Whether this process runs tests, and does not hand them to others."""
+    return hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ from meshwright.testing.ranks import RankPool
 from meshwright.trainer.resolve import resolve_run
 from test_equivalence import assert_equal
 from test_finetune_run import trajectory
-from tiny import tiny_run
+from tiny import NEEDS_SHARDED_INTEGERS, tiny_run
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # what peft asks of transformers
@@ -184,7 +184,10 @@ _ALONE: dict[str, Any] = {}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "method", "strategy"), CASES)
+@pytest.mark.parametrize(
+    ("name", "method", "strategy"),
+    [pytest.param(*case, marks=NEEDS_SHARDED_INTEGERS) if "qlora" in case else case for case in CASES],
+)
 def test_every_layout(ranks: RankPool, directories: Path, name: str, method: str, strategy: str) -> None:
     """Equal to one process, with documents kept apart or blocks recomputed in turn. Gemma's norms and softmax and
     Qwen2-MoE's router compute in fp32 whatever the model's dtype."""

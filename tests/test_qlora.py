@@ -3,6 +3,7 @@ does."""
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from meshwright.models.generate import Sampling
 from meshwright.models.init import draw_rows
 from meshwright.models.linear import Linear
 from meshwright.models.quantized import Quantized
+from meshwright.parallel import data
 from meshwright.serve.trained import continue_texts, open_trained
+from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import LoraSpec
 from meshwright.spec.layout import LayoutSpec
 from meshwright.spec.model import ModelFields
@@ -30,7 +33,7 @@ from meshwright.trainer.resolve import resolve_run
 from test_equivalence import alone, assert_equal
 from test_finetune import fine_tuned
 from test_finetune_run import TEXT, recipe
-from tiny import tiny_run
+from tiny import NEEDS_SHARDED_INTEGERS, tiny_run
 
 METHODS: dict[str, dict[str, Any]] = {
     "nf4-double": {"method": "qlora", "rank": 3},
@@ -82,6 +85,7 @@ def kept_here(run: ResolvedRun) -> dict[str, torch.Tensor]:
     return {name: whole(tensor) for name, tensor in model.named_parameters() if not tensor.is_floating_point()}
 
 
+@NEEDS_SHARDED_INTEGERS
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [24, WIDE])
 @pytest.mark.parametrize("method", METHODS)
@@ -112,12 +116,25 @@ def check(ranks: RankPool, name: str, method: str, **options: Any) -> None:
     assert_equal(outcome, alone(finetune=METHODS[method], **options), slope=5 * 0.1)
 
 
+def refused(run: ResolvedRun) -> str:
+    with mock.patch.object(data, "SHARDS_INTEGERS", False), pytest.raises(UserError) as found:
+        build_here(run)
+    return str(found.value)
+
+
+def test_where_no_integers_are_sharded_several_processes_are_refused(ranks: RankPool) -> None:
+    run = tiny_run(LayoutSpec(dp_shard=2), finetune=METHODS["nf4"])
+    assert "a quantized base on several processes needs PyTorch 2.13 or newer" in ranks.run(2, refused, run)[0]
+
+
+@NEEDS_SHARDED_INTEGERS
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in DATA_PARALLEL if name != "single"])
 def test_data_parallel_layouts(ranks: RankPool, name: str) -> None:
     check(ranks, name, "nf4-double")
 
 
+@NEEDS_SHARDED_INTEGERS
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tp", "zero-3-tp", "cp-ring-tp", "pp-tp", "zero-3-cp"])
 def test_layouts_that_split_the_model(ranks: RankPool, name: str) -> None:

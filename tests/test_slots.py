@@ -28,7 +28,7 @@ from meshwright.testing.layouts import EXPERT_PARALLEL, LAYOUTS
 from meshwright.testing.ranks import RankPool
 from test_equivalence import alone, assert_equal
 from test_qlora import METHODS, WIDE
-from tiny import tiny_run
+from tiny import NEEDS_SHARDED_INTEGERS, tiny_run
 
 D, N, R = 64, 5, 3
 
@@ -197,7 +197,13 @@ compiled (`tests/test_pipeline.py`), and torch cannot compile full recomputation
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
-@pytest.mark.parametrize("name", COMPOSED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=NEEDS_SHARDED_INTEGERS) if "nf4" in name or "int8" in name else name
+        for name in COMPOSED
+    ],
+)
 def test_strategies_compose(ranks: RankPool, name: str) -> None:
     fields, options = COMPOSED[name]
     layout = LayoutSpec.model_validate(fields)

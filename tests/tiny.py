@@ -5,8 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from meshwright.families import resolve_model
+from meshwright.parallel.data import SHARDS_INTEGERS
 from meshwright.plan.stages import balanced_stages, layer_costs
 from meshwright.spec.data import DataSpec
 from meshwright.spec.layout import LayoutSpec
@@ -21,6 +23,9 @@ LR = 1e-2
 EPS = 0.1
 """Large, so that AdamW's step is a smooth function of the gradient: its slope is at most LR / EPS."""
 
+NEEDS_SHARDED_INTEGERS = pytest.mark.skipif(
+    not SHARDS_INTEGERS, reason="FSDP2 of this PyTorch shards no quantized base"
+)
 STRATEGIES = DATA_PARALLEL
 """The strategies that leave the model as it is; most tests that are not about splitting it run over these."""
 

@@ -38,7 +38,11 @@ from meshwright.models.moe import Experts
 from meshwright.parallel.fp8_gather import apply_fp8_gather
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.quantized import apply_quantized
+from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
+
+SHARDS_INTEGERS = torch.__version__ >= "2.13"
+"""Whether FSDP2 takes parameters of integers, such as quantized codes: 2.11 gives every shard a gradient."""
 
 
 def apply_data_parallel(
@@ -48,8 +52,13 @@ def apply_data_parallel(
 
     Experts are a group of their own where they have other data-parallel ranks than the rest: where ranks share them or
     the sequence between blocks. Gradients are summed over ranks, not averaged: the loss is already divided by the
-    global batch's token count.
+    global batch's token count. Raises `UserError` for a quantized base where FSDP2 takes no integers.
     """
+    if not SHARDS_INTEGERS and not all(weight.is_floating_point() for weight in model.parameters()):
+        raise UserError(
+            f"finetune.base: a quantized base on several processes needs PyTorch 2.13 or newer, and this is "
+            f"{torch.__version__}; train it on one process, or leave finetune.base out"
+        )
     options: dict[str, Any] = {
         "reshard_after_forward": layout.zero_stage == 3,
         "mp_policy": policy,

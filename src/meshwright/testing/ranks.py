@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,11 +23,31 @@ MOST_THREADS = 200
 """Number of threads at which a rank is replaced. Every gloo group has three, and one of them wakes a hundred times a
 second even when idle: a thousand of them keep two cores busy."""
 
+LOADED = ("torch", "torch._dynamo", "torch.distributed.fsdp", "meshwright.trainer.setup")
+"""What every rank would load."""
+
 STOPS = sys.platform == "linux"
 """Whether processes are stopped between cases."""
 
 PR_SET_PDEATHSIG = 1
 """Of <linux/prctl.h>."""
+
+
+def preload(modules: Iterable[str]) -> None:
+    """Load these modules once, in the process that ranks are forked from: those whose functions ranks will run.
+
+    Starts that process, so it is to be called before the first pool has a group.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*LOADED, *sorted(modules)])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # multiprocessing tells it no paths before Python 3.13
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
 
 
 class RankPool:
@@ -71,7 +91,7 @@ class _Group:
 
     def __init__(self, world_size: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "meshwright.trainer.setup"])
+        context.set_forkserver_preload([*LOADED])
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes = []

@@ -72,7 +72,7 @@ def kept_by_recomputation() -> Iterator[tuple[Any, list[torch.Tensor]]]:
             names = function.__code__.co_freevars
             cells = dict(_filled(names, function.__closure__))
             storage = getattr(cells.get("recompute_context"), "storage", {})
-            results = leaves([list(of_operation.values()) for of_operation in storage.values()])
+            results = leaves(list(storage.values()))
             recomputed = [tensor for made in frame.recomputed.values() for tensor in made.values()]
             kept = leaves([_inputs_of(frame), [getattr(result, "val", result) for result in results], recomputed])
             yield cells.get("fn", cells.get("function")), [leaf for leaf in kept if isinstance(leaf, torch.Tensor)]
