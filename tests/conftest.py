@@ -1,12 +1,14 @@
 """What all tests share: worker processes, started once, the choice of a tier, and the order of files."""
 
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the ranks of a test share two cores
 
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 
@@ -31,10 +33,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if runs_tests(session.config):
+    modules = {item.module.__name__ for item in session.items if over_ranks(item)}
+    if modules and runs_tests(session.config):
         from meshwright.testing import ranks
 
-        ranks.preload({item.module.__name__ for item in session.items if over_ranks(item)})
+        # Before Python 3.13, multiprocessing does not tell the process that ranks are forked from where modules are.
+        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+            ranks.preload(modules)
 
 
 def runs_tests(config: pytest.Config) -> bool:

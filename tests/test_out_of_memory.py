@@ -200,19 +200,11 @@ LORA = {"method": "lora", "rank": 16}
 SITUATIONS: dict[str, tuple[Machine, float, dict[str, Any], str]] = {
     # name: (machine, the limit as a part of what is predicted, the recipe, the kind that is most of it)
     "large micro batch": (GPU, 0.6, {"training": {"micro_batch": 16}}, "activations"),
-    "large micro batch in fp32": (GPU, 0.6, {"training": {"micro_batch": 8, "precision": "fp32"}}, "activations"),
     "long sequence": (GPU, 0.7, {"data": {"sequence_length": 16384}}, "activations"),
-    "long sequence, selective recomputation": (
-        *(GPU, 0.8),
-        {"data": {"sequence_length": 16384}, "training": {"recompute": "selective"}},
-        "activations",
-    ),
     "large vocabulary": (GPU, 0.8, {"model": {**LLAMA, "vocab": 256000}}, "optimizer"),
     "optimizer state": (GPU, 0.8, {"model": DEEP, "data": {"sequence_length": 256}}, "optimizer"),
-    "wide layers": (GPU, 0.7, {"model": {**LLAMA, "ffn": 16384}, "training": {"micro_batch": 8}}, "activations"),
     "DDP": (GPU, 0.8, {"layout": {"dp_replicate": 8}, "data": {"sequence_length": 256}}, "optimizer"),
     "ZeRO-1": (GPU, 0.8, {"layout": {"dp_shard": 8, "zero": 1}, "model": DEEP}, "activations"),
-    "ZeRO-2": (GPU, 0.8, {"layout": {"dp_shard": 4, "zero": 2}, "training": {"micro_batch": 8}}, "activations"),
     "ZeRO-3": (GPU, 0.7, {"layout": {"dp_shard": 4}, "training": {"micro_batch": 8}}, "activations"),
     "hybrid sharding": (
         *(GPU, 0.7),

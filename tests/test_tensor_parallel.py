@@ -46,7 +46,7 @@ SPLITS = {(layout.tp, layout.pp, layout.data_parallel, layout.zero_stage): name 
 """A layout of each kind of parts, by what the table reads of it."""
 
 
-@pytest.mark.parametrize("name", SPLITS.values())
+@pytest.mark.parametrize("name", [name for name in SPLITS.values() if LAYOUTS[name].world_size < 8])
 def test_every_rank_keeps_exactly_what_the_table_says(ranks: RankPool, name: str) -> None:
     """Of weights, gradients and both moments of AdamW, all of the same number of bytes an element."""
     layout, family = LAYOUTS[name], ("gpt2", "qwen2", "qwen3")[len(name) % 3]

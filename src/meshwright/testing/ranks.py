@@ -38,16 +38,8 @@ def preload(modules: Iterable[str]) -> None:
 
     Starts that process, so it is to be called before the first pool has a group.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*LOADED, *sorted(modules)])
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # multiprocessing tells it no paths before Python 3.13
-    try:
-        forkserver.ensure_running()
-    finally:
-        del os.environ["PYTHONPATH"]
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*LOADED, *sorted(modules)])
+    forkserver.ensure_running()
 
 
 class RankPool:
