@@ -15,6 +15,7 @@ from meshwright.engines.layouts import layout_called
 from meshwright.engines.registry import ENGINES
 from meshwright.imports.recipe import import_files
 from meshwright.spec.errors import UserError
+from meshwright.spec.offload import OffloadSpec
 from meshwright.spec.recipe import parse_spec
 from meshwright.spec.run import Run
 from meshwright.trainer.resolve import resolve_run
@@ -236,8 +237,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     ),
     "deepspeed_z3.json": (
         {"ranks": 4, "model": "llama-3.2-1b"},
-        {"layout.zero": 3, "layout.dp_shard": 4, "training.global_batch": 32, "training.clip": 1.0},
-        ["offload_optimizer.device=nvme", "nvme_path=/local_nvme"],
+        {
+            "layout.zero": 3,
+            "layout.dp_shard": 4,
+            "training.global_batch": 32,
+            "training.clip": 1.0,
+            "layout.offload": OffloadSpec(optimizer="disk", directory="/local_nvme"),
+        },
+        [],
     ),
     "nanogpt_gpt2.py": (
         {"ranks": 8},
@@ -375,3 +382,30 @@ def test_malformed_files_are_one_sentence(tmp_path, name):
     with pytest.raises(UserError, match=HOSTILE[name][1]) as error:
         import_files([tmp_path / name], model="gpt2", ranks=1)
     assert len(str(error.value)) < 500
+
+
+OFFLOADED = {
+    "both": (
+        {"optimizer": "nvme", "param": "nvme"},
+        OffloadSpec(optimizer="disk", parameters="disk", directory="/fast"),
+        [],
+    ),
+    "parameters in memory": (
+        {"optimizer": "nvme", "param": "cpu"},
+        OffloadSpec(optimizer="disk", parameters="host", directory="/fast"),
+        [],
+    ),
+    "parameters alone": ({"param": "nvme"}, OffloadSpec(optimizer="host", parameters="host"), ["offload_param"]),
+}
+"""Devices in DeepSpeed's JSON -> the recipe's offloading, and keys without a counterpart."""
+
+
+@pytest.mark.parametrize("what", OFFLOADED)
+def test_what_deepspeed_keeps_on_disk_is_there_in_the_recipe(tmp_path, what):
+    devices, expected, without = OFFLOADED[what]
+    zero = {f"offload_{part}": {"device": device, "nvme_path": "/fast"} for part, device in devices.items()}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **zero}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    text, reading = import_files([tmp_path / "ds.json"], ranks=2, model="llama-3.2-1b")
+    assert parse_spec(text, Run).layout.offload == expected
+    assert [origin for origin, _ in reading.without if not any(key in origin for key in without)] == []

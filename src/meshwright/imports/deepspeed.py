@@ -7,6 +7,9 @@ from meshwright.imports.reading import Reading, Rule, fact, flat, nothing, posit
 
 OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "fusedadam": "adamw", "muon": "muon"}
 SCHEDULES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
+PLACES = {"cpu": "host", "nvme": "disk"}
+PARTS = {"offload_optimizer": "optimizer", "offload_param": "parameters"}
+"""Sections of a configuration -> what of a rank's state they move."""
 COMMUNICATION = "buckets and overlap of communication are chosen by PyTorch"
 
 
@@ -14,11 +17,47 @@ def _betas(reading: Reading, value: Any, origin: str) -> None:
     reading.set("training.optimizer.betas", list(value), origin)
 
 
-def _offload(reading: Reading, value: Any, origin: str) -> None:
-    if value == "cpu":
+def _offload(part: str) -> Rule:
+    """Keeps where a part of the state is, and on disk its folder, for `_settle_offload`."""
+
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        if value in PLACES:
+            reading.fact(f"offloaded {part}", PLACES[value], origin)
+        elif value != "none":
+            reading.give_up(origin, f"state is kept at {', '.join(PLACES)} or none")
+
+    return rule
+
+
+def _folder(reading: Reading, value: Any, origin: str) -> None:
+    if "offload folder" not in reading.facts:
+        reading.fact("offload folder", str(value), origin)
+    elif reading.facts["offload folder"][0] != str(value):
+        reading.give_up(origin, "all files are in one folder, that of the optimizer's")
+
+
+def _settle_offload(reading: Reading) -> None:
+    """Set the recipe's offloading: its parameters are on disk only beside the optimizer's state."""
+    kept = {part: reading.facts[f"offloaded {part}"] for part in PARTS.values() if f"offloaded {part}" in reading.facts}
+    if not kept:
+        return
+    origin = "; ".join(where for _, where in kept.values())
+    if "disk" not in [place for place, _ in kept.values()]:
         reading.set("layout.offload", "cpu", origin)
-    elif value != "none":
-        reading.give_up(origin, "state is kept on the device or in host memory")
+        return
+    found = {part: place for part, (place, _) in kept.items()}
+    if found.get("parameters") == "disk" and found.get("optimizer") != "disk":
+        reading.give_up(
+            kept["parameters"][1], "parameters are on disk only beside the optimizer's state; see layout.offload"
+        )
+        found["parameters"] = "host"
+        found.setdefault("optimizer", "host")
+    if found.get("optimizer") == "disk" and "offload folder" in reading.facts:
+        folder, where = reading.facts["offload folder"]
+        found, origin = found | {"directory": folder}, f"{origin}; {where}"
+    elif "offload folder" in reading.facts:
+        reading.give_up(reading.facts["offload folder"][1], "nothing is on disk")
+    reading.set("layout.offload", found, origin)
 
 
 RULES: Mapping[str, Rule] = {
@@ -54,8 +93,24 @@ RULES: Mapping[str, Rule] = {
     "communication_data_type": words("training.reduce_dtype", {"fp32": "fp32", "bf16": "bf16", "bfp16": "bf16"}),
     "data_types.grad_accum_dtype": words("training.reduce_dtype", {"fp32": "fp32", "bf16": "bf16"}),
     "zero_optimization.stage": fact("zero"),
-    "zero_optimization.offload_optimizer.device": _offload,
-    "zero_optimization.offload_param.device": _offload,
+    **{f"zero_optimization.{section}.device": _offload(part) for section, part in PARTS.items()},
+    **{f"zero_optimization.{section}.nvme_path": _folder for section in PARTS},
+    **{
+        f"zero_optimization.{section}.{key}": nothing("reads and writes of the next bucket overlap a step")
+        for section in PARTS
+        for key in ("pipeline_read", "pipeline_write", "pipeline")
+    },
+    **{
+        f"aio.{key}": nothing("files are mapped, and read and written a bucket at a time")
+        for key in (
+            "block_size",
+            "queue_depth",
+            "thread_count",
+            "intra_op_parallelism",
+            "single_submit",
+            "overlap_events",
+        )
+    },
     "zero_optimization.zero_hpz_partition_size": fact("shard"),
     "zero_optimization.mics_shard_size": lambda reading, value, origin: (
         reading.fact("shard", value, origin) if value and value > 0 else None
@@ -99,6 +154,7 @@ def is_deepspeed(values: Mapping[str, Any]) -> bool:
 def read_deepspeed(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read a DeepSpeed configuration."""
     reading.take(flat(values), RULES, file)
+    _settle_offload(reading)
     if "optimizer" in values:
         reading.default("training.optimizer.betas", [0.9, 0.999], f"{file} (DeepSpeed's default)")
         reading.default("training.optimizer.weight_decay", 0.0, f"{file} (DeepSpeed's default)")
