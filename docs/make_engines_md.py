@@ -158,10 +158,43 @@ show it, because Adam does not depend on the gradient's scale: the norm does, an
 `meshwright export run.yaml --engine deepspeed --program handed-over` writes the program of a whole run, with its
 configuration, initial weights and the order of all samples.
 
-`meshwright export run.yaml --engine axolotl --program handed-over` writes axolotl's configuration for the fine-tuning
-of a Hugging Face directory: `axolotl train handed-over/axolotl.yaml` reads the recipe's own data. Our importer reads
-the file back while it is written, and a setting that comes back otherwise is refused by name. axolotl itself has not
-run it.
+## Written, not run here
+
+`export` also writes what only a GPU or the other system itself can run. `compare` and `verify --engine` refuse these
+names, with the reason.
+
+| `--engine` | what is written | who checked it here |
+|---|---|---|
+| `hf_trainer_fsdp` | the `Trainer` with `fsdp` and `fsdp_config` (FSDP2) | transformers 5.23.0's `TrainingArguments` |
+| `accelerate_fsdp` | `Accelerator` with the FSDP2 plug-in, hybrid sharding too | Accelerate 1.15.0's plug-in |
+| `accelerate_deepspeed` | `Accelerator` with the DeepSpeed plug-in and `ds_config.json` | Accelerate's plug-in, DeepSpeed 0.19.8's configuration |
+| `deepspeed` with `layout.quantized_weights=int8`, `quantized_gradients=int4` | ZeRO++'s qwZ and qgZ | DeepSpeed 0.19.8's configuration |
+| `torchtitan` | `run_torchtitan.py`, for `--module run_torchtitan --config run` | torchtitan 0.3.0's `ConfigManager`; its schedule, decay groups and model sizes |
+| `megatron_lm` | `pretrain.sh` with the flags of `pretrain_gpt.py` | the parser and `validate_args` of Megatron-LM's main branch of 2026-08-22 (0.20.0), its schedule |
+| `megatron_bridge` | `megatron_bridge.yaml`, NeMo's configuration since 2025 | Megatron-Bridge's `ConfigContainer.from_yaml`, main branch of 2026-08-22 |
+| `axolotl` | `axolotl.yaml` for the fine-tuning of a Hugging Face directory | the names of its schema |
+
+```
+$ meshwright export run.yaml --engine torchtitan --program handed-over
+$ meshwright export run.yaml --engine megatron_lm --program handed-over
+```
+
+A program for GPUs ends at once on a CPU, and says why: there the packages would train with DDP in silence. Programs of
+the Trainer and of Accelerate's FSDP2 plug-in were run on two CPU processes with that choice forced to FSDP: five steps
+had the losses and norms of DDP, to 5e-7. They have not run on GPUs.
+
+A configuration names the recipe's own model and data. Our importer reads the file back while it is written: a setting
+that comes back otherwise is refused by name, and one that changes no weight is listed in `left-out.md`, with what the
+system does in its own way:
+
+- torchtitan starts to lower the rate a step later, and reaches the same last rate; its sizes 1B and 3B scale rope by 8,
+  the published models by 32, so the file says 32; norms and biases get a group without decay.
+- Megatron's rate starts at 0, so every step has the rate of the step before it here. It reads token files (`NAME.bin`
+  with `NAME.idx`, which `data.cache_dir` has), and does not start from Hugging Face weights.
+- Megatron-FSDP (ZeRO-2 and -3) must not find `CUDA_DEVICE_MAX_CONNECTIONS=1`, which its other layouts need; the script
+  sets it where it must.
+
+`pytest --engines tests/test_engines_schemas.py` repeats the checks where the systems are installed; it says how.
 
 ## Proof against one process
 
@@ -287,9 +320,9 @@ def _predicted() -> Iterator[str]:
 NOT_YET = """\
 ## Not yet
 
-axolotl's configuration is only written, torchtitan's not at all, and there is no engine for Megatron-core's distributed
-optimizer, nor for replicas of its pipelines. Only the Trainer, peft and trl read records. Programs have run on CPUs
-only; on GPUs they are not tested.
+Nothing is written for NeMo AutoModel, Nanotron, LLM-Foundry and LLaMA-Factory, nor for Lightning's `FSDPStrategy` and
+`DeepSpeedStrategy`. There is no engine for Megatron-core's distributed optimizer, nor for replicas of its pipelines. Only
+the Trainer, peft and trl read records. Programs have run on CPUs only; on GPUs they are not tested.
 """
 
 

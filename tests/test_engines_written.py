@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from meshwright.cli.export import WRITTEN_ONLY
 from meshwright.cli.main import main
 from meshwright.engines.engine import InexpressibleError
 from meshwright.engines.registry import WRITTEN, find_engine
@@ -163,6 +164,7 @@ def test_the_verb_writes_the_configuration_and_what_the_system_does_in_its_own_w
 
 
 def test_the_names_of_engines_that_are_only_written_are_known(folder):
+    assert all(name in WRITTEN_ONLY for name in WRITTEN)  # the help of export
     with pytest.raises(UserError, match="only written"):
         find_engine("torchtitan")
     with pytest.raises(UserError, match=r"unknown engine 'torchtitn'; there are .*torchtitan.* 'torchtitan'"):

@@ -15,6 +15,11 @@ from meshwright.spec.precision import FP32, FP64, ComputeName, GgufName
 if TYPE_CHECKING:
     from meshwright.serve.trained import TrainedModel
 
+WRITTEN_ONLY = (
+    "one that is only written: axolotl, torchtitan, megatron_lm, megatron_bridge; for GPUs hf_trainer_fsdp, "
+    "accelerate_fsdp, accelerate_deepspeed"
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the operands and options of `export`."""
@@ -35,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     into.add_argument(
         "--program", metavar="DIR", type=Path, help="write the run as a program of --engine, with its inputs"
     )
-    parser.add_argument("--engine", metavar="NAME", help="with --program: bare, hf_trainer, deepspeed, axolotl, ...")
+    parser.add_argument("--engine", metavar="NAME", help=f"with --program: one that compare runs, or {WRITTEN_ONLY}")
     parser.add_argument("--license", metavar="ID", help="with --hub: the model's license, such as apache-2.0")
     parser.add_argument("--private", action="store_true", help="with --hub: make the repository private")
     parser.add_argument("--dry-run", action="store_true", help="with --hub: show what would be pushed; send nothing")
@@ -69,7 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  meshwright export runs/lora --adapter runs/lora/adapter\n"
         "  meshwright export runs/lora --hf runs/lora/merged --merge\n"
         "  meshwright export runs/demo --hub owner/demo --license apache-2.0 --dry-run\n"
-        "  meshwright export run.yaml --engine deepspeed --program handed-over"
+        "  meshwright export run.yaml --engine deepspeed --program handed-over\n"
+        "  meshwright export run.yaml --engine torchtitan --program handed-over"
     )
 
 
@@ -212,9 +218,19 @@ def _hand_over(arguments: argparse.Namespace) -> int:
     left_out = {setting.path: setting.why for setting in translation.left_out}
     if arguments.json:
         files = [*translation.files, *([] if engine.reads_sources else ["start", "data"])]
-        print_json({"directory": str(arguments.program), "engine": engine.name, "files": files, "left_out": left_out})
+        print_json(
+            {
+                "directory": str(arguments.program),
+                "engine": engine.name,
+                "files": files,
+                "left_out": left_out,
+                "notes": list(translation.notes),
+            }
+        )
         return 0
     print(f"{arguments.model} written to {arguments.program} as {translation.program}, {translation.lines} lines")
     for path, why in left_out.items():
         print(f"left out    {path}: {why}")
+    for note in translation.notes:
+        print(f"its own way {note}")
     return 0
