@@ -87,7 +87,7 @@ environment of yours. nanoGPT is not a package: name its folder with `--checkout
 | `accelerate` | `Accelerator`: DDP |
 | `fabric`, `lightning` | Lightning's Fabric and its Trainer: DDP; FSDP2, tensor, and both, by `ModelParallelStrategy` |
 | `deepspeed` | ZeRO 0 to 3, hpZ, AutoTP, Ulysses, 1F1B pipeline, state in host memory and on disk |
-| `megatron` | Megatron-core's GPT model of local layers: tensor parallel, DDP; 1F1B and interleaved pipeline |
+| `megatron` | Megatron-core's GPT model of local layers, tensor parallel, under PyTorch's DDP |
 | `litgpt` | LitGPT's model under Fabric, on one process |
 | `nanogpt` | nanoGPT's model and optimizer, and DDP as in its train.py |
 | `peft` | peft's adapters (LoRA, DoRA, rsLoRA, IA3) under the `Trainer`, on one process and under DDP |
@@ -142,14 +142,6 @@ DeepSpeed keeps state on disk under ZeRO-3 only, through its operator for asynch
 row is an error. The program's files lie in `layout.offload.directory`, by default in the folder `offload` beside it,
 and are removed after the last step. Our recipes have no parameters on disk, so the program has none.
 
-Megatron-core 0.16.1 allocates on a GPU whatever the device: a count of tokens at the start of every pipeline schedule
-(`torch.zeros([], dtype=torch.int, device="cuda")` in `pipeline_parallel/schedules.py`), the last stage's copy of tied
-embeddings, and what a stage receives. The program's `TorchFunctionMode` puts the first two onto the program's device,
-and the schedule gets a `p2p_communicator` that receives there; nothing of Megatron-core is replaced. So the program
-runs its `forward_backward_pipelining_without_interleaving` (`layout.pp`) and `..._with_interleaving`
-(`layout.schedule=interleaved-1f1b`), also with tensor parallelism. It reports the schedule, the layers of every stage
-and the tensors sent, and other ones than the layout's are an error.
-
 Under DeepSpeed's Ulysses a rank holds a part of each sample. Version 0.19.8 adds up the gradients of a sample's ranks
 under ZeRO 1 and 2, and averages them under ZeRO 3 (there the default `reduce_scatter` divides by all ranks). The
 program multiplies the loss accordingly; a script that moves from stage 2 to stage 3 must do so itself. Losses hardly
@@ -167,11 +159,16 @@ names, with the reason.
 |---|---|---|
 | `hf_trainer_fsdp` | the `Trainer` with `fsdp` and `fsdp_config` (FSDP2) | transformers 5.23.0's `TrainingArguments` |
 | `accelerate_fsdp` | `Accelerator` with the FSDP2 plug-in, hybrid sharding too | Accelerate 1.15.0's plug-in |
-| `accelerate_deepspeed` | `Accelerator` with the DeepSpeed plug-in and `ds_config.json` | Accelerate's plug-in, DeepSpeed 0.19.8's configuration |
-| `deepspeed` with `layout.quantized_weights=int8`, `quantized_gradients=int4` | ZeRO++'s qwZ and qgZ | DeepSpeed 0.19.8's configuration |
-| `torchtitan` | `run_torchtitan.py`, for `--module run_torchtitan --config run` | torchtitan 0.3.0's `ConfigManager`; its schedule, decay groups and model sizes |
-| `megatron_lm` | `pretrain.sh` with the flags of `pretrain_gpt.py` | the parser and `validate_args` of Megatron-LM's main branch of 2026-08-22 (0.20.0), its schedule |
-| `megatron_bridge` | `megatron_bridge.yaml`, NeMo's configuration since 2025 | Megatron-Bridge's `ConfigContainer.from_yaml`, main branch of 2026-08-22 |
+| `accelerate_deepspeed` | `Accelerator` with the DeepSpeed plug-in and `ds_config.json` \
+| Accelerate's plug-in, DeepSpeed 0.19.8's configuration |
+| `deepspeed` with `layout.quantized_weights=int8`, `quantized_gradients=int4` | ZeRO++'s qwZ and qgZ \
+| DeepSpeed 0.19.8's configuration |
+| `torchtitan` | `run_torchtitan.py`, for `--module run_torchtitan --config run` \
+| torchtitan 0.3.0's `ConfigManager`; its schedule, decay groups and model sizes |
+| `megatron_lm` | `pretrain.sh` with the flags of `pretrain_gpt.py` \
+| the parser and `validate_args` of Megatron-LM's main branch of 2026-08-22 (0.20.0), its schedule |
+| `megatron_bridge` | `megatron_bridge.yaml`, NeMo's configuration since 2025 \
+| Megatron-Bridge's `ConfigContainer.from_yaml`, main branch of 2026-08-22 |
 | `axolotl` | `axolotl.yaml` for the fine-tuning of a Hugging Face directory | the names of its schema |
 
 ```
@@ -321,8 +318,8 @@ NOT_YET = """\
 ## Not yet
 
 Nothing is written for NeMo AutoModel, Nanotron, LLM-Foundry and LLaMA-Factory, nor for Lightning's `FSDPStrategy` and
-`DeepSpeedStrategy`. There is no engine for Megatron-core's distributed optimizer, nor for replicas of its pipelines. Only
-the Trainer, peft and trl read records. Programs have run on CPUs only; on GPUs they are not tested.
+`DeepSpeedStrategy`. There is no engine for Megatron-core's distributed optimizer, nor for replicas of its pipelines.
+Only the Trainer, peft and trl read records. Programs have run on CPUs only; on GPUs they are not tested.
 """
 
 
