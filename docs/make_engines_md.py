@@ -87,7 +87,7 @@ environment of yours. nanoGPT is not a package: name its folder with `--checkout
 | `accelerate` | `Accelerator`: DDP |
 | `fabric`, `lightning` | Lightning's Fabric and its Trainer: DDP; FSDP2, tensor, and both, by `ModelParallelStrategy` |
 | `deepspeed` | ZeRO 0 to 3, hpZ, AutoTP, Ulysses, 1F1B pipeline, state in host memory and on disk |
-| `megatron` | Megatron-core's GPT model of local layers, tensor parallel, under PyTorch's DDP |
+| `megatron` | Megatron-core's GPT model of local layers: tensor parallel, DDP; 1F1B and interleaved pipeline |
 | `litgpt` | LitGPT's model under Fabric, on one process |
 | `nanogpt` | nanoGPT's model and optimizer, and DDP as in its train.py |
 | `peft` | peft's adapters (LoRA, DoRA, rsLoRA, IA3) under the `Trainer`, on one process and under DDP |
@@ -141,6 +141,14 @@ DeepSpeed keeps state on disk under ZeRO-3 only, through its operator for asynch
 (`apt install libaio-dev`). Groups of parameters of less than 1 MiB stay in memory; if nothing is on disk, the engine's
 row is an error. The program's files lie in `layout.offload.directory`, by default in the folder `offload` beside it,
 and are removed after the last step. Our recipes have no parameters on disk, so the program has none.
+
+Megatron-core 0.16.1 allocates on a GPU whatever the device: a count of tokens at the start of every pipeline schedule
+(`torch.zeros([], dtype=torch.int, device="cuda")` in `pipeline_parallel/schedules.py`), the last stage's copy of tied
+embeddings, and what a stage receives. The program's `TorchFunctionMode` puts the first two onto the program's device,
+and the schedule gets a `p2p_communicator` that receives there; nothing of Megatron-core is replaced. So the program
+runs its `forward_backward_pipelining_without_interleaving` (`layout.pp`) and `..._with_interleaving`
+(`layout.schedule=interleaved-1f1b`), also with tensor parallelism. It reports the schedule, the layers of every stage
+and the tensors sent, and other ones than the layout's are an error.
 
 Under DeepSpeed's Ulysses a rank holds a part of each sample. Version 0.19.8 adds up the gradients of a sample's ranks
 under ZeRO 1 and 2, and averages them under ZeRO 3 (there the default `reduce_scatter` divides by all ranks). The
