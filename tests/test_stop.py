@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import sys
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -90,6 +91,16 @@ def without_its_parent(stop: StopRequest) -> None:
     time.sleep(10)
 
 
+def without_its_parent_or_a_reader(stop: StopRequest) -> None:
+    """Whoever read its errors has gone with its parent."""
+    reading, writing = os.pipe()
+    os.dup2(writing, sys.stderr.fileno())
+    os.close(reading)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    end_with(os.getpid())
+    time.sleep(10)
+
+
 def statuses() -> list[int]:
     works = (
         before_the_first_step,
@@ -99,12 +110,14 @@ def statuses() -> list[int]:
         never,
         with_its_parent,
         without_its_parent,
+        without_its_parent_or_a_reader,
     )
     return [end_of(work) for work in works]
 
 
 def test_what_a_worker_does_when_it_hears_a_signal(ranks: RankPool) -> None:
-    assert ranks.run(1, statuses) == [[STOPPED, STOPPED, 128 + signal.SIGINT, 0, 0, 0, 128 + signal.SIGHUP]]
+    lost = 128 + signal.SIGHUP
+    assert ranks.run(1, statuses) == [[STOPPED, STOPPED, 128 + signal.SIGINT, 0, 0, 0, lost, lost]]
 
 
 def test_the_process_that_people_started_is_interrupted() -> None:

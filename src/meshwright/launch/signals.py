@@ -118,8 +118,10 @@ def end_with(parent: int) -> None:
     def look() -> None:
         while os.getppid() == parent:
             time.sleep(PARENT_SECONDS)
-        print(f"error: the launcher, process {parent}, has ended, so this worker ends", file=sys.stderr, flush=True)
-        os._exit(128 + signal.SIGHUP)
+        try:
+            print(f"error: the launcher, process {parent}, has ended, so this worker ends", file=sys.stderr, flush=True)
+        finally:  # whoever read it may have gone too
+            os._exit(128 + signal.SIGHUP)
 
     if parent and not any(thread.name == PARENT_THREAD for thread in threading.enumerate()):
         threading.Thread(target=look, name=PARENT_THREAD, daemon=True).start()
