@@ -153,7 +153,8 @@ and the tensors sent, and other ones than the layout's are an error.
 Under DeepSpeed's Ulysses a rank holds a part of each sample. Version 0.19.8 adds up the gradients of a sample's ranks
 under ZeRO 1 and 2, and averages them under ZeRO 3 (there the default `reduce_scatter` divides by all ranks). The
 program multiplies the loss accordingly; a script that moves from stage 2 to stage 3 must do so itself. Losses hardly
-show it, because Adam does not depend on the gradient's scale: the norm does, and clipping.
+show it, because Adam does not depend on the gradient's scale: the norm does, and clipping
+([a reproducer](findings.md#gradients-of-a-shared-sample-in-deepspeed)).
 
 `meshwright export run.yaml --engine deepspeed --program handed-over` writes the program of a whole run, with its
 configuration, initial weights and the order of all samples.
