@@ -40,6 +40,7 @@ SETTINGS: dict[str, list[str]] = {
     "attention: math": ["training.attention=math"],
     "clip: null": ["training.clip=null"],
     "compile: true": ["training.compile=true"],
+    "compile_scope: model": ["training.compile=true", "training.compile_scope=model"],
 }
 ABSENT = "the recipe as it is"
 WARM_UP, STEPS, GLOBAL_BATCH, THREADS, EVERY = 2, 5, 8, 1, 4

@@ -113,12 +113,24 @@ def test_layouts_with_a_named_kernel_equal_one_process(ranks: RankPool, family: 
     ("training", "layout", "problem"),
     [
         ({"attention": "math"}, {"cp": 2, "cp_method": "ring"}, "use layout.cp_method=ulysses, or training.attention="),
-        ({"compile_mode": "max-autotune-no-cudagraphs"}, {}, "is of compiled blocks; set compile=true"),
+        ({"compile_mode": "max-autotune-no-cudagraphs"}, {}, "is of what is compiled; set compile=true"),
+        ({"compile": True, "compile_scope": "model"}, {"pp": 2}, "with layout.pp=2: .*; use compile_scope=block"),
+        (
+            {"compile": True, "compile_scope": "model"},
+            {"offload": {"optimizer": "disk", "parameters": "disk"}},
+            "weights are read between blocks; use compile_scope=block",
+        ),
+        (
+            {"compile": True, "compile_scope": "model"},
+            {"offload": {"activations": "host"}},
+            "activations move between blocks; use compile_scope=block",
+        ),
+        ({"compile_scope": "model"}, {}, "compile_scope=model is of what is compiled; set compile=true"),
     ],
 )
 def test_what_makes_no_sense_is_refused(training: dict[str, Any], layout: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        resolve_run(tiny_run(LayoutSpec(**layout), **training).run, base_dir=Path())
+        resolve_run(tiny_run(LayoutSpec.model_validate(layout), **training).run, base_dir=Path())
 
 
 def test_blocks_are_compiled_in_the_recipes_mode() -> None:
@@ -132,6 +144,12 @@ def test_blocks_are_compiled_in_the_recipes_mode() -> None:
         return compute
 
     with mock.patch("torch.compile", compiled):
-        apply_compile(model.layers, mode)
+        apply_compile(model, mode)
     assert asked_of == 2 * [{"dynamic": False, "mode": mode}]
     assert "compiled (max-autotune-no-cudagraphs)" in str(model)
+    whole = build_here(tiny_run(LayoutSpec())).model
+    assert isinstance(whole, Decoder)
+    with mock.patch("torch.compile", compiled):
+        apply_compile(whole, mode, "model")
+    assert asked_of == 3 * [{"dynamic": False, "mode": mode}]
+    assert str(whole).count("compiled (as one, max-autotune-no-cudagraphs)") == 1

@@ -210,7 +210,7 @@ def test_a_block_compiles_without_graph_breaks(family):
     torch._dynamo.reset()
     options = {"fullgraph": spec.num_experts == 0, "backend": "aot_eager"}
     with mock.patch("torch.compile", functools.partial(torch.compile, **options)):
-        apply_compile(compiled.layers)
+        apply_compile(compiled)
     for model in (plain, compiled):
         summed_loss(model, tokens, tokens).backward()
     for (name, parameter), expected in zip(compiled.named_parameters(), plain.parameters(), strict=True):

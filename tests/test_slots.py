@@ -172,6 +172,26 @@ def compiled_step(run: ResolvedRun) -> Outcome | None:
         return one_step(run)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"dp_shard": 2}, {}),
+        pytest.param({"dp_replicate": 2}, {}, marks=pytest.mark.slow),
+        pytest.param({"tp": 2}, {"recompute": "selective"}, marks=pytest.mark.slow),
+        pytest.param({"dp_shard": 2, "ep": 2}, {"family": "mixtral"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_compiled_as_one_equals_one_process(
+    ranks: RankPool, fields: dict[str, Any], options: dict[str, Any]
+) -> None:
+    run = tiny_run(LayoutSpec.model_validate(fields), compile=True, compile_scope="model", accumulation=2, **options)
+    outcome = ranks.run(2, compiled_step, run, timeout=120)[0]
+    assert_equal(outcome, alone(**{key: value for key, value in options.items() if key == "family"}), slope=5 * 0.1)
+
+
 ZERO_BUBBLE = {"pp": 2, "schedule": "interleaved-zero-bubble", "stages_per_rank": 1}
 COMPOSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "zero-bubble zero-3 lora recompute": (

@@ -16,7 +16,7 @@ if workload.precision == "bf16":  # the model computes with copies of fp32 weigh
     weights = [weight.detach().clone() for weight in copies]
     model.bfloat16()
 if workload.compile:
-    apply_compile(model.layers)
+    apply_compile(model)
 optimizer = torch.optim.AdamW(decay_groups(weights), lr=LR, betas=BETAS, eps=EPS, fused=True)
 for inputs, labels in workload.batches():
     loss = model(Batch(inputs, labels), lambda x, head, batch: head.loss(x, batch.labels)) / labels.numel()

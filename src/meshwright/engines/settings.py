@@ -89,6 +89,7 @@ RULES: Mapping[str, Rule] = {
     "training.recompute": _recompute,
     "training.attention": _left_out("the program leaves the kernel to PyTorch"),
     "training.compile_mode": _left_out("the program compiles in the default mode"),
+    "training.compile_scope": _left_out("the program compiles what it does by default"),
     "training.optimizer.name": only("adamw", why="the program supports AdamW only"),
     "training.optimizer.state_dtype": only("fp32", why="the program keeps moments in fp32"),
     "training.master_dtype": only("fp32", why="the program's optimizer updates fp32 weights"),

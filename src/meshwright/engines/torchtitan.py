@@ -73,8 +73,8 @@ class TorchtitanConfig(WrittenEngine):
             found["training.precision"] = f"the file has {FP32.name} and {BF16.name}"
         if run.training.reduce_dtype != FP32.name:
             found["training.reduce_dtype"] = "torchtitan reduces gradients in fp32"
-        if run.layout.tiers.words and run.layout.zero_stage != 3:
-            found["layout.offload"] = "FSDP2 offloads what layout.zero=3 shards"
+        if run.layout.tiers.words and (run.layout.zero_stage != 3 or run.layout.offload != "cpu"):
+            found["layout.offload"] = "FSDP2 offloads what layout.zero=3 shards, and all of it: layout.offload=cpu"
         return found
 
     def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from meshwright.models.masks import Documents, attention_mask, document_position
 from meshwright.models.moe import MoE
 from meshwright.models.norm import build_norm
 from meshwright.models.rope import RopeTables, rope_tables
-from meshwright.models.slots import Wrapped
+from meshwright.models.slots import Compute, Wrapped, Wrapper
 from meshwright.spec.errors import UserError
 from meshwright.spec.model import ModelSpec
 
@@ -77,6 +77,10 @@ class Decoder(nn.Module):
 
     make_reader: Callable[["Decoder"], Any] | None = None
     """A slot: makes the reader of rows that are generated (`serve/readers.py`); None: by the kind of model."""
+
+    wrapper: Wrapper | None = None
+    run: Compute | None = None
+    """A slot: `compute` in a wrapper of the whole model."""
 
     def keep_layers(self, parts: Iterable[range]) -> None:
         """Drop every module that `forward(layers=part)` does not need for these parts of the layers.
@@ -140,15 +144,30 @@ class Decoder(nn.Module):
         if positions_BT is None:
             self._check_positions(length)
             positions_BT = torch.arange(length, device=device)
-        y_BTD = self._embed(batch.tokens, positions_BT) if x_BTD is None else x_BTD
+        compute = self.compute if self.run is None or cache is not None else self.run
+        y_BTD = compute(batch.tokens if x_BTD is None else x_BTD, positions_BT, mask, layers, cache)
+        if layers.stop < self.spec.num_layers or read is None:
+            return y_BTD
+        return read(y_BTD, Head(self.head_split, self.head_weight), batch)
+
+    def compute(
+        self, entering: torch.Tensor, positions_BT: torch.Tensor, mask: Mask, layers: range, cache: Cache | None
+    ) -> torch.Tensor:
+        """The hidden states after `layers`, normed after the last one; `entering` are tokens or the residual stream."""
+        y_BTD = entering if entering.is_floating_point() else self._embed(entering, positions_BT)
         rope = rope_tables(self.spec, positions_BT) if self.spec.positions == "rope" else None
         for key in map(str, layers):
             block = self.layers[key]
             y_BTD = block(y_BTD, rope, mask) if cache is None else block(y_BTD, rope, mask, cache.layers[key])
-        if layers.stop < self.spec.num_layers:
-            return y_BTD
-        y_BTD = self.norm(y_BTD)
-        return y_BTD if read is None else read(y_BTD, Head(self.head_split, self.head_weight), batch)
+        return y_BTD if layers.stop < self.spec.num_layers else self.norm(y_BTD)
+
+    def wrap(self, wrapper: Wrapper) -> None:
+        """Fill the slot around `compute`, where nothing is generated."""
+        self.wrapper, self.run = wrapper, wrapper(self.compute)
+
+    def extra_repr(self) -> str:
+        """What is around `compute`."""
+        return "" if self.wrapper is None else f"run: {self.wrapper}"
 
     def tell_draws(self, batch: TensorBatch) -> None:
         """Give dropouts the batch's tokens: before it is computed, or recomputed in a backward pass after other

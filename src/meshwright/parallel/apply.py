@@ -64,7 +64,7 @@ def apply_parallelism(
         apply_expert_parallel(model, meshes)
     apply_recompute(model.layers, resolved.recompute)
     if run.training.compile:
-        apply_compile(model.layers, run.training.compile_mode)
+        apply_compile(model, run.training.compile_mode, run.training.compile_scope)
     if run.layout.tiers.activations == "host":
         apply_activation_offload(model.layers)
     if meshes is None:

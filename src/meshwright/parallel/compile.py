@@ -1,20 +1,21 @@
-"""torch.compile of single blocks, so that one compilation serves all of them."""
+"""torch.compile of single blocks, so that one compilation serves all of them; or of all that is before the head."""
 
 from typing import Any
 
 import torch
-from torch import nn
 
+from meshwright.models import Decoder
 from meshwright.models.moe import MoE
 from meshwright.models.slots import Compute, Wrapped
-from meshwright.spec.training import CompileMode
+from meshwright.spec.training import CompileMode, CompileScope
 
 
 class Compiled:
     """A compiled forward pass; data parallelism's hooks around the module stay outside."""
 
-    def __init__(self, mode: CompileMode = "default") -> None:
+    def __init__(self, mode: CompileMode = "default", scope: CompileScope = "block") -> None:
         self.mode: CompileMode = mode
+        self.scope: CompileScope = scope
 
     def __call__(self, compute: Compute) -> Compute:
         """`compute`, compiled when it is first called."""
@@ -22,7 +23,7 @@ class Compiled:
         return torch.compile(compute, dynamic=False, **options)
 
     def __repr__(self) -> str:
-        return describe_compile(self.mode)
+        return describe_compile(self.mode, self.scope)
 
 
 class NotCompiled:
@@ -37,16 +38,21 @@ class NotCompiled:
         return "not compiled"
 
 
-def describe_compile(mode: CompileMode) -> str:
-    """How blocks are compiled."""
-    return "compiled" if mode == "default" else f"compiled ({mode})"
+def describe_compile(mode: CompileMode, scope: CompileScope = "block") -> str:
+    """What is compiled, and how."""
+    said = [*(["as one"] if scope == "model" else []), *([mode] if mode != "default" else [])]
+    return f"compiled ({', '.join(said)})" if said else "compiled"
 
 
-def apply_compile(blocks: nn.ModuleDict, mode: CompileMode = "default") -> None:
-    """Compile each block. Experts are left out, because their loads determine shapes."""
-    for block in blocks.values():
-        for module in block.modules():
-            if isinstance(module, MoE):
-                module.wrap(NotCompiled())
+def apply_compile(model: Decoder, mode: CompileMode = "default", scope: CompileScope = "block") -> None:
+    """Compile each block, or the model up to its head as one program, which is interrupted where data parallelism
+    gathers weights. Experts are left out, because their loads determine shapes."""
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.wrap(NotCompiled())
+    if scope == "model":
+        model.wrap(Compiled(mode, scope))
+        return
+    for block in model.layers.values():
         assert isinstance(block, Wrapped)
         block.wrap(Compiled(mode))

@@ -102,7 +102,8 @@ def locate(trainer: Trainer, reference: Reference, comparison: StepComparison, t
     watch = _Watch(trainer, reference, tolerance)
     names = {name for phase in PHASES for name in watch.index[phase]}
     if trainer.resolved.run.training.compile:  # inside a compiled block modules' outputs are not observable
-        names = {name for name in names if name.count(".") <= 1}
+        whole = trainer.resolved.run.training.compile_scope == "model"
+        names = {name for name in names if name.count(".") <= 1 and not whole}
     passes = trainer.train_step.passes
     with loader_for(trainer) as loader, Tracer(trainer.model, watch, names), recorded(passes) as losses:
         trainer.train_step.gradients(loader.microbatches(step - 1))

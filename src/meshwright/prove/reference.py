@@ -94,10 +94,14 @@ class Reference:
         return self.folder.joinpath(*place[:-1], f"{place[-1]}.npy")
 
 
+NOT_COMPILED = {"compile_mode": "default", "compile_scope": "block"}
+"""Settings that say nothing where nothing is compiled."""
+
+
 def alone(resolved: ResolvedRun) -> ResolvedRun:
     """The same run on one process, without compilation, offloading or recomputation."""
     run = resolved.run
-    training = run.training.model_copy(update={"compile": False, "recompute": "none"})
+    training = run.training.model_copy(update={"compile": False, **NOT_COMPILED, "recompute": "none"})
     run = run.model_copy(update={"layout": LayoutSpec(), "training": training})
     accumulation = resolved.global_batch // resolved.micro_batch
     return resolved.model_copy(update={"run": run, "accumulation": accumulation, "stage_layers": ()})

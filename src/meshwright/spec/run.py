@@ -1,5 +1,6 @@
 """A run: the recipe as a value, and the same with every default resolved."""
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
@@ -77,12 +78,26 @@ class Run(Spec):
                 "layout.offload.activations=host: what selective recomputation keeps cannot be moved; use "
                 "training.recompute=full or none, or numbers of layers with full alone"
             )
+        for misfit in self._whole_program_misfits():
+            raise UserError(f"training.compile_scope=model with {misfit}; use compile_scope=block")
         if self.guards.verify_every and self.training.dtypes.recipe:
             raise UserError(
                 f"guards.verify_every: one process on a CPU has no {self.training.precision} products to compare with; "
                 "set it to 0, or take training.precision=bf16"
             )
         return self
+
+    def _whole_program_misfits(self) -> Iterator[str]:
+        """Settings with which the model cannot be compiled as one program, and why."""
+        layout = self.layout
+        if not self.training.compile or self.training.compile_scope == "block":
+            return
+        if layout.pp > 1:
+            yield f"layout.pp={layout.pp}: a rank computes its stages apart"
+        if layout.tiers.activations == "host":
+            yield "layout.offload.activations=host: activations move between blocks"
+        if layout.tiers.parameters == "disk":
+            yield "layout.offload.parameters=disk: weights are read between blocks"
 
     @field_validator("model", mode="before")
     @classmethod

@@ -27,6 +27,8 @@ AttentionName = Literal["auto", "flash", "mem_efficient", "math", "cudnn", "flex
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 """torch.compile's modes without CUDA graphs, which need weights at fixed addresses: FSDP2 gathers them into new
 memory."""
+CompileScope = Literal["block", "model"]
+"""What torch.compile sees at once."""
 
 
 class OptimizerSpec(Spec):
@@ -150,7 +152,10 @@ class TrainingSpec(Spec):
     """Activation recomputation per block: none, selective (keeps matrix products and attention, recomputes the rest)
     or full (keeps only the block's input); or how many layers do which, as {full: 12} or {full: 4, selective: 20}."""
     compile: bool = False
-    """Compile every block with torch.compile."""
+    """Compile the model with torch.compile."""
+    compile_scope: CompileScope = "block"
+    """What is compiled at once, with compile=true. block: every block by itself, so that one compilation serves all;
+    model: embeddings, all blocks and the last norm as one program, which takes as many times longer to compile."""
     compile_mode: CompileMode = "default"
     """torch.compile's mode, with compile=true. max-autotune-no-cudagraphs tries several kernels for each product when
     it compiles."""
@@ -278,10 +283,9 @@ class TrainingSpec(Spec):
                 f"anew, in another direction; leave it out, or use precision=fp8 with a recipe of {', '.join(CODED)}"
             )
         self._check_bf16()
-        if self.compile_mode != "default" and not self.compile:
-            raise UserError(
-                f"compile_mode={self.compile_mode} is of compiled blocks; set compile=true, or leave it out"
-            )
+        for field in ("compile_mode", "compile_scope"):
+            if (value := getattr(self, field)) != TrainingSpec.model_fields[field].default and not self.compile:
+                raise UserError(f"{field}={value} is of what is compiled; set compile=true, or leave it out")
         warmup = self.lr_schedule.warmup_steps(self.steps)
         if warmup > self.steps:
             raise UserError(

@@ -43,7 +43,11 @@ def banner(trainer: Trainer, corpus: Corpus) -> str:
         "objective": str(trainer.train_step.passes.objective),
         "strategy": f"{run.layout.strategy}, {run.training.arithmetic}, "
         f"recompute {describe_recompute(resolved.recompute)}"
-        + (f", {describe_compile(run.training.compile_mode)}" if run.training.compile else ""),
+        + (
+            f", {describe_compile(run.training.compile_mode, run.training.compile_scope)}"
+            if run.training.compile
+            else ""
+        ),
         **({"memory": relief} if (relief := _relief(resolved)) else {}),
         **({"attention": kernel} if (kernel := _attention(trainer)) else {}),
         **({"products": narrow} if (narrow := _products(trainer)) else {}),

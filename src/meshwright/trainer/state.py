@@ -41,6 +41,7 @@ BATCH_SPLIT = (
     "training.precision",
     "training.reduce_dtype",
     "training.compile",
+    "training.compile_scope",
     "training.attention",
 )
 """Settings that may change the order of summation, besides the layout."""
