@@ -50,6 +50,8 @@ WIDER = {
 
 
 EXPERTS = {
+    "ddp": (LayoutSpec(dp_replicate=2), ("tensorwise", "delayed", "mxfp8", "nvfp4")),
+    "zero-1": (LayoutSpec(dp_shard=2, zero=1), ("tensorwise", "mxfp8", "nvfp4")),
     "zero-2": (LayoutSpec(dp_shard=2, zero=2), ("mxfp8",)),
     "zero-3-ep": (LayoutSpec(dp_shard=2, ep=2), ("tensorwise", "blockwise", "delayed", "nvfp4")),
     "tp": (LayoutSpec(tp=2), ("tensorwise", "rowwise")),
@@ -217,10 +219,10 @@ def train(trainer: Trainer, last: int) -> list[float]:
     return losses
 
 
-def saved_at_two(trainer: Trainer, root: Path) -> list[float]:
-    """Losses of two steps, and a checkpoint behind them."""
-    losses, writer = train(trainer, 2), CheckpointWriter(root, CheckpointSpec())
-    writer.begin(2, state_tensors(trainer), state_values(trainer))
+def saved_at(trainer: Trainer, root: Path, step: int = 2) -> list[float]:
+    """Losses of the steps up to `step`, and a checkpoint behind them."""
+    losses, writer = train(trainer, step), CheckpointWriter(root, CheckpointSpec())
+    writer.begin(step, state_tensors(trainer), state_values(trainer))
     outcome = writer.finish()
     assert outcome is not None
     assert outcome.problem is None, outcome.problem
@@ -231,7 +233,7 @@ def saved_at_two(trainer: Trainer, root: Path) -> list[float]:
 def test_delayed_scales_continue_from_a_checkpoint_on_another_layout(ranks: RankPool, tmp_path: Path) -> None:
     run = narrow_run(LayoutSpec(dp_shard=2, tp=1), "delayed", low_precision={"amax_history": 2})
     trainer = build_here(alone(run))
-    saved_at_two(trainer, tmp_path)
+    saved_at(trainer, tmp_path)
     histories = [buffer.clone() for buffer in named_state(trainer.model).values()]
     expected = train(trainer, 4)
     assert len(histories) == 14
@@ -245,8 +247,34 @@ def test_delayed_scales_continue_from_a_checkpoint_on_another_layout(ranks: Rank
     assert train(forgetful, 4)[0] != pytest.approx(expected[0], rel=1e-7)
 
 
+def handed_on(run: ResolvedRun, root: Path, begin: int, end: int) -> list[float]:
+    """Losses of the steps from checkpoint `begin`, or from the start, to `end`, where another is saved. Collective."""
+    trainer = build_here(run)
+    if begin:
+        restore(trainer, root / checkpoint_name(begin))
+    return saved_at(trainer, root, end)
+
+
+@pytest.mark.slow
+def test_experts_histories_go_from_layout_to_layout(ranks: RankPool, tmp_path: Path) -> None:
+    """Expert parallelism, one process, tensor parallelism: as if one process had trained all along."""
+    short: dict[str, Any] = {"low_precision": {"amax_history": 2}}
+    plain, shared, split = (
+        run_of_experts(layout, "delayed", **short)
+        for layout in (LayoutSpec(), LayoutSpec(dp_shard=2, ep=2), LayoutSpec(tp=2))
+    )
+    trainer = build_here(alone(shared))
+    expected = train(trainer, 6)
+    histories = [buffer for name, buffer in named_state(trainer.model).items() if "experts" in name]
+    assert len(histories) == 6
+    assert all(history.shape == (3 * 4, 2) and history.all() for history in histories)
+    (first, _), second = ranks.run(2, handed_on, shared, tmp_path, 0, 2), handed_on(alone(plain), tmp_path, 2, 4)
+    third, _ = ranks.run(2, handed_on, split, tmp_path, 4, 6)
+    assert [*first, *second, *third] == pytest.approx(expected, rel=1e-12)
+
+
 def test_delayed_scales_begin_anew_where_a_checkpoint_has_none(tmp_path: Path) -> None:
-    saved_at_two(build_here(narrow_run(LayoutSpec(), "tensorwise")), tmp_path)
+    saved_at(build_here(narrow_run(LayoutSpec(), "tensorwise")), tmp_path)
     trainer = build_here(narrow_run(LayoutSpec(), "delayed"), weights=drawn)
     saved = restore(trainer, tmp_path / checkpoint_name(2))
     assert not any(buffer.any() for buffer in named_state(trainer.model).values())
