@@ -140,7 +140,8 @@ in silence until `--patience` ends it. Remove the file when nothing compiles.
 DeepSpeed keeps state on disk under ZeRO-3 only, through its operator for asynchronous IO, which needs libaio
 (`apt install libaio-dev`). Groups of parameters of less than 1 MiB stay in memory; if nothing is on disk, the engine's
 row is an error. The program's files lie in `layout.offload.directory`, by default in the folder `offload` beside it,
-and are removed after the last step. Our recipes have no parameters on disk, so the program has none.
+and are removed after the last step. Parameters on disk (`layout.offload.parameters: disk`) are refused: on a CPU
+without fp16, version 0.19.8 writes them in bf16 even if the training computes in fp32.
 
 Megatron-core 0.16.1 allocates on a GPU whatever the device: a count of tokens at the start of every pipeline schedule
 (`torch.zeros([], dtype=torch.int, device="cuda")` in `pipeline_parallel/schedules.py`), the last stage's copy of tied

@@ -83,7 +83,9 @@ class DeepSpeedEngine(TemplateEngine):
         if tiers.optimizer == "disk" and stage < 3:
             return f"DeepSpeed keeps state on disk under zero=3 only, not {stage}; use layout.zero=3"
         if tiers.parameters == "disk":
-            return "the program keeps parameters on the device or in host memory; use parameters: host"
+            return (
+                "on a CPU DeepSpeed 0.19.8 rounds parameters on disk to bf16, those of fp32 too; use parameters: host"
+            )
         if tiers.checksums:
             return "DeepSpeed compares no checksums of what comes back from disk; leave checksums out"
         if tiers.optimizer_share < 1:
