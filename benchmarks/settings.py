@@ -1,8 +1,10 @@
 """Settings beside their absence, in turns: seconds and CPU seconds of a step, and peak memory of the process.
 
-`python -P benchmarks/settings.py [--rounds N] [--only WORD]` trains one small model on one process on the CPU, each
-time in a process of its own: the recipe as it is, then with one setting changed, and so on, in every round again. It
-prints a table of medians. CPU time is told beside wall time because a machine may be busy with other work.
+`PYTHONPATH=src:benchmarks python -P benchmarks/settings.py [--rounds N] [--only WORD]` trains one small model on a CPU,
+on one process or on two under ZeRO-3, each time in processes of their own: the recipe as it is, then with one setting
+changed, and so on, in every round again. It prints a table of medians; of two ranks the slower one's wall time, the
+larger one's memory and both ones' CPU time. Files of offloaded state are in TMPDIR. CPU time is told beside wall time
+because a machine may be busy with other work.
 """
 
 import argparse
@@ -43,22 +45,55 @@ SETTINGS: dict[str, list[str]] = {
     "compile_scope: model": ["training.compile=true", "training.compile_scope=model"],
 }
 ABSENT = "the recipe as it is"
+OFFLOAD = "layout.offload="
+RANKS: dict[str, list[str]] = {
+    "zero: 1": ["layout.zero=1"],
+    "zero: 2": ["layout.zero=2"],
+    "quantized_weights: int8": ["layout.quantized_weights=int8"],
+    "quantized_weights: fp8": ["training.precision=fp8", "layout.quantized_weights=fp8"],
+    "quantized_gradients: int8": ["layout.quantized_gradients=int8"],
+    "quantized_gradients: int4": ["layout.quantized_gradients=int4"],
+    "offload: {optimizer: host}": [OFFLOAD + "{optimizer: host}"],
+    "offload: {optimizer: disk}": [OFFLOAD + "{optimizer: disk}"],
+    "offload: cpu": [OFFLOAD + "cpu"],
+    "offload: {optimizer: disk, parameters: disk}": [OFFLOAD + "{optimizer: disk, parameters: disk}"],
+    "offload: {activations: host}": [OFFLOAD + "{activations: host}"],
+}
+"""Settings beside ZeRO-3 over two ranks."""
+SHARDED, TWO = "ZeRO-3 over two ranks", ["layout.dp_shard=2"]
 WARM_UP, STEPS, GLOBAL_BATCH, THREADS, EVERY = 2, 5, 8, 1, 4
 
 
 def one(overrides: list[str]) -> dict[str, Any]:
     """Train in this process; medians over steps, and its peak memory beyond what it held before the model."""
-    import torch
-
     from meshwright.families import resolve_model
     from meshwright.spec.recipe import parse_spec
     from meshwright.spec.run import ResolvedRun, Run
+    from meshwright.storage.scratch import scratch_folder
+    from meshwright.testing.ranks import RankPool
+
+    with scratch_folder("settings") as folder:
+        run = parse_spec(RECIPE, Run, [*overrides, f"run_dir={folder}"])
+        ranks = run.layout.world_size
+        sizes = {"global_batch": GLOBAL_BATCH, "micro_batch": GLOBAL_BATCH // 2 // ranks, "accumulation": 2}
+        resolved = ResolvedRun(run=run, model=resolve_model(run.model, base_dir=Path()), reasons={}, **sizes)
+        if ranks == 1:
+            return on_this_rank(resolved)
+        found = RankPool().run(ranks, on_this_rank, resolved, timeout=200)
+    return {
+        "wall": max(rank["wall"] for rank in found),
+        "cpu": sum(rank["cpu"] for rank in found),
+        "memory": max(rank["memory"] for rank in found),
+    }
+
+
+def on_this_rank(resolved: Any) -> dict[str, Any]:
+    """The measurements of one rank."""
+    import torch
+
     from meshwright.testing.equivalence import build_here, loader_for
 
     torch.set_num_threads(THREADS)
-    run = parse_spec(RECIPE, Run, overrides)
-    sizes = {"global_batch": GLOBAL_BATCH, "micro_batch": GLOBAL_BATCH // 2, "accumulation": 2}
-    resolved = ResolvedRun(run=run, model=resolve_model(run.model, base_dir=Path()), reasons={}, **sizes)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     trainer = build_here(resolved)
     walls, cpus = [], []
@@ -79,12 +114,15 @@ def one(overrides: list[str]) -> dict[str, Any]:
 
 def measure(rounds: int, only: str) -> dict[str, list[dict[str, float]]]:
     """The measurements of every setting, and those without any, which come before every fourth setting."""
-    chosen = {name: words for name, words in SETTINGS.items() if only in name}
-    found: dict[str, list[dict[str, float]]] = {ABSENT: []} | {name: [] for name in chosen}
+    alone, shared = ([name for name in table if only in name] for table in (SETTINGS, RANKS))
+    words_of = {ABSENT: [], SHARDED: TWO, **SETTINGS} | {name: [*TWO, *words] for name, words in RANKS.items()}
+    turns = [(number, name, ABSENT) for number, name in enumerate(alone)]
+    turns += [(number, name, SHARDED) for number, name in enumerate(shared)]
+    found: dict[str, list[dict[str, float]]] = {turn: [] for _, name, absent in turns for turn in (absent, name)}
     for _ in range(rounds):
-        for number, name in enumerate(chosen):
-            for turn in (ABSENT, name) if number % EVERY == 0 else (name,):
-                words = [sys.executable, "-P", __file__, "--one", json.dumps(SETTINGS.get(turn, []))]
+        for number, name, absent in turns:
+            for turn in (absent, name) if number % EVERY == 0 else (name,):
+                words = [sys.executable, "-P", __file__, "--one", json.dumps(words_of[turn])]
                 ended = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
                 found[turn].append(json.loads(ended.stdout.splitlines()[-1]))
                 print(f"{turn}: {found[turn][-1]}", file=sys.stderr, flush=True)
@@ -103,8 +141,9 @@ def table(found: dict[str, list[dict[str, float]]]) -> str:
     ]
     for name in found:
         cpu, wall, memory = (median(name, figure) for figure in ("cpu", "wall", "memory"))
-        times = cpu / median(ABSENT, "cpu"), wall / median(ABSENT, "wall")
-        more = memory - median(ABSENT, "memory")
+        absent = SHARDED if name in (SHARDED, *RANKS) else ABSENT
+        times = cpu / median(absent, "cpu"), wall / median(absent, "wall")
+        more = memory - median(absent, "memory")
         rows.append(
             f"| {name} | {cpu:.3f} | {times[0]:.2f} | {wall:.3f} | {times[1]:.2f} | {memory:.0f} | {more:+.0f} |"
         )
