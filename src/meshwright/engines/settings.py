@@ -1,5 +1,6 @@
 """The fate of every setting of a recipe in another engine's program."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -30,7 +31,20 @@ class Setting:
     @property
     def shown(self) -> str:
         """The value as in a recipe."""
-        return "null" if self.value is None else str(self.value).lower() if self.value is True else str(self.value)
+        return as_in_a_recipe(self.value)
+
+
+def as_in_a_recipe(value: Any) -> str:
+    """One value of a recipe on one line of YAML; of a section, what differs from its defaults."""
+    if isinstance(value, Spec):
+        fields = value.model_dump(mode="json", exclude_defaults=True)
+        inside = ", ".join(f"{name}: {as_in_a_recipe(field)}" for name, field in fields.items())
+        return fields["path"] if set(fields) == {"path"} else f"{{{inside}}}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {as_in_a_recipe(item)}' for name, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(as_in_a_recipe, value))}]"
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 Rule = Callable[[Any, ResolvedRun], tuple[Fate, str]]

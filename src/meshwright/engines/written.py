@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from meshwright.engines.engine import Engine, InexpressibleError, Translation
-from meshwright.engines.settings import Fate, Rule, Setting, leaves, rule_of, said, settings_of
+from meshwright.engines.settings import Fate, Rule, Setting, as_in_a_recipe, leaves, rule_of, said, settings_of
 from meshwright.families.resolve import SIZES, pretrained_directory, resolve_model, starting_weights
 from meshwright.imports.recipe import import_files
 from meshwright.spec.errors import UserError
@@ -167,4 +167,4 @@ def _other_model(resolved: ResolvedRun, imported: Run, file: str) -> Iterator[tu
 
 
 def _shown(value: Any) -> str:
-    return "nothing" if value is None else str(value)
+    return "nothing" if value is None else as_in_a_recipe(value)
