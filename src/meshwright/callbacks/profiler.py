@@ -66,8 +66,9 @@ class Profiler(Callback):
         if training.rank in self.ranks:
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
             # One cycle: PyTorch 2.11 warns that it would clear the events of earlier ones.
-            options = {"profile_memory": self.memory, "with_stack": self.stacks, "acc_events": True}
-            self._running = profile(activities=activities, **options)
+            self._running = profile(
+                activities=activities, profile_memory=self.memory, with_stack=self.stacks, acc_events=True
+            )
             self._running.start()
 
     def _end(self, training: Training) -> None:
