@@ -88,9 +88,15 @@ def answers_in(prompt: str) -> list[str]:
     return re.findall(r"### Assistant(?: [AB])?:\n(.*)", prompt)
 
 
+def judged_answers(prompt: str) -> tuple[str, str]:
+    """The two answers to the last message: those that the judge compares."""
+    answers = answers_in(prompt)
+    return answers[len(answers) // 2 - 1], answers[-1]
+
+
 def longer(prompt: str, _: int) -> tuple[int, str]:
     """Prefers the longer answer."""
-    first, second = map(len, answers_in(prompt)[1::2])
+    first, second = map(len, judged_answers(prompt))
     return 200, f"Not [[A]] at first sight. [[{'A' if first > second else 'B' if second > first else 'C'}]]"
 
 
@@ -120,17 +126,17 @@ WORDS = ["judge", "q.jsonl", "--answers", "short.jsonl", "long.jsonl"]
 def test_both_orders_are_judged_and_agreeing_verdicts_count(files, capsys):
     with judging(longer) as stub:
         assert main([*WORDS, "--judge", stub.url, "--price", "2", "10"]) == 0
-        assert len(stub.asked) == 8
+        assert len(stub.asked) == 16, "four questions of two turns, in both orders"
         assert main([*WORDS, "--judge", stub.url]) == 0, "nothing is asked twice"
-        assert len(stub.asked) == 8
+        assert len(stub.asked) == 16
     out = capsys.readouterr().out
-    assert "cost      8 requests, 800 tokens read and 80 written, price 0.0024" in out
-    assert "long against short: 3 wins, 0 ties, 1 losses; win rate 0.750 [0.250, 1.000]" in out
+    assert "cost      16 requests, 1600 tokens read and 160 written, price 0.0048" in out
+    assert "long against short: 3 wins, 4 ties, 1 losses; win rate 0.625 [0.375, 0.750]" in out
     found = report()
     assert list(found["ratings"]) == ["long", "short"]
     assert found["spent"]["requests"] == 0
-    shown = {tuple(map(len, answers_in(prompt)[1::2])) for prompt in stub.asked}
-    assert {(2, 5), (5, 2)} <= shown, "positions are swapped, and whole conversations are shown"
+    shown = {tuple(map(len, answers_in(prompt))) for prompt in stub.asked}
+    assert {(5, 2, 5, 5), (5, 5, 5, 2), (5, 5)} <= shown, "positions are swapped; a turn is judged with those before it"
     assert (files / "judged" / "prompts" / "pairwise.txt").read_text() == (SHIPPED / "pairwise.txt").read_text()
     record = json.loads((files / "judged" / "verdicts.jsonl").read_text().splitlines()[0])
     assert record["prompt"] in stub.asked
@@ -140,7 +146,7 @@ def test_a_judge_that_always_takes_the_first_finds_only_ties(files, capsys):
     with judging(lambda prompt, number: (200, "[[A]]")) as stub:
         assert main([*WORDS, "--judge", stub.url, "--json"]) == 0
     (pair,) = json.loads(capsys.readouterr().out)["pairs"]
-    assert (pair["wins"], pair["ties"], pair["losses"]) == (0, 4, 0)
+    assert (pair["wins"], pair["ties"], pair["losses"]) == (0, 8, 0)
     assert pair["rate"] == {"value": 0.5, "low": 0.5, "high": 0.5}
 
 
@@ -155,34 +161,59 @@ def test_a_judging_continues_where_an_error_stopped_it(files, capsys):
         file.write('{"key": "cut off by a kill')
     with judging(longer) as stub:
         assert main([*WORDS, "--judge", stub.url]) == 0
-        assert len(stub.asked) == 5
-    assert report()["spent"]["requests"] == 5
-    assert sum(report()["pairs"][0][name] for name in ("wins", "ties", "losses")) == 4
+        assert len(stub.asked) == 13
+    assert report()["spent"]["requests"] == 13
+    assert sum(report()["pairs"][0][name] for name in ("wins", "ties", "losses")) == 8
 
 
 def test_replies_without_a_verdict_are_told_and_asked_again(files, capsys):
     with judging(lambda prompt, number: (200, "I cannot decide")) as stub:
         assert main([*WORDS, "--judge", stub.url]) == 0
-    assert "8 replies held no verdict" in capsys.readouterr().out
+    assert "16 replies held no verdict" in capsys.readouterr().out
     with judging(longer) as stub:
         assert main([*WORDS, "--judge", stub.url]) == 0
-        assert len(stub.asked) == 8
+        assert len(stub.asked) == 16
 
 
 def test_single_answers_are_rated(files, capsys):
     said = lambda prompt, number: (200, f"Rating: [[{len(answers_in(prompt)[-1])}]]")  # noqa: E731
     with judging(said) as stub:
         assert main([*WORDS, "--judge", stub.url, "--mode", "single"]) == 0
-        assert len(stub.asked) == 8
-    assert {name: one["value"] for name, one in report()["mean_ratings"].items()} == {"long": 4.25, "short": 3.75}
-    assert "mean rating long: 4.25 [" in capsys.readouterr().out
+        assert len(stub.asked) == 16
+    assert {name: one["value"] for name, one in report()["mean_ratings"].items()} == {"long": 4.625, "short": 4.375}
+    out = capsys.readouterr().out
+    assert "mean rating long: 4.62 [" in out
+    assert "mean rating turn 1: long 5.00, short 5.00\nmean rating turn 2: long 4.25, short 3.75\n" in out
+
+
+def test_results_are_also_given_by_turn_and_by_category(files, capsys):
+    rows = [json.loads(line) for line in Path("q.jsonl").read_text().splitlines()]
+    for row in rows:
+        row |= {"category": "odd" if row["question_id"] % 2 else "even", "reference": ["one", "two"]}
+    Path("q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with judging(longer) as stub:
+        assert main([*WORDS, "--judge", stub.url]) == 0
+    found = report()
+    won = {
+        heading: {
+            group: [one["pairs"][0][name] for name in ("wins", "ties", "losses")] for group, one in groups.items()
+        }
+        for heading, groups in (("turn", found["by_turn"]), ("category", found["by_category"]))
+    }
+    assert won == {"turn": {"1": [0, 4, 0], "2": [3, 0, 1]}, "category": {"even": [2, 2, 0], "odd": [1, 2, 1]}}
+    out = capsys.readouterr().out
+    assert "rating      turn 1: long 1000, short 1000\n" in out
+    assert "rating      category odd: long 1000, short 1000\n" in out
+    for prompt in stub.asked:
+        reference = prompt.partition("[End of reference answer]")[0].partition("[Reference answer]\n")[2]
+        assert reference.split() == (["one"] if len(answers_in(prompt)) == 2 else ["one", "two"])
 
 
 def test_the_cost_is_estimated_before_anything_is_sent(files, capsys):
     words = [*WORDS, "--dry-run", "--max-tokens", "10", "--price", "1", "1"]
     assert main(words) == 0
     assert re.search(
-        r"would cost\s*8 requests, \d{4} tokens read and 80 written, price 0\.00\d+", capsys.readouterr().out
+        r"would cost\s*16 requests, \d{4} tokens read and 160 written, price 0\.00\d+", capsys.readouterr().out
     )
 
 
@@ -283,7 +314,7 @@ def test_models_answer_first_and_our_own_server_judges(files, capsys):
         assert main([*words, "--max-tokens", "4", "--device", "cpu", "--json"]) == 0
     printed = capsys.readouterr().out
     found = json.loads(printed[printed.index("{") :])
-    assert found["unclear"] == found["spent"]["requests"] == 2
+    assert found["unclear"] == found["spent"]["requests"] == 4
     assert found["spent"]["prompt_tokens"] > 100
     assert found["judge"] == "judge"
     (answer,) = [json.loads(line) for line in Path("judged/answers-named.jsonl").read_text().splitlines()]

@@ -14,7 +14,7 @@ from meshwright.cli.serve import read_key
 from meshwright.judge.client import Client
 from meshwright.judge.prompts import read_prompts
 from meshwright.judge.questions import Answers, Question, answer_record, read_answers, read_questions
-from meshwright.judge.ratings import Interval, Verdict, mean_ratings, ratings, read_verdicts, settled, versus
+from meshwright.judge.ratings import Interval, Rated, Verdict, mean_ratings, ratings, read_verdicts, settled, versus
 from meshwright.judge.run import (
     Cost,
     Journal,
@@ -79,25 +79,28 @@ def run(arguments: argparse.Namespace) -> int:
     if not questions and not arguments.votes:
         raise UserError("nothing to judge; give QUESTIONS with --answers and --judge, or --votes")
     found: dict[str, Any] = {}
-    verdicts = read_verdicts(arguments.votes)
+    votes = read_verdicts(arguments.votes)
+    verdicts: list[Verdict] = []
+    rated: list[Rated] = []
     with progress_on_stderr(arguments.json):
         if questions:
-            verdicts += _judge(arguments, questions, found)
+            verdicts, rated = _judge(arguments, questions, found)
     if "estimate" not in found:
-        agreed = settled(verdicts)
-        if verdicts:
-            found["pairs"] = [
-                {
-                    "model_a": one.model_a,
-                    "model_b": one.model_b,
-                    "wins": one.wins,
-                    "ties": one.ties,
-                    "losses": one.losses,
-                    "rate": one.rate.figures(),
+        found |= _compared(votes + verdicts, rated)
+        categories = {question.id: question.category for question in questions}
+        for title, group_of in (
+            ("by_turn", lambda one: str(one.turn)),
+            ("by_category", lambda one: categories[one.question]),
+        ):
+            groups = list(dict.fromkeys(map(group_of, [*verdicts, *rated])))
+            if len(groups) > 1:
+                found[title] = {
+                    group: _compared(
+                        [one for one in verdicts if group_of(one) == group],
+                        [one for one in rated if group_of(one) == group],
+                    )
+                    for group in groups
                 }
-                for one in versus(agreed)
-            ]
-            found["ratings"] = {name: rated.figures() for name, rated in ratings(agreed).items()}
         if questions:
             write_durably(arguments.out / "report.json", json.dumps(found, indent=2) + "\n")
     if arguments.json:
@@ -107,8 +110,32 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _judge(arguments: argparse.Namespace, questions: Sequence[Question], found: dict[str, Any]) -> list[Verdict]:
-    """Judge, note the cost in `found`, and return the verdicts."""
+def _compared(verdicts: Sequence[Verdict], rated: Sequence[Rated]) -> dict[str, Any]:
+    """The figures of some verdicts and ratings, as data."""
+    found: dict[str, Any] = {}
+    if verdicts:
+        agreed = settled(verdicts)
+        found["pairs"] = [
+            {
+                "model_a": one.model_a,
+                "model_b": one.model_b,
+                "wins": one.wins,
+                "ties": one.ties,
+                "losses": one.losses,
+                "rate": one.rate.figures(),
+            }
+            for one in versus(agreed)
+        ]
+        found["ratings"] = {name: one.figures() for name, one in ratings(agreed).items()}
+    if rated:
+        found["mean_ratings"] = {name: one.figures() for name, one in mean_ratings(rated).items()}
+    return found
+
+
+def _judge(
+    arguments: argparse.Namespace, questions: Sequence[Question], found: dict[str, Any]
+) -> tuple[list[Verdict], list[Rated]]:
+    """Judge, note the cost in `found`, and return the verdicts on pairs and the ratings."""
     if not arguments.answers or (arguments.judge is None and not arguments.dry_run):
         raise UserError("give the answers with --answers, and the judge's address with --judge")
     prompts = read_prompts(arguments.prompts)
@@ -119,7 +146,7 @@ def _judge(arguments: argparse.Namespace, questions: Sequence[Question], found: 
             items, Journal(arguments.out / "verdicts.jsonl", arguments.judge_model or ""), arguments.max_tokens
         )
         found["estimate"] = _figures(spent, arguments)
-        return []
+        return [], []
     key = read_key(arguments.api_key_file) or os.environ.get(KEY) or None
     client = Client(str(arguments.judge), arguments.judge_model, key=key)
     journal = Journal(arguments.out / "verdicts.jsonl", client.model)
@@ -141,10 +168,7 @@ def _judge(arguments: argparse.Namespace, questions: Sequence[Question], found: 
     )
     found |= {"judge": client.model, "questions": len(questions), "unclear": unclear(items, journal)}
     found["spent"] = _figures(spent, arguments)
-    single = {name: rated.figures() for name, rated in mean_ratings(single_ratings(items, journal)).items()}
-    if single:
-        found["mean_ratings"] = single
-    return verdicts_of(items, journal)
+    return verdicts_of(items, journal), single_ratings(items, journal)
 
 
 def _answers(arguments: argparse.Namespace, questions: Sequence[Question]) -> list[Answers]:
@@ -203,3 +227,8 @@ def _show(found: dict[str, Any]) -> None:
         for name, rated in found.get(key, {}).items():
             one = Interval(**rated)
             print(f"{title:12}{name}: {one.value:.{digits}f} [{one.low:.{digits}f}, {one.high:.{digits}f}]")
+        for heading in ("turn", "category"):
+            for group, compared in found.get(f"by_{heading}", {}).items():
+                if key in compared:
+                    shown = ", ".join(f"{name} {one['value']:.{digits}f}" for name, one in compared[key].items())
+                    print(f"{title:12}{heading} {group or 'none'}: {shown}")

@@ -32,22 +32,26 @@ class Prompts:
     texts: Mapping[str, str]
 
     def pairwise(self, question: Question, first: Sequence[str], second: Sequence[str]) -> str:
-        """The prompt that asks which of two answers is better."""
+        """The prompt that asks which of two answers to the last of as many messages is better."""
         return self._filled(
             "pairwise",
             question,
+            len(first),
             conversation_a=_conversation(question, first, "assistant A"),
             conversation_b=_conversation(question, second, "assistant B"),
         )
 
     def single(self, question: Question, answer: Sequence[str]) -> str:
-        """The prompt that asks for a rating."""
-        return self._filled("single", question, conversation=_conversation(question, answer, "assistant"))
+        """The prompt that asks for a rating of the answer to the last of as many messages."""
+        conversation = _conversation(question, answer, "assistant")
+        return self._filled("single", question, len(answer), conversation=conversation)
 
-    def _filled(self, name: str, question: Question, **values: str) -> str:
-        shown = ""
-        if question.reference:
-            shown = _fill(self.texts["reference"], {"text": "\n\n".join(question.reference)})
+    def _filled(self, name: str, question: Question, turn: int, **values: str) -> str:
+        shown, reference = "", question.reference
+        if len(reference) == len(question.turns):
+            reference = reference[:turn]  # one for each turn, as in MT-bench: later ones would give away what follows
+        if reference:
+            shown = _fill(self.texts["reference"], {"text": "\n\n".join(reference)})
         return _fill(self.texts[name], {"reference": shown, **values})
 
 

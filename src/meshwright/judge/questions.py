@@ -18,8 +18,9 @@ class Question:
     id: str
     turns: tuple[str, ...]
     reference: tuple[str, ...] = ()
-    """Right answers, which the judge is shown."""
+    """Right answers, which the judge is shown: one for each turn, or any number for all of them."""
     category: str = ""
+    """A heading under which results are also given, such as `math`."""
 
 
 @dataclass(frozen=True)

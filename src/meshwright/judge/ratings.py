@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,19 @@ class Verdict:
     model_b: str
     score: float
     """1: the first; 0: the second; 0.5: a tie."""
+    turn: int = 1
+    """Which of the question's messages they answered; the first is 1."""
+
+
+@dataclass(frozen=True)
+class Rated:
+    """A model's answer, rated alone."""
+
+    question: str
+    model: str
+    rating: float
+    """From 1 to 10."""
+    turn: int = 1
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,7 @@ class Versus:
     model_a: str
     model_b: str
     wins: int
-    """Questions on which the first was better."""
+    """Answers of the first that were better."""
     ties: int
     losses: int
     rate: Interval
@@ -80,28 +93,29 @@ def read_verdicts(paths: Sequence[Path]) -> list[Verdict]:
                 )
             question = row.get("question_id", row.get("question", row.get("id", place)))
             name = question if isinstance(question, str) else json.dumps(question)
-            found.append(Verdict(name, str(row["model_a"]), str(row["model_b"]), WINNERS[row["winner"]]))
+            turn = row["turn"] if isinstance(row.get("turn"), int) else 1
+            found.append(Verdict(name, str(row["model_a"]), str(row["model_b"]), WINNERS[row["winner"]], turn))
     return found
 
 
 def settled(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """One verdict for each question and pair: where both orders were judged and disagree, a tie (Zheng et al., 2023).
+    """One verdict for each turn of a question and pair: a tie where both orders were judged and disagree.
 
-    Verdicts in one order only, such as people's, stay as they are.
+    After Zheng et al. (2023). Verdicts in one order only, such as people's, stay as they are.
     """
-    games: dict[tuple[str, str, str], dict[bool, list[float]]] = defaultdict(lambda: {False: [], True: []})
+    games: dict[tuple[str, int, str, str], dict[bool, list[float]]] = defaultdict(lambda: {False: [], True: []})
     for verdict in verdicts:
         swapped = verdict.model_a > verdict.model_b
         first, second = sorted((verdict.model_a, verdict.model_b))
         score = 1 - verdict.score if swapped else verdict.score
-        games[verdict.question, first, second][swapped].append(score)
+        games[verdict.question, verdict.turn, first, second][swapped].append(score)
     found = []
-    for (question, first, second), orders in games.items():
+    for (question, turn, first, second), orders in games.items():
         both = min(len(scores) for scores in orders.values())
         for one, other in zip(orders[False], orders[True], strict=False):
-            found.append(Verdict(question, first, second, one if one == other else 0.5))
+            found.append(Verdict(question, first, second, one if one == other else 0.5, turn))
         for scores in orders.values():
-            found += [Verdict(question, first, second, score) for score in scores[both:]]
+            found += [Verdict(question, first, second, score, turn) for score in scores[both:]]
     return found
 
 
@@ -158,12 +172,13 @@ def bradley_terry(wins: np.ndarray, *, tolerance: float = 1e-9, most: int = 10_0
     return CENTRE + SCALE * np.log10(strengths)
 
 
-def mean_ratings(scores: Mapping[str, Mapping[str, float]], seed: int = 0) -> dict[str, Interval]:
-    """Each model's mean of single ratings (model -> question -> rating), best first."""
+def mean_ratings(rated: Sequence[Rated], seed: int = 0) -> dict[str, Interval]:
+    """Each model's mean of single ratings, best first."""
     found = {}
-    for model, by_question in scores.items():
-        values = np.array(list(by_question.values()))
-        means = [values[drawn].mean() for drawn in _resamples(list(by_question), seed)]
+    for model in sorted({one.model for one in rated}):
+        own = [one for one in rated if one.model == model]
+        values = np.array([one.rating for one in own])
+        means = [values[drawn].mean() for drawn in _resamples([one.question for one in own], seed)]
         found[model] = _interval(values.mean(), means)
     return dict(sorted(found.items(), key=lambda item: -item[1].value))
 

@@ -4,7 +4,6 @@ import itertools
 import json
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any, Literal
 from meshwright.judge.client import Reply
 from meshwright.judge.prompts import Prompts, choice, rating
 from meshwright.judge.questions import Answers, Question, digest
-from meshwright.judge.ratings import WINNERS, Verdict
+from meshwright.judge.ratings import WINNERS, Rated, Verdict
 from meshwright.spec.errors import UserError
 from meshwright.storage.jsonl import read_objects
 
@@ -31,6 +30,8 @@ class Item:
     models: tuple[str, ...]
     """The models whose answers it shows, in order: two, or one that is rated."""
     prompt: str
+    turn: int = 1
+    """Which of the question's messages the judged answers are to; the first is 1."""
 
     def key(self, judge: str) -> str:
         """Equal for equal prompts to the same judge about the same models."""
@@ -53,7 +54,7 @@ class Cost:
 
 
 def items_of(questions: Sequence[Question], answers: Sequence[Answers], mode: Mode, prompts: Prompts) -> list[Item]:
-    """All prompts: each pair of answers in both orders, or each answer alone.
+    """All prompts: for each turn of each question, each pair of answers in both orders, or each answer alone.
 
     Raises `UserError` if two models have one name, or there are too few.
     """
@@ -63,15 +64,11 @@ def items_of(questions: Sequence[Question], answers: Sequence[Answers], mode: Mo
     if len(names) < (2 if mode == "pairwise" else 1):
         raise UserError("--answers: a comparison needs two or more; to rate a single one use --mode single")
     found = []
-    for question in questions:
-        if mode == "single":
-            found += [
-                Item(question.id, (one.model,), prompts.single(question, one.turns[question.id])) for one in answers
-            ]
-            continue
-        for one, other in itertools.permutations(answers, 2):
-            prompt = prompts.pairwise(question, one.turns[question.id], other.turns[question.id])
-            found.append(Item(question.id, (one.model, other.model), prompt))
+    for question, turn in ((one, turn) for one in questions for turn in range(1, len(one.turns) + 1)):
+        for shown in itertools.permutations(answers, 2 if mode == "pairwise" else 1):
+            said = [one.turns[question.id][:turn] for one in shown]
+            prompt = prompts.pairwise(question, *said) if mode == "pairwise" else prompts.single(question, *said)
+            found.append(Item(question.id, tuple(one.model for one in shown), prompt, turn))
     return found
 
 
@@ -94,6 +91,7 @@ class Journal:
     def add(self, item: Item, reply: Reply) -> dict[str, Any]:
         """Write the verdict in a reply, and the reply."""
         record: dict[str, Any] = {"key": item.key(self.judge), "time": time.time(), "question_id": item.question}
+        record["turn"] = item.turn
         if len(item.models) == 2:
             record |= {"model_a": item.models[0], "model_b": item.models[1], "winner": choice(reply.text)}
         else:
@@ -162,18 +160,18 @@ def verdicts_of(items: Sequence[Item], journal: Journal) -> list[Verdict]:
         record = journal.records.get(item.key(journal.judge), {})
         if record.get("winner") is not None:
             first, second = item.models
-            found.append(Verdict(item.question, first, second, WINNERS[record["winner"]]))
+            found.append(Verdict(item.question, first, second, WINNERS[record["winner"]], item.turn))
     return found
 
 
-def single_ratings(items: Sequence[Item], journal: Journal) -> dict[str, dict[str, float]]:
-    """Model -> question -> rating, of the items that have one."""
-    found: dict[str, dict[str, float]] = defaultdict(dict)
+def single_ratings(items: Sequence[Item], journal: Journal) -> list[Rated]:
+    """The ratings of single answers, of the items that have one."""
+    found = []
     for item in items:
         record = journal.records.get(item.key(journal.judge), {})
         if record.get("rating") is not None:
-            found[item.models[0]][item.question] = float(record["rating"])
-    return dict(found)
+            found.append(Rated(item.question, item.models[0], float(record["rating"]), item.turn))
+    return found
 
 
 def unclear(items: Sequence[Item], journal: Journal) -> int:
