@@ -1,13 +1,16 @@
 """The rules of the house that import-linter cannot express; ARCHITECTURE.md gives the reasons."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import pytest
+
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "meshwright"
-MODULES = {path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")}
+FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 LONG_FILES: dict[str, str] = {}
@@ -32,9 +35,26 @@ PRIVATE_BUT_NOT_TORCHS = {
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+@functools.cache
+def modules() -> dict[str, ast.Module]:
+    """File -> its syntax tree. All of them are millions of objects, which every garbage collection would visit: they
+    are not there before a test needs them, nor after it."""
+    return {file: tree_of(file) for file in FILES}
+
+
+def tree_of(file: str) -> ast.Module:
+    return ast.parse((SOURCE / file).read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees_are_dropped() -> Iterator[None]:
+    yield
+    modules.cache_clear()
+
+
 def rooms(*names: str) -> list[str]:
     """The files of these rooms."""
-    files = [file for file in MODULES if file.split("/")[0] in names]
+    files = [file for file in FILES if file.split("/")[0] in names]
     assert files, names
     return files
 
@@ -54,7 +74,7 @@ def importers(files: Iterable[str], package: str) -> list[str]:
     return [
         f"{file}:{line} imports {name}"
         for file in files
-        for name, line in imports(MODULES[file])
+        for name, line in imports(modules()[file])
         if f"{name}.".startswith(f"{package}.")
     ]
 
@@ -63,7 +83,7 @@ def users(dotted: str) -> set[str]:
     """The files that use a name such as `os.environ`."""
     return {
         file
-        for file, tree in MODULES.items()
+        for file, tree in modules().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and ast.unparse(node) == dotted
     }
@@ -71,7 +91,7 @@ def users(dotted: str) -> set[str]:
 
 def functions(file: str) -> Iterator[Function]:
     """Every function and method of a file."""
-    return (node for node in ast.walk(MODULES[file]) if isinstance(node, Function))
+    return (node for node in ast.walk(modules()[file]) if isinstance(node, Function))
 
 
 def public(node: ast.AST) -> Iterator[Function | ast.ClassDef]:
@@ -94,7 +114,7 @@ def test_tensors_are_sent_from_one_file() -> None:
     """FSDP2 and DTensor send some by themselves; objects, sent as bytes, stores and barriers are not tensors."""
     found = {
         f"{file}:{node.lineno} {ast.unparse(node)}"
-        for file, tree in MODULES.items()
+        for file, tree in modules().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
         and ast.unparse(node.value) in ("dist", "torch.distributed", "torch.ops", "funcol")
@@ -106,8 +126,8 @@ def test_tensors_are_sent_from_one_file() -> None:
 
 def test_private_torch_is_used_in_one_room() -> None:
     """Names that begin with `_`: imported from torch, read off it, or such as nobody here has defined."""
-    ours = {name for tree in MODULES.values() for name in given_names(tree)} | PRIVATE_BUT_NOT_TORCHS
-    found = {(file, place) for file, tree in MODULES.items() for place in private_parts(tree, ours)}
+    ours = {name for tree in modules().values() for name in given_names(tree)} | PRIVATE_BUT_NOT_TORCHS
+    found = {(file, place) for file, tree in modules().items() for place in private_parts(tree, ours)}
     outside = [f"{file}:{place}" for file, place in found if file.split("/")[0] != "torch_internals"]
     assert found
     assert not outside
@@ -149,7 +169,7 @@ def test_nobody_replaces_a_method_of_the_model_its_head_its_objective_or_its_pas
     assert {"forward", "token_losses", "sums", "evaluate"} <= methods
     replaced = [
         f"{file}:{node.lineno} sets {ast.unparse(target)}"
-        for file, tree in MODULES.items()
+        for file, tree in modules().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Assign)
         for listed in node.targets
@@ -161,18 +181,18 @@ def test_nobody_replaces_a_method_of_the_model_its_head_its_objective_or_its_pas
 
 
 def test_nothing_depends_on_the_test_tools() -> None:
-    assert not importers(set(MODULES) - set(rooms("testing")), "meshwright.testing")
+    assert not importers(set(FILES) - set(rooms("testing")), "meshwright.testing")
 
 
 def test_imports_are_absolute() -> None:
-    assert not importers(MODULES, "")
+    assert not importers(FILES, "")
 
 
 def test_own_modules_are_imported_at_the_top() -> None:
     """A verb alone may import inside a function, for torch loads there, once it is sure to be needed."""
     hidden = [
         f"{file}:{line} imports {name} inside {function.name}"
-        for file in set(MODULES) - set(rooms("cli"))
+        for file in set(FILES) - set(rooms("cli"))
         for function in functions(file)
         for name, line in imports(function)
         if f"{name}.".startswith("meshwright.")
@@ -191,7 +211,7 @@ def test_the_lower_rooms_and_the_verbs_never_load_torch() -> None:
 def test_only_the_launcher_reads_the_environment() -> None:
     """And `judge` its API key, which no command line should show."""
     assert users("os.environ") | users("os.getenv") == READS_ENVIRONMENT
-    assert not importers(MODULES, "os.environ") + importers(MODULES, "os.getenv")
+    assert not importers(FILES, "os.environ") + importers(FILES, "os.getenv")
 
 
 OVERRIDES = {
@@ -259,7 +279,7 @@ def assignments(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 def test_nothing_built_elsewhere_is_overridden() -> None:
     """`tests/test_slots.py` looks at what is built."""
-    found = {f"{file} {what}" for file, tree in MODULES.items() for what in overrides(tree)}
+    found = {f"{file} {what}" for file, tree in modules().items() for what in overrides(tree)}
     assert found == set(OVERRIDES)
 
 
@@ -281,13 +301,13 @@ import torch.nn.functional as F
 
 def test_every_module_says_what_it_is_for() -> None:
     """A file of nothing (an empty `__init__.py`) has nothing to say."""
-    assert not [file for file, tree in MODULES.items() if tree.body and ast.get_docstring(tree) is None]
+    assert not [file for file, tree in modules().items() if tree.body and ast.get_docstring(tree) is None]
 
 
 def test_public_functions_and_classes_are_documented() -> None:
     bare = [
         f"{file}:{node.lineno} {node.name}"
-        for file, tree in MODULES.items()
+        for file, tree in modules().items()
         for node in public(tree)
         if ast.get_docstring(node) is None
     ]
@@ -295,11 +315,11 @@ def test_public_functions_and_classes_are_documented() -> None:
 
 
 def test_files_and_functions_fit_the_screen() -> None:
-    lengths = {file: len((SOURCE / file).read_text().splitlines()) for file in MODULES}
+    lengths = {file: len((SOURCE / file).read_text().splitlines()) for file in FILES}
     assert {file for file, length in lengths.items() if length > MAX_FILE_LINES} == set(LONG_FILES)
     long = {
         f"{file}:{function.name}"
-        for file in MODULES
+        for file in FILES
         for function in functions(file)
         if function.end_lineno and function.end_lineno - function.lineno >= MAX_FUNCTION_LINES
     }

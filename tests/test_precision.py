@@ -5,11 +5,11 @@ from typing import get_args
 
 import pytest
 import torch
-from tests.test_house import MODULES
 
 from meshwright.models.dtypes import TORCH, torch_dtype
 from meshwright.spec.precision import DTYPES, MIXED, ComputeName, Precision, ReduceName
 from meshwright.spec.training import TrainingSpec
+from test_house import FILES, tree_of
 
 FLOATS = {name for name, dtype in DTYPES.items() if dtype.epsilon}
 """int8 is also a word for a base kept in eight bits."""
@@ -17,7 +17,7 @@ RATES = "plan/hardware.py"
 """Measurements by dtype."""
 WORDS = {"spec/synonyms.py", "validate/words.py"}
 """What people write for a dtype."""
-OTHERS = {file for file in MODULES if file.startswith("imports/")} | {"engines/deepspeed.py", "serve/gguf.py"}
+OTHERS = {file for file in FILES if file.startswith("imports/")} | {"engines/deepspeed.py", "serve/gguf.py"}
 """What other systems call it in their configuration files, which are read and written there."""
 OWNERS = {"spec/precision.py", "models/dtypes.py", RATES, *WORDS, *OTHERS}
 
@@ -59,8 +59,8 @@ def test_torch_agrees_about_bytes_and_rounding(name: str) -> None:
 def test_no_other_file_says_what_a_dtypes_name_means() -> None:
     """No table by dtype, no comparison with the name of one; a recipe's field may have one as its default."""
     found = []
-    for file, tree in MODULES.items():
-        for node in ast.walk(tree) if file not in OWNERS else ():
+    for file in set(FILES) - OWNERS:
+        for node in ast.walk(tree_of(file)):
             if isinstance(node, ast.Dict):
                 names = [key for key in node.keys if key is not None]
             elif isinstance(node, ast.Compare):
