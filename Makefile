@@ -38,7 +38,7 @@ compare: $(VENV)/.compare ## train a small model in other engines beside ours, i
 	@$(BIN)/meshwright compare src/meshwright/recipes/compare.yaml training.global_batch=4 --engines meshwright,bare,hf_trainer,accelerate,fabric --quick
 
 test: $(VENV)/.dev ## run every test (CPU only, several processes); TORCH=2.15.0 on that release of PyTorch
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 $(VENV)/.engines: $(VENV)/.dev
 	@echo "installing the engines to test with ..."
