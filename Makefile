@@ -45,8 +45,8 @@ $(VENV)/.engines: $(VENV)/.dev
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) -e '.[compare,deepspeed,lightning,megatron,peft,trl]'
 	@touch $@
 
-test-engines: $(VENV)/.engines ## run the tests of other engines, DeepSpeed's too, which compiles at first use; NANOGPT=DIR for nanoGPT
-	@$(BIN)/python -m pytest --engines $(if $(NANOGPT),--nanogpt $(NANOGPT)) tests/test_engines.py tests/test_compare.py tests/test_engines_parity.py tests/test_engines_train.py tests/test_engines_tuning.py tests/test_engines_gpu_only.py tests/test_engines_schemas.py tests/test_imports_checkpoints.py
+test-engines: $(VENV)/.engines ## run the tests of other engines, DeepSpeed's too, which compiles at first use; NANOGPT=DIR for nanoGPT, CLONES=DIR for those of schemas
+	@$(BIN)/python -m pytest --engines $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(CLONES),--checkouts $(CLONES)) tests/test_engines.py tests/test_compare.py tests/test_engines_parity.py tests/test_engines_train.py tests/test_engines_tuning.py tests/test_engines_gpu_only.py tests/test_engines_schemas.py tests/test_imports_checkpoints.py
 
 test-slurm: $(VENV)/.dev ## run the documented Slurm script on a Slurm of two machines (root; apt install slurm-wlm munge)
 	@$(BIN)/python -m pytest tests/test_slurm.py --slurm -rs

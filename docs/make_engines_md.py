@@ -179,6 +179,8 @@ names, with the reason.
 | the parser and `validate_args` of Megatron-LM's main branch of 2026-08-22 (0.20.0), its schedule |
 | `megatron_bridge` | `megatron_bridge.yaml`, NeMo's configuration since 2025 \
 | Megatron-Bridge's `ConfigContainer.from_yaml`, main branch of 2026-08-22 |
+| `nanotron` | `nanotron.yaml`, for `run_train.py --config-file` \
+| the `get_config_from_file` of Nanotron's main branch of 2026-04-07; its schedule and decay groups |
 | `axolotl` | `axolotl.yaml` for the fine-tuning of a Hugging Face directory | the names of its schema |
 
 ```
@@ -198,6 +200,9 @@ system does in its own way:
   the published models by 32, so the file says 32; norms and biases get a group without decay.
 - Megatron's rate starts at 0, so every step has the rate of the step before it here. It reads token files (`NAME.bin`
   with `NAME.idx`, which `data.cache_dir` has), and does not start from Hugging Face weights.
+- Nanotron's rate starts at 0, too. It decays norms unless it is told their names, and its code for these names fails
+  where no parameter is tied: weight decay needs tied embeddings there. It reads `rope_scaling`, but never uses it, so a
+  model with scaled rope is refused.
 - Megatron-FSDP (ZeRO-2 and -3) must not find `CUDA_DEVICE_MAX_CONNECTIONS=1`, which its other layouts need; the script
   sets it where it must.
 
@@ -327,7 +332,7 @@ def _predicted() -> Iterator[str]:
 NOT_YET = """\
 ## Not yet
 
-Nothing is written for NeMo AutoModel, Nanotron, LLM-Foundry and LLaMA-Factory, nor for Lightning's `FSDPStrategy` and
+Nothing is written for NeMo AutoModel, LLM-Foundry and LLaMA-Factory, nor for Lightning's `FSDPStrategy` and
 `DeepSpeedStrategy`. There is no engine for Megatron-core's distributed optimizer, nor for replicas of its pipelines.
 Only the Trainer, peft and trl read records. Programs have run on CPUs only; on GPUs they are not tested.
 """

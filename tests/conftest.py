@@ -63,6 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nanogpt", metavar="DIR", help="folder of karpathy/nanoGPT, to train it with --engines")
     parser.addoption("--megatron-lm", metavar="DIR", help="folder of NVIDIA/Megatron-LM, whose parser --engines asks")
     parser.addoption("--megatron-bridge", metavar="DIR", help="folder of NVIDIA-NeMo/Megatron-Bridge, likewise")
+    parser.addoption("--checkouts", metavar="DIR", help="folder of clones of other systems, with their names")
     parser.addoption("--slurm", action="store_true", help="what `make test-slurm` runs: it starts Slurm's daemons")
 
 

@@ -4,6 +4,7 @@ environment that has them. A system that is not installed is skipped.
     pip install --no-deps torchtitan && pip install tyro einops tensorboard triton torchdata spmd_types
     git clone https://github.com/NVIDIA/Megatron-LM, and --megatron-lm with its folder
     git clone https://github.com/NVIDIA-NeMo/Megatron-Bridge, and --megatron-bridge with its folder
+    git clone into one folder, and --checkouts with it: huggingface/nanotron (pip install dacite datasets transformers)
 """
 
 import importlib.machinery
@@ -139,17 +140,32 @@ class Absent(type):
         return Absent(name, (), {})
 
 
+def pretend(*names: str) -> None:
+    """Makes modules that are for GPUs importable where they are not installed; they have a class for every name."""
+    if names[0] in sys.modules or importlib.util.find_spec(names[0]):
+        return
+    for name in names:
+        module: Any = ModuleType(name)
+        module.__path__, module.__version__, module.__getattr__ = [], "2.9.0", Absent("names", (), {}).__getattr__
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        sys.modules[name] = module
+
+
+def clone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, name: str, source: str) -> Path:
+    """The folder of a clone, whose sources are put before other modules; skips the test if it is not given."""
+    folder = request.config.getoption("--checkouts")
+    if folder is None or not (Path(folder) / name).is_dir():
+        pytest.skip(f"give --checkouts, a folder with a clone named {name}")
+    monkeypatch.setattr(sys, "path", [str(Path(folder) / name / source), *sys.path])
+    return Path(folder) / name
+
+
 def bridge(lm: str, checkout: str) -> Any:
     """Megatron-Bridge's configurations. Its adapters import Transformer Engine, which is for GPUs."""
     sys.path[:0] = [lm, f"{checkout}/src"]
     for module in ("core.models.gpt", "core.tensor_parallel.inference_layers", "training.training"):
         importlib.import_module(f"megatron.{module}")
-    if "transformer_engine" not in sys.modules and not importlib.util.find_spec("transformer_engine"):
-        for name in ("transformer_engine", "transformer_engine.pytorch"):
-            module: Any = ModuleType(name)
-            module.__path__, module.__version__, module.__getattr__ = [], "2.9.0", Absent("names", (), {}).__getattr__
-            module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-            sys.modules[name] = module
+    pretend("transformer_engine", "transformer_engine.pytorch")
     return importlib.import_module("megatron.bridge.training.config").ConfigContainer
 
 
@@ -168,6 +184,60 @@ def test_megatron_bridge(folder, request, number):
     assert config.optimizer.lr == training.optimizer.lr
     assert config.scheduler.lr_warmup_iters == training.lr_schedule.warmup_steps(training.steps)
     assert config.dataset.sequence_length == run.run.data.sequence_length
+
+
+GPU_ONLY = (
+    *("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.layers", "flash_attn.layers.rotary"),
+    *("flash_attn.ops", "flash_attn.ops.triton", "flash_attn.ops.triton.layer_norm", "flash_attn.bert_padding"),
+)
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of one process, because a system logs by rank."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("number", range(len(VARIANTS["nanotron"])))
+def test_nanotron(folder, request, monkeypatch, number):
+    clone(request, monkeypatch, "nanotron", "src")
+    pytest.importorskip("dacite")
+    pretend(*GPU_ONLY)
+    pretend("grouped_gemm", "grouped_gemm.ops")
+    importlib.import_module("nanotron.logging")  # first: its own imports go in a circle
+    helpers = importlib.import_module("nanotron.helpers")
+    path, run = written("nanotron", folder, *VARIANTS["nanotron"][number])
+    config = importlib.import_module("nanotron.config").get_config_from_file(str(path))
+    model, training, layout = run.model, run.run.training, run.run.layout
+    sizes = config.model.model_config
+    assert type(sizes).__name__ == ("Qwen2Config" if model.qkv_bias else "LlamaConfig")
+    assert (sizes.num_key_value_heads, sizes.tie_word_embeddings) == (model.num_kv_heads, model.tied_embeddings)
+    assert config.global_batch_size == run.global_batch
+    degrees = config.parallelism
+    assert degrees.dp * degrees.tp * degrees.pp * degrees.context_parallel_size == layout.world_size
+    assert config.optimizer.clip_grad == training.clip
+    scheduler = config.optimizer.learning_rate_scheduler
+    base = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=scheduler.learning_rate)
+    optimizer = SimpleNamespace(get_base_optimizer=lambda: base)
+    rate = helpers.lr_scheduler_builder(optimizer, scheduler, training.steps).lr_lambdas[0]
+    assert [rate(step) for step in range(1, training.steps + 1)] == pytest.approx(
+        ours(run)
+    )  # theirs comes a step later
+    names = ["model.token_position_embeddings.pp_block.token_embedding.weight"]
+    names += ["model.decoder.0.pp_block.attn.qkv_proj.weight", "model.decoder.0.pp_block.attn.qkv_proj.bias"]
+    names += ["model.decoder.0.pp_block.input_layernorm.weight", "model.final_layer_norm.pp_block.weight"]
+    tied = SimpleNamespace(get_full_name_from_module_id_to_prefix=lambda module_id_to_prefix: names[0])
+    parameters = [
+        (name, SimpleNamespace(is_tied=model.tied_embeddings and name == names[0], get_tied_info=lambda: tied))
+        for name in names
+    ]
+    options = (config.optimizer.weight_decay, config.optimizer.weight_decay_exclude_named_params)
+    groups = helpers.get_custom_weight_decay_for_named_parameters(parameters, None, {}, *options)
+    decay = training.optimizer.weight_decay
+    assert [group["weight_decay"] for group in groups] == [decay, decay, 0.0, 0.0, 0.0]
 
 
 SIZES = {"llama-3.1-8b": 8_030_261_248, "llama-3.2-1b": 1_235_814_400, "qwen3-0.6b": 596_049_920}

@@ -49,7 +49,13 @@ model: llama-3.1-8b
 data: {{sources: [{{path: corpus.bin}}], tokenizer: ./base, sequence_length: 256}}
 layout: {{dp_shard: 4, dp_replicate: 2, zero: 1}}
 {TRAINING}"""
-RECIPES = {"torchtitan": TITAN, "megatron_lm": MEGATRON, "megatron_bridge": MEGATRON}
+NANOTRON = f"""\
+model: {{family: llama, tied_embeddings: true, hidden: 64, ffn: 96, num_layers: 4, num_heads: 4, num_kv_heads: 2,
+  vocab: 384, max_positions: 256}}
+data: {{sources: [{{path: "hub:some/text", text_key: body}}], tokenizer: ./base, sequence_length: 256}}
+layout: {{dp_replicate: 4, tp: 2}}
+{TRAINING}"""
+RECIPES = {"nanotron": NANOTRON, "torchtitan": TITAN, "megatron_lm": MEGATRON, "megatron_bridge": MEGATRON}
 MIXED = "data.sources=[{path: a.bin, weight: 0.25}, {path: b/c.bin, weight: 0.75}]"
 TINY = "hidden: 64, num_layers: 4, num_heads: 4, vocab: 384, max_positions: 256"
 VARIANTS = {
@@ -82,9 +88,39 @@ VARIANTS = {
 VARIANTS["megatron_bridge"] = [
     row for row in VARIANTS["megatron_lm"] if not any("gpt2" in word or "reduce_dtype" in word for word in row)
 ]
+VARIANTS["nanotron"] = [
+    [],
+    ["layout={dp_shard: 4, zero: 1, pp: 2}", "training.recompute=none", "data.sources=[{path: ./base}]"],
+    ["layout={pp: 2, schedule: afab}", "training.lr_schedule={name: wsd, decay: 9, final: 0.2}"],
+    ["layout={}", "training.clip=null", "training.lr_schedule={name: constant, warmup: 0}", "checkpoint.every=0"],
+    ["training.precision=fp32", "training.lr_schedule={name: linear, warmup: 0}", "training.seed=7"],
+    ["model.tied_embeddings=false", "training.optimizer.weight_decay=0", "model.rope_theta=5e5"],
+    [
+        f"model={{family: qwen2, num_kv_heads: 2, tied_embeddings: true, {TINY}}}",
+        "data.sources=[{path: 'hub:a/b', subset: en}]",
+    ],
+    [
+        "training={reduce_dtype: bf16, master_dtype: bf16, optimizer: {state_dtype: bf16, rounding: nearest}}",
+    ],
+]
 LAUNCHED = ("megatron_bridge",)
 """Systems whose launcher is told the number of ranks, not their file."""
 REFUSED = {
+    "nanotron": {
+        "model.weights": "model=./base",
+        "model.family": "model=qwen3-0.6b",
+        "model.rope_scaling": "model.rope_scaling={factor: 8}",
+        "training.optimizer.weight_decay": "model.tied_embeddings=false",
+        "training.optimizer.name": "training.optimizer.name=muon",
+        "training.precision": "training.precision=fp16",
+        "data.sources": "data.sources=[own.jsonl]",
+        "data.separate_documents": "data.separate_documents=true",
+        "data.packing": "data.packing=best_fit",
+        "layout.zero": "layout={dp_shard: 2, zero: 3}",
+        "layout.cp": "layout={cp: 2}",
+        "layout.schedule": "layout={pp: 2, schedule: zbv}",
+        "finetune": "finetune={method: lora}",
+    },
     "torchtitan": {
         "model.name": "model=./base",
         "data.separate_documents": "data.separate_documents=false",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from meshwright.serve.trained import TrainedModel
 
 WRITTEN_ONLY = (
-    "one that is only written: axolotl, torchtitan, megatron_lm, megatron_bridge; for GPUs hf_trainer_fsdp, "
+    "one that is only written: axolotl, torchtitan, megatron_lm, megatron_bridge, nanotron; for GPUs hf_trainer_fsdp, "
     "accelerate_fsdp, accelerate_deepspeed"
 )
 

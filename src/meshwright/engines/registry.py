@@ -19,6 +19,7 @@ from meshwright.engines.megatron import MegatronEngine
 from meshwright.engines.megatron_bridge import MegatronBridgeConfig
 from meshwright.engines.megatron_lm import MegatronLmFlags
 from meshwright.engines.nanogpt import NanoGpt
+from meshwright.engines.nanotron import NanotronConfig
 from meshwright.engines.ours import Ours
 from meshwright.engines.peft import PeftEngine
 from meshwright.engines.torchtitan import TorchtitanConfig
@@ -39,7 +40,7 @@ WRITTEN: Mapping[str, Engine] = {
     engine.name: engine
     for engine in (
         *(HfTrainerFsdp(), AccelerateFsdp(), AccelerateDeepSpeed()),
-        *(AxolotlConfig(), TorchtitanConfig(), MegatronLmFlags(), MegatronBridgeConfig()),
+        *(AxolotlConfig(), TorchtitanConfig(), MegatronLmFlags(), MegatronBridgeConfig(), NanotronConfig()),
     )
 }
 """Those that `export` writes, and nothing here runs."""

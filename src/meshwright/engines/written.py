@@ -21,7 +21,9 @@ HERE = ("device", "cluster", "data.cache_dir", "data.tokenizer_vocab")
 NO_EFFECT = "nothing that is trained depends on it"
 
 
-def _without(why: str) -> Rule:
+def without(why: str) -> Rule:
+    """A rule for settings that a system lacks, without effect on what a step computes."""
+
     def rule(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
         return "left_out", why
 
@@ -29,9 +31,9 @@ def _without(why: str) -> Rule:
 
 
 ARRANGED: Mapping[str, Rule] = {
-    "layout.stage_layers": _without("it cuts the layers into stages itself: the same losses"),
-    "layout.cp_method": _without("it exchanges keys and values in its own way: the same losses"),
-    "training.compile": _without("nothing is compiled: the same losses in more time"),
+    "layout.stage_layers": without("it cuts the layers into stages itself: the same losses"),
+    "layout.cp_method": without("it exchanges keys and values in its own way: the same losses"),
+    "training.compile": without("nothing is compiled: the same losses in more time"),
     "layout.quantized_weights": said,
     "layout.quantized_gradients": said,
 }
@@ -100,7 +102,9 @@ class WrittenEngine(Engine):
             if path.startswith("model.") or path in HERE or (path in theirs and theirs[path] == value):
                 rules[path] = said
             elif fate == "left_out":
-                rules[path] = _without(why if path in ARRANGED else f"{self.file} has no such setting; {NO_EFFECT}")
+                rules[path] = without(
+                    why if path in {**ARRANGED, **self.rules} else f"{self.file} has no such setting; {NO_EFFECT}"
+                )
             else:
                 cannot.setdefault(path, f"{self.file} says {_shown(theirs.get(path))}; {self.name} has no other way")
         for path, why in _other_model(resolved, imported, self.file):

@@ -13,6 +13,7 @@ from meshwright.imports.hf_arguments import is_hf_arguments, read_hf_arguments
 from meshwright.imports.llama_factory import is_llama_factory, read_llama_factory
 from meshwright.imports.megatron import is_flags, read_flags, read_megatron
 from meshwright.imports.nanogpt import read_assignments, read_nanogpt
+from meshwright.imports.nanotron import is_nanotron, read_nanotron
 from meshwright.imports.nemo import is_nemo, read_nemo
 from meshwright.imports.opening import read_data, read_text
 from meshwright.imports.program import is_program, read_program
@@ -27,14 +28,16 @@ from meshwright.terminal import printable
 
 FORMATS = (
     "a DeepSpeed JSON, transformers' TrainingArguments (YAML or JSON), an Accelerate, axolotl, LLaMA-Factory, "
-    "LLM-Foundry, NeMo or Megatron-Bridge YAML, a torchtitan configuration (.py, .toml, or the JSON that it prints), a "
-    "nanoGPT configuration (.py), a script with Megatron-LM's flags, or a program that `meshwright export` has written"
+    "LLM-Foundry, Nanotron, NeMo or Megatron-Bridge YAML, a torchtitan configuration (.py, .toml, or the JSON that it "
+    "prints), a nanoGPT configuration (.py), a script with Megatron-LM's flags, or a program that `meshwright export` has "
+    "written"
 )
 KINDS = (
     (is_accelerate, read_accelerate),
     (is_axolotl, read_axolotl),
     (is_llama_factory, read_llama_factory),
     (is_foundry, read_foundry),
+    (is_nanotron, read_nanotron),
     (is_torchtitan, read_torchtitan),
     (is_nemo, read_nemo),
     (is_hf_arguments, read_hf_arguments),

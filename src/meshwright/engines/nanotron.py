@@ -1,0 +1,183 @@
+"""Export as Nanotron's YAML, which its `run_train.py --config-file` reads."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from meshwright.engines.megatron_lm import LATER
+from meshwright.engines.settings import Rule
+from meshwright.engines.written import WrittenEngine, tokenizer_of, without
+from meshwright.imports.nanotron import DTYPES
+from meshwright.spec.document import write_yaml
+from meshwright.spec.precision import BF16, FP32
+from meshwright.spec.run import ResolvedRun
+
+FAMILIES = ("llama", "qwen2")
+DTYPE = {ours: theirs for theirs, ours in DTYPES.items()}
+UNDECAYED = [".*norm.*", ".*bias"]
+"""Patterns of the names of parameters that do not decay here; `re.match` reads them."""
+
+
+class NanotronConfig(WrittenEngine):
+    """Nanotron's configuration."""
+
+    name = "nanotron"
+    about = "Nanotron"
+    file = "nanotron.yaml"
+    rules: ClassVar[Mapping[str, Rule]] = {"data.held_out": without("nothing is held out")}
+
+    def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
+        """Models, layouts and data that Nanotron does not have."""
+        run, model, found = resolved.run, resolved.model, dict[str, str]()
+        found |= _other_models(resolved)
+        if run.model.weights == "pretrained":
+            found["model.weights"] = "Nanotron starts from checkpoints in its own format; set model.weights=random"
+        if model.vocab % run.layout.tp:
+            found["model.vocab"] = f"{model.vocab} rows cannot be split over layout.tp={run.layout.tp}"
+        if run.training.optimizer.weight_decay and not model.tied_embeddings:
+            found["training.optimizer.weight_decay"] = (
+                "Nanotron decays norms too, and its list of exclusions ends in an UnboundLocalError where no "
+                "parameter is tied; set it to 0, or model.tied_embeddings=true"
+            )
+        for axis in ("cp", "ep"):
+            if getattr(run.layout, axis) > 1:
+                found[f"layout.{axis}"] = f"the file is written for data, tensor and pipeline; set layout.{axis}=1"
+        first, *more = run.data.sources
+        if more:
+            found["data.sources"] = "the file names one data set; give one source"
+        elif not _names_data_set(first, Path(resolved.base_dir)):
+            found["data.sources"] = "Nanotron loads hub:owner/name or a folder of files, and its split train"
+        if tokenizer_of(resolved) is None:
+            found["data.tokenizer"] = "Nanotron loads a tokenizer; name its folder"
+        return found
+
+    def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
+        """Its rates, data and fresh weights."""
+        return (
+            LATER,
+            "texts are joined with what the tokenizer adds to each, in the order of the data; nothing is held out",
+            "fresh weights are drawn by Nanotron's own rules",
+        )
+
+    def text(self, resolved: ResolvedRun) -> str:
+        """The YAML."""
+        return write_yaml(_config(resolved))
+
+
+def _other_models(resolved: ResolvedRun) -> dict[str, str]:
+    model, found = resolved.model, dict[str, str]()
+    if model.family not in FAMILIES:
+        found["model.family"] = f"the file is written for {', '.join(FAMILIES)}"
+    if model.rope_scaling is not None:
+        found["model.rope_scaling"] = "Nanotron's models do not read the key rope_scaling"
+    if model.sliding_window is not None:
+        found["model.sliding_window"] = "the file has attention to all positions"
+    if model.head_dim * model.num_heads != model.hidden:
+        found["model.head_dim"] = "Nanotron's heads have hidden / num_heads dimensions"
+    return found
+
+
+def _names_data_set(source: Any, base_dir: Path) -> bool:
+    remote = source.path.startswith("hub:")
+    return source.split == "train" and (remote or (base_dir / source.path).is_dir())
+
+
+def _config(resolved: ResolvedRun) -> dict[str, Any]:
+    run, training = resolved.run, resolved.run.training
+    optimizer, steps, layout = training.optimizer, training.steps, run.layout
+    source, seed = run.data.sources[0], training.seed
+    dataset = {
+        "hf_dataset_or_datasets": source.path.removeprefix("hub:"),
+        "hf_dataset_config_name": source.subset,
+        "hf_dataset_splits": source.split,
+        "text_column_name": source.text_key,
+    }
+    wide = FP32.name in (training.precision, training.reduce_dtype)
+    return {
+        "general": {"project": "meshwright", "run": Path(run.run_dir).name, "seed": seed},
+        "parallelism": {
+            "dp": layout.data_parallel,
+            "tp": layout.tp,
+            "pp": layout.pp,
+            "pp_engine": layout.schedule if layout.pp > 1 else "1f1b",
+            "tp_mode": "REDUCE_SCATTER",
+            "recompute_layer": set(resolved.recompute) == {"full"},
+        },
+        "model": {
+            "dtype": DTYPE.get(training.precision, training.precision),
+            "init_method": {"std": resolved.model.init_std, "scaling_method": "NUM_LAYERS"},
+            "make_vocab_size_divisible_by": 1,
+            "model_config": _sizes(resolved),
+        },
+        "tokenizer": {"tokenizer_name_or_path": tokenizer_of(resolved)},
+        "tokens": {
+            "sequence_length": run.data.sequence_length,
+            "train_steps": steps,
+            "micro_batch_size": resolved.micro_batch,
+            "batch_accumulation_per_replica": resolved.accumulation,
+        },
+        "optimizer": {
+            "optimizer_factory": {
+                "name": "adamW" if optimizer.name == "adamw" else optimizer.name,
+                "adam_beta1": optimizer.betas[0],
+                "adam_beta2": optimizer.betas[1],
+                "adam_eps": optimizer.eps,
+                "torch_adam_is_fused": True,
+            },
+            "zero_stage": layout.zero_stage,
+            "weight_decay": optimizer.weight_decay,
+            "weight_decay_exclude_named_params": UNDECAYED if optimizer.weight_decay else [],
+            "clip_grad": training.clip,
+            "accumulate_grad_in_fp32": training.precision == BF16.name and wide,
+            "learning_rate_scheduler": _rates(resolved),
+        },
+        "data_stages": [{
+            "name": "training",
+            "start_training_step": 1,
+            "data": {"dataset": {key: value for key, value in dataset.items() if value is not None}, "seed": seed},
+        }],
+        "checkpoints": {"checkpoints_path": run.run_dir, "checkpoint_interval": run.checkpoint.every or steps},
+        "logging": {"iteration_step_info_interval": 1},
+    }  # fmt: skip
+
+
+def _sizes(resolved: ResolvedRun) -> dict[str, Any]:
+    model = resolved.model
+    biased = {"is_qwen2_config": True, "attention_bias": True} if model.qkv_bias else {"is_llama_config": True}
+    return {
+        **biased,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.ffn,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "vocab_size": model.vocab,
+        "max_position_embeddings": model.max_positions,
+        "rms_norm_eps": model.norm_eps,
+        "rope_theta": model.rope_theta,
+        "rope_interleaved": False,
+        "tie_word_embeddings": model.tied_embeddings,
+        "hidden_act": "silu",
+        "z_loss_enabled": False,
+    }
+
+
+def _rates(resolved: ResolvedRun) -> dict[str, Any]:
+    """The schedule. Warm-up of no step is `constant`: under `linear` the first step would have the rate 0."""
+    training = resolved.run.training
+    schedule, steps, lr = training.lr_schedule, training.steps, training.optimizer.lr
+    warmup = schedule.warmup_steps(steps)
+    falls = steps - warmup
+    if schedule.name == "wsd":
+        falls = min(falls, schedule.decay or max(1, steps // 5))
+    flat = schedule.name == "constant"
+    styles = {"cosine": "cosine", "linear": "linear", "wsd": "linear", "constant": "linear"}
+    return {
+        "learning_rate": lr,
+        "lr_warmup_steps": warmup,
+        "lr_warmup_style": "linear" if warmup else "constant",
+        "lr_decay_style": styles.get(schedule.name, schedule.name),
+        "lr_decay_starting_step": steps - falls,
+        "lr_decay_steps": falls,
+        "min_decay_lr": lr if flat else float(f"{lr * schedule.final:.12g}"),
+    }

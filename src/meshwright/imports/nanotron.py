@@ -1,0 +1,345 @@
+"""Nanotron's YAML configuration."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.imports.reading import Reading, Rule, check_count, check_number, fact, flat, nothing, positive, when
+from meshwright.spec.errors import UserError
+
+DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
+SHAPES = {"linear": "linear", "cosine": "cosine"}
+OURS = "nothing that is trained depends on it, or our trainer decides it"
+SIZE = "model.model_config."
+
+
+def _above_one(path: str) -> Rule:
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        check_count(value, origin)
+        if value > 1:
+            reading.set(path, value, origin)
+
+    return rule
+
+
+def _pipeline(reading: Reading, value: Any, origin: str) -> None:
+    if value in ("1f1b", "afab"):
+        reading.fact("schedule", value, origin)
+    else:
+        reading.give_up(origin, "there are 1f1b and afab")
+
+
+def _dtype(reading: Reading, value: Any, origin: str) -> None:
+    if value in DTYPES:
+        reading.set("training.precision", DTYPES[value], origin)
+    else:
+        reading.give_up(origin, f"there are {', '.join(DTYPES)}")
+
+
+def _biases(reading: Reading, value: Any, origin: str) -> None:
+    if value is True:
+        reading.fact("biases", True, origin)
+
+
+def _window(reading: Reading, value: Any, origin: str) -> None:
+    reading.set("model.sliding_window", value, origin)
+
+
+def _activation(reading: Reading, value: Any, origin: str) -> None:
+    if value != "silu":
+        reading.give_up(origin, "feed-forward layers have SwiGLU")
+
+
+def _optimizer(reading: Reading, value: Any, origin: str) -> None:
+    if value == "adamW":
+        reading.set("training.optimizer.name", "adamw", origin)
+    else:
+        reading.give_up(origin, "there is adamW")
+
+
+def _zero(reading: Reading, value: Any, origin: str) -> None:
+    """Above 0 it shards the optimizer's state, whatever the number."""
+    reading.fact("zero", min(value, 1), origin)
+
+
+def _excluded(reading: Reading, value: Any, origin: str) -> None:
+    if value:
+        reading.fact("excluded", True, origin)
+        if not any("norm" in str(pattern) for pattern in value):
+            reading.give_up(origin, "norms and biases do not decay, matrices and embeddings do")
+
+
+def _warmup_style(reading: Reading, value: Any, origin: str) -> None:
+    reading.fact("warmup style", value, origin)
+
+
+def _stages(reading: Reading, value: Any, origin: str) -> None:
+    """The first stage's data; Nanotron sorts the stages by their first steps."""
+    first, *later = sorted(value, key=lambda stage: stage["start_training_step"])
+    where = origin.split("=")[0]
+    for stage in later:
+        reading.give_up(f"{where}: {stage}", "there is one stage; train the next one with checkpoint.start_from")
+    data = first["data"]
+    for key, said in flat({key: inner for key, inner in data.items() if key != "dataset"}).items():
+        if key not in ("seed", "num_loading_workers"):
+            reading.give_up(f"{where}: data.{key}={said}", "unknown, or without a counterpart")
+    if first.get("sequence_length"):
+        reading.give_up(f"{where}: sequence_length={first['sequence_length']}", "data.sequence_length is of all steps")
+    if data.get("dataset"):
+        _dataset(reading, data["dataset"], where)
+    else:
+        reading.give_up(f"{where}: dataset=null", "Nanotron makes up its tokens; give data.sources text")
+
+
+PLAIN = ("hf_dataset_config_name", "hf_dataset_splits", "text_column_name")
+ARRANGED = ("dataset_processing_num_proc_per_process", "dataset_overwrite_cache")
+
+
+def _dataset(reading: Reading, value: Mapping[str, Any], where: str) -> None:
+    names = value.get("hf_dataset_or_datasets")
+    if names is None or value.get("sft_dataloader"):
+        reading.give_up(f"{where}: {dict(value)}", "its tokens, or its conversations, are not read; give data.sources")
+        return
+    for key in value.keys() - {"hf_dataset_or_datasets", *PLAIN, *ARRANGED}:
+        reading.give_up(f"{where}: {key}={value[key]}", "say it under data.sources by hand")
+    splits = value.get("hf_dataset_splits") or "train"
+    common = {
+        "subset": value.get("hf_dataset_config_name"),
+        "split": splits if isinstance(splits, str) else splits[0],
+        "text_key": value.get("text_column_name"),
+    }
+    weights = names if isinstance(names, Mapping) else dict.fromkeys([names] if isinstance(names, str) else names)
+    sources = []
+    for name, weight in weights.items():
+        local = str(name).startswith((".", "/"))
+        source = {"path": str(name) if local else f"hub:{name}", **common, "weight": weight}
+        defaults = {"split": "train", "text_key": "text"}
+        sources.append({key: said for key, said in source.items() if said is not None and defaults.get(key) != said})
+    reading.set("data.sources", sources, f"{where} hf_dataset_or_datasets={names}")
+
+
+def _listed(section: str, keys: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{key}" for key in keys.split())
+
+
+WITHOUT_EFFECT = (
+    *_listed("general", "project run step consumed_train_samples benchmark_csv_path ignore_sanity_checks"),
+    *_listed("parallelism", "tp_mode tp_linear_async_communication tp_recompute_allgather"),
+    *_listed("checkpoints", "checkpoints_path_is_shared_file_system save_initial_state save_final_state"),
+    *_listed("checkpoints", "load_lr_scheduler load_optimizer"),
+    *_listed("logging", "iteration_step_info_interval log_level log_level_replica"),
+    *_listed("metrics_logging", "log_level log_detail_interval"),
+    *_listed("tokens", "limit_test_batches limit_val_batches"),
+    *_listed("tokenizer", "tokenizer_revision tokenizer_max_length"),
+    *_listed("model.model_config", "bos_token_id eos_token_id pad_token_id initializer_range pretraining_tp use_cache"),
+    *_listed("model.model_config", "_attn_implementation _fused_rms_norm _fused_rotary_emb _use_qkv_packed"),
+    *_listed("model.model_config", "is_llama_config is_qwen2_config log_attn_probs z_loss_coefficient"),
+    *("model.ddp_bucket_cap_mb", "optimizer.optimizer_factory.torch_adam_is_fused"),
+)
+
+RULES: Mapping[str, Rule] = {
+    "general.seed": "training.seed",
+    "parallelism.dp": fact("replicas"),
+    "parallelism.tp": _above_one("layout.tp"),
+    "parallelism.pp": _above_one("layout.pp"),
+    "parallelism.context_parallel_size": _above_one("layout.cp"),
+    "parallelism.expert_parallel_size": _above_one("layout.ep"),
+    "parallelism.pp_engine": _pipeline,
+    "parallelism.recompute_layer": when("training.recompute", "full"),
+    "model.dtype": _dtype,
+    "model.init_method.std": "model.init_std",
+    "model.init_method.scaling_method": lambda reading, value, origin: (
+        None if str(value).upper() == "NUM_LAYERS" else reading.give_up(origin, "weights are drawn as by NUM_LAYERS")
+    ),
+    "model.init_method.use_mup": nothing("there is no muP"),
+    "model.init_method.path": nothing("export it to Hugging Face's format, and give its folder as model.name"),
+    "model.make_vocab_size_divisible_by": fact("multiple"),
+    f"{SIZE}hidden_size": "model.hidden",
+    f"{SIZE}intermediate_size": "model.ffn",
+    f"{SIZE}num_hidden_layers": "model.num_layers",
+    f"{SIZE}num_attention_heads": "model.num_heads",
+    f"{SIZE}num_key_value_heads": "model.num_kv_heads",
+    f"{SIZE}vocab_size": "model.vocab",
+    f"{SIZE}max_position_embeddings": "model.max_positions",
+    f"{SIZE}rms_norm_eps": "model.norm_eps",
+    f"{SIZE}rope_theta": "model.rope_theta",
+    f"{SIZE}tie_word_embeddings": "model.tied_embeddings",
+    f"{SIZE}attention_bias": _biases,
+    f"{SIZE}hidden_act": _activation,
+    f"{SIZE}rope_scaling": nothing("Nanotron's models do not read it"),
+    f"{SIZE}rope_interleaved": nothing("a head's dimensions turn in halves, not in pairs: the same from fresh weights"),
+    f"{SIZE}rope_seq_len_interpolation_factor": nothing("positions are not interpolated"),
+    f"{SIZE}no_rope_layer": nothing("every layer has rope"),
+    f"{SIZE}z_loss_enabled": nothing("the loss has no z-loss"),
+    f"{SIZE}sliding_window_size": _window,
+    f"{SIZE}flex_attention_mask": nothing("say data.separate_documents or model.sliding_window"),
+    f"{SIZE}_use_doc_masking": when("data.separate_documents", True),
+    f"{SIZE}is_starcoder2_config": nothing("its layers are no family's; give --model"),
+    "tokenizer.tokenizer_name_or_path": "data.tokenizer",
+    "tokens.sequence_length": "data.sequence_length",
+    "tokens.train_steps": "training.steps",
+    "tokens.micro_batch_size": "training.micro_batch",
+    "tokens.batch_accumulation_per_replica": fact("accumulation"),
+    "tokens.val_check_interval": lambda reading, value, origin: (
+        reading.set("training.evaluation.every", value, origin) if value > 0 else None
+    ),
+    "optimizer.optimizer_factory.name": _optimizer,
+    "optimizer.optimizer_factory.adam_beta1": fact("beta1"),
+    "optimizer.optimizer_factory.adam_beta2": fact("beta2"),
+    "optimizer.optimizer_factory.adam_eps": "training.optimizer.eps",
+    "optimizer.zero_stage": _zero,
+    "optimizer.weight_decay": "training.optimizer.weight_decay",
+    "optimizer.weight_decay_exclude_named_params": _excluded,
+    "optimizer.clip_grad": positive("training.clip"),
+    "optimizer.accumulate_grad_in_fp32": fact("wide"),
+    "optimizer.learning_rate_scheduler.learning_rate": "training.optimizer.lr",
+    "optimizer.learning_rate_scheduler.lr_warmup_steps": "training.lr_schedule.warmup",
+    "optimizer.learning_rate_scheduler.lr_warmup_style": _warmup_style,
+    "optimizer.learning_rate_scheduler.lr_decay_style": fact("shape"),
+    "optimizer.learning_rate_scheduler.lr_decay_steps": fact("falls over"),
+    "optimizer.learning_rate_scheduler.lr_decay_starting_step": fact("falls from"),
+    "optimizer.learning_rate_scheduler.min_decay_lr": fact("lowest"),
+    "data_stages": _stages,
+    "checkpoints.checkpoints_path": "run_dir",
+    "checkpoints.checkpoint_interval": fact("saves"),
+    "checkpoints.resume_checkpoint_path": nothing("`meshwright train --resume` continues from the newest checkpoint"),
+    **dict.fromkeys(WITHOUT_EFFECT, nothing(OURS)),
+}
+
+BESIDE = ("lighteval", "profiler", "s3_upload")
+DEFAULTS = {
+    "training.seed": 42,
+    "training.precision": "bf16",
+    "training.clip": None,
+    "training.lr_schedule.warmup": 0,
+    "model.hidden": 4096,
+    "model.ffn": 11008,
+    "model.num_layers": 32,
+    "model.num_heads": 32,
+    "model.vocab": 32000,
+    "model.max_positions": 2048,
+    "model.norm_eps": 1e-6,
+    "model.rope_theta": 10000.0,
+    "model.tied_embeddings": False,
+}
+"""Of its dataclasses."""
+
+
+def is_nanotron(values: Mapping[str, Any]) -> bool:
+    """Whether these are the sections of a Nanotron configuration."""
+    model, layout = values.get("model"), values.get("parallelism")
+    return isinstance(model, Mapping) and "model_config" in model and isinstance(layout, Mapping) and "dp" in layout
+
+
+def read_nanotron(reading: Reading, values: Mapping[str, Any], file: str) -> None:
+    """Read a Nanotron configuration."""
+    leaves, default = flat(values), f"{file} (Nanotron's default)"
+    shown = {key: value for key, value in leaves.items() if value is not None}
+    for key in [key for key in shown if key.split(".")[0] in BESIDE]:
+        reading.give_up(f"{file}: {key}={shown.pop(key)}", "it is beside training")
+    for key in [key for key in shown if key.startswith(f"{SIZE}moe_config.")]:
+        reading.give_up(f"{file}: {key}={shown.pop(key)}", "say the experts under model by hand")
+    reading.take(shown, RULES, file)
+    for path, value in DEFAULTS.items():
+        reading.default(path, value, default)
+    if "model.name" not in reading.settings:
+        reading.set("model.family", *_family(reading, file))
+    _ranks(reading, default)
+    _vocabulary(reading)
+    _dtypes(reading, default)
+    _rates(reading, default)
+    _decay(reading)
+    saves, where = reading.facts.get("saves", (0, ""))
+    if where:
+        reading.set("checkpoint.every", saves if saves < _steps(reading) else 0, where)
+
+
+def _steps(reading: Reading) -> int:
+    steps, where = reading.settings.get("training.steps", (None, ""))
+    if steps is None:
+        raise UserError("tokens.train_steps is missing; Nanotron's schedules count from it")
+    check_count(steps, where)
+    return steps
+
+
+def _family(reading: Reading, file: str) -> tuple[str, str]:
+    """The family that has these layers; Nanotron's Qwen2 without biases is a Llama."""
+    if "model.sliding_window" in reading.settings:
+        return "mistral", reading.settings["model.sliding_window"][1]
+    if "biases" in reading.facts:
+        return "qwen2", reading.facts["biases"][1]
+    return "llama", f"{file} (layers without biases)"
+
+
+def _ranks(reading: Reading, default: str) -> None:
+    replicas, where = reading.facts.get("replicas", (1, default))
+    check_count(replicas, where)
+    ranks, origins = replicas, [where]
+    for axis in ("tp", "pp", "cp"):
+        degree, origin = reading.settings.get(f"layout.{axis}", (1, ""))
+        ranks, origins = ranks * degree, [*origins, *([origin] if origin else [])]
+    reading.fact("ranks", ranks, "; ".join(origins))
+    if "layout.pp" in reading.settings:
+        name, where = reading.facts.get("schedule", ("afab", default))
+        reading.set("layout.schedule", name, where)
+
+
+def _vocabulary(reading: Reading) -> None:
+    """The vocabulary, with the rows that Nanotron adds."""
+    vocab, where = reading.settings.get("model.vocab", (None, ""))
+    multiple, origin = reading.facts.get("multiple", (1, ""))
+    check_count(multiple, origin)
+    multiple *= reading.settings.get("layout.tp", (1, ""))[0]
+    if isinstance(vocab, int) and vocab > 0 and vocab % multiple:
+        padded = -(-vocab // multiple) * multiple
+        reading.settings["model.vocab"] = padded, f"{where}, filled up to a multiple of {multiple}"
+
+
+def _dtypes(reading: Reading, default: str) -> None:
+    """Without accumulation in fp32, everything has the model's dtype."""
+    precision = reading.settings.get("training.precision", ("bf16", ""))[0]
+    wide, where = reading.facts.get("wide", (True, default))
+    if precision != "bf16" or wide is True:
+        return
+    for path in ("training.reduce_dtype", "training.master_dtype", "training.optimizer.state_dtype"):
+        reading.set(path, "bf16", where)
+    reading.set("training.optimizer.rounding", "nearest", where)
+
+
+def _rates(reading: Reading, default: str) -> None:
+    """Its schedule as one of ours: cosine or linear from the end of warm-up, or wsd."""
+    steps = _steps(reading)
+    peak, said = reading.settings.get("training.optimizer.lr", (None, ""))
+    check_number(peak, said)
+    warmup, where = reading.settings.get("training.lr_schedule.warmup", (0, default))
+    check_number(warmup, where)
+    style, origin = reading.facts.get("warmup style", ("linear", default))
+    if style == "constant" and warmup:
+        reading.settings["training.lr_schedule.warmup"] = 0, origin
+    lowest, floor = reading.facts.get("lowest", (peak, default))
+    check_number(lowest, floor)
+    shape, kind = reading.facts.get("shape", ("linear", default))
+    over, length = reading.facts.get("falls over", (steps - warmup, default))
+    start, begin = reading.facts.get("falls from", (warmup, default))
+    check_number(over, length)
+    check_number(start, begin)
+    if lowest == peak:
+        reading.set("training.lr_schedule.name", "constant", floor)
+        return
+    reading.set("training.lr_schedule.final", float(f"{lowest / peak:.6g}"), f"{floor}, of the peak {peak}")
+    if start + over != steps:
+        told = "; ".join(dict.fromkeys((length, begin)))
+        reading.give_up(told, f"the rate falls until step {start + over}; schedules end with the last step, {steps}")
+    if shape == "linear" and start > warmup:
+        reading.set("training.lr_schedule.name", "wsd", f"{kind}; {begin}")
+        reading.set("training.lr_schedule.decay", max(1, steps - start), f"{begin}; {length}")
+    elif shape in SHAPES and start <= warmup:
+        reading.set("training.lr_schedule.name", SHAPES[shape], kind)
+    else:
+        reading.give_up(kind, "a rate falls by a line or a cosine from the end of warm-up, or by a line at the end")
+
+
+def _decay(reading: Reading) -> None:
+    """Nanotron decays norms and biases too, unless it is told names."""
+    decay, where = reading.settings.get("training.optimizer.weight_decay", (0, ""))
+    if decay and "excluded" not in reading.facts:
+        reading.notes.append(f"{where}: Nanotron decays norms and biases as well; they do not decay here")
