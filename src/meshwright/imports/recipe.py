@@ -29,8 +29,8 @@ from meshwright.terminal import printable
 FORMATS = (
     "a DeepSpeed JSON, transformers' TrainingArguments (YAML or JSON), an Accelerate, axolotl, LLaMA-Factory, "
     "LLM-Foundry, Nanotron, NeMo or Megatron-Bridge YAML, a torchtitan configuration (.py, .toml, or the JSON that it "
-    "prints), a nanoGPT configuration (.py), a script with Megatron-LM's flags, or a program that `meshwright export` has "
-    "written"
+    "prints), a nanoGPT configuration (.py), a script with Megatron-LM's flags, or a program that `meshwright "
+    "export` has written"
 )
 KINDS = (
     (is_accelerate, read_accelerate),
