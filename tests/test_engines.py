@@ -308,11 +308,12 @@ def test_other_names_of_layouts_are_refused(name):
         layout_called(name)
 
 
-def test_unknown_engines_and_missing_packages_are_one_sentence():
+@pytest.mark.parametrize("module", ["no_such_module", "no_such.module", "json.no_such_module"])
+def test_unknown_engines_and_missing_packages_are_one_sentence(module):
     with pytest.raises(UserError, match=r"unknown engine 'acelerate'.*did you mean 'accelerate'"):
         find_engine("acelerate")
-    missing = type("Missing", (type(ENGINES["bare"]),), {"packages": {"no_such_module": "compare"}})()
-    with pytest.raises(MissingPackageError, match=r"pip install 'meshwright\[compare\]'"):
+    missing = type("Missing", (type(ENGINES["bare"]),), {"packages": {module: "compare"}})()
+    with pytest.raises(MissingPackageError, match=r"is not installed; pip install 'meshwright\[compare\]'"):
         check_installed(missing, Path(sys.executable))
     if importlib.util.find_spec("transformers"):
         check_installed(ENGINES["bare"], Path(sys.executable))

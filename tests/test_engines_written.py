@@ -10,12 +10,14 @@ from safetensors.numpy import save_file
 from meshwright.cli.export import WRITTEN_ONLY
 from meshwright.cli.main import main
 from meshwright.engines.engine import InexpressibleError
+from meshwright.engines.handover import run_at
 from meshwright.engines.registry import WRITTEN, find_engine
 from meshwright.imports.recipe import import_files
 from meshwright.spec.errors import UserError
 from meshwright.spec.recipe import parse_spec
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.trainer.resolve import resolve_run
+from meshwright.trainer.start import RESOLVED
 
 CONFIG = """\
 {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 384, "hidden_size": 64,
@@ -190,13 +192,19 @@ def test_what_a_system_does_not_say_is_refused_by_name(folder, name, path):
 
 
 def test_the_verb_writes_the_configuration_and_what_the_system_does_in_its_own_way(folder, capsys):
-    (folder / "run.yaml").write_text(TITAN.replace("checkpoint:", "guards: {spikes: skip}\ncheckpoint:"))
-    assert main(["export", "run.yaml", "--engine", "torchtitan", "--program", "out"]) == 0
+    (folder / "run.yaml").write_text(TITAN)
+    words = ["export", "run.yaml", "guards.spikes=skip", "--engine", "torchtitan", "--program"]
+    assert main([*words, "out"]) == 0
     assert sorted(path.name for path in (folder / "out").iterdir()) == ["left-out.md", "run_torchtitan.py"]
     told = (folder / "out" / "left-out.md").read_text()
     assert "guards.spikes=skip" in told
     assert "nothing is held out" in told
     assert "torchtitan" in capsys.readouterr().out
+    (folder / RESOLVED).touch()
+    with pytest.raises(UserError, match=r"is a run, whose settings stand; .* to override guards\.spikes=skip"):
+        run_at(folder, words[2:3])
+    assert main(["export", ".", "guards.spikes=skip", "--hf", "other"]) == 2
+    assert "settings are overridden with --program and a recipe only" in capsys.readouterr().err
 
 
 def test_the_names_of_engines_that_are_only_written_are_known(folder):

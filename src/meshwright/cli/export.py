@@ -29,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="run directory, checkpoint or Hugging Face directory (with --program also a recipe)",
     )
+    parser.add_argument(
+        "overrides", metavar="a.b=c", nargs="*", default=[], help="with --program and a recipe: override a setting"
+    )
     into = parser.add_mutually_exclusive_group(required=True)
     into.add_argument("--hf", metavar="DIR", type=Path, help="write a Hugging Face directory; it must not exist")
     into.add_argument("--gguf", metavar="FILE", type=Path, help="write a GGUF file, for llama.cpp and LM Studio")
@@ -74,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  meshwright export runs/lora --adapter runs/lora/adapter\n"
         "  meshwright export runs/lora --hf runs/lora/merged --merge\n"
         "  meshwright export runs/demo --hub owner/demo --license apache-2.0 --dry-run\n"
-        "  meshwright export run.yaml --engine deepspeed --program handed-over\n"
+        "  meshwright export run.yaml layout.dp_shard=2 --engine deepspeed --program handed-over\n"
         "  meshwright export run.yaml --engine torchtitan --program handed-over"
     )
 
@@ -85,6 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("--engine and --program go together: --engine deepspeed --program DIR")
     if arguments.program:
         return _hand_over(arguments)
+    if arguments.overrides:
+        raise UserError(f"'{arguments.overrides[0]}': settings are overridden with --program and a recipe only")
     if arguments.adapter and (arguments.merge or arguments.dtype):
         raise UserError("--merge and --dtype are about whole models, written with --hf; leave them out")
     if not arguments.hub and (arguments.license or arguments.private or arguments.dry_run):
@@ -214,7 +219,7 @@ def _hand_over(arguments: argparse.Namespace) -> int:
         raise UserError("--merge, --dtype and --ema do not apply to --program; leave them out")
     engine = find_engine(arguments.engine, written=True)
     with progress_on_stderr(arguments.json):
-        translation = hand_over(run_at(arguments.model), engine, arguments.program)
+        translation = hand_over(run_at(arguments.model, arguments.overrides), engine, arguments.program)
     left_out = {setting.path: setting.why for setting in translation.left_out}
     if arguments.json:
         files = [*translation.files, *([] if engine.reads_sources else ["start", "data"])]

@@ -1,5 +1,6 @@
 """Export of a run to another engine: program, configuration, weights, tokens, and a list of what is left out."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.engines.engine import Engine, Translation
@@ -17,12 +18,17 @@ LEFT_OUT = "left-out.md"
 """The file that lists what the program leaves out."""
 
 
-def run_at(path: Path) -> ResolvedRun:
-    """The run of a run directory, or of a recipe file; raises `UserError` if `path` is neither."""
+def run_at(path: Path, overrides: Sequence[str] = ()) -> ResolvedRun:
+    """The run of a run directory, or of a recipe file with overrides (`a.b=c`).
+
+    Raises `UserError` if `path` is neither, and for overrides of a run directory.
+    """
     if (path / RESOLVED).is_file():
+        if overrides:
+            raise UserError(f"{path} is a run, whose settings stand; give a recipe to override {overrides[0]}")
         return read_resolved(path / RESOLVED)
     if path.is_file():
-        return resolve_run(load_recipe(path), base_dir=path.parent.resolve())
+        return resolve_run(load_recipe(path, overrides), base_dir=path.parent.resolve())
     raise UserError(f"{path}: neither a run directory nor a recipe")
 
 

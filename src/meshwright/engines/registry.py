@@ -1,6 +1,7 @@
 """The engines by name, and a check that a Python has the modules of an engine's program."""
 
 import json
+import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,6 +37,17 @@ ENGINES: Mapping[str, Engine] = {
     )
 }
 """In the order in which comparisons list them."""
+_LACKS = """\
+import importlib.util, json, sys
+
+def lacks(module):
+    parts = module.split(".")
+    packages = (".".join(parts[: length + 1]) for length in range(len(parts)))
+    return any(importlib.util.find_spec(package) is None for package in packages)
+
+print(json.dumps([lacks(module) for module in sys.argv[1:]]))
+"""
+"""Which modules a Python lacks; a package is looked for before what is in it, because without it that raises."""
 WRITTEN: Mapping[str, Engine] = {
     engine.name: engine
     for engine in (
@@ -73,16 +85,15 @@ def check_installed(engine: Engine, python: Path, checkout: Path | None = None) 
             f"{engine.name} is no package; git clone {engine.checkout} and give --checkout with its folder"
         )
     modules = list(engine.packages)
-    code = "import importlib.util as u, json, sys; print(json.dumps([u.find_spec(m) is None for m in sys.argv[1:]]))"
     try:
         found = subprocess.run(
-            [python, "-P", "-c", code, *modules], capture_output=True, text=True, check=True, timeout=60
+            [python, "-P", "-c", _LACKS, *modules], capture_output=True, text=True, check=True, timeout=60
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"{python} cannot run {engine.name}: {error}") from error
     for module, missing in zip(modules, json.loads(found.stdout), strict=True):
         if missing:
-            name, extra = module.replace("_", "-"), engine.packages[module]
+            name, extra = re.sub(r"[._]", "-", module), engine.packages[module]
             raise MissingPackageError(
                 f"{name} is not installed; pip install 'meshwright[{extra}]', or give compare --install"
             )
