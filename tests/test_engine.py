@@ -1,6 +1,7 @@
 """The engine: every answer is the one that its request gets alone, and transformers gets from the exported model."""
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from losses import logits_of
 from meshwright.finetune import merged_model
 from meshwright.models import Decoder
 from meshwright.models import packed as packed_module
+from meshwright.models.compiled import COMPILERS, compile_step
 from meshwright.models.generate import Sampling
 from meshwright.models.packed import pack
 from meshwright.serve import engine as engine_module
@@ -257,6 +259,59 @@ def test_packed_models_compute_the_same(family: str, dtype: torch.dtype, monkeyp
         found, expected = ours.read(tokens, len(PROMPTS)).double(), theirs.read(tokens, len(PROMPTS)).double()
         error, size = (found - expected).norm() / expected.norm(), torch.finfo(dtype).eps
         assert error <= 20 * size, error
+
+
+@pytest.fixture(scope="module")
+def compiler() -> None:
+    """Skips where there is none."""
+    if not any(map(shutil.which, COMPILERS)):
+        pytest.skip("no C++ compiler")
+
+
+@torch.inference_mode()
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "qwen2", "qwen3"])
+def test_compiled_steps_compute_the_same(family: str, dtype: torch.dtype) -> None:
+    """Odd widths: of heads, gates and vocabulary, as vectors do not divide them; more rows than a product takes."""
+    sizes = {"head_dim": 20} if family == "qwen3" else {"vocab": VOCAB + 1, "ffn": 52}
+    plain, compiled = (model_of(family, dtype=torch.float32, **sizes).to(dtype) for _ in range(2))
+    compile_step(compiled, lambda _: None)
+    prompts = [*PROMPTS, *([3 + row] * (row + 1) for row in range(8))]
+    ours, theirs, alone = CachedReader(compiled), CachedReader(plain), CachedReader(compiled)
+    for reader in (ours, theirs, alone):
+        reader.read(list(enumerate(prompts)), 1)
+    for _ in prompts[1:]:
+        alone.drop_last()
+    for count, dropped in ((11, 0), (8, 3), (3, 5), (2, 1), (1, 1)):
+        for reader in (ours, theirs) * dropped:
+            reader.drop_last()
+        singles = [(row, [row + count]) for row in range(count)]
+        found, expected = (reader.read(singles, count).double() for reader in (ours, theirs))
+        error, size = (found - expected).norm() / expected.norm(), torch.finfo(dtype).eps
+        assert error <= 20 * size, error
+        threads = torch.get_num_threads()
+        torch.set_num_threads(2 if threads == 1 else 1)
+        lonely = alone.read(singles[:1], 1)[0].double()
+        torch.set_num_threads(threads)
+        assert torch.equal(lonely, found[0])  # not a bit depends on other rows, or on threads
+
+
+@pytest.mark.usefixtures("compiler")
+def test_compiled_steps_with_merged_adapters_answer_the_same_and_others_are_refused() -> None:
+    tuned = adapted(model_of("llama", dtype=torch.float32))
+    expected = generate(tuned, PROMPTS, max_tokens=9, eos_id=-1, sampling=GREEDY)
+    compile_step(tuned, lambda _: None)
+    pack(tuned)
+    assert "next_step: compiled" in repr(tuned)
+    assert generate(tuned, PROMPTS, max_tokens=9, eos_id=-1, sampling=GREEDY) == expected
+    for family, dtype, word in (
+        ("mixtral", torch.float32, "mixtures of experts"),
+        ("deepseek_v3", torch.float32, "latent attention"),
+        ("llama", torch.float64, "float64"),
+    ):
+        with pytest.raises(UserError, match=word):
+            compile_step(model_of(family, dtype=dtype), lambda _: None)
 
 
 def test_what_has_adapters_or_other_precision_is_not_packed() -> None:

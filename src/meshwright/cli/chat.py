@@ -9,9 +9,11 @@ from typing import Any
 
 from meshwright.cli.common import (
     SAMPLING,
+    add_compile_argument,
     add_disk_argument,
     add_model_arguments,
     add_sampling_arguments,
+    compile_steps,
     note_disk,
     positive,
     sampling_settings,
@@ -37,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the operands and options of `chat`."""
     add_model_arguments(parser)
     add_disk_argument(parser)
+    add_compile_argument(parser)
     add_layout_argument(parser)
     parser.add_argument("--compare", metavar="OTHER", type=Path, help="a second model that answers every question too")
     parser.add_argument("--system", metavar="TEXT", help="system message")
@@ -79,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     for trained in opened:
         note_disk(trained.model)
+    compile_steps(arguments, *(trained.model for trained in opened))
     partners = [
         Partner(trained, label, arguments.system)
         for trained, label in zip(opened, labels([trained.source for trained in opened]), strict=True)

@@ -66,6 +66,24 @@ def add_disk_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_compile_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option that compiles the steps of generation."""
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="generate by code that a C++ compiler makes for this machine's processor, once (CPUs; fp32 and bf16)",
+    )
+
+
+def compile_steps(arguments: argparse.Namespace, *models: Any) -> None:
+    """Do what the option asks."""
+    if arguments.compile:
+        from meshwright.models.compiled import compile_step
+
+        for model in models:
+            compile_step(model, lambda line: print(f"note: {line}", file=sys.stderr, flush=True))
+
+
 def note_disk(model: Any) -> None:
     """Say on standard error where the weights are, if on disk."""
     from meshwright.serve.from_disk import about_disk

@@ -5,10 +5,12 @@ import sys
 from typing import Any
 
 from meshwright.cli.common import (
+    add_compile_argument,
     add_disk_argument,
     add_family_argument,
     add_model_arguments,
     add_sampling_arguments,
+    compile_steps,
     note_disk,
     sampling_settings,
 )
@@ -22,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_family_argument(parser)
     add_disk_argument(parser)
+    add_compile_argument(parser)
     add_layout_argument(parser)
     parser.add_argument(
         "--prompt",
@@ -70,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     if follows(arguments, trained.model):
         return 0
     note_disk(trained.model)
+    compile_steps(arguments, trained.model)
     prompts = [sys.stdin.read().rstrip("\n") if text == "-" else text for text in arguments.prompt]
     settings: dict[str, Any] = {"max_tokens": arguments.max_tokens, "sampling": sampling, "stops": arguments.stop}
     if about_disk(trained.model):

@@ -52,6 +52,10 @@ def degree_of(arguments: argparse.Namespace) -> int:
         degrees.append(int(number))
     if degrees[-1] > 1 and arguments.weights_from_disk:
         raise UserError(f"--weights-from-disk: {SETTING}{degrees[-1]} holds weights in memory; choose one of them")
+    if degrees[-1] > 1 and getattr(arguments, "compile", False):
+        raise UserError(
+            f"--compile: the processes of {SETTING}{degrees[-1]} run the model's modules; choose one of them"
+        )
     return degrees[-1]
 
 

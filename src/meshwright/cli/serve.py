@@ -6,7 +6,14 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.common import add_disk_argument, add_model_arguments, note_disk, positive
+from meshwright.cli.common import (
+    add_compile_argument,
+    add_disk_argument,
+    add_model_arguments,
+    compile_steps,
+    note_disk,
+    positive,
+)
 from meshwright.cli.ranks import add_layout_argument, degree_of, follows, started, weights_of
 from meshwright.spec.errors import UserError
 
@@ -17,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the operands and options of `serve`."""
     add_model_arguments(parser)
     add_disk_argument(parser)
+    add_compile_argument(parser)
     add_layout_argument(parser)
     parser.add_argument("--name", help="the model's name in requests (default: the name of its folder)")
     parser.add_argument(
@@ -150,6 +158,8 @@ def _check_one_model(arguments: argparse.Namespace) -> None:
             "--adapter, --beside, --adapters-from: processes share one model; leave layout.tp out, or serve a merged "
             "model (export --hf)"
         )
+    if arguments.compile and (arguments.adapter or arguments.beside or arguments.adapters_from):
+        raise UserError("--compile: the code computes one model; leave --adapter, --beside and --adapters-from out")
 
 
 def _opened(arguments: argparse.Namespace) -> Any:
@@ -165,6 +175,7 @@ def _opened(arguments: argparse.Namespace) -> Any:
     )
     if not follows(arguments, trained.model):
         note_disk(trained.model)
+        compile_steps(arguments, trained.model)
     return trained
 
 

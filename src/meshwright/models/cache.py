@@ -100,7 +100,7 @@ class LayerCache:
         """Store the keys and values of sequences that get one token; the outputs [P, G, R, K] of their queries. Heads
         that share keys take the query dim, so that no key is repeated."""
         step, (count, both, width) = self._cache.step, new_P2GK.shape
-        self._make_room(new_P2GK)
+        self.make_room(both // 2, width, new_P2GK.dtype)
         places = self._cache.places(both // 2)
         self.both_2MGCK.view(-1, width).index_copy_(0, places, new_P2GK.reshape(-1, width))
         k_PGSK, v_PGSK = self.both_2MGCK[:, :count, :, step.keys].unbind()
@@ -108,20 +108,20 @@ class LayerCache:
 
     def attend_part(self, core: "Core", part: Part, q_1HNK: torch.Tensor, new_N2GK: torch.Tensor) -> torch.Tensor:
         """The same for one sequence of several new tokens: [1, H, T, K]."""
-        self._make_room(new_N2GK)
+        self.make_room(new_N2GK.shape[1] // 2, new_N2GK.shape[2], new_N2GK.dtype)
         new = slice(part.begin, part.end)
         new_2GTK = new_N2GK[new].transpose(0, 1).unflatten(0, (2, -1))
         self.both_2MGCK[:, part.row, :, part.start : part.stop] = new_2GTK
         k_1GSK, v_1GSK = self.both_2MGCK[:, part.row, None, :, : part.stop].unbind()
         return core(q_1HNK[:, :, new], k_1GSK, v_1GSK, part.mask)
 
-    def _make_room(self, new_N2GK: torch.Tensor) -> None:
+    def make_room(self, groups: int, width: int, dtype: torch.dtype) -> None:
+        """Memory for the keys and values of every sequence of the step."""
         rows, capacity, old_2MGCK = self._cache.rows, self._cache.capacity, self.both_2MGCK
         if old_2MGCK.dim() == 5 and old_2MGCK.shape[1] >= rows and old_2MGCK.shape[3] >= capacity:
             return
-        _, both, width = new_N2GK.shape
         # Zeros, because masked values are multiplied by zero and must not be NaN.
-        self.both_2MGCK = new_N2GK.new_zeros(2, rows, both // 2, capacity, width)
+        self.both_2MGCK = torch.zeros(2, rows, groups, capacity, width, dtype=dtype, device=self._cache.device)
         if old_2MGCK.dim() == 5:
             self.both_2MGCK[:, : old_2MGCK.shape[1], :, : old_2MGCK.shape[3]] = old_2MGCK
 
@@ -140,6 +140,11 @@ class Cache:
         """Tokens of each sequence, including those of the step in progress."""
         self.rows = self.capacity = 0
         self._places: dict[int, torch.Tensor] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where keys and values are."""
+        return self._like.device
 
     def places(self, groups: int) -> torch.Tensor:
         """Where the keys, then the values, of each sequence that gets one token lie in a layer's memory: int64 [P * 2 *

@@ -78,6 +78,9 @@ class Decoder(nn.Module):
     make_reader: Callable[["Decoder"], Any] | None = None
     """A slot: makes the reader of rows that are generated (`serve/readers.py`); None: by the kind of model."""
 
+    next_step: Callable[[TensorBatch, Cache], torch.Tensor] | None = None
+    """A slot: the logits after a step in which every sequence gets one token; None: by the modules."""
+
     wrapper: Wrapper | None = None
     run: Compute | None = None
     """A slot: `compute` in a wrapper of the whole model."""
@@ -166,8 +169,9 @@ class Decoder(nn.Module):
         self.wrapper, self.run = wrapper, wrapper(self.compute)
 
     def extra_repr(self) -> str:
-        """What is around `compute`."""
-        return "" if self.wrapper is None else f"run: {self.wrapper}"
+        """The contents of the slots."""
+        slots = (("run", self.wrapper), ("next_step", self.next_step))
+        return ", ".join(f"{name}: {slot}" for name, slot in slots if slot is not None)
 
     def tell_draws(self, batch: TensorBatch) -> None:
         """Give dropouts the batch's tokens: before it is computed, or recomputed in a backward pass after other

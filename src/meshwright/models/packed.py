@@ -199,13 +199,15 @@ def pack(model: Decoder) -> None:
     """Fill the slots of a model that is used only for generation from now on: later changes of its weights have no
     effect.
 
-    Nothing happens where there is nothing to gain: on a GPU, in other precisions than fp32 and bf16, in models that
-    transformers computes, whose weights are on disk, and where the copies would take much memory.
+    Nothing happens where there is nothing to gain: on a GPU, in other precisions than fp32 and bf16, where steps are
+    compiled, in models that transformers computes, whose weights are on disk, and where the copies would take much
+    memory.
     """
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     like = model.like
     if (
         ONEDNN_LINEAR is None
+        or model.next_step is not None
         or model.spec.foreign is not None
         or like.device.type != "cpu"
         or like.dtype not in DTYPES

@@ -43,6 +43,8 @@ class CachedReader:
     def read(self, new: New, writing: int) -> torch.Tensor:
         """See `Reader`."""
         batch = self._cache.append(new)
+        if self._model.next_step is not None and writing and self._cache.step.singles == len(new):
+            return self._model.next_step(batch, self._cache)[:writing]
         ends, end = [], -1
         for _, tokens in new:
             end += len(tokens)

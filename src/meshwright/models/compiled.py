@@ -1,0 +1,287 @@
+"""One step of generation compiled for this machine: `decode.cpp`, by its C++ compiler, on request.
+
+`compile_step` fills the model's slot `next_step` with copies of its weights in the order in which the compiled code
+reads them. It computes steps in which every sequence gets one token; the modules compute prompts, with their own
+weights. Both share the KV cache.
+
+Shapes: B rows, V vocabulary, O out, D in, P panels, C room for keys.
+"""
+
+import ctypes
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.models.attention import Attention, Core
+from meshwright.models.batch import TensorBatch
+from meshwright.models.cache import Cache
+from meshwright.models.decoder import Block, Decoder
+from meshwright.models.feed_forward import FeedForward
+from meshwright.models.linear import Linear
+from meshwright.models.norm import LayerNorm, RMSNorm
+from meshwright.models.rope import rope_tables
+from meshwright.models.slots import View, Viewed
+from meshwright.spec.errors import UserError
+
+SOURCE = Path(__file__).with_name("decode.cpp")
+CACHE = Path.home() / ".cache" / "meshwright" / "decode"
+"""Folder of compiled code; it may be deleted."""
+COMPILERS = ("g++", "clang++", "c++")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
+PANEL = 32
+"""Outputs that lie side by side in memory; as in `decode.cpp`."""
+AHEAD = 4096
+"""Bytes after a matrix that the code may ask the processor to fetch."""
+LANES = 16
+"""Numbers computed together; as in `decode.cpp`."""
+OPENMP = re.compile(r"lib(gomp|iomp|omp)\b.*\.so")
+PROCESSOR = ("model name", "flags", "Features", "CPU part")
+"""Lines of /proc/cpuinfo that say what the processor can do."""
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        *((name, ctypes.c_long) for name in ("out", "into")),
+    )
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = (("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("eps", ctypes.c_float))
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, _Norm) for name in ("before", "between", "q_norm", "k_norm")),
+        *((name, _Matrix) for name in ("qkv", "out", "gate", "up", "down")),
+    )
+
+
+class _Model(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("embeddings", "positions", "blocks")),
+        ("last", _Norm),
+        ("head", _Matrix),
+        *(
+            (name, ctypes.c_long)
+            for name in ("count", "hidden", "heads", "groups", "width", "ffn", "window", "is_bf16")
+        ),
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        ("caches", ctypes.c_void_p),
+        *((name, ctypes.c_long) for name in ("cache_rows", "room", "rows", "threads", "scratch")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "places", "cos", "sin", "memory", "logits")),
+    )
+
+
+class CompiledStep:
+    """A step in which every sequence gets one token, with copies of a model's weights."""
+
+    def __init__(self, model: Decoder, library: ctypes.CDLL) -> None:
+        spec = model.spec
+        self._decode = library.decode
+        self._decode.restype = None
+        self._spec, self._dtype = spec, model.like.dtype
+        self._kept: list[Any] = []
+        """Whatever the structures point to."""
+        layers = (_Layer * spec.num_layers)()
+        for place, block in zip(layers, model.layers.values(), strict=True):
+            assert isinstance(block, Block)
+            self._fill(place, block)
+        self._kept.append(layers)
+        shape = _Model(
+            count=spec.num_layers,
+            hidden=spec.hidden,
+            heads=spec.num_heads,
+            groups=spec.num_kv_heads,
+            width=spec.head_dim,
+            ffn=spec.ffn,
+            window=spec.sliding_window or 0,
+            is_bf16=self._dtype == torch.bfloat16,
+        )
+        shape.embeddings = self._keep(model.tok_embeddings.merged()["weight"])
+        shape.positions = None
+        if model.pos_embeddings is not None:
+            shape.positions = self._keep(model.pos_embeddings.merged()["weight"])
+        shape.blocks = ctypes.addressof(layers)
+        shape.last = self._norm(model.norm)
+        shape.head = self._matrix(model.head_weight, None)
+        self._model = shape
+        self._turns = torch.empty(2, 0, 0)
+        self._memory = torch.empty(0)
+
+    def __call__(self, batch: TensorBatch, cache: Cache) -> torch.Tensor:
+        """The logits [B, V] after the tokens of a step that `cache` has begun."""
+        count, spec = cache.step.singles, self._spec
+        for layer in cache.layers.values():
+            layer.make_room(spec.num_kv_heads, spec.head_dim, self._dtype)
+        room, threads = cache.capacity, torch.get_num_threads()
+        scratch = spec.num_heads // spec.num_kv_heads * (room + LANES)
+        heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        size = count * (2 * spec.hidden + heads + 2 * spec.ffn) + threads * scratch
+        if len(self._memory) < size:
+            self._memory = torch.empty(size)
+        if spec.positions == "rope" and self._turns.shape[1] < room:
+            rope = rope_tables(spec, torch.arange(room))
+            self._turns = torch.stack((rope.cos, rope.sin)).squeeze(-2)
+        caches = [layer.both_2MGCK.data_ptr() for layer in cache.layers.values()]
+        pointers = (ctypes.c_void_p * len(caches))(*caches)
+        logits_BV = torch.empty(count, spec.vocab)
+        has_turns = spec.positions == "rope"
+        step = _Step(
+            caches=ctypes.addressof(pointers),
+            cache_rows=cache.rows,
+            room=room,
+            rows=count,
+            threads=threads,
+            scratch=scratch,
+            tokens=batch.tokens.data_ptr(),
+            places=cache.step.places.data_ptr(),
+            cos=self._turns[0].data_ptr() if has_turns else None,
+            sin=self._turns[1].data_ptr() if has_turns else None,
+            memory=self._memory.data_ptr(),
+            logits=logits_BV.data_ptr(),
+        )
+        self._decode(ctypes.byref(self._model), ctypes.byref(step))
+        return logits_BV.to(self._dtype)
+
+    def __repr__(self) -> str:
+        return "compiled"
+
+    def _fill(self, place: _Layer, block: Block) -> None:
+        attention, feed_forward = block.attention, block.feed_forward
+        assert type(attention) is Attention
+        assert isinstance(feed_forward, FeedForward)
+        place.before, place.between = self._norm(block.attention_norm), self._norm(block.feed_forward_norm)
+        if attention.q_norm is not None and attention.k_norm is not None:
+            place.q_norm, place.k_norm = self._norm(attention.q_norm), self._norm(attention.k_norm)
+        place.qkv = self._product(attention.wq, attention.wk, attention.wv)
+        place.out = self._product(attention.wo)
+        place.gate, place.down = self._product(feed_forward.w1), self._product(feed_forward.w2)
+        up = feed_forward.w3
+        if up is not None:
+            place.up = self._product(up)
+
+    def _keep(self, tensor: torch.Tensor) -> int:
+        kept = tensor.detach().contiguous()
+        self._kept.append(kept)
+        return kept.data_ptr()
+
+    def _norm(self, norm: nn.Module) -> _Norm:
+        assert isinstance(norm, RMSNorm | LayerNorm)
+        bias = self._keep(norm.bias.float()) if isinstance(norm, LayerNorm) else None
+        eps = torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
+        return _Norm(self._keep(norm.weight.float()), bias, eps)
+
+    def _product(self, *layers: Linear) -> _Matrix:
+        """The products of one input with several layers, as one; adapters merged, quantized weights decoded."""
+        merged = [layer.merged() for layer in layers]
+        weight_OD = torch.cat([each["weight"].detach().to(self._dtype) for each in merged])
+        bias_O = torch.cat([each["bias"].detach().float() for each in merged]) if "bias" in merged[0] else None
+        return self._matrix(weight_OD, bias_O)
+
+    def _matrix(self, weight_OD: torch.Tensor, bias_O: torch.Tensor | None) -> _Matrix:
+        out, into = weight_OD.shape
+        panels = -(-out // PANEL)
+        kept = weight_OD.new_zeros(panels * PANEL * into + AHEAD)
+        view_PDO = kept[: panels * PANEL * into].view(panels, into, PANEL)
+        whole = out // PANEL
+        view_PDO[:whole] = weight_OD[: whole * PANEL].detach().unflatten(0, (whole, PANEL)).transpose(1, 2)
+        if whole < panels:
+            view_PDO[whole, :, : out - whole * PANEL] = weight_OD[whole * PANEL :].detach().T
+        return _Matrix(self._keep(kept), None if bias_O is None else self._keep(bias_O), out, into)
+
+
+def compile_step(model: Decoder, tell: Callable[[str], None]) -> None:
+    """Fill the slot `next_step` of a model that is used only for generation from now on: later changes of its weights
+    have no effect on it. `tell` is told if the compiler runs.
+
+    Raises `UserError` where the code computes no such model, or cannot be compiled.
+    """
+    if (reason := _why_not(model)) is not None:
+        raise UserError(f"--compile: {reason}; leave it out")
+    model.next_step = CompiledStep(model, _library(tell))
+
+
+def _why_not(model: Decoder) -> str | None:
+    """What the compiled code does not compute, or None."""
+    spec, like = model.spec, model.like
+    if spec.foreign is not None:
+        return "transformers computes this model"
+    if like.device.type != "cpu":
+        return "the code is for CPUs, and the model is on a GPU (--device cpu)"
+    if like.dtype not in DTYPES:
+        return f"the code computes in fp32 and bf16 (--dtype), not {str(like.dtype).removeprefix('torch.')}"
+    for block in model.layers.values():
+        if type(block) is not Block or block.wrappers or type(block.attention) is not Attention:
+            return f"it has no code for these blocks of {spec.family} (weights on disk, latent attention, your own)"
+        if type(block.feed_forward) is not FeedForward:
+            return "it has no code for mixtures of experts"
+        if type(block.attention.core) is not Core or any(type(m.view) is not View for m in _layers_of(block)):
+            return "processes that share a model (layout.tp) run its modules"
+    return None
+
+
+def _layers_of(block: nn.Module) -> list[Viewed]:
+    return [module for module in block.modules() if isinstance(module, Viewed)]
+
+
+def _library(tell: Callable[[str], None]) -> ctypes.CDLL:
+    """The compiled code."""
+    if sys.platform != "linux":
+        raise UserError("--compile needs Linux; leave it out")
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise UserError(f"--compile needs a C++ compiler ({', '.join(COMPILERS)}); install g++, or leave it out")
+    openmp = _openmp()
+    built = CACHE / f"{_fingerprint(compiler, openmp)}.so"
+    if not built.is_file():
+        tell(f"{compiler} compiles {SOURCE.name} for this machine, once; the result stays in {CACHE}")
+        built.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=built.parent) as folder:
+            _build(compiler, openmp, Path(folder) / "decode")
+            (Path(folder) / "decode.so").replace(built)
+    return ctypes.CDLL(str(built))
+
+
+def _openmp() -> str | None:
+    """The file of the OpenMP library that torch has loaded, whose threads the code then uses too; its symbols become
+    visible. A second one beside it would have threads of its own."""
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    found = sorted(name for name in mapped if OPENMP.match(Path(name).name))
+    if not found:
+        return None
+    ctypes.CDLL(found[0], mode=ctypes.RTLD_GLOBAL)
+    return found[0]
+
+
+def _fingerprint(compiler: str, openmp: str | None) -> str:
+    """Of whatever the compiled code depends on; `-march=native` is this processor."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+    processor = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(PROCESSOR)]
+    parts = [SOURCE.read_bytes(), version, repr((compiler, FLAGS, openmp is None, sorted(set(processor)))).encode()]
+    return hashlib.sha256(b"/".join(parts)).hexdigest()[:16]
+
+
+def _build(compiler: str, openmp: str | None, where: Path) -> None:
+    """Compile to `where`.so. Raises `UserError` with the compiler's first error."""
+    compiled = [compiler, *FLAGS, "-c", str(SOURCE), "-o", f"{where}.o"]
+    linked = [compiler, "-shared", f"{where}.o", "-o", f"{where}.so", *([] if openmp else ["-fopenmp"])]
+    for command in (compiled, linked):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
+            raise UserError(f"--compile: {compiler} cannot compile {SOURCE.name}: {errors[0]}; leave it out")
