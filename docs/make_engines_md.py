@@ -181,6 +181,8 @@ names, with the reason.
 | Megatron-Bridge's `ConfigContainer.from_yaml`, main branch of 2026-08-22 |
 | `nanotron` | `nanotron.yaml`, for `run_train.py --config-file` \
 | the `get_config_from_file` of Nanotron's main branch of 2026-04-07; its schedule and decay groups |
+| `automodel` | `automodel.yaml`, for NVIDIA's NeMo AutoModel: `automodel FILE` \
+| the loader of AutoModel's main branch of 2026-08-22, its typed sections; its schedule and optimizer, as built |
 | `axolotl` | `axolotl.yaml` for the fine-tuning of a Hugging Face directory | the names of its schema |
 
 ```
@@ -203,6 +205,8 @@ system does in its own way:
 - Nanotron's rate starts at 0, too. It decays norms unless it is told their names, and its code for these names fails
   where no parameter is tied: weight decay needs tied embeddings there. It reads `rope_scaling`, but never uses it, so a
   model with scaled rope is refused.
+- AutoModel's rate starts at 0, too, because the file says so: by default its warm-up starts at a tenth of the rate.
+  Norms and biases get a group without decay. It cannot be told not to clip.
 - Megatron-FSDP (ZeRO-2 and -3) must not find `CUDA_DEVICE_MAX_CONNECTIONS=1`, which its other layouts need; the script
   sets it where it must.
 
@@ -332,7 +336,7 @@ def _predicted() -> Iterator[str]:
 NOT_YET = """\
 ## Not yet
 
-Nothing is written for NeMo AutoModel, LLM-Foundry and LLaMA-Factory, nor for Lightning's `FSDPStrategy` and
+Nothing is written for LLM-Foundry and LLaMA-Factory, nor for Lightning's `FSDPStrategy` and
 `DeepSpeedStrategy`. There is no engine for Megatron-core's distributed optimizer, nor for replicas of its pipelines.
 Only the Trainer, peft and trl read records. Programs have run on CPUs only; on GPUs they are not tested.
 """

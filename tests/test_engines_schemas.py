@@ -4,7 +4,8 @@ environment that has them. A system that is not installed is skipped.
     pip install --no-deps torchtitan && pip install tyro einops tensorboard triton torchdata spmd_types
     git clone https://github.com/NVIDIA/Megatron-LM, and --megatron-lm with its folder
     git clone https://github.com/NVIDIA-NeMo/Megatron-Bridge, and --megatron-bridge with its folder
-    git clone into one folder, and --checkouts with it: huggingface/nanotron (pip install dacite datasets transformers)
+    git clone into one folder, and --checkouts with it: huggingface/nanotron (pip install dacite datasets triton),
+    NVIDIA-NeMo/Automodel (pip install torchdata, without triton)
 """
 
 import importlib.machinery
@@ -204,6 +205,7 @@ def alone(tmp_path):
 @pytest.mark.parametrize("number", range(len(VARIANTS["nanotron"])))
 def test_nanotron(folder, request, monkeypatch, number):
     clone(request, monkeypatch, "nanotron", "src")
+    pytest.importorskip("triton")
     pytest.importorskip("dacite")
     pretend(*GPU_ONLY)
     pretend("grouped_gemm", "grouped_gemm.ops")
@@ -238,6 +240,37 @@ def test_nanotron(folder, request, monkeypatch, number):
     groups = helpers.get_custom_weight_decay_for_named_parameters(parameters, None, {}, *options)
     decay = training.optimizer.weight_decay
     assert [group["weight_decay"] for group in groups] == [decay, decay, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("number", range(len(VARIANTS["automodel"])))
+def test_automodel(folder, request, monkeypatch, number):
+    clone(request, monkeypatch, "Automodel", "")
+    pytest.importorskip("torchdata")
+    path, run = written("automodel", folder, *VARIANTS["automodel"][number])
+    load = importlib.import_module("nemo_automodel.components.config.loader").load_yaml_config
+    config = importlib.import_module("nemo_automodel.recipes._typed_config").RecipeConfig(load(str(path)))
+    parse = importlib.import_module("nemo_automodel.recipes._dist_utils").parse_distributed_section
+    distributed = parse(config.distributed.to_dict())
+    training, layout, sizes = run.run.training, run.run.layout, distributed["parallelism_sizes"]
+    assert (sizes.dp_size, sizes.tp_size, sizes.pp_size) == (layout.data_parallel, layout.tp, layout.pp)
+    assert sizes.dp_size * sizes.tp_size * sizes.pp_size * sizes.cp_size == layout.world_size
+    assert distributed["activation_checkpointing"] == {"full": True, "none": False}.get(run.recompute[0], "selective")
+    steps = SimpleNamespace(epoch_len=None, num_epochs=1, max_steps=config.step_scheduler.max_steps)
+    assert (config.step_scheduler.global_batch_size, steps.max_steps) == (run.global_batch, training.steps)
+    model = torch.nn.ModuleDict({"linear": torch.nn.Linear(2, 2), "norm": torch.nn.LayerNorm(2)})
+    (optimizer,) = config.optimizer.build(model)
+    assert {group.get("wd_mult", 1.0): len(group["params"]) for group in optimizer.param_groups} == {1.0: 1, 0.0: 3}
+    (rates,) = config.lr_scheduler.build(optimizer, steps)
+    for factor in ours(run):  # theirs comes a step later
+        rates.step(1)
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([factor * training.optimizer.lr] * 2)
+    decays = {group.get("wd_mult", 1.0): group["weight_decay"] for group in optimizer.param_groups}
+    assert decays == {1.0: training.optimizer.weight_decay, 0.0: 0.0}
+    dataset = config.dataloader.dataset_config
+    assert dataset.seq_length == run.run.data.sequence_length
+    if run.run.finetune is not None and run.run.finetune.method == "lora":
+        adapters = config.peft.instantiate()
+        assert (adapters.dim, adapters.match_all_linear, adapters.dropout_position) == (4, True, "pre")
 
 
 SIZES = {"llama-3.1-8b": 8_030_261_248, "llama-3.2-1b": 1_235_814_400, "qwen3-0.6b": 596_049_920}

@@ -57,7 +57,18 @@ model: {{family: llama, tied_embeddings: true, hidden: 64, ffn: 96, num_layers: 
 data: {{sources: [{{path: "hub:some/text", text_key: body}}], tokenizer: ./base, sequence_length: 256}}
 layout: {{dp_replicate: 4, tp: 2}}
 {TRAINING}"""
-RECIPES = {"nanotron": NANOTRON, "torchtitan": TITAN, "megatron_lm": MEGATRON, "megatron_bridge": MEGATRON}
+AUTOMODEL = f"""\
+model: {{name: ./base, weights: random}}
+data: {{sources: [{{path: corpus.bin}}], sequence_length: 256}}
+layout: {{dp_shard: 4, dp_replicate: 2}}
+{TRAINING}"""
+RECIPES = {
+    "automodel": AUTOMODEL,
+    "nanotron": NANOTRON,
+    "torchtitan": TITAN,
+    "megatron_lm": MEGATRON,
+    "megatron_bridge": MEGATRON,
+}
 MIXED = "data.sources=[{path: a.bin, weight: 0.25}, {path: b/c.bin, weight: 0.75}]"
 TINY = "hidden: 64, num_layers: 4, num_heads: 4, vocab: 384, max_positions: 256"
 VARIANTS = {
@@ -105,9 +116,37 @@ VARIANTS["nanotron"] = [
         "training={reduce_dtype: bf16, master_dtype: bf16, optimizer: {state_dtype: bf16, rounding: nearest}}",
     ],
 ]
+CHAT = "data={sources: [{path: own.jsonl, format: messages}], packing: padded, sequence_length: 256}"
+VARIANTS["automodel"] = [
+    [],
+    ["layout={dp_replicate: 2}", MIXED, "data.held_out=0", "training.recompute=selective", "trackers=[wandb]"],
+    ["layout={tp: 2, dp_shard: 2, zero: 2}", "training.lr_schedule={name: wsd, decay: 9, final: 0.2}"],
+    ["layout={pp: 2}", "training.lr_schedule={name: constant, warmup: 0}", "checkpoint.every=0"],
+    ["layout={cp: 2, zero: 3}", "training.precision=fp32", "training.lr_schedule.name=linear", "training.seed=7"],
+    ["model.weights=pretrained", "finetune={method: full}", CHAT, "layout={}", "training.recompute=none"],
+    [
+        *("model.weights=pretrained", "finetune={method: lora, dora: true, dropout: 0.1, rank: 4}", CHAT),
+        *("data.packing=best_fit", "data.separate_documents=true", "data.chat.train_on=last"),
+    ],
+    [
+        "training={reduce_dtype: bf16, master_dtype: bf16, optimizer: {state_dtype: bf16, rounding: nearest}}",
+        "training.compile=true",
+    ],
+]
 LAUNCHED = ("megatron_bridge",)
 """Systems whose launcher is told the number of ranks, not their file."""
 REFUSED = {
+    "automodel": {
+        "model.name": "model=llama-3.1-8b",
+        "training.clip": "training.clip=null",
+        "training.precision": "training.precision=fp8",
+        "training.optimizer.name": "training.optimizer.name=muon",
+        "data.sources": "data.sources=[own.jsonl]",
+        "layout.zero": "layout={tp: 2, dp_replicate: 2}",
+        "layout.schedule": "layout={pp: 2, schedule: zbv}",
+        "training.preference": "training.preference={}",
+        "training.deterministic": "training.deterministic=true",
+    },
     "nanotron": {
         "model.weights": "model=./base",
         "model.family": "model=qwen3-0.6b",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshwright.engines.accelerate import AccelerateEngine
+from meshwright.engines.automodel import AutoModelConfig
 from meshwright.engines.axolotl import AxolotlConfig
 from meshwright.engines.bare import Bare
 from meshwright.engines.deepspeed import DeepSpeedEngine
@@ -53,6 +54,7 @@ WRITTEN: Mapping[str, Engine] = {
     for engine in (
         *(HfTrainerFsdp(), AccelerateFsdp(), AccelerateDeepSpeed()),
         *(AxolotlConfig(), TorchtitanConfig(), MegatronLmFlags(), MegatronBridgeConfig(), NanotronConfig()),
+        AutoModelConfig(),
     )
 }
 """Those that `export` writes, and nothing here runs."""

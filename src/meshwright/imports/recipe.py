@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.imports.accelerate_yaml import is_accelerate, read_accelerate
+from meshwright.imports.automodel import is_automodel, read_automodel
 from meshwright.imports.axolotl import is_axolotl, read_axolotl
 from meshwright.imports.deepspeed import is_deepspeed, read_deepspeed
 from meshwright.imports.foundry import is_foundry, read_foundry
@@ -28,9 +29,9 @@ from meshwright.terminal import printable
 
 FORMATS = (
     "a DeepSpeed JSON, transformers' TrainingArguments (YAML or JSON), an Accelerate, axolotl, LLaMA-Factory, "
-    "LLM-Foundry, Nanotron, NeMo or Megatron-Bridge YAML, a torchtitan configuration (.py, .toml, or the JSON that it "
-    "prints), a nanoGPT configuration (.py), a script with Megatron-LM's flags, or a program that `meshwright "
-    "export` has written"
+    "LLM-Foundry, Nanotron, NeMo AutoModel, NeMo or Megatron-Bridge YAML, a torchtitan configuration (.py, .toml, or "
+    "the JSON that it prints), a nanoGPT configuration (.py), a script with Megatron-LM's flags, or a program that "
+    "`meshwright export` has written"
 )
 KINDS = (
     (is_accelerate, read_accelerate),
@@ -38,6 +39,7 @@ KINDS = (
     (is_llama_factory, read_llama_factory),
     (is_foundry, read_foundry),
     (is_nanotron, read_nanotron),
+    (is_automodel, read_automodel),
     (is_torchtitan, read_torchtitan),
     (is_nemo, read_nemo),
     (is_hf_arguments, read_hf_arguments),

@@ -1,0 +1,225 @@
+"""Export as NVIDIA NeMo AutoModel's YAML, which `automodel FILE` reads."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from meshwright.engines.megatron_lm import LATER, split_of
+from meshwright.engines.settings import Rule
+from meshwright.engines.written import WrittenEngine, tokenizer_of, without
+from meshwright.imports.automodel import PIPELINES
+from meshwright.spec.document import write_yaml
+from meshwright.spec.finetune import LoraSpec
+from meshwright.spec.precision import BF16, FP32
+from meshwright.spec.run import ResolvedRun
+
+AUTO = "nemo_automodel.NeMoAutoModelForCausalLM"
+DATASETS = "nemo_automodel.components.datasets"
+PIPELINE = {ours: theirs for theirs, ours in PIPELINES.items()}
+DTYPE = {BF16.name: "bfloat16", FP32.name: "float32"}
+UNDECAYED = {"pattern": "norm|bias", "wd_mult": 0.0}
+
+
+class AutoModelConfig(WrittenEngine):
+    """AutoModel's configuration."""
+
+    name = "automodel"
+    about = "NVIDIA NeMo AutoModel"
+    file = "automodel.yaml"
+    rules: ClassVar[Mapping[str, Rule]] = {"data.order": without("samples come in its own order")}
+
+    def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
+        """Models without a directory, data of other kinds, and what AutoModel always does otherwise."""
+        run, found = resolved.run, dict[str, str]()
+        layout, precision = run.layout, run.training.precision
+        if not (run.model.name or "").startswith((".", "/")):
+            found["model.name"] = "AutoModel loads a Hugging Face directory; name it, with ./ or / before it"
+        if precision not in DTYPE:
+            found["training.precision"] = f"the file has {', '.join(DTYPE)}"
+        if run.training.clip is None:
+            found["training.clip"] = "AutoModel clips at 1.0 where no norm is given; set one"
+        split = layout.tp * layout.pp * layout.cp
+        if not layout.zero_stage and layout.data_parallel > 1 and split > 1:
+            found["layout.zero"] = "its DDP splits nothing else; set layout.zero=3"
+        if layout.pp > 1 and layout.schedule not in PIPELINE:
+            found["layout.schedule"] = f"the file is written for {', '.join(PIPELINE)}"
+        if layout.ep > 1:
+            found["layout.ep"] = "the file is written without expert parallelism"
+        if reason := _other_data(resolved):
+            found["data.sources"] = reason
+        if tokenizer_of(resolved) is None:
+            found["data.tokenizer"] = "AutoModel loads a tokenizer; name its folder"
+        if isinstance(run.finetune, LoraSpec) and run.finetune.base != "plain":
+            found["finetune.base"] = "the file has bases as they are; set finetune.base=plain"
+        return found
+
+    def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
+        """Its rates, order and fresh weights."""
+        adapters = ["adapters are drawn by AutoModel's rule (xavier)"]
+        return (
+            LATER,
+            "samples come in AutoModel's own order, and fresh weights from transformers' rules",
+            *(adapters if isinstance(resolved.run.finetune, LoraSpec) else []),
+        )
+
+    def text(self, resolved: ResolvedRun) -> str:
+        """The YAML."""
+        return write_yaml(_config(resolved))
+
+
+def _other_data(resolved: ResolvedRun) -> str:
+    """Why the file cannot name the recipe's data; empty if it can."""
+    sources = resolved.run.data.sources
+    if all(source.path.endswith(".bin") for source in sources):
+        unweighed = len(sources) > 1 and sources[0].weight is None
+        return "AutoModel mixes token files by weights; give every source one" if unweighed else ""
+    first, *more = sources
+    if more or first.format != "messages":
+        return "AutoModel reads tokens (NAME.bin with NAME.idx), or one source of format messages"
+    return ""
+
+
+def _config(resolved: ResolvedRun) -> dict[str, Any]:
+    run, training, steps = resolved.run, resolved.run.training, resolved.run.training.steps
+    pretrained = run.model.weights != "random"
+    named = {"pretrained_model_name_or_path": run.model.name}
+    whole = {"config": {"_target_": "transformers.AutoConfig.from_pretrained", **named}}
+    found = {
+        "recipe": "TrainFinetuneRecipeForNextTokenPrediction",
+        "seed": training.seed,
+        "step_scheduler": {
+            "global_batch_size": resolved.global_batch,
+            "local_batch_size": resolved.micro_batch * (resolved.accumulation if run.layout.pp > 1 else 1),
+            "max_steps": steps,
+            "num_epochs": None,
+            "ckpt_every_steps": run.checkpoint.every or steps,
+            "save_checkpoint_every_epoch": False,
+            "val_every_steps": training.evaluation.every or None,
+        },
+        "model": {
+            "_target_": f"{AUTO}.from_pretrained" if pretrained else f"{AUTO}.from_config",
+            **(named if pretrained else whole),
+            "torch_dtype": "bfloat16" if training.master_dtype == BF16.name else "float32",
+        },
+        "peft": _adapters(resolved),
+        "compile": {"enabled": training.compile, "mode": training.compile_mode},
+        "clip_grad_norm": {"max_norm": training.clip},
+        "distributed": _distributed(resolved),
+        "loss_fn": {"_target_": "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy"},
+        **_data(resolved),
+        "optimizer": {
+            "_target_": "torch.optim.AdamW" if training.optimizer.name == "adamw" else training.optimizer.name,
+            "lr": training.optimizer.lr,
+            "betas": list(training.optimizer.betas),
+            "eps": training.optimizer.eps,
+            "weight_decay": training.optimizer.weight_decay,
+            "param_group_overrides": [UNDECAYED],
+        },
+        "lr_scheduler": _rates(resolved),
+        "checkpoint": {"enabled": True, "checkpoint_dir": run.run_dir, "model_save_format": "safetensors"},
+        "wandb": {"project": "meshwright", "name": run.run_dir} if "wandb" in run.trackers else None,
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _distributed(resolved: ResolvedRun) -> dict[str, Any]:
+    training, layout, kinds = resolved.run.training, resolved.run.layout, set(resolved.recompute)
+    alone = layout.tp * layout.pp * layout.cp == 1
+    narrow = training.precision == BF16.name
+    recompute = {"full": "full", "selective": "selective"}.get(next(iter(kinds)), False) if len(kinds) == 1 else False
+    common = {"dp_size": layout.data_parallel, "activation_checkpointing": recompute}
+    if alone and not layout.zero_stage:
+        return {"strategy": "ddp", **common, "autocast_dtype": "bfloat16" if narrow else None}
+    found = {
+        "strategy": "fsdp2",
+        **common,
+        "dp_replicate_size": layout.dp_replicate if layout.zero_stage else 1,
+        "tp_size": layout.tp,
+        "pp_size": layout.pp,
+        "cp_size": layout.cp,
+        "sequence_parallel": layout.tp > 1,
+        "reshard_after_forward": layout.zero_stage != 2,
+        "mp_policy": {
+            "_target_": "torch.distributed.fsdp.MixedPrecisionPolicy",
+            "param_dtype": DTYPE.get(training.precision, training.precision),
+            "reduce_dtype": "bfloat16" if narrow and training.reduce_dtype == BF16.name else "float32",
+            "output_dtype": DTYPE.get(training.precision, training.precision),
+            "cast_forward_inputs": True,
+        },
+    }
+    if layout.pp > 1:
+        schedule = PIPELINE.get(layout.schedule, layout.schedule)
+        found["pipeline"] = {"pp_schedule": schedule, "pp_microbatch_size": resolved.micro_batch}
+    return found
+
+
+def _data(resolved: ResolvedRun) -> dict[str, Any]:
+    """The data set, and what puts its samples together."""
+    data, name = resolved.run.data, tokenizer_of(resolved)
+    tokenizer = {
+        "_target_": "nemo_automodel.NeMoAutoTokenizer.from_pretrained",
+        "pretrained_model_name_or_path": name,
+    }
+    loader = {"_target_": "torchdata.stateful_dataloader.StatefulDataLoader"}
+    first, *_ = data.sources
+    if first.path.endswith(".bin"):
+        paths = [source.path.removesuffix(".bin") for source in data.sources]
+        weights = [source.weight for source in data.sources]
+        pairs = [str(word) for pair in zip(weights, paths, strict=True) for word in pair]
+        return {
+            "dataset": {
+                "_target_": f"{DATASETS}.llm.megatron_dataset.MegatronPretraining",
+                "paths": pairs if weights[0] is not None else paths,
+                "seq_length": data.sequence_length,
+                "split": split_of(data.held_out),
+                "splits_to_build": "train",
+                "tokenizer": tokenizer,
+            },
+            "dataloader": {**loader, "collate_fn": "torch.utils.data.default_collate", "dataloader_type": "single"},
+        }
+    chat = {
+        "_target_": f"{DATASETS}.llm.chat_dataset.ChatDataset",
+        "path_or_dataset_id": first.path.removeprefix("hub:"),
+        "name": first.subset,
+        "split": first.split,
+        "seq_length": data.sequence_length,
+        "mask_history": data.chat.train_on == "last" or None,
+        "tokenizer": tokenizer,
+    }
+    packed = data.packing == "best_fit"
+    return {
+        "dataset": {key: value for key, value in chat.items() if value is not None},
+        "packed_sequence": {"packed_sequence_size": data.sequence_length if packed else 0},
+        "dataloader": {**loader, "collate_fn": f"{DATASETS}.utils.default_collater", "shuffle": True},
+    }
+
+
+def _rates(resolved: ResolvedRun) -> dict[str, Any]:
+    training = resolved.run.training
+    schedule, steps, lr = training.lr_schedule, training.steps, training.optimizer.lr
+    wsd = {"wsd_decay_steps": schedule.decay or max(1, steps // 5), "lr_wsd_decay_style": "linear"}
+    return {
+        "lr_decay_style": "WSD" if schedule.name == "wsd" else schedule.name,
+        **(wsd if schedule.name == "wsd" else {}),
+        "lr_warmup_steps": schedule.warmup_steps(steps),
+        "lr_decay_steps": steps,
+        "init_lr": 0.0,
+        "max_lr": lr,
+        "min_lr": float(f"{lr * schedule.final:.12g}"),
+    }
+
+
+def _adapters(resolved: ResolvedRun) -> dict[str, Any] | None:
+    finetune = resolved.run.finetune
+    if not isinstance(finetune, LoraSpec):
+        return None
+    every = finetune.targets == "all-linear"
+    return {
+        "_target_": "nemo_automodel.components._peft.lora.PeftConfig",
+        "target_modules": [] if every else list(finetune.targets),
+        "match_all_linear": every,
+        "dim": finetune.rank,
+        "alpha": int(finetune.alpha) if finetune.alpha == int(finetune.alpha) else finetune.alpha,
+        "dropout": finetune.dropout,
+        "dropout_position": "pre",
+        "use_dora": finetune.dora,
+    }

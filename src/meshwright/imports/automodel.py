@@ -1,0 +1,385 @@
+"""NVIDIA NeMo AutoModel's YAML configuration."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from meshwright.imports.megatron import RULES as FLAGS
+from meshwright.imports.reading import (
+    Reading,
+    Rule,
+    apply,
+    check_count,
+    check_number,
+    fact,
+    flat,
+    nothing,
+    positive,
+    when,
+)
+
+DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "fp32": "fp32", "float16": "fp16", "fp16": "fp16"}
+SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"}
+PIPELINES = {"1f1b": "1f1b", "gpipe": "afab"}
+OURS = "nothing that is trained depends on it, or our trainer decides it"
+
+
+def _last(target: Any) -> str:
+    """A target without its modules."""
+    return str(target).rsplit(".", 1)[-1]
+
+
+def _degree(path: str) -> Rule:
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        if value in ("none", 0):  # their words for what is left
+            return
+        check_count(value, origin)
+        if "." not in path:
+            reading.fact(path, value, origin)
+        elif value > 1:
+            reading.set(path, value, origin)
+
+    return rule
+
+
+def _strategy(reading: Reading, value: Any, origin: str) -> None:
+    if value in ("fsdp2", "ddp"):
+        reading.fact("strategy", value, origin)
+    else:
+        reading.give_up(origin, "there are fsdp2 and ddp")
+
+
+def _model(reading: Reading, value: Any, origin: str) -> None:
+    kind = str(value).rsplit(".", 2)[-2:]
+    if kind[-1] == "from_config":
+        reading.set("model.weights", "random", origin)
+    elif kind != ["NeMoAutoModelForCausalLM", "from_pretrained"]:
+        reading.give_up(origin, "there are from_pretrained and from_config of NeMoAutoModelForCausalLM; give --model")
+
+
+def _config(reading: Reading, value: Any, origin: str) -> None:
+    if not str(value).endswith("AutoConfig.from_pretrained"):
+        reading.give_up(origin, "give --model, or a Hugging Face directory with this config.json")
+
+
+def _optimizer(reading: Reading, value: Any, origin: str) -> None:
+    name = _last(value)
+    if name in ("AdamW", "FusedAdam"):
+        reading.set("training.optimizer.name", "adamw", origin)
+    elif name == "Adam":
+        reading.fact("coupled", True, origin)
+        reading.set("training.optimizer.name", "adamw", origin)
+    else:
+        reading.give_up(origin, "there are AdamW, FusedAdam and Adam")
+
+
+def _recompute(reading: Reading, value: Any, origin: str) -> None:
+    word = {True: "full", False: "none", "true": "full", "false": "none"}.get(value, value)
+    if word in ("full", "selective", "none"):
+        reading.set("training.recompute", word, origin)
+    else:
+        reading.give_up(origin, "there are full, selective and false")
+
+
+def _reshards(reading: Reading, value: Any, origin: str) -> None:
+    reading.fact("reshards", value, origin)
+
+
+def _dtype(name: str) -> Rule:
+    def rule(reading: Reading, value: Any, origin: str) -> None:
+        word = _last(value)
+        if word in DTYPES:
+            reading.fact(name, DTYPES[word], origin)
+        elif word != "auto":
+            reading.give_up(origin, f"there are {', '.join(DTYPES)}")
+
+    return rule
+
+
+def _schedule(reading: Reading, value: Any, origin: str) -> None:
+    if value in SCHEDULES:
+        reading.set("training.lr_schedule.name", SCHEDULES[value], origin)
+    else:
+        reading.give_up(origin, f"there are {', '.join(SCHEDULES)}")
+
+
+def _pipeline(reading: Reading, value: Any, origin: str) -> None:
+    if str(value).lower() in PIPELINES:
+        reading.fact("schedule", PIPELINES[str(value).lower()], origin)
+    else:
+        reading.give_up(origin, f"say layout.schedule by hand; {', '.join(PIPELINES)} are read")
+
+
+def _epochs(reading: Reading, value: Any, origin: str) -> None:
+    reading.give_up(origin, "a run is counted in steps: training.steps (theirs ends at the earlier of the two)")
+
+
+def _packed(reading: Reading, value: Any, origin: str) -> None:
+    if value > 0:
+        reading.set("data.packing", "best_fit", origin)
+        reading.set("data.separate_documents", True, origin)
+        reading.set("data.sequence_length", value, origin)
+
+
+def _overrides(reading: Reading, value: Any, origin: str) -> None:
+    """Groups by names: here norms and biases never decay, and every rate is the same."""
+    for group in value:
+        undecayed = group.get("wd_mult") == 0 and "norm" in str(group.get("pattern"))
+        if undecayed and group.get("lr_mult", 1) == 1:
+            reading.fact("undecayed", True, origin)
+        else:
+            reading.give_up(f"{origin.split('=')[0]}: {group}", "norms and biases do not decay; rates are one")
+
+
+def _trackers(name: str) -> Rule:
+    return lambda reading, value, origin: reading.set("trackers", [name], origin)
+
+
+LEFT_TO_US = (
+    *("recipe", "dist_env.backend", "dist_env.timeout_minutes", "step_scheduler.save_checkpoint_every_epoch"),
+    *("step_scheduler.log_remote_every_steps", "step_scheduler.gc_every_steps", "step_scheduler.preemption_signal"),
+    *("step_scheduler.loss_average_window_steps", "model.trust_remote_code", "model.attn_implementation"),
+    *("model.use_liger_kernel", "model.use_sdpa_patching", "model.use_cache", "compile.fullgraph", "compile.dynamic"),
+    *("compile.backend", "checkpoint.model_save_format", "checkpoint.save_consolidated", "checkpoint.is_async"),
+    *("checkpoint.enabled", "distributed.sequence_parallel", "distributed.defer_fsdp_grad_sync", "dataloader._target_"),
+    *("dataloader.collate_fn", "dataloader.collate_fn._target_", "dataloader.num_workers", "dataloader.pin_memory"),
+    *("dataloader.dataloader_type", "distributed._target_", "distributed.mp_policy._target_", "loss_fn._target_"),
+    *("distributed.mp_policy.output_dtype", "distributed.mp_policy.cast_forward_inputs", "rng._target_", "rng.ranked"),
+    *("distributed.pipeline.scale_grads_in_schedule", "distributed.pipeline.dtype", "peft._target_", "peft.use_triton"),
+    *("distributed.pipeline.round_virtual_stages_to_pp_multiple", "optimizer.fused", "optimizer.foreach"),
+    *("optimizer.adam_w_mode", "optimizer.bias_correction", "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype"),
+    *("optimizer.store_param_remainders", "packed_sequence.split_across_pack", "peft.use_memory_efficient_lora"),
+    *("ci.recipe_owner", "lr_scheduler.use_checkpoint_opt_param_scheduler", "peft.lora_A_init"),
+)
+
+RULES: Mapping[str, Rule] = {
+    "seed": "training.seed",
+    "rng.seed": nothing("AutoModel reads the key seed beside the sections"),
+    "step_scheduler.global_batch_size": "training.global_batch",
+    "step_scheduler.local_batch_size": fact("local batch"),
+    "step_scheduler.max_steps": "training.steps",
+    "step_scheduler.num_epochs": _epochs,
+    "step_scheduler.ckpt_every_steps": fact("saves"),
+    "step_scheduler.val_every_steps": "training.evaluation.every",
+    "model._target_": _model,
+    "model.pretrained_model_name_or_path": "model.name",
+    "model.config": "model.name",
+    "model.config._target_": _config,
+    "model.config.pretrained_model_name_or_path": "model.name",
+    "model.torch_dtype": _dtype("storage"),
+    "compile.enabled": when("training.compile", True),
+    "compile.mode": "training.compile_mode",
+    "clip_grad_norm.max_norm": positive("training.clip"),
+    "distributed.strategy": _strategy,
+    "distributed.dp_size": _degree("replicas"),
+    "distributed.dp_replicate_size": _degree("replicate"),
+    "distributed.tp_size": _degree("layout.tp"),
+    "distributed.pp_size": _degree("layout.pp"),
+    "distributed.cp_size": _degree("layout.cp"),
+    "distributed.ep_size": _degree("layout.ep"),
+    "distributed.activation_checkpointing": _recompute,
+    "distributed.reshard_after_forward": _reshards,
+    "distributed.mp_policy.param_dtype": _dtype("compute"),
+    "distributed.mp_policy.reduce_dtype": _dtype("reduced"),
+    "distributed.autocast_dtype": _dtype("autocast"),
+    "distributed.pipeline.pp_schedule": _pipeline,
+    "distributed.pipeline.pp_microbatch_size": fact("microbatch"),
+    "distributed.pipeline.layers_per_stage": nothing("say layout.stage_layers, or layout.stages_per_rank"),
+    "optimizer._target_": _optimizer,
+    "optimizer.lr": "training.optimizer.lr",
+    "optimizer.betas": lambda reading, value, origin: reading.set("training.optimizer.betas", list(value), origin),
+    "optimizer.eps": "training.optimizer.eps",
+    "optimizer.weight_decay": "training.optimizer.weight_decay",
+    "optimizer.param_group_overrides": _overrides,
+    "optimizer.master_weights": fact("masters"),
+    "lr_scheduler.lr_decay_style": _schedule,
+    "lr_scheduler.lr_warmup_steps": "training.lr_schedule.warmup",
+    "lr_scheduler.lr_decay_steps": fact("decay steps"),
+    "lr_scheduler.wsd_decay_steps": "training.lr_schedule.decay",
+    "lr_scheduler.lr_wsd_decay_style": FLAGS["lr-wsd-decay-style"],
+    "lr_scheduler.min_lr": fact("min_lr"),
+    "lr_scheduler.init_lr": fact("first rate"),
+    "lr_scheduler.max_lr": "training.optimizer.lr",
+    "checkpoint.checkpoint_dir": "run_dir",
+    "checkpoint.restore_from": nothing("`meshwright train --resume` continues from the newest checkpoint"),
+    "dataloader.shuffle": lambda reading, value, origin: reading.fact("shuffled", value, origin),
+    "packed_sequence.packed_sequence_size": _packed,
+    "peft.target_modules": lambda reading, value, origin: (
+        reading.set("finetune.targets", [value] if isinstance(value, str) else list(value), origin) if value else None
+    ),
+    "peft.match_all_linear": when("finetune.targets", "all-linear"),
+    "peft.dim": "finetune.rank",
+    "peft.alpha": "finetune.alpha",
+    "peft.dropout": "finetune.dropout",
+    "peft.dropout_position": fact("dropout position"),
+    "peft.use_dora": when("finetune.dora", True),
+    "quantization.load_in_4bit": when("finetune.base", "nf4"),
+    "quantization.load_in_8bit": when("finetune.base", "int8"),
+    **dict.fromkeys(LEFT_TO_US, nothing(OURS)),
+}
+
+
+def is_automodel(values: Mapping[str, Any]) -> bool:
+    """Whether these are the sections of an AutoModel configuration."""
+    model = values.get("model")
+    return isinstance(values.get("step_scheduler"), Mapping) and isinstance(model, Mapping) and "_target_" in model
+
+
+def read_automodel(reading: Reading, values: Mapping[str, Any], file: str) -> None:
+    """Read an AutoModel configuration."""
+    default = f"{file} (AutoModel's default)"
+    apart = {"dataset", "validation_dataset", "validation_dataloader", "wandb", "mlflow", "comet"}
+    reading.take(flat({key: value for key, value in values.items() if key not in apart}), RULES, file)
+    for part in sorted(apart & values.keys() - {"dataset"}):
+        if part == "wandb":
+            reading.set("trackers", ["wandb"], f"{file}: wandb={values[part]}")
+        else:
+            why = "data.held_out is a share of the data" if part.startswith("valid") else "trackers are ours"
+            reading.give_up(f"{file}: {part}={values[part]}", why)
+    if isinstance(values.get("dataset"), Mapping):
+        _dataset(reading, values["dataset"], f"{file}: dataset", default)
+    defaults = {"training.global_batch": 32, "training.optimizer.lr": 1e-4, "training.optimizer.weight_decay": 0.01}
+    defaults |= {"training.optimizer.betas": [0.9, 0.999], "training.seed": 42, "training.clip": 1.0}
+    for path, value in defaults.items():
+        reading.default(path, value, default)
+    _batch(reading, default)
+    _ranks(reading, default)
+    _dtypes(reading, default)
+    _rates(reading, values, default)
+    _adapters(reading, values, default)
+    saves, where = reading.facts.get("saves", (100, default))
+    steps = reading.settings.get("training.steps", (0, ""))[0]
+    reading.set("checkpoint.every", saves if not steps or saves < steps else 0, where)
+    decay, where = reading.settings.get("training.optimizer.weight_decay", (0.01, default))
+    if decay and reading.known("coupled"):
+        reading.give_up(reading.facts["coupled"][1], "Adam adds the decay to the gradient; AdamW's is apart from it")
+    if decay and "undecayed" not in reading.facts:
+        reading.notes.append(f"{where}: AutoModel decays norms and biases as well; they do not decay here")
+
+
+def _dataset(reading: Reading, given: Mapping[str, Any], where: str, default: str) -> None:
+    found, kind = dict(given), _last(given.get("_target_"))
+    target = found.pop("_target_", None)
+    tokenizer = found.pop("tokenizer", None)
+    if isinstance(tokenizer, Mapping) and (name := tokenizer.get("pretrained_model_name_or_path")):
+        reading.set("data.tokenizer", name, f"{where}.tokenizer.pretrained_model_name_or_path={name}")
+    if kind.startswith("MegatronPretraining"):
+        paths = found.pop("paths")
+        reading.set("data.sources", _blended(paths), f"{where}.paths={paths}")
+        length = found.pop("seq_length", None)
+        reading.set("data.sequence_length", length or 2048, f"{where}.seq_length={length}" if length else default)
+        split = found.pop("split", None)
+        said = f"{where}.split={split}" if split else f"{default}: split=900,50,50"
+        apply(FLAGS["split"], reading, (split or "900,50,50").replace(" ", ""), said)
+        for key in ("index_mapping_dir", "splits_to_build", "seed", "num_val_samples", "mmap_bin_files"):
+            if key in found:
+                reading.give_up(f"{where}.{key}={found.pop(key)}", OURS)
+    elif kind.startswith("ChatDataset"):
+        path = str(found.pop("path_or_dataset_id"))
+        local = path.startswith((".", "/")) or path.endswith((".json", ".jsonl", ".parquet"))
+        source = {"path": path if local else f"hub:{path}", "format": "messages"}
+        source |= {"split": found.pop("split")} if found.get("split") not in (None, "train") else {}
+        source |= {"subset": found.pop("name")} if found.get("name") else {}
+        found.pop("split", None)
+        reading.set("data.sources", [source], f"{where}.path_or_dataset_id={path}")
+        if length := found.pop("seq_length", None):
+            reading.set("data.sequence_length", length, f"{where}.seq_length={length}")
+        if "data.packing" not in reading.settings:
+            reading.set("data.packing", "padded", f"{where} (not packed)")
+        if found.pop("mask_history", False):
+            reading.set("data.chat.train_on", "last", f"{where}.mask_history=True")
+    else:
+        reading.give_up(
+            f"{where}._target_={target}", "there are MegatronPretraining and ChatDataset; give data.sources"
+        )
+    for key, value in found.items():
+        reading.give_up(f"{where}.{key}={value}", "say it under data by hand")
+
+
+def _blended(paths: Any) -> list[dict[str, Any]]:
+    """Token files; a list may have a weight before every path."""
+    words = [str(word) for word in ([paths] if isinstance(paths, str) else paths)]
+    weights: Sequence[float | None] = [None] * len(words)
+    with suppress(ValueError):
+        weights, words = [float(word) for word in words[::2]], words[1::2]
+    files = [word if word.endswith(".bin") else f"{word}.bin" for word in words]
+    return [
+        {"path": path} if weight is None else {"path": path, "weight": weight}
+        for path, weight in zip(files, weights, strict=True)
+    ]
+
+
+def _batch(reading: Reading, default: str) -> None:
+    """A rank's batch goes through a pipeline in microbatches."""
+    local, where = reading.facts.get("local batch", (1, default))
+    check_count(local, where)
+    if "layout.pp" in reading.settings:
+        local, where = reading.facts.get("microbatch", (1, default))
+        reading.set("layout.schedule", *reading.facts.get("schedule", ("1f1b", default)))
+    reading.set("training.micro_batch", local, where)
+
+
+def _ranks(reading: Reading, default: str) -> None:
+    strategy, where = reading.facts.get("strategy", ("fsdp2", default))
+    degrees = [reading.settings.get(f"layout.{axis}", (1, ""))[0] for axis in ("tp", "pp", "cp")]
+    split = degrees[0] * degrees[1] * degrees[2]
+    if "replicas" in reading.facts:
+        replicas, origin = reading.facts["replicas"]
+        reading.fact("ranks", replicas * split, origin)
+    if strategy == "fsdp2":
+        stays = reading.known("reshards") is False
+        reading.fact("zero", 2 if stays else 3, reading.facts["reshards"][1] if stays else where)
+        replicate, origin = reading.facts.get("replicate", (1, ""))
+        if replicate > 1 and (ranks := reading.known("ranks")):
+            reading.fact("shard", max(1, ranks // (split * replicate)), origin)
+
+
+def _dtypes(reading: Reading, default: str) -> None:
+    """FSDP2 computes in bf16 unless it is told, on weights as they are stored."""
+    sharded = reading.known("strategy", "fsdp2") == "fsdp2"
+    storage, where = reading.facts.get("storage", ("bf16", f"{default}: torch_dtype=auto, mostly bf16"))
+    plain = ("bf16", default) if sharded else (storage, where)
+    compute = reading.facts.get("compute" if sharded else "autocast", plain)
+    reading.set("training.precision", *compute)
+    if compute[0] != "bf16":
+        return
+    reading.set("training.reduce_dtype", *reading.facts.get("reduced", ("fp32", default)))
+    if storage == "bf16" and reading.known("masters") is not True:
+        reading.set("training.master_dtype", "bf16", where)
+        reading.set("training.optimizer.state_dtype", "bf16", where)
+        reading.set("training.optimizer.rounding", "nearest", where)
+
+
+def _rates(reading: Reading, values: Mapping[str, Any], default: str) -> None:
+    """Without a section the rate is constant; with one, warm-up begins at a tenth of the peak."""
+    if not values.get("lr_scheduler"):
+        reading.set("training.lr_schedule.name", "constant", f"{default}: no lr_scheduler")
+        reading.set("training.lr_schedule.warmup", 0, f"{default}: no lr_scheduler")
+        return
+    reading.default("training.lr_schedule.name", "cosine", default)
+    steps = reading.settings.get("training.steps", (None, ""))[0]
+    if "training.lr_schedule.warmup" not in reading.settings:
+        if steps:
+            reading.set("training.lr_schedule.warmup", min(1000, steps // 10), default)
+        else:
+            reading.give_up(default, "warm-up is a tenth of the steps, at most 1000; set training.lr_schedule.warmup")
+    peak, said = reading.settings.get("training.optimizer.lr", (1e-4, default))
+    check_number(peak, said)
+    if "min_lr" not in reading.facts and reading.settings.get("training.lr_schedule.name", ("", ""))[0] != "constant":
+        reading.set("training.lr_schedule.final", 0.01, f"{default}: min_lr=0.01 lr")
+    first, where = reading.facts.get("first rate", (peak / 10, f"{default}: init_lr=0.1 lr"))
+    if first and reading.settings.get("training.lr_schedule.warmup", (0, ""))[0]:
+        reading.give_up(where, "warm-up begins at 0")
+
+
+def _adapters(reading: Reading, values: Mapping[str, Any], default: str) -> None:
+    if not values.get("peft"):
+        if reading.settings.get("model.weights", ("pretrained", ""))[0] != "random":
+            reading.set("finetune.method", "full", f"{default}: no peft")
+        return
+    reading.set("finetune.method", "lora", f"{default}: peft")
+    for path, value in {"finetune.rank": 8, "finetune.alpha": 32}.items():
+        reading.default(path, value, default)
+    position, where = reading.facts.get("dropout position", ("post", default))
+    if position == "post" and reading.settings.get("finetune.dropout", (0, ""))[0]:
+        reading.give_up(f"{where}: dropout_position={position}", "dropout is before the adapters")
