@@ -183,7 +183,8 @@ names, with the reason.
 | the `get_config_from_file` of Nanotron's main branch of 2026-04-07; its schedule and decay groups |
 | `automodel` | `automodel.yaml`, for NVIDIA's NeMo AutoModel: `automodel FILE` \
 | the loader of AutoModel's main branch of 2026-08-22, its typed sections; its schedule and optimizer, as built |
-| `axolotl` | `axolotl.yaml` for the fine-tuning of a Hugging Face directory | the names of its schema |
+| `axolotl` | `axolotl.yaml` for the fine-tuning of a Hugging Face directory \
+| `AxolotlInputConfig` of axolotl's main branch of 2026-07-24 |
 
 ```
 $ meshwright export run.yaml --engine torchtitan --program handed-over
@@ -207,6 +208,7 @@ system does in its own way:
   model with scaled rope is refused.
 - AutoModel's rate starts at 0, too, because the file says so: by default its warm-up starts at a tenth of the rate.
   Norms and biases get a group without decay. It cannot be told not to clip.
+- axolotl's rate starts at 0, too. ZeRO-3 is its FSDP2, under which 8-bit AdamW is torchao's: it refuses bitsandbytes'.
 - Megatron-FSDP (ZeRO-2 and -3) must not find `CUDA_DEVICE_MAX_CONNECTIONS=1`, which its other layouts need; the script
   sets it where it must.
 

@@ -49,7 +49,7 @@ KNOWN = {
     *("gradient_accumulation_steps", "max_steps", "optimizer", "learning_rate", "weight_decay", "adam_beta1"),
     *("adam_beta2", "adam_epsilon", "max_grad_norm", "cosine_min_lr_ratio", "lr_scheduler", "warmup_steps", "bf16"),
     *("fp16", "gradient_checkpointing", "torch_compile", "seed", "save_steps", "save_total_limit", "eval_steps"),
-    *("wandb_project", "fsdp", "output_dir"),
+    *("wandb_project", "fsdp_version", "fsdp_config", "output_dir"),
 }
 """Of the names in axolotl's utils/schemas of 2026-07."""
 VARIANTS = [

@@ -5,7 +5,7 @@ environment that has them. A system that is not installed is skipped.
     git clone https://github.com/NVIDIA/Megatron-LM, and --megatron-lm with its folder
     git clone https://github.com/NVIDIA-NeMo/Megatron-Bridge, and --megatron-bridge with its folder
     git clone into one folder, and --checkouts with it: huggingface/nanotron (pip install dacite datasets triton),
-    NVIDIA-NeMo/Automodel (pip install torchdata, without triton)
+    NVIDIA-NeMo/Automodel (pip install torchdata, without triton), axolotl-ai-cloud/axolotl (pip install pillow)
 """
 
 import importlib.machinery
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.numpy import save_file
 
 from meshwright.engines.registry import WRITTEN
@@ -27,6 +28,8 @@ from meshwright.optim.schedule import lr_factor
 from meshwright.spec.recipe import parse_spec
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.trainer.resolve import resolve_run
+from test_engines_axolotl import RECIPE as FINE_TUNING
+from test_engines_axolotl import VARIANTS as AXOLOTL
 from test_engines_written import CONFIG, RECIPES, VARIANTS
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default")]
@@ -271,6 +274,25 @@ def test_automodel(folder, request, monkeypatch, number):
     if run.run.finetune is not None and run.run.finetune.method == "lora":
         adapters = config.peft.instantiate()
         assert (adapters.dim, adapters.match_all_linear, adapters.dropout_position) == (4, True, "pre")
+
+
+@pytest.mark.parametrize("number", range(len(AXOLOTL)))
+def test_axolotl(folder, request, monkeypatch, number):
+    clone(request, monkeypatch, "axolotl", "src")
+    pytest.importorskip("PIL")
+    schema = importlib.import_module("axolotl.utils.schemas.config").AxolotlInputConfig
+    run = resolve_run(parse_spec(FINE_TUNING, Run, AXOLOTL[number]), base_dir=Path())
+    written = yaml.safe_load(WRITTEN["axolotl"].translate(run).write(folder).read_text())
+    assert not [key for key in written if key not in schema.model_fields or schema.model_fields[key].deprecated]
+    config = schema(**written)
+    training = run.run.training
+    assert (config.micro_batch_size, config.max_steps) == (run.micro_batch, training.steps)
+    assert (config.warmup_steps, config.max_grad_norm) == (training.lr_schedule.warmup, training.clip or 0.0)
+    assert config.learning_rate == training.optimizer.lr
+    assert (config.fsdp_version, config.fsdp_config is not None) == (
+        (2, True) if run.run.layout.zero_stage else (None, False)
+    )
+    assert config.sample_packing == (run.run.data.packing == "best_fit")
 
 
 SIZES = {"llama-3.1-8b": 8_030_261_248, "llama-3.2-1b": 1_235_814_400, "qwen3-0.6b": 596_049_920}

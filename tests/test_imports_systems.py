@@ -349,6 +349,53 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
 """A file -> what is said beside it, settings of the recipe, and keys without a counterpart."""
 
 
+DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "axolotl.yaml": (
+        "base_model: gpt2\nlearning_rate: 1e-4\nmax_steps: 1000\nfsdp_config: {fsdp_offload_params: true}\n",
+        {
+            "data.sequence_length": 512,
+            "data.held_out": 0.0,
+            "data.packing": "padded",
+            "layout.zero": 3,
+            "layout.offload": "cpu",
+            "training.global_batch": 2,
+            "training.lr_schedule.warmup": 30,
+            "training.lr_schedule.final": 0.0,
+            "training.seed": 42,
+        },
+    ),
+    "llama_factory.yaml": (
+        "model_name_or_path: gpt2\nstage: pt\nfinetuning_type: full\nmax_steps: 1000\nwarmup_steps: 0.1\n",
+        {
+            "data.sequence_length": 2048,
+            "data.held_out": 0.0,
+            "data.packing": "concatenated",
+            "training.global_batch": 16,
+            "training.lr_schedule.warmup": 100,
+            "training.optimizer.lr": 5e-5,
+            "training.recompute": "full",
+        },
+    ),
+    "unpacked.yaml": (
+        "model_name_or_path: gpt2\nstage: pt\npacking: false\ndisable_gradient_checkpointing: true\nmax_steps: 9\n",
+        {"data.packing": "padded", "training.recompute": "none", "finetune.rank": 8},
+    ),
+    "arguments.yaml": (
+        "output_dir: out\nlearning_rate: 1e-4\nper_device_train_batch_size: 4\nmax_steps: 10\n",
+        {"training.optimizer.weight_decay": 0.0, "training.lr_schedule.warmup": 0, "training.precision": "fp32"},
+    ),
+}
+"""A file that says little -> what the system trains then, where it differs from a recipe that says as little."""
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_what_a_file_leaves_to_its_system_is_imported_as_that(tmp_path, name):
+    text, expected = DEFAULTS[name]
+    (tmp_path / name).write_text(text)
+    run = parse_spec(import_files([tmp_path / name], ranks=2, model="gpt2")[0], Run)
+    assert {path: setting(run, path) for path in expected} == expected
+
+
 def setting(run: Run, path: str) -> Any:
     found: Any = run
     for part in path.split("."):

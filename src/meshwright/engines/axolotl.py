@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright.engines.megatron_lm import LATER
 from meshwright.engines.written import WrittenEngine
 from meshwright.imports.axolotl import FORMATS
 from meshwright.spec.document import write_yaml
@@ -14,6 +15,11 @@ from meshwright.spec.run import ResolvedRun
 TYPES = {ours: theirs for theirs, ours in FORMATS.items() if theirs != "sharegpt"}
 OPTIMIZERS = {"adamw": "adamw_torch", "adamw_8bit": "adamw_bnb_8bit", "paged_adamw": "paged_adamw_32bit"}
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
+
+SHARDED = {
+    "fsdp_version": 2,
+    "fsdp_config": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True},
+}
 
 
 class AxolotlConfig(WrittenEngine):
@@ -34,11 +40,17 @@ class AxolotlConfig(WrittenEngine):
             found["training.optimizer.name"] = (
                 f"the file names {', '.join(OPTIMIZERS)} with the constants of the recipe"
             )
+        if run.training.lr_schedule.warmup_steps(run.training.steps) == 1:
+            found["training.lr_schedule.warmup"] = "axolotl warms up for 2 steps where it is told 1"
         if run.model.weights == "random":
             found["model.weights"] = "axolotl starts from the weights in the model's directory"
         if not (run.model.name or "").startswith((".", "/")):
             found["model.name"] = "axolotl loads a Hugging Face directory; name it, with ./ or / before it"
         return found
+
+    def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
+        """Its rates."""
+        return (LATER,)
 
 
 def axolotl_config(resolved: ResolvedRun) -> dict[str, Any]:
@@ -56,7 +68,7 @@ def axolotl_config(resolved: ResolvedRun) -> dict[str, Any]:
         "micro_batch_size": resolved.micro_batch,
         "gradient_accumulation_steps": resolved.accumulation,
         "max_steps": training.steps,
-        "optimizer": OPTIMIZERS.get(optimizer.name, optimizer.name),
+        "optimizer": _optimizer(resolved),
         "learning_rate": optimizer.lr,
         "weight_decay": optimizer.weight_decay,
         "adam_beta1": optimizer.betas[0],
@@ -75,10 +87,18 @@ def axolotl_config(resolved: ResolvedRun) -> dict[str, Any]:
         "save_total_limit": run.checkpoint.keep_last,
         "eval_steps": training.evaluation.every,
         "wandb_project": Path(run.run_dir).name if "wandb" in run.trackers else None,
-        "fsdp": ["full_shard", "auto_wrap"] if run.layout.zero_stage == 3 else None,
+        **(SHARDED if run.layout.zero_stage == 3 else {}),
         "output_dir": run.run_dir,
     }
     return {key: value for key, value in found.items() if value is not None}
+
+
+def _optimizer(resolved: ResolvedRun) -> str:
+    """axolotl refuses bitsandbytes' 8-bit AdamW under FSDP2, and names torchao's."""
+    name = resolved.run.training.optimizer.name
+    if name == "adamw_8bit" and resolved.run.layout.zero_stage:
+        return "adamw_torch_8bit"
+    return OPTIMIZERS.get(name, name)
 
 
 def _dataset(source: Any) -> dict[str, Any]:

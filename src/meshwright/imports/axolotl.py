@@ -5,7 +5,7 @@ from typing import Any
 
 from meshwright.imports.hf_arguments import RULES as HF_RULES
 from meshwright.imports.hf_arguments import take_defaults
-from meshwright.imports.reading import Reading, Rule, fact, nothing, when
+from meshwright.imports.reading import Reading, Rule, check_count, fact, nothing, when
 
 FORMATS = {
     "alpaca": "alpaca",
@@ -61,6 +61,28 @@ def _evaluation(reading: Reading, value: Any, origin: str) -> None:
         reading.set("data.held_out", 0, origin) if not value else reading.give_up(origin, "data.held_out is a share")
 
 
+def _warmup(reading: Reading, value: Any, origin: str) -> None:
+    """axolotl warms up for 2 steps where it is told 1."""
+    reading.set("training.lr_schedule.warmup", 2 if value == 1 else value, origin)
+
+
+def _sharded(reading: Reading, value: Any, origin: str) -> None:
+    """FSDP; the keys of its first version begin with fsdp_."""
+    found = {str(key).removeprefix("fsdp_"): said for key, said in value.items()}
+    where = origin.split("=")[0]
+    shards = found.pop("reshard_after_forward", True)
+    if "fsdp" not in reading.known("keys", ()):
+        reading.fact("zero", 2 if shards is False else 3, f"{where}.reshard_after_forward={shards}")
+    if found.pop("offload_params", False):
+        reading.set("layout.offload", "cpu", f"{where}.offload_params=True")
+    if found.pop("activation_checkpointing", False):
+        reading.set("training.recompute", "full", f"{where}.activation_checkpointing=True")
+    if found.get("auto_wrap_policy") == "TRANSFORMER_BASED_WRAP":
+        del found["auto_wrap_policy"]
+    for key, said in found.items():
+        reading.give_up(f"{where}.{key}={said}", "blocks are sharded one by one, and checkpoints are ours")
+
+
 def _per_epoch(path: str) -> Rule:
     def rule(reading: Reading, value: Any, origin: str) -> None:
         reading.give_up(origin, f"{path} is counted in steps")
@@ -84,7 +106,6 @@ SHARED = (
     "adam_beta2",
     "adam_epsilon",
     "max_grad_norm",
-    "warmup_steps",
     "warmup_ratio",
     "bf16",
     "fp16",
@@ -125,6 +146,9 @@ RULES: Mapping[str, Rule] = {
     "micro_batch_size": _batch,
     "num_epochs": fact("epochs"),
     **{name: HF_RULES[name] for name in SHARED},
+    "warmup_steps": _warmup,
+    "fsdp_config": _sharded,
+    "fsdp_version": lambda reading, value, origin: None,  # the same sharding
     "optimizer": HF_RULES["optim"],
     "lr_scheduler": HF_RULES["lr_scheduler_type"],
     "cosine_min_lr_ratio": lambda reading, value, origin: None,  # in place of the schedule's 0, below
@@ -145,13 +169,25 @@ def is_axolotl(values: Mapping[str, Any]) -> bool:
 
 def read_axolotl(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read an axolotl configuration."""
+    reading.fact("keys", tuple(values), file)
     reading.take(values, RULES, file)
     if (floor := values.get("cosine_min_lr_ratio")) is not None:
         reading.settings["training.lr_schedule.final"] = (floor, f"{file}: cosine_min_lr_ratio={floor}")
-    take_defaults(reading, values, f"{file} (axolotl's default)", "lr_scheduler", "cosine")
+    default = f"{file} (axolotl's default)"
+    if not {"warmup_steps", "warmup_ratio"} & values.keys():
+        if steps := reading.settings.get("training.steps", (None, ""))[0]:
+            check_count(steps, reading.settings["training.steps"][1])
+            _warmup(reading, min(int(0.03 * steps), 100), default)
+        else:
+            reading.give_up(default, "warm-up is 3 % of the steps, at most 100; set training.lr_schedule.warmup")
+    take_defaults(reading, values, default, "lr_scheduler", "cosine")
+    reading.default("data.held_out", 0.0, default)
+    reading.default("data.sequence_length", 512, default)
+    if "micro_batch_size" not in values:
+        reading.set("training.micro_batch", 1, default)
     if "bf16" not in values:
         reading.default("training.precision", "fp32", f"{file} (neither bf16 nor fp16)")
-    if "sequence_len" in values and not values.get("sample_packing"):
+    if not values.get("sample_packing"):
         reading.set("data.packing", "padded", f"{file} (axolotl's default: sample_packing=false)")
     if "adapter" not in values:
         reading.set("finetune.method", "full", f"{file} (no adapter)")

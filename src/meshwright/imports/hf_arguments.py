@@ -14,7 +14,7 @@ SCHEDULES = {
 }
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw"), "adamw"),
-    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit"), "adamw_8bit"),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit"), "adamw_8bit"),
     "paged_adamw_32bit": "paged_adamw",
     "muon": "muon",
 }
@@ -52,6 +52,14 @@ def _sharding(reading: Reading, value: Any, origin: str) -> None:
             reading.give_up(origin, "blocks are sharded one by one")
 
 
+def _warmup(reading: Reading, value: Any, origin: str) -> None:
+    """Steps; below 1, a share of all."""
+    if 0 < value < 1:
+        reading.fact("warmup_ratio", value, origin)
+    else:
+        reading.set("training.lr_schedule.warmup", int(value), origin)
+
+
 def _saves(reading: Reading, value: Any, origin: str) -> None:
     if value == "epoch":
         reading.give_up(origin, "checkpoints are counted in steps")
@@ -74,7 +82,7 @@ RULES: Mapping[str, Rule] = {
     "max_grad_norm": positive("training.clip"),
     "optim": words("training.optimizer.name", OPTIMIZERS),
     "lr_scheduler_type": _schedule,
-    "warmup_steps": "training.lr_schedule.warmup",
+    "warmup_steps": _warmup,
     "warmup_ratio": fact("warmup_ratio"),
     "max_steps": lambda reading, value, origin: reading.set("training.steps", value, origin) if value > 0 else None,
     "num_train_epochs": fact("epochs"),
@@ -118,6 +126,7 @@ def read_hf_arguments(reading: Reading, values: Mapping[str, Any], file: str) ->
 
 def take_defaults(reading: Reading, values: Mapping[str, Any], origin: str, schedule_key: str, schedule: str) -> None:
     """The defaults of the Trainer, and of systems on top of it, for fields that `values` omits."""
+    reading.default("training.optimizer.lr", 5e-5, origin)
     reading.default("training.optimizer.weight_decay", 0.0, origin)
     if "adam_beta2" not in values:
         reading.fact("beta2", 0.999, origin)
@@ -125,6 +134,6 @@ def take_defaults(reading: Reading, values: Mapping[str, Any], origin: str, sche
         name, final = SCHEDULES[schedule]
         reading.default("training.lr_schedule.name", name, origin)
         reading.default("training.lr_schedule.final", final, origin)
-    if "warmup_ratio" not in values:
+    if "warmup_ratio" not in reading.facts:
         reading.default("training.lr_schedule.warmup", 0, origin)
     reading.default("training.seed", 42, origin)

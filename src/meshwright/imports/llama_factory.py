@@ -87,12 +87,7 @@ def _last_turn(reading: Reading, value: Any, origin: str) -> None:
 LEFT_TO_US = (
     *("do_train", "do_eval", "overwrite_cache", "preprocessing_num_workers", "plot_loss", "flash_attn", "cache_dir"),
     *("trust_remote_code", "use_fast_tokenizer", "enable_liger_kernel", "use_unsloth", "shift_attn", "tokenized_path"),
-    *(
-        "preprocessing_batch_size",
-        "include_num_input_tokens_seen",
-        "upcast_layernorm",
-        "disable_gradient_checkpointing",
-    ),
+    *("preprocessing_batch_size", "include_num_input_tokens_seen", "upcast_layernorm"),
     *("quantization_method", "low_cpu_mem_usage", "resize_vocab", "ray_num_workers", "print_param_status"),
 )
 
@@ -125,8 +120,11 @@ RULES: Mapping[str, Rule] = {
     "template": _template,
     "cutoff_len": "data.sequence_length",
     "max_samples": nothing("all of the data is read"),
-    "packing": lambda reading, value, origin: (
-        reading.set("data.packing", "best_fit", origin) if value is True else None
+    "packing": lambda reading, value, origin: reading.fact("packing", value, origin),
+    "train_from_scratch": when("model.weights", "random"),
+    "disable_shuffling": when("data.order", "given"),
+    "disable_gradient_checkpointing": lambda reading, value, origin: (
+        reading.set("training.recompute", "none", origin) if value is True else None
     ),
     "neat_packing": _neat,
     "val_size": _share,
@@ -165,9 +163,24 @@ def read_llama_factory(reading: Reading, values: Mapping[str, Any], file: str) -
     if "finetune.rank" in defaults and "lora_alpha" not in values:  # twice the rank
         rank = reading.settings.get("finetune.rank", (8, ""))[0]
         reading.default("finetune.alpha", 2 * rank, f"{file} (LLaMA-Factory's default)")
-    if not values.get("packing") and not values.get("neat_packing") and values.get("stage") != "pt":
-        reading.set("data.packing", "padded", f"{file} (LLaMA-Factory's default: packing=false)")
+    default = f"{file} (LLaMA-Factory's default)"
+    _packing(reading, values, default)
+    defaults = {"data.sequence_length": 2048, "data.held_out": 0.0, "training.recompute": "full"}
+    for path, value in defaults.items():
+        reading.default(path, value, default)
+    if "per_device_train_batch_size" not in values and "deepspeed" not in values:
+        reading.set("training.micro_batch", 8, f"{file} (the Trainer's default)")
     _sources(reading, preferences)
+
+
+def _packing(reading: Reading, values: Mapping[str, Any], default: str) -> None:
+    """Texts (stage pt) are joined and cut, answers have a row each, unless it is told otherwise."""
+    texts = values.get("stage") == "pt"
+    packed, where = reading.facts.get("packing", (texts, f"{default}: packing={texts}"))
+    if values.get("neat_packing"):  # its rule has set it
+        return
+    words = {True: "concatenated" if texts else "best_fit", False: "padded"}
+    reading.set("data.packing", words[packed is True], where)
 
 
 def _sources(reading: Reading, preferences: bool) -> None:
