@@ -183,6 +183,8 @@ names, with the reason.
 | the `get_config_from_file` of Nanotron's main branch of 2026-04-07; its schedule and decay groups |
 | `automodel` | `automodel.yaml`, for NVIDIA's NeMo AutoModel: `automodel FILE` \
 | the loader of AutoModel's main branch of 2026-08-22, its typed sections; its schedule and optimizer, as built |
+| `llama_factory` | `llama_factory.yaml` and the `dataset_info.json` of its data \
+| the argument parser and table reader of LLaMA-Factory's main branch of 2026-08-18; transformers' schedules |
 | `axolotl` | `axolotl.yaml` for the fine-tuning of a Hugging Face directory \
 | `AxolotlInputConfig` of axolotl's main branch of 2026-07-24 |
 
@@ -209,6 +211,8 @@ system does in its own way:
 - AutoModel's rate starts at 0, too, because the file says so: by default its warm-up starts at a tenth of the rate.
   Norms and biases get a group without decay. It cannot be told not to clip.
 - axolotl's rate starts at 0, too. ZeRO-3 is its FSDP2, under which 8-bit AdamW is torchao's: it refuses bitsandbytes'.
+- LLaMA-Factory's rate starts at 0, too. It looks for `dataset_info.json` in the folder where it is started. The file
+  says no sharding, because that is in a DeepSpeed JSON of its own.
 - Megatron-FSDP (ZeRO-2 and -3) must not find `CUDA_DEVICE_MAX_CONNECTIONS=1`, which its other layouts need; the script
   sets it where it must.
 
@@ -338,7 +342,7 @@ def _predicted() -> Iterator[str]:
 NOT_YET = """\
 ## Not yet
 
-Nothing is written for LLM-Foundry and LLaMA-Factory, nor for Lightning's `FSDPStrategy` and
+Nothing is written for LLM-Foundry, nor for Lightning's `FSDPStrategy` and
 `DeepSpeedStrategy`. There is no engine for Megatron-core's distributed optimizer, nor for replicas of its pipelines.
 Only the Trainer, peft and trl read records. Programs have run on CPUs only; on GPUs they are not tested.
 """

@@ -5,7 +5,8 @@ environment that has them. A system that is not installed is skipped.
     git clone https://github.com/NVIDIA/Megatron-LM, and --megatron-lm with its folder
     git clone https://github.com/NVIDIA-NeMo/Megatron-Bridge, and --megatron-bridge with its folder
     git clone into one folder, and --checkouts with it: huggingface/nanotron (pip install dacite datasets triton),
-    NVIDIA-NeMo/Automodel (pip install torchdata, without triton), axolotl-ai-cloud/axolotl (pip install pillow)
+    NVIDIA-NeMo/Automodel (pip install torchdata, without triton), axolotl-ai-cloud/axolotl (pip install pillow),
+    hiyouga/LLaMA-Factory (pip install omegaconf)
 """
 
 import importlib.machinery
@@ -293,6 +294,34 @@ def test_axolotl(folder, request, monkeypatch, number):
         (2, True) if run.run.layout.zero_stage else (None, False)
     )
     assert config.sample_packing == (run.run.data.packing == "best_fit")
+
+
+@pytest.mark.parametrize("number", range(len(VARIANTS["llama_factory"])))
+def test_llama_factory(folder, request, monkeypatch, number):
+    clone(request, monkeypatch, "LLaMA-Factory", "src")
+    pytest.importorskip("omegaconf")
+    pretend("torchaudio")
+    monkeypatch.setenv("DISABLE_VERSION_CHECK", "1")
+    parser = importlib.import_module("llamafactory.hparams.parser")
+    datasets = importlib.import_module("llamafactory.data.parser")
+    path, run = written("llama_factory", folder, *VARIANTS["llama_factory"][number])
+    given = {**yaml.safe_load(path.read_text()), "use_cpu": True, "bf16": False, "fp16": False}  # those ask for a GPU
+    model, data, training, finetuning, _ = parser._parse_train_args(given)
+    assert (training.max_steps, training.learning_rate) == (50, run.run.training.optimizer.lr)
+    assert training.max_grad_norm == (run.run.training.clip or 0.0)
+    assert model.train_from_scratch == (run.run.model.weights == "random")
+    assert model.disable_gradient_checkpointing == (run.recompute[0] != "full")
+    assert finetuning.stage == ("dpo" if run.run.training.preference else finetuning.stage)
+    found = datasets.get_dataset_list(data.dataset, str(folder))
+    paths = [source.path.removeprefix("hub:") for source in run.run.data.sources]
+    assert [attributes.dataset_name for attributes in found] == paths
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.AdamW([parameter], lr=1.0)
+    schedules = importlib.import_module("transformers.optimization")
+    steps = run.run.training.steps
+    rates = schedules.get_scheduler(training.lr_scheduler_type, optimizer, training.get_warmup_steps(steps), steps)
+    factor = rates.lr_lambdas[0]
+    assert [factor(step) for step in range(1, steps + 1)] == pytest.approx(ours(run), abs=1e-12)  # a step later
 
 
 SIZES = {"llama-3.1-8b": 8_030_261_248, "llama-3.2-1b": 1_235_814_400, "qwen3-0.6b": 596_049_920}

@@ -62,7 +62,18 @@ model: {{name: ./base, weights: random}}
 data: {{sources: [{{path: corpus.bin}}], sequence_length: 256}}
 layout: {{dp_shard: 4, dp_replicate: 2}}
 {TRAINING}"""
+FACTORY = f"""\
+model: ./base
+data:
+  sources: [{{path: own.json, format: alpaca}}, {{path: "hub:some/talks", format: messages, split: test}}]
+  sequence_length: 256
+  packing: padded
+  held_out: 0.1
+finetune: {{method: lora, rank: 4, alpha: 8, targets: [q_proj, v_proj]}}
+layout: {{dp_replicate: 2}}
+{TRAINING.replace("warmup: 5", "warmup: 5, final: 0")}"""
 RECIPES = {
+    "llama_factory": FACTORY,
     "automodel": AUTOMODEL,
     "nanotron": NANOTRON,
     "torchtitan": TITAN,
@@ -133,9 +144,34 @@ VARIANTS["automodel"] = [
         "training.compile=true",
     ],
 ]
-LAUNCHED = ("megatron_bridge",)
+VARIANTS["llama_factory"] = [
+    [],
+    ["data.packing=best_fit", "data.separate_documents=true", "data.chat.train_on=all", "training.recompute=none"],
+    ["finetune={method: lora, base: nf4, rslora: true, b_lr_ratio: 16, dropout: 0.1}", "data.chat.template=chatml"],
+    [
+        *("model.weights=random", "finetune={method: full}", "data.packing=concatenated", "training.clip=null"),
+        *("data.sources=[{path: a.jsonl, format: text, text_key: body}]", "training.optimizer.name=adamw_8bit"),
+    ],
+    [
+        *("data.sources=[{path: pairs.json, format: preference}]", "training.preference={beta: 0.2}"),
+        *("data.separate_documents=true", "finetune={method: full, last_layers: 2}", "data.order=given"),
+    ],
+    [
+        *("training.lr_schedule={name: constant, warmup: 0}", "training.precision=fp16", "trackers=[wandb]"),
+        *("data.sources=[{path: a.json, format: prompt_completion}, {path: b/a.json, format: sharegpt}]", "layout={}"),
+    ],
+]
+LAUNCHED = ("megatron_bridge", "llama_factory")
 """Systems whose launcher is told the number of ranks, not their file."""
 REFUSED = {
+    "llama_factory": {
+        "model.name": "model=llama-3.1-8b",
+        "data.sources": "data.sources=[own.jsonl]",
+        "training.lr_schedule.final": "training.lr_schedule.final=0.1",
+        "training.optimizer.name": "training.optimizer.name=muon",
+        "layout.zero": "layout={dp_shard: 2, zero: 3}",
+        "layout.tp": "layout={tp: 2}",
+    },
     "automodel": {
         "model.name": "model=llama-3.1-8b",
         "training.clip": "training.clip=null",
@@ -215,7 +251,8 @@ def test_every_exported_configuration_imports_as_the_same_recipe(folder, name):
         translation = WRITTEN[name].translate(run)
         assert not translation.left_out, overrides
         ranks = run.run.layout.world_size if name in LAUNCHED else None
-        text, reading = import_files([translation.write(folder / "out")], ranks=ranks)
+        translation.write(folder / "out")
+        text, reading = import_files([folder / "out" / file for file in translation.files], ranks=ranks)
         assert not [key for key, why in reading.without if why == "unknown, or without a counterpart"], overrides
         again = resolve_run(parse_spec(text, Run), base_dir=Path())
         assert again.model.model_copy(update={"max_positions": run.model.max_positions}) == run.model, overrides

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from meshwright.serve.trained import TrainedModel
 
 WRITTEN_ONLY = (
-    "one that is only written: axolotl, torchtitan, megatron_lm, megatron_bridge, nanotron, automodel; for GPUs "
-    "hf_trainer_fsdp, accelerate_fsdp, accelerate_deepspeed"
+    "one that is only written: axolotl, torchtitan, megatron_lm, megatron_bridge, nanotron, automodel, "
+    "llama_factory; for GPUs hf_trainer_fsdp, accelerate_fsdp, accelerate_deepspeed"
 )
 
 

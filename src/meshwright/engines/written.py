@@ -59,16 +59,20 @@ class WrittenEngine(Engine):
         """What the system does in a way of its own, which no setting of a recipe says."""
         return ()
 
+    def more_files(self, resolved: ResolvedRun) -> dict[str, str]:
+        """Text of further files, by name; our importer reads them beside the configuration."""
+        return {}
+
     def files(self, resolved: ResolvedRun) -> tuple[str, dict[str, str]]:
-        """The configuration."""
-        return self.file, {self.file: self.text(resolved)}
+        """The configuration, and what it refers to."""
+        return self.file, {self.file: self.text(resolved), **self.more_files(resolved)}
 
     def translate(self, resolved: ResolvedRun) -> Translation:
         """As `Engine`: the file is imported, and every setting that comes back otherwise is refused by name."""
         cannot = dict(self.cannot(resolved))
-        text = self.text(resolved)
+        program, files = self.files(resolved)
         try:
-            imported = self._read_back(text, resolved)
+            imported = self._read_back(files, resolved)
         except UserError as error:
             if not cannot:
                 raise InexpressibleError(f"{self.name}'s {self.file} cannot say this recipe: {error}") from error
@@ -79,16 +83,15 @@ class WrittenEngine(Engine):
         if refused:
             raise InexpressibleError("; ".join(f"{setting.path}={setting.shown}: {setting.why}" for setting in refused))
         notes = self.notes(resolved)
-        return Translation(
-            engine=self.name, settings=tuple(settings), program=self.file, files={self.file: text}, notes=notes
-        )
+        return Translation(engine=self.name, settings=tuple(settings), program=program, files=files, notes=notes)
 
-    def _read_back(self, text: str, resolved: ResolvedRun) -> Run:
-        """The recipe that `meshwright import` makes of the file."""
+    def _read_back(self, files: Mapping[str, str], resolved: ResolvedRun) -> Run:
+        """The recipe that `meshwright import` makes of the files."""
         with tempfile.TemporaryDirectory(prefix="meshwright-written-") as folder:
-            path = Path(folder) / self.file
-            path.write_text(text, encoding="utf-8")
-            recipe, _ = import_files([path], ranks=resolved.run.layout.world_size)
+            paths = [Path(folder) / name for name in files]
+            for path in paths:
+                path.write_text(files[path.name], encoding="utf-8")
+            recipe, _ = import_files(paths, ranks=resolved.run.layout.world_size)
         return parse_spec(recipe, Run, source=self.file)
 
     def _fates(self, resolved: ResolvedRun, imported: Run, cannot: dict[str, str]) -> list[Setting]:

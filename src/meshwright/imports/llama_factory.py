@@ -9,6 +9,27 @@ from meshwright.imports.reading import Reading, Rule, nothing, when
 
 MARKS = ("finetuning_type", "cutoff_len", "dataset_dir", "stage")
 TEMPLATES = {"llama3": "llama3", "qwen": "qwen", "mistral": "mistral", "chatml": "chatml"}
+TABLE = "dataset_info.json"
+SPOKEN = {
+    "role_tag": "role",
+    "content_tag": "content",
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "system_tag": "system",
+}
+RECORDS: Mapping[str, Mapping[str, Any]] = {
+    "alpaca": {"formatting": "alpaca"},
+    "sharegpt": {"formatting": "sharegpt"},
+    "messages": {"formatting": "sharegpt", "columns": {"messages": "messages"}, "tags": SPOKEN},
+    "prompt_completion": {"formatting": "alpaca", "columns": {"prompt": "prompt", "response": "completion"}},
+    "preference": {
+        "formatting": "alpaca",
+        "ranking": True,
+        "columns": {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
+    },
+    "text": {"formatting": "alpaca", "columns": {"prompt": "text"}},
+}
+"""A source's format -> its description in dataset_info.json."""
 TARGETS = 'a list of patterns, or "all-linear"'
 
 
@@ -170,7 +191,17 @@ def read_llama_factory(reading: Reading, values: Mapping[str, Any], file: str) -
         reading.default(path, value, default)
     if "per_device_train_batch_size" not in values and "deepspeed" not in values:
         reading.set("training.micro_batch", 8, f"{file} (the Trainer's default)")
-    _sources(reading, preferences)
+
+
+def is_dataset_info(values: Mapping[str, Any]) -> bool:
+    """Whether this is the table of LLaMA-Factory's data sets."""
+    places = {"file_name", "hf_hub_url", "ms_hub_url", "script_url"}
+    return bool(values) and all(isinstance(entry, Mapping) and places & entry.keys() for entry in values.values())
+
+
+def read_dataset_info(reading: Reading, values: Mapping[str, Any], file: str) -> None:
+    """Read the table of data sets; the configuration beside it names some of them."""
+    reading.fact("dataset table", values, file)
 
 
 def _packing(reading: Reading, values: Mapping[str, Any], default: str) -> None:
@@ -183,12 +214,43 @@ def _packing(reading: Reading, values: Mapping[str, Any], default: str) -> None:
     reading.set("data.packing", words[packed is True], where)
 
 
-def _sources(reading: Reading, preferences: bool) -> None:
-    """Datasets are names in dataset_info.json, which is not read."""
+def name_sources(reading: Reading) -> None:
+    """The data sets as sources: as the table describes them, or else by the names of their files."""
     if "datasets" not in reading.facts:
         return
     names, origin = reading.facts["datasets"]
-    folder = reading.known("dataset folder", "data")
+    folder, preferences = reading.known("dataset folder", "data"), reading.known("preferences", False)
+    table, where = reading.facts.get("dataset table", ({}, ""))
     form = {"format": "preference"} if preferences else {}
-    reading.set("data.sources", [{"path": f"{folder}/{name}.json", **form} for name in names], origin)
-    reading.notes.append(f"{origin}: names of {folder}/dataset_info.json, whose files and columns are not read")
+    sources = [
+        _described(reading, table[name], folder, f"{where}: {name}")
+        if name in table
+        else {"path": f"{folder}/{name}.json", **form}
+        for name in names
+    ]
+    reading.set("data.sources", sources, f"{origin}; {where}" if where else origin)
+    if missing := [name for name in names if name not in table]:
+        said = f"{', '.join(missing)} of {folder}/{TABLE}, whose files and columns are not read"
+        reading.notes.append(f"{origin}: {said}; give that file too")
+
+
+def _described(reading: Reading, entry: Mapping[str, Any], folder: str, where: str) -> dict[str, Any]:
+    """An entry of the table as a source."""
+    left = dict(entry)
+    remote, local = left.pop("hf_hub_url", None), left.pop("file_name", None)
+    path = f"hub:{remote}" if remote else str(local) if folder == "." else f"{folder}/{local}"
+    source = {"path": path, "split": left.pop("split", None), "subset": left.pop("subset", None)}
+    form = {key: left.pop(key) for key in ("formatting", "ranking", "columns", "tags") if key in left}
+    form = {"formatting": "alpaca", **{key: value for key, value in form.items() if value}}
+    columns = form.get("columns", {})
+    if form["formatting"] == "alpaca" and set(columns) == {"prompt"} and "ranking" not in form:
+        source |= {"format": "text", "text_key": columns["prompt"] if columns["prompt"] != "text" else None}
+    elif known := [name for name, described in RECORDS.items() if described == form]:
+        source["format"] = known[0]
+    else:
+        reading.give_up(
+            f"{where}: {form}", f"say format and columns under data.sources; {', '.join(RECORDS)} are known"
+        )
+    for key, value in left.items():
+        reading.give_up(f"{where}: {key}={value}", "say it under data.sources by hand")
+    return {key: value for key, value in source.items() if value is not None}

@@ -11,7 +11,13 @@ from meshwright.imports.axolotl import is_axolotl, read_axolotl
 from meshwright.imports.deepspeed import is_deepspeed, read_deepspeed
 from meshwright.imports.foundry import is_foundry, read_foundry
 from meshwright.imports.hf_arguments import is_hf_arguments, read_hf_arguments
-from meshwright.imports.llama_factory import is_llama_factory, read_llama_factory
+from meshwright.imports.llama_factory import (
+    is_dataset_info,
+    is_llama_factory,
+    name_sources,
+    read_dataset_info,
+    read_llama_factory,
+)
 from meshwright.imports.megatron import is_flags, read_flags, read_megatron
 from meshwright.imports.nanogpt import read_assignments, read_nanogpt
 from meshwright.imports.nanotron import is_nanotron, read_nanotron
@@ -37,6 +43,7 @@ KINDS = (
     (is_accelerate, read_accelerate),
     (is_axolotl, read_axolotl),
     (is_llama_factory, read_llama_factory),
+    (is_dataset_info, read_dataset_info),
     (is_foundry, read_foundry),
     (is_nanotron, read_nanotron),
     (is_automodel, read_automodel),
@@ -96,6 +103,7 @@ def _read(reading: Reading, path: Path) -> None:
 
 def _finish(reading: Reading) -> None:
     """Settings that follow from several facts."""
+    name_sources(reading)
     ranks, origin = reading.facts.get("ranks", (None, ""))
     settings = reading.settings
     for path in COUNTED & settings.keys():

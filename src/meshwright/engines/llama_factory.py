@@ -1,0 +1,151 @@
+"""Export as LLaMA-Factory's YAML, with the `dataset_info.json` that describes its data sets."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.engines.megatron_lm import LATER
+from meshwright.engines.written import WrittenEngine
+from meshwright.imports.hf_arguments import OPTIMIZERS
+from meshwright.imports.llama_factory import RECORDS, TABLE, TEMPLATES
+from meshwright.spec.document import write_yaml
+from meshwright.spec.finetune import FullSpec, LoraSpec
+from meshwright.spec.precision import BF16, FP16
+from meshwright.spec.run import ResolvedRun
+
+OPTIMIZER = {"adamw": "adamw_torch", "adamw_8bit": "adamw_bnb_8bit", "paged_adamw": "paged_adamw_32bit"}
+assert all(OPTIMIZERS[theirs] == ours for ours, theirs in OPTIMIZER.items())
+SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
+TEMPLATE = {ours: theirs for theirs, ours in TEMPLATES.items()}
+BITS = {"nf4": 4, "int8": 8}
+
+
+class LlamaFactoryConfig(WrittenEngine):
+    """LLaMA-Factory's YAML."""
+
+    name = "llama_factory"
+    about = "LLaMA-Factory"
+    file = "llama_factory.yaml"
+
+    def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
+        """Models without a directory, other optimizers, schedules and data."""
+        run, found = resolved.run, dict[str, str]()
+        schedule = run.training.lr_schedule
+        if not (run.model.name or "").startswith((".", "/")):
+            found["model.name"] = "LLaMA-Factory loads a Hugging Face directory; name it, with ./ or / before it"
+        if run.training.optimizer.name not in OPTIMIZER:
+            found["training.optimizer.name"] = f"the file names {', '.join(OPTIMIZER)}"
+        if schedule.name != "constant" and schedule.final:
+            found["training.lr_schedule.final"] = "the file's schedules fall to 0; set it to 0"
+        if run.layout.zero_stage:
+            found["layout.zero"] = (
+                "the file says no sharding; give LLaMA-Factory a DeepSpeed JSON, and layout.zero=0 here"
+            )
+        if bad := [source.path for source in run.data.sources if source.format not in RECORDS]:
+            found["data.sources"] = f"say the format of {bad[0]}: {', '.join(RECORDS)}"
+        return found
+
+    def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
+        """Its rates, and where it looks for data."""
+        return (LATER, f"{TABLE} describes the data: start LLaMA-Factory in the recipe's folder, and put it there")
+
+    def more_files(self, resolved: ResolvedRun) -> dict[str, str]:
+        """The table of data sets."""
+        table = {name: _entry(source) for name, source in _named(resolved).items()}
+        return {TABLE: json.dumps(table, indent=2) + "\n"}
+
+    def text(self, resolved: ResolvedRun) -> str:
+        """The YAML."""
+        return write_yaml({key: value for key, value in _config(resolved).items() if value is not None})
+
+
+def _named(resolved: ResolvedRun) -> dict[str, Any]:
+    """The sources by names; two of one name get numbers."""
+    found: dict[str, Any] = {}
+    for number, source in enumerate(resolved.run.data.sources):
+        stem = Path(source.path.removeprefix("hub:")).name.partition(".")[0]
+        found[stem if stem not in found else f"{stem}_{number}"] = source
+    return found
+
+
+def _entry(source: Any) -> dict[str, Any]:
+    remote = source.path.startswith("hub:")
+    place = {"hf_hub_url": source.path.removeprefix("hub:")} if remote else {"file_name": source.path}
+    more = {"split": source.split if source.split != "train" else None, "subset": source.subset}
+    form = dict(RECORDS.get(source.format, {}))
+    if source.format == "text":
+        form["columns"] = {"prompt": source.text_key}
+    return {**place, **form, **{key: value for key, value in more.items() if value is not None}}
+
+
+def _config(resolved: ResolvedRun) -> dict[str, Any]:
+    run, training, data = resolved.run, resolved.run.training, resolved.run.data
+    optimizer, schedule = training.optimizer, training.lr_schedule
+    preference = training.preference
+    texts = all(source.format == "text" for source in data.sources)
+    packed = {"concatenated": True, "best_fit": not texts, "padded": False}[data.packing]
+    return {
+        "model_name_or_path": run.model.name,
+        "train_from_scratch": True if run.model.weights == "random" else None,
+        "stage": "dpo" if preference else "pt" if texts else "sft",
+        "do_train": True,
+        **_method(resolved),
+        "pref_beta": preference.beta if preference else None,
+        "dpo_label_smoothing": preference.label_smoothing if preference else None,
+        "dataset": ",".join(_named(resolved)),
+        "dataset_dir": ".",
+        "template": TEMPLATE.get(data.chat.template),
+        "cutoff_len": data.sequence_length,
+        "packing": packed,
+        "neat_packing": True if packed and data.separate_documents and not texts else None,
+        "val_size": data.held_out,
+        "train_on_prompt": True if data.chat.train_on == "all" else None,
+        "mask_history": True if data.chat.train_on == "last" else None,
+        "disable_shuffling": True if data.order == "given" else None,
+        "per_device_train_batch_size": resolved.micro_batch,
+        "gradient_accumulation_steps": resolved.accumulation,
+        "max_steps": training.steps,
+        "optim": OPTIMIZER.get(optimizer.name, optimizer.name),
+        "learning_rate": optimizer.lr,
+        "weight_decay": optimizer.weight_decay,
+        "adam_beta1": optimizer.betas[0],
+        "adam_beta2": optimizer.betas[1],
+        "adam_epsilon": optimizer.eps,
+        "max_grad_norm": training.clip or 0.0,
+        "lr_scheduler_type": SCHEDULES.get(schedule.name, schedule.name),
+        "warmup_steps": schedule.warmup_steps(training.steps),
+        BF16.name: training.precision == BF16.name,
+        FP16.name: training.precision == FP16.name,
+        "disable_gradient_checkpointing": set(resolved.recompute) != {"full"},
+        "torch_compile": training.compile or None,
+        "full_determinism": training.deterministic or None,
+        "seed": training.seed,
+        "save_steps": run.checkpoint.every or training.steps,
+        "save_total_limit": run.checkpoint.keep_last,
+        "logging_steps": 1,
+        "output_dir": run.run_dir,
+        "report_to": list(run.trackers) or "none",
+    }
+
+
+def _method(resolved: ResolvedRun) -> dict[str, Any]:
+    finetune = resolved.run.finetune
+    if not isinstance(finetune, LoraSpec):
+        last = finetune.last_layers if isinstance(finetune, FullSpec) else None
+        return {"finetuning_type": "freeze", "freeze_trainable_layers": last} if last else {"finetuning_type": "full"}
+    every = finetune.targets == "all-linear"
+    return {
+        "finetuning_type": "lora",
+        "adapter_name_or_path": finetune.start_from,
+        "lora_rank": finetune.rank,
+        "lora_alpha": int(finetune.alpha) if finetune.alpha == int(finetune.alpha) else finetune.alpha,
+        "lora_dropout": finetune.dropout,
+        "lora_target": "all" if every else ",".join(finetune.targets),
+        "additional_target": ",".join(finetune.train) or None,
+        "use_dora": finetune.dora or None,
+        "use_rslora": finetune.rslora or None,
+        "loraplus_lr_ratio": finetune.b_lr_ratio if finetune.b_lr_ratio != 1 else None,
+        "quantization_bit": BITS.get(finetune.base),
+        "double_quantization": finetune.double_quantization if finetune.base == "nf4" else None,
+    }
