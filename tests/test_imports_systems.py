@@ -380,6 +380,10 @@ DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
         "model_name_or_path: gpt2\nstage: pt\npacking: false\ndisable_gradient_checkpointing: true\nmax_steps: 9\n",
         {"data.packing": "padded", "training.recompute": "none", "finetune.rank": 8},
     ),
+    "foundry.yaml": (
+        "model: {name: hf_causal_lm}\nglobal_train_batch_size: 8\nmax_duration: 10ba\n",
+        {"training.precision": "bf16", "training.seed": 17, "training.clip": None, "training.lr_schedule.final": 0.0},
+    ),
     "arguments.yaml": (
         "output_dir: out\nlearning_rate: 1e-4\nper_device_train_batch_size: 4\nmax_steps: 10\n",
         {"training.optimizer.weight_decay": 0.0, "training.lr_schedule.warmup": 0, "training.precision": "fp32"},

@@ -229,9 +229,9 @@ def read_foundry(reading: Reading, values: Mapping[str, Any], file: str) -> None
         reading.set("model.ffn", int(ratio * hidden[0]), f"{origin} x {hidden[1]}")
     if "fsdp_config" in values and "zero" not in reading.facts:
         reading.fact("zero", 3, f"{file}: fsdp_config (Composer's default: FULL_SHARD)")
-    defaults = {"training.precision": "fp32", "training.clip": None, "training.lr_schedule.final": 0.0}
-    for path, value in defaults.items():
-        reading.default(path, value, f"{file} (Composer's default)")
+    defaults = {"training.precision": "bf16", "training.clip": None, "training.lr_schedule.final": 0.0}
+    for path, value in {**defaults, "training.seed": 17}.items():
+        reading.default(path, value, f"{file} (LLM-Foundry's default)")
 
 
 def _put_in(value: Any, known: Mapping[str, Any], origin: str) -> Any:
