@@ -283,6 +283,12 @@ def test_the_verb_writes_the_configuration_and_what_the_system_does_in_its_own_w
     assert "settings are overridden with --program and a recipe only" in capsys.readouterr().err
 
 
+def test_a_run_that_is_not_fine_tuned_is_full_fine_tuning_elsewhere(folder):
+    run = resolved("llama_factory", "finetune=null")
+    assert not WRITTEN["llama_factory"].translate(run).left_out
+    assert "finetuning_type: full" in WRITTEN["llama_factory"].translate(run).files["llama_factory.yaml"]
+
+
 def test_the_names_of_engines_that_are_only_written_are_known(folder):
     assert all(name in WRITTEN_ONLY for name in WRITTEN)  # the help of export
     with pytest.raises(UserError, match="only written"):

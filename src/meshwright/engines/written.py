@@ -30,7 +30,15 @@ def without(why: str) -> Rule:
     return rule
 
 
+def _whole(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
+    """Without `finetune` everything is trained, which a system may call full fine-tuning."""
+    if resolved.run.finetune is None:
+        return "left_out", "the file calls it full fine-tuning: the same parameters are trained"
+    return "said", ""
+
+
 ARRANGED: Mapping[str, Rule] = {
+    "finetune": _whole,
     "layout.stage_layers": without("it cuts the layers into stages itself: the same losses"),
     "layout.cp_method": without("it exchanges keys and values in its own way: the same losses"),
     "training.compile": without("nothing is compiled: the same losses in more time"),
