@@ -81,13 +81,19 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def contest(folder: Path, *fakes: Engine, pace: Pace = Pace(2, 3, 2), patience: float = 20) -> tuple[list[Row], Path]:  # noqa: B008
+def contest(
+    folder: Path,
+    *fakes: Engine,
+    pace: Pace = Pace(2, 3, 2),  # noqa: B008
+    patience: float = 20,
+    said: list[str] | None = None,
+) -> tuple[list[Row], Path]:
     resolved = resolve_run(parse_spec(RECIPE, Run), base_dir=folder)
     entered = [
         Contestant(name=f"e{number}", engine=engine, resolved=resolved) for number, engine in enumerate(fakes, 1)
     ]
     out = folder / "out"
-    return compare(entered, out, pace=pace, patience=patience, say=lambda line: None), out
+    return compare(entered, out, pace=pace, patience=patience, say=[].append if said is None else said.append), out
 
 
 def journal(out: Path, name: str) -> list[dict[str, Any]]:
@@ -177,6 +183,19 @@ def test_reports_show_every_engine_and_need_no_other_file(folder):
     assert page.count("<polyline") == 3
     assert "src=" not in page
     assert "href=" not in page
+
+
+def test_where_every_engine_fails_no_round_begins(folder):
+    said: list[str] = []
+    rows, _ = contest(folder, Fake("step < 3 or sys.exit('broken')"), said=said)
+    assert [line.split(":")[0] for line in said] == [
+        "preparing tokens and the weights that every engine starts from",
+        *2 * ["e1"],
+        "round 1 of 2",
+        "e1",
+    ]
+    assert "Losses" not in markdown(rows, {})
+    assert "Losses" not in comparison_page(rows, {})
 
 
 def test_a_comparison_longer_than_the_recipe_is_refused(folder, capsys):

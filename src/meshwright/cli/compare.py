@@ -22,10 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipes", metavar="RECIPE", nargs="+", help="recipe files, and overrides of settings: a.b=c")
     parser.add_argument("--engines", metavar="A,B", help="engines (default: all, or only ours with --layouts)")
     parser.add_argument("--layouts", metavar="A,B", help="layouts to compare: ddp, zero2, zero3:4, tp2, ...")
-    parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="turns of each engine (default 5)")
-    parser.add_argument("--turn", type=positive, default=4, metavar="N", help="steps per turn (default 4)")
-    parser.add_argument("--warm-up", type=positive, default=3, metavar="N", help="steps before timing (default 3)")
-    parser.add_argument("--quick", action="store_true", help="3 rounds of 3 steps after 2 of warm-up")
+    parser.add_argument("--rounds", type=positive, metavar="N", help="turns of each engine (default 5)")
+    parser.add_argument("--turn", type=positive, metavar="N", help="steps per turn (default 4)")
+    parser.add_argument("--warm-up", type=positive, metavar="N", help="steps before timing (default 3)")
+    parser.add_argument("--quick", action="store_true", help="by default 3 rounds of 3 steps after 2 of warm-up")
     parser.add_argument(
         "--patience",
         type=positive,
@@ -75,9 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     from meshwright.engines.page import comparison_page
     from meshwright.engines.report import as_data, as_json, describe, markdown, text
 
-    pace = Pace(arguments.rounds, arguments.turn, arguments.warm_up)
-    if arguments.quick:
-        pace = Pace(3, 3, 2)
+    rounds, turn, warm_up = (3, 3, 2) if arguments.quick else (5, 4, 3)
+    pace = Pace(arguments.rounds or rounds, arguments.turn or turn, arguments.warm_up or warm_up)
     layouts = arguments.layouts.split(",") if arguments.layouts else []
     names = arguments.engines.split(",") if arguments.engines else []
     with progress_on_stderr(arguments.json):

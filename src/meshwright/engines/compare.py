@@ -132,6 +132,8 @@ def compare(
             else:
                 say(f"{contestant.name}: {row.error}")
         for number in range(pace.rounds):
+            if not running:
+                break
             say(f"round {number + 1} of {pace.rounds}: {pace.turn} steps of each engine{_left(running, number, pace)}")
             for one in running if number % 2 == 0 else list(reversed(running)):
                 if not one.attempt(lambda one=one, number=number: one.take_turn(number)):

@@ -126,12 +126,13 @@ def markdown(rows: Sequence[Row], about: dict[str, str]) -> str:
     parts += [f"| {' | '.join(cells)} |" for cells in body]
     parts.append("")
     parts += [f"- **{row.name}**: {row.error}" for row in rows if row.error]
-    parts += ["", "What ran, read back from the objects that did it:", ""]
-    parts += [f"- **{row.name}**: {ran(row)}" for row in rows if row.ran]
-    parts += ["", "Settings without effect on training that a program leaves out:", ""]
-    parts += [f"- **{row.name}**: {missing}" for row in rows if (missing := left_out(row))] or ["- nothing"]
-    parts += ["", "Losses of each step:", "", _losses(rows), ""]
-    return "\n".join([*parts, *(f"- {key}: {value}" for key, value in about.items()), ""])
+    if not all(row.error for row in rows):
+        parts += ["", "What ran, read back from the objects that did it:", ""]
+        parts += [f"- **{row.name}**: {ran(row)}" for row in rows if row.ran]
+        parts += ["", "Settings without effect on training that a program leaves out:", ""]
+        parts += [f"- **{row.name}**: {missing}" for row in rows if (missing := left_out(row))] or ["- nothing"]
+        parts += ["", "Losses of each step:", "", _losses(rows)]
+    return "\n".join([*parts, "", *(f"- {key}: {value}" for key, value in about.items()), ""])
 
 
 def ran(row: Row) -> str:
