@@ -3,12 +3,17 @@
     python benchmarks/generation.py                 # some minutes on 2 cores
 
 A model of random weights is exported, and transformers reads the export. Both generate the same number of greedy tokens
-after the same prompts, in one process, by turns (A B B A A B ...), so that a drift in the machine's speed affects both;
-the result is the ratio of the medians, with one thread of seconds on the CPU. The table shows whether both generate the
-same tokens. Needs `pip install -e '.[transformers]'`.
+after the same prompts, in one process, by turns (A B C C B A ...), so that a drift in the machine's speed affects all;
+the result is the ratio of the medians, with one thread of seconds on the CPU. Ours runs with `--compile`, and without
+it, with packed weights. The table shows whether all generate the same tokens.
+
+The bound is the most tokens a second of any program that reads weights and KV cache once for each step: a read of as
+many bytes, by torch's sum, is timed by turns with the others. What fits the processor's cache is read from there.
+Prompts, which take everybody time, are no part of it. Needs `pip install -e '.[transformers]'`.
 """
 
 import argparse
+import copy
 import os
 import platform
 import random
@@ -21,12 +26,14 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from meshwright.checkpoint.hf import export_hf
 from meshwright.families import parameter_table, resolve_model
 from meshwright.models import Decoder, build_model, initialize, named_tensors
+from meshwright.models.compiled import compile_step
 from meshwright.models.dtypes import torch_dtype
 from meshwright.models.generate import Sampling
 from meshwright.models.packed import pack
@@ -48,15 +55,16 @@ def main() -> int:
     arguments = parse()
     torch.set_num_threads(arguments.threads)
     lines = [
-        "| model | prompts | ours tok/s | transformers tok/s | ours : it (rounds) | same tokens |",
-        "|---|---|---|---|---|---|",
+        "| model | prompts | MB a step | bound tok/s | compiled | packed | transformers | compiled : it (rounds) "
+        "| packed : it | same tokens |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     facts = about(arguments)
     print("\n".join(lines), flush=True)
     for name in arguments.models:
-        model, theirs = both(name, torch_dtype(arguments.dtype))
+        models = three(name, torch_dtype(arguments.dtype))
         for batch in arguments.batch:
-            lines.append(row(name, model, theirs, batch, arguments))
+            lines.append(row(name, models, batch, arguments))
             print(lines[-1], flush=True)
     if arguments.write:
         facts["load"] += f" before, {load()} after"
@@ -66,8 +74,8 @@ def main() -> int:
     return 0
 
 
-def both(name: str, dtype: torch.dtype) -> tuple[Decoder, object]:
-    """Our model, packed as the verbs pack it, and transformers' model."""
+def three(name: str, dtype: torch.dtype) -> tuple[Decoder, Decoder, Any]:
+    """Our model with compiled steps, packed as the verbs pack it otherwise, and transformers' model."""
     from transformers import AutoModelForCausalLM
 
     spec = resolve_model(ModelFields(family="llama", max_positions=1024, **MODELS[name]), base_dir=Path())  # type: ignore[arg-type]
@@ -83,23 +91,37 @@ def both(name: str, dtype: torch.dtype) -> tuple[Decoder, object]:
             prove=False,
         )
         theirs = AutoModelForCausalLM.from_pretrained(Path(folder) / "hf", dtype=dtype).eval()
-    model.to(dtype)
+    model.to(dtype).eval()
+    compiled = copy.deepcopy(model)
     pack(model)
-    return model.eval(), theirs
+    compile_step(compiled, print)
+    return compiled, model, theirs
 
 
-def row(name: str, model: Decoder, theirs: object, batch: int, arguments: argparse.Namespace) -> str:
+def bytes_of_step(model: Decoder, batch: int, keys: int) -> int:
+    """What a step reads: every weight but the embeddings' other rows, and the keys and values of each row."""
+    spec = model.spec
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    if not spec.tied_embeddings:
+        weights -= spec.vocab * spec.hidden
+    cache = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * keys * batch
+    return (weights + cache) * model.like.element_size()
+
+
+def row(name: str, models: tuple[Decoder, Decoder, Any], batch: int, arguments: argparse.Namespace) -> str:
     """One line of the table."""
+    compiled, packed, theirs = models
     drawn = random.Random(0)
-    prompts = [[drawn.randrange(5, model.spec.vocab) for _ in range(arguments.prompt)] for _ in range(batch)]
-    engine = Engine(model)
+    prompts = [[drawn.randrange(5, packed.spec.vocab) for _ in range(arguments.prompt)] for _ in range(batch)]
     requests = [Request(prompt=p, max_tokens=arguments.tokens, sampling=Sampling(temperature=0)) for p in prompts]
+    size = bytes_of_step(packed, batch, arguments.prompt + arguments.tokens // 2)
+    room = torch.ones(size // 4)
 
-    def ours() -> list[list[int]]:
-        return [answer.ids for answer in engine.run(requests)]
+    def ours(model: Decoder) -> list[list[int]]:
+        return [answer.ids for answer in Engine(model).run(requests)]
 
     def transformers() -> list[list[int]]:
-        found = theirs.generate(  # type: ignore[attr-defined]
+        found = theirs.generate(
             torch.tensor(prompts),
             attention_mask=torch.ones(batch, arguments.prompt, dtype=torch.int64),
             max_new_tokens=arguments.tokens,
@@ -109,20 +131,28 @@ def row(name: str, model: Decoder, theirs: object, batch: int, arguments: argpar
         )
         return found[:, arguments.prompt :].tolist()
 
-    same = ours() == transformers()  # which also warms both up
-    ways: list[Callable[[], object]] = [ours, transformers]
-    seconds: dict[int, list[float]] = {0: [], 1: []}
+    def read() -> None:
+        for _ in range(arguments.tokens):
+            room.sum()
+
+    ways: list[Callable[[], object]] = [lambda: ours(compiled), lambda: ours(packed), transformers, read]
+    first = [way() for way in ways]  # which also warms them up
+    same = "yes" if first[0] == first[2] and first[1] == first[2] else "no"
+    seconds: list[list[float]] = [[] for _ in ways]
     # A machine that does other work as well gives one thread's seconds on the CPU, not those on the wall.
     clock = time.process_time if arguments.threads == 1 else time.perf_counter
     for turn in range(arguments.rounds):
-        for way in (0, 1) if turn % 2 == 0 else (1, 0):
+        order = range(len(ways))
+        for way in order if turn % 2 == 0 else reversed(order):
             start = clock()
             ways[way]()
             seconds[way].append(clock() - start)
-    speeds = [batch * arguments.tokens / statistics.median(seconds[way]) for way in (0, 1)]
-    ratios = sorted(b / a for a, b in zip(seconds[0], seconds[1], strict=True))
-    ratio = f"{speeds[0] / speeds[1]:.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
-    return f"| {name} | {batch} | {speeds[0]:.0f} | {speeds[1]:.0f} | {ratio} | {'yes' if same else 'no'} |"
+    speed = [batch * arguments.tokens / statistics.median(each) for each in seconds]
+    ratios = sorted(b / a for a, b in zip(seconds[0], seconds[2], strict=True))
+    return (
+        f"| {name} | {batch} | {size / 1e6:.1f} | {speed[3]:.0f} | {speed[0]:.0f} | {speed[1]:.0f} | {speed[2]:.0f} "
+        f"| {speed[0] / speed[2]:.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}) | {speed[1] / speed[2]:.2f} | {same} |"
+    )
 
 
 def about(arguments: argparse.Namespace) -> dict[str, str]:

@@ -17,12 +17,13 @@ import torch
 
 from launched import Program, ranks_of, run_program
 from meshwright.finetune import apply_finetune
-from meshwright.models import build_model
+from meshwright.models import build_model, packed
 from meshwright.models.generate import Sampling
 from meshwright.parallel import build_meshes
 from meshwright.serve.engine import Answer, Engine, Request
 from meshwright.serve.examine import examinee_of
 from meshwright.serve.ranks import Ranks
+from meshwright.serve.readers import CachedReader
 from meshwright.serve.trained import evaluate_texts, open_trained, split_over
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
@@ -66,6 +67,11 @@ def found_on_ranks(folder: Path, text: Path) -> dict[str, Any]:
     opened = open_trained(folder, device="cpu", dtype="fp64", weights=mesh)
     ranks.alike(opened.model)
     found = everything_of(opened, text)
+    split = open_trained(folder, device="cpu", dtype="fp32", weights=mesh).model
+    threshold, packed.SMALL = packed.SMALL, 0
+    packed.pack(split)
+    packed.SMALL = threshold
+    found["packed"] = logits_read(CachedReader(split, 2)), "run: packed" in repr(split.layers["0"])
     local = opened.model.layers["0"].attention.wo.weight
     found["kept"] = local.to_local().numel() / local.numel()
     if ranks.leads:
@@ -80,6 +86,13 @@ def found_on_ranks(folder: Path, text: Path) -> dict[str, Any]:
     else:
         ranks.follow(opened.model)
     return found
+
+
+@torch.inference_mode()
+def logits_read(reader: CachedReader) -> torch.Tensor:
+    """After two prompts, and two steps of three tokens, which two ranks pad."""
+    reader.read([(0, [5, 6, 7]), (1, [9]), (2, [4, 3])], 3)
+    return torch.cat([reader.read([(row, [row + step]) for row in range(3)], 3) for step in (10, 20)])
 
 
 def everything_of(opened: Any, text: Path) -> dict[str, Any]:
@@ -100,6 +113,7 @@ def test_two_ranks_answer_as_one_process(family: str, ranks: RankPool, tmp_path:
     text.write_text(TEXT)
     expected = everything_of(open_trained(folder, device="cpu", dtype="fp64"), text)
     alone = expected["loss"]
+    logits = logits_read(CachedReader(open_trained(folder, device="cpu", dtype="fp32").model))
     for rank, found in enumerate(ranks.run(2, found_on_ranks, folder, text)):
         assert found["answers"] == expected["answers"]
         assert found["loss"].tokens == alone.tokens
@@ -107,6 +121,9 @@ def test_two_ranks_answer_as_one_process(family: str, ranks: RankPool, tmp_path:
         assert found["chosen"] == pytest.approx(expected["chosen"], abs=1e-9)
         assert found["written"] == expected["written"]
         assert found["kept"] == 0.5
+        parts, is_packed = found["packed"]
+        assert (parts - logits).norm() <= 20 * torch.finfo(torch.float32).eps * logits.norm()
+        assert is_packed == (family in ("llama", "gpt2"))
         if rank == 0:
             assert found["led"] == expected["answers"]
             assert found["again"] == expected["answers"][2:3]

@@ -22,6 +22,10 @@ class SplitVocabulary(VocabularyShare, Protocol):
         """The hidden states of all tokens; backward: the sum of the gradients of all shares."""
         ...
 
+    def own_sequence(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        """This rank's part of all tokens, where they need no gradient."""
+        ...
+
     def gather_vocabulary(self, logits_BV: torch.Tensor) -> torch.Tensor:
         """The logits of the whole vocabulary, from the logits of this rank's rows."""
         ...

@@ -24,7 +24,7 @@ from meshwright.models.from_disk import blocks_from_disk
 from meshwright.models.linear import Linear, Plain
 from meshwright.models.norm import LayerNorm, RMSNorm
 from meshwright.models.rope import RopeTables
-from meshwright.models.slots import View
+from meshwright.models.slots import Place
 from meshwright.torch_internals import ONEDNN_LINEAR, linear_by_onednn, reorder_for_onednn
 
 SMALL = 2**16
@@ -37,16 +37,28 @@ PACKED_BYTES = 4 * 2**30
 """The largest model that is packed; a larger one stays unchanged."""
 
 
+Total = Callable[[torch.Tensor], torch.Tensor]
+"""Parts to their sum over ranks."""
+
+
 class PackedLinear:
     """The products of one input with several layers, as one. `rows` and `columns`: the order of its outputs and
-    inputs."""
+    inputs. `total`: of the products on all ranks, where each has a part of the inputs."""
 
     def __init__(
-        self, layers: Sequence[Linear], *, rows: torch.Tensor | None = None, columns: torch.Tensor | None = None
+        self,
+        layers: Sequence[Linear],
+        *,
+        rows: torch.Tensor | None = None,
+        columns: torch.Tensor | None = None,
+        total: Total | None = None,
     ) -> None:
-        weight_OD = torch.cat([layer.weight.detach() for layer in layers])
-        biases = [layer.bias for layer in layers]
-        self._bias_O = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+        self._total = total
+        weights = [layer.view.read(layer) for layer in layers]
+        weight_OD = torch.cat([each["weight"].detach() for each in weights])
+        self._bias_O = None
+        if weights[0]["bias"] is not None:
+            self._bias_O = torch.cat([each["bias"].detach() for each in weights])
         if rows is not None:
             weight_OD = weight_OD[rows]
             self._bias_O = None if self._bias_O is None else self._bias_O[rows]
@@ -58,9 +70,15 @@ class PackedLinear:
 
     def __call__(self, x_1ND: torch.Tensor) -> torch.Tensor:
         """[1, N, D] to [1, N, O]."""
+        if self._total is None:
+            return self._product(x_1ND, self._bias_O)
+        y_1NO = self._total(self._product(x_1ND, None))
+        return y_1NO if self._bias_O is None else y_1NO + self._bias_O
+
+    def _product(self, x_1ND: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
         if self._packed is None:
-            return F.linear(x_1ND, self._weight_OD, self._bias_O)
-        return linear_by_onednn(x_1ND, self._packed, self._bias_O)
+            return F.linear(x_1ND, self._weight_OD, bias_O)
+        return linear_by_onednn(x_1ND, self._packed, bias_O)
 
 
 class PackedAttention:
@@ -70,10 +88,11 @@ class PackedAttention:
     complex number's, and query heads that share keys lie far apart, in the order in which attention returns them.
     """
 
-    def __init__(self, attention: Attention) -> None:
+    def __init__(self, attention: Attention, total: Total | None) -> None:
         width = attention.head_dim
         self._width, self._core = width, attention.core
-        self._heads, self._groups = attention.wq.out_features // width, attention.wk.out_features // width
+        queries, keys = (len(layer.view.read(layer)["weight"]) for layer in (attention.wq, attention.wk))
+        self._heads, self._groups = queries // width, keys // width  # this rank's
         pairs_K = torch.arange(width).view(2, -1).T.flatten()
         heads_GR = torch.arange(self._heads).view(self._groups, -1)
         q_HK, k_GK, v_GK = (
@@ -83,7 +102,7 @@ class PackedAttention:
         )
         rows = torch.cat((q_HK[heads_GR.T.flatten()][:, pairs_K], k_GK[:, pairs_K], v_GK)).flatten()
         self._into = PackedLinear([attention.wq, attention.wk, attention.wv], rows=rows)
-        self._out = PackedLinear([attention.wo], columns=q_HK[heads_GR.T.flatten()].flatten())
+        self._out = PackedLinear([attention.wo], columns=q_HK[heads_GR.T.flatten()].flatten(), total=total)
         self._norms = [None if norm is None else _norm(norm, pairs_K) for norm in (attention.q_norm, attention.k_norm)]
 
     def __call__(self, x_1ND: torch.Tensor, rope: RopeTables | None, cache: LayerCache, step: Step) -> torch.Tensor:
@@ -110,15 +129,17 @@ class PackedAttention:
             for part in step.parts:
                 y_HTK = cache.attend_part(self._core, part, q_1HNK, new_N2GK)[0]
                 found.append(y_HTK.unflatten(0, (self._groups, -1)).permute(2, 1, 0, 3).flatten(1))
+        if step.padding:
+            found.append(x_1ND.new_zeros(step.padding, self._heads * self._width))
         return self._out((found[0] if len(found) == 1 else torch.cat(found))[None])
 
 
 class PackedFeedForward:
     """`FeedForward` with one product for both gates."""
 
-    def __init__(self, layer: FeedForward) -> None:
+    def __init__(self, layer: FeedForward, total: Total | None) -> None:
         self._into = PackedLinear([layer.w1] if layer.w3 is None else [layer.w1, layer.w3])
-        self._out, self._gated = PackedLinear([layer.w2]), layer.w3 is not None
+        self._out, self._gated = PackedLinear([layer.w2], total=total), layer.w3 is not None
 
     def __call__(self, x_1ND: torch.Tensor) -> torch.Tensor:
         """[1, N, D] to [1, N, D]."""
@@ -133,9 +154,10 @@ class PackedRMSNorm:
     """`RMSNorm` in half as many operations as torch's takes on a CPU; in fp32 inside, rounded once."""
 
     def __init__(self, norm: RMSNorm, order: torch.Tensor | None) -> None:
-        weight_D = norm.weight.detach().float()
+        weight = norm.view.read(norm)["weight"].detach()
+        weight_D = weight.float()
         self._weight_D = weight_D if order is None else weight_D[order]
-        self._eps = torch.tensor(torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps)
+        self._eps = torch.tensor(torch.finfo(weight.dtype).eps if norm.eps is None else norm.eps)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Over the last dim."""
@@ -146,16 +168,23 @@ class PackedRMSNorm:
 
 
 class PackedBlock:
-    """A wrapper of a block: with a cache it computes with packed parts, else unchanged."""
+    """A wrapper of a block: with a cache it computes with packed parts, else unchanged.
 
-    def __init__(self, block: Block) -> None:
+    Where ranks share the block, each has every token between packed blocks, so that a block exchanges two sums, and no
+    parts of the sequence: `enter` and `leave` make the sequence whole and take this rank's part.
+    """
+
+    def __init__(
+        self, block: Block, total: Total | None = None, *, enter: Total | None = None, leave: Total | None = None
+    ) -> None:
+        self._enter, self._leave = enter, leave
         self._norms = [_norm(block.attention_norm), _norm(block.feed_forward_norm)]
         attention, feed_forward = block.attention, block.feed_forward
-        self._attention = PackedAttention(attention) if _may_pack_attention(attention) else None
+        self._attention = PackedAttention(attention, total) if _may_pack_attention(attention, total) else None
         self._module = attention
         self._feed_forward: Callable[[torch.Tensor], torch.Tensor] = feed_forward
-        if isinstance(feed_forward, FeedForward) and _may_pack_feed_forward(feed_forward):
-            self._feed_forward = PackedFeedForward(feed_forward)
+        if isinstance(feed_forward, FeedForward) and _may_pack_feed_forward(feed_forward, total):
+            self._feed_forward = PackedFeedForward(feed_forward, total)
 
     def __call__(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         """The block's forward pass."""
@@ -165,6 +194,7 @@ class PackedBlock:
         ) -> torch.Tensor:
             if cache is None:
                 return compute(x, rope, mask, cache)
+            x = x if self._enter is None else self._enter(x)
             before, between = self._norms
             h = before(x)
             attended = (
@@ -173,7 +203,8 @@ class PackedBlock:
                 else self._attention(h, rope, cache, cache.step)
             )
             x = x + attended
-            return x + self._feed_forward(between(x))
+            y = x + self._feed_forward(between(x))
+            return y if self._leave is None else self._leave(y)
 
         return run
 
@@ -215,9 +246,16 @@ def pack(model: Decoder) -> None:
         or blocks_from_disk(model) is not None
     ):
         return
-    for block in model.layers.values():
-        if type(block) is Block and not block.wrappers:
+    split = model.head_split.vocabulary
+    blocks = [block for block in model.layers.values() if type(block) is Block and not block.wrappers]
+    if split is None:
+        for block in blocks:
             block.wrap(PackedBlock(block))
+    elif len(blocks) == len(model.layers) and all(_may_pack(block, split.sum) for block in blocks):
+        for block in blocks:
+            enter = split.gather_sequence if block is blocks[0] else None
+            leave = split.own_sequence if block is blocks[-1] else None
+            block.wrap(PackedBlock(block, split.sum, enter=enter, leave=leave))
     if model.head_split.product is None:
         model.head_split.product = PackedHead(model.head_weight)
 
@@ -227,7 +265,8 @@ def _norm(norm: nn.Module, order: torch.Tensor | None = None) -> Callable[[torch
     if type(norm) is RMSNorm and _is_known(norm):
         return PackedRMSNorm(norm, order)
     if type(norm) is LayerNorm and _is_known(norm):
-        shape, (weight, bias) = list(norm.normalized_shape), (norm.weight.detach(), norm.bias.detach())
+        weights = norm.view.read(norm)
+        shape, weight, bias = list(norm.normalized_shape), weights["weight"].detach(), weights["bias"].detach()
         if order is not None:
             weight, bias = weight[order], bias[order]
         return partial(F.layer_norm, normalized_shape=shape, weight=weight, bias=bias, eps=norm.eps)
@@ -235,26 +274,30 @@ def _norm(norm: nn.Module, order: torch.Tensor | None = None) -> Callable[[torch
     return norm
 
 
-def _may_pack_attention(attention: nn.Module) -> bool:
-    if type(attention) is not Attention or attention.entry is not None or type(attention.core) is not Core:
+def _may_pack(block: Block, total: Total) -> bool:
+    return _may_pack_attention(block.attention, total) and _may_pack_feed_forward(block.feed_forward, total)
+
+
+def _may_pack_attention(attention: nn.Module, total: Total | None) -> bool:
+    if type(attention) is not Attention or type(attention.core) is not Core:
+        return False
+    if attention.entry is not None and total is None:
         return False
     if not all(norm is None or _is_known(norm) for norm in (attention.q_norm, attention.k_norm)):
         return False
     return _all_plain(attention.wq, attention.wk, attention.wv, attention.wo)
 
 
-def _may_pack_feed_forward(layer: FeedForward) -> bool:
-    gates = [layer.w1] if layer.w3 is None else [layer.w1, layer.w3]
-    return type(layer) is FeedForward and layer.entry is None and _all_plain(*gates, layer.w2)
+def _may_pack_feed_forward(layer: nn.Module, total: Total | None) -> bool:
+    if type(layer) is not FeedForward or (layer.entry is not None and total is None):
+        return False
+    return _all_plain(*([layer.w1] if layer.w3 is None else [layer.w1, layer.w3]), layer.w2)
 
 
 def _all_plain(*layers: Linear) -> bool:
-    return all(len(layer.ops) == 1 and type(layer.ops[0]) is Plain and _is_plain_view(layer) for layer in layers)
+    """Whether products are plain ones, or sums of plain ones over ranks."""
+    return all(type(layer.ops[0]) is Plain and all(op.place == Place.SPLIT for op in layer.ops[1:]) for layer in layers)
 
 
 def _is_known(norm: nn.Module) -> bool:
-    return type(norm) in (RMSNorm, LayerNorm) and _is_plain_view(norm)
-
-
-def _is_plain_view(module: Any) -> bool:
-    return type(module.view) is View
+    return type(norm) in (RMSNorm, LayerNorm)

@@ -217,6 +217,9 @@ class _VocabularyShare:
     def gather_sequence(self, x_BTD: torch.Tensor) -> torch.Tensor:
         return self._sequence.gather(x_BTD)
 
+    def own_sequence(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        return x_BTD.chunk(self._sequence.size, dim=1)[self._sequence.rank]
+
     def gather_vocabulary(self, logits_BV: torch.Tensor) -> torch.Tensor:
         parts_BV = F.pad(logits_BV, (0, self.rows - logits_BV.shape[1]))  # the last rank may have fewer
         return collectives.all_gather(parts_BV, self._sequence.group, dim=1)[:, : self.vocab]

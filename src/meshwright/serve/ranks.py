@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.comm.objects import from_first
 from meshwright.models import Decoder
+from meshwright.models.packed import pack
 from meshwright.serve.readers import CachedReader, New
 
 PATIENCE = timedelta(days=3650)
@@ -58,6 +59,7 @@ class Ranks:
 
     def lead(self, model: Decoder) -> None:
         """The others repeat what this process reads from here on."""
+        pack(model)
         reader = functools.partial(_LeadingReader, ranks=self)
         model.make_reader = reader
         self._leading = True
@@ -75,6 +77,7 @@ class Ranks:
     @torch.inference_mode()
     def follow(self, model: Decoder) -> None:
         """Repeat what the first process reads, until it ends."""
+        pack(model)  # all or none: packed blocks exchange other parts than modules do
         reader = CachedReader(model, self.mesh.size())
         while True:
             order = self.guarded(lambda: from_first(None, self._orders))
