@@ -1,6 +1,7 @@
 """The engine: every answer is the one that its request gets alone, and transformers gets from the exported model."""
 
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from transformers import AutoModelForCausalLM
 from losses import logits_of
 from meshwright.finetune import merged_model
 from meshwright.models import Decoder
+from meshwright.models import compiled as compiled_module
 from meshwright.models import packed as packed_module
-from meshwright.models.compiled import COMPILERS, compile_step
+from meshwright.models.compiled import COMPILERS, compile_step, compile_where_possible
 from meshwright.models.generate import Sampling
 from meshwright.models.packed import pack
 from meshwright.serve import engine as engine_module
@@ -312,6 +314,48 @@ def test_compiled_steps_with_merged_adapters_answer_the_same_and_others_are_refu
     ):
         with pytest.raises(UserError, match=word):
             compile_step(model_of(family, dtype=dtype), lambda _: None)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_steps_are_compiled_by_default_where_that_takes_no_more_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    model = model_of("llama", dtype=torch.float32)
+    compile_where_possible(model, told.append)
+    assert "next_step: compiled" in repr(model)
+    small = model_of("llama", dtype=torch.float32)
+    others = [model_of("mixtral", dtype=torch.float32), adapted(small), model_of("llama")]
+    monkeypatch.setattr(compiled_module, "PACKED_BYTES", packed_module.weight_bytes(small) - 1)
+    others.append(model_of("llama", dtype=torch.float32))
+    told.clear()
+    for other in others:
+        compile_where_possible(other, told.append)
+        assert other.next_step is None
+    assert not told
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_compiler_that_fails_costs_speed_by_default_and_is_an_error_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "decode.cpp"
+    broken.write_text("int decode( {")
+    (tmp_path / "file").touch()
+    for name, value, reason in (
+        ("SOURCE", broken, "cannot compile decode.cpp: .*error"),
+        ("CACHE", tmp_path / "file" / "decode", "Not a directory"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(compiled_module, "CACHE", tmp_path / "cache")
+            patched.setattr(compiled_module, name, value)
+            told: list[str] = []
+            model = model_of("llama", dtype=torch.float32)
+            compile_where_possible(model, told.append)
+            assert model.next_step is None
+            assert re.search(f"^slower generation, without compiled steps: .*{reason}", told[-1]), told
+            with pytest.raises(UserError, match=f"--compile: .*{reason}.*; leave it out"):
+                compile_step(model, told.append)
 
 
 def test_what_has_adapters_or_other_precision_is_not_packed() -> None:

@@ -70,18 +70,21 @@ def add_compile_argument(parser: argparse.ArgumentParser) -> None:
     """Add the option that compiles the steps of generation."""
     parser.add_argument(
         "--compile",
-        action="store_true",
-        help="generate by code that a C++ compiler makes for this machine's processor, once (CPUs; fp32 and bf16)",
+        action=argparse.BooleanOptionalAction,
+        help="generate by code that a C++ compiler makes for this machine's processor, once (default: on CPUs, where "
+        "it computes the model in fp32 or bf16)",
     )
 
 
 def compile_steps(arguments: argparse.Namespace, *models: Any) -> None:
-    """Do what the option asks."""
-    if arguments.compile:
-        from meshwright.models.compiled import compile_step
+    """Do what the option asks; without it, compile the models for which that is possible."""
+    if arguments.compile is False:
+        return
+    from meshwright.models.compiled import compile_step, compile_where_possible
 
-        for model in models:
-            compile_step(model, lambda line: print(f"note: {line}", file=sys.stderr, flush=True))
+    for model in models:
+        compiled = compile_step if arguments.compile else compile_where_possible
+        compiled(model, lambda line: print(f"note: {line}", file=sys.stderr, flush=True))
 
 
 def note_disk(model: Any) -> None:

@@ -153,13 +153,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_one_model(arguments: argparse.Namespace) -> None:
-    if degree_of(arguments) > 1 and (arguments.adapter or arguments.beside or arguments.adapters_from):
+    if degree_of(arguments) > 1 and _several(arguments):
         raise UserError(
             "--adapter, --beside, --adapters-from: processes share one model; leave layout.tp out, or serve a merged "
             "model (export --hf)"
         )
-    if arguments.compile and (arguments.adapter or arguments.beside or arguments.adapters_from):
+    if arguments.compile and _several(arguments):
         raise UserError("--compile: the code computes one model; leave --adapter, --beside and --adapters-from out")
+
+
+def _several(arguments: argparse.Namespace) -> bool:
+    """Whether other models share the process, or the base."""
+    return bool(arguments.adapter or arguments.beside or arguments.adapters_from)
 
 
 def _opened(arguments: argparse.Namespace) -> Any:
@@ -175,7 +180,8 @@ def _opened(arguments: argparse.Namespace) -> Any:
     )
     if not follows(arguments, trained.model):
         note_disk(trained.model)
-        compile_steps(arguments, trained.model)
+        if not _several(arguments):
+            compile_steps(arguments, trained.model)
     return trained
 
 

@@ -1,4 +1,4 @@
-"""One step of generation compiled for this machine: `decode.cpp`, by its C++ compiler, on request.
+"""One step of generation compiled for this machine: `decode.cpp`, by its C++ compiler.
 
 `compile_step` fills the model's slot `next_step` with copies of its weights in the order in which the compiled code
 reads them. It computes steps in which every sequence gets one token; the modules compute prompts, with their own
@@ -28,6 +28,7 @@ from meshwright.models.decoder import Block, Decoder
 from meshwright.models.feed_forward import FeedForward
 from meshwright.models.linear import Linear
 from meshwright.models.norm import LayerNorm, RMSNorm
+from meshwright.models.packed import PACKED_BYTES, all_plain, weight_bytes
 from meshwright.models.rope import rope_tables
 from meshwright.models.slots import View, Viewed
 from meshwright.spec.errors import UserError
@@ -205,15 +206,34 @@ class CompiledStep:
         return _Matrix(self._keep(kept), None if bias_O is None else self._keep(bias_O), out, into)
 
 
+class _CompilerError(Exception):
+    """The code cannot be compiled or loaded here; its text says why."""
+
+
 def compile_step(model: Decoder, tell: Callable[[str], None]) -> None:
     """Fill the slot `next_step` of a model that is used only for generation from now on: later changes of its weights
     have no effect on it. `tell` is told if the compiler runs.
 
     Raises `UserError` where the code computes no such model, or cannot be compiled.
     """
-    if (reason := _why_not(model)) is not None:
-        raise UserError(f"--compile: {reason}; leave it out")
-    model.next_step = CompiledStep(model, _library(tell))
+    try:
+        if (reason := _why_not(model)) is not None:
+            raise _CompilerError(reason)
+        model.next_step = CompiledStep(model, _library(tell))
+    except _CompilerError as error:
+        raise UserError(f"--compile: {error}; leave it out") from None
+
+
+def compile_where_possible(model: Decoder, tell: Callable[[str], None]) -> None:
+    """`compile_step` where the code computes the model, the copies of its weights take as much memory as those of
+    `pack`, and the machine has a compiler. `tell` is also told if the compiler fails."""
+    layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
+    if weight_bytes(model) > PACKED_BYTES or not all_plain(*layers) or _why_not(model) or _compiler() is None:
+        return
+    try:
+        model.next_step = CompiledStep(model, _library(tell))
+    except _CompilerError as error:
+        tell(f"slower generation, without compiled steps: {error}")
 
 
 def _why_not(model: Decoder) -> str | None:
@@ -239,22 +259,28 @@ def _layers_of(block: nn.Module) -> list[Viewed]:
     return [module for module in block.modules() if isinstance(module, Viewed)]
 
 
+def _compiler() -> str | None:
+    """The machine's C++ compiler; none outside Linux."""
+    return next(filter(None, map(shutil.which, COMPILERS)), None) if sys.platform == "linux" else None
+
+
 def _library(tell: Callable[[str], None]) -> ctypes.CDLL:
-    """The compiled code."""
-    if sys.platform != "linux":
-        raise UserError("--compile needs Linux; leave it out")
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    """The compiled code. Raises `_CompilerError`."""
+    compiler = _compiler()
     if compiler is None:
-        raise UserError(f"--compile needs a C++ compiler ({', '.join(COMPILERS)}); install g++, or leave it out")
-    openmp = _openmp()
-    built = CACHE / f"{_fingerprint(compiler, openmp)}.so"
-    if not built.is_file():
-        tell(f"{compiler} compiles {SOURCE.name} for this machine, once; the result stays in {CACHE}")
-        built.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=built.parent) as folder:
-            _build(compiler, openmp, Path(folder) / "decode")
-            (Path(folder) / "decode.so").replace(built)
-    return ctypes.CDLL(str(built))
+        raise _CompilerError(f"it needs Linux and a C++ compiler ({', '.join(COMPILERS)}); install g++")
+    try:
+        openmp = _openmp()
+        built = CACHE / f"{_fingerprint(compiler, openmp)}.so"
+        if not built.is_file():
+            tell(f"{compiler} compiles {SOURCE.name} for this machine, once; the result stays in {CACHE}")
+            built.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=built.parent) as folder:
+                _build(compiler, openmp, Path(folder) / "decode")
+                (Path(folder) / "decode.so").replace(built)
+        return ctypes.CDLL(str(built))
+    except OSError as error:  # a home that is read-only or full, or from which nothing may be executed
+        raise _CompilerError(f"{SOURCE.name} cannot be compiled in {CACHE}: {error}") from error
 
 
 def _openmp() -> str | None:
@@ -270,18 +296,18 @@ def _openmp() -> str | None:
 
 def _fingerprint(compiler: str, openmp: str | None) -> str:
     """Of whatever the compiled code depends on; `-march=native` is this processor."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
     processor = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(PROCESSOR)]
     parts = [SOURCE.read_bytes(), version, repr((compiler, FLAGS, openmp is None, sorted(set(processor)))).encode()]
     return hashlib.sha256(b"/".join(parts)).hexdigest()[:16]
 
 
 def _build(compiler: str, openmp: str | None, where: Path) -> None:
-    """Compile to `where`.so. Raises `UserError` with the compiler's first error."""
+    """Compile to `where`.so. Raises `_CompilerError` with the compiler's first error."""
     compiled = [compiler, *FLAGS, "-c", str(SOURCE), "-o", f"{where}.o"]
     linked = [compiler, "-shared", f"{where}.o", "-o", f"{where}.so", *([] if openmp else ["-fopenmp"])]
     for command in (compiled, linked):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
-            raise UserError(f"--compile: {compiler} cannot compile {SOURCE.name}: {errors[0]}; leave it out")
+            raise _CompilerError(f"{compiler} cannot compile {SOURCE.name}: {errors[0]}")

@@ -234,7 +234,6 @@ def pack(model: Decoder) -> None:
     compiled, in models that transformers computes, whose weights are on disk, and where the copies would take much
     memory.
     """
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     like = model.like
     if (
         ONEDNN_LINEAR is None
@@ -242,7 +241,7 @@ def pack(model: Decoder) -> None:
         or model.spec.foreign is not None
         or like.device.type != "cpu"
         or like.dtype not in DTYPES
-        or weights > PACKED_BYTES
+        or weight_bytes(model) > PACKED_BYTES
         or blocks_from_disk(model) is not None
     ):
         return
@@ -258,6 +257,11 @@ def pack(model: Decoder) -> None:
             block.wrap(PackedBlock(block, split.sum, enter=enter, leave=leave))
     if model.head_split.product is None:
         model.head_split.product = PackedHead(model.head_weight)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """What the weights take in memory."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 def _norm(norm: nn.Module, order: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -285,16 +289,16 @@ def _may_pack_attention(attention: nn.Module, total: Total | None) -> bool:
         return False
     if not all(norm is None or _is_known(norm) for norm in (attention.q_norm, attention.k_norm)):
         return False
-    return _all_plain(attention.wq, attention.wk, attention.wv, attention.wo)
+    return all_plain(attention.wq, attention.wk, attention.wv, attention.wo)
 
 
 def _may_pack_feed_forward(layer: nn.Module, total: Total | None) -> bool:
     if type(layer) is not FeedForward or (layer.entry is not None and total is None):
         return False
-    return _all_plain(*([layer.w1] if layer.w3 is None else [layer.w1, layer.w3]), layer.w2)
+    return all_plain(*([layer.w1] if layer.w3 is None else [layer.w1, layer.w3]), layer.w2)
 
 
-def _all_plain(*layers: Linear) -> bool:
+def all_plain(*layers: Linear) -> bool:
     """Whether products are plain ones, or sums of plain ones over ranks."""
     return all(type(layer.ops[0]) is Plain and all(op.place == Place.SPLIT for op in layer.ops[1:]) for layer in layers)
 
