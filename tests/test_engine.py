@@ -299,6 +299,25 @@ def test_compiled_steps_compute_the_same(family: str, dtype: torch.dtype) -> Non
         assert torch.equal(lonely, found[0])  # not a bit depends on other rows, or on threads
 
 
+@torch.inference_mode()
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_compiled_steps_go_on_where_packed_modules_read_the_prompt(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And packed modules where compiled steps stopped, at a prompt that joins them: one KV cache."""
+    monkeypatch.setattr(packed_module, "SMALL", 0)
+    plain, both = (model_of(family, dtype=torch.float32) for _ in range(2))
+    compile_step(both, lambda _: None)
+    pack(both)
+    assert "run: packed" in repr(both.layers["0"])
+    ours, theirs = CachedReader(both), CachedReader(plain)
+    singles = [(row, [row + 9]) for row in range(2)]
+    for new in ([(0, PROMPTS[0]), (1, PROMPTS[1])], singles, singles, [*singles, (2, PROMPTS[2])], singles):
+        found, expected = ours.read(new, len(new)).double(), theirs.read(new, len(new)).double()
+        assert (found - expected).norm() <= 20 * torch.finfo(torch.float32).eps * expected.norm()
+
+
 @pytest.mark.usefixtures("compiler")
 def test_compiled_steps_with_merged_adapters_answer_the_same_and_others_are_refused() -> None:
     tuned = adapted(model_of("llama", dtype=torch.float32))
@@ -326,7 +345,7 @@ def test_steps_are_compiled_by_default_where_that_takes_no_more_memory(
     assert "next_step: compiled" in repr(model)
     small = model_of("llama", dtype=torch.float32)
     others = [model_of("mixtral", dtype=torch.float32), adapted(small), model_of("llama")]
-    monkeypatch.setattr(compiled_module, "PACKED_BYTES", packed_module.weight_bytes(small) - 1)
+    monkeypatch.setattr(compiled_module, "COPIED_BYTES", packed_module.weight_bytes(small) - 1)
     others.append(model_of("llama", dtype=torch.float32))
     told.clear()
     for other in others:

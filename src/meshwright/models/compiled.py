@@ -1,8 +1,8 @@
 """One step of generation compiled for this machine: `decode.cpp`, by its C++ compiler.
 
 `compile_step` fills the model's slot `next_step` with copies of its weights in the order in which the compiled code
-reads them. It computes steps in which every sequence gets one token; the modules compute prompts, with their own
-weights. Both share the KV cache.
+reads them. It computes steps in which every sequence gets one token; the modules compute prompts, with weights of their
+own. Both share the KV cache.
 
 Shapes: B rows, V vocabulary, O out, D in, P panels, C room for keys.
 """
@@ -28,7 +28,7 @@ from meshwright.models.decoder import Block, Decoder
 from meshwright.models.feed_forward import FeedForward
 from meshwright.models.linear import Linear
 from meshwright.models.norm import LayerNorm, RMSNorm
-from meshwright.models.packed import PACKED_BYTES, all_plain, weight_bytes
+from meshwright.models.packed import COPIED_BYTES, all_plain, weight_bytes
 from meshwright.models.rope import rope_tables
 from meshwright.models.slots import View, Viewed
 from meshwright.spec.errors import UserError
@@ -225,10 +225,10 @@ def compile_step(model: Decoder, tell: Callable[[str], None]) -> None:
 
 
 def compile_where_possible(model: Decoder, tell: Callable[[str], None]) -> None:
-    """`compile_step` where the code computes the model, the copies of its weights take as much memory as those of
-    `pack`, and the machine has a compiler. `tell` is also told if the compiler fails."""
+    """`compile_step` where the code computes the model, its weights are plain and their copies take at most
+    `COPIED_BYTES`, and the machine has a compiler. `tell` is also told if the compiler fails."""
     layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
-    if weight_bytes(model) > PACKED_BYTES or not all_plain(*layers) or _why_not(model) or _compiler() is None:
+    if weight_bytes(model) > COPIED_BYTES or not all_plain(*layers) or _why_not(model) or _compiler() is None:
         return
     try:
         model.next_step = CompiledStep(model, _library(tell))

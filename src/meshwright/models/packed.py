@@ -33,8 +33,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 """The dtypes for which oneDNN has fast products."""
 ROWS = 8
 """The number of rows that weights are ordered for; other numbers work too."""
-PACKED_BYTES = 4 * 2**30
-"""The largest model that is packed; a larger one stays unchanged."""
+COPIED_BYTES = 4 * 2**30
+"""The most that copies of weights take, these and those of compiled steps."""
 
 
 Total = Callable[[torch.Tensor], torch.Tensor]
@@ -86,14 +86,16 @@ class PackedAttention:
 
     Weights are reordered so that no step copies anything: the numbers of a pair that rope turns lie side by side, as a
     complex number's, and query heads that share keys lie far apart, in the order in which attention returns them.
+    `halves`: the KV cache has the pairs' first numbers before their second ones, as in the modules and compiled steps.
     """
 
-    def __init__(self, attention: Attention, total: Total | None) -> None:
+    def __init__(self, attention: Attention, total: Total | None, *, halves: bool) -> None:
         width = attention.head_dim
         self._width, self._core = width, attention.core
         queries, keys = (len(layer.view.read(layer)["weight"]) for layer in (attention.wq, attention.wk))
         self._heads, self._groups = queries // width, keys // width  # this rank's
         pairs_K = torch.arange(width).view(2, -1).T.flatten()
+        self._halves_K = pairs_K.argsort() if halves else None
         heads_GR = torch.arange(self._heads).view(self._groups, -1)
         q_HK, k_GK, v_GK = (
             torch.arange((self._heads + 2 * self._groups) * width)
@@ -119,6 +121,8 @@ class PackedAttention:
             torch.view_as_complex(wide).mul_(rope.turns[0])
             if wide.dtype != turned.dtype:
                 turned.copy_(wide.flatten(-2))
+        if self._halves_K is not None:
+            heads_NEK[:, :both] = heads_NEK[:, :both, self._halves_K]
         q_NHK, new_N2GK, singles = heads_NEK[:, : self._heads], heads_NEK[:, self._heads :], step.singles
         found = []
         if singles:
@@ -175,12 +179,20 @@ class PackedBlock:
     """
 
     def __init__(
-        self, block: Block, total: Total | None = None, *, enter: Total | None = None, leave: Total | None = None
+        self,
+        block: Block,
+        total: Total | None = None,
+        *,
+        halves: bool = False,
+        enter: Total | None = None,
+        leave: Total | None = None,
     ) -> None:
         self._enter, self._leave = enter, leave
         self._norms = [_norm(block.attention_norm), _norm(block.feed_forward_norm)]
         attention, feed_forward = block.attention, block.feed_forward
-        self._attention = PackedAttention(attention, total) if _may_pack_attention(attention, total) else None
+        self._attention = None
+        if _may_pack_attention(attention, total):
+            self._attention = PackedAttention(attention, total, halves=halves)
         self._module = attention
         self._feed_forward: Callable[[torch.Tensor], torch.Tensor] = feed_forward
         if isinstance(feed_forward, FeedForward) and _may_pack_feed_forward(feed_forward, total):
@@ -230,18 +242,16 @@ def pack(model: Decoder) -> None:
     """Fill the slots of a model that is used only for generation from now on: later changes of its weights have no
     effect.
 
-    Nothing happens where there is nothing to gain: on a GPU, in other precisions than fp32 and bf16, where steps are
-    compiled, in models that transformers computes, whose weights are on disk, and where the copies would take much
-    memory.
+    Nothing happens where there is nothing to gain: on a GPU, in other precisions than fp32 and bf16, in models that
+    transformers computes, whose weights are on disk, and where copies would take more than `COPIED_BYTES`.
     """
     like = model.like
     if (
         ONEDNN_LINEAR is None
-        or model.next_step is not None
         or model.spec.foreign is not None
         or like.device.type != "cpu"
         or like.dtype not in DTYPES
-        or weight_bytes(model) > PACKED_BYTES
+        or weight_bytes(model) * (1 if model.next_step is None else 2) > COPIED_BYTES
         or blocks_from_disk(model) is not None
     ):
         return
@@ -249,7 +259,7 @@ def pack(model: Decoder) -> None:
     blocks = [block for block in model.layers.values() if type(block) is Block and not block.wrappers]
     if split is None:
         for block in blocks:
-            block.wrap(PackedBlock(block))
+            block.wrap(PackedBlock(block, halves=model.next_step is not None))
     elif len(blocks) == len(model.layers) and all(_may_pack(block, split.sum) for block in blocks):
         for block in blocks:
             enter = split.gather_sequence if block is blocks[0] else None
