@@ -7,6 +7,9 @@ TORCH  ?= $(PINNED)
 VENV   := $(if $(filter $(PINNED),$(TORCH)),.venv,.venv-torch-$(TORCH))
 BIN    := $(VENV)/bin
 
+# Else each of the hundreds of processes that the tests start would compile the sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help install demo compare test test-engines test-slurm test-fast mutants attack check docs clean
 
 help:            ## list the targets

@@ -11,6 +11,7 @@ from meshwright.cli.main import main
 from meshwright.imports.nanogpt import read_assignments
 from meshwright.imports.recipe import import_files
 from meshwright.spec.errors import UserError
+from meshwright.spec.offload import OffloadSpec
 from meshwright.spec.recipe import parse_spec
 from meshwright.spec.run import Run
 
@@ -120,7 +121,7 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any], dict[str, Any]]] = {
             "training.precision": "bf16",
             "layout.dp_shard": 8,
             "layout.zero": 2,
-            "layout.offload": "cpu",
+            "layout.offload": OffloadSpec(optimizer="host"),
         },
     ),
     "arguments": (

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from meshwright.engines.deepspeed import ds_config
 from meshwright.engines.engine import InexpressibleError
 from meshwright.engines.layouts import layout_called
 from meshwright.engines.registry import ENGINES
@@ -522,28 +523,108 @@ def test_malformed_files_are_one_sentence(tmp_path, name):
     assert len(str(error.value)) < 500
 
 
-OFFLOADED = {
+NVME = {"device": "nvme", "nvme_path": "/fast"}
+OFFLOADED: dict[str, tuple[dict[str, Any], Any, list[str]]] = {
     "both": (
-        {"optimizer": "nvme", "param": "nvme"},
+        {"offload_optimizer": NVME, "offload_param": NVME},
         OffloadSpec(optimizer="disk", parameters="disk", directory="/fast"),
         [],
     ),
     "parameters in memory": (
-        {"optimizer": "nvme", "param": "cpu"},
+        {"offload_optimizer": NVME, "offload_param": {"device": "cpu"}},
         OffloadSpec(optimizer="disk", parameters="host", directory="/fast"),
         [],
     ),
-    "parameters alone": ({"param": "nvme"}, OffloadSpec(optimizer="host", parameters="host"), ["offload_param"]),
+    "parameters alone": ({"offload_param": NVME}, "cpu", ["offload_param"]),
+    "optimizer in memory": ({"offload_optimizer": {"device": "cpu"}}, OffloadSpec(optimizer="host"), []),
+    "a share": (
+        {"offload_optimizer": {"device": "cpu", "ratio": 0.3}},
+        OffloadSpec(optimizer="host", optimizer_share=0.3),
+        [],
+    ),
+    "a share beside parameters": (
+        {"offload_optimizer": {"device": "cpu", "ratio": 0.3}, "offload_param": {"device": "cpu"}},
+        "cpu",
+        ["ratio"],
+    ),
+    "switches of old": ({"cpu_offload": True, "cpu_offload_params": True}, "cpu", []),
+    "switched off": ({"cpu_offload": False, "offload_optimizer": {"device": "none"}}, "none", []),
 }
-"""Devices in DeepSpeed's JSON -> the recipe's offloading, and keys without a counterpart."""
+"""Sections of DeepSpeed's ZeRO -> the recipe's offloading, and keys without a counterpart."""
 
 
 @pytest.mark.parametrize("what", OFFLOADED)
-def test_what_deepspeed_keeps_on_disk_is_there_in_the_recipe(tmp_path, what):
-    devices, expected, without = OFFLOADED[what]
-    zero = {f"offload_{part}": {"device": device, "nvme_path": "/fast"} for part, device in devices.items()}
+def test_what_deepspeed_offloads_is_offloaded_in_the_recipe(tmp_path, what):
+    zero, expected, without = OFFLOADED[what]
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **zero}}
     (tmp_path / "ds.json").write_text(json.dumps(config))
     text, reading = import_files([tmp_path / "ds.json"], ranks=2, model="llama-3.2-1b")
     assert parse_spec(text, Run).layout.offload == expected
-    assert [origin for origin, _ in reading.without if not any(key in origin for key in without)] == []
+    assert len(reading.without) == len(without)
+    assert all(any(key in origin for origin, _ in reading.without) for key in without)
+
+
+ZERO_PLUS_PLUS = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2}
+QUANTIZED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "all three": (
+        {"stage": 3, **ZERO_PLUS_PLUS},
+        {"dp_shard": 2, "dp_replicate": 2, "quantized_weights": "int8", "quantized_gradients": "int4"},
+        [],
+    ),
+    "switched off": (
+        {"stage": 3, **dict.fromkeys(ZERO_PLUS_PLUS, False), "zero_hpz_partition_size": 1},
+        {"dp_shard": 4, "dp_replicate": 1, "quantized_weights": "none", "quantized_gradients": "none"},
+        [],
+    ),
+    "at stage 1": (
+        {"stage": 1, "zero_quantized_weights": True, "zero_quantized_gradients": True},
+        {"dp_shard": 4, "quantized_weights": "none", "quantized_gradients": "none"},
+        ["zero_quantized_weights", "zero_quantized_gradients"],
+    ),
+    "of frozen weights": (
+        {"stage": 3, "zero_quantized_nontrainable_weights": True},
+        {"dp_shard": 4, "quantized_weights": "none"},
+        ["zero_quantized_nontrainable_weights"],
+    ),
+}
+"""ZeRO++ over four ranks -> the layout, and keys without a counterpart."""
+
+
+@pytest.mark.parametrize("what", QUANTIZED)
+def test_zero_plus_plus_is_a_layout(tmp_path, what):
+    zero, expected, without = QUANTIZED[what]
+    (tmp_path / "ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}))
+    text, reading = import_files([tmp_path / "ds.json"], ranks=4, model="llama-3.2-1b")
+    layout = parse_spec(text, Run).layout
+    assert {field: getattr(layout, field) for field in expected} == expected
+    assert len(reading.without) == len(without)
+    assert all(any(key in origin for origin, _ in reading.without) for key in without)
+
+
+AGAIN: dict[str, dict[str, Any]] = {
+    "zero-1": {"dp_shard": 4, "zero": 1},
+    "zero-3": {"dp_shard": 4},
+    "zero++": {"dp_shard": 4, "quantized_weights": "int8", "quantized_gradients": "int4"},
+    "hpz": {"dp_shard": 2, "dp_replicate": 2, "quantized_weights": "int8"},
+    "host": {"dp_shard": 4, "offload": {"optimizer": "host"}},
+    "cpu": {"dp_shard": 4, "offload": "cpu"},
+    "disk": {"dp_shard": 4, "offload": {"optimizer": "disk", "directory": "/fast"}},
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_deepspeed_s_configuration_of_a_layout_is_that_layout(tmp_path, name):
+    run = parse_spec(
+        f"model: llama-3.2-1b\ndata: {{sources: x, sequence_length: 128}}\nlayout: {json.dumps(AGAIN[name])}\n"
+        "training: {steps: 5, global_batch: 8, micro_batch: 2}\n",
+        Run,
+    )
+    (tmp_path / "ds.json").write_text(json.dumps(ds_config(resolve_run(run, base_dir=tmp_path))))
+    text, reading = import_files([tmp_path / "ds.json"], ranks=4, model="llama-3.2-1b")
+    again = parse_spec(text, Run)
+    assert again.layout.model_dump() == run.layout.model_copy(update={"zero": run.layout.zero_stage}).model_dump()
+    assert (again.training.global_batch, again.training.micro_batch) == (8, 2)
+    assert again.training.precision == run.training.precision
+    told = ("steps_per_print", "aio.", "buffer_count", "fast_init", "pipeline_read", "pipeline_write", "sub_group_size")
+    told = (*told, "stage3_param_persistence_threshold")
+    assert all(any(key in origin for key in told) for origin, _ in reading.without)

@@ -36,28 +36,74 @@ def _folder(reading: Reading, value: Any, origin: str) -> None:
         reading.give_up(origin, "all files are in one folder, that of the optimizer's")
 
 
+def _moved(part: str) -> Rule:
+    """The switch of earlier releases for state in host memory."""
+    return lambda reading, value, origin: reading.fact(f"offloaded {part}", "host", origin) if value is True else None
+
+
+def _share(reading: Reading, value: Any, origin: str) -> None:
+    if value != 1:
+        reading.fact("offloaded share", value, origin)
+
+
 def _settle_offload(reading: Reading) -> None:
-    """Set the recipe's offloading: its parameters are on disk only beside the optimizer's state."""
+    """Set the recipe's offloading: its parameters are outside the device only beside the optimizer's state."""
     kept = {part: reading.facts[f"offloaded {part}"] for part in PARTS.values() if f"offloaded {part}" in reading.facts}
     if not kept:
         return
     origin = "; ".join(where for _, where in kept.values())
-    if "disk" not in [place for place, _ in kept.values()]:
-        reading.set("layout.offload", "cpu", origin)
-        return
-    found = {part: place for part, (place, _) in kept.items()}
+    found: dict[str, Any] = {part: place for part, (place, _) in kept.items()}
     if found.get("parameters") == "disk" and found.get("optimizer") != "disk":
         reading.give_up(
             kept["parameters"][1], "parameters are on disk only beside the optimizer's state; see layout.offload"
         )
         found["parameters"] = "host"
-        found.setdefault("optimizer", "host")
-    if found.get("optimizer") == "disk" and "offload folder" in reading.facts:
+        reading.facts.pop("offload folder", None)
+    if "parameters" in found and "optimizer" not in found:
+        reading.notes.append(
+            f"{kept['parameters'][1]}: the optimizer steps where parameters are, so its state is there"
+        )
+        found["optimizer"] = "host"
+    if "offloaded share" in reading.facts:
+        share, where = reading.facts["offloaded share"]
+        if found.get("parameters") == found["optimizer"]:
+            reading.give_up(where, "where parameters are moved too, all of the optimizer's state is")
+        else:
+            found, origin = found | {"optimizer_share": share}, f"{origin}; {where}"
+    if "offload folder" in reading.facts:
         folder, where = reading.facts["offload folder"]
-        found, origin = found | {"directory": folder}, f"{origin}; {where}"
-    elif "offload folder" in reading.facts:
-        reading.give_up(reading.facts["offload folder"][1], "nothing is on disk")
-    reading.set("layout.offload", found, origin)
+        if found["optimizer"] == "disk":
+            found, origin = found | {"directory": folder}, f"{origin}; {where}"
+        else:
+            reading.give_up(where, "nothing is on disk")
+    whole = found == {"optimizer": "host", "parameters": "host"}
+    reading.set("layout.offload", "cpu" if whole else found, origin)
+
+
+def _secondary(reading: Reading, value: Any, origin: str) -> None:
+    """hpZ: ranks that have all weights among them; 0 and 1 switch it off."""
+    if value > 1:
+        reading.fact("shard", value, origin)
+        reading.notes.append(
+            f"{origin}: hybrid sharding, whose groups of dp_shard ranks have all state among them; hpZ splits the "
+            "optimizer's state over all ranks"
+        )
+
+
+def _settle_quantized(reading: Reading) -> None:
+    """ZeRO++'s formats, where ranks share what is sent."""
+    stage = reading.known("zero", 0)
+    for name, path, kind, least in (
+        ("quantized weights", "layout.quantized_weights", "int8", 3),
+        ("quantized gradients", "layout.quantized_gradients", "int4", 2),
+    ):
+        if name not in reading.facts:
+            continue
+        origin = reading.facts[name][1]
+        if stage < least:
+            reading.give_up(origin, f"ZeRO-{stage} has no such exchange")
+        else:
+            reading.set(path, kind, origin)
 
 
 RULES: Mapping[str, Rule] = {
@@ -111,7 +157,11 @@ RULES: Mapping[str, Rule] = {
             "overlap_events",
         )
     },
-    "zero_optimization.zero_hpz_partition_size": fact("shard"),
+    "zero_optimization.offload_optimizer.ratio": _share,
+    "zero_optimization.cpu_offload": _moved("optimizer"),
+    "zero_optimization.cpu_offload_param": _moved("parameters"),
+    "zero_optimization.cpu_offload_params": _moved("parameters"),
+    "zero_optimization.zero_hpz_partition_size": _secondary,
     "zero_optimization.mics_shard_size": lambda reading, value, origin: (
         reading.fact("shard", value, origin) if value and value > 0 else None
     ),
@@ -126,11 +176,17 @@ RULES: Mapping[str, Rule] = {
     **{
         f"zero_optimization.{part}.{key}": nothing("host memory is pinned where it can be")
         for part in ("offload_optimizer", "offload_param")
-        for key in ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "fast_init", "ratio")
+        for key in ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "fast_init")
     },
+    "zero_optimization.cpu_offload_use_pin_memory": nothing("host memory is pinned where it can be"),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": nothing("`meshwright export` gathers weights"),
-    "zero_optimization.zero_quantized_weights": nothing("set layout.quantized_weights=int8 where ranks share weights"),
-    "zero_optimization.zero_quantized_gradients": nothing("set layout.quantized_gradients=int4, or int8"),
+    "zero_optimization.zero_quantized_weights": lambda reading, value, origin: (
+        reading.fact("quantized weights", value, origin) if value is True else None
+    ),
+    "zero_optimization.zero_quantized_gradients": lambda reading, value, origin: (
+        reading.fact("quantized gradients", value, origin) if value is True else None
+    ),
+    "zero_optimization.zero_quantized_nontrainable_weights": nothing("set finetune.base=int8 or nf4"),
     "activation_checkpointing.partition_activations": nothing("say training.recompute where the model used it"),
     "activation_checkpointing.cpu_checkpointing": nothing("activations are not offloaded"),
     "tensorboard.enabled": when("trackers", ["tensorboard"]),
@@ -155,6 +211,7 @@ def read_deepspeed(reading: Reading, values: Mapping[str, Any], file: str) -> No
     """Read a DeepSpeed configuration."""
     reading.take(flat(values), RULES, file)
     _settle_offload(reading)
+    _settle_quantized(reading)
     if "optimizer" in values:
         reading.default("training.optimizer.betas", [0.9, 0.999], f"{file} (DeepSpeed's default)")
         reading.default("training.optimizer.weight_decay", 0.0, f"{file} (DeepSpeed's default)")
