@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from transformers import get_scheduler
 
 from meshwright.engines.deepspeed import ds_config
 from meshwright.engines.engine import InexpressibleError
 from meshwright.engines.layouts import layout_called
 from meshwright.engines.registry import ENGINES
 from meshwright.imports.recipe import import_files
+from meshwright.optim.schedule import lr_factor
 from meshwright.spec.errors import UserError
 from meshwright.spec.offload import OffloadSpec
 from meshwright.spec.recipe import parse_spec
@@ -628,3 +631,58 @@ def test_deepspeed_s_configuration_of_a_layout_is_that_layout(tmp_path, name):
     told = ("steps_per_print", "aio.", "buffer_count", "fast_init", "pipeline_read", "pipeline_write", "sub_group_size")
     told = (*told, "stage3_param_persistence_threshold")
     assert all(any(key in origin for key in told) for origin, _ in reading.without)
+
+
+RATES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "linear": ("linear", {}, 10),
+    "linear without warm-up": ("linear", {}, 0),
+    "cosine": ("cosine", {}, 10),
+    "cosine once": ("cosine_with_restarts", {"num_cycles": 1}, 10),
+    "polynomial": ("polynomial", {"lr_end": 2e-5}, 10),
+    "polynomial by default": ("polynomial", {}, 5),
+    "to a rate": ("cosine_with_min_lr", {"min_lr": 2e-5}, 10),
+    "to a share": ("cosine_with_min_lr", {"min_lr_rate": 0.25}, 10),
+    "to a share, a step ahead": ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.25}, 10),
+    "constant": ("constant", {}, 10),
+    "constant after warm-up": ("constant_with_warmup", {}, 10),
+    "stable": ("warmup_stable_decay", {"num_decay_steps": 12, "decay_type": "linear"}, 10),
+}
+"""lr_scheduler_type, lr_scheduler_kwargs and steps of warm-up."""
+
+
+@pytest.mark.parametrize("case", RATES)
+def test_a_schedule_of_transformers_is_the_recipe_s_at_every_step(tmp_path, case):
+    """A step later, as transformers counts."""
+    name, options, warmup = RATES[case]
+    arguments = {"per_device_train_batch_size": 1, "learning_rate": 1e-4, "max_steps": 60, "warmup_steps": warmup}
+    arguments |= {"lr_scheduler_type": name} | ({"lr_scheduler_kwargs": options} if options else {})
+    (tmp_path / "arguments.json").write_text(json.dumps(arguments))
+    text, reading = import_files([tmp_path / "arguments.json"], ranks=1, model="llama-3.2-1b")
+    assert [why for origin, why in reading.without if "warmup" not in origin] == []
+    schedule = parse_spec(text, Run).training.lr_schedule
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-4)
+    theirs = get_scheduler(name, optimizer, warmup, 60, options)
+    ahead = name == "cosine_warmup_with_min_lr"
+    for step in range(0 if ahead else 1, 60):
+        (lambda_of,) = theirs.lr_lambdas
+        assert lr_factor(schedule, step + ahead, 60) == pytest.approx(lambda_of(step), abs=1e-6), step
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "told"),
+    [
+        ("warmup_stable_decay", {"num_decay_steps": 12}, ["decay_type=cosine"]),
+        ("warmup_stable_decay", {"num_decay_steps": 9, "decay_type": "linear", "min_lr_ratio": 0.1}, ["min_lr_ratio"]),
+        ("cosine_with_restarts", {"num_cycles": 3}, ["num_cycles=3"]),
+        ("polynomial", {"power": 2.0}, ["power=2.0"]),
+        ("inverse_sqrt", {}, ["lr_scheduler_type=inverse_sqrt"]),
+        ("constant", {}, ["warmup_steps=10"]),
+    ],
+)
+def test_what_a_schedule_of_transformers_has_beyond_the_recipe_s_is_told(tmp_path, name, options, told):
+    arguments = {"per_device_train_batch_size": 1, "learning_rate": 1e-4, "max_steps": 60, "warmup_steps": 10}
+    arguments |= {"lr_scheduler_type": name, "lr_scheduler_kwargs": json.dumps(options)}
+    (tmp_path / "arguments.json").write_text(json.dumps(arguments))
+    _, reading = import_files([tmp_path / "arguments.json"], ranks=1, model="llama-3.2-1b")
+    assert len(reading.without) == len(told)
+    assert all(any(words in origin for origin, _ in reading.without) for words in told)

@@ -151,6 +151,7 @@ RULES: Mapping[str, Rule] = {
     "fsdp_version": lambda reading, value, origin: None,  # the same sharding
     "optimizer": HF_RULES["optim"],
     "lr_scheduler": HF_RULES["lr_scheduler_type"],
+    "lr_scheduler_kwargs": HF_RULES["lr_scheduler_kwargs"],
     "cosine_min_lr_ratio": lambda reading, value, origin: None,  # in place of the schedule's 0, below
     "val_set_size": _evaluation,
     "saves_per_epoch": _per_epoch("checkpoint.every"),
@@ -171,8 +172,6 @@ def read_axolotl(reading: Reading, values: Mapping[str, Any], file: str) -> None
     """Read an axolotl configuration."""
     reading.fact("keys", tuple(values), file)
     reading.take(values, RULES, file)
-    if (floor := values.get("cosine_min_lr_ratio")) is not None:
-        reading.settings["training.lr_schedule.final"] = (floor, f"{file}: cosine_min_lr_ratio={floor}")
     default = f"{file} (axolotl's default)"
     if not {"warmup_steps", "warmup_ratio"} & values.keys():
         if steps := reading.settings.get("training.steps", (None, ""))[0]:
@@ -180,7 +179,9 @@ def read_axolotl(reading: Reading, values: Mapping[str, Any], file: str) -> None
             _warmup(reading, min(int(0.03 * steps), 100), default)
         else:
             reading.give_up(default, "warm-up is 3 % of the steps, at most 100; set training.lr_schedule.warmup")
-    take_defaults(reading, values, default, "lr_scheduler", "cosine")
+    take_defaults(reading, values, default, "cosine")
+    if (floor := values.get("cosine_min_lr_ratio")) is not None:
+        reading.settings["training.lr_schedule.final"] = (floor, f"{file}: cosine_min_lr_ratio={floor}")
     reading.default("data.held_out", 0.0, default)
     reading.default("data.sequence_length", 512, default)
     if "micro_batch_size" not in values:

@@ -3,31 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.imports.hf_schedules import keep_options, keep_type, settle_schedule
 from meshwright.imports.reading import Reading, Rule, fact, nothing, positive, when, words
 
-SCHEDULES = {
-    "linear": ("linear", 0.0),
-    "cosine": ("cosine", 0.0),
-    "constant": ("constant", None),
-    "constant_with_warmup": ("constant", None),
-    "warmup_stable_decay": ("wsd", 0.0),
-}
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw"), "adamw"),
     **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit"), "adamw_8bit"),
     "paged_adamw_32bit": "paged_adamw",
     "muon": "muon",
 }
-
-
-def _schedule(reading: Reading, value: Any, origin: str) -> None:
-    found = SCHEDULES.get(str(value))
-    if found is None:
-        reading.give_up(origin, f"there are {', '.join(SCHEDULES)}")
-        return
-    reading.set("training.lr_schedule.name", found[0], origin)
-    if found[1] is not None:
-        reading.set("training.lr_schedule.final", found[1], origin)
 
 
 def _trackers(reading: Reading, value: Any, origin: str) -> None:
@@ -81,7 +65,8 @@ RULES: Mapping[str, Rule] = {
     "adam_epsilon": "training.optimizer.eps",
     "max_grad_norm": positive("training.clip"),
     "optim": words("training.optimizer.name", OPTIMIZERS),
-    "lr_scheduler_type": _schedule,
+    "lr_scheduler_type": keep_type,
+    "lr_scheduler_kwargs": keep_options,
     "warmup_steps": _warmup,
     "warmup_ratio": fact("warmup_ratio"),
     "max_steps": lambda reading, value, origin: reading.set("training.steps", value, origin) if value > 0 else None,
@@ -120,20 +105,18 @@ def is_hf_arguments(values: Mapping[str, Any]) -> bool:
 def read_hf_arguments(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read TrainingArguments; omitted fields get the Trainer's defaults where those differ from ours."""
     reading.take(values, RULES, file)
-    take_defaults(reading, values, f"{file} (the Trainer's default)", "lr_scheduler_type", "linear")
+    take_defaults(reading, values, f"{file} (the Trainer's default)", "linear")
     reading.default("training.precision", "fp32", f"{file} (neither bf16 nor fp16)")
 
 
-def take_defaults(reading: Reading, values: Mapping[str, Any], origin: str, schedule_key: str, schedule: str) -> None:
-    """The defaults of the Trainer, and of systems on top of it, for fields that `values` omits."""
+def take_defaults(reading: Reading, values: Mapping[str, Any], origin: str, schedule: str) -> None:
+    """The defaults of the Trainer, and of systems on top of it, for fields that `values` omits. `schedule`: the default
+    one."""
     reading.default("training.optimizer.lr", 5e-5, origin)
     reading.default("training.optimizer.weight_decay", 0.0, origin)
     if "adam_beta2" not in values:
         reading.fact("beta2", 0.999, origin)
-    if schedule_key not in values:
-        name, final = SCHEDULES[schedule]
-        reading.default("training.lr_schedule.name", name, origin)
-        reading.default("training.lr_schedule.final", final, origin)
+    settle_schedule(reading, schedule, origin)
     if "warmup_ratio" not in reading.facts:
         reading.default("training.lr_schedule.warmup", 0, origin)
     reading.default("training.seed", 42, origin)

@@ -169,7 +169,7 @@ def is_llama_factory(values: Mapping[str, Any]) -> bool:
 def read_llama_factory(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     """Read a LLaMA-Factory configuration."""
     reading.take(values, RULES, file)
-    take_defaults(reading, values, f"{file} (the Trainer's default)", "lr_scheduler_type", "linear")
+    take_defaults(reading, values, f"{file} (the Trainer's default)", "linear")
     reading.default("training.precision", "fp32", f"{file} (neither bf16 nor fp16)")
     preferences = reading.known("preferences", False)
     if preferences and "pref_beta" not in values:
