@@ -330,3 +330,37 @@ def test_torchrun_passes_signals_on(here: Path, losses: list[float]) -> None:
     assert f"stopped by SIGUSR1 after step {first}\n" in out
     assert errors.count(f"stopped; continue with --resume (newest checkpoint: step-{first:08d})") == 1
     assert newest(run) == first
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_programs_end_with_the_process_that_started_them(tmp_path: Path, number: signal.Signals) -> None:
+    """`compare` and `verify --engine` may be killed while an engine compiles for minutes, or hangs."""
+    code = """if True:
+        import sys, time
+        from pathlib import Path
+        from meshwright.cli.common import stoppable
+        from meshwright.launch.programs import RankedProgram
+
+        sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+        with stoppable("it"), RankedProgram(sleep, 2, Path("log")) as it:
+            print(*(process.pid for process in it._processes), flush=True)
+            time.sleep(600)
+    """
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None
+        ranks = [int(word) for word in starter.stdout.readline().split()]
+        assert len(ranks) == 2
+        starter.send_signal(number)
+        starter.wait(30)
+    deadline = time.monotonic() + 30
+    while any(map(is_running, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not [rank for rank in ranks if is_running(rank)]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process computes: one that has ended and waits to be read does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

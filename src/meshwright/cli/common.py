@@ -1,12 +1,16 @@
 """How a recipe is named on the command line, and where the preset recipes are."""
 
 import argparse
+import contextlib
 import re
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+from meshwright.launch.signals import StopRequest
+from meshwright.launch.status import TrainingStopped
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import ComputeName
 from meshwright.spec.problems import did_you_mean, is_setting, setting_called
@@ -40,6 +44,18 @@ def positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"'{text}' is not allowed: must be a whole number, at least 1")
     return int(text)
+
+
+@contextlib.contextmanager
+def stoppable(work: str) -> Iterator[None]:
+    """Let a signal raise `TrainingStopped` inside the block, so that it ends the processes that it has started; prints
+    that `work` is incomplete."""
+    try:
+        with StopRequest(raises=True):
+            yield
+    except TrainingStopped:
+        print(f"stopped before {work} was complete", file=sys.stderr)
+        raise
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from meshwright.cli.common import positive, read_recipe
+from meshwright.cli.common import positive, read_recipe, stoppable
 from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
 from meshwright.spec.errors import UserError
 from meshwright.spec.problems import setting_called
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Writes DIR/compare.md, compare.html and compare.json, and each engine's program into a folder of DIR.\n"
         "exit status: 0 every engine named by --engines was measured, or else every one that is installed and can\n"
-        "express the recipe, 1 one was not, 2 invalid command line\n\n"
+        "express the recipe, 1 one was not, 2 invalid command line, 75 stopped by a signal\n\n"
         "examples:\n"
         "  meshwright compare run.yaml\n"
         "  meshwright compare run.yaml --engines meshwright,bare,hf_trainer --quick\n"
@@ -86,7 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
             places["pythons"] = installed(names, places["pythons"], say)
         entered = contestants(recipes, engines=names, layouts=layouts, **places)
         folder = _new_folder(arguments.out or Path("runs/compare"), given=arguments.out is not None)
-        rows = compare(entered, folder, pace=pace, patience=arguments.patience, say=say)
+        with stoppable("the comparison"):
+            rows = compare(entered, folder, pace=pace, patience=arguments.patience, say=say)
     about = describe(pace, shlex.join(["meshwright", *sys.argv[1:]]))
     (folder / "compare.json").write_text(json.dumps(as_data(rows, about), indent=1) + "\n")
     (folder / "compare.md").write_text(markdown(rows, about))

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any, get_args
 
-from meshwright.cli.common import add_recipe_arguments, read_recipe
+from meshwright.cli.common import add_recipe_arguments, read_recipe, stoppable
 from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
 from meshwright.launch.status import CRASH_LOOP, TrainingStopped
 from meshwright.prove.pairs import MOST_RANKS, pair_layouts
@@ -143,7 +143,7 @@ def _prove_engine(recipe: Run, arguments: argparse.Namespace) -> int:
     resolved = shrink(resolved) if arguments.shrink else resolved
     if not arguments.json:
         print(f"engine     {engine.name}: {engine.about}\n{_what(resolved, arguments)}", flush=True)
-    with progress_on_stderr(arguments.json):
+    with progress_on_stderr(arguments.json), stoppable("the proof"):
         python = Path(arguments.python or sys.executable)
         proof = verify_engine(resolved, engine, steps=arguments.steps, python=python, checkout=arguments.checkout)
     if arguments.json:

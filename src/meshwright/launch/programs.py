@@ -1,11 +1,13 @@
 """A program's ranks on this machine that compute in turns: between turns all ranks wait for a line of input."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from meshwright.launch.launcher import rank_environments
@@ -15,13 +17,17 @@ from meshwright.spec.errors import UserError
 LOOK_EVERY = 0.01
 """Seconds between polls for the end of a turn."""
 
+PR_SET_PDEATHSIG = 1
+"""Linux's `prctl` option: the signal that a process receives when its parent ends (`linux/prctl.h`)."""
+
 
 class ProgramError(UserError):
     """A program ended or hung before its turn was complete."""
 
 
 class RankedProgram:
-    """The processes of one program, one per rank. Use it in `with`, which ends them."""
+    """The processes of one program, one per rank. Use it in `with`, which ends them; on Linux they also end with this
+    process, however it ends."""
 
     def __init__(self, command: Sequence[str], ranks: int, log: Path) -> None:
         """Start `command` once per rank, as torchrun would; their output goes to `log`."""
@@ -35,6 +41,7 @@ class RankedProgram:
                     stderr=subprocess.STDOUT,
                     env=environment,
                     start_new_session=True,
+                    preexec_fn=_end_with_parent(os.getpid()),
                 )
                 for environment in rank_environments(ranks)
             ]
@@ -93,3 +100,17 @@ class RankedProgram:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _end_with_parent(parent: int) -> Callable[[], None] | None:
+    """A function for a forked child to call before its program starts: the kernel kills it when `parent` ends."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None
+    if prctl is None:
+        return None
+
+    def ask_kernel() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before the kernel was asked
+            os._exit(1)
+
+    return ask_kernel
