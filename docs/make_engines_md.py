@@ -73,99 +73,100 @@ $ meshwright compare a.yaml b.yaml
 ```
 
 `make compare` runs it with a small Llama on any machine, in minutes. `pip install 'meshwright[compare]'` installs
-Accelerate, transformers and Lightning Fabric; `'meshwright[deepspeed]'`, `[lightning]`, `[megatron]`, `[litgpt]`,
-`[peft]` and `[trl]` install these.
-`--install` installs each missing engine into an environment of its own under `~/.cache/meshwright/engines`, on top of
-this Python's torch and packages; later runs use it without network. `--python deepspeed=PATH/TO/python` names an
-environment of yours. nanoGPT is not a package: name its folder with `--checkout nanogpt=PATH/TO/nanoGPT`.
+Accelerate, transformers and Lightning Fabric; the extras `[deepspeed]`, `[lightning]`, `[megatron]`, `[litgpt]`,
+`[peft]` and `[trl]` install those engines. `--install` installs each missing engine into its own environment under
+`~/.cache/meshwright/engines`, on top of this Python's torch and packages; later runs need no network. `--python
+deepspeed=PATH/TO/python` uses an existing environment. nanoGPT is not a package: pass its folder with `--checkout
+nanogpt=PATH/TO/nanoGPT`.
 
 | engine | what trains |
 |---|---|
 | `bare` | a plain loop: DDP, ZeroRedundancyOptimizer, FSDP2 |
-| `transformers` | a plain loop over a model that transformers splits (`DistributedConfig`): FSDP2, tensor, expert |
-| `hf_trainer` | transformers' `Trainer`: DDP, and FSDP2 by `DistributedConfig` |
+| `transformers` | a plain loop over a transformers model sharded by `DistributedConfig`: FSDP2, tensor, expert |
+| `hf_trainer` | transformers' `Trainer`: DDP, FSDP2 through `DistributedConfig` |
 | `accelerate` | `Accelerator`: DDP |
-| `fabric`, `lightning` | Lightning's Fabric and its Trainer: DDP; FSDP2, tensor, and both, by `ModelParallelStrategy` |
+| `fabric`, `lightning` | Lightning's Fabric and Trainer: DDP; FSDP2, tensor parallelism, or both, through `ModelParallelStrategy` |
 | `deepspeed` | ZeRO 0 to 3, hpZ, AutoTP, Ulysses, 1F1B pipeline, state in host memory and on disk |
-| `megatron` | Megatron-core's GPT model of local layers: tensor parallel, DDP; 1F1B and interleaved pipeline |
+| `megatron` | Megatron-core's GPT model with local layers: tensor parallelism, DDP, 1F1B and interleaved pipelines |
 | `litgpt` | LitGPT's model under Fabric, on one process |
-| `nanogpt` | nanoGPT's model and optimizer, and DDP as in its train.py |
+| `nanogpt` | nanoGPT's model and optimizer; DDP as in its `train.py` |
 | `peft` | peft's adapters (LoRA, DoRA, rsLoRA, IA3) under the `Trainer`, on one process and under DDP |
-| `trl` | trl's `SFTTrainer` with its own loss, for whole models and adapters; `DPOTrainer` for pairs of answers |
+| `trl` | trl's `SFTTrainer` with its own loss, for full fine-tuning and adapters; `DPOTrainer` for preference pairs |
 
 ## What is the same
 
-- **Tokens.** Every program reads our token file with numpy, and a file with the first token of each sample. For records
-  (conversations, pairs of answers) it reads the rows of tokens and labels that our trainer trains on. Engines
-  distribute samples to ranks in different ways; each step's global batch is the same set.
-- **Weights.** The run's starting weights are written once as a Hugging Face directory in fp32, and adapters in peft's
-  format. Dropout is 0.
-- **Loss.** The sum over the trained tokens of a microbatch, divided by those of the global batch. So microbatches and
-  ranks add up to the mean in every engine, even if an engine's default differs. (trl computes its own loss.)
+- **Tokens.** Every program reads our token file with numpy, and an index of each sample's first token. For records
+  (conversations, preference pairs) it reads the rows of tokens and labels that our trainer trains on. Engines
+  distribute samples over ranks differently, but every step's global batch holds the same samples.
+- **Weights.** The initial weights are written once: a Hugging Face directory in fp32, adapters in peft's format.
+  Dropout is 0.
+- **Loss.** The sum over a microbatch's trained tokens, divided by the number of trained tokens in the global batch.
+  Microbatches and ranks therefore add up to the mean in every engine, whatever its default. (trl computes its own
+  loss.)
 - **Optimizer.** AdamW with every constant set explicitly, because defaults differ (DeepSpeed and the Trainer clip at
   1.0, PyTorch decays by 0.01, the Trainer by 0). Weight decay applies to matrices and embeddings only; the program
   computes the schedule's factor.
-- **Time.** Engines take turns on one machine: A B C, then C B A, and so on, a few steps each. While one computes, all
-  ranks of the others wait. Speeds are medians over all timed steps; the ratio of single rounds gives the range.
-- **Threads.** Each rank gets the machine's cores divided by the number of ranks, as under our launcher. (`torchrun`
-  alone gives each rank one thread.)
+- **Time.** Engines alternate on one machine, a few steps each: A B C, then C B A, and so on. While one computes, the
+  ranks of all others wait. Speeds are medians over all timed steps; the range comes from the ratios of single rounds.
+- **Threads.** Each rank gets the machine's cores divided by the number of ranks, as under our launcher. (`torchrun` by
+  itself gives each rank one thread.)
 
-The comparison covers everything else: transformers' model or ours, gradient reduction, mixed precision, and the
-overhead of a step.
+Everything else differs and is what the comparison measures: the model's code, gradient reduction, mixed precision, and
+overhead per step.
 
 ## The program
 
-Each engine's folder holds the program that ran, `run_ENGINE_standalone.py`. It has no dependency on Meshwright,
-contains the recipe's values, and starts with `python` or `torchrun`. It writes `metrics.jsonl` with [our
-names](metrics.md): `step`, `loss`, `gnorm`, `lr`, `tokens`, `mem`, and `seconds` of this step. trl reports
-its use to its makers; the program switches that off.
+Each engine's folder holds the program that ran, `run_ENGINE_standalone.py`. It contains the recipe's values, does not
+import Meshwright, and starts with `python` or `torchrun`. It writes `metrics.jsonl` with [our names](metrics.md):
+`step`, `loss`, `gnorm`, `lr`, `tokens`, `mem`, and the step's `seconds`. It disables trl's usage telemetry.
 
-After its first step a program inspects what trained: the wrappers around the model, the class of its parameters, and
-the number of elements of parameters and of AdamW's moments on this rank. If the layout differs from the requested one,
-the engine's row is an error instead of figures. This happens: on a machine without GPUs, Accelerate's FSDP and
-DeepSpeed plug-ins and the Trainer's `fsdp=` silently become `DistributedDataParallel`, and Accelerate without
-`cpu=True` trains separately in every process. If more than the data is split, the program also counts the rank's share
-of the layers' matrices, and Lightning's and transformers' the axes of the mesh along which placements split something;
-DeepSpeed's reports what is in host memory, the bytes on disk, how many ranks share a sample, and a rank's secondary
-shard under hpZ.
-Programs with adapters count what trains; more or less than the recipe's adapters is an error.
+After its first step, a program checks the layout it got: the wrappers around the model, the class of its parameters,
+and how many elements of the parameters and of AdamW's moments this rank holds. If this is not the requested layout, the
+engine's row shows an error instead of figures. It happens: on a machine without GPUs, Accelerate's FSDP and DeepSpeed
+plug-ins and the Trainer's `fsdp=` silently become `DistributedDataParallel`, and Accelerate without `cpu=True` trains
+separately in every process.
 
-A program ends with its recipe as a comment. `meshwright import run_ENGINE_standalone.py` converts the program back to a
-recipe, with the constants as they are in the program now ([importing](importing.md)).
+Under layouts that split more than the data, the program also counts this rank's share of the layers' matrices.
+Lightning's and transformers' programs report the mesh axes along which placements shard something; DeepSpeed's reports
+the state in host memory, the bytes on disk, the ranks per sample, and the rank's secondary shard under hpZ. Programs
+with adapters count the trainable parameters; a number other than the recipe's is an error.
 
-DeepSpeed compiles operators at its first use (minutes). If this is killed, PyTorch's builder leaves a file `lock` in
-the operator's folder under `~/.cache/torch_extensions` (or `TORCH_EXTENSIONS_DIR`), and every later run waits for it
-in silence until `--patience` ends it. Remove the file when nothing compiles.
+The last lines of a program are its recipe, as a comment. `meshwright import run_ENGINE_standalone.py` converts a
+program back to a recipe, including constants you have edited ([importing](importing.md)).
 
-DeepSpeed keeps state on disk under ZeRO-3 only, through its operator for asynchronous IO, which needs libaio
-(`apt install libaio-dev`). Groups of parameters of less than 1 MiB stay in memory; if nothing is on disk, the engine's
-row is an error. The program's files lie in `layout.offload.directory`, by default in the folder `offload` beside it,
-and are removed after the last step. Parameters on disk (`layout.offload.parameters: disk`) are refused: on a CPU
-without fp16, version 0.19.8 writes them in bf16 even if the training computes in fp32.
+DeepSpeed compiles its operators on first use, which takes minutes. If the build is killed, PyTorch's builder leaves a
+file `lock` in the operator's folder under `~/.cache/torch_extensions` (or `TORCH_EXTENSIONS_DIR`), and every later run
+waits for it without a message until `--patience` ends the run. Delete the file when no build is running.
 
-Megatron-core 0.16.1 allocates on a GPU whatever the device: a count of tokens at the start of every pipeline schedule
-(`torch.zeros([], dtype=torch.int, device="cuda")` in `pipeline_parallel/schedules.py`), the last stage's copy of tied
-embeddings, and what a stage receives. The program's `TorchFunctionMode` puts the first two onto the program's device,
-and the schedule gets a `p2p_communicator` that receives there; nothing of Megatron-core is replaced. So the program
-runs its `forward_backward_pipelining_without_interleaving` (`layout.pp`) and `..._with_interleaving`
-(`layout.schedule=interleaved-1f1b`), also with tensor parallelism. It reports the schedule, the layers of every stage
-and the tensors sent, and other ones than the layout's are an error.
+DeepSpeed keeps state on disk under ZeRO-3 only, with its asynchronous-IO operator, which needs libaio (`apt install
+libaio-dev`). Parameter groups smaller than 1 MiB stay in memory; if nothing is on disk, the engine's row is an error.
+The files are in `layout.offload.directory`, by default the folder `offload` beside the program, and are deleted after
+the last step. Parameters on disk (`layout.offload.parameters: disk`) are refused: on a CPU without fp16, DeepSpeed
+0.19.8 writes them in bf16 even when it computes in fp32.
 
-Under DeepSpeed's Ulysses a rank holds a part of each sample. Version 0.19.8 adds up the gradients of a sample's ranks
-under ZeRO 1 and 2, and averages them under ZeRO 3 (there the default `reduce_scatter` divides by all ranks). The
-program multiplies the loss accordingly; a script that moves from stage 2 to stage 3 must do so itself. Losses hardly
-show it, because Adam does not depend on the gradient's scale: the norm does, and clipping
-([a reproducer](findings.md#gradients-of-a-shared-sample-in-deepspeed)).
+Megatron-core 0.16.1 allocates three kinds of tensors on a GPU, whatever the device: a token count at the start of every
+pipeline schedule (`torch.zeros([], dtype=torch.int, device="cuda")` in `pipeline_parallel/schedules.py`), the last
+stage's copy of tied embeddings, and the buffers a stage receives into. The program redirects the first two to its
+device with a `TorchFunctionMode`, and passes the schedule a `p2p_communicator` that receives there; it patches nothing
+in Megatron-core. So it runs Megatron's own `forward_backward_pipelining_without_interleaving` (`layout.pp`) and
+`..._with_interleaving` (`layout.schedule=interleaved-1f1b`), also with tensor parallelism. It reports the schedule,
+each stage's layers and the tensors sent; a mismatch with the layout is an error.
 
-`meshwright export run.yaml --engine deepspeed --program handed-over` writes the program of a whole run, with its
+Under DeepSpeed's Ulysses, several ranks share each sample. Version 0.19.8 sums the gradients of these ranks under
+ZeRO-1 and -2, but averages them under ZeRO-3, where the default `reduce_scatter` divides by all ranks. The program
+scales the loss to compensate; a script that moves from stage 2 to stage 3 must do so itself. The loss curve hardly
+shows the difference, because Adam is invariant to the gradient's scale; the gradient norm and clipping do
+([reproducer](findings.md#gradients-of-a-shared-sample-in-deepspeed)).
+
+`meshwright export run.yaml --engine deepspeed --program handed-over` writes the program for a whole run, with
 configuration, initial weights and the order of all samples.
 
 ## Written, not run here
 
-`export` also writes what only a GPU or the other system itself can run. `compare` and `verify --engine` refuse these
-names, with the reason.
+`export` also writes programs and configurations that only a GPU or the target system can run. `compare` and `verify
+--engine` refuse these engines, with the reason.
 
-| `--engine` | what is written | who checked it here |
+| `--engine` | output | checked here by |
 |---|---|---|
 | `hf_trainer_fsdp` | the `Trainer` with `fsdp` and `fsdp_config` (FSDP2) | transformers 5.23.0's `TrainingArguments` |
 | `accelerate_fsdp` | `Accelerator` with the FSDP2 plug-in, hybrid sharding too | Accelerate 1.15.0's plug-in |
@@ -193,38 +194,40 @@ $ meshwright export run.yaml --engine torchtitan --program handed-over
 $ meshwright export run.yaml --engine megatron_lm --program handed-over
 ```
 
-A program for GPUs ends at once on a CPU, and says why: there the packages would train with DDP in silence. Programs of
-the Trainer and of Accelerate's FSDP2 plug-in were run on two CPU processes with that choice forced to FSDP: five steps
-had the losses and norms of DDP, to 5e-7. They have not run on GPUs.
+On a CPU, a program for GPUs exits at once with an explanation, because there the packages would silently train with
+DDP. The programs for the Trainer and for Accelerate's FSDP2 plug-in were run on two CPU processes with FSDP forced:
+over five steps, losses and gradient norms equal DDP's to 5e-7. They have not run on GPUs.
 
-A configuration names the recipe's own model and data. Our importer reads the file back while it is written: a setting
-that comes back otherwise is refused by name, and one that changes no weight is listed in `left-out.md`, with what the
-system does in its own way:
+An exported configuration names the recipe's model and data. Export reads each file back with our importer: a setting
+that changes on the way is refused by name, and a setting without effect on the weights is listed in `left-out.md`. That
+file also lists how the system differs:
 
-- torchtitan starts to lower the rate a step later, and reaches the same last rate; its sizes 1B and 3B scale rope by 8,
-  the published models by 32, so the file says 32; norms and biases get a group without decay.
-- Megatron's rate starts at 0, so every step has the rate of the step before it here. It reads token files (`NAME.bin`
-  with `NAME.idx`, which `data.cache_dir` has), and does not start from Hugging Face weights.
-- Nanotron's rate starts at 0, too. It decays norms unless it is told their names, and its code for these names fails
-  where no parameter is tied: weight decay needs tied embeddings there. It reads `rope_scaling`, but never uses it, so a
-  model with scaled rope is refused.
-- AutoModel's rate starts at 0, too, because the file says so: by default its warm-up starts at a tenth of the rate.
-  Norms and biases get a group without decay. It cannot be told not to clip.
-- axolotl's rate starts at 0, too. ZeRO-3 is its FSDP2, under which 8-bit AdamW is torchao's: it refuses bitsandbytes'.
-- LLaMA-Factory's rate starts at 0, too. It looks for `dataset_info.json` in the folder where it is started. The file
-  says no sharding, because that is in a DeepSpeed JSON of its own.
-- Megatron-FSDP (ZeRO-2 and -3) must not find `CUDA_DEVICE_MAX_CONNECTIONS=1`, which its other layouts need; the script
-  sets it where it must.
+- torchtitan starts to decay the learning rate one step later and reaches the same final rate. Its sizes 1B and 3B scale
+  rope by 8, the published models by 32, so the file sets 32. Norms and biases get a group without weight decay.
+- Megatron's learning rate starts at 0, so each step uses the rate that our previous step used. Megatron reads token
+  files (`NAME.bin` and `NAME.idx`, found in `data.cache_dir`) and cannot start from Hugging Face weights.
+- Nanotron's learning rate also starts at 0. It decays norms unless it is given their names, and its code for these
+  names fails unless a parameter is tied, so exporting weight decay needs tied embeddings. It reads `rope_scaling` but
+  never applies it, so a model with scaled rope is refused.
+- AutoModel's learning rate starts at 0, as the file sets it; its default warm-up starts at a tenth of the rate. Norms
+  and biases get a group without weight decay. Gradient clipping cannot be disabled.
+- axolotl's learning rate also starts at 0. ZeRO-3 becomes its FSDP2, where 8-bit AdamW is torchao's, because axolotl
+  refuses bitsandbytes' there.
+- LLaMA-Factory's learning rate also starts at 0. It reads `dataset_info.json` from the working directory. The file sets
+  no sharding, which LLaMA-Factory takes from a separate DeepSpeed JSON.
+- Megatron-FSDP (ZeRO-2 and -3) must run without `CUDA_DEVICE_MAX_CONNECTIONS=1`, which other Megatron layouts need; the
+  script sets it for those only.
 
-`pytest --engines tests/test_engines_schemas.py` repeats the checks where the systems are installed; it says how.
+`pytest --engines tests/test_engines_schemas.py` repeats the checks where the systems are installed; the file explains
+how to install them.
 
 ## Proof against one process
 
-`meshwright verify run.yaml --engine hf_trainer` trains a shrunk model for two steps in the engine's program and on
-our one process, from the same weights on the same random tokens, in fp32. The program dumps every gradient and every
-weight after the step by its Hugging Face name. They are compared with [the tolerance of verify](verify.md) times the
-number of the step, because the program continues from its own weights. The report names the first difference in the
-order of computation: the loss, the gradient of a parameter, the norm, or the update of a parameter.
+`meshwright verify run.yaml --engine hf_trainer` trains a shrunken model for two steps in fp32, once in the engine's
+program and once in our trainer on one process, from the same weights and random tokens. The program dumps every
+gradient and every updated weight under its Hugging Face name. The tolerance is [verify's](verify.md) times the step
+number, because the program continues from its own weights. The report names the first difference in order of
+computation: the loss, a parameter's gradient, the norm, or a parameter's update.
 
 ```
 $ meshwright verify run.yaml --engine hf_trainer
@@ -232,15 +235,15 @@ $ meshwright verify run.yaml --engine deepspeed layout.dp_shard=2
 $ meshwright verify run.yaml --engine fabric layout.tp=2
 ```
 
-Tests plant faults in three engines' programs, and each is located: a loss that omits one token of each row (the loss),
-a missing accumulation factor (the gradients, by that factor), a default clip (the clipped gradient), weight decay on
-norms (their update).
+Tests plant faults in the programs of three engines and check where `verify` locates each one: a loss that omits one
+token per row (the loss), a missing accumulation factor (the gradients, with the factor), a default clip (the clipped
+gradient), weight decay on norms (their update).
 
 ## What each engine can express
 
-**yes**: in the program. *left out*: the program omits it, without effect on any loss. no: refused by name, because the
-training would differ. (On a CPU. nanogpt trains GPT-2; the others train a Llama, and a Mixtral for expert parallelism;
-peft trains a Llama's adapters.)
+**yes**: the program does it. *left out*: the program omits it, which changes no loss. no: refused by name, because
+training would differ. The table holds for a CPU. nanogpt trains GPT-2, peft the adapters of a Llama, all others a Llama
+(for expert parallelism a Mixtral).
 """
 
 
@@ -278,23 +281,23 @@ def _verdict(engine: str, overrides: list[str], path: str = "", layout: str | No
 
 
 MEASURED = """\
-Every table is from a committed run (`benchmarks/results/*-engines.json`): a small model of 4 layers and width 256
-(`recipes/compare.yaml`), fp32, on a small shared machine without a GPU. Its load, beside each table, counts the
-programs of others too: above about 4 the speeds say little (look at the range of rounds), while losses and memory
-stand. These are ratios on a CPU with a small model; they say nothing about GPUs. "Loss differs" is the largest
-difference of a step's loss from our trainer's, in nats. Two engines are not in these tables,
-because they train something else: nanogpt a GPT-2 (`benchmarks/results/2026-11-21-engines.md`), and peft adapters
-(`benchmarks/results/2026-11-21-finetune.md`).
+Every table is from a committed run (`benchmarks/results/*-engines.json`) of a small model with 4 layers and width 256
+(`recipes/compare.yaml`), in fp32, on a small shared machine without a GPU. The load beside each table includes other
+programs. Above a load of about 4, compare speeds only by the range over rounds; losses and memory are not affected. The
+ratios hold for a CPU and a small model, not for GPUs. "Loss differs" is the largest difference from our trainer's loss
+at any step, in nats. Two engines have tables elsewhere because they train something else: nanogpt a GPT-2
+(`benchmarks/results/2026-11-21-engines.md`), peft adapters (`benchmarks/results/2026-11-21-finetune.md`).
 """
 
 PREDICTED = """\
 ## Published claims for 8 GPUs
 
-Comparisons on the web give one table for an 8B model on 8 x H100: NeMo in fp8 is 100 % at 40 GB, NeMo in bf16 60 % at
-60 GB, DeepSpeed 55 % at 45 GB, FSDP 50 % at 50 GB, Hugging Face DDP 40 % at 70 GB. They do not say how it was measured.
-The table shows **predictions** of our planner, not measurements: each program with the defaults fitted to its published
-runs ([prediction errors](plan-validation.md)), 8192 tokens per sample, 16 samples per GPU and step, the fastest
-recomputation that fits. Each range covers its own row; the uncertainty of NeMo in fp8, the unit, comes on top.
+One table for an 8B model on 8 x H100 circulates on the web: NeMo in fp8 is 100 % at 40 GB, NeMo in bf16 60 % at 60 GB,
+DeepSpeed 55 % at 45 GB, FSDP 50 % at 50 GB, Hugging Face DDP 40 % at 70 GB. Nobody says how it was measured. The table
+below shows **predictions** of our planner, not measurements: 8192 tokens per sample, 16 samples per GPU and step, the
+fastest recomputation that fits, and each program's defaults as fitted to its published runs ([prediction
+errors](plan-validation.md)). Each range covers its own row only; the uncertainty of the unit, NeMo in fp8, comes on
+top.
 
 | | speed, claimed | predicted | memory, claimed | predicted | |
 |---|---:|---:|---:|---:|---|"""
@@ -342,9 +345,9 @@ def _predicted() -> Iterator[str]:
 NOT_YET = """\
 ## Not yet
 
-Nothing is written for LLM-Foundry, nor for Lightning's `FSDPStrategy` and
-`DeepSpeedStrategy`. There is no engine for Megatron-core's distributed optimizer, nor for replicas of its pipelines.
-Only the Trainer, peft and trl read records. Programs have run on CPUs only; on GPUs they are not tested.
+There is no export for LLM-Foundry, nor for Lightning's `FSDPStrategy` and `DeepSpeedStrategy`. The Megatron-core engine
+supports neither the distributed optimizer nor data-parallel replicas of a pipeline. Only the Trainer, peft and trl read
+records. Programs have run on CPUs only; they are untested on GPUs.
 """
 
 
