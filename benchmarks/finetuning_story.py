@@ -151,7 +151,7 @@ def page(found: dict[str, Any], num_talks: int) -> str:
             steps=TUNED["training"]["steps"], machine=f"{platform.machine()}, Python {platform.python_version()}",
             recipe=yaml.safe_dump(_without_samples(TUNED), sort_keys=False, default_flow_style=None, width=110),
         ),
-        "| method | learning rate | trained | share | held-out loss | peak memory | s a step |",
+        "| method | learning rate | trained | share | held-out loss | peak memory | s per step |",
         "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for method, (_, lr) in METHODS.items():
@@ -169,25 +169,25 @@ def page(found: dict[str, Any], num_talks: int) -> str:
 HEAD = """\
 # Fine-tuning, from end to end
 
-Four ways to fine-tune one small model, compared. A base model of {parameters:.1f} million parameters is trained on the
-source of Python's standard library ({base_steps} steps) and exported as a Hugging Face directory. Each method then
+Four ways to fine-tune one small model, compared. A base model of {parameters:.1f} million parameters is trained for
+{base_steps} steps on the source of Python's standard library and exported as a Hugging Face directory. Each method then
 trains it for {steps} steps on {talks:,} conversations: the user gives a function's signature, the assistant answers
-with the first paragraph of its docstring. `benchmarks/finetuning_story.py` runs all of this and writes this page; a
-test repeats it at small size.
+with the first paragraph of its docstring. `benchmarks/finetuning_story.py` runs everything and writes this page; a test
+repeats it at small size.
 
 ```yaml
 {recipe}finetune: {{method: lora, rank: 16}}
 ```
 
-Before training, `meshwright data show run.yaml` prints conversations as the model will see them, answers after `|` and
-everything else after `.`, and `meshwright data audit run.yaml` proves that only the answers carry loss. After training,
-try `meshwright generate runs/tuned --chat --prompt 'def is_empty(self)'`.
+Before training, `meshwright data show run.yaml` prints conversations as the model will see them, with answers after `|`
+and everything else after `.`, and `meshwright data audit run.yaml` proves that only the answers carry loss. After
+training, try `meshwright generate runs/tuned --chat --prompt 'def is_empty(self)'`.
 
 ## Results
 
 Held-out loss is per token of an answer, in nats. Share is the trained fraction of the base model's parameters. Peak
-memory is the whole process's. At this size nearly all of it is Python, PyTorch and (for QLoRA) bitsandbytes, so it says
-little about the methods. Measured on {machine}, two cores of a CPU.
+memory is of the whole process; at this size, Python, PyTorch and (for QLoRA) bitsandbytes take nearly all of it, so it
+does not compare the methods. Measured on {machine}, two cores of a CPU.
 """
 
 
