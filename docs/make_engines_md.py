@@ -85,7 +85,7 @@ nanogpt=PATH/TO/nanoGPT`.
 | `transformers` | a plain loop over a transformers model sharded by `DistributedConfig`: FSDP2, tensor, expert |
 | `hf_trainer` | transformers' `Trainer`: DDP, FSDP2 through `DistributedConfig` |
 | `accelerate` | `Accelerator`: DDP |
-| `fabric`, `lightning` | Lightning's Fabric and Trainer: DDP; FSDP2, tensor parallelism, or both, through `ModelParallelStrategy` |
+| `fabric`, `lightning` | Lightning's Fabric and Trainer: DDP; FSDP2, tensor, or both, with `ModelParallelStrategy` |
 | `deepspeed` | ZeRO 0 to 3, hpZ, AutoTP, Ulysses, 1F1B pipeline, state in host memory and on disk |
 | `megatron` | Megatron-core's GPT model with local layers: tensor parallelism, DDP, 1F1B and interleaved pipelines |
 | `litgpt` | LitGPT's model under Fabric, on one process |

@@ -26,12 +26,12 @@ TESTS_MODEL = ModelFields(
 BEGIN = """\
 # What is proven equal to one process
 
-Each layout below runs as real processes over gloo and is compared with one process that has the same weights and reads
-the same batch: the loss, the gradient norm, **every parameter's gradient** and **every weight after one optimizer
-step**, in float64, up to the rounding of sums in another order (192 tokens x 2e-16). The batch has sequences with
-different numbers of trained tokens; neither the vocabulary nor the rows of most matrices divide by all degrees.
-Families, tied and untied embeddings, recomputation (none, selective, full) and accumulation alternate over the layouts;
-the data-parallel ones meet all combinations of them with llama.
+Each layout below runs as real processes over gloo and is compared with one process on the same weights and the same
+batch: the loss, the gradient norm, **every parameter's gradient** and **every weight after one optimizer step**, in
+float64, up to the rounding of another order of summation (192 tokens x 2e-16). The batch has sequences with different
+numbers of trained tokens; neither the vocabulary nor the rows of most matrices divide by all degrees. Families, tied
+and untied embeddings, recomputation (none, selective, full) and accumulation vary over the layouts; data-parallel
+layouts are tested with all combinations of them, on llama.
 
 Tests also check that every rank stores **exactly the bytes** of weights, gradients and optimizer state that the
 parameter table predicts, and that one layout resumes from another's checkpoints (`tests/test_equivalence.py`,
@@ -43,17 +43,17 @@ parameter table predicts, and that one layout resumes from another's checkpoints
 - [`pipedream-2bw`](schedules.md#steps-that-overlap-pipedream-2bw) is missing, because it trains differently by design.
   It is compared with one process whose gradients are one step late.
 
-## Data parallelism under everything else
+## Data parallelism combined with other axes
 
-Rows are the data-parallel strategy, columns the split of the model; a number is the largest number of processes in a
-test of the pair. A pair with an empty cell is allowed but not tested.
+Rows are data-parallel strategies, columns ways to split the model; a number is the largest number of processes in a
+test of the pair. Pairs with an empty cell are allowed but not tested.
 """
 
 REFUSED_BEGIN = """
-## What is refused
+## Refused layouts
 
-Illegal layouts are refused before any process starts; the error names the nearest legal one. These examples are for
-the tests' model of 4 query heads, 2 key and value heads and a vocabulary of 50, on sequences of 16 tokens.
+Illegal layouts are refused before any process starts; the error names the nearest legal one. These examples are for the
+tests' model, with 4 query heads, 2 key and value heads and a vocabulary of 50, on sequences of 16 tokens.
 
 | layout | why |
 |---|---|"""

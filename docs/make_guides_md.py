@@ -1,4 +1,4 @@
-"""Writes docs/guides.md, the usual guides' claims computed: run it after changing the planner."""
+"""Writes docs/guides.md, claims of comparison guides checked by the planner: run it after changing the planner."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,10 +23,10 @@ GB = 1e9
 PAPER = Stack(name="ZeRO paper", gradient_bytes=2, state_bytes=12)
 
 BEGIN = """\
-# What the guides say, computed
+# Common claims, checked by the planner
 
-Claims of the usual comparison guides, each with what the planner computes for it (bf16 with fp32 master weights and
-AdamW unless it says otherwise; [how far off it is](plan-validation.md)) and a verdict. Numbers marked *published* are
+Claims from common comparison guides, each with the planner's figures and a verdict. The planner assumes bf16 with fp32
+master weights and AdamW unless stated otherwise ([its error](plan-validation.md)). Numbers marked *published* are
 measurements from `benchmarks/published_runs.csv`.
 
 | claim | computed | verdict |
@@ -37,9 +37,9 @@ TREE = """\
 
 ## The decision tree, computed
 
-The fastest layout that fits, 4096 tokens a sequence, 4 sequences a device, any recomputation:
+The fastest layout that fits, with 4096 tokens per sequence, 4 sequences per device and any recomputation:
 
-| parameters | devices | fastest | step | MFU | second | the usual rule |
+| parameters | devices | fastest | step | MFU | second | rule of thumb |
 |---|---|---|---|---|---|---|
 """
 
@@ -97,7 +97,7 @@ def _state_claims() -> Iterator[str]:
     yield _line(
         "8B model, 8 x H100: DDP with AdamW in 70 GB",
         f"{use.total / GB:.0f} GB with full recomputation, {use.optimizer / GB:.0f} of them optimizer state",
-        "refuted: the optimizer alone does not fit; ZeRO-1 on is possible",
+        "refuted: the optimizer alone does not fit; ZeRO-1 and higher do",
     )
     small = Job(model=model("gpt2"), sequence=1024, global_batch=16, micro_batch=8, precision=Precision.of("fp32"),
                 stack=replace(MESHWRIGHT, weight_bytes=0, state_bytes=12))  # fmt: skip
@@ -105,8 +105,8 @@ def _state_claims() -> Iterator[str]:
     yield _line(
         "GPT-2 124M in fp32: parameters 496 MB, gradients 496, optimizer 992; peak about 8 GB",
         f"weights and moments {use.optimizer / 1e6:.0f} MB, gradients {use.gradients / 1e6:.0f} MB; "
-        f"{use.total / GB:.1f} GB with 8 sequences at a time",
-        "reproduced for the state; the peak is a matter of batch, and logits need not be held",
+        f"{use.total / GB:.1f} GB with a microbatch of 8",
+        "reproduced for the state; the peak depends on the batch, and logits need not be materialized",
     )
     paper = Blueprint(hidden=1, num_heads=1, num_kv_heads=1, head_dim=1, vocab=0, gated=False, tied=True,
                       kinds=(Block((Matrix("w", 7_500_000_000, 1, split=True),), 0),), pattern=(0,))  # fmt: skip
@@ -121,9 +121,9 @@ def _state_claims() -> Iterator[str]:
     none, full = predict_memory(base), predict_memory(replace(base, recompute="full"))
     yield _line(
         "175B, ZeRO-3 on 1024 A100: about 100 GB of activations, does not fit",
-        f"activations {none.activations / GB:.0f} GB without recomputation, {full.activations / GB:.0f} GB with all of "
-        f"it ({full.total / GB:.0f} GB in all)",
-        "true only without recomputation; with it, it fits easily",
+        f"activations {none.activations / GB:.0f} GB without recomputation, {full.activations / GB:.0f} GB with full "
+        f"recomputation ({full.total / GB:.0f} GB in total)",
+        "true only without recomputation; with it, the model fits easily",
     )
     megatron = replace(base.with_layout(dp_shard=8, tp=8, pp=16, zero=0, dp_replicate=8), recompute="full")
     use = predict_memory(replace(megatron.with_layout(dp_shard=1), stack=PAPER))
@@ -131,7 +131,7 @@ def _state_claims() -> Iterator[str]:
         "the same, TP 8 x PP 16 x DP 8: 5.5 + 5.5 + 16.5 + about 10 GB",
         f"weights {use.weights / GB:.1f}, gradients {use.gradients / GB:.1f}, optimizer {use.optimizer / GB:.1f}, "
         f"activations {use.activations / GB:.1f} GB",
-        "the optimizer's part is reproduced; weights and gradients are half of that, being 16 bit",
+        "reproduced for the optimizer; weights and gradients take half as much, in 16 bits",
     )
 
 
@@ -142,7 +142,7 @@ def _speed_claims() -> Iterator[str]:
     yield _line(
         "8B on 8 x H100: bf16 has 60 % of fp8's speed",
         f"{fp8.time.total / bf16.time.total:.0%} (the same layout)",
-        "the direction holds; the size depends on what else is quantized",
+        "reproduced in direction; the size depends on what else is quantized",
     )
     policies = {
         policy: evaluate(replace(base, recompute=policy, global_batch=64), h100).time.total
@@ -161,7 +161,7 @@ def _speed_claims() -> Iterator[str]:
         "175B on 1024 A100: 140 TFLOP/s each, 52 % of peak, 34 days for 300B tokens",
         f"{best.mfu:.0%} of peak, {days:.0f} days with today's kernels ({best.strategy}); published in 2021: "
         "148 TFLOP/s, recomputation counted",
-        "reproduced; flash attention and no need to recompute everything make today's better",
+        "reproduced; flash attention and less recomputation improve on it today",
     )
     step = evaluate(
         Job(model=gpt(20480, 128, 105), sequence=2048, global_batch=2240, micro_batch=1, recompute="full",
@@ -171,7 +171,7 @@ def _speed_claims() -> Iterator[str]:
     yield _line(
         "MT-NLG 530B, TP 8 x PP 35 x DP 8: about 72 GB",
         f"{step.memory.total / GB:.0f} GB ({step.memory_bytes.low / GB:.0f} to {step.memory_bytes.high / GB:.0f})",
-        "refuted at a microbatch of 1: it needs a third of that; the rest is room for larger ones",
+        "refuted at a microbatch of 1, which needs a third; the rest is room for larger microbatches",
     )
     sizes = [replace(base, micro_batch=size, recompute="full") for size in (1, 2, 4, 8)]
     gains = [evaluate(job, h100).tokens_per_second for job in sizes]
@@ -195,7 +195,7 @@ def _network_claims() -> Iterator[str]:
     sent = 3 * 2 * forty.num_parameters * (1 - 1 / 2)
     yield _line(
         "ZeRO-3 on N nodes sends 48 M / N bits a step and node: 40B on 2 nodes, 120 GB",
-        f"{sent / GB:.0f} GB leave a node (two gathers and a reduction in bf16), for every microbatch again",
+        f"{sent / GB:.0f} GB leave a node per microbatch (two gathers and a reduction in bf16)",
         "right for one microbatch; accumulation multiplies it",
     )
     shares = []
@@ -208,7 +208,7 @@ def _network_claims() -> Iterator[str]:
         "slow links: shard inside the node (hybrid, hpZ); 64 devices need 1000 Gbit/s",
         "ZeRO-3's exposed share of the step and hybrid's step time relative to it, 40B on 2 nodes: "
         + "; ".join(shares),
-        "reproduced in direction; hybrid keeps a whole copy a node, which 40B of AdamW state does not fit",
+        "reproduced in direction; hybrid keeps a full copy per node, where 40B with AdamW does not fit",
     )
     long = Job(
         model=model("llama-3-8b"), sequence=131072, global_batch=64, micro_batch=1, recompute="full",
@@ -221,7 +221,7 @@ def _network_claims() -> Iterator[str]:
     yield _line(
         "ring attention for long contexts",
         "8B at 128k tokens on 64 H100: " + "; ".join(rows),
-        "reproduced: it is memory that asks for it",
+        "reproduced: memory requires it",
     )
     tensor = evaluate(
         Job(
@@ -283,14 +283,14 @@ def _first_claims() -> Iterator[str]:
     yield _line(
         "have first: flash attention, recomputation, bf16, accumulation, torch.compile",
         f"8B on 8 x H100, {plain.memory.total / GB:.0f} GB: " + "; ".join(shown),
-        "reproduced for bf16 and flash attention; recomputation buys memory with time; accumulation changes neither",
+        "reproduced for bf16 and flash attention; recomputation trades time for memory; accumulation changes neither",
     )
     a100 = cluster("8xa100-80g")
     rate = a100.achievable_tflops["bf16"] * FITTED.matmul * FITTED.flash
     yield _line(
         "FlashAttention-2: 220 TFLOP/s on an A100 of 312",
         f"{rate:.0f} TFLOP/s fit published training runs best, forward and backward, masked scores not counted",
-        "a kernel's best case; in training runs it is three fifths of that",
+        "the kernel's best case; training runs reach three fifths of it",
     )
     wide = [
         evaluate(replace(job.with_layout(dp_shard=8 * n), global_batch=8 * n), cluster(f"{8 * n}xh100"))
@@ -298,9 +298,9 @@ def _first_claims() -> Iterator[str]:
     ]
     yield _line(
         "scaling efficiency 85 to 92 %",
-        "8B, ZeRO-3, 1 sequence a device: "
+        "8B, ZeRO-3, 1 sequence per device: "
         + ", ".join(f"{8 * n} devices {one.mfu / wide[0].mfu:.0%}" for n, one in zip((1, 16, 128), wide, strict=True)),
-        "not reproduced: on a network without congestion and failures, which are not predicted, nearly nothing is lost",
+        "not reproduced: the planner predicts neither congestion nor failures, and without them almost nothing is lost",
     )
 
 
@@ -312,7 +312,7 @@ def _finetune_claims() -> Iterator[str]:
         f"rank 8 beside every matrix: {2 * trained / 1e6:.1f} MB in bf16 ({trained / small.num_parameters:.1%}); "
         f"base {QUANTIZED * small.num_parameters / 1e6:.0f} MB in 4 bits, without quantizing the embedding "
         f"{(QUANTIZED * (small.num_parameters - small.embedding) + 2 * small.embedding) / 1e6:.0f}",
-        "reproduced for attention's matrices alone; embeddings are not quantized in practice",
+        "reproduced for the attention matrices alone; embeddings are not quantized in practice",
     )
     one = Job(model=model("llama-3.2-1b"), sequence=2048, global_batch=16, micro_batch=4)
     single, four = evaluate(one, cluster("1xa100-80g")), cluster("4xa100-80g")
@@ -330,8 +330,8 @@ def _finetune_claims() -> Iterator[str]:
         "relative speed: DDP on 4 GPUs 3.8x, FSDP2 3.2x, LoRA 1.2x, QLoRA 0.9x",
         "1.2B, A100: " + ", ".join(f"{name} {speed:.2f}x" for name, speed in speeds.items()),
         "reproduced for DDP and LoRA (a frozen matrix saves a third of its arithmetic, and its adapter costs "
-        "half of that); inside a node FSDP2 loses "
-        "nothing, and unpacking four bits costs less traffic than QLoRA's kernels take",
+        "half of that); not for FSDP2, which loses nothing inside a node, nor for QLoRA, whose kernels take longer "
+        "than the memory traffic of unpacking four bits",
     )
     sizes = []
     for name in ("llama-3.2-1b", "llama-3.2-3b", "llama-3-8b"):
@@ -342,7 +342,7 @@ def _finetune_claims() -> Iterator[str]:
     yield _line(
         "an 8 GB card: LoRA, a 4 GB card: QLoRA",
         "GB at 512 tokens: " + "; ".join(sizes),
-        "true of 1B to 3B; 8B needs a 24 GB card for LoRA and 12 GB for QLoRA",
+        "true for 1B to 3B; 8B needs a 24 GB card for LoRA and 12 GB for QLoRA",
     )
     falcon = known_model("falcon-180b")
     job = Job(
@@ -358,13 +358,13 @@ def _finetune_claims() -> Iterator[str]:
     yield _line(
         "Falcon-180B, LoRA on 8 x A100-80GB: 15k samples, 3 epochs of 2048 tokens in 153 minutes",
         f"{found.memory.total / GB:.0f} GB; {minutes:.0f} minutes if every sample had 2048 tokens",
-        "tight; the time is that of samples a seventh as long, as instructions are, packed into rows",
+        "tight; the claimed time fits samples a seventh as long, as instructions are, packed into rows",
     )
     forty = known_model("falcon-40b").num_parameters
     yield _line(
         "Falcon-40B needs over 1.5 TB of host memory on 8 processes without sharded initialisation",
-        f"{8 * 4 * forty / 1e12:.2f} TB in fp32 for eight whole copies; drawn or read a shard at a time "
-        f"{4 * forty / GB:.0f} GB in all",
+        f"{8 * 4 * forty / 1e12:.2f} TB in fp32 for eight full copies; initialized or read shard by shard, "
+        f"{4 * forty / GB:.0f} GB in total",
         "reproduced; here every rank fills its own shard, so no process ever holds a copy",
     )
 
@@ -386,14 +386,14 @@ def _offload_claims() -> Iterator[str]:
     twenty = 20e12
     yield _line(
         "ZeRO-Infinity: 20T parameters on 512 V100 at 49 TFLOP/s each, from NVMe",
-        f"states of {16 * twenty / 1e12:.0f} TB are {16 * twenty / 512 / GB:.0f} GB a device, and 0 of them fit it",
-        "not computed further: on disk the trainer keeps optimizer state only",
+        f"states of {16 * twenty / 1e12:.0f} TB are {16 * twenty / 512 / GB:.0f} GB per device, far more than fit",
+        "not computed further",
     )
     yield _line(
         "ZeRO sends 2, 2, 2 and 3 psi by stage; ZeRO++ a quarter of ZeRO-3's",
-        "gathers and reductions of the whole model a microbatch: 2, 2, 2, 3; in int8 the first gather is half, inside "
-        "the node the second is nothing between nodes, in int4 gradients are a quarter: 0.5 + 0 + 0.25 = 0.75 of 3",
-        "reproduced; of the three this trainer has the second, as hybrid sharding",
+        "gathers and reductions of the whole model per microbatch: 2, 2, 2, 3; int8 halves the first gather, the "
+        "second stays inside the node, int4 quarters the gradients: 0.5 + 0 + 0.25 = 0.75 of 3",
+        "reproduced; the trainer has all three: `quantized_weights`, hybrid sharding, `quantized_gradients`",
     )
 
 

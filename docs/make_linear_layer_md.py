@@ -1,5 +1,4 @@
-"""Writes docs/one-linear-layer.md, what stands in the slots of a model under five strategies at once: run it after
-changing one."""
+"""Writes docs/one-linear-layer.md, the slots of a model under five strategies at once: run it after changing one."""
 
 import inspect
 import subprocess
@@ -42,44 +41,44 @@ LAYOUT = LayoutSpec(pp=2, dp_shard=2, tp=2, schedule="interleaved-zero-bubble", 
 BEGIN = f"""\
 # One linear layer under five strategies
 
-A layer declares slots, strategies fill them, and `print(model)` shows the result. Nothing else changes what a layer
-computes: no method, class or `forward` is replaced after a module is built (`tests/test_slots.py` checks every built
+A layer declares slots, strategies fill them, and `print(model)` shows the result. Nothing else changes a layer's
+computation: no method, class or `forward` is replaced after a module is built (`tests/test_slots.py` checks every built
 model, `tests/test_house.py` the source).
 
-The example is a llama of hidden 256 with 2 key and value heads under tensor parallelism (`tp: 2`), ZeRO-3
+The example is a llama of width 256 with 2 key and value heads, under tensor parallelism (`tp: 2`), ZeRO-3
 (`dp_shard: 2`), a zero-bubble pipeline (`pp: 2`), selective recomputation, and QLoRA: `wk` and `w2` have adapters on an
 NF4 base, `w1` trains in full. Rank {RANK} of 8 prints its first block:
 """
 
 STACKS = """
-Ops are listed from the inside out. Parameters stay registered in the layer itself, under their names in the parameter
-table. After the shapes comes the view, the local part that this rank reads: `weight dim 0` means a part of the rows;
-parameters that are not listed are whole on every rank.
+Ops are listed from the inside out. Parameters stay registered in the layer, under their names in the parameter table.
+The entry after the shapes is the view, the local shard that this rank reads: `weight dim 0` means a part of the rows;
+parameters that are not listed are replicated.
 
-| layer | slot's content | file |
+| layer | content of the slot | file |
 |---|---|---|"""
 
 ABSENT = """
-`wk` and `w2` defer nothing: a frozen matrix has no weight gradient, and the adapters' products are too small to be
-worth it. `w1` trains in full and has no adapter.
+`wk` and `w2` defer nothing: a frozen matrix has no weight gradient, and the adapters' products are too small for
+deferring to pay off. `w1` trains in full and has no adapter.
 
-Between steps this rank stores the following parts of these layers. ZeRO-3 has split the tensor-parallel parts again
+Between steps, this rank stores the following shards of these layers. ZeRO-3 has split the tensor-parallel shards again
 along dim 0; FSDP2 gathers them before each pass, and the view then reads plain tensors:
 
-| parameter | whole | on this rank | trains |
+| parameter | global shape | shape on this rank | trains |
 |---|---|---|---|"""
 
 END = """
-## To add a product
+## Adding a product
 
-A new kind of product, for example in low precision, is a subclass of `Product` (`models/linear.py`) with three methods:
-`compute`, `input_gradient` and `weight_gradient`. One line in `parallel/apply.py` puts it into the layers:
+A new kind of matrix product, for example in low precision, is a subclass of `Product` (`models/linear.py`) with three
+methods: `compute`, `input_gradient` and `weight_gradient`. One line in `parallel/apply.py` installs it in the layers:
 
     for linear in linears: linear.put(Fp8())
 
-Adapters, zero-bubble schedules and tensor parallelism then work with it unchanged, because they are ops around it that
-do not depend on its kind. `tests/test_slots.py` shows this with a product that rounds its inputs, its weight and its
-gradients.
+Adapters, zero-bubble schedules and tensor parallelism then work with it unchanged, because they are ops around the
+product and do not depend on its kind. `tests/test_slots.py` tests this with a product that rounds its inputs, weight
+and gradients.
 """
 
 

@@ -14,12 +14,12 @@ BEGIN = """\
 Every published size that a recipe can name, as in `model: llama-3.2-1b`. Parameters are counted from the table that the
 model is built from; a tied head counts once.
 
-`model: NAME` draws fresh weights of that size. To continue from published weights, download the Hugging Face directory
-and write `model: path/to/directory`; `model: {name: path/to/directory, weights: random}` draws fresh ones instead. A
-published name keeps its published vocabulary, even if the run trains a smaller tokenizer;
-`model: {name: gpt2, vocab: 4096}` shrinks the embedding.
+`model: NAME` initializes random weights of that size. To continue from published weights, download the Hugging Face
+directory and set `model: path/to/directory`; `model: {name: path/to/directory, weights: random}` initializes random
+weights instead. A published name keeps its published vocabulary, even if the run trains a smaller tokenizer; `model:
+{name: gpt2, vocab: 4096}` shrinks the embedding.
 
-Any other size is given by fields, or as a change to a name:
+Set any other size by fields, or as a change to a name:
 
 ```yaml
 model: {family: llama, hidden: 512, num_layers: 8, num_heads: 8, num_kv_heads: 4}
@@ -29,35 +29,34 @@ model: {family: llama, hidden: 512, num_layers: 8, num_heads: 8, num_kv_heads: 4
 model: {name: qwen3-0.6b, num_layers: 8}
 ```
 
-[The recipe](recipe.md#model) lists the fields. The properties that no field changes define the family:
+[The recipe](recipe.md#model) lists the fields. These properties define the family, and no field changes them:
 """
 
 EXPERTS = """\
 
 ## Mixtures of experts
 
-A router sends every token to a few of a layer's experts; the parameters used for a token are *active*, and only they
-cost FLOPs. No token is dropped: experts have no capacity limit. Routing is always computed in fp32.
+A router sends every token to a few of a layer's experts; only the parameters used for a token are *active* and cost
+FLOPs. Experts have no capacity limit, so no token is dropped. Routing is always computed in fp32.
 
-The load-balancing loss (`model.balance_loss` is its coefficient) has Mixtral's form for each layer: the number of
-experts times the sum, over experts, of the share of tokens times the mean probability. It is computed per sequence, and
-its mean over the sequences of the global batch is added to the gradient. So it is the same however a batch is split
-into microbatches and ranks; a loss over whole microbatches would not be. The reported loss does not contain it.
+The load-balancing loss (with coefficient `model.balance_loss`) has Mixtral's form for each layer: the number of experts
+times the sum, over experts, of the share of tokens times the mean probability. It is computed per sequence, and the
+gradient of its mean over the sequences of the global batch is added. So it does not depend on how a batch is split into
+microbatches and ranks, as a loss over whole microbatches would. The reported loss does not include it.
 
 ```yaml
 model: {family: mixtral, hidden: 512, num_layers: 8, num_heads: 8, ffn: 1024, num_experts: 8, experts_per_token: 2}
 ```
 
-`deepseek_v3` balances by a bias instead (Wang et al., 2024), and has a small balance loss in addition. The bias is
-added to an expert's score only for choosing experts. It is not trained: in every optimizer step it moves by
-`model.balance_rate`, down for experts with more than the mean of the global batch's tokens, up for the others. It is
-kept in fp32, saved in checkpoints, and exported. The published coefficient of its loss is for shares that add up to 1
-over a token's experts; ours add up to their number, so the default is smaller by that factor. Groups of experts, shared
-experts and dense first layers are as published; multi-token prediction layers (MTP) are not built, and are left out of
-directories that have them.
+`deepseek_v3` balances with a bias (Wang et al., 2024) and a small balance loss. The bias is added to an expert's score
+only for choosing experts. It is not trained: in every optimizer step it moves by `model.balance_rate`, down for experts
+with more than the mean of the global batch's tokens, up for the others. It is kept in fp32, saved in checkpoints, and
+exported. The published coefficient of the loss is for shares that add up to 1 over a token's experts; ours add up to
+their number, so the default is smaller by that factor. Groups of experts, shared experts and dense first layers are as
+published. Multi-token prediction layers (MTP) are not implemented, and are skipped in directories that have them.
 
-In Hugging Face directories every expert has separate tensors, as transformers 4 and 5 write them; here the experts of a
-layer are one tensor.
+In Hugging Face directories every expert has separate tensors, as transformers 4 and 5 write them; here, all experts of
+a layer are one tensor.
 """
 
 
@@ -100,11 +99,11 @@ def _presets() -> Iterator[str]:
 
 
 def _notes(model: ModelSpec) -> str:
-    """What a size has that its family leaves open."""
+    """Properties of a size that its family does not fix."""
     notes = ["tied head"] if model.tied_embeddings else []
     if model.num_experts:
         active = active_parameters(model) / 1e9
-        notes.append(f"{model.experts_per_token} of {model.num_experts} experts a token: {active:.1f}B active")
+        notes.append(f"{model.experts_per_token} of {model.num_experts} experts per token: {active:.1f}B active")
     if model.shared_experts:
         notes.append(f"{model.shared_experts} shared")
     if model.dense_layers:

@@ -13,16 +13,16 @@ INTRODUCTION = """\
 
 - It plants {count} realistic faults of distributed training, one at a time, and runs `verify` on a tiny model under a
   layout that the fault affects. Each fault is a patch of this project's source, applied on import (`tests/mutants/`): a
-  gradient that is not summed, keys of the wrong rank, a stage that starts a layer early. As with a real fault, the
-  reference process has the patch too; it trains on one process.
-- It runs random legal layouts of the unchanged source, which must all be equal. A seed draws families, degrees, ZeRO
-  stages, schedules, adapters, optimizers and objectives (`testing/layouts.py`).
+  gradient that is not summed, keys from the wrong rank, a stage that starts a layer early. As with a real fault, the
+  reference process runs the patched source too.
+- It runs random legal layouts of the unchanged source, which must all be equal to one process. A seed determines
+  families, degrees, ZeRO stages, schedules, adapters, optimizers and objectives (`testing/layouts.py`).
 
 `make mutants MUTANTS=--again` starts over; `--precision bf16` plants the faults in bf16.
 
-**Caught**: `verify` reports a difference. **Named**: it reports the first place that the fault reaches in the order of
+**Caught**: `verify` reports a difference. **Named**: it reports the first tensor that the fault affects in order of
 computation, as predicted in the table of mutants. Seconds are wall time of one process with its ranks on a busy machine
-of two cores.
+with two cores.
 
 | | tried | |
 |---|---:|---|
@@ -30,8 +30,8 @@ of two cores.
 | faults named | {count} | {named} ({named_share:.0%}) |
 {bf16}| random layouts found equal | {layouts} | {equal} |
 
-A fault that also affects one process, such as rope that is wrong everywhere, is no difference between layouts. The
-comparison with transformers finds it ([models](models.md)).
+A fault that also affects one process, such as wrong rope, is not a difference between layouts. The comparison with
+transformers finds it ([models](models.md)).
 """
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/rehearsal.md, the planner beside the rehearsal: `python docs/make_rehearsal_md.py [--measure]`.
+"""Writes docs/rehearsal.md, the planner compared with the rehearsal: `python docs/make_rehearsal_md.py [--measure]`.
 
 With `--measure` it rehearses every cell (minutes) and writes docs/rehearsal.json; it always writes the page from that
 and from what the planner says now.
@@ -189,21 +189,21 @@ def measure() -> None:
 
 
 BEGIN = """\
-# The planner beside the rehearsal
+# The planner compared with the rehearsal
 
-`meshwright rehearse` runs the training program as one rank of the whole job and counts the bytes of every tensor and
+`meshwright rehearse` runs the training program as one rank of a large job and counts the bytes of every tensor and
 every collective ([how](verbs.md#rehearse)). `meshwright plan` computes both from the parameter table ([how](plan.md)).
-This page compares them: tensor bytes at the peak, without the overhead of allocator and libraries, for the pipeline
-stage that differs most; and the bytes that the first rank sends in a step. All cells are for GPUs, in bf16. A test
-compares the rehearsed peak with PyTorch's own allocator in a real process: within 2 % (on a CPU, with a GPU's
-operations).
+This page compares two figures: tensor bytes at the peak, without the overhead of allocator and libraries, for the
+pipeline stage that differs most; and the bytes that the first rank sends in a step. All cells are for GPUs, in bf16. A
+test compares the rehearsed peak with PyTorch's allocator in a real process (on a CPU, with a GPU's operations): they
+agree within 2 %.
 
-{cells} cells, {ranks} ranks. Memory differs by {worst:.1%} at worst and {median:.2%} in the median; the plan leaves out
+{cells} cells, {ranks} ranks. Memory differs by {worst:.1%} at worst and {median:.2%} in the median; the plan omits
 tokens, masks, rotary tables and some messages in transit. Traffic agrees to the byte in {exact} of {predicted} cells,
-apart from the bytes after +, which are not compared: sums of 4 to 24 bytes for token counts, loss and gradient norm,
+except for the bytes after +, which are not compared: sums of 4 to 24 bytes for token counts, loss and gradient norm,
 and 8 bytes for every expert's load.
 
-| model | strategy | layout | recompute | rehearsed, MB | planned, MB | off | sent, MB | planned |
+| model | strategy | layout | recompute | rehearsed, MB | planned, MB | error | sent, MB | planned |
 |---|---|---|---|---|---|---|---|---|
 """
 

@@ -1,8 +1,8 @@
-"""Writes docs/templates.md, chat templates beside transformers: `python docs/make_templates_md.py [FOLDER...]`.
+"""Writes docs/templates.md, chat templates compared with transformers: `python docs/make_templates_md.py [FOLDER...]`.
 
-Given folders of .jinja files (named for where they come from) it tries each template on the conversations of
-`meshwright.testing.conversations` and writes docs/templates.json; it always writes the page from that. No template is
-kept here: files are known by name and SHA-256.
+Given folders of .jinja files (named after their source) it tries each template on the conversations of
+`meshwright.testing.conversations` and writes docs/templates.json; it always writes the page from that. The repository
+holds no template: files are identified by name and SHA-256.
 """
 
 import datetime
@@ -32,7 +32,7 @@ SPECIAL = re.compile(
     r"<\|[^<>|{}\s'\"]{1,40}\|>|<｜[^<>{}\s'\"]{1,40}｜>|\[/?[A-Z_]{3,25}\]|</?(?:s|bos|eos|turn|start_of_\w+|end_of_\w+)>"
     r"|<\|\w+>|<\w+\|>|<seed:\w+>|\[e~\[|\]~!?b[\[\]]"
 )
-"""What is taken for a special token of a template's tokenizer."""
+"""Text in a template that becomes a special token of its tokenizer."""
 HEADER = re.compile(r"start_header_id|im_start|start_of_turn|start_of_role|<\|user|<\|assistant")
 MARKS = re.compile(r"{%-?\s*generation\s*-?%}")
 REASONS = {
@@ -159,20 +159,20 @@ def _lines(rows: list[dict[str, Any]]) -> Iterator[str]:
         total.update(row["outcomes"])
     wrong = sum(count for text, count in total.items() if text.startswith("WRONG"))
     alone = total.total() - total["equal"] - total["refused by both"] - wrong
-    yield f"""# Chat templates beside transformers
+    yield f"""# Chat templates compared with transformers
 
 <!-- made by docs/make_templates_md.py -->
 
-{len(rows)} published chat templates, each on {len(CONVERSATIONS)} conversations: tools, thoughts, system messages,
-empty and long texts, Unicode (`src/meshwright/testing/conversations.py`).
+{len(rows)} published chat templates were tried, each on {len(CONVERSATIONS)} conversations with tools, thoughts, system
+messages, empty and long texts, and Unicode (`src/meshwright/testing/conversations.py`).
 
 | result | meaning |
 |---|---|
-| equal | the tokens equal those of transformers' `apply_chat_template` on the same messages, in the form that the \
-template expects; and the trained tokens, decoded, hold every answer and every call of the assistant, nothing of other \
-messages and no turn header |
+| equal | the tokens equal those of transformers' `apply_chat_template` on the same messages, in the format that the \
+template expects; and the trained tokens, decoded, contain every answer and every call of the assistant, no text of \
+other messages and no turn header |
 | both refuse | transformers refuses the conversation too |
-| refused | only Meshwright refuses it, with a reason: something would be left out, or turns could not be located |
+| refused | only Meshwright refuses it, with a reason: content would be omitted, or turns could not be located |
 | wrong | none of these |
 
 Of {total.total()} conversations {total["equal"]} are equal, {total["refused by both"]} are refused by both, {alone}

@@ -1,4 +1,4 @@
-"""Writes docs/traffic.md, what every layout exchanges in a step: run it after changing a formula."""
+"""Writes docs/traffic.md, the bytes that every layout communicates in a step: run it after changing a formula."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -46,23 +46,23 @@ BEGIN = f"""\
 # Traffic of every layout
 
 GB (10**9 bytes) that pass through each kind of collective on one rank of 8, in one optimizer step of {MODEL}:
-{SEQUENCES} sequences of {LENGTH} tokens, {MICRO_BATCH} at a time, bf16, gradients reduced in fp32, no recomputation.
-A gather counts its output, a scatter its input, an all-reduce the reduced tensor, a message or an all-to-all the sent
-bytes. In a ring of n ranks, each rank sends (n - 1) / n of the bytes of a gather or scatter, and twice that of an
-all-reduce.
+{SEQUENCES} sequences of {LENGTH} tokens, {MICRO_BATCH} at a time, bf16, gradients reduced in fp32, no recomputation. An
+all-gather counts its output, a reduce-scatter its input, an all-reduce the reduced tensor, a message or an all-to-all
+the sent bytes. In a ring of n ranks, each rank sends (n - 1) / n of the bytes of an all-gather or reduce-scatter, and
+twice as much for an all-reduce.
 
 The figures come from the formulas in `src/meshwright/plan/traffic.py`. `tests/test_traffic.py` runs the layouts of the
 equivalence tests, counts every collective by kind, axis and bytes, and compares the formulas with the count, to the
 byte.
 
-For a pipeline the figures are those of the first rank: it has the embedding and neither loss nor head.
+For pipelines, the figures are for the first rank, which has the embedding and neither loss nor head.
 """
 
 EXPERTS_BEGIN = f"""
 ## Experts
 
-The same for {EXPERTS}. Rows go to experts and come back in all-to-alls over `ep`; routing moves them between ranks,
-and the figure is their mean. Experts' weights are gathered and their gradients reduced over ranks of their own.
+The same for {EXPERTS}. All-to-alls over `ep` send rows to experts and back; the number of rows depends on the routing,
+and the figure is the mean. Expert weights are gathered, and their gradients reduced, over a separate group of ranks.
 """
 
 
