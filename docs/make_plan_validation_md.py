@@ -18,24 +18,24 @@ FIRST = TABLE.parent / "results" / "plan-fresh-first.json"
 LEFT_OUT = TABLE.parent / "results" / "plan-left-out.json"
 
 BEGIN = """\
-# How far off the planner is
+# The planner's error
 
 The planner's predictions compared with {rows} published training runs (`benchmarks/published_runs.csv`, each row with
 its source). `meshwright plan validate benchmarks/published_runs.csv` computes the tables.
 
-The model has {constants} constants for all devices, models and programs, and none for a row or a source
-([`plan/constants.py`](../src/meshwright/plan/constants.py)). They were fitted to this table. So the fair figures are in
-[left out](#left-out), where every family of sources is predicted with constants fitted to all others, and in [fresh
-sources](#fresh-sources), which nothing was fitted to.
+The planner has {constants} constants for all devices, models and programs, and none per row or source
+([`plan/constants.py`](../src/meshwright/plan/constants.py)). They were fitted to this table. For an unbiased error, see
+[left out](#left-out), where every family of sources is predicted with constants fitted to all others, and [fresh
+sources](#fresh-sources), to which nothing was fitted.
 
 | column | meaning |
 |---|---|
 | median, mean | absolute error relative to the measurement |
-| skill | 1 - mean error / mean error of the rule of thumb "the same model FLOPs utilisation for all" (the median of \
-the other sources) |
+| skill | 1 - mean error / mean error of a rule of thumb: the same model FLOPs utilisation for all (the median of the \
+other sources) |
 | rank | Spearman's correlation among layouts of one job: rows of a source with the same model, sequence, batch and \
-number of devices, in at least three layouts; repetitions count once, by their median; averaged with the number of \
-layouts as weight |
+number of devices, in at least three layouts; repetitions count once, by their median; averaged over jobs, weighted by \
+their number of layouts |
 | inside | share of measurements within the {nominal:.0%} interval |
 | one factor | median error after one factor per source, fitted on the source's other rows |
 """
@@ -46,38 +46,38 @@ RULES = """\
 
 {completed} of {rows} rows lack an input; {refused} cannot be predicted at all, for example because they give neither a
 size nor a known name. Impossible numbers count as gaps. Nothing is dropped silently: `--json` lists the rules applied
-to every row. Counts are rows.
+to each row. The table counts rows.
 
 | input | rows | rule |
 |---|---|---|
 """
 
 RULE = {
-    "interconnect": "8 x 200 Gb/s a node of Amperes, 8 x 400 of Hoppers and later, 4 x 100 of Voltas",
-    "vocab": "the family's by the model's name, else 51200 (Megatron's padded GPT-2)",
-    "ffn_hidden": "what the published parameter count leaves, else four times hidden",
-    "recompute": "none where it fits, else selective: recomputing everything would have been worth a word",
-    "heads": "about one for 128 of hidden: the nearest number that divides it and that tp divides",
+    "interconnect": "per node 4 x 100 Gb/s for Volta, 8 x 200 for Ampere, 8 x 400 for Hopper and later",
+    "vocab": "from the family in the model's name, else 51200 (Megatron's padded GPT-2)",
+    "ffn_hidden": "derived from the published parameter count, else four times hidden",
+    "recompute": "none if it fits, else selective; full recomputation would have been mentioned",
+    "heads": "about hidden / 128: the nearest number that divides hidden and is divisible by tp",
     "layers": "from the architecture's name (`plan/data/architectures.csv`) or the parameter count, else hidden / 128",
     "hidden": "the same",
     "micro_batch": "1",
-    "global_batch": "one microbatch a data-parallel rank",
+    "global_batch": "one microbatch per data-parallel rank",
     "seq_len": "2048",
-    "gpu": "A100-80GB; for one that nobody knows, one whose name stands in its, else the usual one of its year",
+    "gpu": "A100-80GB; for an unknown device, a known one whose name it contains, else the usual one of its year",
     "precision": "bf16",
-    "tp": "as many ranks as there are devices for",
-    "pp": "as many stages as there are devices and layers for",
+    "tp": "as many ranks as the devices allow",
+    "pp": "as many stages as devices and layers allow",
     "zero_stage_or_fsdp": "the least ZeRO stage that fits, else ZeRO-3",
-    "cp": "data-parallel ranks for which the batch has no sequence share one: they are context-parallel ranks",
+    "cp": "if the batch has fewer sequences than data-parallel ranks, ranks share sequences (context parallelism)",
     "gpus": "the product of the degrees",
 }
 
 FRESH_WORDS = """\
 {rows} runs of other sources (`benchmarks/published_runs_fresh.csv`), copied by hand from papers, manuals and logs, each
-with its source. No constant was ever fitted to them. *First* are the predictions made before anything was changed
-(`benchmarks/results/plan-fresh-first.json`). Then the planner gained what they showed to be missing: recognition of
-programs by a row's words, Megatron without overlapped tensor parallelism, pipelines that are not sharded further,
-experts' tokens sent once per rank, the memory traffic of adapters. So *now* is no longer a blind test.
+with its source. No constant was ever fitted to them. *First* are the predictions before any change of the planner
+(`benchmarks/results/plan-fresh-first.json`). They showed gaps, which were then filled: recognition of programs by a
+row's words, Megatron without overlapped tensor parallelism, pipelines that are not sharded further, experts' tokens
+sent once per rank, the memory traffic of adapters. So *now* is no longer a blind test.
 """
 
 SOFTWARE = """\
@@ -85,21 +85,21 @@ SOFTWARE = """\
 Tables of runs rarely describe the software. It is inferred from a row's words, precision, year and sharding
 ([`software.py`](../src/meshwright/validate/software.py)):
 
-- **fp16, or a year before 2023**: attention that writes its scores to memory (unless the row names FlashAttention),
+- **fp16, or a year before 2023**: attention that materializes its scores (unless the row names FlashAttention),
   dropout, 16-byte optimizer state, and no overlap of gradient reduction with the backward pass. Before 2020 also no
   fused kernels.
-- **FSDP, DeepSpeed's ZeRO-2 and -3, and unmodified modules**: eager PyTorch with FlashAttention-2 (slower under ALiBi's
-  bias), unless compiled or with kernels of their own.
+- **FSDP, DeepSpeed's ZeRO-2 and -3, and unmodified modules**: eager PyTorch with FlashAttention-2 (slower with ALiBi's
+  bias), unless compiled or with custom kernels.
 - **Everything else**: Megatron Core with fused kernels, Hopper attention and a distributed optimizer. Recipes in fp8,
-  and those of NeMo and Megatron Bridge, overlap tensor-parallel messages; those in fp8 keep bf16 gradients.
+  and recipes of NeMo and Megatron Bridge, overlap tensor-parallel messages; fp8 recipes keep bf16 gradients.
 
-Rates become times by the convention that the row's notes name; reported TFLOP/s are never compared. Memory is compared
-by the kind of count: calculated (states), the allocator's, or the driver's.
+Rates are converted to times by the convention in the row's notes; reported TFLOP/s are never compared. Memory is
+compared by its kind: calculated states, the allocator's count, or the driver's.
 """
 
 WHY = {
     "v1-": "a V100 cluster whose own authors warn of 40 % between allocations; the same job took 82 s and 217 s",
-    "gv-": "a continuous-integration run of a toy model: the host's launches decide, deterministic kernels slow it",
+    "gv-": "a continuous-integration run of a toy model: bound by kernel launches, slowed by deterministic kernels",
     "bl-035": "more than the same job at twice the microbatch (bl-036, 56 GB): probably swapped",
     "mb-228": "twice as slow as the next release of the same program on the same job (mb-191)",
     "mb-260": "twice as slow as the previous release of the same program on the same job (mb-277)",
@@ -130,14 +130,15 @@ def _lines(summary: dict[str, Any], judged: Sequence[Judged], refused: dict[str,
         yield ""
     memory = summary["memory"]
     yield (
-        f"Of {memory['oom_rows']} rows that ran out of memory {memory['oom_recall']:.0%} were predicted to; of "
-        f"{memory['oom_predicted']} that were predicted to, {memory['oom_precision']:.0%} did. Most of the others ran "
-        f"close to the limit, at a batch that their authors had pushed there; {_old_zero3(judged)} are ZeRO-3 on V100s "
-        "at up to 64 sequences a microbatch: what DeepSpeed kept in host memory is in no column."
+        f"Of {memory['oom_rows']} rows that ran out of memory, {memory['oom_recall']:.0%} were predicted to do so; of "
+        f"{memory['oom_predicted']} rows that were predicted to run out, {memory['oom_precision']:.0%} did. Most of "
+        "the others ran close to the limit, with batches that their authors had pushed to it; "
+        f"{_old_zero3(judged)} are ZeRO-3 on V100s with up to 64 sequences per microbatch, and no column shows what "
+        "DeepSpeed kept in host memory."
     )
     yield from _left_out()
     yield from _fresh()
-    yield "\n## The ten rows furthest off\n"
+    yield "\n## The ten largest errors\n"
     yield "| row | quantity | predicted | measured | why |"
     yield "|---|---|---|---|---|"
     for quantity, unit in (("step_time", "s"), ("memory", "GB")):
@@ -169,9 +170,10 @@ def _left_out() -> Iterator[str]:
     """Errors of families whose rows the constants have not seen, as `benchmarks/fit_planner.py` wrote them."""
     yield "\n## Left out\n"
     yield (
-        "Step time of sources that share authors or program, by constants fitted to all others and to guesses from "
-        "datasheets and kernels' own benchmarks (`python benchmarks/fit_planner.py --left-out`). What the model has "
-        "terms for was decided with all of them in view, so a source that nobody has seen may be further off.\n"
+        "Errors of step time for each family of sources (sources that share authors or program), with constants fitted "
+        "to all other families and to priors from datasheets and kernel benchmarks (`python benchmarks/fit_planner.py "
+        "--left-out`). The terms of the model were chosen with all sources in view, so an unseen source may have a "
+        "larger error.\n"
     )
     yield "| family | rows | median | mean | inside |"
     yield "|---|---|---|---|---|"
@@ -205,12 +207,12 @@ def _fresh() -> Iterator[str]:
 
 
 def _regret(judged: Sequence[Judged]) -> Iterator[str]:
-    """What following the planner would have cost, on the fitted rows and on the fresh ones."""
+    """The cost of following the planner, on the fitted rows and on the fresh ones."""
     yield "\n## Regret\n"
     yield (
-        "Where several layouts of one job were measured: how much slower the planner's choice is than the fastest. A "
-        "layout that was measured several times counts once, by the median. The constants were fitted to the *fitted* "
-        "rows and never to the *fresh* ones.\n"
+        "For jobs measured in several layouts: how much slower the planner's choice is than the fastest layout. A "
+        "layout measured several times counts once, by its median. The constants were fitted to the *fitted* "
+        "rows and never to the *fresh* rows.\n"
     )
     yield "| rows | source | layouts | devices | parameters | chosen | regret |"
     yield "|---|---|---|---|---|---|---|"
