@@ -244,5 +244,5 @@ def test_time_that_computation_does_not_hide_is_counted() -> None:
 
 
 def test_what_selective_recomputation_keeps_cannot_move() -> None:
-    with pytest.raises(ValueError, match="what selective recomputation keeps cannot be moved"):
+    with pytest.raises(ValueError, match="the tensors that selective recomputation keeps cannot be offloaded"):
         parse_spec("model: gpt2\nlayout: {offload: {activations: host}}\ntraining: {recompute: selective}\n", Run)

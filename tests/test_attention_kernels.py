@@ -113,7 +113,7 @@ def test_layouts_with_a_named_kernel_equal_one_process(ranks: RankPool, family: 
     ("training", "layout", "problem"),
     [
         ({"attention": "math"}, {"cp": 2, "cp_method": "ring"}, "use layout.cp_method=ulysses, or training.attention="),
-        ({"compile_mode": "max-autotune-no-cudagraphs"}, {}, "is of what is compiled; set compile=true"),
+        ({"compile_mode": "max-autotune-no-cudagraphs"}, {}, "only applies to compilation; set compile=true"),
         ({"compile": True, "compile_scope": "model"}, {"pp": 2}, "with layout.pp=2: .*; use compile_scope=block"),
         (
             {"compile": True, "compile_scope": "model"},
@@ -125,7 +125,7 @@ def test_layouts_with_a_named_kernel_equal_one_process(ranks: RankPool, family: 
             {"offload": {"activations": "host"}},
             "activations move between blocks; use compile_scope=block",
         ),
-        ({"compile_scope": "model"}, {}, "compile_scope=model is of what is compiled; set compile=true"),
+        ({"compile_scope": "model"}, {}, "compile_scope=model only applies to compilation; set compile=true"),
     ],
 )
 def test_what_makes_no_sense_is_refused(training: dict[str, Any], layout: dict[str, Any], problem: str) -> None:

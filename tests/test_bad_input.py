@@ -147,7 +147,7 @@ DATA = {
     "short.txt": (damaged("short.txt", b"red"), "the corpus has 2 tokens and one sample takes 9; add text or lower"),
     "t.json": (damaged("t.json", b"{}"), "t.json: a .json file must hold a list of records"),
     "t.csv": (damaged("t.csv", b"a,b"), "t.csv: no column 'text' (its columns are a, b); set the source's text_key"),
-    "t.bin": (damaged("t.bin", b"abcd"), "t.bin: no t.idx lies beside it; say which integers it holds, as in {path"),
+    "t.bin": (damaged("t.bin", b"abcd"), "t.bin: no t.idx is beside it; set its integer type, as in {path"),
     "{path: t.bin, tokens: uint16}": (damaged("t.bin", b"abcd"), "t.bin holds tokens: give the tokenizer that made"),
     "x.jsonl": (
         damaged("x.jsonl", b'{"text": "a"}\n{"body": "b"}'),

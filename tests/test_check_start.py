@@ -88,7 +88,7 @@ def test_adapters_train_beside_random_weights_only_where_the_recipe_says_so(
     words = ["finetune={method: lora, rank: 2}", "run_dir=runs/alone"]
     assert main(["check", "run.yaml", *words]) == 1
     (problem,) = capsys.readouterr().err.splitlines()
-    assert "finetune.method=lora: the weights that stay as they are would be random" in problem
+    assert "finetune.method=lora: the frozen weights would be random" in problem
     with pytest.raises(UserError, match=r"where random weights are meant, model\.weights=random"):
         train(load_recipe("run.yaml", words))
     assert main(["check", "run.yaml", *words, "model.weights=random"]) == 0
@@ -151,8 +151,8 @@ def test_an_objective_that_the_data_cannot_serve_is_refused_by_both(
 ) -> None:
     plain = ["data.chat={template: plain}"]
     for words, message in (
-        (plain, "data source preferences holds preferences; learn from them with training.preference={}"),
-        (["training.preference={}", "data.sources=text.txt"], "which data source text has not"),
+        (plain, "data source preferences holds preferences; train on them with training.preference={}"),
+        (["training.preference={}", "data.sources=text.txt"], "and data source text has none"),
     ):
         assert main(["check", "run.yaml", *words]) == 1
         (problem,) = capsys.readouterr().err.splitlines()

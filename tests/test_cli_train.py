@@ -165,7 +165,7 @@ def test_other_data_are_continued_with_only_by_the_tokenizer_that_was_learnt(fol
     words = ["train", "recipes/run.yaml", "--resume", "data.sources=other/*.txt", "training.steps=6"]
     assert main(words) == 2
     assert (
-        "data.tokenizer=auto gives tokens other numbers than runs/small learnt, which this run continues; "
+        "data.tokenizer=auto gives tokens other ids than runs/small learnt, which this run continues; "
         "set data.tokenizer=../runs/small/tokenizer" in capsys.readouterr().err
     )
     words.append("data.tokenizer=../runs/small/tokenizer")

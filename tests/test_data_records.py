@@ -237,7 +237,7 @@ def test_the_audit_finds_what_no_assistant_wrote(fault, prepared):
     assert list(trained_text_problems(stream, corpus.tokenizer, data)) == []
     broken = replace(stream, train=replace(stream.train, trained=fault(np.asarray(stream.train.trained))))
     problems = list(trained_text_problems(broken, corpus.tokenizer, data))
-    assert any("which is no assistant's text in the records" in problem for problem in problems)
+    assert any("which is not an assistant's text in the records" in problem for problem in problems)
 
 
 def test_a_model_without_a_recipe_is_measured_on_what_its_template_trains(tmp_path, monkeypatch):
@@ -331,7 +331,10 @@ def test_a_preference_keeps_its_tools_on_both_sides():
 ODD_CALLS = {
     "call": ({"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}, "a call of a tool has no name"),
     "arguments": ({"from": "function_call", "value": "not JSON"}, "a call: not JSON"),
-    "list": ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}, "of 'f' are no object but list"),
+    "list": (
+        {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]},
+        "of 'f' are not an object but list",
+    ),
 }
 
 

@@ -165,7 +165,7 @@ def test_documents_stand_alone(directories: Path, name: str) -> None:
 def test_documents_that_would_be_mixed_are_refused(directories: Path) -> None:
     model = build_here(foreign_run(directories / "opt", LayoutSpec())).model
     assert isinstance(model, ForeignDecoder)
-    with pytest.raises(ValueError, match="does not keep the documents of a row apart"):
+    with pytest.raises(ValueError, match="does not isolate the documents of a row"):
         model.check_documents()
 
 

@@ -231,7 +231,7 @@ def test_a_busy_judge_is_asked_again_and_an_error_is_told():
         Client(stub.url, "m", key="secret").ask("?", max_tokens=1)
     with pytest.raises(UserError, match="unencrypted"):
         Client("http://example.com/v1", "m", key="secret")
-    with pytest.raises(UserError, match="is no address"):
+    with pytest.raises(UserError, match="is not an address"):
         Client("localhost:8000", "m")
 
 
@@ -269,7 +269,7 @@ def test_people_vote_the_same_way(tmp_path, capsys):
     assert main(["judge", "--votes", str(tmp_path / "votes.jsonl")]) == 0
     assert "x against y: 2 wins, 1 ties, 0 losses; win rate 0.833" in capsys.readouterr().out
     (tmp_path / "bad.jsonl").write_text('{"model_a": "x", "model_b": "y", "winner": "x"}\n')
-    with pytest.raises(UserError, match=r"bad\.jsonl:1: is no vote"):
+    with pytest.raises(UserError, match=r"bad\.jsonl:1: is not a vote"):
         read_verdicts([tmp_path / "bad.jsonl"])
 
 

@@ -283,7 +283,7 @@ def misfits(run: ResolvedRun, **layout: Any) -> str:
 def test_no_block_lies_on_two_ranks() -> None:
     run = narrow_run(LayoutSpec(), "blockwise")
     assert not misfits(run, tp=2)
-    assert "64 of the 256 outputs of layers.0.attention.wq are no multiple of 128" in misfits(run, tp=4)
+    assert "64 of the 256 outputs of layers.0.attention.wq are not a multiple of 128" in misfits(run, tp=4)
     assert not misfits(run, cp=2, cp_method="ulysses")
     assert "runs of 64, no multiple of 128" in misfits(run, cp=2, cp_method="ring")
     assert not misfits(narrow_run(LayoutSpec(), "mxfp8"), tp=4, cp=2, cp_method="ring")
@@ -341,7 +341,7 @@ def test_each_expert_is_a_linear_layer_of_its_own(recipe: str) -> None:
 @pytest.mark.parametrize(
     ("training", "why"),
     [
-        ({"precision": "bf16", "low_precision": {"recipe": "rowwise"}}, "is of precision fp8, mxfp8, nvfp4"),
+        ({"precision": "bf16", "low_precision": {"recipe": "rowwise"}}, "needs precision fp8, mxfp8, nvfp4"),
         ({"precision": "mxfp8", "low_precision": {"recipe": "rowwise"}}, "is a recipe of fp8"),
         ({"precision": "mxfp8", "low_precision": {"saved_inputs": "codes"}}, "mxfp8 quantize the input anew"),
         ({"precision": "fp8", "low_precision": {"margin": 1}}, "margin only applies to recipe=delayed"),

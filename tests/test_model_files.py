@@ -139,7 +139,7 @@ def test_scalars_that_a_file_has_otherwise_count(directories: Path, tmp_path: Pa
     assert (found - theirs(tmp_path / "model")).abs().max() < 1e-6
     assert (found - theirs(directories / "apertus")).abs().max() > 1e-3
     save_file({**tensors, "model.strange": torch.tensor(1.0)}, tmp_path / "model/model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"model.strange, a single number in the files, is no constant"):
+    with pytest.raises(ValueError, match=r"model.strange, a single number in the files, is not a constant"):
         ours(tmp_path / "model")
 
 
@@ -191,7 +191,7 @@ def test_other_documents_than_equal_ones_are_kept_apart(directories: Path, monke
 
     monkeypatch.setattr(ForeignDecoder, "forward", leaking)
     model.check_causal()
-    with pytest.raises(ValueError, match="does not keep the documents of a row apart"):
+    with pytest.raises(ValueError, match="does not isolate the documents of a row"):
         model.check_documents()
 
 

@@ -105,7 +105,7 @@ def test_a_change_that_is_chosen_is_told_and_written(recipe: Path, capsys: pytes
 def test_what_says_nothing_on_a_cluster_is_refused(recipe: Path, capsys: pytest.CaptureFixture) -> None:
     for words, problem in (
         (["--cluster", "a100", "--consider", "fp8"], "A100-SXM-80GB has no fp8 matrix products"),
-        (["--cluster", "local", "--consider", "activations"], "on a CPU the host's memory is the device's"),
+        (["--cluster", "local", "--consider", "activations"], "on a CPU, host memory is device memory"),
         (["--consider", "bf16_states", "training.optimizer.name=muon", "training.precision=fp32"], ""),
     ):
         status = main(["plan", str(recipe), *words])

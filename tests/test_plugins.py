@@ -354,7 +354,7 @@ def test_an_objective_trains_under_a_layout_as_in_one_process(ranks: RankPool, t
         (Mean(), r"test_plugins.Mean.sums returns Tensor; return meshwright.Sums\(loss, metrics\)"),
         (PerToken(), r"test_plugins.PerToken.sums: the loss is a shape \(12, 16\); return the sum over the batch's"),
         (Forgets(), "test_plugins.Forgets.sums returns no 'z', which test_plugins.Forgets.metrics promises"),
-        (Share(), "test_plugins.Share.count returns 0.5; return how many terms the batch has"),
+        (Share(), "test_plugins.Share.count returns 0.5; return the number of terms in the batch"),
     ],
 )
 def test_what_is_no_objective_is_refused(tmp_path: Path, objective: Any, why: str) -> None:
@@ -472,7 +472,7 @@ def other_data(first: int) -> str:
 def test_ranks_that_have_read_other_data_say_so(ranks: RankPool) -> None:
     assert ranks.run(2, other_data, 0) == ["", ""]
     for found in ranks.run(2, other_data, 1):
-        assert found.startswith("rank 1 has read other data than rank 0; a dataset must yield the same items")
+        assert found.startswith("rank 1 read different data from rank 0; a dataset must yield the same items")
 
 
 # ---- models
@@ -720,7 +720,7 @@ def test_a_recipe_names_an_objective(installed: Path) -> None:
         ("lr_schedule: {name: x}", r"'x' is not allowed: .* meshwright.lr_schedules \(installed: 'stairs'\)"),
         ("optimizer: {name: my.Own}", r"no 'my.Own' is installed; there are plain .*; an object passed to train"),
         ("objective: zz", r"objectives: no 'zz' is installed; there are none, z \(entry points"),
-        ("optimizer: {name: plain, eps: 0.1}", r"optimizer.eps belongs to optimizers of ours; give plain its"),
+        ("optimizer: {name: plain, eps: 0.1}", r"optimizer.eps applies to optimizers that ship; set plain's"),
         ("optimizer: {options: {a: 1}}", r"training.optimizer.options belong to plug-ins, not to adamw; remove them"),
     ],
 )  # fmt: skip

@@ -269,9 +269,9 @@ def test_a_run_learns_what_is_preferred_and_goes_on(folder, capsys):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("training.preference=null", "data source colours holds preferences; learn from them with training.preference"),
+        ("training.preference=null", "data source colours holds preferences; train on them with training.preference"),
         ("data.separate_documents=false", "both answers of a preference are in one sample; set data.separate_doc"),
-        ("data.sources=text.txt", "training.preference learns from pairs of answers, which data source text has not"),
+        ("data.sources=text.txt", "training.preference trains on preference pairs, and data source text has none"),
     ],
 )
 def test_mistakes(override, message, folder):

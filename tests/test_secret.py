@@ -177,7 +177,7 @@ def test_an_old_secret_is_read_again_until_it_is_this_runs(tmp_path: Path) -> No
     (run_dir / FILE).write_bytes(first)
     other.join(10)
     assert found == [first]
-    with pytest.raises(StrangerError, match="run_dir is not the same folder on all machines, or a stranger"):
+    with pytest.raises(StrangerError, match="run_dir is not the same folder on all machines, or another process"):
         share_secret(store, "key", _with_secret(tmp_path / "another"), 0.1, first=False, where="here")
     with pytest.raises(StuckError, match=r"the first of those who meet at here did not arrive within 0\.1 s"):
         share_secret(store, "never", run_dir, 0.1, first=False, where="here")

@@ -141,11 +141,11 @@ def test_the_last_number_and_nested_boxes():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "holds no question"),
+        ("", "contains no questions"),
         ("{", "q.jsonl:1: is not JSON"),
         ("[1]", "is not a JSON object"),
         ('{"text": "x"}', "no known format has these columns (text)"),
-        (json.dumps(MMLU | {"answer": 7}), "q.jsonl:1: is not a question of the layout MMLU: the answer is number 7"),
+        (json.dumps(MMLU | {"answer": 7}), "q.jsonl:1: is not a question in the format MMLU: the answer is number 7"),
         (json.dumps(MMLU) + "\n" + json.dumps(SHORT), "q.jsonl:2: has the columns of short answers"),
         (json.dumps(MATH | {"solution": "none"}), "has no \\boxed{} answer"),
     ],
@@ -315,7 +315,7 @@ def test_misuse_is_told_in_one_sentence(tmp_path, monkeypatch, capsys):
         open_tasks([TaskSpec(task="q.jsonl"), TaskSpec(task="sub/q.jsonl")], tmp_path)
     for words, message in {
         ("--tasks", "none.jsonl"): "none.jsonl: cannot be read",
-        ("--shots", "1"): "--shots is of tasks",
+        ("--shots", "1"): "--shots only applies to tasks",
         ("--tasks", "q.jsonl", "--samples", "3"): "choose one",
         ("--tasks", "q.jsonl", "--shots", "-1"): "must be a whole number",
     }.items():

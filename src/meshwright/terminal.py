@@ -1,4 +1,4 @@
-"""Text on a terminal: control characters in names, documents and models' output are shown, never obeyed.
+"""Text on a terminal: control characters in names, documents and model output are shown as text.
 
 A terminal acts on escape sequences: they move its cursor, hide lines, set its title, fill the clipboard. Output to
 pipes and files is unchanged.

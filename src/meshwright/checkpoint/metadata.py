@@ -1,4 +1,4 @@
-"""DCP's `.metadata`, a pickle, read without letting it run code."""
+"""DCP's `.metadata`, a pickle, read without executing code."""
 
 import io
 import pickle
@@ -56,7 +56,7 @@ def _check(metadata: Any) -> None:
         must(isinstance(name, str), "a tensor has no name")
         if isinstance(entry, BytesStorageMetadata):
             continue
-        must(isinstance(entry, TensorStorageMetadata), f"{name} is no tensor")
+        must(isinstance(entry, TensorStorageMetadata), f"{name} is not a tensor")
         must(isinstance(entry.size, torch.Size), f"{name} has no shape")
         must(isinstance(entry.properties, TensorProperties), f"{name} has no properties")
         must(isinstance(entry.properties.dtype, torch.dtype), f"{name} has no dtype")

@@ -1,4 +1,4 @@
-"""How a recipe is named on the command line, and where the preset recipes are."""
+"""Arguments that verbs share, and the preset recipes."""
 
 import argparse
 import contextlib
@@ -78,7 +78,7 @@ def add_disk_argument(parser: argparse.ArgumentParser) -> None:
         "--weights-from-disk",
         action="store_true",
         default=None,
-        help="read each layer's weights from disk when it computes (default: only where they exceed free memory)",
+        help="read each layer's weights from disk when it computes (default: only if they exceed free memory)",
     )
 
 
@@ -87,8 +87,8 @@ def add_compile_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        help="generate by code that a C++ compiler makes for this machine's processor, once (default: on CPUs, where "
-        "it computes the model in fp32 or bf16)",
+        help="generate with steps that a C++ compiler builds once for this machine's processor (default: on CPUs, for "
+        "supported models in fp32 and bf16)",
     )
 
 
@@ -116,7 +116,7 @@ def add_family_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--family",
         choices=["transformers"],
-        help="compute a Hugging Face directory's model with transformers, even if it is of one of our families",
+        help="compute a Hugging Face directory's model with transformers, even if its family is one of ours",
     )
 
 

@@ -1,4 +1,4 @@
-"""The verb `compare`: measures a recipe in several engines, in several layouts, or several recipes, in turns."""
+"""The verb `compare`: measures a recipe in several engines or layouts, or several recipes, alternating."""
 
 import argparse
 import json
@@ -50,14 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="ENGINE=PATH",
-        help="the folder of an engine that is no package (nanogpt)",
+        help="the folder of an engine that is not a package (nanogpt)",
     )
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder to write to (default: runs/compare, -2, ...)")
     add_json_argument(parser)
     parser.epilog = (
         "Writes DIR/compare.md, compare.html and compare.json, and each engine's program into a folder of DIR.\n"
-        "exit status: 0 every engine named by --engines was measured, or else every one that is installed and can\n"
-        "express the recipe, 1 one was not, 2 invalid command line, 75 stopped by a signal\n\n"
+        "exit status: 0 all engines were measured (without --engines: all that are installed and support the recipe),\n"
+        "1 one was not, 2 invalid command line, 75 stopped by a signal\n\n"
         "examples:\n"
         "  meshwright compare run.yaml\n"
         "  meshwright compare run.yaml --engines meshwright,bare,hf_trainer --quick\n"

@@ -43,7 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="audit: also report questions of these .jsonl or text files that are in the training data",
     )
     parser.add_argument(
-        "--ngram", metavar="N", type=positive, help=f"--against: tokens in a row that count as shared (default {NGRAM})"
+        "--ngram",
+        metavar="N",
+        type=positive,
+        help=f"--against: consecutive tokens that count as shared (default {NGRAM})",
     )
     add_json_argument(parser)
     parser.epilog = (

@@ -37,15 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tasks",
         metavar="TASK",
         nargs="+",
-        help="ask tasks instead: .jsonl files of questions, YAML files or names of lm-evaluation-harness",
+        help="evaluate tasks instead: .jsonl files of questions, YAML files or names of lm-evaluation-harness",
     )
     parser.add_argument("--shots", metavar="N", type=whole, help="solved questions before each question of a task")
-    parser.add_argument("--shots-from", metavar="FILE", help=".jsonl file that these come from")
+    parser.add_argument("--shots-from", metavar="FILE", help=".jsonl file with the solved questions")
     parser.add_argument("--limit", metavar="N", type=positive, help="only the first N questions of each task")
     parser.add_argument("--chat", action="store_true", help="ask tasks through the chat template")
     parser.add_argument("--log", metavar="FILE", type=Path, help="write every question and answer to a .jsonl file")
     parser.add_argument(
-        "--all-checkpoints", action="store_true", help="measure every checkpoint of the run, and draw the curve"
+        "--all-checkpoints", action="store_true", help="evaluate every checkpoint of the run, and plot the curve"
     )
     add_json_argument(parser)
     parser.epilog = (
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     for name in ("shots", "shots_from", "limit", "chat", "log"):
         if getattr(arguments, name) and not arguments.tasks:
-            raise UserError(f"--{name.replace('_', '-')} is of tasks; name them with --tasks")
+            raise UserError(f"--{name.replace('_', '-')} only applies to tasks; name them with --tasks")
     if arguments.log and arguments.all_checkpoints:
         raise UserError("--log writes the answers of one checkpoint; name it, or leave --all-checkpoints out")
     measure = _tasks(arguments) if arguments.tasks else _loss(arguments)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from meshwright.serve.trained import TrainedModel
 
 WRITTEN_ONLY = (
-    "one that is only written: axolotl, torchtitan, megatron_lm, megatron_bridge, nanotron, automodel, "
+    "an export-only one: axolotl, torchtitan, megatron_lm, megatron_bridge, nanotron, automodel, "
     "llama_factory; for GPUs hf_trainer_fsdp, accelerate_fsdp, accelerate_deepspeed"
 )
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     into.add_argument(
         "--program", metavar="DIR", type=Path, help="write the run as a program of --engine, with its inputs"
     )
-    parser.add_argument("--engine", metavar="NAME", help=f"with --program: one that compare runs, or {WRITTEN_ONLY}")
+    parser.add_argument("--engine", metavar="NAME", help=f"with --program: an engine of compare, or {WRITTEN_ONLY}")
     parser.add_argument("--license", metavar="ID", help="with --hub: the model's license, such as apache-2.0")
     parser.add_argument("--private", action="store_true", help="with --hub: make the repository private")
     parser.add_argument("--dry-run", action="store_true", help="with --hub: show what would be pushed; send nothing")
@@ -51,26 +51,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=[name for name in get_args(ComputeName) if name != FP64.name],
-        help="with --hf and --hub: of the stored weights (default: the run's precision)",
+        help="with --hf and --hub: dtype of the stored weights (default: the run's precision)",
     )
     parser.add_argument(
         "--format",
         choices=get_args(GgufName),
-        help="with --gguf and --ollama: of the stored matrices (default: the run's precision)",
+        help="with --gguf and --ollama: format of the matrices (default: the run's precision)",
     )
     parser.add_argument(
         "--vllm",
         metavar="PYTHON",
         type=Path,
-        help="with --hf, --hub and --adapter: have it read by vLLM too; the Python of an environment that has vLLM",
+        help="with --hf, --hub and --adapter: also read it back in vLLM; the Python of vLLM's environment",
     )
     add_ema_argument(parser)
     add_family_argument(parser)
     add_json_argument(parser)
     parser.epilog = (
-        "The export appears only when it was read back with equal logits, tokens and chat template: by meshwright and\n"
-        "transformers, an adapter by peft, GGUF by llama.cpp (pip install 'meshwright[gguf]'), where these are\n"
-        "installed, and by the vLLM of --vllm. receipt.json says by which, and how equal.\n\n"
+        "An export appears only after the installed programs have read it back with equal logits, tokens and chat\n"
+        "template: meshwright and transformers, peft for adapters, llama.cpp for GGUF (pip install\n"
+        "'meshwright[gguf]'), vLLM with --vllm. receipt.json records which programs, and how closely they agree.\n\n"
         "examples:\n"
         "  meshwright export runs/demo --hf runs/demo/export\n"
         "  meshwright export runs/demo --gguf demo-q8_0.gguf --format q8_0\n"

@@ -34,11 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="text to continue; may be repeated, in one batch; - reads one from standard input",
     )
     parser.add_argument(
-        "--chat", action="store_true", help="each prompt is a user's message, rendered by the model's chat template"
+        "--chat", action="store_true", help="each prompt is a user message, rendered by the model's chat template"
     )
     parser.add_argument("--system", metavar="TEXT", help="with --chat: a system message before the prompt")
     parser.add_argument(
-        "--max-tokens", metavar="N", type=int, help="most new tokens (default 128, or the rest of the context)"
+        "--max-tokens",
+        metavar="N",
+        type=int,
+        help="maximum number of new tokens (default 128, or the rest of the context)",
     )
     add_sampling_arguments(parser)
     add_json_argument(parser)

@@ -12,7 +12,9 @@ from meshwright.spec.errors import UserError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the operands and options of `import`."""
-    parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="files that describe one training together")
+    parser.add_argument(
+        "files", metavar="FILE", nargs="+", type=Path, help="all configuration files of one training job"
+    )
     parser.add_argument("--ranks", type=positive, metavar="N", help="number of processes, if no file gives it")
     parser.add_argument("--model", metavar="NAME", help="published name or Hugging Face directory, if no file gives it")
     parser.add_argument(

@@ -53,17 +53,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("judged"), help="default: judged")
     parser.add_argument("--prompts", metavar="DIR", type=Path, help="your own pairwise.txt, single.txt, reference.txt")
     parser.add_argument("--limit", metavar="N", type=positive, help="only the first N questions")
-    parser.add_argument("--max-tokens", metavar="N", type=positive, default=1024, help="of a reply (default 1024)")
-    parser.add_argument("--at-once", metavar="N", type=positive, default=8, help="requests at a time (default 8)")
+    parser.add_argument(
+        "--max-tokens", metavar="N", type=positive, default=1024, help="tokens per reply (default 1024)"
+    )
+    parser.add_argument("--at-once", metavar="N", type=positive, default=8, help="concurrent requests (default 8)")
     parser.add_argument(
         "--price",
         metavar=("READ", "WRITTEN"),
         type=float,
         nargs=2,
-        help="price of a million tokens that the judge reads, and that it writes",
+        help="prices of a million tokens that the judge reads and of a million that it writes",
     )
     parser.add_argument("--dry-run", action="store_true", help="only estimate the cost; nothing is sent")
-    parser.add_argument("--device", metavar="D", default="auto", help="where models answer (default: auto)")
+    parser.add_argument(
+        "--device", metavar="D", default="auto", help="device of the models that answer (default: auto)"
+    )
     add_json_argument(parser)
     parser.epilog = (
         "examples:\n"

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--consider",
         metavar="CHANGES",
         help=f"let changes of the recipe compete with it, separated by commas: {', '.join((*GROUPS, *CHANGES))}; a+b "
-        "is both at once",
+        "combines two",
     )
     parser.add_argument("--write", metavar="FILE", type=Path, help="write the recipe with the chosen layout")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write the plan as one offline page")

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks", type=_ranks, metavar="R,R", help="ranks to rehearse (default: the first of each pipeline stage)"
     )
     parser.add_argument(
-        "--memory", type=_gigabytes, metavar="GB", help="memory of a device, 10**9 bytes, in place of the cluster's"
+        "--memory", type=_gigabytes, metavar="GB", help="device memory in GB (10**9 bytes), instead of the cluster's"
     )
     add_json_argument(parser)
     parser.epilog = (

@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="newest",
         type=checkpoint,
         metavar="CHECKPOINT",
-        help="resume from the run's newest checkpoint, from the named one (step-00000400), or with auto from the "
-        "newest undamaged one, or from the start if there is none",
+        help="resume from the newest checkpoint, or from the named one (step-00000400); auto: from the newest "
+        "undamaged one, or from the start if there is none",
     )
     parser.add_argument(
         "--wait-for-lock",
@@ -38,16 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--retry-oom",
         action="store_true",
-        help="where memory runs out, start again from the newest checkpoint with the first change that would fit",
+        help="after an out-of-memory error, restart from the newest checkpoint with the first change that would fit",
     )
     parser.add_argument(
         "--memory",
         action="store_true",
-        help="write a page with the memory of a step by kind (the callback memory, docs/memory.md)",
+        help="plot the memory of a step by kind, as a page (the callback memory, docs/memory.md)",
     )
     add_json_argument(parser)
     parser.epilog = (
-        "Starts the processes that the layout needs; under torchrun, Slurm or Kubeflow it runs as one of theirs.\n"
+        "Starts the processes that the layout needs; under torchrun, Slurm or Kubeflow it is one of their processes.\n"
         "exit status: 0 trained, 2 an error in recipe or data, 71 out of memory, 75 stopped by a signal with\n"
         "everything saved; all others are failures (docs/stopping.md)\n\n"
         "examples:\n"

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shrink",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="use a small model under the same layout conditions (default), or the recipe's own",
+        help="use a small model under the same layout conditions (default), or the recipe's model",
     )
     parser.add_argument(
         "--precision",

@@ -1,4 +1,4 @@
-"""The store where ranks meet; everything written to it is signed.
+"""The rendezvous store of a run; every value in it is signed.
 
 torch's store accepts anybody who reaches its port. So every value carries an HMAC of its name and itself, keyed with
 the run's secret. A value without a valid one is rejected with an error.
@@ -78,7 +78,7 @@ class SignedStore(dist.Store):
         if not hmac.compare_digest(signature, self._signature(key, value)):
             raise StrangerError(
                 f"{self._prefix + key!r} at {self._where}, where ranks meet, is not signed with this run's secret: "
-                "run_dir is not the same folder on all machines, or a stranger writes there (docs/security.md)"
+                "run_dir is not the same folder on all machines, or another process writes there (docs/security.md)"
             )
         return value
 

@@ -46,7 +46,7 @@ def trained_text_problems(stream: Stream, tokenizer: TextTokenizer, data: DataSp
             left = wanted.get(_stripped(found))
             if not (left and _margins_fit(found, left.pop())) and not (cut and _is_beginning(_stripped(found), wanted)):
                 shown = " ... ".join(found)[:80]
-                yield f"document {number} trains on {shown!r}, which is no assistant's text in the records"
+                yield f"document {number} trains on {shown!r}, which is not an assistant's text in the records"
 
 
 def _sides(stream: Stream) -> list[TokenFile]:

@@ -30,7 +30,7 @@ COLUMNS: dict[Format, tuple[str, ...]] = {
 FURTHER = ("prompt", "input", "history", "system", "labels", "tools", "functions", "weight", "train")
 """Further columns that a format may have."""
 REFUSED = {
-    "label": "whether an answer is good (KTO) is no objective here; make pairs of chosen and rejected",
+    "label": "whether an answer is good (KTO) is not supported; make pairs of chosen and rejected",
     "images": "models of images are not trained here",
     "audios": "models of sound are not trained here",
     "videos": "models of images are not trained here",

@@ -170,7 +170,7 @@ def _source_file(name: str, source: SourceSpec, number: int, base_dir: Path) -> 
             raise UserError(f"{name}: {path.name}, whose index it is, does not lie beside it")
     elif container == "raw" and source.tokens is None:
         raise UserError(
-            f"{name}: no {path.stem}.idx lies beside it; say which integers it holds, as in "
+            f"{name}: no {path.stem}.idx is beside it; set its integer type, as in "
             f"{{path: {source.path}, tokens: uint16}}"
         )
     return SourceFile(

@@ -304,7 +304,7 @@ def _chat_template(files: Mapping[str, bytes], config: Mapping[str, Any], where:
             )
         found = {template.get("name"): template["template"] for template in named}.get("default")
     if not isinstance(found, str | None):
-        raise UserError(f"{where}: chat_template in tokenizer_config.json is no text but {type(found).__name__}")
+        raise UserError(f"{where}: chat_template in tokenizer_config.json is not text but {type(found).__name__}")
     return found
 
 

@@ -31,7 +31,7 @@ def tools_of(value: Any, where: str) -> list[dict[str, Any]]:
     if isinstance(tools, Mapping):
         tools = [tools]
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise UserError(f"{where}: tools are no list of objects with name, description and parameters")
+        raise UserError(f"{where}: tools are not a list of objects with name, description and parameters")
     return [_tool(tool, where) for tool in tools]
 
 
@@ -96,7 +96,7 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(call, Mapping):
-        raise UserError(f"{where}: a call of a tool is no object with name and arguments but {type(call).__name__}")
+        raise UserError(f"{where}: a tool call is not an object with name and arguments but {type(call).__name__}")
     function = call.get("function") if isinstance(call.get("function"), Mapping) else call
     assert isinstance(function, Mapping)
     name = function.get("name")
@@ -105,7 +105,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     given = function.get("arguments", function.get("parameters"))
     arguments = _from_json(given, f"{where}: the arguments of {name!r}") if given not in (None, "") else {}
     if not isinstance(arguments, Mapping):
-        raise UserError(f"{where}: the arguments of {name!r} are no object but {type(arguments).__name__}")
+        raise UserError(f"{where}: the arguments of {name!r} are not an object but {type(arguments).__name__}")
     identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**identity, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
 

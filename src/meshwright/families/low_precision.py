@@ -156,7 +156,7 @@ def _tensor_misfits(where: str, rows: list[Parameter], model: ModelSpec, tp: int
             assert row.dims[dim] in TP_SPLITS
             yield (
                 f"{where}: a rank's {row.shape[dim] // tp} of the {row.shape[dim]} "
-                f"{'outputs' if dim == 0 else 'inputs'} of {row.name.removesuffix('.weight')} are no multiple of "
+                f"{'outputs' if dim == 0 else 'inputs'} of {row.name.removesuffix('.weight')} are not a multiple of "
                 f"{block}, the numbers that share a scale; use another degree, or keep the layer in bf16"
             )
             return

@@ -1,4 +1,4 @@
-"""Models of users' own: a family of ours whose blocks are theirs, and the named dims of what these hold.
+"""Users' models: one of our families with the user's blocks, and the named dims of their parameters.
 
 `models/own.py` has the class that users subclass; here, without torch, is what its table must keep to.
 """

@@ -1,4 +1,4 @@
-"""Configuration files of strangers, opened: text within limits, and plain data that is a tree. Nothing is run."""
+"""Reading of untrusted configuration files: text within limits, and plain data that forms a tree. Nothing is run."""
 
 import json
 import tomllib

@@ -1,4 +1,4 @@
-"""A judge behind OpenAI's API: one chat completion for each prompt, repeated where the server is busy."""
+"""A judge behind OpenAI's API: one chat completion per prompt, retried if the server is busy."""
 
 import contextlib
 import json
@@ -48,7 +48,7 @@ class Client:
         `UserError` if the address is invalid, the key would be sent unencrypted, or the model must be named."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"--judge {url}: is no address; give the server's, such as http://localhost:8000/v1")
+            raise UserError(f"--judge {url}: is not an address; give the server's, such as http://localhost:8000/v1")
         if key is not None and parts.scheme == "http" and parts.hostname not in LOCAL:
             raise UserError(f"--judge {url}: the API key would travel unencrypted; give an https address")
         self.url, self._key, self._timeout, self._attempts, self._sleep = url.rstrip("/"), key, timeout, attempts, sleep

@@ -89,7 +89,7 @@ def read_verdicts(paths: Sequence[Path]) -> list[Verdict]:
                 continue
             if row["winner"] not in WINNERS or not {"model_a", "model_b"} <= row.keys():
                 raise UserError(
-                    f"{place}: is no vote: it must have model_a, model_b, and winner, one of {', '.join(WINNERS)}"
+                    f"{place}: is not a vote: it must have model_a, model_b, and winner, one of {', '.join(WINNERS)}"
                 )
             question = row.get("question_id", row.get("question", row.get("id", place)))
             name = question if isinstance(question, str) else json.dumps(question)

@@ -1,4 +1,4 @@
-"""A judging: every question's prompts, sent to the judge and written down one by one, so that it can be continued."""
+"""A judge's work: every question's prompts, sent to the judge and recorded one by one, so that it can be resumed."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""What a worker process runs first: `python -m meshwright.launch.child PARENT MODULE ...` ends with its parent.
+"""The first code of a worker process: `python -m meshwright.launch.child PARENT MODULE ...` ends with its parent.
 
 Loading torch takes seconds, in which a launcher may be killed; so the parent is watched before anything is loaded.
 """

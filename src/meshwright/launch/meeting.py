@@ -1,4 +1,4 @@
-"""Where ranks meet: torch's store at one address, the secret that those who meet share, and who has arrived."""
+"""The rendezvous of ranks: torch's store at one address, the shared secret, and the ranks that have arrived."""
 
 import array
 import contextlib

@@ -1,4 +1,4 @@
-"""A program's ranks on this machine that compute in turns: between turns all ranks wait for a line of input."""
+"""Ranks of a program that alternates with others on this machine: between its turns, all wait for a line of input."""
 
 import contextlib
 import ctypes

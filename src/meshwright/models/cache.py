@@ -1,4 +1,4 @@
-"""KV cache of sequences that are being continued: lengths may differ, and all new tokens form one flat row.
+"""KV cache of running sequences of different lengths; all new tokens form one flat row.
 
 A forward pass takes the concatenated new tokens of some sequences, [1, N], so that products see one batch of N rows and
 nothing is padded: first one token for each sequence in decoding, then parts of prompts. Only attention knows which

@@ -24,7 +24,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.model import ForeignModel, ModelSpec
 
 _MIXES_DOCUMENTS = (
-    "data.separate_documents: transformers' module for this model does not keep the documents of a row apart, which "
+    "data.separate_documents: transformers' module for this model does not isolate the documents of a row, which "
     "packing with separate documents and pairs of answers (training.preference) need; use "
     "data.separate_documents=false, or data.packing=padded"
 )
@@ -244,7 +244,7 @@ def _take_state(model: nn.Module, foreign: ForeignModel) -> None:
         path, _, last = name.rpartition(".")
         kept = modules[path]._buffers.get(last) if path in modules else None
         if kept is None or kept.shape:
-            raise UserError(f"{name}, a single number in the files, is no constant of transformers' module")
+            raise UserError(f"{name}, a single number in the files, is not a constant of transformers' module")
         kept.fill_(value)
 
 

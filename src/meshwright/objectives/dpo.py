@@ -1,4 +1,4 @@
-"""Direct preference optimisation: of two answers to a prompt the chosen one is to become likelier.
+"""Direct preference optimisation: makes the chosen of two answers likelier relative to the rejected one.
 
 Rafailov et al., "Direct Preference Optimization" (2023), eq. 7: the loss of a pair is -log sigmoid(beta (r - r_ref)),
 where r, its margin, is the log of how much likelier the model makes the chosen answer than the rejected one, and r_ref

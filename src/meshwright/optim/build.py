@@ -58,8 +58,8 @@ class Optimizers:
             if splits and isinstance(optimizer, Plugged) and optimizer.elementwise is None:
                 raise UserError(
                     f"training.optimizer.name={optimizer.name} does not set elementwise, and {layout.strategy} "
-                    "splits the model over ranks; set elementwise = True in its class if it updates every number from "
-                    "its own history alone, elementwise = False if it updates each tensor by itself (it then gets "
+                    "splits the model over ranks; set elementwise = True in its class if it updates every "
+                    "element independently, elementwise = False if it updates every tensor independently (it then gets "
                     "whole tensors), or train with layout.dp_replicate alone"
                 )
 

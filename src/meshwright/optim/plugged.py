@@ -65,7 +65,7 @@ class Plugged(torch.optim.Optimizer):
             if begun and self.elementwise is False:
                 raise UserError(
                     f"training.optimizer.name={name} creates state before its first step, when whole tensors are not "
-                    "there; create it in the first step, or set elementwise = True if that holds"
+                    "there; create it in the first step, or set elementwise = True if it updates elements independently"
                 )
             for key, tensor in begun.items():
                 self._keep_state(parameter, key, tensor)
@@ -113,7 +113,7 @@ class Plugged(torch.optim.Optimizer):
         if odd and self.elementwise:
             raise UserError(
                 f"training.optimizer.name={self.name} has elementwise = True, but its state {odd[0]!r} has another "
-                "shape than the parameter; with elementwise = False it is given whole tensors"
+                "shape than the parameter; with elementwise = False it gets whole tensors"
             )
         return {key: tensor.shape == shape for key, tensor in found.items()}
 

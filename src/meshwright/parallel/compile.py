@@ -1,4 +1,4 @@
-"""torch.compile of single blocks, so that one compilation serves all of them; or of all that is before the head."""
+"""torch.compile of single blocks, which share one compilation, or of everything before the head."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Weights of layers in fp8, gathered by FSDP2 in fp8: the codes that their products multiply, a byte a number.
+"""Weights of fp8 layers, gathered by FSDP2 as the codes that their products multiply, one byte per number.
 
 Under `tensorwise` a matrix has one scale, of its largest value over all ranks. Each rank therefore casts its part with
 that scale before the gather, as torchao's `enable_fsdp_float8_all_gather` does, and what arrives are the very codes

@@ -1,4 +1,4 @@
-"""Activation offload: what a block saves for its backward pass waits in host memory (`layout.offload.activations`).
+"""Activation offload: tensors saved for a block's backward pass stay in host memory (`layout.offload.activations`).
 
 A block's forward pass runs under autograd's hooks for saved tensors. Each tensor that it saves is copied to host
 memory, once however many operations save it; when the forward pass ends, the device's memory is free again. The

@@ -117,7 +117,7 @@ def named(name: str) -> Change:
         if part not in CHANGES:
             known = ", ".join((*GROUPS, *CHANGES))
             hint = did_you_mean(part, (*GROUPS, *CHANGES))
-            raise UserError(f"--consider {name}: there are {known}; + joins several of the last{hint}")
+            raise UserError(f"--consider {name}: there are {known}; + combines changes{hint}")
     found = CHANGES[parts[0]]
     for part in parts[1:]:
         found = found + CHANGES[part]

@@ -138,9 +138,11 @@ def _variant(change: Change, base: Job, run: Run, spec: ModelSpec, cluster: Clus
     """The recipe with a change, to search. Raises `UserError` if the change says nothing on this cluster."""
     device, what = "cpu" if cluster.device == "cpu" else "cuda", f"--consider {change.name}"
     if device == "cpu" and "host" in dict(change.settings).values():
-        raise UserError(f"{what}: on a CPU the host's memory is the device's, so nothing would be saved")
+        raise UserError(f"{what}: on a CPU, host memory is device memory, so it saves nothing")
     if change.moves_activations and not limits.recompute and base.recompute not in ("none", "full"):
-        raise UserError(f"{what}: what selective recomputation keeps cannot be moved; use training.recompute=full")
+        raise UserError(
+            f"{what}: the tensors that selective recomputation keeps cannot be offloaded; use training.recompute=full"
+        )
     changed = change.of(run)
     products = changed.training.dtypes.products
     if products != run.training.dtypes.products and products not in cluster.tflops:

@@ -34,7 +34,7 @@ def shrink(resolved: ResolvedRun) -> ResolvedRun:
     """
     run, layout = resolved.run, resolved.run.layout
     if resolved.model.foreign is not None:
-        raise UserError(f"{run.model.name} is computed by transformers, which knows no smaller one; use --no-shrink")
+        raise UserError(f"{run.model.name} is computed by transformers, which has no smaller version; use --no-shrink")
     stages = _stage_layers(resolved.stage_layers)
     layers = sum(stages) if stages else min(2, resolved.model.num_layers)
     for model, length in _candidates(resolved, layers):

@@ -1,4 +1,4 @@
-"""A batch: the tokens that a rank runs at once, with what a model and an objective read beside them.
+"""A batch: the tokens that a rank runs at once, with the further inputs of model and objective.
 
 The same class on both sides: numpy arrays on the host (`data/loader.py`), tensors on the device (`models/batch.py`).
 

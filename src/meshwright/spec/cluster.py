@@ -1,4 +1,4 @@
-"""Clusters: devices, their links, and the short names that spell them."""
+"""Clusters: devices, their links, and their short names."""
 
 import re
 

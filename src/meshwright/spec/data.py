@@ -56,12 +56,12 @@ class SourceSpec(Spec):
     """One source of documents. A string is short for `{path: string}`."""
 
     path: str = Field(min_length=1)
-    """A file or a glob (`**` goes down), relative to the recipe; its ending says what it is. .jsonl, .csv, .parquet and
-    .arrow hold one document per line or row, .json a list of them; .idx, or .bin beside one, holds tokens as Megatron
-    stores them; .bin alone is a raw file of `tokens`; any other file is one document of UTF-8 text. Text, .json, .jsonl
-    and .csv may be compressed (.gz, .zst). Also the folder of a dataset that `datasets` saved, `hub:owner/name` on the
-    Hugging Face hub, or `stdlib`, the standard library of this Python. Or `dataset:NAME`, an entry point of the group
-    meshwright.datasets that gives texts, records or token ids."""
+    """A file or a glob (`**` matches folders), relative to the recipe. The extension determines the format: .jsonl,
+    .csv, .parquet and .arrow hold one document per line or row, .json a list of them; .idx, or .bin beside an .idx,
+    holds tokens as Megatron stores them; .bin alone is a raw file of `tokens`; any other file is one document of UTF-8
+    text. Text, .json, .jsonl and .csv may be compressed (.gz, .zst). Or a folder saved by `datasets`; `hub:owner/name`
+    on the Hugging Face hub; `stdlib`, the standard library of this Python; or `dataset:NAME`, an entry point of the
+    group meshwright.datasets that yields texts, records or token ids."""
     options: dict[str, Any] = Field(default={})
     """Keyword arguments of a plugged-in dataset."""
     name: str | None = Field(default=None, min_length=1)
@@ -73,17 +73,17 @@ class SourceSpec(Spec):
     text_key: str = Field(default="text", min_length=1)
     """Key or column of the text in .jsonl, .csv, .parquet, .arrow and datasets."""
     columns: dict[Column, str | None] = Field(default={})
-    """Where a record's columns have other names: ours to theirs, as in `{instruction: question}`. null: this column is
-    not read."""
+    """Other names of a record's columns, as in `{instruction: question}`: the name of the format to the name in the
+    file. null ignores the column."""
     weight: float | None = Field(default=None, ge=1e-9, le=1e9)
-    """Share of the tokens that are trained on, relative to the other sources' weights; every source has one or none
-    has. Without weights every document is seen equally often."""
+    """Share of the trained tokens, relative to the other sources' weights; set it for every source or for none. Without
+    weights, every document is seen equally often."""
     split: str = Field(default="train", min_length=1)
     """Split of a dataset."""
     subset: str | None = None
     """Subset (configuration) of a dataset on the hub."""
     tokens: Literal["uint16", "uint32"] | None = None
-    """Integers of a raw token file."""
+    """Integer type of a raw token file."""
 
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -94,8 +94,8 @@ class ChatSpec(Spec):
     """How records of conversations, prompts and preferences become tokens, and which of these carry loss."""
 
     template: str = Field(default="auto", min_length=1)
-    """How a conversation is written down: chatml, llama3, mistral, qwen, plain, or a Jinja file relative to the recipe.
-    auto: the tokenizer's own chat template."""
+    """Chat template: chatml, llama3, mistral, qwen, plain, or a Jinja file relative to the recipe. auto: the
+    tokenizer's own."""
     template_arguments: dict[str, bool | int | float | str] = Field(default={})
     """Further variables of the template, such as `{enable_thinking: false}`."""
     date: str = Field(default="2025-01-01", pattern=r"^\d{4}-\d{2}-\d{2}$")
@@ -104,20 +104,20 @@ class ChatSpec(Spec):
     """Tokens that carry loss: the turns of `roles_to_train` (of a prompt and its completion, the completion), only the
     last of these turns, or everything."""
     roles_to_train: tuple[Role, ...] = Field(default=("assistant",), min_length=1)
-    """Whose turns carry loss."""
+    """Roles whose turns carry loss."""
     train_on_eos: Literal["turn", "last", "none"] = "turn"
     """Which end-of-turn tokens of trained turns carry loss: all, the last turn's, or none."""
     thinking: Literal["template", "keep", "drop"] = "template"
     """Treatment of thoughts (`reasoning_content`, or `<think>` in an answer). template: as the template does, which
-    often omits those of earlier turns. keep: each turn is rendered as if it were the newest. drop: they are left
-    out."""
+    often omits thoughts of earlier turns. keep: each turn is rendered as if it were the newest. drop: thoughts are
+    removed."""
     special_tokens: Literal["error", "text", "drop"] = "error"
-    """Treatment of a record whose messages contain a special token as text, such as <|im_end|>: an error, encoded as
-    ordinary text, or the record is left out."""
+    """Treatment of a record whose messages contain a special token as text, such as <|im_end|>: raise an error, encode
+    it as ordinary text, or drop the record."""
     overlong: Literal["error", "truncate", "drop"] = "error"
-    """Treatment of a record longer than a sample: an error, its end is cut off, or it is left out."""
+    """Treatment of a record longer than a sample: raise an error, truncate it, or drop it."""
     unlabelled: Literal["error", "drop"] = "error"
-    """Treatment of a record without trained tokens: an error, or it is left out."""
+    """Treatment of a record without trained tokens: raise an error, or drop it."""
 
     @field_validator("date")
     @classmethod
@@ -130,32 +130,32 @@ class ChatSpec(Spec):
 
 
 class DataSpec(Spec):
-    """What to train on and how it is cut into samples."""
+    """The training data and how they are split into samples."""
 
     sources: tuple[SourceSpec, ...] = Field(default=(SourceSpec(path=STDLIB),), min_length=1)
-    """Where documents come from: a list of sources, or one source alone (`sources: stdlib`)."""
+    """Sources of documents: a list, or a single source (`sources: stdlib`)."""
     tokenizer: str = Field(default="auto", min_length=1)
     """A tokenizer.json, or a directory that holds one, relative to the recipe, or the hub's id of a model in the local
     cache. auto: the tokenizer of the model's Hugging Face directory; for other models a byte-level BPE is trained on
     the training documents."""
     tokenizer_vocab: int = Field(default=4096, ge=SMALLEST_VOCAB)
-    """Vocabulary of a tokenizer that is trained: 256 bytes, the end-of-text token, and merges."""
+    """Vocabulary size of a trained tokenizer: 256 bytes, the end-of-text token, and merges."""
     sequence_length: int = Field(default=1024, ge=1)
     """Tokens per sample."""
     packing: Literal["concatenated", "best_fit", "padded"] = "concatenated"
-    """How documents become samples. concatenated: one stream, an end-of-text token after every document, cut
-    every sequence_length tokens. best_fit: documents are put whole into the fullest sample that has room, the longest
-    first; only those longer than a sample are cut. padded: every document is a sample of its own."""
+    """How documents become samples. concatenated: one stream, an end-of-text token after every document, cut every
+    sequence_length tokens. best_fit: whole documents are packed into the fullest sample with room, longest first; only
+    documents longer than a sample are cut. padded: every document is its own sample."""
     separate_documents: bool = False
-    """Whether documents of one sample are kept apart: no token sees another document's, positions count from each
-    document's first token, and no label crosses a border."""
+    """Whether documents in one sample are isolated: no token attends to another document, positions restart at each
+    document, and no label crosses a boundary."""
     chat: ChatSpec = ChatSpec()
     """Conversations, prompts and preferences."""
     order: Literal["shuffled", "given"] = "shuffled"
     """Order of samples: reshuffled in every epoch, or as in the data."""
     held_out: float = Field(default=0.05, ge=0, lt=1)
-    """Share of the documents kept for evaluation, chosen by a hash of their text; at least one document, and
-    of a single document its last part. Of files of tokens the last documents. 0 keeps none."""
+    """Share of the documents held out for evaluation, chosen by a hash of their text: at least one document, or the
+    last part of a single one. From token files, the last documents. 0 holds out none."""
     cache_dir: str = Field(default="runs/cache", min_length=1)
     """Folder for tokens and trained tokenizers, relative to the working directory. It may be deleted."""
 

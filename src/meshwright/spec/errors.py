@@ -1,4 +1,4 @@
-"""Errors that users can mend: the only ones printed as a line instead of a stack trace."""
+"""User errors: the only exceptions printed as one line instead of a stack trace."""
 
 
 class UserError(ValueError):

@@ -36,10 +36,10 @@ class LoraSpec(Spec):
     method: Literal["lora", "qlora"]
     """What is trained. qlora is lora with `base: nf4`."""
     base: Literal["plain", "nf4", "int8"] = "plain"
-    """How frozen matrices of linear layers are kept: plain (in training.precision), nf4 (four bits, Dettmers et al.,
-    "QLoRA", 2023) or int8 (eight, a scale a row). Head, embeddings, norms and experts stay plain."""
+    """Storage of the frozen matrices of linear layers: plain (in training.precision), nf4 (four bits, Dettmers et al.,
+    "QLoRA", 2023) or int8 (eight bits, one scale per row). Head, embeddings, norms and experts stay plain."""
     double_quantization: bool = True
-    """nf4 only: keep the scales of its blocks in eight bits too."""
+    """nf4 only: quantize the scales of its blocks to eight bits."""
     rank: int = Field(default=16, ge=1)
     """Rows of A and columns of B."""
     alpha: float = Field(default=32.0, gt=0)
@@ -49,22 +49,22 @@ class LoraSpec(Spec):
     patterns of names, ours or Hugging Face's, as in [wq, wv] or [q_proj, "layers.0.*"]. Also output and
     tok_embeddings."""
     ranks: dict[str, Annotated[int, Field(ge=1)]] = Field(default={})
-    """Another rank for the modules of a pattern, as in {wq: 4, "layers.1*": 8}; the first that matches holds."""
+    """Another rank for the modules of a pattern, as in {wq: 4, "layers.1*": 8}; the first matching pattern applies."""
     alphas: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
     """Another alpha for the modules of a pattern."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of A's inputs that is set to zero in training, the others scaled up. Which ones depends on the layout."""
+    """Dropout probability of A's inputs. The mask is the same on every layout."""
     rslora: bool = False
-    """Multiply by alpha / sqrt(rank) instead (Kalajdzievski, "rsLoRA", 2023), so that high ranks learn as fast."""
+    """Scale by alpha / sqrt(rank) instead (Kalajdzievski, "rsLoRA", 2023), so that high ranks learn as fast."""
     dora: bool = False
-    """Train each row's magnitude apart from its direction (Liu et al., "DoRA", 2024)."""
+    """Train each row's magnitude separately from its direction (Liu et al., "DoRA", 2024)."""
     b_lr_ratio: float = Field(default=1.0, gt=0)
     """Learning rate of B as a multiple of A's (Hayou et al., "LoRA+", 2024, who use 16)."""
     train: tuple[str, ...] = ()
     """Modules that also train in full, as in [output, tok_embeddings]; saved with the adapter."""
     start_from: str | None = None
-    """PEFT adapter, or run or checkpoint of adapters, relative to the recipe, that training starts from; default
-    fresh."""
+    """PEFT adapter, or a run or checkpoint with adapters, from which training starts, relative to the recipe; default:
+    new adapters."""
 
     @model_validator(mode="before")
     @classmethod
@@ -82,7 +82,7 @@ class LoraSpec(Spec):
 
 class Ia3Spec(Spec):
     """Trained factors of activations (Liu et al., "Few-Shot Parameter-Efficient Fine-Tuning", 2022): one for each
-    output of a matrix, or, of those that end a layer (wo, w2), for each input."""
+    output of a matrix, or for each input of the last matrix of a layer (wo, w2)."""
 
     method: Literal["ia3"]
     """What is trained."""
@@ -90,7 +90,7 @@ class Ia3Spec(Spec):
     """Modules that get factors, as for lora. auto: keys, values and the outputs of dense feed-forward layers (wk, wv,
     w2)."""
     start_from: str | None = None
-    """PEFT adapter, or run or checkpoint of adapters, that training starts from; default all factors are one."""
+    """PEFT adapter, or a run or checkpoint with adapters, from which training starts; default: all factors are one."""
 
 
 FinetuneSpec = Annotated[FullSpec | LoraSpec | Ia3Spec, Field(discriminator="method")]

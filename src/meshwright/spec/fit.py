@@ -101,7 +101,8 @@ def quantized_misfits(layout: LayoutSpec, finetune: FinetuneSpec | None) -> list
     if layout.quantized_gradients != "none" and layout.pp > 1 and layout.virtual_stages > 1:
         found.append(
             f"layout.quantized_gradients={layout.quantized_gradients} with layout.schedule={layout.schedule}: a rank "
-            "of several stages reduces embedding and head apart; use layout.quantized_gradients=none, or schedule=1f1b"
+            "of several stages reduces embedding and head separately; use layout.quantized_gradients=none, or "
+            "schedule=1f1b"
         )
     return found
 

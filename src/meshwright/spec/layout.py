@@ -33,14 +33,13 @@ class LayoutSpec(Spec):
     pp: int = 1
     """Pipeline ranks: each holds some of the layers."""
     schedule: str = "1f1b"
-    """Order of the pipeline's computations: afab, 1f1b, interleaved-1f1b, looped-bfs, interleaved-zero-bubble, zbv,
-    dualpipev; a file of your own whose name ends in .csv; or pipedream-2bw, whose gradients are one step late
-    (docs/schedules.md)."""
+    """Pipeline schedule: afab, 1f1b, interleaved-1f1b, looped-bfs, interleaved-zero-bubble, zbv, dualpipev; a file of
+    your own whose name ends in .csv; or pipedream-2bw, whose gradients are one step late (docs/schedules.md)."""
     stages_per_rank: int | Literal["auto"] = "auto"
     """Pipeline stages that each rank holds. auto: 1, or the 2 that interleaved and V-shaped schedules usually have."""
     stage_layers: tuple[int, ...] | Literal["auto"] = "auto"
-    """Layers of each pipeline stage, first to last. auto: cut so that the heaviest stage, head included, is as light as
-    can be."""
+    """Layers of each pipeline stage, first to last. auto: minimizes the FLOPs of the heaviest stage, including the
+    head."""
     dp_replicate: int = 1
     """Data-parallel groups that each hold a full copy: DDP, or the outer axis of hybrid sharding."""
     dp_shard: int = 1
@@ -49,22 +48,22 @@ class LayoutSpec(Spec):
     """Context-parallel ranks that share every sequence."""
     cp_method: Literal["auto", "ring", "all_gather", "ulysses"] = "auto"
     """Communication of context-parallel attention. ring: keys and values pass around a ring; all_gather: every rank
-    gathers them all; ulysses: all-to-all, so a rank has all tokens of a share of the heads. auto: ulysses if the key
-    and value heads divide over cp x tp, else ring."""
+    gathers them all; ulysses: all-to-alls give each rank all tokens of some heads. auto: ulysses if the key and value
+    heads divide over cp x tp, else ring."""
     tp: int = 1
     """Tensor-parallel ranks that share every matrix and, between matrices, every sequence."""
     ep: int = 1
-    """Expert-parallel ranks that share every layer's experts: a second view of the ranks of dp_shard x cp x tp."""
+    """Expert-parallel ranks that share every layer's experts: a regrouping of the ranks of dp_shard x cp x tp."""
     zero: Literal["auto", 0, 1, 2, 3] = "auto"
-    """What `dp_shard` ranks split: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
-    auto: 3 where dp_shard > 1, else 0."""
+    """State that `dp_shard` ranks shard: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters. auto: 3 if
+    dp_shard > 1, else 0."""
     offload: Literal["none", "cpu"] | OffloadSpec = "none"
     """cpu: parameters, gradients and optimizer state are in host memory, and the optimizer steps there. Or a section
     that chooses per kind of state, such as `{optimizer: disk}`."""
     quantized_weights: Literal["none", "int8", "fp8"] = "none"
     """Format in which sharded weights are gathered. int8 (ZeRO++'s qwZ): matrices in one byte per number, with a scale
-    for every 256 numbers. The gathered weights are rounded, the master weights are not. fp8: the codes that layers in
-    fp8 multiply anyway, so that nothing changes; with training.precision=fp8, recipe tensorwise."""
+    for every 256 numbers. The gathered weights are rounded, the master weights are not. fp8: the codes that fp8 layers
+    multiply anyway, so that results do not change; needs training.precision=fp8 with recipe tensorwise."""
     quantized_gradients: Literal["none", "int8", "int4"] = "none"
     """Format in which gradients are reduced (ZeRO++'s qgZ). int8, int4: gradients of matrices are quantized once, sent
     to the rank that keeps them and summed there. Across `dp_replicate` they are reduced in training.reduce_dtype."""

@@ -19,23 +19,23 @@ class RopeScaling(Spec):
     kind: Literal["llama3", "yarn"] = "llama3"
     """llama3 (Dubey et al., 2024) or yarn (Peng et al., 2023)."""
     factor: float = Field(gt=0)
-    """How much longer than the original context the scaled one is, for low frequencies."""
+    """Scaled context length relative to the original one, for low frequencies."""
     original_max_positions: int = Field(default=8192, ge=1)
     """Context length of the pretraining before scaling."""
     low_freq_factor: float = Field(default=1.0, gt=0)
     """llama3: wavelengths above original_max_positions / low_freq_factor are scaled fully."""
     high_freq_factor: float = Field(default=4.0, gt=0)
-    """llama3: wavelengths below original_max_positions / high_freq_factor are left alone."""
+    """llama3: wavelengths below original_max_positions / high_freq_factor are not scaled."""
     beta_fast: float = Field(default=32.0, gt=0)
-    """yarn: frequencies that turn more often than this in the original context are left alone."""
+    """yarn: frequencies with more rotations than this in the original context are not scaled."""
     beta_slow: float = Field(default=1.0, gt=0)
-    """yarn: frequencies that turn less often than this in the original context are scaled fully."""
+    """yarn: frequencies with fewer rotations than this in the original context are scaled fully."""
     mscale: float | None = None
-    """yarn: with mscale_all_dim, how the rotated dims grow with log(factor); default as published."""
+    """yarn: growth of the rotated dims with log(factor), with mscale_all_dim; default as published."""
     mscale_all_dim: float | None = None
-    """yarn: how all dims of queries and keys grow with log(factor) (deepseek_v3)."""
+    """yarn: growth of all dims of queries and keys with log(factor) (deepseek_v3)."""
     attention_factor: float | None = None
-    """yarn: what cosines and sines are multiplied by; default from factor and mscale."""
+    """yarn: factor of cosines and sines; default from factor and mscale."""
 
 
 class ModelFields(Spec):
@@ -47,11 +47,11 @@ class ModelFields(Spec):
     cache (`meta-llama/Llama-3.2-1B`, once `hf download` has fetched it). `model: NAME` is short for this."""
     weights: Literal["auto", "random", "pretrained"] = "auto"
     """Initial weights: randomly initialized, or the Hugging Face directory's. auto: pretrained if `name` is a Hugging
-    Face directory with weights, else random. Adapters train on random weights only if the recipe says random."""
+    Face directory with weights, else random. Adapters need pretrained weights unless the recipe sets random."""
     family: str | None = None
     """Architecture if no name is given: gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe or deepseek_v3; or your
-    own model, an entry point of the group meshwright.models. Beside the name of a Hugging Face directory: transformers,
-    to let that library compute the model."""
+    own model, an entry point of the group meshwright.models. With the name of a Hugging Face directory, transformers:
+    that library computes the model."""
     hidden: int | None = Field(default=None, ge=1, le=WIDEST)
     """Width of the residual stream."""
     num_layers: int | None = Field(default=None, ge=1, le=DEEPEST)
@@ -67,7 +67,7 @@ class ModelFields(Spec):
     vocab: int | None = Field(default=None, ge=1, le=WIDEST)
     """Rows of the embedding; default the published size, else the tokenizer's."""
     max_positions: int | None = Field(default=None, ge=1)
-    """Longest sequence the model is meant for."""
+    """Longest sequence that the model supports."""
     norm_eps: float | None = Field(default=None, gt=0)
     """Epsilon of the norms."""
     rope_theta: float | None = Field(default=None, gt=0)
@@ -75,11 +75,11 @@ class ModelFields(Spec):
     rope_scaling: RopeScaling | None = None
     """Scaling of its frequencies for a longer context."""
     sliding_window: int | None = Field(default=None, ge=1)
-    """Attend to at most this many last positions."""
+    """Attention to at most this many previous positions."""
     tied_embeddings: bool | None = None
     """Use the embedding matrix as the output head as well."""
     init_std: float | None = Field(default=None, gt=0)
-    """Standard deviation of freshly drawn matrices."""
+    """Standard deviation of randomly initialized matrices."""
     num_experts: int | None = Field(default=None, ge=1, le=DEEPEST)
     """Experts that the router chooses from (mixtral, qwen3_moe, deepseek_v3)."""
     experts_per_token: int | None = Field(default=None, ge=1)
@@ -87,9 +87,10 @@ class ModelFields(Spec):
     expert_ffn: int | None = Field(default=None, ge=1)
     """Width of one expert; default ffn. In mixtral always ffn."""
     balance_loss: float | None = Field(default=None, ge=0)
-    """Coefficient of the load-balancing loss, which joins the gradient but not the reported loss; 0 switches it off."""
+    """Coefficient of the load-balancing loss, which is part of the gradient but not of the reported loss; 0 disables
+    it."""
     balance_rate: float | None = Field(default=None, ge=0)
-    """deepseek_v3: by how much a step moves the bias of experts with more or less load than the mean."""
+    """deepseek_v3: change per step of the bias of experts with more or less load than the mean."""
     shared_experts: int | None = Field(default=None, ge=0)
     """deepseek_v3: experts that process every token, in addition to the routed ones."""
     dense_layers: int | None = Field(default=None, ge=0)
@@ -97,13 +98,14 @@ class ModelFields(Spec):
     router_groups: int | None = Field(default=None, ge=1)
     """deepseek_v3: groups of experts, of which a token uses only the best router_top_groups."""
     router_top_groups: int | None = Field(default=None, ge=1)
-    """deepseek_v3: groups that a token's experts come from."""
+    """deepseek_v3: number of groups that each token uses."""
     router_scale: float | None = Field(default=None, gt=0)
     """deepseek_v3: factor of the routed experts' output."""
     q_rank: int | None = Field(default=None, ge=1)
-    """deepseek_v3: width of the latent that queries are made from; default none, queries are made from the stream."""
+    """deepseek_v3: width of the latent that queries are computed from; default none, computed from the residual
+    stream."""
     kv_rank: int | None = Field(default=None, ge=1)
-    """deepseek_v3: width of the latent that keys and values are made from."""
+    """deepseek_v3: width of the latent that keys and values are computed from."""
     nope_head_dim: int | None = Field(default=None, ge=1)
     """deepseek_v3: width of a head's part without positions."""
     rope_head_dim: int | None = Field(default=None, ge=2)

@@ -12,23 +12,22 @@ class OffloadSpec(Spec):
     """Where a rank keeps its state between uses: on its device, in host memory, or in files on a local disk."""
 
     optimizer: Literal["device", "host", "disk"] = "device"
-    """The optimizer's state, and with it the master weights and gradients of one process that computes in low
-    precision. It is fetched a bucket at a time for the step, and the next bucket is read while one is stepped."""
+    """Optimizer state; on one process that computes in low precision, also master weights and gradients. The step
+    fetches it bucket by bucket, and reads the next bucket while one is updated."""
     optimizer_share: float = Field(default=1.0, gt=0, le=1)
-    """Part of the optimizer's state that is kept there; the rest stays on the device."""
+    """Fraction of the optimizer state that is offloaded; the rest stays on the device."""
     parameters: Literal["device", "host", "disk"] = "device"
-    """Sharded full-precision weights and gradients. host: the optimizer steps there, so its state is in host memory or
-    on disk too. disk: in files beside the optimizer's, on one process the weights that the model computes with too; the
-    next blocks' are read while one computes. One process does so on a CPU only."""
+    """Sharded full-precision weights and gradients. host: the optimizer steps on the CPU, so its state is in host
+    memory or on disk too. disk: in files with the optimizer state; on one process, which must be on a CPU, also the
+    compute weights. The next blocks are read while one computes."""
     activations: Literal["device", "host"] = "device"
-    """What blocks save for their backward pass: in host memory until then, copied while others compute. Layers with
-    training.recompute=full save their input only; selective recomputation is refused."""
+    """Tensors that blocks save for their backward pass: kept in host memory until then, copied while other blocks
+    compute. Layers with training.recompute=full save their input only; selective recomputation is refused."""
     directory: str | None = None
-    """Folder for the files of what is on disk, on a local disk that is large and fast. Default: `offload` in
-    run_dir. They have no names, so a run that is killed leaves none behind; checkpoints are
-    elsewhere."""
+    """Folder for offloaded files, on a large and fast local disk. Default: `offload` in run_dir. The files are
+    anonymous, so a killed run leaves none behind. Checkpoints are stored elsewhere."""
     checksums: bool = False
-    """Compare a checksum of every bucket that comes back from disk with the one that it had."""
+    """Verify a checksum of every bucket that is read back from disk."""
 
     @model_validator(mode="after")
     def _sensible(self) -> "OffloadSpec":

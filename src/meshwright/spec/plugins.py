@@ -48,9 +48,9 @@ class PluginSpec(Spec):
     """An installed plug-in and its options."""
 
     name: str
-    """The plug-in's name: one of ours, or of an entry point that an installed package declares."""
+    """Name of the plug-in: one that ships, or an entry point of an installed package."""
     options: dict[str, Any] = Field(default={})
-    """Keyword arguments that it is made with."""
+    """Keyword arguments of the plug-in."""
 
 
 def known_plugins(kind: str) -> dict[str, EntryPoint]:

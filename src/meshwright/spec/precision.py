@@ -1,4 +1,4 @@
-"""The number formats of a run: the dtype that each kind of tensor has, with its bytes and its rounding.
+"""The number formats of a run: the dtype of each kind of tensor, with its bytes and rounding.
 
 `Precision.of` makes the value from the recipe's two words (`TrainingSpec.dtypes`); planner, engine, traffic and
 tolerances read it. `models/dtypes.py` gives torch's name for a `Dtype`.

@@ -19,14 +19,14 @@ Number = Annotated[int, Field(ge=0)]
 
 
 class RecomputeSpec(Spec):
-    """Recomputation of some layers: the first ones of every pipeline stage, or of the model without stages. Their
-    activations are held longest, and when they are recomputed, those of later layers have been freed. A number applies
-    to every stage; a list has one for each stage, first to last."""
+    """Recomputation of some layers: the first layers of every pipeline stage, or of the model without stages. Their
+    activations are held longest, and when they are recomputed, activations of later layers have been freed. A number
+    applies to every stage; a list has one number per stage, first to last."""
 
     full: Number | tuple[Number, ...] = 0
-    """Layers that keep their input only."""
+    """Number of first layers that keep their input only."""
     selective: Number | tuple[Number, ...] = 0
-    """The next layers, which keep matrix products and attention. Layers after them keep everything."""
+    """Number of following layers that keep matrix products and attention. Later layers keep everything."""
 
 
 Recompute = Policy | RecomputeSpec

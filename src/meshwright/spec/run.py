@@ -22,7 +22,7 @@ class Run(Spec):
     """A recipe: what to train, on what, how, and over which ranks."""
 
     model: ModelFields
-    """What to train: a published name, a Hugging Face directory, or a family with sizes."""
+    """The model: a published name, a Hugging Face directory, or a family with sizes."""
     data: DataSpec = DataSpec()
     """What to train on."""
     training: TrainingSpec = TrainingSpec()
@@ -30,7 +30,7 @@ class Run(Spec):
     finetune: FinetuneSpec | None = None
     """Fine-tuning instead of pretraining: method full, lora, qlora or ia3."""
     layout: LayoutSpec = LayoutSpec()
-    """Number of processes, and the state that each one keeps."""
+    """Parallel degrees, sharding and offloading."""
     cluster: str = "local"
     """Cluster for plans and `layout: auto`: local, a name such as 8xh100 or 64xa100-80g@400Gb/s, or a file."""
     checkpoint: CheckpointSpec = CheckpointSpec()
@@ -42,14 +42,15 @@ class Run(Spec):
     run_dir: str = "runs/run"
     """Folder that receives everything the run writes."""
     trackers: tuple[str, ...] = ()
-    """Where metrics.jsonl is copied to: tensorboard, wandb, or an entry point of the group meshwright.trackers."""
+    """Receivers of the records of metrics.jsonl: tensorboard, wandb, or an entry point of the group
+    meshwright.trackers."""
     callbacks: tuple[PluginSpec, ...] = ()
     """Callbacks of the run: shipped ones by name, or entry points of the group meshwright.callbacks."""
 
     @model_validator(mode="after")
     def _has_something_to_go_back_to(self) -> "Run":
         if "rewind" in (self.training.non_finite, self.guards.spikes) and not self.checkpoint.every:
-            raise UserError("rewind goes back to the last checkpoint, and none is saved; set checkpoint.every=100")
+            raise UserError("rewind goes back to the last checkpoint, but none is saved; set checkpoint.every=100")
         return self
 
     @model_validator(mode="after")
@@ -57,17 +58,17 @@ class Run(Spec):
         if self.guards.verify_every and self.layout.asynchronous:
             raise UserError(
                 f"guards.verify_every: under layout.schedule={self.layout.schedule} steps differ from one process's by "
-                "design; set it to 0, or take layout.schedule=1f1b"
+                "design; set it to 0, or use layout.schedule=1f1b"
             )
         for field in ("quantized_weights", "quantized_gradients"):
             if self.guards.verify_every and getattr(self.layout, field) != "none":
                 raise UserError(
                     f"guards.verify_every: one process sends nothing, so it cannot round what layout.{field}="
-                    f"{getattr(self.layout, field)} rounds; set it to 0, or take layout.{field}=none"
+                    f"{getattr(self.layout, field)} rounds; set it to 0, or use layout.{field}=none"
                 )
         if self.guards.verify_every and self.training.keeps_bf16:
             raise UserError(
-                f"guards.verify_every: a small difference of a gradient may round another way under "
+                f"guards.verify_every: a small difference of a gradient may be rounded differently under "
                 f"{self.training.keeps_bf16}, as a fault may; set it to 0, or keep weights and moments in fp32"
             )
         recompute = self.training.recompute
@@ -75,15 +76,15 @@ class Run(Spec):
             recompute == "selective" or (isinstance(recompute, RecomputeSpec) and recompute.selective)
         ):
             raise UserError(
-                "layout.offload.activations=host: what selective recomputation keeps cannot be moved; use "
-                "training.recompute=full or none, or numbers of layers with full alone"
+                "layout.offload.activations=host: the tensors that selective recomputation keeps cannot be offloaded; "
+                "use training.recompute=full or none, or numbers of layers with full alone"
             )
         for misfit in self._whole_program_misfits():
             raise UserError(f"training.compile_scope=model with {misfit}; use compile_scope=block")
         if self.guards.verify_every and self.training.dtypes.recipe:
             raise UserError(
                 f"guards.verify_every: one process on a CPU has no {self.training.precision} products to compare with; "
-                "set it to 0, or take training.precision=bf16"
+                "set it to 0, or use training.precision=bf16"
             )
         return self
 
@@ -93,7 +94,7 @@ class Run(Spec):
         if not self.training.compile or self.training.compile_scope == "block":
             return
         if layout.pp > 1:
-            yield f"layout.pp={layout.pp}: a rank computes its stages apart"
+            yield f"layout.pp={layout.pp}: a rank computes its stages separately"
         if layout.tiers.activations == "host":
             yield "layout.offload.activations=host: activations move between blocks"
         if layout.tiers.parameters == "disk":

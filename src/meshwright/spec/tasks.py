@@ -1,4 +1,4 @@
-"""Tasks that a model is asked: which, and how."""
+"""Evaluation tasks: their names and settings."""
 
 from typing import Any
 

@@ -35,20 +35,19 @@ class OptimizerSpec(Spec):
     """The optimizer and its constants."""
 
     name: Annotated[OptimizerName, Pluggable("optimizers")] = "adamw"
-    """adamw (Loshchilov and Hutter, 2019); adamw_8bit, whose moments take a byte a number (Dettmers et al., 2022),
-    but fp32 where tp cuts a block of 256: there it rounds less than in one process; paged_adamw, whose moments leave a
-    GPU that is full (bitsandbytes; one process on an NVIDIA GPU); or muon (Jordan et al., 2024): hidden matrices by
-    orthogonalised momentum, everything else, experts too, by AdamW. Or an entry point of
-    the group meshwright.optimizers, made with `lr` and `options`."""
+    """adamw (Loshchilov and Hutter, 2019); adamw_8bit, with moments of one byte per number (Dettmers et al., 2022),
+    which stay in fp32 where tp cuts a block of 256 and so round less than in one process; paged_adamw, whose moments
+    are paged out when the GPU is full (bitsandbytes; one process on an NVIDIA GPU); or muon (Jordan et al., 2024):
+    hidden matrices with orthogonalised momentum, everything else, including experts, with AdamW. Or an entry point of
+    the group meshwright.optimizers, called with `lr` and `options`."""
     options: dict[str, Any] = Field(default={})
     """Keyword arguments of a plug-in."""
     state_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of AdamW's moments and of Muon's momentum (fp64 under precision fp64). bf16: rounded up or down at random,
-    right on average."""
+    """Dtype of AdamW's moments and Muon's momentum (fp64 under precision fp64). bf16: rounded stochastically."""
     rounding: Rounding = "stochastic"
-    """With master_dtype=bf16, what becomes of an update that is smaller than a weight's last bit. stochastic: rounded
-    up or down at random, right on average; kahan: kept in a second bf16 tensor (Zamirai et al., 2021); nearest:
-    lost."""
+    """Rounding of updates with master_dtype=bf16. stochastic: up or down at random, unbiased; kahan: the rounding
+    error is kept in a second bf16 tensor (Zamirai et al., 2021); nearest: updates smaller than a weight's last bit
+    are lost."""
     lr: float = Field(default=3e-4, gt=0)
     """Peak learning rate."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
@@ -68,7 +67,7 @@ ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
 
 
 class LrScheduleSpec(Spec):
-    """How the learning rate moves from step to step, as a factor of the optimizer's peak."""
+    """The learning rate over the steps, as a factor of the optimizer's peak."""
 
     name: Annotated[ScheduleName, Pluggable("lr_schedules")] = "cosine"
     """cosine, linear, constant, wsd (warmup-stable-decay, Hu et al., 2024), or an entry point of the group
@@ -76,8 +75,8 @@ class LrScheduleSpec(Spec):
     options: dict[str, Any] = Field(default={})
     """Keyword arguments of a plug-in."""
     warmup: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """Steps of linear warm-up from 0. auto: a tenth of all steps, but not more than 100; none for a plug-in, which is
-    the whole schedule."""
+    """Steps of linear warm-up from 0. auto: a tenth of all steps, at most 100; none for a plug-in, which defines the
+    whole schedule."""
     final: float = Field(default=0.1, ge=0, le=1)
     """Factor reached at the last step (not for constant)."""
     decay: int = Field(default=0, ge=0)
@@ -95,9 +94,9 @@ class EvaluationSpec(Spec):
     every: int = Field(default=0, ge=0)
     """Evaluate every this many steps; 0 means only after the last step."""
     batches: int = Field(default=16, ge=0)
-    """Global batches per evaluation; 0 switches the loss on held-out text off."""
+    """Global batches per evaluation; 0 disables the held-out loss."""
     tasks: tuple[TaskSpec, ...] = ()
-    """Tasks that the model is asked as often: names of tasks and files of questions, or sections."""
+    """Tasks to evaluate at the same steps: names of tasks, files of questions, or sections."""
 
 
 class SampleSpec(Spec):
@@ -108,83 +107,82 @@ class SampleSpec(Spec):
     chat: bool = False
     """Whether each prompt is a user's message, rendered by the chat template."""
     every: int = Field(default=0, ge=0)
-    """Every this many steps; before the first and after the last in any case."""
+    """Generate every this many steps, and always before the first and after the last."""
     max_tokens: int = Field(default=64, ge=1)
-    """New tokens at most; always the likeliest."""
+    """Maximum number of new tokens, decoded greedily."""
 
 
 class PreferenceSpec(Spec):
-    """Learning from pairs of answers by direct preference optimisation (Rafailov et al., 2023)."""
+    """Training on preference pairs by direct preference optimisation (DPO, Rafailov et al., 2023)."""
 
     beta: float = Field(default=0.1, gt=0)
     """Strength of the pull towards the reference."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Share of the pairs that are taken to be the wrong way round (conservative DPO)."""
+    """Assumed share of pairs with swapped labels (conservative DPO)."""
     reference: Literal["start", "none"] = "start"
-    """The reference: the model at the start of training, or none. (New adapters add nothing, so with adapters it is the
-    base.)"""
+    """The reference: the model at the start of training, or none. (New adapters start at zero, so with adapters it is
+    the base.)"""
 
 
 class TrainingSpec(Spec):
-    """One training run's arithmetic. Batch sizes say their unit: `global_batch` in sequences or in tokens."""
+    """The arithmetic of a training run. The global batch is set in sequences or in tokens."""
 
     steps: int = Field(default=1000, ge=1, le=10**12)
     """Optimizer steps."""
     global_batch: int | None = Field(default=None, ge=1)
-    """Sequences per optimizer step over all ranks (default 64 where global_batch_tokens is not given either)."""
+    """Sequences per optimizer step over all ranks (default 64, unless global_batch_tokens is set)."""
     global_batch_tokens: int | None = Field(default=None, ge=1)
-    """The same in tokens: a multiple of data.sequence_length. Give one of the two."""
+    """The same in tokens: a multiple of data.sequence_length. Set one of the two."""
     micro_batch: int | Literal["auto"] = "auto"
     """Sequences that a rank runs at a time; the rest of its share of the global batch becomes gradient accumulation.
     auto: the largest divisor whose estimated activations fit in memory."""
     precision: PrecisionName = "bf16"
-    """Compute dtype. bf16 and fp16 keep fp32 master weights and optimizer state; fp16 scales its loss dynamically;
-    fp64 is for proofs. fp8, mxfp8 and nvfp4 are bf16 with the products of blocks' linear layers in eight or four
-    bits."""
+    """Compute dtype. bf16 and fp16 keep fp32 master weights and optimizer state; fp16 scales its loss dynamically; fp64
+    is for proofs. fp8, mxfp8 and nvfp4 are bf16 in which the blocks' linear layers multiply in eight or four bits."""
     low_precision: LowPrecisionSpec = LowPrecisionSpec()
-    """Of precision fp8, mxfp8 and nvfp4: how operands are scaled, and which layers stay in bf16."""
+    """For precision fp8, mxfp8 and nvfp4: the scaling of operands, and the layers that stay in bf16."""
     reduce_dtype: ReduceName = "fp32"
     """Dtype in which gradients accumulate and are reduced over ranks under bf16 and fp16."""
     master_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of the weights that the optimizer updates and checkpoints hold, where the model computes in bf16. bf16:
-    there are no other weights, and optimizer.rounding says how updates are rounded."""
+    """Dtype of the weights that the optimizer updates and checkpoints hold, if the model computes in bf16. bf16: no
+    fp32 copy is kept, and optimizer.rounding sets how updates are rounded."""
     recompute: Policy | RecomputeSpec = "none"
-    """Activation recomputation per block: none, selective (keeps matrix products and attention, recomputes the rest)
-    or full (keeps only the block's input); or how many layers do which, as {full: 12} or {full: 4, selective: 20}."""
+    """Activation recomputation per block: none, selective (keeps matrix products and attention, recomputes the rest) or
+    full (keeps only the block's input); or numbers of layers, as {full: 12} or {full: 4, selective: 20}."""
     compile: bool = False
     """Compile the model with torch.compile."""
     compile_scope: CompileScope = "block"
-    """What is compiled at once, with compile=true. block: every block by itself, so that one compilation serves all;
-    model: embeddings, all blocks and the last norm as one program, which takes as many times longer to compile."""
+    """Unit of compilation, with compile=true. block: each block separately, so that one compilation serves all; model:
+    embeddings, all blocks and the final norm as one program, whose compile time grows with the number of blocks."""
     compile_mode: CompileMode = "default"
-    """torch.compile's mode, with compile=true. max-autotune-no-cudagraphs tries several kernels for each product when
-    it compiles."""
+    """torch.compile's mode, with compile=true. max-autotune-no-cudagraphs tries several kernels for each matrix
+    product."""
     attention: AttentionName = "auto"
-    """Attention kernel: torch's SDPA by its flash, mem_efficient, math or cudnn kernel; flex (FlexAttention); varlen
-    (the flash kernel for packed documents); or auto, the fastest that serves. A kernel that the device lacks is
+    """Attention kernel: flash, mem_efficient, math or cudnn of torch's SDPA; flex (FlexAttention); varlen (the flash
+    kernel for packed documents); or auto, the fastest that supports the run. A kernel that the device lacks is
     refused."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """The optimizer."""
     lr_schedule: LrScheduleSpec = LrScheduleSpec()
     """The learning rate's schedule."""
     clip: float | None = Field(default=1.0, gt=0)
-    """Largest global gradient norm; null switches clipping off."""
+    """Largest global gradient norm; null disables clipping."""
     non_finite: Literal["raise", "skip", "rewind"] = "raise"
-    """What to do when a loss or gradient is not finite: stop before the weights are touched, skip that step, or go back
-    to the last checkpoint and pass over the batches since."""
+    """Reaction to a loss or gradient that is not finite: stop before the weights change, skip the step, or go back to
+    the last checkpoint and skip the batches since."""
     objective: PluginSpec | None = None
     """Your own objective instead of next-token prediction: the name of an entry point of the group
     meshwright.objectives, or its name and options."""
     preference: PreferenceSpec | None = None
-    """Learn from pairs of answers (sources of the format preference) instead of predicting every token."""
+    """Train on preference pairs (sources of format preference) instead of predicting every token."""
     evaluation: EvaluationSpec = EvaluationSpec()
     """Held-out evaluation."""
     samples: SampleSpec | None = None
-    """Texts that the model continues now and then, printed and logged."""
+    """Prompts that the model continues during training; the texts are printed and logged."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the weights, of the data's order, of dropout, and of PyTorch's own generator on every rank."""
+    """Seed of the weights, the data order, dropout, and PyTorch's generator on every rank."""
     deterministic: bool = False
-    """Use only deterministic kernels, so that a repeated run is equal bit for bit."""
+    """Use only deterministic kernels, so that a repeated run is bit-identical."""
 
     @property
     def dtypes(self) -> Precision:
@@ -266,7 +264,7 @@ class TrainingSpec(Spec):
         given = {name for name in LowPrecisionSpec.model_fields if getattr(low, name) != getattr(usual, name)}
         if given and self.precision not in NARROW:
             raise UserError(
-                f"low_precision is of precision {', '.join(NARROW)}, not of {self.precision}; leave it out, or set "
+                f"low_precision needs precision {', '.join(NARROW)}, not {self.precision}; leave it out, or set "
                 "precision=fp8"
             )
         if "recipe" in given and self.precision != "fp8":
@@ -280,12 +278,12 @@ class TrainingSpec(Spec):
         if low.saved_inputs == "codes" and self.product_recipe not in CODED:
             raise UserError(
                 f"low_precision.saved_inputs=codes: the weight gradients of {self.product_recipe} quantize the input "
-                f"anew, in another direction; leave it out, or use precision=fp8 with a recipe of {', '.join(CODED)}"
+                f"again, in another direction; leave it out, or use precision=fp8 with a recipe of {', '.join(CODED)}"
             )
         self._check_bf16()
         for field in ("compile_mode", "compile_scope"):
             if (value := getattr(self, field)) != TrainingSpec.model_fields[field].default and not self.compile:
-                raise UserError(f"{field}={value} is of what is compiled; set compile=true, or leave it out")
+                raise UserError(f"{field}={value} only applies to compilation; set compile=true, or leave it out")
         warmup = self.lr_schedule.warmup_steps(self.steps)
         if warmup > self.steps:
             raise UserError(
@@ -298,12 +296,12 @@ class TrainingSpec(Spec):
         optimizer, weights = self.optimizer, self.master_dtype == BF16.name
         if weights and self.dtypes.compute != BF16:
             raise UserError(
-                f"master_dtype=bf16 is of models that compute in bf16, and this one computes in {self.dtypes.compute}; "
-                "set precision=bf16, or leave it out"
+                f"master_dtype=bf16 needs a model that computes in bf16, and this one computes in "
+                f"{self.dtypes.compute}; set precision=bf16, or leave it out"
             )
         if optimizer.rounding != OptimizerSpec.model_fields["rounding"].default and not weights:
             raise UserError(
-                f"optimizer.rounding={optimizer.rounding} is of weights in bf16, and these are kept in "
+                f"optimizer.rounding={optimizer.rounding} only applies to weights in bf16, and these are in "
                 f"{self.dtypes.master}; set master_dtype=bf16, or leave it out"
             )
         if not weights and optimizer.state_dtype == FP32.name:

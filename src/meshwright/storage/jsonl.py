@@ -1,4 +1,4 @@
-"""Files of JSON objects, one a line, as people write them. No torch here."""
+"""Files of JSON objects, one per line, as people write them. No torch here."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Flushes open files to disk, audibly."""
+"""Flushes open files to disk, after an audit event."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Answers to questions found in a model's text, and compared with the right one. No torch here."""
+"""Extraction of answers from a model's text, and comparison with the correct ones. No torch here."""
 
 import re
 import string

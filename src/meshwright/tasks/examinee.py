@@ -1,4 +1,4 @@
-"""A model that is asked: log-probabilities of continuations under any layout, and texts that it writes.
+"""An examinee: a model's log-probabilities of continuations under any layout, and its generated texts.
 
 Shapes: B rows, T tokens of a row, V vocabulary, C tokens of a chunk.
 """
@@ -165,9 +165,9 @@ def ends_among(tokenizer: TextTokenizer, stops: Sequence[str]) -> set[int]:
 
 def _cut(before: Ids, asked: Ids, room: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if not asked or not before:
-        raise UserError("a task asks for the log-probability of a text without tokens, or behind none")
+        raise UserError("a task asks for the log-probability of a text without tokens, or without a prompt")
     if len(asked) > room:
-        raise UserError(f"a task's answer has {len(asked)} tokens, but the model is meant for {room}")
+        raise UserError(f"a task's answer has {len(asked)} tokens, but the model supports {room}")
     return (*before, *asked)[:-1][-room:], tuple(asked)
 
 

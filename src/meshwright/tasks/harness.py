@@ -63,7 +63,7 @@ def find_task(spec: TaskSpec, base_dir: Path) -> HarnessTask:
             raise UserError(f"task {spec.task}: {path} does not exist")
         named = _NAMED.search(path.read_text(encoding="utf-8"))
         if named is None:
-            raise UserError(f"{path}: names no task; a task file of lm-evaluation-harness has a line task: NAME")
+            raise UserError(f"{path}: no task is named; a task file of lm-evaluation-harness has a line task: NAME")
         return HarnessTask(named[2], spec, path.resolve().parent, named[1] != "task")
     known = _manager(None, with_defaults=True).all_tasks
     if spec.task not in known:
@@ -218,8 +218,8 @@ def _write(examinee: Examinee, requests: Sequence[tuple[list[int], Mapping[str, 
         room = examinee.max_length - writing.max_tokens
         if room < 1:
             raise UserError(
-                f"a task wants answers of {writing.max_tokens} tokens, but the model is meant for "
-                f"{examinee.max_length} in all"
+                f"a task asks for answers of {writing.max_tokens} tokens, but the model supports "
+                f"{examinee.max_length} in total"
             )
         prompts = [requests[number][0][-room:] for number in numbers]
         for number, text in zip(numbers, examinee.write(prompts, writing), strict=True):

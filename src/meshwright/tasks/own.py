@@ -95,7 +95,7 @@ def _write(task: OwnTask, examinee: Examinee) -> TaskResult:
     room = examinee.max_length - max(map(len, prompts))
     if room < 1:
         raise UserError(
-            f"task {task.name}: a question has {max(map(len, prompts))} tokens, but the model is meant for "
+            f"task {task.name}: a question has {max(map(len, prompts))} tokens, but the model supports "
             f"{examinee.max_length}; ask with fewer shots"
         )
     writing = Writing(max_tokens=min(layout.max_tokens, room), stops=() if task.chat else layout.stops, chat=task.chat)

@@ -171,7 +171,7 @@ def read_questions(path: Path) -> tuple[Layout, list[Question]]:
         try:
             questions.append(layout.read(row))
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-            raise UserError(f"{place}: is not a question of the layout {layout.name}: {error}") from error
+            raise UserError(f"{place}: is not a question in the format {layout.name}: {error}") from error
     if layout is None:
-        raise UserError(f"{path}: holds no question")
+        raise UserError(f"{path}: contains no questions")
     return layout, questions

@@ -1,4 +1,4 @@
-"""Agreement between ranks, between two steps, on what none may decide alone."""
+"""Agreement between ranks, between two steps: stopping, evaluating and saving."""
 
 import torch
 

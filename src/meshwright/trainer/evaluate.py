@@ -70,7 +70,7 @@ def evaluate(
         totals.zero_()
     *totals_of, number = collectives.all_reduce_(totals).tolist()
     if not number:
-        raise UserError("evaluation: no held-out token to measure on; raise data.held_out or set evaluation.batches=0")
+        raise UserError("evaluation: there are no held-out tokens; raise data.held_out or set evaluation.batches=0")
     mean_loss, *means = (total / number for total in totals_of)
     means_of = dict(zip(metrics, means, strict=True))
     return Evaluation(loss=mean_loss, tokens=int(number), term=passes.objective.term, metrics=means_of)

@@ -1,4 +1,4 @@
-"""The memory of a rank at one moment: bytes by kind, activations by layer, and the largest tensors by name."""
+"""A rank's memory at a point in time: bytes by kind, activations by layer, and the largest tensors by name."""
 
 import re
 from collections import Counter

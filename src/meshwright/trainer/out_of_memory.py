@@ -160,7 +160,7 @@ def _table(expected: dict[str, float], held: Held, limit: float) -> Iterator[str
         if size or there.get(kind):
             yield f"  {kind:<26}{_size(size)}" + (f"  {_size(there[kind])}" if there else "")
     total = f"  {_size(sum(there.values()))}" if there else ""
-    yield f"  {'in all':<26}{_size(sum(expected.values()))}{total}  of {limit / GB:.3f} GB a rank"
+    yield f"  {'total':<26}{_size(sum(expected.values()))}{total}  of {limit / GB:.3f} GB a rank"
     if held.layers:
         yield f"activations of layers: {', '.join(_runs(held.layers))}"
     if held.largest:

@@ -117,7 +117,7 @@ def _context_method(run: Run, model: ModelSpec) -> tuple[str, str]:
     if run.training.attention != "auto" and method != "ulysses":
         raise UserError(
             f"training.attention={run.training.attention} with layout.cp_method={method}, which computes "
-            "attention by parts in its own way; use layout.cp_method=ulysses, or training.attention=auto"
+            "attention in parts with its own kernels; use layout.cp_method=ulysses, or training.attention=auto"
         )
     return method, reason
 
@@ -163,7 +163,7 @@ def _micro_batches(run: Run, per_rank: int, base_dir: Path) -> list[int]:
         raise UserError(f"{problem}; set training.global_batch accordingly (a rank's share is {per_rank} sequences)")
     if given != "auto" and given not in sizes:
         nearest = min(sizes, key=lambda size: abs(size - given))
-        raise UserError(f"{problem}, which training.micro_batch={nearest} comes nearest to")
+        raise UserError(f"{problem}, to which training.micro_batch={nearest} is nearest")
     if given == "auto" and run.layout.pp > 1:
         return [size for size in sizes if per_rank // size >= BUBBLE_ROUNDS * run.layout.pp] or sizes[:1]
     return sizes
@@ -177,13 +177,13 @@ def _stage_layers(run: Run, model: ModelSpec, microbatches: int, base_dir: Path)
     schedule = layout.pipeline_schedule(microbatches=microbatches, base_dir=base_dir)
     if schedule.splits_backward and run.training.compile:
         raise UserError(
-            f"training.compile=true with layout.schedule={layout.schedule}: it does the gradients of weights apart "
-            "from those of inputs, and a compiled block does both at once; use interleaved-1f1b, or compile=false"
+            f"training.compile=true with layout.schedule={layout.schedule}: it computes weight gradients separately "
+            "from input gradients, and a compiled block computes both at once; use interleaved-1f1b, or compile=false"
         )
     if layout.asynchronous and run.finetune is not None and run.finetune.method != "full":
         raise UserError(
             f"finetune.method={run.finetune.method} with layout.schedule={layout.schedule}: it keeps two versions of "
-            "all weights, and adapters are to save the memory of one; use layout.schedule=1f1b"
+            "all weights, but adapters are meant to save the memory of one; use layout.schedule=1f1b"
         )
     if layout.asynchronous and run.training.master_dtype == BF16.name:
         raise UserError(

@@ -1,4 +1,4 @@
-"""A run that is started again where memory ran out, with the first change that would fit."""
+"""Restart of a run after an out-of-memory error, with the first change that would fit."""
 
 import shlex
 import sys
@@ -21,7 +21,7 @@ def check_retry(retry: bool, *, alone: bool) -> None:
     """Raise `UserError` if a run could not be started again: by a process that another launcher has started."""
     if retry and not alone:
         raise UserError(
-            "--retry-oom: this process is one of another launcher's, which alone could start all of them again; start "
+            "--retry-oom: another launcher started this process, and only it could restart all of them; start "
             "meshwright train once on each machine"
         )
 

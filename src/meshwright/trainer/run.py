@@ -312,7 +312,7 @@ def check_same(corpus: Corpus) -> None:
     others = [rank for rank, prints in enumerate(found) if prints != found[0]]
     if others:
         raise UserError(
-            f"rank {others[0]} has read other data than rank 0; a dataset must yield the same items in the same order "
+            f"rank {others[0]} read different data from rank 0; a dataset must yield the same items in the same order "
             "in every process"
         )
 
@@ -345,7 +345,7 @@ def read_result(run_dir: Path) -> TrainResult:
             f"{run_dir}/metrics.jsonl records no step: it was removed or damaged; {checkpoints[-1].name} exists"
         )
     if not run_dir.is_dir():
-        raise UserError(f"{run_dir}: was removed during the run, with everything saved in it")
+        raise UserError(f"{run_dir}: the folder and everything saved in it were removed during the run")
     if "step" not in last:
         raise UserError(f"{run_dir}: no step was trained here")
     if not checkpoints:

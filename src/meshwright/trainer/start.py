@@ -151,7 +151,7 @@ def _check_base(resolved: ResolvedRun) -> None:
         return
     model = f"model.name {run.model.name!r} names no weights" if run.model.name else "model.family names no weights"
     raise UserError(
-        f"finetune.method={finetune.method}: the weights that stay as they are would be random, for {model}; set "
+        f"finetune.method={finetune.method}: the frozen weights would be random, because {model}; set "
         "model.name to a Hugging Face directory with weights or checkpoint.start_from to a run, or, where random "
         "weights are meant, model.weights=random"
     )
@@ -190,7 +190,7 @@ def require_plugins(run: Run) -> None:
         ours = getattr(optimizer, field) == OptimizerSpec.model_fields[field].default
         if optimizer.name not in get_args(OptimizerName) and not ours:
             raise UserError(
-                f"training.optimizer.{field} belongs to optimizers of ours; give {optimizer.name} its settings as "
+                f"training.optimizer.{field} applies to optimizers that ship; set {optimizer.name}'s settings with "
                 f"training.optimizer.options={{{field}: ...}}"
             )
     if optimizer.name not in get_args(OptimizerName) and "weight_decay" in optimizer.model_fields_set:
@@ -254,7 +254,7 @@ def check_tokenizer(resolved: ResolvedRun, tokenizer: TextTokenizer | None, *, c
     if not same:
         verb = "continues" if continued else "starts from"
         raise UserError(
-            f"data.tokenizer={resolved.run.data.tokenizer} gives tokens other numbers than "
+            f"data.tokenizer={resolved.run.data.tokenizer} gives tokens other ids than "
             f"{records.resolved.parent} learnt, which this run {verb}; "
             f"set data.tokenizer={os.path.relpath(records.tokenizer, resolved.base_dir)}"
         )
@@ -271,12 +271,12 @@ def check_objective(run: Run, streams: Mapping[str, bool]) -> None:
     if objective is not None:
         needs_pairs = said_of("objectives", objective.name, "needs_pairs", False)
         if pairs and not needs_pairs:
-            raise UserError(f"data source {pairs[0]} holds preferences, which {objective.name} does not learn from")
+            raise UserError(f"data source {pairs[0]} holds preferences, which {objective.name} does not train on")
     if pairs and not needs_pairs:
-        raise UserError(f"data source {pairs[0]} holds preferences; learn from them with training.preference={{}}")
+        raise UserError(f"data source {pairs[0]} holds preferences; train on them with training.preference={{}}")
     if others and needs_pairs:
         setting = "training.preference" if objective is None else f"training.objective={objective.name}"
-        raise UserError(f"{setting} learns from pairs of answers, which data source {others[0]} has not")
+        raise UserError(f"{setting} trains on preference pairs, and data source {others[0]} has none")
 
 
 def read_resolved(path: Path) -> ResolvedRun:

@@ -1,4 +1,4 @@
-"""One optimizer step: microbatches in, weights updated or left alone, one result out."""
+"""One optimizer step: microbatches in, weights updated or unchanged, one result out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

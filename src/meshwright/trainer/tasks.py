@@ -1,4 +1,4 @@
-"""Tasks that a model in training is asked (`training.evaluation.tasks`), under every layout."""
+"""Evaluation tasks during training (`training.evaluation.tasks`), under every layout."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +46,9 @@ def examinee_in_training(trainer: Trainer, tokenizer: TextTokenizer) -> Examinee
 
     def write(prompts: Sequence[Ids], writing: Writing) -> list[str]:
         if writing.sampling.temperature != 0:
-            raise UserError("a task draws tokens at random, which a model in training does not do; ask it by `eval`")
+            raise UserError(
+                "a task samples tokens at random, which is not supported during training; use `meshwright eval` for it"
+            )
         ends = {tokenizer.eos_id} | ends_among(tokenizer, writing.stops)
         if writing.chat:
             ends |= set(find_template("auto", tokenizer, Path()).ends_of_turn())
