@@ -153,14 +153,15 @@ class Tried:
 
 
 def sweeps(rows: Iterable[Judged], quantity: str, least: int) -> list[tuple[Judged, list[Tried]]]:
-    """Jobs that were measured in `least` or more layouts, each with its first row: one source, model, sequence, batch
-    and number of devices."""
+    """Jobs that were measured in `least` or more layouts, each with its first row: one source, model, sequence, batch,
+    device and number of devices."""
     groups: dict[tuple, dict[tuple, list[Judged]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if row.pairs(quantity)[1]:
             job, model = row.run.job, row.run.job.model
             batch = job.global_batch if quantity == "step_time" else 0
-            size = model.num_parameters, model.active_parameters, job.sequence, row.run.cluster.devices, batch
+            where = row.run.cluster.device, row.run.cluster.devices
+            size = model.num_parameters, model.active_parameters, job.sequence, *where, batch
             layout = tuple(getattr(job, field) for field in CHOICES)
             groups[(source_name(row.run.source), *size)][layout].append(row)
     return [
