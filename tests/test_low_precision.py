@@ -343,7 +343,7 @@ def test_each_expert_is_a_linear_layer_of_its_own(recipe: str) -> None:
     [
         ({"precision": "bf16", "low_precision": {"recipe": "rowwise"}}, "needs precision fp8, mxfp8, nvfp4"),
         ({"precision": "mxfp8", "low_precision": {"recipe": "rowwise"}}, "is a recipe of fp8"),
-        ({"precision": "mxfp8", "low_precision": {"saved_inputs": "codes"}}, "mxfp8 quantize the input anew"),
+        ({"precision": "mxfp8", "low_precision": {"saved_inputs": "codes"}}, "mxfp8 quantize the input again"),
         ({"precision": "fp8", "low_precision": {"margin": 1}}, "margin only applies to recipe=delayed"),
     ],
 )
