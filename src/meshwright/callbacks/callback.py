@@ -1,7 +1,7 @@
 """The hooks of a run: `Callback`, which users subclass, and `Training`, the run in progress that each hook is given.
 
-Hooks are called on every rank, in the same order, between two steps; so a hook may use collectives if every rank does.
-A single rank may request to stop, to evaluate or to save: all ranks agree on it before the next step.
+Hooks are called on every rank, in the same order, between two steps, so a hook may use collectives if every rank does.
+Any rank may request to stop, to evaluate or to save; all ranks follow before the next step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +21,13 @@ lists for the kind. Figures are equal on all ranks, except `time`, `mem` and fig
 
 
 class NextBatch(Protocol):
-    """The global batch of the step that comes next."""
+    """The global batch of the next step."""
 
     terms: Sequence[int]
-    """Terms of the objective (trained tokens, pairs) in each of its microbatches, in the samples' order: the same on
-    every rank. There are as many as data-parallel ranks times accumulation steps."""
+    """Terms of the objective (trained tokens, pairs) in each of its microbatches, in the order of samples, equal on
+    every rank. The number of microbatches is data-parallel ranks times accumulation steps."""
     num_sequences: int
-    """Sequences in all of them."""
+    """Sequences in all microbatches together."""
 
     def gradient_norm(self, weights: Sequence[float]) -> float:
         """The 2-norm of the sum over microbatches of `weights[i]` times the gradient of the i-th's summed loss, without
@@ -39,10 +39,10 @@ class Training(Protocol):
     """A run in progress, as callbacks see it."""
 
     rank: int
-    """This process's number among `world_size`."""
+    """This process's rank, 0 to `world_size` - 1."""
     world_size: int
     device: "torch.device"
-    """Where this rank computes."""
+    """The device of this rank."""
     run_dir: Path
     """Folder that receives everything the run writes."""
 
@@ -73,26 +73,26 @@ class Training(Protocol):
 
     @property
     def optimizers(self) -> "Sequence[torch.optim.Optimizer]":
-        """Every parameter that trains belongs to exactly one."""
+        """The optimizers; every trained parameter belongs to exactly one."""
         ...
 
     def stop(self, why: str) -> None:
-        """Ask to end the run after this step, as if it were the last: all ranks evaluate, save and end.
+        """Request the end of the run after this step, as if it were the last: all ranks evaluate, save and end.
 
-        It is enough that one rank asks. `why` is printed and written with the last record.
+        One rank's request suffices. `why` is printed and written with the last record.
         """
         ...
 
     def request_evaluation(self) -> None:
-        """Ask to measure held-out loss after this step. It is enough that one rank asks."""
+        """Request an evaluation after this step. One rank's request suffices."""
         ...
 
     def request_save(self) -> None:
-        """Ask for a checkpoint of this step. It is enough that one rank asks."""
+        """Request a checkpoint of this step. One rank's request suffices."""
         ...
 
     def measure(self) -> Record | None:
-        """Held-out loss of the weights as they are now: `loss`, `perplexity`, `tokens` and more, as in an evaluation's
+        """The held-out loss of the current weights: `loss`, `perplexity`, `tokens` and more, as in an evaluation's
         record. Nothing is written. Collective: every rank must call it.
 
         None if a signal cut it short. Raises `UserError` if the run has no held-out text.
@@ -100,14 +100,14 @@ class Training(Protocol):
         ...
 
     def with_weights(self, tensors: "Mapping[str, torch.Tensor]") -> AbstractContextManager[None]:
-        """In this `with`, the model computes with the values of `tensors`, which are named and sharded as
-        `parameters`; both sides get their own back at its end. Collective."""
+        """Within this `with`, the model computes with the values of `tensors`, which are named and sharded like
+        `parameters`. At its end, model and `tensors` have their own values again. Collective."""
         ...
 
     def trial_steps(self) -> AbstractContextManager[Callable[[int, float], float | None]]:
-        """In `with training.trial_steps() as step`, `step(i, lr)` makes the i-th optimizer step (the first is 0) from
-        here off the record, with the learning rate `lr` (AdamW's; others keep their ratio to it). It returns the
-        step's loss, NaN if it is not finite, and None if a signal came. Collective.
+        """Within `with training.trial_steps() as step`, `step(i, lr)` makes the i-th optimizer step from here (counted
+        from 0), unrecorded, with the learning rate `lr` (AdamW's; others keep their ratio to it). It returns the step's
+        loss, NaN if it is not finite, and None if a signal arrived. Collective.
 
         At the end of the `with`, weights, optimizer and random state are restored. Raises `UserError` under an
         asynchronous pipeline.
@@ -115,7 +115,7 @@ class Training(Protocol):
         ...
 
     def next_batch(self) -> NextBatch:
-        """The batch of the step that comes next. Nothing of the run changes. Collective.
+        """The batch of the next step. The run does not change. Collective.
 
         Raises `UserError` under an asynchronous pipeline.
         """
@@ -126,7 +126,7 @@ class Training(Protocol):
         ...
 
     def say(self, text: str) -> None:
-        """Print lines of their own (on the first rank)."""
+        """Print separate lines (on the first rank)."""
         ...
 
 
@@ -138,14 +138,15 @@ class Callback:
 
     @property
     def name(self) -> str:
-        """Under which checkpoints keep the state; the class's name. Of two the second becomes `NAME-2`."""
+        """The name under which checkpoints keep the state: the class's name. A second callback of the same name becomes
+        `NAME-2`."""
         return type(self).__name__
 
     def on_start(self, training: Training) -> None:
-        """Before the first step of this process; weights, step and this callback's own state are in place."""
+        """Before the first step of this process; weights, step and this callback's state are restored."""
 
     def on_step(self, training: Training, record: Record) -> None:
-        """After every optimizer step, except one that the run goes back from (`rewind`)."""
+        """After every optimizer step, except one that leads to a `rewind`."""
 
     def on_evaluate(self, training: Training, record: Record) -> None:
         """After every evaluation on held-out text."""
@@ -160,29 +161,29 @@ class Callback:
         """On the first rank only: every record that was written to `metrics.jsonl`, of any kind."""
 
     def abandon(self) -> None:
-        """Called on this rank when an error ends the run: release what the callback holds in the process. Other ranks
-        may be gone, so use no collectives."""
+        """Called on this rank when an error ends the run: release the callback's resources. Other ranks may have
+        exited, so use no collectives."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a stop, as a JSON value, the same on every rank: `trainer.json` in the checkpoint keeps the
-        first rank's."""
+        """State that checkpoints keep, as a JSON value that is equal on every rank: the first rank's is saved in
+        `trainer.json`."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the value of `state_dict`, on every rank, before `on_start`."""
 
     def tensors(self, parameters: "Mapping[str, torch.Tensor]") -> "Mapping[str, torch.Tensor]":
-        """The tensors that must survive a stop: plain (equal on every rank) or DTensors, always of the same names and
-        shapes. Checkpoints keep them sharded, so that any layout reads them.
+        """Tensors that checkpoints keep: plain (equal on every rank) or DTensors, always with the same names and
+        shapes. They are saved sharded, so that any layout can read them.
 
-        `parameters` are `Training.parameters`. A run that continues calls this first and then fills the tensors in
-        place, so make them here where they do not exist yet.
+        `parameters` are `Training.parameters`. A resumed run calls this first and then fills the tensors in place, so
+        create them here if they do not exist yet.
         """
         return {}
 
 
 def named_callbacks(callbacks: Sequence[Callback]) -> dict[str, Callback]:
-    """Callbacks under the names that checkpoints keep them by, in order."""
+    """Callbacks by their names in checkpoints, in order."""
     named: dict[str, Callback] = {}
     for callback in callbacks:
         name, number = callback.name, 2

@@ -16,7 +16,7 @@
         def block(self, spec, layer):
             return MyBlock(spec, layer)
 
-Parameters that the base has under the same name keep its dims; `dims` names the dims of others.
+Parameters with the name of one in the base keep its dims; `dims` declares the dims of all others.
 """
 
 from abc import ABC, abstractmethod
@@ -32,7 +32,7 @@ from meshwright.spec.model import ModelSpec, Parameter
 
 
 class Model(ABC):
-    """A user's own model; the recipe gives its sizes as for any family (`model: {family: NAME, hidden: ...}`)."""
+    """A user's model; the recipe sets its sizes as for any family (`model: {family: NAME, hidden: ...}`)."""
 
     base: ClassVar[str] = "llama"
     """The family that provides defaults, switches, embeddings, norms and head."""

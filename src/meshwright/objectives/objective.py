@@ -7,7 +7,8 @@
         def sums(self, hidden_BTD, head, batch):
             return Sums(head.loss(hidden_BTD, batch.labels))
 
-The head gives losses and logits of a vocabulary that may be split over ranks; so the same lines serve every layout.
+The head computes losses and logits also for a vocabulary that is split over ranks, so the same lines work under every
+layout.
 """
 
 from abc import ABC, abstractmethod
@@ -29,7 +30,7 @@ class Sums(NamedTuple):
     loss: torch.Tensor
     """A scalar in fp32 (fp64), with its gradient."""
     metrics: dict[str, torch.Tensor] = {}  # noqa: RUF012  (nobody changes it)
-    """The sum of each of the objective's metrics, without."""
+    """The sum of each of the objective's metrics, without gradient."""
 
 
 class Objective(ABC):
@@ -43,7 +44,7 @@ class Objective(ABC):
     needs_pairs: ClassVar[bool] = False
     """Whether the data must be pairs of answers."""
     metrics: ClassVar[tuple[str, ...]] = ()
-    """Names of metrics that evaluation reports beside the loss, each a mean over terms."""
+    """Names of metrics that evaluation reports in addition to the loss, each a mean over terms."""
 
     def __str__(self) -> str:
         """Its description in the banner."""
@@ -51,26 +52,26 @@ class Objective(ABC):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the starting model's margins of all pairs are wanted before the first step."""
+        """Whether the objective needs the starting model's margin of every pair, computed before the first step."""
         return False
 
     @abstractmethod
     def count(self, batch: Batch[Any]) -> int:
-        """How many terms the rows of a batch have, on the host, before anything is computed."""
+        """The number of terms in a batch's rows, counted on the host before the forward pass."""
 
     @abstractmethod
     def sums(self, hidden_BTD: torch.Tensor, head: Head, batch: TensorBatch) -> Sums:
         """The sums over the terms of a batch.
 
         Args:
-            hidden_BTD: the last hidden states, normed, as `head` takes them.
-            head: gives logits, log-probabilities and losses of them.
-            batch: labels, and other fields that the objective reads.
+            hidden_BTD: the last hidden states, after the final norm, the input of `head`.
+            head: computes logits, log-probabilities and losses from them.
+            batch: labels, and the other inputs of the objective.
         """
 
 
 def check_sums(objective: Objective, sums: Sums) -> Sums:
-    """The sums; raises `UserError` if an objective has made something else."""
+    """The sums; raises `UserError` if the objective has returned anything else."""
     where = f"training.objective: {given_name(objective)}.sums"
     if not isinstance(sums, Sums):
         raise UserError(f"{where} returns {type(sums).__name__}; return meshwright.Sums(loss, metrics)")
