@@ -72,7 +72,7 @@ from meshwright.trainer.verification import VerifyGuard
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended, read back from its `metrics.jsonl`."""
+    """The result of a run, read back from its `metrics.jsonl`."""
 
     run_dir: Path
     checkpoint: Path
@@ -104,9 +104,9 @@ def train(
 
     Under torchrun, Slurm or Kubeflow this process is already one of them; otherwise it starts them. Paths in the recipe
     are relative to `base_dir`. `resume` continues from the newest checkpoint in `run.run_dir` (True), from a named one,
-    or (`auto`) from the newest good one if there is any. Only one run may use a run directory: if another does, this
-    one waits `wait_for_lock` seconds for its end, then refuses. `retry_oom`: where memory runs out, the run starts
-    again from its newest checkpoint, with the first change that would fit.
+    or (`auto`) from the newest good one if there is any. Only one run may use a run directory: if another run does,
+    this one waits `wait_for_lock` seconds for its end, then raises an error. With `retry_oom`, a run that runs out of
+    memory restarts from its newest checkpoint, with the first change that would fit.
 
     Plug-ins (docs/plugins.md) replace the recipe's settings. `callbacks` are called in order, after the recipe's.
     `lr_schedule(step, steps)` returns the factor of the peak learning rate at a step from 1 to `steps`. `optimizer` is
