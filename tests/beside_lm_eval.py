@@ -1,5 +1,5 @@
-"""lm-evaluation-harness through our model and through transformers: equal figures and answers. A program of its own,
-because the package warns when it is imported.
+"""lm-evaluation-harness through our model, through transformers and through our server: equal figures and answers. A
+program of its own, because the package warns when it is imported.
 
 Use: beside_lm_eval.py HF_DIRECTORY FOLDER
 """
@@ -7,19 +7,26 @@ Use: beside_lm_eval.py HF_DIRECTORY FOLDER
 import json
 import math
 import os
+import socket
 import sys
+import threading
 from pathlib import Path
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TQDM_DISABLE": "1"}
 
 import lm_eval
+import uvicorn
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from meshwright.serve.connections import configured
 from meshwright.serve.examine import examinee_of
+from meshwright.serve.http import Limits, Server
+from meshwright.serve.served import serve_as
 from meshwright.serve.trained import open_trained
 from meshwright.spec.tasks import TaskSpec
 from meshwright.tasks.ask import open_tasks
+from meshwright.tasks.result import TaskResult
 
 TASKS = {
     "choices": """\
@@ -82,9 +89,40 @@ def main(model: Path, folder: Path) -> None:
             if result.name == "written":
                 assert record["answer"] == sample["filtered_resps"], (record, sample["filtered_resps"])
         print(result.line())
+    beside_the_server(model, folder, ours)
     found = {result.name: result.metrics for result in ours}
     assert 0 < found["choices"]["acc"].value < 1
     assert len({str(record["answer"]) for record in ours[2].records}) > 3
+
+
+def beside_the_server(model: Path, folder: Path, ours: list[TaskResult]) -> None:
+    """The harness's `local-completions` asks our server (without the rolling task, whose windows it cuts otherwise)."""
+    served = serve_as(open_trained(model, device="cpu"), "tiny", max_batch=8, max_context=None)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = uvicorn.Server(configured(Server([served], Limits()).app(), log_level="error"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1/completions"
+        asked = {"model": "tiny", "base_url": url, "tokenizer": str(model), "max_length": 256}
+        theirs = lm_eval.simple_evaluate(
+            model="local-completions",
+            model_args=asked,
+            batch_size=5,
+            tasks=["choices", "written"],
+            task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+        )
+        server.should_exit = True
+        thread.join()
+    for result in ours:
+        if result.name not in theirs["results"]:
+            continue
+        for name, metric in result.metrics.items():
+            told = theirs["results"][result.name][f"{name},none"]
+            assert math.isclose(metric.value, told, rel_tol=1e-9), (result.name, name, metric.value, told)
+        for record, sample in zip(result.records, theirs["samples"][result.name], strict=True):
+            if result.name == "written":
+                assert record["answer"] == sample["filtered_resps"], (record, sample["filtered_resps"])
+    print("the server: equal", *theirs["results"])
 
 
 main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -26,6 +26,7 @@ from meshwright import Run, train
 from meshwright.cli.main import main
 from meshwright.data.tokenizer import TextTokenizer
 from meshwright.models.generate import Sampling
+from meshwright.serve import engine as engine_file
 from meshwright.serve.browser import CHAT, STYLE, page
 from meshwright.serve.connections import configured
 from meshwright.serve.conversation import Prompts
@@ -33,6 +34,7 @@ from meshwright.serve.engine import Engine, Request
 from meshwright.serve.http import Limits, Served, Server
 from meshwright.serve.served import open_adapter, open_served, serve_as
 from meshwright.serve.trained import TrainedModel, continue_texts, open_trained
+from meshwright.spec.batch import Batch
 from meshwright.spec.errors import UserError
 from served import CHATML, VOCAB, adapted, model_of, tokenizer_of
 
@@ -199,6 +201,63 @@ def test_texts_and_token_ids_are_continued(server: Running, base: Any) -> None:
     assert texts == [choice.text for choice in several.choices]
 
 
+def test_biases_change_what_is_drawn(server: Running, base: Any) -> None:
+    settings: dict[str, Any] = {"model": "base", "prompt": "def", "max_tokens": 4, "temperature": 0, "logprobs": 1}
+    forced = server.client.completions.create(**settings, logit_bias={"70": 100})
+    assert forced.choices[0].text == TOKENIZER.decode([70]) * 4
+    free = server.client.completions.create(**settings).choices[0]
+    first = TOKENIZER.encode_prompt("def")
+    best, second = base.logits(Batch(torch.tensor([first])))[0, -1].topk(2).indices.tolist()
+    other = server.client.completions.create(**settings, logit_bias={str(best): -100}).choices[0]
+    assert (free.logprobs.tokens[0], other.logprobs.tokens[0]) == (TOKENIZER.decode([best]), TOKENIZER.decode([second]))
+    assert free.logprobs.top_logprobs[0] == pytest.approx(other.logprobs.top_logprobs[0])
+
+
+@pytest.mark.parametrize("length", [7, 1, 200], ids=lambda length: f"{length} tokens")
+def test_echo_tells_the_prompts_log_probabilities(
+    server: Running, base: Any, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against one pass over the prompt, also where it is read in several chunks, beside another answer."""
+    monkeypatch.setattr(engine_file, "CHUNK", 64)
+    prompt = [(5 * n) % 290 + 1 for n in range(length)]
+    logprobs = base.logits(Batch(torch.tensor([prompt])))[0].detach().log_softmax(-1)
+    expected = [float(logprobs[place, token]) for place, token in enumerate(prompt[1:])]
+    settings: dict[str, Any] = {"model": "base", "echo": True, "logprobs": 2, "temperature": 0}
+    several = server.client.completions.create(**settings, prompt=[prompt, [9, 8]], max_tokens=3, n=2)
+    text = TOKENIZER.decode(prompt)
+    for choice, begin in zip(
+        several.choices, (text, text, TOKENIZER.decode([9, 8]), TOKENIZER.decode([9, 8])), strict=True
+    ):
+        assert choice.text.startswith(begin)
+        assert choice.logprobs.token_logprobs[0] is choice.logprobs.top_logprobs[0] is None
+    told = several.choices[0].logprobs
+    assert told.token_logprobs[1:length] == pytest.approx(expected, abs=1e-9)
+    best = [float(one.max()) for one in logprobs[:-1]]
+    assert [max(top.values()) for top in told.top_logprobs[1:length]] == pytest.approx(best, abs=1e-9)
+    assert "".join(told.tokens[:length]) == text
+    assert (
+        told.text_offset[:3] == [0, len(told.tokens[0]), len(told.tokens[0] + told.tokens[1])][:length] or length == 1
+    )
+    nothing = server.client.completions.create(**settings, prompt=prompt, max_tokens=0)
+    assert (nothing.choices[0].text, nothing.usage.completion_tokens) == (text, 0)
+    assert nothing.choices[0].logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-9)
+    stream = server.client.completions.create(**settings, prompt=prompt, max_tokens=3, stream=True)
+    parts = [chunk.choices[0] for chunk in stream]
+    assert "".join(part.text for part in parts) == several.choices[0].text
+    streamed = [value for part in parts if part.logprobs for value in part.logprobs.token_logprobs]
+    assert streamed == pytest.approx(told.token_logprobs, nan_ok=True)
+
+
+def test_the_token_that_ends_an_answer_is_told_with_an_echo(server: Running) -> None:
+    """lm-evaluation-harness asks for one token and leaves out the last log-probability."""
+    settings: dict[str, Any] = {"model": "base", "prompt": [5, 6, 7], "max_tokens": 1, "logprobs": 1, "temperature": 0}
+    ended = {"logit_bias": {str(TOKENIZER.eos_id): 100}}
+    for echo, count in ((True, 4), (False, 0)):
+        (choice,) = server.client.completions.create(**settings, **ended, echo=echo).choices
+        assert choice.finish_reason == "stop"
+        assert len(choice.logprobs.token_logprobs) == count
+
+
 def test_tools_go_through_the_template(server: Running, base: Any) -> None:
     tools = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}]
     prompt = PROMPTS.conversation(QUESTION, tools)
@@ -327,12 +386,11 @@ BAD = {
         400,
         "messages.0.content",
     ),
-    "json format": (
-        {"response_format": {"type": "json_object"}},
-        400,
-        "response_format.type: this server does not support",
-    ),
-    "biases": ({"logit_bias": {"5": 1}}, 400, "logit_bias: this server does not support"),
+    "many biases": ({"logit_bias": {str(n): 1 for n in range(1025)}}, 400, "logit_bias: this server does not support"),
+    "large bias": ({"logit_bias": {"5": 101}}, 400, "logit_bias: 101 of token 5 is not from -100 to 100"),
+    "no bias": ({"logit_bias": {"5": float("nan")}}, 400, "logit_bias"),
+    "bias of no token": ({"logit_bias": {"300": 1}}, 400, "logit_bias: there is no token 300; they go from 0 to 299"),
+    "bias of a word": ({"logit_bias": {"def": 1}}, 400, "logit_bias.def"),
     "stops": ({"stop": ["x"] * 17}, 400, "stop: at most 16 texts"),
     "top without logprobs": ({"top_logprobs": 2}, 400, "top_logprobs needs logprobs"),
     "long prompt": ({"messages": [{"role": "user", "content": "xyz " * 300}]}, 400, "the model is meant for 256"),
@@ -363,7 +421,7 @@ def test_bad_completions_are_told_what_is_wrong(server: Running) -> None:
         ({"prompt": [VOCAB]}, "token ids go from 0 to 299"),
         ({"prompt": []}, "a list without prompts"),
         ({"prompt": [[]]}, "a prompt without tokens"),
-        ({"echo": True}, "echo: this server does not support"),
+        ({"max_tokens": 0}, "max_tokens: 0 needs echo: true"),
         ({"best_of": 3}, "best_of: this server does not support"),
     ):
         answer = httpx.post(f"{server.url}/v1/completions", json={"model": "base", **change})

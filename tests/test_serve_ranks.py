@@ -22,6 +22,7 @@ from meshwright.models.generate import Sampling
 from meshwright.parallel import build_meshes
 from meshwright.serve.engine import Answer, Engine, Request
 from meshwright.serve.examine import examinee_of
+from meshwright.serve.grammar import Grammars
 from meshwright.serve.ranks import Ranks
 from meshwright.serve.readers import CachedReader
 from meshwright.serve.trained import evaluate_texts, open_trained, split_over
@@ -29,9 +30,10 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.layout import LayoutSpec
 from meshwright.tasks.examinee import Writing
 from meshwright.testing.ranks import RankPool
-from served import CHATML, hf_directory, model_of, tokenizer_of
+from served import CHATML, VOCAB, hf_directory, model_of, tokenizer_of
 from tiny import tiny_run
 
+GRAMMARS = Grammars(tokenizer_of(CHATML), VOCAB + 1)
 TEXT = "def add_1(x):\n    return x + 1\n" * 20
 
 
@@ -43,7 +45,11 @@ def requests() -> list[Request]:
             prompt=list(range(3, 3 + length)),
             max_tokens=tokens,
             sampling=Sampling(temperature=temperature, seed=4, repetition_penalty=1.1),
+            ends=[0] if length in (1, 5) else (),
             logprobs=2,
+            scores_prompt=length == 17,
+            bias={5: 2.0} if length == 4 else {},
+            grammar=GRAMMARS.compile("regex", "[a-f]+", [0]) if length in (1, 5) else None,
         )
         for length, temperature, tokens in kinds
     ]
@@ -51,7 +57,8 @@ def requests() -> list[Request]:
 
 def told(answers: list[Answer]) -> list[Any]:
     return [
-        (answer.ids, [round(logprob, 9) for token in answer.tokens for _, logprob in token.top]) for answer in answers
+        (answer.ids, [round(logprob, 9) for token in answer.prompt + answer.tokens for _, logprob in token.top])
+        for answer in answers
     ]
 
 

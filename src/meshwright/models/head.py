@@ -104,8 +104,7 @@ class Head:
 
     def logits_at(self, x_1ND: torch.Tensor, places_B: torch.Tensor) -> torch.Tensor:
         """The logits [B, V] of these places in one flat row; where ranks split the sequence, of its whole."""
-        hidden_ND = self._whole(x_1ND)[0]
-        logits_BV = self._project(hidden_ND if len(places_B) == len(hidden_ND) else hidden_ND[places_B])
+        logits_BV = self._project(self._whole(x_1ND)[0, places_B])
         return logits_BV if self.split.vocabulary is None else self.split.vocabulary.gather_vocabulary(logits_BV)
 
     def next_logits(self, x_BTD: torch.Tensor, asked_BT: torch.Tensor) -> torch.Tensor:

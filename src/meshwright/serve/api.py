@@ -1,16 +1,20 @@
 """OpenAI's API as data: requests checked, answers and errors in its shapes. No server here."""
 
+import json
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from meshwright.models.generate import LEAST_PENALTY, Sampling
 from meshwright.serve.engine import Answer, Request, Token
+from meshwright.serve.grammar import Kind
 
 MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, LONGEST_STOP = 64, 20, 16, 1000
+MAX_BIASES, MOST_BIAS = 1024, 100
 
 
 class ApiError(Exception):
@@ -67,10 +71,39 @@ class StreamOptions(_Model):
     include_obfuscation: bool = False
 
 
+class JsonSchema(_Model):
+    """A schema of answers."""
+
+    name: str | None = None
+    description: str | None = None
+    rules: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
 class ResponseFormat(_Model):
     """The format of an answer."""
 
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(_Model):
+    """The form of an answer, in vLLM's words: one of these."""
+
+    rules: dict[str, Any] | None = Field(default=None, alias="json")
+    regex: str | None = Field(default=None, min_length=1)
+    choice: list[str] | None = Field(default=None, min_length=1)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form that answers must have."""
+
+    param: str
+    """The field that asks for it."""
+    kind: Kind
+    text: str
+    """See `Grammars.compile`."""
 
 
 class Generation(_Model):
@@ -90,8 +123,10 @@ class Generation(_Model):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-    logit_bias: dict[str, float] | None = Field(default=None, max_length=0)
+    logit_bias: dict[int, float] | None = Field(default=None, max_length=MAX_BIASES)
     max_tokens: int | None = Field(default=None, ge=1)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -101,6 +136,16 @@ class Generation(_Model):
             message = f"stop: at most {MAX_STOPS} texts, none of them empty or of more than {LONGEST_STOP} characters"
             raise ApiError(400, message, param="stop")
         return stops
+
+    def biases(self, vocab: int) -> dict[int, float]:
+        """What is added to the logits of some tokens of the vocabulary."""
+        biases = self.logit_bias or {}
+        for token, bias in biases.items():
+            if not 0 <= token < vocab:
+                raise ApiError(400, f"logit_bias: there is no token {token}; they go from 0 to {vocab - 1}")
+            if not abs(bias) <= MOST_BIAS:
+                raise ApiError(400, f"logit_bias: {bias:g} of token {token} is not from -{MOST_BIAS} to {MOST_BIAS}")
+        return biases
 
     def sampling(self) -> Sampling:
         """How tokens are drawn; without a seed, from a new one."""
@@ -114,6 +159,28 @@ class Generation(_Model):
             frequency_penalty=self.frequency_penalty,
             seed=secrets.randbits(48) if self.seed is None else self.seed,
         )
+
+    @property
+    def form(self) -> Form | None:
+        """The form of answers, if the request asks for one."""
+        asked, other = self.response_format, self.structured_outputs
+        if asked is not None and asked.type == "json_schema" and asked.json_schema is None:
+            raise ApiError(400, "response_format: json_schema is missing", param="response_format")
+        forms: list[Form] = []
+        if asked is not None and asked.type == "json_schema" and asked.json_schema is not None:
+            forms.append(Form("response_format", "schema", json.dumps(asked.json_schema.rules)))
+        elif asked is not None and asked.type == "json_object":
+            forms.append(Form("response_format", "schema", '{"type": "object"}'))
+        if other is not None and other.rules is not None:
+            forms.append(Form("structured_outputs", "schema", json.dumps(other.rules)))
+        if other is not None and other.regex is not None:
+            forms.append(Form("structured_outputs", "regex", other.regex))
+        if other is not None and other.choice is not None:
+            forms.append(Form("structured_outputs", "choice", json.dumps(other.choice)))
+        if other is not None and len(forms) != 1:
+            message = "structured_outputs: give one of json, regex and choice, and no response_format beside it"
+            raise ApiError(400, message, param="structured_outputs")
+        return forms[0] if forms else None
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -136,7 +203,6 @@ class ChatRequest(Generation):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     store: Literal[False] | None = None
     metadata: dict[str, str] | None = None
 
@@ -158,7 +224,8 @@ class CompletionRequest(Generation):
 
     prompt: str | list[str] | list[int] | list[list[int]] = ""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    echo: Literal[False] | None = False
+    echo: bool | None = False
+    max_tokens: int | None = Field(default=None, ge=0)
     best_of: Literal[1] | None = None
     suffix: None = None
 
@@ -174,8 +241,10 @@ class CompletionRequest(Generation):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """See `Generation`; OpenAI's own default."""
-        return self.max_tokens or 16
+        """See `Generation`; OpenAI's own default. 0 if only the prompt's log-probabilities are wanted."""
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "max_tokens: 0 needs echo: true", param="max_tokens")
+        return 16 if self.max_tokens is None else self.max_tokens
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -204,7 +273,9 @@ def parse(kind: type[BaseModel], body: bytes) -> Any:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         # Of a field that may have several types, the places name these as well.
-        place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "str", "int")))
+        place = ".".join(
+            str(part) for part in first["loc"] if part not in ("str", "int") and not str(part).startswith("list[")
+        )
         what = first["msg"]
         if first["type"] == "json_invalid":
             raise ApiError(400, f"the body is not JSON: {what.removeprefix('Invalid JSON: ')}") from None
@@ -218,8 +289,9 @@ def parse(kind: type[BaseModel], body: bytes) -> Any:
 class Wording:
     """The answers to one request, in the shapes of one of the two kinds."""
 
-    def __init__(self, model: str, *, chat: bool, decode: Any) -> None:
-        self._model, self._chat, self._decode = model, chat, decode
+    def __init__(self, model: str, *, chat: bool, decode: Any, echoes: Sequence[str] = ()) -> None:
+        """`echoes`: the prompts' texts, which are put before the answers."""
+        self._model, self._chat, self._decode, self._echoes = model, chat, decode, echoes
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._created = int(time.time())
         self._offsets: dict[int, int] = {}
@@ -228,10 +300,10 @@ class Wording:
         """All answers, complete."""
         choices = []
         for number, answer in enumerate(answers):
-            said = {"text": answer.text}
+            said = {"text": "".join(self._echoes[number : number + 1]) + answer.text}
             if self._chat:
                 said = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
-            logprobs = self._logprobs(number, answer.request, answer.tokens)
+            logprobs = self._logprobs(number, answer.request, [*answer.prompt, *answer.tokens, *self._ended(answer)])
             choices.append({"index": number, **said, "logprobs": logprobs, "finish_reason": answer.finish})
         kind = "chat.completion" if self._chat else "text_completion"
         return self._envelope(kind, choices) | {"usage": usage(answers, prompt_tokens)}
@@ -240,20 +312,30 @@ class Wording:
         """The first chunk of an answer to a conversation."""
         return self._chunk({"index": number, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
 
+    def echo(self, number: int, answer: Answer) -> dict[str, Any] | None:
+        """The prompt, which comes before the first part of the answer, if that is wanted."""
+        return self.part(number, answer.request, answer.prompt, self._echoes[number]) if self._echoes else None
+
     def part(self, number: int, request: Request, tokens: Sequence[Token], text: str) -> dict[str, Any]:
         """New tokens and text of an answer."""
         said: dict[str, Any] = {"delta": {"content": text}} if self._chat else {"text": text}
         logprobs = self._logprobs(number, request, tokens)
         return self._chunk({"index": number, **said, "logprobs": logprobs, "finish_reason": None})
 
-    def end(self, number: int, finish: str) -> dict[str, Any]:
+    def end(self, number: int, answer: Answer, finish: str) -> dict[str, Any]:
         """Why an answer has ended."""
         said: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-        return self._chunk({"index": number, **said, "logprobs": None, "finish_reason": finish})
+        ended = self._ended(answer)
+        logprobs = self._logprobs(number, answer.request, ended) if ended else None
+        return self._chunk({"index": number, **said, "logprobs": logprobs, "finish_reason": finish})
 
     def usage(self, answers: Sequence[Answer], prompt_tokens: int) -> dict[str, Any]:
         """The last chunk, if requested."""
         return {**self._chunk(), "usage": usage(answers, prompt_tokens)}
+
+    def _ended(self, answer: Answer) -> list[Token]:
+        """The token that ended the answer, which is listed with the prompt's: evaluators count one behind them."""
+        return [answer.end] if answer.end is not None and answer.prompt else []
 
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
         return self._envelope("chat.completion.chunk" if self._chat else "text_completion", list(choices))
@@ -271,7 +353,10 @@ class Wording:
         for text in texts:
             offsets.append(self._offsets.get(number, 0))
             self._offsets[number] = offsets[-1] + len(text)
-        top = [{self._decode([other]): value for other, value in token.top} for token in tokens]
+        top = [  # of tokens with one text, such as parts of characters, the likeliest stays
+            None if token.logprob is None else {self._decode([other]): value for other, value in reversed(token.top)}
+            for token in tokens
+        ]
         values = [token.logprob for token in tokens]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 

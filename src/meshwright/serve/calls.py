@@ -43,8 +43,9 @@ class Call:
         finally:
             gone.cancel()
             self.close()
-        if any(answer.finish not in ("stop", "length") for answer in self._answers.values()):
-            raise ApiError(500, "the server could not finish this answer")
+        for answer in self._answers.values():
+            if answer.finish not in ("stop", "length"):
+                raise _unfinished(answer)
         return [self._answers[number] for number in range(len(self._requests))]
 
     async def events(self, wording: Wording, *, begins: bool, with_usage: bool) -> AsyncIterator[str]:
@@ -52,13 +53,17 @@ class Call:
         if begins:
             for number in range(len(self._requests)):
                 yield _event(wording.begin(number))
+        opened = set[int]()
         async for number, answer, tokens, text, finish in self._progress(None):
+            if number not in opened and (echo := wording.echo(number, answer)) is not None:
+                yield _event(echo)
+            opened.add(number)
             if text or (tokens and answer.request.logprobs is not None):
                 yield _event(wording.part(number, answer.request, tokens, text))
             if finish in ("stop", "length"):
-                yield _event(wording.end(number, finish))
+                yield _event(wording.end(number, answer, finish))
             elif finish is not None:
-                yield _event(ApiError(500, "the server could not finish this answer").body())
+                yield _event(_unfinished(answer).body())
         if with_usage:
             yield _event(wording.usage(list(self._answers.values()), self.prompt_tokens))
         yield "data: [DONE]\n\n"
@@ -115,6 +120,12 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._call.close()
+
+
+def _unfinished(answer: engine.Answer) -> ApiError:
+    if answer.problem is not None:
+        return ApiError(400, f"the answer cannot follow its grammar any further: {answer.problem}")
+    return ApiError(500, "the server could not finish this answer")
 
 
 async def _gone(request: Request) -> None:

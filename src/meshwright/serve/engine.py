@@ -9,7 +9,7 @@ Shapes: B rows that get a token, V vocabulary.
 
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -17,6 +17,7 @@ import torch
 
 from meshwright.models import Decoder
 from meshwright.models.generate import Sampling, check_room, choose, penalize
+from meshwright.serve.grammar import Grammar
 from meshwright.serve.readers import Reader, reader_for
 from meshwright.serve.text import TextWriter
 from meshwright.spec.errors import UserError
@@ -33,6 +34,7 @@ class Request:
 
     prompt: Sequence[int]
     max_tokens: int
+    """0: nothing is written; the prompt's log-probabilities are all that there is."""
     sampling: Sampling
     row: int = 0
     """Index among several answers to one prompt; each has its own random stream."""
@@ -42,6 +44,12 @@ class Request:
     """Texts that do the same; they need an engine that can decode."""
     logprobs: int | None = None
     """Return each token's log-probability and those of this many likeliest tokens."""
+    scores_prompt: bool = False
+    """Also of the prompt's tokens, and of the token that ended the answer."""
+    bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these tokens."""
+    grammar: Grammar | None = None
+    """What the answer must follow; its ends are those of the request."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +71,16 @@ class Answer:
     listener: "Callable[[Answer, list[Token], str], None] | None" = None
     """Called with new tokens and text, at most once per step, and at the end, when `finish` is set."""
     tokens: list[Token] = field(default_factory=list)
+    prompt: list[Token] = field(default_factory=list)
+    """The prompt's tokens with their log-probabilities, if requested; the first has none."""
+    end: Token | None = None
+    """The token that ended the answer and does not belong to it."""
     text: str = ""
     finish: str | None = None
-    """Why it ended: `stop` (a token or a text that ends answers), `length`, or `cancelled`."""
+    """Why it ended: `stop` (a token or a text that ends answers, or its grammar is complete), `length`, `cancelled`, or
+    `error`."""
+    problem: str | None = None
+    """What the request did wrong, if that is the error."""
 
     @property
     def ids(self) -> list[int]:
@@ -87,6 +102,41 @@ class _Row:
         if request.sampling.penalizes:
             self.seen = torch.zeros(vocab, dtype=torch.bool), torch.zeros(vocab)
             self.seen[0][torch.tensor(request.prompt)] = True
+        self.matcher = None if request.grammar is None else request.grammar.begin()
+        self.bias: torch.Tensor | None = None
+        if request.bias:
+            self.bias = torch.zeros(vocab)
+            self.bias[list(request.bias)] = torch.tensor(list(request.bias.values()))
+
+    @property
+    def scores(self) -> bool:
+        """Whether its next tokens are of the prompt, and their log-probabilities are wanted."""
+        request = self.answer.request
+        return request.scores_prompt and request.logprobs is not None and self.read < len(request.prompt)
+
+    def score(self, logits_TV: torch.Tensor) -> None:
+        """Note the log-probabilities of the prompt's tokens behind the T last ones that have been read."""
+        request, prompt = self.answer.request, self.answer.prompt
+        if not prompt:
+            prompt.append(Token(request.prompt[0]))
+        for logits_V, token in zip(logits_TV, request.prompt[len(prompt) : self.read + 1], strict=False):
+            prompt.append(_told(logits_V, request, token))
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether tokens are not drawn from the model's logits themselves."""
+        return self.seen is not None or self.bias is not None or self.matcher is not None
+
+    def adjusted(self, logits_V: torch.Tensor) -> torch.Tensor:
+        """The logits to draw from, in fp32 at least: penalties, biases, and only the tokens that the grammar allows."""
+        found_V, device = logits_V.to(torch.promote_types(logits_V.dtype, torch.float32)), logits_V.device
+        if self.seen is not None:
+            found_V = penalize(found_V, self.sampling, *(seen_V.to(device) for seen_V in self.seen))
+        if self.bias is not None:
+            found_V = found_V + self.bias.to(device)
+        if self.matcher is not None:
+            found_V = found_V.masked_fill(~self.matcher.allowed().to(device), -torch.inf)
+        return found_V
 
     @property
     def chunk(self) -> Sequence[int]:
@@ -131,7 +181,7 @@ class Engine:
 
         Raises `UserError` if prompt and answer do not fit the context.
         """
-        check_room([request.prompt], request.max_tokens, self.max_context)
+        check_room([request.prompt], max(1, request.max_tokens), self.max_context)
         assert self._decode is not None or not request.stops
         answer = Answer(request, listener)
         self._waiting.append(_Row(answer, self._decode, self.model.spec.vocab))
@@ -157,10 +207,17 @@ class Engine:
         if not self._rows:
             return False
         new = [(place, row.chunk) for place, row in enumerate(self._rows)]
+        scored = [place for place, row in enumerate(self._rows) if row.scores]
         for row, (_, tokens) in zip(self._rows, new, strict=True):
             row.read += len(tokens)
         writing = self._whole
-        logits_BV = self._reader.read(new, writing)
+        logits_BV = self._reader.read(new, writing, scored)
+        begin = writing
+        for place in scored:
+            end = begin + len(new[place][1])
+            self._rows[place].score(logits_BV[begin:end])
+            begin = end
+        logits_BV = logits_BV[:writing]
         for row, token in zip(self._rows, self._choose(logits_BV, self._rows[:writing]), strict=False):
             self._write(row, token)
         self._sweep()
@@ -200,8 +257,8 @@ class Engine:
                 "(--dtype fp32)"
             )
         from_BV = logits_BV
-        if any(row.seen is not None for row in rows):
-            from_BV = torch.stack([_penalized(logits_V, row) for logits_V, row in zip(logits_BV, rows, strict=True)])
+        if any(row.adjusts for row in rows):
+            from_BV = torch.stack([row.adjusted(logits_V) for logits_V, row in zip(logits_BV, rows, strict=True)])
         chosen: dict[int, int] = {}
         order = sorted(range(len(rows)), key=lambda place: _filters(rows[place].sampling))
         for _, group in groupby(order, key=lambda place: _filters(rows[place].sampling)):
@@ -209,23 +266,23 @@ class Engine:
             some_BV = from_BV if len(places) == len(rows) else from_BV[places]
             found = choose(some_BV, rows[places[0]].sampling, [rows[place].stream for place in places])
             chosen.update(zip(places, found.tolist(), strict=True))
-        return [self._told(logits_BV[place], row.answer.request, chosen[place]) for place, row in enumerate(rows)]
-
-    def _told(self, logits_V: torch.Tensor, request: Request, chosen: int) -> Token:
-        if request.logprobs is None:
-            return Token(chosen)
-        logprobs_V = logits_V.double().log_softmax(-1)
-        top = logprobs_V.topk(min(request.logprobs, len(logprobs_V)))
-        pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        return Token(chosen, float(logprobs_V[chosen]), tuple(pairs))
+        return [_told(logits_BV[place], row.answer.request, chosen[place]) for place, row in enumerate(rows)]
 
     def _write(self, row: _Row, token: Token) -> None:
-        answer, text = row.answer, ""
+        answer, text, new = row.answer, "", list[Token]()
         if answer.finish is not None:
             return
-        if token.id in answer.request.ends:
-            answer.finish = "stop"
+        if row.matcher is not None:
+            row.matcher.accept(token.id)
+            answer.problem = row.matcher.problem
+        if answer.problem is not None:
+            answer.finish = "error"
+        elif answer.request.max_tokens == 0:
+            answer.finish = "length"
+        elif token.id in answer.request.ends:
+            answer.finish, answer.end = "stop", token
         else:
+            new = [token]
             answer.tokens.append(token)
             if row.seen is not None:
                 row.seen[0][token.id] = True
@@ -233,6 +290,8 @@ class Engine:
             if row.writer is not None:
                 text = row.writer.add(token.id)
                 answer.finish = None if row.writer.stopped is None else "stop"
+            if row.matcher is not None and row.matcher.complete:
+                answer.finish = "stop"
             if answer.finish is None and len(answer.tokens) == answer.request.max_tokens:
                 answer.finish = "length"
         if answer.finish is not None and row.writer is not None:
@@ -240,7 +299,7 @@ class Engine:
             answer.finish = answer.finish if row.writer.stopped is None else "stop"
         answer.text += text
         if answer.listener is not None:
-            answer.listener(answer, answer.tokens[-1:] if token.id not in answer.request.ends else [], text)
+            answer.listener(answer, new, text)
 
     def _sweep(self) -> None:
         """Give up the places of answers that have ended; the last rows move into them."""
@@ -269,11 +328,14 @@ def _filters(sampling: Sampling) -> tuple[float, ...]:
     return (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
 
 
-def _penalized(logits_V: torch.Tensor, row: _Row) -> torch.Tensor:
-    wide_V = logits_V.to(torch.promote_types(logits_V.dtype, torch.float32))
-    if row.seen is None:
-        return wide_V
-    return penalize(wide_V, row.sampling, *(seen_V.to(wide_V.device) for seen_V in row.seen))
+def _told(logits_V: torch.Tensor, request: Request, chosen: int) -> Token:
+    """The token with what the request wants to know about it."""
+    if request.logprobs is None:
+        return Token(chosen)
+    logprobs_V = logits_V.double().log_softmax(-1)
+    top = logprobs_V.topk(min(request.logprobs, len(logprobs_V)))
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return Token(chosen, float(logprobs_V[chosen]), tuple(pairs))
 
 
 def generate(

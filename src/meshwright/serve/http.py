@@ -5,6 +5,7 @@ import contextlib
 import hmac
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from meshwright.serve.arena import Vote, add_vote
 from meshwright.serve.browser import ARENA, CHAT, called, page
 from meshwright.serve.calls import Call, EventStream, Heard
 from meshwright.serve.conversation import Prompts
+from meshwright.serve.grammar import Grammar, Grammars
 from meshwright.serve.metrics import Metrics
 from meshwright.serve.worker import BusyError, Worker
 from meshwright.spec.errors import UserError
@@ -56,6 +58,7 @@ class Served:
     engine: engine.Engine
     tokenizer: TextTokenizer
     prompts: Prompts
+    grammars: Grammars
     about: str
     """Its origin, as text."""
 
@@ -85,6 +88,7 @@ class Server:
         self._load_adapter, self._loaded, self._changing = load, set[str](), asyncio.Lock()
         self._models = {model.name: model for model in models}
         self._limits, self._metrics, self._started = limits, Metrics(), int(time.time())
+        self._compiler = ThreadPoolExecutor(1, "meshwright-grammars")
         self._worker = Worker({model.name: model.engine for model in models}, max_queue=limits.max_queue)
 
     def app(self) -> Starlette:
@@ -95,6 +99,7 @@ class Server:
             self._worker.start()
             yield
             await asyncio.to_thread(self._worker.stop)
+            self._compiler.shutdown()
 
         routes = [
             Route("/", self._page),
@@ -256,7 +261,9 @@ class Server:
     async def _generate(
         self, request: Request, model: Served, asked: Generation, prompts: Sequence[Sequence[int]], ends: Any
     ) -> Response:
-        sampling = asked.sampling()
+        echoes = isinstance(asked, CompletionRequest) and bool(asked.echo)
+        biases = asked.biases(model.engine.model.spec.vocab)
+        sampling, grammar = asked.sampling(), await self._grammar(model, asked, ends)
         requests = [
             engine.Request(
                 prompt=prompt,
@@ -266,6 +273,9 @@ class Server:
                 ends=ends,
                 stops=asked.stops,
                 logprobs=asked.wanted_logprobs,
+                scores_prompt=echoes,
+                bias=biases,
+                grammar=grammar,
             )
             for prompt in prompts
             for row in range(asked.n)
@@ -284,7 +294,9 @@ class Server:
         except BusyError:
             message = "too many requests are waiting; try again later"
             raise ApiError(429, message, code="rate_limit_exceeded") from None
-        wording = Wording(model.name, chat=isinstance(asked, ChatRequest), decode=model.tokenizer.decode)
+        decode = model.tokenizer.decode
+        texts = [decode(request.prompt) for request in requests] if echoes else []
+        wording = Wording(model.name, chat=isinstance(asked, ChatRequest), decode=decode, echoes=texts)
         call = Call(self._metrics, requests, heard, cancel, sum(map(len, prompts)))
         if asked.stream:
             with_usage = asked.stream_options is not None and asked.stream_options.include_usage
@@ -292,6 +304,16 @@ class Server:
             return EventStream(call, events)
         answers = await call.answers(request)
         return JSONResponse(wording.whole(answers, call.prompt_tokens))
+
+    async def _grammar(self, model: Served, asked: Generation, ends: Any) -> Grammar | None:
+        """The grammar that answers must follow; compiled in a thread, one after another, while others are answered."""
+        if (form := asked.form) is None:
+            return None
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._compiler, model.grammars.compile, form.kind, form.text, ends)
+        except UserError as error:
+            raise ApiError(400, f"{form.param}: {error}", param=form.param) from error
 
 
 async def _checked(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -311,7 +333,7 @@ def _room(prompt: Sequence[int], wanted: int | None, room: int) -> int:
     """Most new tokens. Raises `ApiError` if the context has no room."""
     tokens = max(1, room - len(prompt)) if wanted is None else wanted
     try:
-        check_room([prompt], tokens, room)
+        check_room([prompt], max(1, tokens), room)
     except UserError as error:
         raise ApiError(400, str(error), code="context_length_exceeded", param="messages") from error
     return tokens

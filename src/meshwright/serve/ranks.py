@@ -6,7 +6,7 @@ program instead, and gets the same logits.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -34,6 +34,7 @@ class _Order:
     """Rows put into others' places, (source, target), and last rows forgotten (None), before it reads."""
     new: tuple[tuple[int, tuple[int, ...]], ...]
     writing: int
+    scored: tuple[int, ...]
 
 
 class Ranks:
@@ -90,7 +91,7 @@ class Ranks:
                     reader.drop_last()
                 else:
                     reader.move(*move)
-            self.guarded(lambda reader=reader, order=order: reader.read(order.new, order.writing))
+            self.guarded(lambda reader=reader, order=order: reader.read(order.new, order.writing, order.scored))
 
     def guarded(self, compute: Callable):
         """What `compute` returns. After an error processes are no longer at the same step, and none can go on."""
@@ -108,12 +109,12 @@ class _LeadingReader:
         self._begins = True
         self._moves: list[tuple[int, int] | None] = []
 
-    def read(self, new: New, writing: int) -> torch.Tensor:
+    def read(self, new: New, writing: int, scored: Sequence[int] = ()) -> torch.Tensor:
         """See `Reader`."""
         read = tuple((row, tuple(tokens)) for row, tokens in new)
-        self._ranks.tell(_Order(self._begins, tuple(self._moves), read, writing))
+        self._ranks.tell(_Order(self._begins, tuple(self._moves), read, writing, tuple(scored)))
         self._begins, self._moves = False, []
-        return self._ranks.guarded(lambda: self._inner.read(new, writing))
+        return self._ranks.guarded(lambda: self._inner.read(new, writing, scored))
 
     def move(self, source: int, target: int) -> None:
         """See `Reader`."""

@@ -4,6 +4,7 @@ Shapes: B rows that get a token, N new tokens, T longest row, D hidden, V vocabu
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -20,8 +21,9 @@ New = Sequence[tuple[int, Sequence[int]]]
 class Reader(Protocol):
     """The rows of tokens in a model."""
 
-    def read(self, new: New, writing: int) -> torch.Tensor:
-        """The logits [B, V] at the end of each of the first `writing` rows, after reading `new`."""
+    def read(self, new: New, writing: int, scored: Sequence[int] = ()) -> torch.Tensor:
+        """The logits [B, V] at the end of each of the first `writing` rows, after reading `new`; then those behind
+        every new token of the entries of `new` whose numbers are in `scored`."""
         ...
 
     def move(self, source: int, target: int) -> None:
@@ -40,19 +42,19 @@ class CachedReader:
         """`multiple`: of tokens that a step reads, because as many ranks split them."""
         self._model, self._cache = model, Cache(model, multiple)
 
-    def read(self, new: New, writing: int) -> torch.Tensor:
+    def read(self, new: New, writing: int, scored: Sequence[int] = ()) -> torch.Tensor:
         """See `Reader`."""
         batch = self._cache.append(new)
-        if self._model.next_step is not None and writing and self._cache.step.singles == len(new):
+        if self._model.next_step is not None and writing and not scored and self._cache.step.singles == len(new):
             return self._model.next_step(batch, self._cache)[:writing]
-        ends, end = [], -1
-        for _, tokens in new:
-            end += len(tokens)
-            ends.append(end)
-        last_B = torch.tensor(ends[:writing], device=batch.tokens.device, dtype=torch.int64)
+        ends = list(accumulate(len(tokens) for _, tokens in new))
+        places = [end - 1 for end in ends[:writing]]
+        for number in scored:
+            places += range(ends[number] - len(new[number][1]), ends[number])
+        places_B = torch.tensor(places, device=batch.tokens.device, dtype=torch.int64)
 
         def logits(x_1ND: torch.Tensor, head: Head, _: object) -> torch.Tensor:
-            return head.logits_at(x_1ND, last_B)
+            return head.logits_at(x_1ND, places_B)
 
         return self._model(batch, logits, cache=self._cache)
 
@@ -72,15 +74,22 @@ class WholeReader:
         self._model = model
         self._rows: list[list[int]] = []
 
-    def read(self, new: New, writing: int) -> torch.Tensor:
+    def read(self, new: New, writing: int, scored: Sequence[int] = ()) -> torch.Tensor:
         """See `Reader`. Padding follows the rows, where no token sees it."""
         for place, tokens in new:
             if place == len(self._rows):
                 self._rows.append([])
             self._rows[place] = [*self._rows[place], *tokens]
-        rows, device = self._rows[:writing], self._model.like.device
+        found = [self._at_ends(self._rows[:writing])]
+        for place, tokens in (new[number] for number in scored):
+            row_1T = torch.tensor([self._rows[place]], device=self._model.like.device)
+            found.append(self._model(Batch(row_1T), lambda x_BTD, head, _: head.logits(x_BTD))[0, -len(tokens) :])
+        return torch.cat(found) if scored else found[0]
+
+    def _at_ends(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        device = self._model.like.device
         if not rows:
-            return torch.empty(0, self._model.spec.vocab)
+            return torch.empty(0, self._model.spec.vocab, device=device)
         lengths_B1 = torch.tensor([[len(row)] for row in rows], device=device)
         longest = max(map(len, rows))
         tokens_BT = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)

@@ -15,6 +15,7 @@ from meshwright.models.from_disk import blocks_from_disk
 from meshwright.models.packed import pack
 from meshwright.serve.conversation import Prompts
 from meshwright.serve.engine import Engine
+from meshwright.serve.grammar import Grammars
 from meshwright.serve.http import Served
 from meshwright.serve.trained import TrainedModel, open_trained
 from meshwright.spec.errors import UserError
@@ -60,6 +61,7 @@ def serve_as(trained: TrainedModel, name: str, *, max_batch: int, max_context: i
         engine=Engine(trained.model, decode=tokenizer.decode_text, max_batch=max_batch, max_context=max_context),
         tokenizer=tokenizer,
         prompts=Prompts(tokenizer),
+        grammars=Grammars(tokenizer, trained.spec.vocab),
         about=str(trained.source),
     )
 
