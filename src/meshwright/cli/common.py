@@ -46,6 +46,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def whole(text: str) -> int:
+    """Parse a number of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is not allowed: must be a whole number of at least 0")
+    return int(text)
+
+
 @contextlib.contextmanager
 def stoppable(work: str) -> Iterator[None]:
     """Let a signal raise `TrainingStopped` inside the block, so that it ends the processes that it has started; prints

@@ -6,7 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.common import add_disk_argument, add_family_argument, add_model_arguments, note_disk, positive
+from meshwright.cli.common import (
+    add_disk_argument,
+    add_family_argument,
+    add_model_arguments,
+    note_disk,
+    positive,
+    whole,
+)
 from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
 from meshwright.cli.ranks import add_layout_argument, started, weights_of
 from meshwright.spec.errors import UserError
@@ -56,13 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  meshwright eval runs/demo --tasks arc_easy tasks/mine.yaml --limit 200\n"
         "  meshwright eval runs/demo --all-checkpoints"
     )
-
-
-def whole(text: str) -> int:
-    """Parse a number of at least 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"'{text}' is not allowed: must be a whole number of at least 0")
-    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from meshwright.cli.common import (
     compile_steps,
     note_disk,
     positive,
+    whole,
 )
 from meshwright.cli.ranks import add_layout_argument, degree_of, follows, started, weights_of
 from meshwright.spec.errors import UserError
@@ -67,6 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-context", metavar="N", type=positive, help="tokens of prompt and answer (default: the model's positions)"
     )
     parser.add_argument(
+        "--prefix-cache",
+        metavar="MIB",
+        type=whole,
+        default=256,
+        help="memory for keys and values of finished answers, which later prompts that begin alike reuse (default 256)",
+    )
+    parser.add_argument(
         "--max-body", metavar="BYTES", type=positive, default=4 * 2**20, help="largest request (default 4 MiB)"
     )
     parser.epilog = (
@@ -111,6 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         raise UserError("serve needs starlette and uvicorn: pip install 'meshwright[serve]'") from error
     # Torch loads here, so that --help and usage errors never wait for it.
+    from meshwright.serve.prefixes import Prefixes
     from meshwright.serve.served import default_name, loader_of, open_served
 
     key = read_key(arguments.api_key_file)
@@ -127,7 +136,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.votes is not None and not (adapters or beside or arguments.adapters_from):
         raise UserError("--votes: an arena needs two models; give another with --beside or --adapter")
     limits = Limits(max_body=arguments.max_body, max_queue=arguments.max_queue, api_key=key, votes=arguments.votes)
-    room = {"max_batch": arguments.max_batch, "max_context": arguments.max_context}
+    prefixes = Prefixes(arguments.prefix_cache * 2**20) if arguments.prefix_cache else None
+    room = {"max_batch": arguments.max_batch, "max_context": arguments.max_context, "prefixes": prefixes}
     with listen(arguments.host, arguments.port) as listening:  # before loading, because the port may be in use
         trained = _opened(arguments)
         models = open_served(

@@ -191,6 +191,24 @@ class Cache:
         """Forget the last row."""
         self.lengths.pop()
 
+    def copy(self, row: int, length: int) -> list[torch.Tensor]:
+        """Every layer's keys and values of the first `length` tokens of a sequence, [2, G, length, K] each."""
+        return [layer.both_2MGCK[:, row, :, :length].clone() for layer in self.layers.values()]
+
+    def restore(self, row: int, layers: Sequence[torch.Tensor], length: int) -> None:
+        """Start a sequence in a new row with the first `length` tokens of such a copy."""
+        self.lengths += [0] * (row + 1 - len(self.lengths))
+        self.lengths[row] = length
+        self._grow()
+        for layer, both_2GLK in zip(self.layers.values(), layers, strict=True):
+            layer.make_room(both_2GLK.shape[1], both_2GLK.shape[3], both_2GLK.dtype)
+            layer.both_2MGCK[:, row, :, :length] = both_2GLK[:, :, :length]
+
+    def bytes_of(self, length: int) -> int:
+        """Bytes of such a copy."""
+        sizes = (layer.both_2MGCK[:, :1, :, :1] for layer in self.layers.values())
+        return length * sum(one.nbytes for one in sizes)
+
     def _batch(self, new: Sequence[tuple[int, Sequence[int]]], starts: Sequence[int]) -> TensorBatch:
         tokens = [token for _, tokens in new for token in tokens]
         places = [start + index for start, (_, tokens) in zip(starts, new, strict=True) for index in range(len(tokens))]

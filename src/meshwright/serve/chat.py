@@ -8,6 +8,7 @@ from meshwright.models.generate import Sampling
 from meshwright.models.packed import pack
 from meshwright.serve.conversation import Prompts
 from meshwright.serve.engine import Engine, Request
+from meshwright.serve.prefixes import DEFAULT_BYTES, Prefixes
 from meshwright.serve.trained import TrainedModel
 from meshwright.spec.errors import UserError
 
@@ -45,7 +46,7 @@ class Partner:
         tokenizer = self.trained.tokenizer
         self._prompts = Prompts(tokenizer)
         pack(self.trained.model)
-        self._engine = Engine(self.trained.model, decode=tokenizer.decode_text)
+        self._engine = Engine(self.trained.model, decode=tokenizer.decode_text, prefixes=Prefixes(DEFAULT_BYTES))
 
     @property
     def chats(self) -> bool:

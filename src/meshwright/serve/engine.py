@@ -18,12 +18,15 @@ import torch
 from meshwright.models import Decoder
 from meshwright.models.generate import Sampling, check_room, choose, penalize
 from meshwright.serve.grammar import Grammar
-from meshwright.serve.readers import Reader, reader_for
+from meshwright.serve.prefixes import Prefixes
+from meshwright.serve.readers import CachedReader, Reader, reader_for
 from meshwright.serve.text import TextWriter
 from meshwright.spec.errors import UserError
 
 CHUNK = 512
 """Most prompt tokens read in one step; a longer prompt takes several steps."""
+PIECE = 32
+"""Tokens of a prompt whose log-probabilities are computed together."""
 MAX_BATCH = 64
 """Default number of concurrent answers."""
 
@@ -119,8 +122,10 @@ class _Row:
         request, prompt = self.answer.request, self.answer.prompt
         if not prompt:
             prompt.append(Token(request.prompt[0]))
-        for logits_V, token in zip(logits_TV, request.prompt[len(prompt) : self.read + 1], strict=False):
-            prompt.append(_told(logits_V, request, token))
+        tokens = request.prompt[len(prompt) : self.read + 1]
+        for begin in range(0, len(tokens), PIECE):
+            some = tokens[begin : begin + PIECE]
+            prompt += _told(logits_TV[begin : begin + len(some)], request, some)
 
     @property
     def adjusts(self) -> bool:
@@ -157,14 +162,17 @@ class Engine:
         decode: Callable[[Sequence[int]], str] | None = None,
         max_batch: int = MAX_BATCH,
         max_context: int | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
-        """`decode`: token ids to text, if text is needed. `max_context`: most tokens of prompt and answer."""
+        """`decode`: token ids to text, if text is needed. `max_context`: most tokens of prompt and answer. `prefixes`
+        keep what has been read for later prompts that begin alike."""
         self.model, self.max_batch, self._decode = model, max_batch, decode
         self.max_context = min(max_context or model.spec.max_positions, model.spec.max_positions)
         self._waiting: deque[_Row] = deque()
         self._rows: list[_Row] = []
         """In the reader's order: rows whose prompt has been read, then at most one whose prompt has not."""
         self._reader: Reader = reader_for(model)
+        self._prefixes, self._owner = prefixes, object()
 
     @property
     def waiting(self) -> int:
@@ -228,6 +236,8 @@ class Engine:
         lost = [row.answer for row in (*self._rows, *self._waiting) if row.answer.finish is None]
         self._rows, self._waiting = [], deque()
         self._reader = reader_for(self.model)
+        if self._prefixes is not None:
+            self._prefixes.clear()  # memory may be short
         return lost
 
     @property
@@ -244,9 +254,12 @@ class Engine:
                 return
         while room > 0 and self._waiting and len(self._rows) < self.max_batch:
             row = self._waiting.popleft()
+            if self._prefixes is not None and isinstance(self._reader, CachedReader) and not row.scores:
+                prompt = row.answer.request.prompt
+                row.read = self._prefixes.restore(self._owner, prompt, self._reader, len(self._rows))
             self._rows.append(row)
             room -= len(row.chunk)
-            if len(row.chunk) < len(row.answer.request.prompt):
+            if row.read + len(row.chunk) < len(row.answer.request.prompt):
                 return
 
     def _choose(self, logits_BV: torch.Tensor, rows: Sequence[_Row]) -> list[Token]:
@@ -266,7 +279,10 @@ class Engine:
             some_BV = from_BV if len(places) == len(rows) else from_BV[places]
             found = choose(some_BV, rows[places[0]].sampling, [rows[place].stream for place in places])
             chosen.update(zip(places, found.tolist(), strict=True))
-        return [_told(logits_BV[place], row.answer.request, chosen[place]) for place, row in enumerate(rows)]
+        return [
+            _told(logits_BV[place : place + 1], row.answer.request, [chosen[place]])[0]
+            for place, row in enumerate(rows)
+        ]
 
     def _write(self, row: _Row, token: Token) -> None:
         answer, text, new = row.answer, "", list[Token]()
@@ -307,6 +323,7 @@ class Engine:
         for place in reversed(range(len(self._rows))):
             if self._rows[place].answer.finish is None:
                 continue
+            self._keep(place)
             whole, last = self._whole, len(self._rows) - 1
             if place < whole:
                 # The last one whose prompt has been read takes its place, and the one that is being read that one's.
@@ -314,6 +331,12 @@ class Engine:
                 self._put(last, whole - 1)
             self._rows.pop()
             self._reader.drop_last()
+
+    def _keep(self, place: int) -> None:
+        if self._prefixes is not None and isinstance(self._reader, CachedReader):
+            row = self._rows[place]
+            read = (*row.answer.request.prompt, *row.answer.ids)[: row.read]
+            self._prefixes.keep(self._owner, read, self._reader, place)
 
     def _put(self, source: int, target: int) -> None:
         if source != target:
@@ -328,14 +351,15 @@ def _filters(sampling: Sampling) -> tuple[float, ...]:
     return (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
 
 
-def _told(logits_V: torch.Tensor, request: Request, chosen: int) -> Token:
-    """The token with what the request wants to know about it."""
+def _told(logits_TV: torch.Tensor, request: Request, chosen: Sequence[int]) -> list[Token]:
+    """The tokens with what the request wants to know about them."""
     if request.logprobs is None:
-        return Token(chosen)
-    logprobs_V = logits_V.double().log_softmax(-1)
-    top = logprobs_V.topk(min(request.logprobs, len(logprobs_V)))
-    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    return Token(chosen, float(logprobs_V[chosen]), tuple(pairs))
+        return [Token(token) for token in chosen]
+    logprobs_TV = logits_TV.double().log_softmax(-1)
+    top = logprobs_TV.topk(min(request.logprobs, logprobs_TV.shape[1]))
+    values = logprobs_TV.gather(1, torch.tensor(chosen, device=logprobs_TV.device)[:, None]).flatten().tolist()
+    found = zip(chosen, values, top.indices.tolist(), top.values.tolist(), strict=True)
+    return [Token(token, value, tuple(zip(ids, best, strict=True))) for token, value, ids, best in found]
 
 
 def generate(

@@ -66,6 +66,18 @@ class CachedReader:
         """See `Reader`."""
         self._cache.drop_last()
 
+    def copy(self, row: int, length: int) -> list[torch.Tensor]:
+        """See `Cache`."""
+        return self._cache.copy(row, length)
+
+    def restore(self, row: int, layers: Sequence[torch.Tensor], length: int) -> None:
+        """See `Cache`."""
+        self._cache.restore(row, layers, length)
+
+    def bytes_of(self, length: int) -> int:
+        """See `Cache`."""
+        return self._cache.bytes_of(length)
+
 
 class WholeReader:
     """Runs every row again for every token: works for any model with a forward pass."""

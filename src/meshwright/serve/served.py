@@ -17,6 +17,7 @@ from meshwright.serve.conversation import Prompts
 from meshwright.serve.engine import Engine
 from meshwright.serve.grammar import Grammars
 from meshwright.serve.http import Served
+from meshwright.serve.prefixes import Prefixes
 from meshwright.serve.trained import TrainedModel, open_trained
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import FP32
@@ -31,6 +32,7 @@ def open_served(
     beside: Mapping[str, Path] | None = None,
     max_batch: int,
     max_context: int | None,
+    prefixes: Prefixes | None = None,
 ) -> list[Served]:
     """The model under its name, adapters under theirs, and other models `beside` it.
 
@@ -48,17 +50,19 @@ def open_served(
         others[other] = open_trained(path, device=trained.device.type, dtype=_name_of(trained.model.like.dtype))
         pack(others[other].model)
     return [
-        serve_as(each, one, max_batch=max_batch, max_context=max_context)
+        serve_as(each, one, max_batch=max_batch, max_context=max_context, prefixes=prefixes)
         for one, each in {name: trained, **others}.items()
     ]
 
 
-def serve_as(trained: TrainedModel, name: str, *, max_batch: int, max_context: int | None) -> Served:
+def serve_as(
+    trained: TrainedModel, name: str, *, max_batch: int, max_context: int | None, prefixes: Prefixes | None = None
+) -> Served:
     """One model with its engine."""
-    tokenizer = trained.tokenizer
+    tokenizer, room = trained.tokenizer, {"max_batch": max_batch, "max_context": max_context}
     return Served(
         name=name,
-        engine=Engine(trained.model, decode=tokenizer.decode_text, max_batch=max_batch, max_context=max_context),
+        engine=Engine(trained.model, decode=tokenizer.decode_text, prefixes=prefixes, **room),
         tokenizer=tokenizer,
         prompts=Prompts(tokenizer),
         grammars=Grammars(tokenizer, trained.spec.vocab),
@@ -67,7 +71,7 @@ def serve_as(trained: TrainedModel, name: str, *, max_batch: int, max_context: i
 
 
 def loader_of(
-    base: TrainedModel, folder: Path, *, max_batch: int, max_context: int | None
+    base: TrainedModel, folder: Path, *, max_batch: int, max_context: int | None, prefixes: Prefixes | None = None
 ) -> Callable[[str, str], Served]:
     """Opens adapters of `base` in `folder`, by name and path, while the server runs."""
     check_shared(base)
@@ -77,7 +81,8 @@ def loader_of(
         place = (inside / path).resolve()
         if not place.is_relative_to(inside) or not place.is_dir():
             raise UserError(f"lora_path {path}: no folder in {folder}, from which this server loads adapters")
-        return serve_as(open_adapter(base, place), name, max_batch=max_batch, max_context=max_context)
+        trained = open_adapter(base, place)
+        return serve_as(trained, name, max_batch=max_batch, max_context=max_context, prefixes=prefixes)
 
     return load
 
