@@ -1,7 +1,7 @@
 """Device meshes, made from a layout's degrees."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -30,12 +30,16 @@ class Meshes:
     tokens of a sequence between blocks, so for the experts they are data-parallel ranks too."""
     data_rank: int
     """This rank's index among those that read different samples."""
+    _axes: dict[str, DeviceMesh | None] = field(default_factory=dict, compare=False, repr=False)
+    """The axes that were asked for: PyTorch makes a mesh anew for each slice, in a millisecond."""
 
     def axis(self, name: str) -> DeviceMesh | None:
         """The axis pp, replicate, shard, tp, cp or ep; None if it has one rank."""
-        view = {"cp": self.batch, "ep": self.experts}.get(name, self.state)
-        found = name in (view.mesh_dim_names or ()) if view is not None else False
-        return view[name] if view is not None and found and view[name].size() > 1 else None
+        if name not in self._axes:
+            view = {"cp": self.batch, "ep": self.experts}.get(name, self.state)
+            found = view[name] if view is not None and name in (view.mesh_dim_names or ()) else None
+            self._axes[name] = found if found is not None and found.size() > 1 else None
+        return self._axes[name]
 
     def rank_along(self, name: str) -> int:
         """This rank's index along an axis."""
