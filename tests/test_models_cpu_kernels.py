@@ -138,18 +138,20 @@ def test_own_kernels_serve_training_in_bf16_only() -> None:
 
 @pytest.mark.slow
 def test_freed_memory_is_kept() -> None:
-    """Without it every one of the ten tensors of 64 MiB is mapped anew: 16384 pages each."""
+    """Without it each of the forty tensors is mapped anew, 10,240 pages each. With it the heap moves a few times at
+    first, where a small block has settled behind a tensor (five times at most in 150 heaps made at random)."""
     code = """if True:
         import resource, torch
         from meshwright.trainer.device import keep_freed_memory
         keep_freed_memory()
-        faults = []
-        for _ in range(10):
-            torch.ones(2**24)
-            faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-        print(faults[-1] - faults[2])  # the heap may move once
+        moves = 0
+        for _ in range(40):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            torch.empty(10 * 2**20)[::1024].fill_(1)  # 40 MiB, one number of each page
+            moves += resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before > 1000
+        print(moves)
     """
     if sys.platform != "linux":
         pytest.skip("only glibc has this setting")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 1000
+    assert int(done.stdout) <= 10
