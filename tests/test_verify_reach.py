@@ -17,15 +17,16 @@ from meshwright.cli.main import main
 from meshwright.families import resolve_model
 from meshwright.parallel.passes import WholeModel
 from meshwright.prove.pairs import pair_layouts
-from meshwright.prove.reference import MOST_STEPS, train_reference
+from meshwright.prove.reference import MOST_STEPS, samples_for, train_reference
 from meshwright.prove.shrink import shrink
 from meshwright.prove.verify import Proof, for_proof
 from meshwright.spec.layout import AXES, LayoutSpec
 from meshwright.spec.model import ModelFields
+from meshwright.testing.equivalence import build_here
 from meshwright.testing.proof import Plant, prove
 from meshwright.testing.ranks import RankPool
 from meshwright.trainer.step import TrainStep
-from tiny import tiny_run
+from tiny import GLOBAL_BATCH, tiny_run
 
 PREFERENCE = {"preference": {"beta": 0.5}}
 DROPOUT = {"method": "lora", "rank": 3, "dropout": 0.3}
@@ -65,15 +66,15 @@ def wrong_from_the_second_step() -> Iterator[None]:
         yield
 
 
-def wrong_from_step_50() -> Any:
-    """The last rank's part of one weight stays what it was, in steps 50 and later."""
+def wrong_from_step_11() -> Any:
+    """The last rank's part of one weight stays what it was, in steps 11 and later."""
     update = TrainStep.update
 
     def forget(self: TrainStep, step: int, gnorm: float) -> None:
         weight = self.store.parameters["norm.weight"]
         before = weight.detach().clone()
         update(self, step, gnorm)
-        if step >= 50 and dist.get_rank() == dist.get_world_size() - 1:
+        if step >= 11 and dist.get_rank() == dist.get_world_size() - 1:
             with torch.no_grad():
                 weight.copy_(before)
 
@@ -206,12 +207,17 @@ def test_faults_are_named(
 
 
 @pytest.mark.slow
-def test_a_fault_that_begins_at_step_50_is_found(ranks: RankPool, tmp_path: Path) -> None:
-    run = tiny_run(LayoutSpec(dp_replicate=2), num_layers=1, steps=64)
-    proof = prove(ranks, tmp_path, run, wrong_from_step_50, steps=MOST_STEPS)
-    assert proof.comparisons[-1].step == 50
+def test_a_fault_that_begins_at_step_11_is_found(ranks: RankPool, tmp_path: Path) -> None:
+    run = tiny_run(LayoutSpec(dp_replicate=2), num_layers=1, steps=16)
+    proof = prove(ranks, tmp_path, run, wrong_from_step_11, steps=16)
+    assert proof.comparisons[-1].step == 11
     assert proof.location is not None
     assert (proof.location.phase, proof.location.name, proof.location.ranks) == ("update", "norm.weight", (1,))
+
+
+def test_a_proof_has_samples_for_as_many_steps_as_it_may_take() -> None:
+    trainer = build_here(for_proof(tiny_run(LayoutSpec())))
+    assert len(samples_for(trainer)) == MOST_STEPS * GLOBAL_BATCH
 
 
 def test_who_read_what_is_said(ranks: RankPool, tmp_path: Path) -> None:
