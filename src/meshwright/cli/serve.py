@@ -56,6 +56,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default=LOCALHOST, help="address to listen at; any but localhost needs a key")
     parser.add_argument("--port", metavar="N", type=port, default=8000, help="0: any free port (default 8000)")
     parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="file with the key that clients must send")
+    _add_limits(parser)
+    parser.epilog = (
+        "/ is a chat page, /arena compares two models (--votes), /metrics has metrics for Prometheus.\n\n"
+        "examples:\n"
+        "  meshwright serve runs/tuned\n"
+        "  meshwright serve path/to/base --adapter sql=runs/sql --adapter chat=runs/chat\n"
+        "  meshwright serve runs/tuned --host 0.0.0.0 --api-key-file key.txt"
+    )
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-batch", metavar="N", type=positive, default=32, help="concurrent answers (default 32)")
     parser.add_argument(
         "--max-queue",
@@ -76,13 +87,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-body", metavar="BYTES", type=positive, default=4 * 2**20, help="largest request (default 4 MiB)"
-    )
-    parser.epilog = (
-        "/ is a chat page, /arena compares two models (--votes), /metrics has metrics for Prometheus.\n\n"
-        "examples:\n"
-        "  meshwright serve runs/tuned\n"
-        "  meshwright serve path/to/base --adapter sql=runs/sql --adapter chat=runs/chat\n"
-        "  meshwright serve runs/tuned --host 0.0.0.0 --api-key-file key.txt"
     )
 
 

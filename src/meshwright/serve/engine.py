@@ -111,6 +111,10 @@ class _Row:
             self.bias = torch.zeros(vocab)
             self.bias[list(request.bias)] = torch.tensor(list(request.bias.values()))
 
+    def skip(self, known: int) -> None:
+        """The model knows so many tokens of the prompt already."""
+        self.read = known
+
     @property
     def scores(self) -> bool:
         """Whether its next tokens are of the prompt, and their log-probabilities are wanted."""
@@ -256,7 +260,7 @@ class Engine:
             row = self._waiting.popleft()
             if self._prefixes is not None and isinstance(self._reader, CachedReader) and not row.scores:
                 prompt = row.answer.request.prompt
-                row.read = self._prefixes.restore(self._owner, prompt, self._reader, len(self._rows))
+                row.skip(self._prefixes.restore(self._owner, prompt, self._reader, len(self._rows)))
             self._rows.append(row)
             room -= len(row.chunk)
             if row.read + len(row.chunk) < len(row.answer.request.prompt):
