@@ -39,11 +39,14 @@ DISK = {"optimizer": "disk"}
 ALL_DISK = DISK | {"parameters": "disk"}
 SMALL = 3000
 """Parameters of a bucket, so that a tiny model has several."""
+ROOM = 2 * 4 * SMALL
+"""Bytes of gradients that stay in the page cache: of two buckets; the others' go to disk."""
 
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiered, "BUCKET_PARAMETERS", SMALL)
+    monkeypatch.setattr(Tier, "cache_room", ROOM)
 
 
 def run(offload: Any, folder: Path, layout: dict[str, Any] | None = None, **options: Any) -> ResolvedRun:
@@ -113,9 +116,40 @@ def test_state_elsewhere_changes_no_bit(tmp_path: Path, offload: dict[str, Any],
         assert not any(map(on_disk, here.parameters.values()))
 
 
+@pytest.mark.parametrize("offload", [DISK, ALL_DISK])
+def test_gradients_with_room_in_the_page_cache_are_neither_written_nor_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offload: dict[str, Any]
+) -> None:
+    """Their files move the rest of the state only, and no other file is flushed less than before."""
+    trainer = build_here(run(offload, tmp_path, precision="bf16"))
+    store, flushed = trainer.store, list[tuple[StateFile, int]]()
+    assert isinstance(store, TieredStore)
+    buckets = list(store._moved.values())
+    cached = [bucket for bucket in buckets if bucket.cached]
+    assert 0 < sum(bucket.all_bytes - bucket.kept_bytes for bucket in cached) <= ROOM
+    assert 2 <= len(cached) < len(buckets)
+    train(trainer, 1)
+    before = [bucket.home.moved for bucket in buckets]
+    forget = StateFile.forget
+
+    def told(file: StateFile, size: int | None = None) -> None:
+        flushed.append((file, file.size if size is None else size))
+        forget(file, size)
+
+    monkeypatch.setattr(StateFile, "forget", told)
+    train(trainer, 2)
+    for bucket, moved in zip(buckets, before, strict=True):
+        ahead = (
+            bucket.home.moved - moved - bucket.kept_bytes - (bucket.kept_bytes if bucket.cached else bucket.all_bytes)
+        )
+        assert ahead == 0 or (offload is ALL_DISK and ahead > 0)  # weights that are read for the passes
+        sizes = {size for file, size in flushed if file is bucket.home}
+        assert sizes == {bucket.kept_bytes if bucket.cached else bucket.all_bytes}
+
+
 def _differences(folder: Path, layouts: list[dict[str, Any]], offload: dict[str, Any], options: dict[str, Any]) -> list:
     """Of each layout the names of tensors that differ from those of the same layout in memory. Collective."""
-    tiered.BUCKET_PARAMETERS = SMALL
+    tiered.BUCKET_PARAMETERS, Tier.cache_room = SMALL, ROOM  # type: ignore[assignment]
     found = []
     for layout in layouts:
         trained: list[Any] = []

@@ -81,15 +81,21 @@ def memory_room(ranks: int) -> int:
 def memory_free(root: Path = Path("/")) -> int:
     """Bytes that this process can still take: of the machine, of its control groups, or of its own limits, whichever
     has fewest."""
+    free = [memory_for_files(root)]
+    for kind, entry in LIMITS.items():
+        limit = resource.getrlimit(kind)[0]
+        if limit != resource.RLIM_INFINITY:
+            free.append(limit - field_of(root / "proc/self/status", entry) * 1024)
+    return max(0, min(free))
+
+
+def memory_for_files(root: Path = Path("/")) -> int:
+    """Bytes of memory that this machine and this process's control groups have free, for the page cache too."""
     free = [field_of(root / "proc/meminfo", "MemAvailable:") * 1024]
     for folder in _groups(root):
         with suppress(OSError, ValueError):
             limit, now = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
             free.append(limit - now + field_of(folder / "memory.stat", "inactive_file"))
-    for kind, entry in LIMITS.items():
-        limit = resource.getrlimit(kind)[0]
-        if limit != resource.RLIM_INFINITY:
-            free.append(limit - field_of(root / "proc/self/status", entry) * 1024)
     return max(0, min(free))
 
 

@@ -138,6 +138,11 @@ class UncountedTier(Tier):
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
     """Those in its homes, by the identity of their storage."""
 
+    @property
+    def cache_room(self) -> int:
+        """None: this machine's memory says nothing of the rehearsed one's."""
+        return 0
+
     def prepare(self) -> None:
         """Does nothing: no file will be written."""
 
@@ -172,7 +177,10 @@ class _NoHome:
     def changed(self) -> None:
         pass
 
-    def forget(self) -> None:
+    def fill(self, offset: int, tensor: torch.Tensor) -> None:
+        pass
+
+    def forget(self, size: int | None = None) -> None:
         pass
 
     def expect(self, offset: int, size: int) -> None:

@@ -99,22 +99,33 @@ class StateFile:
         self._checksum = _checksum(buffer) if self.checksums else None
         self._move(os.pwritev, buffer, "written")
         if self._direct is None:
-            self.forget()
+            self.forget(len(buffer))
         self._count(buffer, began)
 
     def changed(self) -> None:
         """Report that a mapped tensor was filled, so the checksum is outdated."""
         self._checksum = None
 
-    def forget(self) -> None:
-        """Flush mapped tensors to disk and drop them from the page cache."""
+    def fill(self, offset: int, tensor: torch.Tensor) -> None:
+        """Replace the bytes at `offset` by a tensor's, in the page cache: a mapped tensor would first be read."""
+        view = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        while view:
+            try:
+                count = os.pwrite(self._fd, view, offset)
+            except OSError as error:
+                raise self._broken("written", error) from error
+            view, offset = view[count:], offset + count
+
+    def forget(self, size: int | None = None) -> None:
+        """Flush mapped tensors to disk and drop them from the page cache: all, or the first `size` bytes."""
+        size = self.size if size is None else size
         try:
-            os.fdatasync(self._fd)
+            self._map.flush(0, size)
         except OSError as error:
             raise self._broken("written", error) from error
-        self._map.madvise(mmap.MADV_DONTNEED)
+        self._map.madvise(mmap.MADV_DONTNEED, 0, size)
         with contextlib.suppress(OSError):  # advice
-            os.posix_fadvise(self._fd, 0, self.size, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._fd, 0, size, os.POSIX_FADV_DONTNEED)
 
     def _move(self, move: Callable[[int, list[memoryview], int], int], buffer: torch.Tensor, done: str) -> None:
         """Read or write a whole buffer; with buffered I/O where the file system accepts O_DIRECT but fails to honour

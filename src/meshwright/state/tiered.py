@@ -59,6 +59,8 @@ class _Moved:
     """By parameter; they follow the others and are only read."""
     kept_bytes: int
     all_bytes: int
+    cached: bool
+    """Whether the gradients stay in the page cache, so that no step reads or writes them."""
 
 
 class TieredStore(StateStore):
@@ -77,7 +79,8 @@ class TieredStore(StateStore):
         assert tier is not None
         self.tier, self._mover = tier, Mover(tier)
         self._in_hand: torch.Tensor | None = None
-        self._gradient_homes: dict[int, tuple[torch.Tensor, int]] = {}
+        self._gradient_homes: dict[int, tuple[_Slot, int]] = {}
+        self._cache_room = tier.cache_room
         super().__init__(model, rows, training, build, tier=tier)
         self._moved = dict(self._move_out())
         self._missing = {index: len(moved.gradients) for index, moved in self._moved.items()}
@@ -130,8 +133,10 @@ class TieredStore(StateStore):
             for (name, like), offset in zip(gradients.items(), behind, strict=True)
         }
         for name, slot in of.items():
-            self._gradient_homes[id(bucket.parameters[name])] = slot.home, bucket.index
-        return _Moved(home, slots, of, kept_bytes, all_bytes)
+            self._gradient_homes[id(bucket.parameters[name])] = slot, bucket.index
+        cached = 0 < all_bytes - kept_bytes <= self._cache_room
+        self._cache_room -= (all_bytes - kept_bytes) * cached
+        return _Moved(home, slots, of, kept_bytes, all_bytes, cached)
 
     def weights_in(self, bucket: Bucket) -> list[torch.Tensor]:
         """A bucket's local weights that live elsewhere: none that the model computes with."""
@@ -167,13 +172,14 @@ class TieredStore(StateStore):
         for slot in moved.kept:
             slot.tensor.data = slot.place(buffer, self.tier.device)
         for name in given:
-            gradient = moved.gradients[name].place(buffer, self.tier.device)
+            slot = moved.gradients[name]
+            gradient = slot.home.to(self.tier.device) if moved.cached else slot.place(buffer, self.tier.device)
             bucket.parameters[name].grad = _part_like(bucket.parameters[name], gradient)
 
     def _bytes_read(self, bucket: Bucket, moved: _Moved) -> int:
-        """Bytes to read, including gradients where they exist."""
+        """Bytes to read, including gradients where they exist and are not in the page cache."""
         there = any(bucket.parameters[name].grad is not None for name in moved.gradients)
-        return moved.all_bytes if there else moved.kept_bytes
+        return moved.all_bytes if there and not moved.cached else moved.kept_bytes
 
     def put(self, bucket: Bucket) -> None:
         """See `StateStore`: a thread writes the bucket while the next one is stepped."""
@@ -188,23 +194,33 @@ class TieredStore(StateStore):
             if slot.tensor.device != buffer.device:
                 slot.place(buffer, buffer.device).copy_(slot.tensor)
             slot.tensor.data = slot.home
-        self._mover.write(bucket.index, moved.home, buffer[: moved.kept_bytes])
+        self._mover.write(bucket.index, moved.home, buffer, moved.kept_bytes)
 
     def step(self, lr_factor: float, gradient_factor: float = 1.0) -> None:
         """See `StateStore`: afterwards all state is at home."""
         for moved in self._moved.values():
-            moved.home.forget()
+            moved.home.forget(moved.kept_bytes if moved.cached else None)
         super().step(lr_factor, gradient_factor)
         self._mover.settle()
 
     def gradient_home(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """The tensor elsewhere that accumulates a parameter's gradient; None if it is in memory."""
-        return self._gradient_homes.get(id(parameter), (None, 0))[0]
+        slot, _ = self._gradient_homes.get(id(parameter), (None, -1))
+        return slot and slot.home
+
+    def move_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """The tensor elsewhere that accumulates a parameter's gradient, with the first microbatch's."""
+        slot, bucket = self._gradient_homes[id(parameter)]
+        moved = self._moved[bucket]
+        if moved.cached:
+            return slot.home.copy_(gradient)
+        moved.home.fill(slot.offset, gradient.to(slot.home.dtype))
+        return slot.home
 
     def arrived(self, parameter: torch.Tensor) -> None:
         """Called when a microbatch's gradient has been added up; a bucket's go to disk when all have arrived."""
-        home, bucket = self._gradient_homes.get(id(parameter), (None, -1))
-        if home is None:
+        _, bucket = self._gradient_homes.get(id(parameter), (None, -1))
+        if bucket < 0 or self._moved[bucket].cached:
             return
         self._missing[bucket] -= 1
         if not self._missing[bucket]:
@@ -215,8 +231,9 @@ class TieredStore(StateStore):
         """See `StateStore`: a bucket's gradients leave memory before the next bucket's are read."""
         for bucket in self.buckets:
             yield from bucket.parameters.items()
-            if bucket.index in self._moved and self._moved[bucket.index].gradients:
-                self._moved[bucket.index].home.forget()
+            moved = self._moved.get(bucket.index)
+            if moved and moved.gradients and not moved.cached:
+                moved.home.forget()
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -290,8 +307,7 @@ class TieredMasters(TieredStore, MasterWeights):
 
     def first_gradient(self, master: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """See `MasterWeights`."""
-        home = self.gradient_home(master)
-        return gradient if home is None else home.copy_(gradient)
+        return gradient if self.gradient_home(master) is None else self.move_gradient(master, gradient)
 
 
 class TieredHost(TieredStore, HostStore):

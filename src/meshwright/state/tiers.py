@@ -16,6 +16,9 @@ from meshwright.state.files import StateFile, aligned_buffer, check_directory, r
 
 SLOW = 200e6
 """Bytes a second below which a disk is reported as slow."""
+CACHED = 0.1
+"""Part of the free memory that gradients on disk may take as page cache. Linux begins to write changed pages back when
+they take as much (`vm.dirty_background_ratio`)."""
 
 
 M_MMAP_THRESHOLD, LARGE = -3, 2**16
@@ -45,8 +48,12 @@ class Home(Protocol):
         """Report that a tensor in this home was filled."""
         ...
 
-    def forget(self) -> None:
-        """Drop any copy in the device's or host's memory."""
+    def fill(self, offset: int, tensor: torch.Tensor) -> None:
+        """Replace the bytes at `offset` by those of a tensor."""
+        ...
+
+    def forget(self, size: int | None = None) -> None:
+        """Drop any copy in the device's or host's memory: of all bytes, or of the first `size`."""
         ...
 
     def expect(self, offset: int, size: int) -> None:
@@ -81,7 +88,11 @@ class HostMemory:
     def changed(self) -> None:
         """See `Home`: nothing is cached."""
 
-    def forget(self) -> None:
+    def fill(self, offset: int, tensor: torch.Tensor) -> None:
+        """See `Home`."""
+        self.tensor(offset, tensor).copy_(tensor)
+
+    def forget(self, size: int | None = None) -> None:
         """See `Home`: there is no other copy."""
 
     def expect(self, offset: int, size: int) -> None:
@@ -101,6 +112,13 @@ class Tier:
     device: torch.device
     """The device of the optimizer's step."""
     rank: int = 0
+    free: int = 0
+    """Bytes of host memory that are free for this rank's files."""
+
+    @property
+    def cache_room(self) -> int:
+        """Bytes of gradients on disk that may stay in the page cache; the others are flushed and dropped."""
+        return int(self.free * CACHED) if self.offload.optimizer == "disk" else 0
 
     def prepare(self) -> None:
         """Raise `OffloadError` if the folder is unusable."""
@@ -148,36 +166,54 @@ class Mover:
         self._ahead: dict[int, tuple[torch.Tensor, Future[None]]] = {}
         self._written: dict[int, Future[None]] = {}
         self._forgetting: list[Future[None]] = []
+        self._free: list[torch.Tensor] = []
+        """Buffers that were written, for the next reads of a step."""
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """The buffers being read."""
-        return [buffer for buffer, _ in self._ahead.values()]
+        """The buffers being read, and those for the next reads."""
+        return [*(buffer for buffer, _ in self._ahead.values()), *self._free]
 
     def read_ahead(self, key: int, home: Home, size: int) -> None:
         """Begin to read a home's first `size` bytes, after any pending write to it."""
         if key not in self._ahead:
-            buffer, before = self.tier.buffer(size), self._written.pop(key, None)
+            buffer, before = self._buffer(size), self._written.pop(key, None)
+            part = buffer[:size]  # here: a rehearsal's tensors must not be cut in another thread
 
             def read() -> None:
                 if before is not None:
                     before.result()
-                home.read(buffer)
+                home.read(part)
 
             self._ahead[key] = buffer, self._reader.submit(read)
 
+    def _buffer(self, size: int) -> torch.Tensor:
+        """A written buffer again if it is large enough, else a new one."""
+        while self._free:
+            buffer = self._free.pop()
+            if len(buffer) >= size:
+                return buffer
+        return self.tier.buffer(size)
+
     def read(self, key: int, home: Home, size: int) -> torch.Tensor:
-        """A home's contents; waits for the read."""
+        """A buffer that begins with a home's contents; waits for the read."""
         self.read_ahead(key, home, size)
         buffer, done = self._ahead.pop(key)
         done.result()
         return buffer
 
-    def write(self, key: int, home: Home, buffer: torch.Tensor) -> None:
-        """Begin to write a buffer, which then belongs to the thread; waits for the write before it."""
+    def write(self, key: int, home: Home, buffer: torch.Tensor, size: int) -> None:
+        """Begin to write the first `size` bytes of a buffer, which then belongs to the thread; waits for the write
+        before it."""
+        part = buffer[:size]
+
+        def write() -> None:
+            home.write(part)
+            self._free.append(buffer)
+
         while self._written:
             self._written.pop(next(iter(self._written))).result()
-        self._written[key] = self._writer.submit(home.write, buffer)
+        self._written[key] = self._writer.submit(write)
 
     def forget(self, home: Home) -> None:
         """Let a home drop its copy in memory, asynchronously."""
@@ -188,6 +224,7 @@ class Mover:
         self._ahead.clear()
         while self._written:
             self._written.pop(next(iter(self._written))).result()
+        self._free.clear()
         while self._forgetting:
             self._forgetting.pop().result()
 

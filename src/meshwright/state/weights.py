@@ -116,7 +116,7 @@ class WeightsOnDisk(_ModelOnDisk):
             return
         here = local_tensor(gradient)
         if here.untyped_storage() is not home.untyped_storage():
-            here.data = home.copy_(here)
+            here.data = self.move_gradient(parameter, here)
         self.arrived(parameter)
 
 

@@ -16,6 +16,7 @@ from meshwright.callbacks import Callback
 from meshwright.families import finetuned_table, low_precision_state, state_table
 from meshwright.finetune import apply_finetune
 from meshwright.launch.launcher import Worker, join_group, threads_per_rank
+from meshwright.launch.memory import memory_for_files
 from meshwright.models import build_model, named_tensors
 from meshwright.models.attention_kernels import Asked, check_kernel
 from meshwright.models.dtypes import torch_dtype
@@ -234,7 +235,8 @@ def build_tier(
         return None
     given = offload.directory
     directory = Path(run.run_dir) / OFFLOAD if given is None else Path(resolved.base_dir) / given
-    tier = make_tier(offload, directory.absolute(), device, worker.rank)
+    free = memory_for_files() // max(1, worker.local_world_size)
+    tier = make_tier(offload, directory.absolute(), device, worker.rank, free)
     tier.prepare()
     return tier
 
