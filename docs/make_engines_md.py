@@ -186,6 +186,8 @@ configuration, initial weights and the order of all samples.
 | the loader of AutoModel's main branch of 2026-08-22, its typed sections; its schedule and optimizer, as built |
 | `llama_factory` | `llama_factory.yaml` and the `dataset_info.json` of its data \
 | the argument parser and table reader of LLaMA-Factory's main branch of 2026-08-18; transformers' schedules |
+| `llm_foundry` | `llm_foundry.yaml`, for `composer train.py FILE`: fine-tuning of a Hugging Face directory \
+| `TrainConfig` of LLM-Foundry's main branch of 2025-07-21; its optimizer groups, Composer's schedules and update |
 | `axolotl` | `axolotl.yaml` for the fine-tuning of a Hugging Face directory \
 | `AxolotlInputConfig` of axolotl's main branch of 2026-07-24 |
 
@@ -215,6 +217,10 @@ file also lists how the system differs:
   refuses bitsandbytes' there.
 - LLaMA-Factory's learning rate also starts at 0. It reads `dataset_info.json` from the working directory. The file sets
   no sharding, which LLaMA-Factory takes from a separate DeepSpeed JSON.
+- LLM-Foundry's learning rate also starts at 0. Its `decoupled_adamw` multiplies the weight decay by the schedule's
+  factor only, so the file sets the recipe's decay times the rate. Norms and biases get a group without weight decay. It
+  trains on messages, or on prompts and completions. It reads token streams from Mosaic's shards only, so
+  `data.packing=concatenated` is refused. Its packing does not isolate records.
 - Megatron-FSDP (ZeRO-2 and -3) must run without `CUDA_DEVICE_MAX_CONNECTIONS=1`, which other Megatron layouts need; the
   script sets it for those only.
 
@@ -345,7 +351,7 @@ def _predicted() -> Iterator[str]:
 NOT_YET = """\
 ## Not yet
 
-There is no export for LLM-Foundry, nor for Lightning's `FSDPStrategy` and `DeepSpeedStrategy`. The Megatron-core engine
+There is no export for Lightning's `FSDPStrategy` and `DeepSpeedStrategy`. The Megatron-core engine
 supports neither the distributed optimizer nor data-parallel replicas of a pipeline. Only the Trainer, peft and trl read
 records. Programs have run on CPUs only; they are untested on GPUs.
 """

@@ -72,7 +72,14 @@ data:
 finetune: {{method: lora, rank: 4, alpha: 8, targets: [q_proj, v_proj]}}
 layout: {{dp_replicate: 2}}
 {TRAINING.replace("warmup: 5", "warmup: 5, final: 0")}"""
+FOUNDRY = f"""\
+model: ./base
+data: {{sources: [{{path: own.jsonl, format: messages}}], sequence_length: 256, packing: padded}}
+finetune: {{method: lora, rank: 4, alpha: 8, targets: [q_proj, v_proj]}}
+layout: {{dp_shard: 4, dp_replicate: 2}}
+{TRAINING}"""
 RECIPES = {
+    "llm_foundry": FOUNDRY,
     "llama_factory": FACTORY,
     "automodel": AUTOMODEL,
     "nanotron": NANOTRON,
@@ -161,9 +168,43 @@ VARIANTS["llama_factory"] = [
         *("data.sources=[{path: a.json, format: prompt_completion}, {path: b/a.json, format: sharegpt}]", "layout={}"),
     ],
 ]
-LAUNCHED = ("megatron_bridge", "llama_factory")
+VARIANTS["llm_foundry"] = [
+    [],
+    ["layout={dp_replicate: 2}", "training.recompute=none", "data.chat.train_on=last", "finetune={method: full}"],
+    ["layout={dp_shard: 2, zero: 2}", "training.lr_schedule={name: linear, warmup: 0}", "data.packing=best_fit"],
+    ["layout={dp_shard: 2, dp_replicate: 2, zero: 2}", "training.reduce_dtype=bf16", "data.chat.train_on=all"],
+    [
+        *("training.lr_schedule={name: constant, warmup: 3}", "training.precision=fp32", "training.clip=null"),
+        *("data.sources=[{path: 'hub:some/talks', subset: en, split: test}]", "trackers=[wandb]", "data.order=given"),
+    ],
+    [
+        *("finetune={method: lora, dora: true, rslora: true, dropout: 0.1, train: [lm_head]}", "layout={dp_shard: 2}"),
+        *("data.sources=[{path: a.parquet, format: prompt_completion}]", "training.compile=true", "training.seed=7"),
+    ],
+    [
+        *("model.weights=random", "finetune=null", "training.precision=fp16", "checkpoint.every=0"),
+        *("training.optimizer.weight_decay=0", "layout={}", "training.recompute=none"),
+    ],
+    ["training={reduce_dtype: bf16, master_dtype: bf16, optimizer: {state_dtype: bf16, rounding: nearest}}"],
+]
+LAUNCHED = ("megatron_bridge", "llama_factory", "llm_foundry")
 """Systems whose launcher is told the number of ranks, not their file."""
 REFUSED = {
+    "llm_foundry": {
+        "model.name": "model=llama-3.1-8b",
+        "data.sources": "data.sources=[{path: a.json, format: alpaca}]",
+        "data.packing": "data.packing=concatenated",
+        "data.separate_documents": "data.separate_documents=true",
+        "data.chat.template": "data.chat.template=chatml",
+        "training.lr_schedule.name": "training.lr_schedule.name=wsd",
+        "training.optimizer.name": "training.optimizer.name=muon",
+        "training.precision": "training.precision=fp8",
+        "training.deterministic": "training.deterministic=true",
+        "layout.zero": "layout={dp_shard: 2, zero: 1}",
+        "layout.tp": "layout={tp: 2}",
+        "layout.offload": "layout={dp_shard: 2, offload: cpu}",
+        "finetune.base": "finetune.base=nf4",
+    },
     "llama_factory": {
         "model.name": "model=llama-3.1-8b",
         "data.sources": "data.sources=[own.jsonl]",

@@ -18,6 +18,7 @@ from meshwright.engines.hf_trainer import HfTrainer
 from meshwright.engines.lightning import LightningEngine
 from meshwright.engines.litgpt import LitGpt
 from meshwright.engines.llama_factory import LlamaFactoryConfig
+from meshwright.engines.llm_foundry import LlmFoundryConfig
 from meshwright.engines.megatron import MegatronEngine
 from meshwright.engines.megatron_bridge import MegatronBridgeConfig
 from meshwright.engines.megatron_lm import MegatronLmFlags
@@ -55,7 +56,7 @@ WRITTEN: Mapping[str, Engine] = {
     for engine in (
         *(HfTrainerFsdp(), AccelerateFsdp(), AccelerateDeepSpeed()),
         *(AxolotlConfig(), TorchtitanConfig(), MegatronLmFlags(), MegatronBridgeConfig(), NanotronConfig()),
-        *(AutoModelConfig(), LlamaFactoryConfig()),
+        *(AutoModelConfig(), LlamaFactoryConfig(), LlmFoundryConfig()),
     )
 }
 """Those that `export` writes, and nothing here runs."""

@@ -67,6 +67,10 @@ class WrittenEngine(Engine):
         """What the system does in a way of its own, which no setting of a recipe says."""
         return ()
 
+    def left_to_it(self, run: Run) -> Run:
+        """The recipe, without what the system finds out itself."""
+        return run
+
     def more_files(self, resolved: ResolvedRun) -> dict[str, str]:
         """Text of further files, by name; our importer reads them beside the configuration."""
         return {}
@@ -105,7 +109,7 @@ class WrittenEngine(Engine):
     def _fates(self, resolved: ResolvedRun, imported: Run, cannot: dict[str, str]) -> list[Setting]:
         """Every setting: said if the imported recipe has it, else left out where nothing trained depends on it."""
         base_dir, rules = Path(resolved.base_dir), {**ARRANGED, **self.rules}
-        ours, theirs = decided(resolved), dict(leaves(_plain(imported, base_dir)))
+        ours, theirs = self.left_to_it(decided(resolved)), dict(leaves(self.left_to_it(_plain(imported, base_dir))))
         if theirs["layout.stage_layers"] == resolved.stage_layers:  # the cut that auto has made
             theirs["layout.stage_layers"] = ours.layout.stage_layers
         for path, value in leaves(ours):

@@ -4,20 +4,25 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.imports.reading import Reading, Rule, apply, check_number, fact, flat, nothing, words
+from meshwright.imports.reading import Reading, Rule, apply, check_number, fact, flat, nothing, when, words
 from meshwright.spec.errors import UserError
 
 PRECISIONS = {"amp_bf16": "bf16", "bf16": "bf16", "amp_fp16": "fp16", "fp16": "fp16", "fp32": "fp32", "amp_fp8": "fp8"}
-SHARDING = {"FULL_SHARD": 3, "HYBRID_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
+SHARDING = {"FULL_SHARD": 3, "HYBRID_SHARD": 3, "SHARD_GRAD_OP": 2, "_HYBRID_SHARD_ZERO2": 2, "NO_SHARD": 0}
+LOADERS = ("json", "csv", "parquet")
+"""Builders of `datasets`, which read local files."""
+NARROW = ("bf16", "bfloat16")
+WIDE = ("f32", "fp32", "float32")
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+DECAYS = {"adamw": 0.01, "decoupled_adamw": 1e-5}
+"""Optimizers, and the weight decay that each has by default."""
 DEEPEST = 8
 """References to references."""
 
 
 def _steps(value: Any, origin: str, reading: Reading) -> int | None:
     """A time in batches (`100ba`), or None if it is in another unit."""
-    text = str(value)
-    if match := re.fullmatch(r"(\d{1,12})(ba)?", text):
+    if match := re.fullmatch(r"(\d{1,12})ba", str(value)):
         return int(match[1])
     reading.give_up(origin, "counted in steps only (`100ba`)")
     return None
@@ -33,10 +38,22 @@ def _time(path: str) -> Rule:
 
 
 def _duration(reading: Reading, value: Any, origin: str) -> None:
-    if str(value).endswith("ep"):
-        reading.fact("epochs", int(str(value)[:-2]), origin)
+    if match := re.fullmatch(r"(\d{1,12})(ep)?", str(value)):  # Composer counts bare numbers in epochs
+        reading.fact("epochs", int(match[1]), origin)
     else:
         apply(_time("training.steps"), reading, value, origin)
+
+
+def _warmup(reading: Reading, value: Any, origin: str) -> None:
+    if match := re.fullmatch(r"(\d*\.?\d+)dur", str(value)):
+        reading.fact("warmup_ratio", float(match[1]), origin)
+    else:
+        apply(_time("training.lr_schedule.warmup"), reading, value, origin)
+
+
+def _whole(reading: Reading, value: Any, origin: str) -> None:
+    if value != "1dur":
+        reading.give_up(origin, "schedules end with the last step")
 
 
 def _model(reading: Reading, value: Any, origin: str) -> None:
@@ -60,9 +77,44 @@ def _data(reading: Reading, value: Any, origin: str) -> None:
     reading.give_up(origin, "Mosaic's shards (MDS) are not read; give data.sources text")
 
 
-def _hub(reading: Reading, value: Any, origin: str) -> None:
-    local = str(value).startswith((".", "/"))
-    reading.set("data.sources", [{"path": str(value) if local else f"hub:{value}"}], origin)
+def _pretrained(reading: Reading, value: Any, origin: str) -> None:
+    if value is False:
+        reading.set("model.weights", "random", origin)
+
+
+def _masters(reading: Reading, value: Any, origin: str) -> None:
+    if value in NARROW:
+        reading.set("training.master_dtype", "bf16", origin)
+        reading.set("training.optimizer.state_dtype", "bf16", origin)
+        reading.set("training.optimizer.rounding", "nearest", origin)
+    elif value not in WIDE:
+        reading.give_up(origin, "weights are kept in fp32 or bf16")
+
+
+def _targets(reading: Reading, value: Any, origin: str) -> None:
+    every = value == "all-linear"
+    reading.set("finetune.targets", value if every else [value] if isinstance(value, str) else list(value), origin)
+
+
+def _adapters(reading: Reading, value: Any, origin: str) -> None:
+    if str(value).upper() == "LORA":
+        reading.set("finetune.method", "lora", origin)
+    else:
+        reading.give_up(origin, "there is LORA")
+
+
+def _groups(reading: Reading, value: Any, origin: str) -> None:
+    """Groups by names: here norms and biases never decay, and every rate is the same."""
+    for group in value:
+        named = set(group) == {"param_str_match", "weight_decay"} and "norm" in group["param_str_match"]
+        if named and group["weight_decay"] == 0:
+            reading.fact("undecayed", True, origin)
+        else:
+            reading.give_up(f"{origin.split('=')[0]}: {group}", "norms and biases do not decay; one rate is for all")
+
+
+def _degree(name: str) -> Rule:
+    return lambda reading, value, origin: reading.fact(name, value, origin) if value != -1 else None
 
 
 def _sharding(reading: Reading, value: Any, origin: str) -> None:
@@ -91,6 +143,11 @@ def _save_folder(reading: Reading, value: Any, origin: str) -> None:
         reading.set("run_dir", value, origin)
 
 
+def _compiled(reading: Reading, value: Any, origin: str) -> None:
+    reading.set("training.compile", True, origin)
+    reading.set("training.compile_mode", value, origin)
+
+
 def _trackers(name: str) -> Rule:
     return lambda reading, value, origin: reading.set("trackers", [name], origin)
 
@@ -102,7 +159,6 @@ LEFT_TO_US = (
     *("train_loader.name", "eval_loader.name", "eval_loader.dataset.shuffle", "train_loader.dataset.shuffle_seed"),
     *("tokenizer.kwargs.model_max_length", "tokenizer.kwargs.padding_side", "model.init_device", "model.loss_fn"),
     *(
-        "model.pretrained",
         "model.config_overrides.max_seq_len",
         "eval_loader.label",
         "save_overwrite",
@@ -120,7 +176,14 @@ LEFT_TO_US = (
         "fsdp_config.backward_prefetch",
     ),
     *("fsdp_config.sync_module_states", "fsdp_config.forward_prefetch", "fsdp_config.cpu_offload", "max_split_size_mb"),
-    *("train_loader.dataset.split", "eval_loader.dataset.split", "model.use_auth_token", "model.use_flash_attention_2"),
+    *(
+        "eval_loader.dataset.split",
+        "model.use_auth_token",
+        "model.use_flash_attention_2",
+        "model.peft_config.task_type",
+    ),
+    *("model.trust_remote_code", "model.attn_implementation", "train_loader.pin_memory", "train_loader.timeout"),
+    *("train_loader.prefetch_factor", "train_loader.persistent_workers", "expandable_segments", "cuda_load_lazy"),
     *("train_loader.dataset.max_seq_len", "eval_loader.dataset.max_seq_len", "eval_loader.dataset.local"),
     *("eval_loader.dataset.remote", "eval_loader.dataset.hf_name", "eval_loader.dataset.shuffle_seed"),
     *(
@@ -135,8 +198,24 @@ RULES: Mapping[str, Rule] = {
     "max_seq_len": "data.sequence_length",
     "global_seed": "training.seed",
     "seed": "training.seed",
+    "accumulate_train_batch_on_tokens": lambda reading, value, origin: (
+        None if value is True else reading.give_up(origin, "microbatches count by their trained tokens")
+    ),
     "model.name": _model,
     "model.pretrained_model_name_or_path": "model.name",
+    "model.pretrained": _pretrained,
+    "model.master_weights_dtype": _masters,
+    "model.pretrained_lora_id_or_path": "finetune.start_from",
+    "model.peft_config.peft_type": _adapters,
+    "model.peft_config.r": "finetune.rank",
+    "model.peft_config.lora_alpha": "finetune.alpha",
+    "model.peft_config.lora_dropout": "finetune.dropout",
+    "model.peft_config.target_modules": _targets,
+    "model.peft_config.modules_to_save": lambda reading, value, origin: reading.set(
+        "finetune.train", list(value), origin
+    ),
+    "model.peft_config.use_dora": when("finetune.dora", True),
+    "model.peft_config.use_rslora": when("finetune.rslora", True),
     "model.d_model": "model.hidden",
     "model.n_heads": "model.num_heads",
     "model.n_layers": "model.num_layers",
@@ -151,7 +230,12 @@ RULES: Mapping[str, Rule] = {
     "model.attn_config.kv_n_heads": nothing("gpt2's keys and values have a head for each query's"),
     "tokenizer.name": "data.tokenizer",
     "train_loader.dataset.local": _data,
-    "train_loader.dataset.hf_name": _hub,
+    "train_loader.dataset.hf_name": fact("data set"),
+    "train_loader.dataset.hf_kwargs.data_files": fact("data files"),
+    "train_loader.dataset.hf_kwargs.name": fact("subset"),
+    "train_loader.dataset.split": fact("split"),
+    "train_loader.dataset.target_responses": fact("responses"),
+    "train_loader.dataset.target_prompts": fact("prompts"),
     "train_loader.dataset.shuffle": lambda reading, value, origin: reading.set(
         "data.order", "shuffled" if value else "given", origin
     ),
@@ -163,13 +247,15 @@ RULES: Mapping[str, Rule] = {
             "constant_with_warmup": "constant",
         },
     ),
-    "scheduler.t_warmup": _time("training.lr_schedule.warmup"),
+    "scheduler.t_warmup": _warmup,
+    "scheduler.t_max": _whole,
     "scheduler.alpha_f": "training.lr_schedule.final",
     "optimizer.name": fact("optimizer"),
     "optimizer.lr": "training.optimizer.lr",
     "optimizer.betas": lambda reading, value, origin: reading.set("training.optimizer.betas", list(value), origin),
     "optimizer.eps": "training.optimizer.eps",
     "optimizer.weight_decay": fact("weight decay"),
+    "optimizer.param_groups": _groups,
     "algorithms.gradient_clipping.clipping_type": lambda reading, value, origin: (
         None if value == "norm" else reading.give_up(origin, "gradients are clipped by their norm")
     ),
@@ -185,6 +271,9 @@ RULES: Mapping[str, Rule] = {
     "fsdp_config.sharding_strategy": _sharding,
     "fsdp_config.mixed_precision": _mixed,
     "fsdp_config.activation_checkpointing": _recompute,
+    "fsdp_config.data_parallel_shard_degree": _degree("shard degree"),
+    "fsdp_config.data_parallel_replicate_degree": _degree("replicate"),
+    "compile_config.mode": _compiled,
     "save_interval": _time("checkpoint.every"),
     "save_num_checkpoints_to_keep": lambda reading, value, origin: (
         reading.set("checkpoint.keep_last", value, origin) if value > 0 else None
@@ -222,6 +311,9 @@ def read_foundry(reading: Reading, values: Mapping[str, Any], file: str) -> None
     for name, inner in (values.get("callbacks") or {}).items():
         reading.give_up(f"{file}: callbacks.{name}={inner}", "callbacks are ours (docs/callbacks.md)")
     _optimizer(reading, file)
+    _sources(reading, values, file)
+    if reading.settings.get("model.weights", ("", ""))[0] != "random" and "model.name" in reading.settings:
+        reading.default("finetune.method", "full", f"{file}: pretrained weights, no peft_config")
     if "expansion" in reading.facts and (hidden := reading.settings.get("model.hidden")):
         ratio, origin = reading.facts["expansion"]
         check_number(ratio, origin)
@@ -229,8 +321,14 @@ def read_foundry(reading: Reading, values: Mapping[str, Any], file: str) -> None
         reading.set("model.ffn", int(ratio * hidden[0]), f"{origin} x {hidden[1]}")
     if "fsdp_config" in values and "zero" not in reading.facts:
         reading.fact("zero", 3, f"{file}: fsdp_config (Composer's default: FULL_SHARD)")
+    replicate, origin = reading.facts.get("replicate", (1, ""))
+    if "shard degree" in reading.facts:
+        reading.fact("shard", *reading.facts["shard degree"])
+    elif replicate > 1 and (ranks := reading.known("ranks")):
+        reading.fact("shard", max(1, ranks // replicate), origin)
     defaults = {"training.precision": "bf16", "training.clip": None, "training.lr_schedule.final": 0.0}
-    for path, value in {**defaults, "training.seed": 17}.items():
+    defaults |= {"training.seed": 17, "training.optimizer.lr": 1e-3, "data.held_out": 0.0}
+    for path, value in defaults.items():
         reading.default(path, value, f"{file} (LLM-Foundry's default)")
 
 
@@ -246,23 +344,48 @@ def _put_in(value: Any, known: Mapping[str, Any], origin: str) -> Any:
     raise UserError(f"{origin}: its references go in circles")
 
 
+def _sources(reading: Reading, values: Mapping[str, Any], file: str) -> None:
+    """The data set of the loader `finetuning`, which pads rows, and trains on the last answer of each."""
+    loader = values.get("train_loader")
+    if not isinstance(loader, Mapping) or loader.get("name") != "finetuning":
+        return
+    default = f"{file}: train_loader.name=finetuning (LLM-Foundry's default)"
+    reading.default("data.packing", "padded", default)
+    name, origin = reading.facts.get("data set", ("", ""))
+    files, where = reading.facts.get("data files", (None, ""))
+    more = {key: reading.facts[key][0] for key in ("split", "subset") if key in reading.facts}
+    if name in LOADERS and files:
+        paths = [files] if isinstance(files, str) else list(files)
+        reading.set("data.sources", [{"path": str(path), **more} for path in paths], f"{origin}; {where}")
+    elif name:
+        local = str(name).startswith((".", "/"))
+        reading.set("data.sources", [{"path": str(name) if local else f"hub:{name}", **more}], origin)
+    responses, where = reading.facts.get("responses", ("last", default))
+    prompts, also = reading.facts.get("prompts", ("none", default))
+    trained = {("last", "none"): "last", ("all", "none"): "assistant", ("all", "all"): "all"}.get((responses, prompts))
+    if trained is None:
+        reading.give_up(f"{where}; {also}", "set data.chat.train_on: assistant, last or all")
+    else:
+        reading.set("data.chat.train_on", trained, where if where == also else f"{where}; {also}")
+
+
 def _optimizer(reading: Reading, file: str) -> None:
     """decoupled_adamw multiplies weights by the decay itself, not by the decay times the learning rate."""
-    name, origin = reading.facts.get("optimizer", ("", ""))
-    if name in ("decoupled_adamw", "adamw"):
-        reading.set("training.optimizer.name", "adamw", origin)
-    elif name:
-        reading.give_up(origin, "there are adamw and decoupled_adamw")
-    if "weight decay" not in reading.facts:
-        reading.default("training.optimizer.weight_decay", 0.0, f"{file} (no weight_decay)")
-        return
-    decay, where = reading.facts["weight decay"]
+    name, origin = reading.facts.get("optimizer", ("decoupled_adamw", ""))
+    if name in DECAYS:
+        reading.set("training.optimizer.name", "adamw", origin) if origin else None
+    else:
+        reading.give_up(origin, f"there are {' and '.join(DECAYS)}")
+    plain = (DECAYS.get(name, 0.0), f"{file} ({name}'s default weight_decay)")
+    decay, where = reading.facts.get("weight decay", plain)
     check_number(decay, where)
+    if decay and "undecayed" not in reading.facts:
+        reading.notes.append(f"{where}: LLM-Foundry decays norms and biases as well; they do not decay here")
     if name == "decoupled_adamw" and decay:
-        lr, why = reading.settings.get("training.optimizer.lr", (None, ""))
-        if lr is None:
-            reading.give_up(where, "decoupled_adamw's decay is over the learning rate, which is not said")
-            return
+        lr, why = reading.settings.get("training.optimizer.lr", (1e-3, f"{file} (decoupled_adamw's default lr)"))
         check_number(lr, why)
+        if not lr:
+            reading.give_up(where, "decoupled_adamw's decay is over the learning rate, which is 0")
+            return
         decay, where = float(f"{decay / lr:.6g}"), f"{where}, over {why}: decoupled_adamw's is not multiplied by it"
     reading.set("training.optimizer.weight_decay", decay, where)
