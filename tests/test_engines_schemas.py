@@ -6,7 +6,7 @@ environment that has them. A system that is not installed is skipped.
     git clone https://github.com/NVIDIA-NeMo/Megatron-Bridge, and --megatron-bridge with its folder
     git clone into one folder, and --checkouts with it: huggingface/nanotron (pip install dacite datasets triton),
     NVIDIA-NeMo/Automodel (pip install torchdata, without triton), axolotl-ai-cloud/axolotl (pip install pillow),
-    hiyouga/LLaMA-Factory (pip install omegaconf)
+    hiyouga/LLaMA-Factory (pip install omegaconf), mosaicml/llm-foundry and mosaicml/composer (pip install omegaconf)
 """
 
 import importlib.machinery
@@ -322,6 +322,123 @@ def test_llama_factory(folder, request, monkeypatch, number):
     rates = schedules.get_scheduler(training.lr_scheduler_type, optimizer, training.get_warmup_steps(steps), steps)
     factor = rates.lr_lambdas[0]
     assert [factor(step) for step in range(1, steps + 1)] == pytest.approx(ours(run), abs=1e-12)  # a step later
+
+
+def partly(folder: Path, *names: str) -> None:
+    """Puts packages of a checkout where their files can be imported, and not what they import themselves: they have a
+    class for every name."""
+    for name in names:
+        module: Any = ModuleType(name)
+        module.__path__, module.__getattr__ = (
+            [str(folder / name.replace(".", "/"))],
+            Absent("names", (), {}).__getattr__,
+        )
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        sys.modules[name] = module
+
+
+COMPOSER = ("composer", *(f"composer.{name}" for name in ("core", "loggers", "models", "optim", "utils")))
+FOUNDRY = (
+    *(
+        "llmfoundry",
+        "llmfoundry.registry",
+        "llmfoundry.layers_registry",
+        "llmfoundry.models",
+        "llmfoundry.models.utils",
+    ),
+    *("llmfoundry.callbacks", "llmfoundry.data", "llmfoundry.data.dataloader", "llmfoundry.eval", "llmfoundry.utils"),
+    *("llmfoundry.eval.datasets", "llmfoundry.eval.datasets.in_context_learning_evaluation"),
+)
+
+
+@pytest.fixture
+def foundry(request, monkeypatch):
+    """LLM-Foundry's configuration and builders; Composer's schedules, optimizer and time."""
+    folders = [clone(request, monkeypatch, name, "") for name in ("composer", "llm-foundry")]
+    pytest.importorskip("omegaconf")
+    pretend("mlflow", "mlflow.data")
+    pretend("torchmetrics")
+    pretend("catalogue")
+    for folder, names in zip(folders, (COMPOSER, FOUNDRY), strict=True):
+        partly(folder, *names)
+    load = importlib.import_module
+    sys.modules["composer.utils"].StringEnum = load("composer.utils.string_enum").StringEnum  # type: ignore[attr-defined]
+    time = load("composer.core.time")
+    core: Any = sys.modules["composer.core"]
+    core.Time, core.TimeUnit = time.Time, time.TimeUnit
+    yield SimpleNamespace(
+        config=load("llmfoundry.utils.config_utils"),
+        groups=load("llmfoundry.utils.builders")._extract_param_groups,
+        schedules=load("composer.optim.scheduler"),
+        optimizer=load("composer.optim.decoupled_weight_decay").DecoupledAdamW,
+        sharding=load("composer.utils.parallelism").FSDPConfig,
+        time=time,
+    )
+    for name in [name for name in sys.modules if name.split(".")[0] in ("composer", "llmfoundry")]:
+        del sys.modules[name]
+
+
+FOUNDRY_SCHEDULES = {
+    "cosine_with_warmup": "CosineAnnealingWithWarmupScheduler",
+    "linear_decay_with_warmup": "LinearWithWarmupScheduler",
+    "constant_with_warmup": "ConstantWithWarmupScheduler",
+}
+"""As `llmfoundry/optim/__init__.py` registers them."""
+
+
+@pytest.mark.parametrize("number", range(len(VARIANTS["llm_foundry"])))
+def test_llm_foundry(folder, foundry, monkeypatch, number):
+    path, run = written("llm_foundry", folder, *VARIANTS["llm_foundry"][number])
+    training, steps = run.run.training, run.run.training.steps
+    ranks = SimpleNamespace(get_world_size=lambda: run.run.layout.world_size)
+    monkeypatch.setattr(foundry.config, "dist", ranks)
+    omega = importlib.import_module("omegaconf").OmegaConf
+    _, config = foundry.config.make_dataclass_and_log_config(
+        omega.load(path),
+        foundry.config.TrainConfig,
+        foundry.config.TRAIN_CONFIG_KEYS,
+        transforms=[foundry.config.update_batch_size_info],
+    )
+    assert (config.device_train_microbatch_size, config.device_train_grad_accum) == (run.micro_batch, run.accumulation)
+    assert (config.max_seq_len, config.seed) == (run.run.data.sequence_length, training.seed)
+    assert (config.fsdp_config or {}).keys() <= foundry.sharding.__dataclass_fields__.keys()
+    if "peft_config" in config.model:
+        pytest.importorskip("peft").LoraConfig(**config.model["peft_config"])
+    name = FOUNDRY_SCHEDULES[config.scheduler.pop("name")]
+    schedule = getattr(foundry.schedules, name)(**config.scheduler)
+    duration = foundry.time.Time.from_timestring(config.max_duration)
+    factors = [
+        schedule(SimpleNamespace(max_duration=duration, timestamp=foundry.time.Timestamp(batch=step)))
+        for step in range(1, steps + 1)
+    ]
+    assert factors == pytest.approx(ours(run), abs=1e-12)  # theirs comes a step later
+    assert config.optimizer.pop("name") == "decoupled_adamw"
+    config.optimizer["betas"] = tuple(config.optimizer["betas"])
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"linear": torch.nn.Linear(2, 2), "norm": torch.nn.LayerNorm(2)}).double()
+    other = torch.nn.ModuleDict({"linear": torch.nn.Linear(2, 2), "norm": torch.nn.LayerNorm(2)}).double()
+    other.load_state_dict(model.state_dict())
+    theirs = foundry.optimizer(foundry.groups(model, config.optimizer), **config.optimizer)
+    optimizer, groups = (
+        training.optimizer,
+        ([other["linear"].weight], [other["linear"].bias, *other["norm"].parameters()]),
+    )
+    decays = (optimizer.weight_decay, 0.0)
+    own = torch.optim.AdamW(
+        [{"params": group, "weight_decay": decay} for group, decay in zip(groups, decays, strict=True)],
+        lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps,
+    )  # fmt: skip
+    rates = torch.optim.lr_scheduler.LambdaLR(theirs, lambda step: factors[step])
+    for factor in factors[:3]:
+        for one, two in zip(model.parameters(), other.parameters(), strict=True):
+            one.grad = two.grad = torch.randn_like(one)
+        for group in own.param_groups:
+            group["lr"] = optimizer.lr * factor
+        theirs.step()
+        own.step()
+        rates.step()
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=0)
 
 
 SIZES = {"llama-3.1-8b": 8_030_261_248, "llama-3.2-1b": 1_235_814_400, "qwen3-0.6b": 596_049_920}
