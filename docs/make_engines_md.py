@@ -131,8 +131,11 @@ Lightning's and transformers' programs report the mesh axes along which placemen
 the state in host memory, the bytes on disk, the ranks per sample, and the rank's secondary shard under hpZ. Programs
 with adapters count the trainable parameters; a number other than the recipe's is an error.
 
-The last lines of a program are its recipe, as a comment. `meshwright import run_ENGINE_standalone.py` converts a
-program back to a recipe, including constants you have edited ([importing](importing.md)).
+DeepSpeed compiles operators at its first use. On two or more processes it compiles the operator that reduces in shared
+memory: about 90 s of CPU time, and 1109 s on a machine of 2 cores with a load of 30. If the build is killed, PyTorch's
+builder leaves a file `lock` in the operator's folder under `~/.cache/torch_extensions` (or `TORCH_EXTENSIONS_DIR`), and
+every later run waits for it without a message until `--patience` ends it. The error names the file; remove it when
+nothing compiles.
 
 DeepSpeed compiles its operators on first use, which takes minutes. If the build is killed, PyTorch's builder leaves a
 file `lock` in the operator's folder under `~/.cache/torch_extensions` (or `TORCH_EXTENSIONS_DIR`), and every later run
@@ -172,6 +175,10 @@ configuration, initial weights and the order of all samples.
 | `accelerate_fsdp` | `Accelerator` with the FSDP2 plug-in, hybrid sharding too | Accelerate 1.15.0's plug-in |
 | `accelerate_deepspeed` | `Accelerator` with the DeepSpeed plug-in and `ds_config.json` \
 | Accelerate's plug-in, DeepSpeed 0.19.8's configuration |
+| `fabric_fsdp`, `lightning_fsdp` | Fabric and Lightning's Trainer with `FSDPStrategy` (FSDP1), hybrid sharding too \
+| Lightning 2.6.6's strategies |
+| `fabric_deepspeed`, `lightning_deepspeed` | the same with `DeepSpeedStrategy` and `ds_config.json` \
+| Lightning's strategies, DeepSpeed 0.19.8's configuration |
 | `deepspeed` with `layout.quantized_weights=int8`, `quantized_gradients=int4` | ZeRO++'s qwZ and qgZ \
 | DeepSpeed 0.19.8's configuration |
 | `torchtitan` | `run_torchtitan.py`, for `--module run_torchtitan --config run` \
@@ -196,9 +203,21 @@ $ meshwright export run.yaml --engine torchtitan --program handed-over
 $ meshwright export run.yaml --engine megatron_lm --program handed-over
 ```
 
-On a CPU, a program for GPUs exits at once with an explanation, because there the packages would silently train with
-DDP. The programs for the Trainer and for Accelerate's FSDP2 plug-in were run on two CPU processes with FSDP forced:
-over five steps, losses and gradient norms equal DDP's to 5e-7. They have not run on GPUs.
+A program for GPUs ends at once on a CPU and names the reason: the packages would train with DDP without a message, or
+refuse. The programs of the first five lines were run on two CPU processes with the packages' choice forced to FSDP or
+DeepSpeed (FSDP1 requires an accelerator, and got one whose streams do nothing). Five steps had the losses and norms of
+DDP, to 5e-7. They have not run on GPUs. The programs handle what these runs showed:
+
+- Under Accelerate's plug-in with ZeRO-3, transformers builds the model in flat parts. Groups by `parameter.dim()` put
+  every matrix among the vectors, without weight decay; a tensor's own shape is its `ds_shape`.
+- Lightning 2.6.6's Trainer divides the loss by the accumulation, and DeepSpeed 0.19.8's `backward` divides it again.
+  Losses hide the error, because Adam does not depend on the gradient's scale; the norm and clipping show it.
+- Fabric 2.6.6's `optimizer.step()` does not recognise DeepSpeed 0.19.8's engine and steps the optimizer inside it. With
+  an accumulation above 1, gradients are then not accumulated, and there is no norm. The program calls the engine's
+  `step`.
+
+FSDP1 without synchronisation keeps gradients in the compute dtype, so programs with `FSDPStrategy` reduce every
+microbatch.
 
 An exported configuration names the recipe's model and data. Export reads each file back with our importer: a setting
 that changes on the way is refused by name, and a setting without effect on the weights is listed in `left-out.md`. That
@@ -351,8 +370,7 @@ def _predicted() -> Iterator[str]:
 NOT_YET = """\
 ## Not yet
 
-There is no export for Lightning's `FSDPStrategy` and `DeepSpeedStrategy`. The Megatron-core engine
-supports neither the distributed optimizer nor data-parallel replicas of a pipeline. Only the Trainer, peft and trl read
+The Megatron-core engine supports neither the distributed optimizer nor data-parallel replicas of a pipeline. Only the Trainer, peft and trl read
 records. Programs have run on CPUs only; they are untested on GPUs.
 """
 

@@ -32,6 +32,10 @@ VARIANTS = {
     "hf_trainer_fsdp": [["training.reduce_dtype=bf16"], ["layout.zero=2", "training.precision=fp32"]],
     "accelerate_fsdp": [[], ["layout={dp_shard: 2, dp_replicate: 2}", "training.precision=fp32"], ["layout.zero=2"]],
     "accelerate_deepspeed": [[], ["layout={dp_shard: 4, zero: 1}"], ["layout.offload=cpu"]],
+    "fabric_fsdp": [[], ["layout={dp_shard: 2, dp_replicate: 2}", "training.precision=fp32"], ["layout.zero=2"]],
+    "fabric_deepspeed": [[], ["layout={dp_shard: 4, zero: 1}"], ["layout.offload=cpu"]],
+    "lightning_fsdp": [[], ["layout={dp_shard: 2, dp_replicate: 2}", "training.precision=fp32"], ["layout.zero=2"]],
+    "lightning_deepspeed": [[], ["layout={dp_shard: 4, zero: 1}"], ["layout.offload=cpu"]],
     "deepspeed": [["layout.quantized_weights=int8", "layout.quantized_gradients=int4"]],
 }
 ALL = [(name, number) for name, rows in VARIANTS.items() for number in range(len(rows))]
@@ -112,6 +116,55 @@ def test_accelerate_takes_the_plug_in(number):
         assert (degrees.dp_replicate_size, degrees.dp_shard_size) == (2, 2)
 
 
+LIGHTNING = {"fabric": "lightning_fabric.strategies", "lightning": "pytorch_lightning.strategies"}
+
+
+@pytest.mark.parametrize("number", range(len(VARIANTS["fabric_fsdp"])))
+@pytest.mark.parametrize("kind", LIGHTNING)
+def test_lightning_takes_the_fsdp_strategy(kind, number):
+    strategies = pytest.importorskip(LIGHTNING[kind])
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    run, name = resolved(*VARIANTS[f"{kind}_fsdp"][number]), f"{kind}_fsdp"
+    text = WRITTEN[name].translate(run).files[f"run_{name}_standalone.py"]
+    inner = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    inner._no_split_modules = ["Linear"]
+    known = {"torch": torch, "MixedPrecision": fsdp.MixedPrecision, "plain": inner}
+    known["model"] = SimpleNamespace(modules=inner.modules, model=inner)
+    strategy = call(text, "FSDPStrategy", FSDPStrategy=strategies.FSDPStrategy, **known)
+    layout, kwargs = run.run.layout, getattr(strategy, "kwargs", None) or strategy._fsdp_kwargs
+    hybrid = layout.dp_replicate > 1
+    kinds = {2: "SHARD_GRAD_OP", 3: "HYBRID_SHARD" if hybrid else "FULL_SHARD"}
+    assert strategy.sharding_strategy.name == kinds[layout.zero_stage]
+    assert kwargs.get("device_mesh") == ((2, 2) if hybrid else None)
+    assert kwargs["use_orig_params"]  # the program's groups of parameters are made before they are flattened
+    assert kwargs["auto_wrap_policy"]._module_classes == {torch.nn.Linear}
+    dtypes = strategy.mixed_precision and (strategy.mixed_precision.param_dtype, strategy.mixed_precision.reduce_dtype)
+    assert dtypes == ((torch.bfloat16, torch.float32) if run.run.training.precision == "bf16" else None)
+
+
+@pytest.mark.engines
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("number", range(len(VARIANTS["fabric_deepspeed"])))
+@pytest.mark.parametrize("kind", LIGHTNING)
+def test_lightning_takes_the_deepspeed_strategy(tmp_path, monkeypatch, kind, number):
+    if not importlib.util.find_spec("deepspeed"):
+        pytest.skip("deepspeed is not installed")
+    strategies = pytest.importorskip(LIGHTNING[kind])
+    run = resolved(*VARIANTS[f"{kind}_deepspeed"][number])
+    path = WRITTEN[f"{kind}_deepspeed"].translate(run).write(tmp_path)
+    strategy = call(
+        path.read_text(), "DeepSpeedStrategy", DeepSpeedStrategy=strategies.DeepSpeedStrategy, HERE=tmp_path
+    )
+    if kind == "lightning":  # its Trainer refuses a file that says it
+        assert "gradient_accumulation_steps" not in strategy.config
+    config = importlib.import_module("deepspeed.runtime.config")
+    ranks = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: run.run.layout.world_size)
+    monkeypatch.setattr(config, "dist", ranks)
+    taken = config.DeepSpeedConfig({**strategy.config, "gradient_accumulation_steps": run.accumulation})
+    assert taken.zero_config.stage == run.run.layout.zero_stage
+    assert taken.gradient_clipping == 1.0
+
+
 @pytest.mark.parametrize("number", range(len(VARIANTS["hf_trainer_fsdp"])))
 @pytest.mark.filterwarnings("ignore")
 def test_the_trainer_takes_the_arguments(tmp_path, number):
@@ -159,6 +212,19 @@ def test_deepspeed_takes_zero_plus_plus(tmp_path):
     zero = importlib.import_module("deepspeed.runtime.zero.config").DeepSpeedZeroConfig(**given)
     assert zero.zero_quantized_weights
     assert zero.zero_quantized_gradients
+
+
+def test_flat_parts_of_matrices_decay_under_the_deepspeed_plug_in():
+    text = WRITTEN["accelerate_deepspeed"].translate(resolved()).files["run_accelerate_deepspeed_standalone.py"]
+    groups = next(node for node in ast.parse(text).body if getattr(node, "name", "") == "decay_groups")
+    known: dict[str, Any] = {"WEIGHT_DECAY": 0.1, "torch": torch}
+    exec(compile(ast.Module([groups], []), "program", "exec"), known)
+    matrix, vector = torch.nn.Parameter(torch.zeros(0)), torch.nn.Parameter(torch.zeros(0))
+    matrix.ds_shape, vector.ds_shape = torch.Size([2, 2]), torch.Size([2])  # type: ignore[attr-defined]
+    decays = {id(p): group["weight_decay"]
+              for group in known["decay_groups"](SimpleNamespace(parameters=lambda: [vector, matrix]))
+              for p in group["params"]}  # fmt: skip
+    assert decays == {id(matrix): 0.1, id(vector): 0.0}
 
 
 @pytest.mark.slow

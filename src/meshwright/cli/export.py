@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 WRITTEN_ONLY = (
     "an export-only one: axolotl, torchtitan, megatron_lm, megatron_bridge, nanotron, automodel, "
-    "llama_factory, llm_foundry; for GPUs hf_trainer_fsdp, accelerate_fsdp, accelerate_deepspeed"
+    "llama_factory, llm_foundry; for GPUs hf_trainer_fsdp, accelerate_fsdp, accelerate_deepspeed, "
+    "fabric_fsdp, fabric_deepspeed, lightning_fsdp, lightning_deepspeed"
 )
 
 

@@ -36,19 +36,17 @@ class AccelerateFsdp(GpuOnly, AccelerateEngine):
     strategies: ClassVar[Mapping[Strategy, str]] = dict.fromkeys(("zero2", "zero3", "hybrid"), "")
 
 
-class AccelerateDeepSpeed(GpuOnly, AccelerateEngine):
-    """Accelerate's plug-in for DeepSpeed, with a ds_config.json."""
+class DeepSpeedPlugIn(GpuOnly):
+    """A package's plug-in for DeepSpeed, with a ds_config.json."""
 
-    name = "accelerate_deepspeed"
-    about = "a loop of Hugging Face Accelerate with its DeepSpeed plug-in"
-    gpu_only = "on a CPU Accelerate ignores its DeepSpeed plug-in and trains with DDP"
-    packages: ClassVar = {"transformers": "deepspeed", "accelerate": "deepspeed", "deepspeed": "deepspeed"}
     strategies: ClassVar[Mapping[Strategy, str]] = dict.fromkeys(("zero1", "zero2", "zero3"), "")
     numel = 'getattr(parameter, "ds_numel", parameter.numel())'
+    counts: ClassVar[bool] = False
+    """Whether the package itself tells DeepSpeed the number of microbatches of a step."""
 
     def cannot_dump(self, resolved: ResolvedRun) -> str:
-        """The plug-in steps within `backward`, where gradients are gone."""
-        return "the plug-in steps within backward, after which there are no gradients"
+        """A plug-in steps within `backward`, or right after it."""
+        return "DeepSpeed's plug-in has no gradients left where the program could read them"
 
     def cannot_offload(self, layout: LayoutSpec) -> str:
         """As DeepSpeed: the optimizer's state and parameters to host memory."""
@@ -62,11 +60,70 @@ class AccelerateDeepSpeed(GpuOnly, AccelerateEngine):
     def more_files(self, resolved: ResolvedRun) -> dict[str, str]:
         """DeepSpeed's configuration."""
         assert resolved.run.layout.zero_stage == STAGES[strategy_of(resolved.run.layout)]
-        return {"ds_config.json": json.dumps(ds_config(resolved), indent=2) + "\n"}
+        config = ds_config(resolved)
+        if self.counts:
+            del config["gradient_accumulation_steps"]
+        return {"ds_config.json": json.dumps(config, indent=2) + "\n"}
 
     def words(self, resolved: ResolvedRun, program: str) -> dict[str, Any]:
         """Also whether state is offloaded."""
         return super().words(resolved, program) | {"offload": resolved.run.layout.tiers != NOTHING}
+
+
+class AccelerateDeepSpeed(DeepSpeedPlugIn, AccelerateEngine):
+    """Accelerate's plug-in for DeepSpeed."""
+
+    name = "accelerate_deepspeed"
+    about = "a loop of Hugging Face Accelerate with its DeepSpeed plug-in"
+    gpu_only = "on a CPU Accelerate ignores its DeepSpeed plug-in and trains with DDP"
+    packages: ClassVar = {"transformers": "deepspeed", "accelerate": "deepspeed", "deepspeed": "deepspeed"}
+
+
+class FabricDeepSpeed(DeepSpeedPlugIn):
+    """Fabric's `DeepSpeedStrategy`."""
+
+    name = "fabric_deepspeed"
+    about = "a loop of Lightning Fabric with its DeepSpeedStrategy"
+    gpu_only = "on a CPU Fabric refuses its DeepSpeedStrategy"
+    packages: ClassVar = {"transformers": "deepspeed", "lightning_fabric": "compare", "deepspeed": "deepspeed"}
+
+
+class LightningDeepSpeed(DeepSpeedPlugIn):
+    """The Trainer's `DeepSpeedStrategy`."""
+
+    name = "lightning_deepspeed"
+    about = "the Trainer of PyTorch Lightning with its DeepSpeedStrategy"
+    gpu_only = "on a CPU Lightning refuses its DeepSpeedStrategy"
+    packages: ClassVar = {"transformers": "deepspeed", "pytorch_lightning": "lightning", "deepspeed": "deepspeed"}
+    counts = True
+
+
+class FsdpStrategy(GpuOnly):
+    """Lightning's `FSDPStrategy`, which is FSDP1."""
+
+    strategies: ClassVar[Mapping[Strategy, str]] = dict.fromkeys(("zero2", "zero3", "hybrid"), "")
+
+    def cannot_dump(self, resolved: ResolvedRun) -> str:
+        """FSDP1 gives a rank flat parts of tensors."""
+        return "FSDP gives a rank flat parts of gradients"
+
+
+class FabricFsdp(FsdpStrategy):
+    """Fabric's `FSDPStrategy`."""
+
+    name = "fabric_fsdp"
+    about = "a loop of Lightning Fabric with its FSDPStrategy"
+    gpu_only = "on a CPU Fabric refuses its FSDPStrategy"
+    packages: ClassVar = {"transformers": "compare", "lightning_fabric": "compare"}
+
+
+class LightningFsdp(FsdpStrategy):
+    """The Trainer's `FSDPStrategy`."""
+
+    name = "lightning_fsdp"
+    about = "the Trainer of PyTorch Lightning with its FSDPStrategy"
+    gpu_only = "on a CPU Lightning refuses its FSDPStrategy"
+    packages: ClassVar = {"transformers": "lightning", "pytorch_lightning": "lightning"}
 
 
 class HfTrainerFsdp(GpuOnly, HfTrainer):

@@ -13,7 +13,15 @@ from meshwright.engines.bare import Bare
 from meshwright.engines.deepspeed import DeepSpeedEngine
 from meshwright.engines.engine import Engine
 from meshwright.engines.fabric import FabricEngine
-from meshwright.engines.gpu_only import AccelerateDeepSpeed, AccelerateFsdp, HfTrainerFsdp
+from meshwright.engines.gpu_only import (
+    AccelerateDeepSpeed,
+    AccelerateFsdp,
+    FabricDeepSpeed,
+    FabricFsdp,
+    HfTrainerFsdp,
+    LightningDeepSpeed,
+    LightningFsdp,
+)
 from meshwright.engines.hf_trainer import HfTrainer
 from meshwright.engines.lightning import LightningEngine
 from meshwright.engines.litgpt import LitGpt
@@ -55,6 +63,7 @@ WRITTEN: Mapping[str, Engine] = {
     engine.name: engine
     for engine in (
         *(HfTrainerFsdp(), AccelerateFsdp(), AccelerateDeepSpeed()),
+        *(FabricFsdp(), FabricDeepSpeed(), LightningFsdp(), LightningDeepSpeed()),
         *(AxolotlConfig(), TorchtitanConfig(), MegatronLmFlags(), MegatronBridgeConfig(), NanotronConfig()),
         *(AutoModelConfig(), LlamaFactoryConfig(), LlmFoundryConfig()),
     )
