@@ -370,8 +370,8 @@ def _predicted() -> Iterator[str]:
 NOT_YET = """\
 ## Not yet
 
-The Megatron-core engine supports neither the distributed optimizer nor data-parallel replicas of a pipeline. Only the Trainer, peft and trl read
-records. Programs have run on CPUs only; they are untested on GPUs.
+The Megatron-core engine supports neither the distributed optimizer nor data-parallel replicas of a pipeline. Only the
+Trainer, peft and trl read records. Programs have run on CPUs only; they are untested on GPUs.
 """
 
 

@@ -13,11 +13,13 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.data.mixture import training_samples
 from meshwright.engines.compare import Contestant, Pace, Row, compare
-from meshwright.engines.engine import Engine
+from meshwright.engines.deepspeed import DeepSpeedEngine
+from meshwright.engines.engine import Engine, waiting_for
 from meshwright.engines.layouts import layout_called
 from meshwright.engines.page import comparison_page
 from meshwright.engines.registry import ENGINES
 from meshwright.engines.report import as_json, describe, markdown, text
+from meshwright.launch.programs import NoStepError
 from meshwright.spec.recipe import parse_spec
 from meshwright.spec.run import ResolvedRun, Run
 from meshwright.trainer.resolve import resolve_run
@@ -110,6 +112,17 @@ def test_engines_take_turns_and_never_compute_at_once(folder):
         assert ended <= began
     assert all([len(turn) for turn in row.turns] == [2, 2, 2] for row in rows)
     assert all(len(row.losses) == 7 for row in rows)
+
+
+def test_a_program_that_waits_for_deepspeeds_operators_says_so_and_names_the_lock(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    engine, error = DeepSpeedEngine(), NoStepError("no step within 9 s, so it was ended: it said nothing")
+    assert str(waiting_for(engine, error)).endswith("operators at its first use; give more seconds with --patience")
+    lock = tmp_path / ".cache" / "torch_extensions" / "py311_cpu" / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    assert f"if nothing compiles now, remove {lock}, which" in str(waiting_for(engine, error))
+    assert waiting_for(Fake(), error) is error
 
 
 FAULTS = {

@@ -426,6 +426,16 @@ def test_what_a_file_leaves_to_its_system_is_imported_as_that(tmp_path, name):
     assert {path: setting(run, path) for path in expected} == expected
 
 
+def test_warm_up_that_is_longer_than_training_is_listed(tmp_path):
+    text = "model: {name: hf_causal_lm}\nglobal_train_batch_size: 8\nmax_duration: 50ba\nscheduler: {t_warmup: 100ba}\n"
+    (tmp_path / "foundry.yaml").write_text(text)
+    recipe, reading = import_files([tmp_path / "foundry.yaml"], ranks=2, model="gpt2")
+    assert parse_spec(recipe, Run).training.lr_schedule.warmup == "auto"
+    assert [key for key, why in reading.without if "longer than the 50 steps" in why] == [
+        "foundry.yaml: scheduler.t_warmup=100ba"
+    ]
+
+
 def setting(run: Run, path: str) -> Any:
     found: Any = run
     for part in path.split("."):

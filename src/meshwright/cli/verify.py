@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any, get_args
 
-from meshwright.cli.common import add_recipe_arguments, read_recipe, stoppable
+from meshwright.cli.common import add_recipe_arguments, positive, read_recipe, stoppable
 from meshwright.cli.output import add_json_argument, print_json, progress_on_stderr
 from meshwright.launch.status import CRASH_LOOP, TrainingStopped
 from meshwright.prove.pairs import MOST_RANKS, pair_layouts
@@ -34,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--precision",
         choices=[FP64.name, "recipe"],
-        default=FP64.name,
         help="fp64 (default) separates rounding from faults; recipe uses the recipe's precision",
     )
     parser.add_argument(
@@ -46,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine", metavar="NAME", help="compare another engine's program with one process, in fp32: deepspeed, ..."
     )
     parser.add_argument("--python", metavar="PATH", help="with --engine: the Python that runs its program")
+    parser.add_argument(
+        "--patience",
+        type=positive,
+        metavar="SECONDS",
+        help="with --engine: end a program that makes no step for this long (default 600)",
+    )
     parser.add_argument("--checkout", metavar="DIR", type=Path, help="with --engine nanogpt: the folder of its code")
     add_json_argument(parser)
     parser.epilog = (
@@ -67,6 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = read_recipe(arguments)
     if arguments.engine:
         return _prove_engine(recipe, arguments)
+    if arguments.patience:
+        raise UserError("--patience needs --engine: it is for that engine's program")
     if arguments.checkout:
         raise UserError("--checkout needs --engine: it is the folder of that engine's code")
     if arguments.python:
@@ -134,9 +141,12 @@ def _prove(resolved: ResolvedRun, arguments: argparse.Namespace) -> tuple[int, d
 def _prove_engine(recipe: Run, arguments: argparse.Namespace) -> int:
     """Compare another engine with one process and report; the exit status is 1 if it differs."""
     # Torch loads here, so that errors in the recipe are reported at once.
-    from meshwright.engines.parity import verify_engine
+    from meshwright.engines.parity import PATIENCE, verify_engine
     from meshwright.engines.registry import find_engine
 
+    if arguments.precision or arguments.full:
+        option = "--precision" if arguments.precision else "--full"
+        raise UserError(f"--engine compares in fp32, the whole layout; leave {option} out")
     engine = find_engine(arguments.engine)
     training = recipe.training.computing_in(FP32.name)
     resolved = resolve_run(recipe.model_copy(update={"training": training}), base_dir=arguments.recipe.parent)
@@ -145,7 +155,9 @@ def _prove_engine(recipe: Run, arguments: argparse.Namespace) -> int:
         print(f"engine     {engine.name}: {engine.about}\n{_what(resolved, arguments)}", flush=True)
     with progress_on_stderr(arguments.json), stoppable("the proof"):
         python = Path(arguments.python or sys.executable)
-        proof = verify_engine(resolved, engine, steps=arguments.steps, python=python, checkout=arguments.checkout)
+        where: dict[str, Any] = {"python": python, "checkout": arguments.checkout}
+        patience = arguments.patience or PATIENCE
+        proof = verify_engine(resolved, engine, steps=arguments.steps, patience=patience, **where)
     if arguments.json:
         print_json({"engine": engine.name, "strategy": resolved.run.layout.strategy, **proof.as_data()})
     else:
@@ -180,7 +192,7 @@ def _not_equal_by_design(resolved: ResolvedRun, arguments: argparse.Namespace) -
 
 
 def _prepare(recipe: Run, arguments: argparse.Namespace) -> ResolvedRun:
-    if arguments.precision == FP64.name:
+    if arguments.precision != "recipe":
         recipe = recipe.model_copy(update={"training": recipe.training.computing_in(FP64.name)})
     resolved = resolve_run(recipe, base_dir=arguments.recipe.parent)
     return shrink(resolved) if arguments.shrink else resolved

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from meshwright.engines.engine import Strategy, TemplateEngine, strategy_of
@@ -70,6 +71,12 @@ class DeepSpeedEngine(TemplateEngine):
         if layout.pp > 1:
             return "layout.pp: a rank of the program knows its stage's gradients only"
         return ""
+
+    def may_wait_for(self) -> str:
+        """Operators that are compiled at first use, and the file that an ended build leaves."""
+        locks = sorted((Path.home() / ".cache" / "torch_extensions").rglob("lock"))
+        left = f"; if nothing compiles now, remove {locks[0]}, which an ended build has left" if locks else ""
+        return f"DeepSpeed compiles operators at its first use; give more seconds with --patience{left}"
 
     def needs_gpu(self, resolved: ResolvedRun) -> str:
         """ZeRO++'s kernels."""

@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from meshwright.engines.settings import Rule, Setting, settings_of
 from meshwright.imports.program import as_comment
 from meshwright.launch.launcher import threads_per_rank
+from meshwright.launch.programs import NoStepError
 from meshwright.spec.data import DataSpec
 from meshwright.spec.errors import UserError
 from meshwright.spec.finetune import Ia3Spec, LoraSpec
@@ -102,6 +103,10 @@ class Engine(ABC):
     reads_sources: ClassVar[bool] = False
     """Whether it reads the recipe's own model and data, and is written only, not run."""
 
+    def may_wait_for(self) -> str:
+        """What a program that makes no step may wait for; empty if nothing is known."""
+        return ""
+
     def translate(self, resolved: ResolvedRun) -> Translation:
         """The recipe in this engine's terms.
 
@@ -129,6 +134,12 @@ class Engine(ABC):
     @abstractmethod
     def files(self, resolved: ResolvedRun) -> tuple[str, dict[str, str]]:
         """Name of the program, and the text of every file, of a run in which `cannot` found nothing."""
+
+
+def waiting_for(engine: Engine, error: NoStepError) -> NoStepError:
+    """The error, with what the engine's program may have waited for."""
+    known = engine.may_wait_for()
+    return NoStepError(f"{error}; {known}") if known else error
 
 
 class TemplateEngine(Engine):

@@ -16,13 +16,13 @@ from meshwright.checkpoint.peft import stored_places
 from meshwright.data.mixture import Mixture
 from meshwright.data.packing import ConcatenatedSamples
 from meshwright.data.token_file import file_in_memory
-from meshwright.engines.engine import Engine
+from meshwright.engines.engine import Engine, waiting_for
 from meshwright.engines.materials import DATA, write_order, write_start
 from meshwright.engines.ours import Ours
 from meshwright.engines.readback import check_what_ran
 from meshwright.engines.registry import check_installed
 from meshwright.families import family_of, parameter_table, state_table
-from meshwright.launch.programs import RankedProgram
+from meshwright.launch.programs import NoStepError, RankedProgram
 from meshwright.prove.difference import Difference, measure
 from meshwright.prove.reference import Reference, train_reference
 from meshwright.prove.tolerance import Tolerance, derive_tolerance
@@ -81,6 +81,7 @@ def verify_engine(
     steps: int,
     python: Path = Path(sys.executable),
     checkout: Path | None = None,
+    patience: float = PATIENCE,
 ) -> EngineProof:
     """Train `steps` steps in the engine's program and in Meshwright on one process, from the same weights on the same
     random tokens, in fp32, and compare.
@@ -105,8 +106,13 @@ def verify_engine(
         options = ["--inputs", str(folder), "--journal", str(journal), "--dump", str(folder), "--pause", str(steps)]
         options += ["--checkout", str(checkout)] if engine.checkout else []
         command = [str(python), "-P", str(translation.write(folder / "program")), *options]
-        with RankedProgram(command, ranks, folder / "output.log") as program:
-            program.wait_for(journal, f'"step": {steps},'.encode(), PATIENCE)
+        log = Path(tempfile.gettempdir()) / f"{folder.name}.log"  # stays, for whoever reads why it failed
+        try:
+            with RankedProgram(command, ranks, log) as program:
+                program.wait_for(journal, f'"step": {steps},'.encode(), patience)
+        except NoStepError as error:
+            raise waiting_for(engine, error) from error
+        log.unlink()
         records = read_journal(journal)
         check_what_ran(resolved, next(record for record in records if record["kind"] == "engine"))
         reference = train_reference(resolved, folder / "reference", steps, samples)

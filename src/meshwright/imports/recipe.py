@@ -132,6 +132,10 @@ def _finish(reading: Reading) -> None:
             reading.set("training.lr_schedule.warmup", int(ratio * steps), origin)
         else:
             reading.give_up(origin, "of how many steps is not said; set training.lr_schedule.warmup")
+    warmup, origin = settings.get("training.lr_schedule.warmup", (0, ""))
+    if steps and isinstance(warmup, int) and warmup > steps:
+        del settings["training.lr_schedule.warmup"]
+        reading.give_up(origin, f"longer than the {steps} steps of training; set training.lr_schedule.warmup")
     if "min_lr" in reading.facts and (lr := settings.get("training.optimizer.lr", (None, ""))[0]):
         floor, origin = reading.facts["min_lr"]
         reading.set("training.lr_schedule.final", float(f"{floor / lr:.6g}"), f"{origin}, of the peak {lr}")

@@ -25,6 +25,10 @@ class ProgramError(UserError):
     """A program ended or hung before its turn was complete."""
 
 
+class NoStepError(ProgramError):
+    """A program made no step for too long."""
+
+
 class RankedProgram:
     """The processes of one program, one per rank. Use it in `with`, which ends them; on Linux they also end with this
     process, however it ends."""
@@ -70,7 +74,8 @@ class RankedProgram:
             if len(content) != size:
                 size, deadline = len(content), time.monotonic() + seconds
             if time.monotonic() > deadline:
-                raise ProgramError(f"no step within {seconds:g} s, so it was ended (output: {self.log})")
+                said = self._lines()[-1:] or ["it said nothing"]
+                raise NoStepError(f"no step within {seconds:g} s, so it was ended: {said[0]} (output: {self.log})")
             time.sleep(LOOK_EVERY)
 
     def peak_bytes(self) -> int:
@@ -80,9 +85,13 @@ class RankedProgram:
     def _explain(self, statuses: Sequence[int | None]) -> str:
         rank, status = next((rank, status) for rank, status in enumerate(statuses) if status is not None)
         how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = self._lines()
         said = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "it said nothing")
         return f"rank {rank} ended {how}: {said} (output: {self.log})"
+
+    def _lines(self) -> list[str]:
+        """What the ranks have said."""
+        return [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
 
     def close(self) -> None:
         """End every process and its children."""
