@@ -321,7 +321,7 @@ def test_a_damaged_line_of_the_journal_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_run_directory_that_was_removed_or_damaged_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="run: was removed during the run"):
+    with pytest.raises(UserError, match="run: the folder and everything saved in it were removed during the run"):
         read_result(tmp_path / "run")
     (tmp_path / "run/checkpoints/step-00000005").mkdir(parents=True)
     with pytest.raises(UserError, match=r"metrics\.jsonl records no step: it was removed or damaged; step-00000005"):

@@ -295,5 +295,5 @@ def test_models_and_precisions_that_it_cannot_work_with(tmp_path: Path) -> None:
     recipe.write_text("model: llama-3-8b\nlayout: {pp: 4, schedule: pipedream-2bw}\ntraining: {precision: fp16}\n")
     with pytest.raises(ValueError, match="the loss scale may change between"):
         resolve_run(load_spec(recipe, Run), base_dir=tmp_path)
-    with pytest.raises(ValueError, match="adapters are to save the memory of one"):
+    with pytest.raises(ValueError, match="adapters are meant to save the memory of one"):
         resolve_run(load_spec(recipe, Run, ["finetune={method: lora}"]), base_dir=tmp_path)

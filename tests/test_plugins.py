@@ -375,7 +375,7 @@ def test_an_objective_is_an_instance_that_fits_the_data() -> None:
     with plugged_in(plugins.objects()):
         check_objective(run, {"a": False})
         with pytest.raises(
-            UserError, match=r"data source b holds preferences, which test_plugins.ZLoss does not learn"
+            UserError, match=r"data source b holds preferences, which test_plugins.ZLoss does not train on"
         ):
             check_objective(run, {"a": False, "b": True})
 
