@@ -27,6 +27,7 @@ from meshwright.serve.engine import Answer, Engine, Request, Token, generate
 from meshwright.serve.readers import CachedReader, WholeReader, reader_for
 from meshwright.serve.text import TextWriter
 from meshwright.spec.errors import UserError
+from meshwright.torch_internals.onednn import onednn_multiplies
 from served import CHATML, VOCAB, adapted, hf_directory, model_of, tokenizer_of
 
 FAMILIES = ["llama", "gpt2", "mistral", "qwen3", "qwen3_moe", "deepseek_v3"]
@@ -244,6 +245,8 @@ def test_a_users_own_model_is_cached_only_where_that_changes_nothing(mixes: bool
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "qwen2", "qwen3", "mixtral", "deepseek_v3"])
 def test_packed_models_compute_the_same(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every weight through oneDNN's order, whatever its size."""
+    if not onednn_multiplies(dtype):
+        pytest.skip("oneDNN has no bf16 products on this processor")
     monkeypatch.setattr(packed_module, "SMALL", 0)
     plain = model_of(family, dtype=torch.float32)
     packed = model_of(family, dtype=torch.float32)
@@ -261,6 +264,17 @@ def test_packed_models_compute_the_same(family: str, dtype: torch.dtype, monkeyp
         found, expected = ours.read(tokens, len(PROMPTS)).double(), theirs.read(tokens, len(PROMPTS)).double()
         error, size = (found - expected).norm() / expected.norm(), torch.finfo(dtype).eps
         assert error <= 20 * size, error
+
+
+@torch.inference_mode()
+def test_bf16_is_not_packed_on_a_processor_without_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processors without AVX-512 generate in bf16 too, by the modules."""
+    monkeypatch.setattr(packed_module, "SMALL", 0)
+    monkeypatch.setattr(packed_module, "onednn_multiplies", lambda dtype: dtype == torch.float32)
+    model = model_of("llama", dtype=torch.float32).to(torch.bfloat16)
+    pack(model)
+    assert "packed" not in repr(model)
+    CachedReader(model).read([(0, PROMPTS[0])], 1)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.torch_internals import FLASH_CPU, ONEDNN_LINEAR, linear_by_onednn, softmax_backward
+from meshwright.torch_internals import FLASH_CPU, softmax_backward
+from meshwright.torch_internals.onednn import ONEDNN_LINEAR, linear_by_onednn
 
 ONEDNN = torch.backends.mkldnn.is_available()
 """Whether this build of torch has oneDNN."""

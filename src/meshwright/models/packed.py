@@ -25,7 +25,7 @@ from meshwright.models.linear import Linear, Plain
 from meshwright.models.norm import LayerNorm, RMSNorm
 from meshwright.models.rope import RopeTables
 from meshwright.models.slots import Place
-from meshwright.torch_internals import ONEDNN_LINEAR, linear_by_onednn, reorder_for_onednn
+from meshwright.torch_internals.onednn import linear_by_onednn, onednn_multiplies, reorder_for_onednn
 
 SMALL = 2**16
 """Size of a weight up to which torch's own product is faster: a call of oneDNN's costs ten microseconds."""
@@ -242,15 +242,16 @@ def pack(model: Decoder) -> None:
     """Fill the slots of a model that is used only for generation from now on: later changes of its weights have no
     effect.
 
-    Nothing happens where there is nothing to gain: on a GPU, in other precisions than fp32 and bf16, in models that
-    transformers computes, whose weights are on disk, and where copies would take more than `COPIED_BYTES`.
+    Nothing happens on a GPU, in other precisions than fp32 and bf16, in bf16 on a processor where oneDNN has no bf16
+    products, for models that transformers computes or whose weights are on disk, and if the copies would take more than
+    `COPIED_BYTES`.
     """
     like = model.like
     if (
-        ONEDNN_LINEAR is None
-        or model.spec.foreign is not None
+        model.spec.foreign is not None
         or like.device.type != "cpu"
         or like.dtype not in DTYPES
+        or not onednn_multiplies(like.dtype)
         or weight_bytes(model) * (1 if model.next_step is None else 2) > COPIED_BYTES
         or blocks_from_disk(model) is not None
     ):

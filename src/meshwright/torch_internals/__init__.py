@@ -56,10 +56,6 @@ FLASH_CUDA, FLASH_CUDA_BACKWARD = (
 VARLEN_OPS = (torch.ops.torch_attn._varlen_attn.default,) if hasattr(torch.ops.torch_attn, "_varlen_attn") else ()
 """The operation behind `torch.nn.attention.varlen.varlen_attn`, as a policy of recomputation meets it. 2.11-2.15."""
 
-ONEDNN_LINEAR = torch.ops.mkldnn._linear_pointwise if torch.backends.mkldnn.is_available() else None
-"""oneDNN's `a @ b.T + bias`, which `F.linear` does not use for fp32; None if torch is built without. 2.11-2.15;
-public: `torch.utils.mkldnn.to_mkldnn`, which copies the weights."""
-
 DEAR_OPS = (
     *VARLEN_OPS,
     aten._grouped_mm.default,
@@ -74,18 +70,6 @@ DEAR_OPS = (
 
 LOCAL_SCALAR = aten._local_scalar_dense.default
 """What `tensor.item()` asks a dispatch mode for. 2.11-2.15."""
-
-
-def linear_by_onednn(a: torch.Tensor, b_ND: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
-    """`a @ b.T + bias` by oneDNN, without autograd; see `ONEDNN_LINEAR`."""
-    assert ONEDNN_LINEAR is not None
-    return ONEDNN_LINEAR(a, b_ND, bias_N, "none", [], "")
-
-
-def reorder_for_onednn(weight_ND: torch.Tensor, rows: int) -> torch.Tensor:
-    """A copy of the weight in the order in which oneDNN reads it for a product with about `rows` rows, for
-    `linear_by_onednn`. 2.11-2.15; public: none."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight_ND.contiguous(), rows)
 
 
 def softmax_backward(grad: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
