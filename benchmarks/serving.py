@@ -260,7 +260,9 @@ def cancel(arguments: argparse.Namespace) -> list[str]:
             leaves = drawn.randint(1, tokens) if drawn.random() < 0.4 else None
             yield {"model": "model", "prompt": prompt, "max_tokens": tokens, "temperature": 0}, leaves
 
-    with tempfile.TemporaryDirectory() as name, process(port, our_server(make_model(Path(name), **small), port)) as pid:
+    with tempfile.TemporaryDirectory() as name, ExitStack() as running:
+        command = [*our_server(make_model(Path(name), **small), port), "--prefix-cache", str(arguments.prefix_cache)]
+        pid = running.enter_context(process(port, command))
         held, bodies, replies = [(*holds(pid), *gauges(port))], list(requests()), list[Reply]()
         for _ in range(arguments.passes):
             bodies = list(requests())
@@ -350,6 +352,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--passes", type=int, default=3, help="how often so many requests are sent")
+    parser.add_argument("--prefix-cache", type=int, default=256, help="cancel: MiB that our server keeps for prompts")
     parser.add_argument("--write", type=Path, help="write the result to this file")
     arguments = parser.parse_args()
     if arguments.what == "speed" and not arguments.vllm:
