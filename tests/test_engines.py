@@ -180,8 +180,10 @@ VARIANTS = [
 ]
 
 
-def programs(folder: Path) -> Path:
-    """Every program that can be written for a few recipes in every data-parallel layout."""
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of every program that can be written for a few recipes in every data-parallel layout."""
+    folder = tmp_path_factory.mktemp("programs")
     layouts = ("single", "ddp", "zero1", "zero2", "zero3", "ddp2+zero3:2", "tp2", "tp2+zero3:2", "pp2", "cp2")
     for number, (overrides, layout) in enumerate(itertools.product(VARIANTS, layouts)):
         try:
@@ -195,8 +197,8 @@ def programs(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_programs_need_nothing_of_ours_and_say_what_the_recipe_says(tmp_path):
-    found = list(programs(tmp_path).glob("*/run_*_standalone.py"))
+def test_programs_need_nothing_of_ours_and_say_what_the_recipe_says(programs):
+    found = list(programs.glob("*/run_*_standalone.py"))
     assert len(found) > 90
     for path in found:
         text = path.read_text()
@@ -213,11 +215,10 @@ def test_programs_need_nothing_of_ours_and_say_what_the_recipe_says(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("ruff", path=str(Path(sys.executable).parent)) is None, reason="pip install ruff")
-def test_programs_are_formatted_and_free_of_what_a_linter_finds(tmp_path):
-    programs(tmp_path)
+def test_programs_are_formatted_and_free_of_what_a_linter_finds(programs):
     ruff, options = Path(sys.executable).parent / "ruff", ["--isolated", "--no-cache", "--line-length", "120"]
     for verb in (["check", "--select", "E,F,I,UP,B,C4,SIM"], ["format", "--diff"]):
-        found = subprocess.run([ruff, *verb, *options, tmp_path], capture_output=True, text=True, timeout=60)
+        found = subprocess.run([ruff, *verb, *options, programs], capture_output=True, text=True, timeout=60)
         assert not found.returncode, (found.stdout + found.stderr)[-2000:]
 
 

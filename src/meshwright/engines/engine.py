@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -142,6 +143,15 @@ def waiting_for(engine: Engine, error: NoStepError) -> NoStepError:
     return NoStepError(f"{error}; {known}") if known else error
 
 
+@cache
+def templates() -> Environment:
+    """The programs' templates, each compiled once."""
+    loader = FileSystemLoader(PROGRAMS)
+    return Environment(
+        loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+
+
 class TemplateEngine(Engine):
     """An engine whose program is a Jinja template: one training loop for transformers' model, in the engine's API."""
 
@@ -190,10 +200,7 @@ class TemplateEngine(Engine):
     def files(self, resolved: ResolvedRun) -> tuple[str, dict[str, str]]:
         """The template, rendered, and `more_files`."""
         name = f"run_{self.name}_standalone.py"
-        loader = FileSystemLoader(PROGRAMS)
-        jinja = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-        jinja.keep_trailing_newline = True
-        text = jinja.get_template(f"{self.template(resolved)}.py.jinja").render(**self.words(resolved, name))
+        text = templates().get_template(f"{self.template(resolved)}.py.jinja").render(**self.words(resolved, name))
         text = f"{text.rstrip()}\n\n{as_comment(dump_recipe(resolved.run))}"
         return name, {name: text, **self.more_files(resolved)}
 

@@ -159,9 +159,10 @@ def settings_of(
 def rule_of(path: str, rules: Mapping[str, Rule] = MappingProxyType({})) -> Rule:
     """The rule of the longest prefix of `path` that has one, in `rules` or else in `RULES`; raises `KeyError` if there
     is none."""
-    parts, rules = path.split("."), {**RULES, **rules}
+    parts = path.split(".")
     for length in range(len(parts), 0, -1):
-        if (rule := rules.get(".".join(parts[:length]))) is not None:
+        prefix = ".".join(parts[:length])
+        if (rule := rules.get(prefix, RULES.get(prefix))) is not None:
             return rule
     raise KeyError(path)
 
