@@ -196,6 +196,7 @@ LLAMA = {"family": "llama", "hidden": 1024, "num_layers": 2, "num_heads": 16, "f
 LLAMA |= {"max_positions": 32768}
 DEEP = {**LLAMA, "num_layers": 4}
 MOE = {**LLAMA, "family": "qwen3_moe", "num_experts": 8, "experts_per_token": 2, "expert_ffn": 1024}
+NARROW = {**LLAMA, "hidden": 256, "num_heads": 4, "ffn": 1024, "vocab": 1000}
 LORA = {"method": "lora", "rank": 16}
 SITUATIONS: dict[str, tuple[Machine, float, dict[str, Any], str]] = {
     # name: (machine, the limit as a part of what is predicted, the recipe, the kind that is most of it)
@@ -230,7 +231,7 @@ SITUATIONS: dict[str, tuple[Machine, float, dict[str, Any], str]] = {
     ),
     "a CPU": (
         *(CPU, 0.7),
-        {"device": "cpu", "data": {"sequence_length": 512}, "training": {"micro_batch": 16}},
+        {"device": "cpu", "model": NARROW, "data": {"sequence_length": 512}, "training": {"micro_batch": 16}},
         "activations",
     ),
 }
@@ -238,7 +239,9 @@ SITUATIONS: dict[str, tuple[Machine, float, dict[str, Any], str]] = {
 
 def resolved_of(recipe: dict[str, Any], machine: Machine, overrides: tuple[str, ...] = ()) -> ResolvedRun:
     sections = {"model": LLAMA, "data": {"sequence_length": 2048}, "training": {"micro_batch": 1}} | recipe
-    sections["training"] = {"global_batch": 32, **sections["training"]}
+    ranks = LayoutSpec.model_validate(sections.get("layout", {})).data_parallel
+    batch = max(8, 2 * ranks * sections["training"]["micro_batch"])
+    sections["training"] = {"global_batch": batch, **sections["training"]}
     run = parse_spec(dump_recipe(Run.model_validate(sections)), Run, overrides)
     return resolve_run(run, base_dir=Path(), machine=machine)
 

@@ -12,6 +12,7 @@ from meshwright.plan.job import Groups, Job
 from meshwright.plan.pipeline import Timeline, pipeline_seconds
 from meshwright.plan.roofline import Device, Pass
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.offload import PAGE_CACHE_SHARE
 from meshwright.spec.quantized import bytes_each
 from meshwright.spec.recompute import POLICIES, Policy
 
@@ -193,7 +194,7 @@ class StepModel:
         tiers = job.layout.tiers
         if tiers.moves_state:
             rate = DISK_GB_S if tiers.optimizer == "disk" else self.constants.offload_gb_s
-            moved = parameters * moved_bytes(job) / (rate * 1e9)
+            moved = parameters * moved_bytes(job, parameters, self.cluster) / (rate * 1e9)
             kept = parameters * OFFLOAD_BYTES / (self.constants.offload_gb_s * 1e9)
             on_host = tiers.parameters != "device" and not job.alone
             return moved + (kept if on_host else self.device.update(parameters))
@@ -353,13 +354,22 @@ def gathered_bytes(job: Job) -> float:
     return job.stack.weight_bytes if sent == "none" else bytes_each(sent)
 
 
-def moved_bytes(job: Job) -> float:
-    """Bytes per trained parameter that a step reads and writes in the state's home, both ways together."""
-    stack = job.stack
-    each = stack.state_bytes + stack.gradient_bytes if job.keeps_masters else stack.state_bytes - job.master_bytes
-    if job.layout.tiers.parameters == "disk":
-        each = stack.state_bytes + stack.gradient_bytes + (stack.weight_bytes if job.alone else 0.0)
-    return 2 * job.layout.tiers.optimizer_share * each
+def moved_bytes(job: Job, parameters: float, cluster: ClusterSpec) -> float:
+    """Bytes per trained parameter that a step reads and writes in the state's home, both ways together, on a rank that
+    steps `parameters` of them.
+
+    Gradients on disk are written once and read twice, for their norm and for the step, unless the page cache has room.
+    """
+    stack, tiers = job.stack, job.layout.tiers
+    gradients = 2 * stack.gradient_bytes
+    if tiers.optimizer == "disk":
+        room = PAGE_CACHE_SHARE * cluster.host_memory_gb * 1e9 / cluster.per_node
+        gradients = 0.0 if parameters * stack.gradient_bytes <= room else 3 * stack.gradient_bytes
+    if tiers.parameters == "disk":
+        return 2 * (stack.state_bytes + (stack.weight_bytes if job.alone else 0.0)) + gradients
+    if job.keeps_masters:
+        return tiers.optimizer_share * (2 * stack.state_bytes + gradients)
+    return tiers.optimizer_share * 2 * (stack.state_bytes - job.master_bytes)
 
 
 def predict_step_time(job: Job, cluster: ClusterSpec, constants: Constants = FITTED) -> StepTime:

@@ -7,6 +7,10 @@ from pydantic import Field, model_validator
 from meshwright.spec.base import Spec
 from meshwright.spec.errors import UserError
 
+PAGE_CACHE_SHARE = 0.1
+"""Part of the free memory that gradients on disk may take as page cache. Linux begins to write changed pages back when
+they take as much (`vm.dirty_background_ratio`)."""
+
 
 class OffloadSpec(Spec):
     """Where a rank keeps its state between uses: on its device, in host memory, or in files on a local disk."""

@@ -11,14 +11,11 @@ from typing import Protocol
 
 import torch
 
-from meshwright.spec.offload import OffloadSpec
+from meshwright.spec.offload import PAGE_CACHE_SHARE, OffloadSpec
 from meshwright.state.files import StateFile, aligned_buffer, check_directory, rounded
 
 SLOW = 200e6
 """Bytes a second below which a disk is reported as slow."""
-CACHED = 0.1
-"""Part of the free memory that gradients on disk may take as page cache. Linux begins to write changed pages back when
-they take as much (`vm.dirty_background_ratio`)."""
 
 
 M_MMAP_THRESHOLD, LARGE = -3, 2**16
@@ -118,7 +115,7 @@ class Tier:
     @property
     def cache_room(self) -> int:
         """Bytes of gradients on disk that may stay in the page cache; the others are flushed and dropped."""
-        return int(self.free * CACHED) if self.offload.optimizer == "disk" else 0
+        return int(self.free * PAGE_CACHE_SHARE) if self.offload.optimizer == "disk" else 0
 
     def prepare(self) -> None:
         """Raise `OffloadError` if the folder is unusable."""
