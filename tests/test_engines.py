@@ -152,7 +152,7 @@ def test_layouts_that_an_engine_does_not_split_are_refused(engine, layout):
 
 def test_silent_fallbacks_are_refused_before_they_happen():
     """Accelerate's and the Trainer's own FSDP on a CPU are DDP."""
-    with pytest.raises(InexpressibleError, match=r"layout\.zero=3: accelerate has ddp"):
+    with pytest.raises(InexpressibleError, match=r"layout\.zero=3: accelerate supports ddp"):
         ENGINES["accelerate"].translate(resolved(layout="zero3"))
 
 
@@ -264,7 +264,7 @@ SILENT = {
         "pp2",
         {"matrices": [450, 900], **LINE, "ranks": [{"layers": [[0]], "sent": 0}, {"layers": [[1]], "sent": 0}]},
     ),
-    "no second share": ("ddp2+zero3:2", {"world_size": 4, "second": 0}),
+    "no secondary shard": ("ddp2+zero3:2", {"world_size": 4, "second": 0}),
 }
 
 

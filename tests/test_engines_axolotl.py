@@ -114,5 +114,5 @@ def test_the_verb_writes_the_configuration_alone(folder, capsys):
     assert main(["export", "run.yaml", "--engine", "axolotl", "--program", "out"]) == 0
     assert sorted(path.name for path in (folder / "out").iterdir()) == ["axolotl.yaml", "left-out.md"]
     assert "axolotl.yaml" in capsys.readouterr().out
-    with pytest.raises(UserError, match="only written"):
+    with pytest.raises(UserError, match="can only be exported"):
         find_engine("axolotl")

@@ -55,7 +55,9 @@ def test_what_cannot_be_installed_is_one_sentence(tmp_path, monkeypatch):
         environments.subprocess, "run", lambda words, **more: failed if "pip" in words else real(words, **more)
     )
     for _ in range(2):  # what failed is tried again
-        with pytest.raises(UserError, match=r"rival: .*offline, or they clash\): ERROR: No matching distribution"):
+        with pytest.raises(
+            UserError, match=r"rival: .*offline, or conflicting versions\): ERROR: No matching distribution"
+        ):
             environment(rival(), lambda text: None, tmp_path)
 
 

@@ -87,7 +87,7 @@ def test_only_other_engines_are_held_to_it(tmp_path, monkeypatch, capsys):
     assert main(["verify", "run.yaml", "--engine", "bare", "--steps", "11"]) == 2
     assert "training.steps=10" in capsys.readouterr().err
     assert main(["verify", "run.yaml", "--engine", "bare", "training.optimizer.name=muon"]) == 2
-    assert "training.optimizer.name=muon: the program supports AdamW only" in capsys.readouterr().err
+    assert "training.optimizer.name=muon: the program supports only adamw" in capsys.readouterr().err
     assert main(["verify", "run.yaml", "--engine", "bare", "--precision", "fp64"]) == 2
     assert "--engine compares in fp32, the whole layout; leave --precision out" in capsys.readouterr().err
     assert main(["verify", "run.yaml", "--patience", "9"]) == 2

@@ -315,10 +315,10 @@ def test_the_verb_writes_the_configuration_and_what_the_system_does_in_its_own_w
     assert sorted(path.name for path in (folder / "out").iterdir()) == ["left-out.md", "run_torchtitan.py"]
     told = (folder / "out" / "left-out.md").read_text()
     assert "guards.spikes=skip" in told
-    assert "nothing is held out" in told
+    assert "no text is held out" in told
     assert "torchtitan" in capsys.readouterr().out
     (folder / RESOLVED).touch()
-    with pytest.raises(UserError, match=r"is a run, whose settings stand; .* to override guards\.spikes=skip"):
+    with pytest.raises(UserError, match=r"is a run, whose settings are fixed; .* to override guards\.spikes=skip"):
         run_at(folder, words[2:3])
     assert main(["export", ".", "guards.spikes=skip", "--hf", "other"]) == 2
     assert "settings are overridden with --program and a recipe only" in capsys.readouterr().err
@@ -332,7 +332,7 @@ def test_a_run_that_is_not_fine_tuned_is_full_fine_tuning_elsewhere(folder):
 
 def test_the_names_of_engines_that_are_only_written_are_known(folder):
     assert all(name in WRITTEN_ONLY for name in WRITTEN)  # the help of export
-    with pytest.raises(UserError, match="only written"):
+    with pytest.raises(UserError, match="can only be exported"):
         find_engine("torchtitan")
-    with pytest.raises(UserError, match=r"unknown engine 'torchtitn'; there are .*torchtitan.* 'torchtitan'"):
+    with pytest.raises(UserError, match=r"unknown engine 'torchtitn'; known are .*torchtitan.* 'torchtitan'"):
         find_engine("torchtitn", written=True)

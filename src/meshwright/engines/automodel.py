@@ -25,39 +25,39 @@ class AutoModelConfig(WrittenEngine):
     name = "automodel"
     about = "NVIDIA NeMo AutoModel"
     file = "automodel.yaml"
-    rules: ClassVar[Mapping[str, Rule]] = {"data.order": without("samples come in its own order")}
+    rules: ClassVar[Mapping[str, Rule]] = {"data.order": without("it orders samples itself")}
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Models without a directory, data of other kinds, and what AutoModel always does otherwise."""
         run, found = resolved.run, dict[str, str]()
         layout, precision = run.layout, run.training.precision
         if not (run.model.name or "").startswith((".", "/")):
-            found["model.name"] = "AutoModel loads a Hugging Face directory; name it, with ./ or / before it"
+            found["model.name"] = "AutoModel loads a Hugging Face directory; write its path, starting with ./ or /"
         if precision not in DTYPE:
             found["training.precision"] = f"the file has {', '.join(DTYPE)}"
         if run.training.clip is None:
-            found["training.clip"] = "AutoModel clips at 1.0 where no norm is given; set one"
+            found["training.clip"] = "AutoModel clips at 1.0 unless a norm is given; set training.clip"
         split = layout.tp * layout.pp * layout.cp
         if not layout.zero_stage and layout.data_parallel > 1 and split > 1:
-            found["layout.zero"] = "its DDP splits nothing else; set layout.zero=3"
+            found["layout.zero"] = "AutoModel's DDP cannot be combined with other axes; set layout.zero=3"
         if layout.pp > 1 and layout.schedule not in PIPELINE:
-            found["layout.schedule"] = f"the file is written for {', '.join(PIPELINE)}"
+            found["layout.schedule"] = f"this export supports {', '.join(PIPELINE)}"
         if layout.ep > 1:
-            found["layout.ep"] = "the file is written without expert parallelism"
+            found["layout.ep"] = "this export does not support expert parallelism; set layout.ep=1"
         if reason := _other_data(resolved):
             found["data.sources"] = reason
         if tokenizer_of(resolved) is None:
-            found["data.tokenizer"] = "AutoModel loads a tokenizer; name its folder"
+            found["data.tokenizer"] = "AutoModel loads a tokenizer; give its folder"
         if isinstance(run.finetune, LoraSpec) and run.finetune.base != "plain":
-            found["finetune.base"] = "the file has bases as they are; set finetune.base=plain"
+            found["finetune.base"] = "this export does not support quantized bases; set finetune.base=plain"
         return found
 
     def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
         """Its rates, order and fresh weights."""
-        adapters = ["adapters are drawn by AutoModel's rule (xavier)"]
+        adapters = ["adapters are initialized by AutoModel's rule (xavier)"]
         return (
             LATER,
-            "samples come in AutoModel's own order, and fresh weights from transformers' rules",
+            "AutoModel orders samples itself; random weights follow transformers' initialization",
             *(adapters if isinstance(resolved.run.finetune, LoraSpec) else []),
         )
 
@@ -71,10 +71,10 @@ def _other_data(resolved: ResolvedRun) -> str:
     sources = resolved.run.data.sources
     if all(source.path.endswith(".bin") for source in sources):
         unweighed = len(sources) > 1 and sources[0].weight is None
-        return "AutoModel mixes token files by weights; give every source one" if unweighed else ""
+        return "AutoModel mixes token files by weight; give every source a weight" if unweighed else ""
     first, *more = sources
     if more or first.format != "messages":
-        return "AutoModel reads tokens (NAME.bin with NAME.idx), or one source of format messages"
+        return "AutoModel reads token files (NAME.bin with NAME.idx), or one source of format messages"
     return ""
 
 

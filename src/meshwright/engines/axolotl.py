@@ -37,15 +37,13 @@ class AxolotlConfig(WrittenEngine):
         """Other optimizers, and models that are no directory."""
         run, found = resolved.run, dict[str, str]()
         if run.training.optimizer.name not in OPTIMIZERS:
-            found["training.optimizer.name"] = (
-                f"the file names {', '.join(OPTIMIZERS)} with the constants of the recipe"
-            )
+            found["training.optimizer.name"] = f"this export supports {', '.join(OPTIMIZERS)}"
         if run.training.lr_schedule.warmup_steps(run.training.steps) == 1:
-            found["training.lr_schedule.warmup"] = "axolotl warms up for 2 steps where it is told 1"
+            found["training.lr_schedule.warmup"] = "axolotl turns a warm-up of 1 step into 2; set 0 or 2"
         if run.model.weights == "random":
-            found["model.weights"] = "axolotl starts from the weights in the model's directory"
+            found["model.weights"] = "axolotl starts from the weights in the model's directory, not from random ones"
         if not (run.model.name or "").startswith((".", "/")):
-            found["model.name"] = "axolotl loads a Hugging Face directory; name it, with ./ or / before it"
+            found["model.name"] = "axolotl loads a Hugging Face directory; write its path, starting with ./ or /"
         return found
 
     def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:

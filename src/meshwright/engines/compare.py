@@ -115,7 +115,7 @@ def compare(
     `patience` seconds, or trains differently than asked. Raises `UserError` for mistakes in the recipes.
     """
     if find_worker() is not None:
-        raise UserError("compare starts the engines' processes itself; run it without torchrun or srun")
+        raise UserError("compare starts the engines' processes; run it without torchrun or srun")
     rows, running = [], list[_Running]()
     inputs = _write_inputs(contestants, folder, pace, say)
     with ExitStack() as stack:
@@ -125,7 +125,7 @@ def compare(
             row.tokens_per_step = contestant.resolved.tokens_per_step
             rows.append(row)
             one = _Running(contestant, row, folder / _file_name(contestant.name), pace, patience)
-            say(f"{contestant.name}: starting, {pace.warm_up} steps of warm-up")
+            say(f"{contestant.name}: starting, {pace.warm_up} warm-up steps")
             if one.attempt(lambda one=one: one.start(inputs[_key(one.contestant)], stack)):
                 say(f"{contestant.name}: first step after {row.first_step:.1f} s")
                 running.append(one)
@@ -213,13 +213,13 @@ def _write_inputs(
         resolved, steps = contestant.resolved, pace.pauses[-1]
         if resolved.run.training.steps < steps:
             raise UserError(
-                f"the comparison makes {steps} steps ({pace.warm_up} + {pace.rounds} x {pace.turn}) and the recipe has "
-                f"training.steps={resolved.run.training.steps}; set training.steps={steps}, or fewer --rounds"
+                f"the comparison takes {steps} steps ({pace.warm_up} + {pace.rounds} x {pace.turn}), but "
+                f"training.steps={resolved.run.training.steps}; set training.steps={steps}, or lower --rounds"
             )
         if (key := _key(contestant)) in found:
             continue
         check_start(resolved)
-        say("preparing tokens and the weights that every engine starts from")
+        say("preparing tokens and initial weights for every engine")
         corpus = corpus_of(resolved)
         check_vocabulary(resolved.run, resolved.model, corpus.tokenizer.vocab_size)
         found[key] = (folder / f"inputs-{len(found) + 1}").resolve()

@@ -32,7 +32,7 @@ def contestants(
     chosen.sort(key=lambda engine: engine.name != "meshwright")
     for option, places in (("--python", pythons or {}), ("--checkout", checkouts or {})):
         if unknown := [name for name in places if name not in {engine.name for engine in chosen}]:
-            raise UserError(f"{option} {unknown[0]}=...: {unknown[0]} takes no part in the comparison")
+            raise UserError(f"{option} {unknown[0]}=...: {unknown[0]} is not in the comparison; add it to --engines")
     found = []
     for path, run in recipes.items():
         degree = run.layout.data_parallel if run.layout.data_parallel > 1 else 2
@@ -55,7 +55,7 @@ def pythons(words: Sequence[str]) -> dict[str, Path]:
         engine, _, path = word.partition("=")
         find_engine(engine)
         if not Path(path).is_file():
-            raise UserError(f"--python {word}: there is no {path or 'path'}; write ENGINE=PATH/TO/python")
+            raise UserError(f"--python {word}: {path or 'the path'} does not exist; write ENGINE=PATH/TO/python")
         found[engine] = Path(path).absolute()
     return found
 
@@ -82,8 +82,8 @@ def checkouts(words: Sequence[str]) -> dict[str, Path]:
     for word in words:
         name, _, path = word.partition("=")
         if not find_engine(name).checkout:
-            raise UserError(f"--checkout {word}: {name} is a package; leave it out")
+            raise UserError(f"--checkout {word}: {name} is an installed package, not a checkout; leave --checkout out")
         if not Path(path).is_dir():
-            raise UserError(f"--checkout {word}: there is no folder {path}; write ENGINE=PATH/TO/ITS/FOLDER")
+            raise UserError(f"--checkout {word}: folder {path} does not exist; write ENGINE=PATH/TO/ITS/FOLDER")
         found[name] = Path(path).absolute()
     return found

@@ -43,14 +43,14 @@ class DeepSpeedEngine(TemplateEngine):
         """As `TemplateEngine`; bf16 without ZeRO, where gradients accumulate only in bf16; what hpZ and AutoTP lack."""
         found, run = dict(super().cannot(resolved)), resolved.run
         if stage_of(run.layout) == 0 and run.training.precision == BF16.name and run.training.reduce_dtype == FP32.name:
-            found["training.precision"] = (
-                "without ZeRO DeepSpeed accumulates gradients of bf16 in bf16; use layout.zero"
-            )
+            found["training.precision"] = "without ZeRO, DeepSpeed accumulates bf16 gradients in bf16; set layout.zero"
         if strategy_of(run.layout) == "hybrid" and run.layout.zero_stage != 3:
-            found["layout.zero"] = f"DeepSpeed's hpZ is for zero=3, not {run.layout.zero_stage}"
+            found["layout.zero"] = f"DeepSpeed supports hpZ only with layout.zero=3, not {run.layout.zero_stage}"
         if words := _zero_plus_plus(run.layout):
             if run.layout.zero_stage != 3 or run.layout.tp * run.layout.pp * run.layout.cp > 1:
-                found["layout.zero"] = f"DeepSpeed has {' and '.join(words)} under zero=3 alone"
+                found["layout.zero"] = (
+                    f"DeepSpeed supports {' and '.join(words)} only with layout.zero=3 and data parallelism alone"
+                )
             elif run.device == "cpu":
                 found["device"] = f"{NEEDS_GPU}; use device=auto"
         if run.layout.pp > 1:
@@ -58,25 +58,25 @@ class DeepSpeedEngine(TemplateEngine):
         if run.layout.cp > 1:
             found |= _cannot_split_samples(resolved)
         if run.layout.tp > 1 and resolved.model.family == "gpt2":
-            found["layout.tp"] = "DeepSpeed's AutoTP does not split gpt2 in training"
+            found["layout.tp"] = "DeepSpeed's AutoTP does not support training gpt2"
         return found
 
     def cannot_dump(self, resolved: ResolvedRun) -> str:
         """Parameters of AutoTP carry no information on how they are split, and a stage knows its own layers only."""
         layout = resolved.run.layout
         if layout.tiers.optimizer == "disk":
-            return "layout.offload: verify shrinks the model, and DeepSpeed swaps no group of less than 1 MiB"
+            return "layout.offload: verify shrinks the model, and DeepSpeed keeps groups smaller than 1 MiB in memory"
         if layout.tp > 1:
-            return "layout.tp: under AutoTP the program knows its parts of gradients only"
+            return "layout.tp: under AutoTP each rank has only its shard of the gradients"
         if layout.pp > 1:
-            return "layout.pp: a rank of the program knows its stage's gradients only"
+            return "layout.pp: each rank has only its stage's gradients"
         return ""
 
     def may_wait_for(self) -> str:
         """Operators that are compiled at first use, and the file that an ended build leaves."""
         locks = sorted((Path.home() / ".cache" / "torch_extensions").rglob("lock"))
-        left = f"; if nothing compiles now, remove {locks[0]}, which an ended build has left" if locks else ""
-        return f"DeepSpeed compiles operators at its first use; give more seconds with --patience{left}"
+        left = f"; if no build is running, remove {locks[0]}, left by a build that was killed" if locks else ""
+        return f"DeepSpeed compiles operators on first use; raise --patience{left}"
 
     def needs_gpu(self, resolved: ResolvedRun) -> str:
         """ZeRO++'s kernels."""
@@ -86,28 +86,28 @@ class DeepSpeedEngine(TemplateEngine):
         """Parameters go to the host, and state to disk, only under ZeRO-3, and nothing without ZeRO."""
         tiers, stage = layout.tiers, stage_of(layout)
         if tiers.activations == "host":
-            return "the program keeps activations on the device"
+            return "this program does not support offloading activations"
         if tiers.optimizer == "disk" and stage < 3:
-            return f"DeepSpeed keeps state on disk under zero=3 only, not {stage}; use layout.zero=3"
+            return f"DeepSpeed offloads to disk only with layout.zero=3, not {stage}"
         if tiers.parameters == "disk":
-            return (
-                "on a CPU DeepSpeed 0.19.8 rounds parameters on disk to bf16, those of fp32 too; use parameters: host"
-            )
+            return "on a CPU, DeepSpeed 0.19.8 rounds parameters on disk to bf16, even fp32 ones; use parameters: host"
         if tiers.checksums:
-            return "DeepSpeed compares no checksums of what comes back from disk; leave checksums out"
+            return "DeepSpeed does not verify checksums of state on disk; leave checksums out"
         if tiers.optimizer_share < 1:
-            return "DeepSpeed's share of the optimizer's state needs its own CPU Adam; set optimizer_share: 1"
+            return "DeepSpeed offloads part of the optimizer state only with its own CPU Adam; set optimizer_share: 1"
         if not stage:
-            return "DeepSpeed offloads under ZeRO only; use layout.zero"
+            return "DeepSpeed offloads only under ZeRO; set layout.zero"
         if tiers.parameters == "host" and stage < 3:
-            return f"DeepSpeed offloads parameters under zero=3 only, not {stage}; use offload={{optimizer: host}}"
+            return (
+                f"DeepSpeed offloads parameters only with layout.zero=3, not {stage}; use offload={{optimizer: host}}"
+            )
         return ""
 
     def leaves_out(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Another exchange of context parallelism."""
         layout = resolved.run.layout
         if layout.cp > 1 and layout.cp_method not in ("auto", "ulysses"):
-            return {"layout.cp_method": "the same losses by Ulysses, the exchange that DeepSpeed has"}
+            return {"layout.cp_method": "DeepSpeed supports only Ulysses: the same losses"}
         return {}
 
     def template(self, resolved: ResolvedRun) -> str:
@@ -130,7 +130,7 @@ class DeepSpeedEngine(TemplateEngine):
         return super().words(resolved, program) | more
 
 
-NEEDS_GPU = "the kernels that quantize for ZeRO++ are for GPUs"
+NEEDS_GPU = "ZeRO++'s quantization kernels need a GPU"
 
 
 def _zero_plus_plus(layout: LayoutSpec) -> dict[str, bool]:
@@ -194,20 +194,25 @@ def _cannot_split_samples(resolved: ResolvedRun) -> dict[str, str]:
     """Settings that the program cannot express where Ulysses gives ranks a part of each sample."""
     found, layout, model = dict[str, str](), resolved.run.layout, resolved.model
     if model.family not in ULYSSES:
-        found["layout.cp"] = f"the program for deepspeed has Ulysses for {', '.join(ULYSSES)}, not {model.family}"
+        found["layout.cp"] = f"the program for deepspeed supports Ulysses for {', '.join(ULYSSES)}, not {model.family}"
     elif model.sliding_window is not None:
-        found["layout.cp"] = "Ulysses drops masks, and with them the model's sliding window"
+        found["layout.cp"] = "DeepSpeed's Ulysses drops attention masks, so the model's sliding window would be lost"
     elif model.num_heads % layout.cp or (model.num_kv_heads % layout.cp and layout.cp % model.num_kv_heads):
-        heads = f"{model.num_heads} heads and {model.num_kv_heads} of keys"
-        found["layout.cp"] = f"Ulysses gives each rank whole heads, and {heads} do not divide"
+        heads = f"{model.num_heads} heads and {model.num_kv_heads} key/value heads"
+        found["layout.cp"] = f"Ulysses gives each rank whole heads, but layout.cp={layout.cp} does not divide {heads}"
     elif resolved.run.data.sequence_length % layout.cp:
-        found["layout.cp"] = f"Ulysses splits samples evenly, not {resolved.run.data.sequence_length} tokens"
+        found["layout.cp"] = (
+            f"Ulysses splits samples evenly, but layout.cp={layout.cp} does not divide "
+            f"{resolved.run.data.sequence_length} tokens"
+        )
     if layout.tp > 1:
-        found["layout.tp"] = "the program for deepspeed does not split matrices beside samples"
+        found["layout.tp"] = "the program for deepspeed does not combine AutoTP with Ulysses; set layout.tp=1"
     if layout.dp_replicate > 1 and layout.zero_stage:
-        found["layout.zero"] = "the program for deepspeed has no replicas beside shares under Ulysses"
+        found["layout.zero"] = (
+            "the program for deepspeed does not combine hybrid sharding with Ulysses; set layout.dp_replicate=1"
+        )
     if layout.tiers != NOTHING:
-        found["layout.offload"] = "the program for deepspeed offloads nothing under Ulysses"
+        found["layout.offload"] = "the program for deepspeed does not combine offloading with Ulysses"
     return found
 
 
@@ -215,23 +220,25 @@ def _cannot_pipeline(resolved: ResolvedRun) -> dict[str, str]:
     """Settings that the program of a pipeline cannot express."""
     found, layout, model = dict[str, str](), resolved.run.layout, resolved.model
     if model.family != "llama":
-        found["model.family"] = "the program for deepspeed's pipeline supports llama only"
+        found["model.family"] = "the program for deepspeed's pipeline supports only llama"
     if model.tied_embeddings:
-        found["model.tied_embeddings"] = "the program's first and last stage have a matrix each"
+        found["model.tied_embeddings"] = "the program does not tie embeddings across pipeline stages"
     if layout.schedule != "1f1b":
-        found["layout.schedule"] = "DeepSpeed's pipeline has 1f1b alone"
+        found["layout.schedule"] = "DeepSpeed's pipeline supports only 1f1b"
     if layout.virtual_stages > 1:
-        found["layout.stages_per_rank"] = "DeepSpeed's pipeline has one stage a rank"
+        found["layout.stages_per_rank"] = "DeepSpeed's pipeline supports only one stage per rank"
     for axis, what in (("tp", "matrices"), ("cp", "samples")):
         if getattr(layout, axis) > 1:
-            found[f"layout.{axis}"] = f"DeepSpeed's pipeline splits no {what}"
+            found[f"layout.{axis}"] = f"DeepSpeed's pipeline does not split {what}; set layout.{axis}=1"
     if layout.data_parallel > 1:
         axis = "dp_shard" if layout.dp_shard > 1 else "dp_replicate"
-        found[f"layout.{axis}"] = "the program for deepspeed's pipeline has one pipeline, no replicas"
+        found[f"layout.{axis}"] = (
+            f"the program for deepspeed's pipeline does not support data parallelism; set layout.{axis}=1"
+        )
     if layout.tiers != NOTHING:
-        found["layout.offload"] = "the program for deepspeed's pipeline keeps everything on the device"
+        found["layout.offload"] = "the program for deepspeed's pipeline does not support offloading"
     if resolved.run.training.precision != FP32.name:
-        found["training.precision"] = "the program for deepspeed's pipeline computes in fp32"
+        found["training.precision"] = "the program for deepspeed's pipeline supports only fp32"
     if resolved.run.training.compile:
-        found["training.compile"] = "the program for deepspeed's pipeline is not compiled"
+        found["training.compile"] = "the program for deepspeed's pipeline does not support torch.compile"
     return found

@@ -173,20 +173,20 @@ class TemplateEngine(Engine):
         for axis in ("pp", "cp", "tp", "ep"):
             if getattr(layout, axis) > 1 and axis not in self.axes:
                 what = " and ".join(("the data", *self.axes)) if self.axes else "only the data"
-                found[f"layout.{axis}"] = f"the program for {self.name} splits {what}"
+                found[f"layout.{axis}"] = f"the program for {self.name} splits {what}; set layout.{axis}=1"
             elif getattr(layout, axis) > 1 and (reason := self.axes[axis]) and run.device == "cpu":
                 found[f"layout.{axis}"] = reason
         if layout.tiers.words and (reason := self.cannot_offload(layout)):
             found["layout.offload"] = reason
         if strategy != "single" and strategy not in self.strategies:
-            found["layout.zero"] = f"{self.name} has {', '.join(self.strategies)}, not {layout.strategy}"
+            found["layout.zero"] = f"{self.name} supports {', '.join(self.strategies)}, not {layout.strategy}"
         elif (reason := self.strategies.get(strategy)) and run.device == "cpu":
             found["layout.zero"] = reason
         if run.training.precision not in self.precisions:
-            found["training.precision"] = f"the program for {self.name} computes in {' or '.join(self.precisions)}"
+            found["training.precision"] = f"the program for {self.name} supports {' and '.join(self.precisions)}"
         sharded = strategy in ("zero2", "zero3", "hybrid")
         if run.training.dtypes.narrow and run.training.reduce_dtype != FP32.name and not sharded:
-            found["training.reduce_dtype"] = "autocast keeps gradients in fp32"
+            found["training.reduce_dtype"] = "under autocast, gradients stay in fp32; set training.reduce_dtype=fp32"
         return found
 
     def needs_gpu(self, resolved: ResolvedRun) -> str:
@@ -195,7 +195,7 @@ class TemplateEngine(Engine):
 
     def cannot_offload(self, layout: LayoutSpec) -> str:
         """Why the program cannot offload to host memory as the layout asks; empty if it can."""
-        return f"the program for {self.name} keeps everything on the device"
+        return f"the program for {self.name} does not support offloading"
 
     def files(self, resolved: ResolvedRun) -> tuple[str, dict[str, str]]:
         """The template, rendered, and `more_files`."""

@@ -57,7 +57,9 @@ def requirements(engine: Engine) -> list[str]:
     try:
         stated = requires("meshwright") or []
     except PackageNotFoundError as error:
-        raise UserError("meshwright itself is not installed, so its extras are not known; pip install -e .") from error
+        raise UserError(
+            ("meshwright is not installed as a package, so its extras are unknown; pip install -e .")
+        ) from error
     found = []
     for requirement in stated:
         package, _, marker = requirement.partition(";")
@@ -65,8 +67,8 @@ def requirements(engine: Engine) -> list[str]:
             found.append(package.strip())
     if not found:
         raise UserError(
-            f"{engine.name} has no extra that this installation of meshwright knows; reinstall meshwright (pip install "
-            "-e .), or install the engine yourself and give --python"
+            f"this installation of meshwright has no extra for {engine.name}; reinstall meshwright (pip install -e "
+            ".), or install the engine yourself and pass --python"
         )
     return found
 
@@ -84,10 +86,10 @@ def _make(folder: Path, python: Path, wanted: list[str], say: Callable[[str], No
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     except (OSError, subprocess.SubprocessError) as error:
-        raise UserError(f"{name}: its packages were not installed: {error}") from error
+        raise UserError(f"{name}: pip failed: {error}") from error
     if done.returncode:
         lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         said = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "")
-        raise UserError(f"{name}: its packages were not installed (offline, or they clash): {said}")
+        raise UserError(f"{name}: pip failed (offline, or conflicting versions): {said}")
     write_durably(folder / READY, json.dumps(wanted) + "\n")
     say(f"{name}: installed")

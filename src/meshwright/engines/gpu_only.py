@@ -23,7 +23,7 @@ class GpuOnly(TemplateEngine):
         if resolved.run.device == "cpu":
             found["device"] = f"{self.gpu_only}; use device=auto"
         if strategy_of(resolved.run.layout) == "single":
-            found["layout"] = f"{self.name} shards over ranks; set layout.dp_shard"
+            found["layout"] = f"{self.name} needs at least two ranks; set layout.dp_shard"
         return found
 
 
@@ -46,15 +46,15 @@ class DeepSpeedPlugIn(GpuOnly):
 
     def cannot_dump(self, resolved: ResolvedRun) -> str:
         """A plug-in steps within `backward`, or right after it."""
-        return "DeepSpeed's plug-in has no gradients left where the program could read them"
+        return "DeepSpeed's plug-in frees the gradients before the program can read them"
 
     def cannot_offload(self, layout: LayoutSpec) -> str:
         """As DeepSpeed: the optimizer's state and parameters to host memory."""
         tiers = layout.tiers
         if tiers.activations == "host" or tiers.optimizer == "disk" or tiers.optimizer_share < 1:
-            return "the plug-in is written with state in host memory, or on the device"
+            return "this export offloads only parameters and the whole optimizer state, to host memory"
         if tiers.parameters == "host" and layout.zero_stage < 3:
-            return "DeepSpeed offloads parameters under zero=3 only; use offload={optimizer: host}"
+            return "DeepSpeed offloads parameters only with layout.zero=3; use offload={optimizer: host}"
         return ""
 
     def more_files(self, resolved: ResolvedRun) -> dict[str, str]:
@@ -105,7 +105,7 @@ class FsdpStrategy(GpuOnly):
 
     def cannot_dump(self, resolved: ResolvedRun) -> str:
         """FSDP1 gives a rank flat parts of tensors."""
-        return "FSDP gives a rank flat parts of gradients"
+        return "FSDP1 gives each rank flat shards of the gradients"
 
 
 class FabricFsdp(FsdpStrategy):

@@ -25,11 +25,11 @@ def run_at(path: Path, overrides: Sequence[str] = ()) -> ResolvedRun:
     """
     if (path / RESOLVED).is_file():
         if overrides:
-            raise UserError(f"{path} is a run, whose settings stand; give a recipe to override {overrides[0]}")
+            raise UserError(f"{path} is a run, whose settings are fixed; give a recipe to override {overrides[0]}")
         return read_resolved(path / RESOLVED)
     if path.is_file():
         return resolve_run(load_recipe(path, overrides), base_dir=path.parent.resolve())
-    raise UserError(f"{path}: neither a run directory nor a recipe")
+    raise UserError(f"{path}: is neither a run directory nor a recipe")
 
 
 def hand_over(resolved: ResolvedRun, engine: Engine, folder: Path) -> Translation:
@@ -51,8 +51,8 @@ def hand_over(resolved: ResolvedRun, engine: Engine, folder: Path) -> Translatio
         if corpus is not None and engine.name != Ours.name:
             write_materials(resolved, corpus, staging, steps=resolved.run.training.steps)
         lines = [f"- `{setting.path}={setting.shown}`: {setting.why}" for setting in translation.left_out]
-        about = f"# What {translation.program} leaves out of the recipe\n\n"
-        own = ["", f"# What {engine.name} does in its own way", "", *(f"- {note}" for note in translation.notes)]
+        about = f"# Settings that {translation.program} leaves out\n\n"
+        own = ["", f"# Differences in {engine.name}", "", *(f"- {note}" for note in translation.notes)]
         lines = [*(lines or ["Nothing."]), *(own if translation.notes else [])]
         (staging / LEFT_OUT).write_text(about + "\n".join(lines) + "\n", encoding="utf-8")
     return translation

@@ -28,7 +28,7 @@ def layout_called(name: str, ranks: int = 2) -> LayoutSpec:
         elif other:
             given[other[1]] = int(other[2])
         elif word != "single":
-            raise UserError(f"unknown layout '{name}'; there are {FORMS}")
+            raise UserError(f"unknown layout '{name}'; known are {FORMS}")
     try:
         return LayoutSpec(**given)
     except ValueError as error:

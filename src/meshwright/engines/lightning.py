@@ -22,11 +22,16 @@ class ModelParallel(TemplateEngine):
         if layout.tp == 1:
             return found
         if model.family not in SPLIT:
-            found["layout.tp"] = f"the plan of the program for {self.name} splits {', '.join(SPLIT)} only"
+            found["layout.tp"] = f"the program for {self.name} has tensor-parallel plans only for {', '.join(SPLIT)}"
         elif model.num_kv_heads % layout.tp:
-            found["layout.tp"] = f"torch's tensor parallelism splits whole heads, here {model.num_kv_heads} of keys"
+            found["layout.tp"] = (
+                f"PyTorch's tensor parallelism gives each rank whole heads, but layout.tp={layout.tp} does not "
+                f"divide {model.num_kv_heads} key/value heads"
+            )
         if layout.dp_replicate > 1:
-            found["layout.dp_replicate"] = "ModelParallelStrategy has no replicas beside them; use dp_shard"
+            found["layout.dp_replicate"] = (
+                "ModelParallelStrategy does not combine replicas with tensor parallelism; use dp_shard"
+            )
         return found
 
 

@@ -21,14 +21,14 @@ class LitGpt(TemplateEngine):
         if layout.data_parallel > 1:
             axis = "dp_shard" if layout.dp_shard > 1 else "dp_replicate"
             found.pop("layout.zero", None)
-            found[f"layout.{axis}"] = "the program for litgpt is for one process"
+            found[f"layout.{axis}"] = f"the program for litgpt runs on one process; set layout.{axis}=1"
         if resolved.model.family != "llama":
-            found["model.family"] = "the program for litgpt supports llama only"
+            found["model.family"] = "the program for litgpt supports only llama"
         if resolved.model.rope_scaling is not None:
-            found["model.rope_scaling"] = "the program for litgpt has plain rope"
+            found["model.rope_scaling"] = "the program for litgpt does not support scaled rope"
         return found
 
     def leaves_out(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Recomputation."""
         asked = set(resolved.recompute) != {"none"}
-        return {"training.recompute": "nothing is recomputed: the same losses with more memory"} if asked else {}
+        return {"training.recompute": "no recomputation: the same losses, more memory"} if asked else {}

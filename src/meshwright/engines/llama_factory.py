@@ -33,22 +33,26 @@ class LlamaFactoryConfig(WrittenEngine):
         run, found = resolved.run, dict[str, str]()
         schedule = run.training.lr_schedule
         if not (run.model.name or "").startswith((".", "/")):
-            found["model.name"] = "LLaMA-Factory loads a Hugging Face directory; name it, with ./ or / before it"
+            found["model.name"] = "LLaMA-Factory loads a Hugging Face directory; write its path, starting with ./ or /"
         if run.training.optimizer.name not in OPTIMIZER:
-            found["training.optimizer.name"] = f"the file names {', '.join(OPTIMIZER)}"
+            found["training.optimizer.name"] = f"this export supports {', '.join(OPTIMIZER)}"
         if schedule.name != "constant" and schedule.final:
-            found["training.lr_schedule.final"] = "the file's schedules fall to 0; set it to 0"
+            found["training.lr_schedule.final"] = "this export's schedules decay to 0; set it to 0"
         if run.layout.zero_stage:
             found["layout.zero"] = (
-                "the file says no sharding; give LLaMA-Factory a DeepSpeed JSON, and layout.zero=0 here"
+                "LLaMA-Factory's YAML does not describe sharding; set layout.zero=0, and give LLaMA-Factory a "
+                "DeepSpeed JSON"
             )
         if bad := [source.path for source in run.data.sources if source.format not in RECORDS]:
-            found["data.sources"] = f"say the format of {bad[0]}: {', '.join(RECORDS)}"
+            found["data.sources"] = f"set the format of {bad[0]}: {', '.join(RECORDS)}"
         return found
 
     def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
         """Its rates, and where it looks for data."""
-        return (LATER, f"{TABLE} describes the data: start LLaMA-Factory in the recipe's folder, and put it there")
+        return (
+            LATER,
+            (f"put {TABLE}, which describes the data, into the recipe's folder, and start LLaMA-Factory there"),
+        )
 
     def more_files(self, resolved: ResolvedRun) -> dict[str, str]:
         """The table of data sets."""

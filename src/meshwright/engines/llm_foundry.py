@@ -29,7 +29,7 @@ TARGETS = {"assistant": ("all", "none"), "last": ("last", "none"), "all": ("all"
 
 def _recompute(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
     if not resolved.run.layout.zero_stage:
-        return "left_out", "recomputation is a part of fsdp_config: the same losses with more memory"
+        return "left_out", "LLM-Foundry recomputes only under FSDP: the same losses, more memory"
     return RULES["training.recompute"](value, resolved)
 
 
@@ -40,7 +40,7 @@ class LlmFoundryConfig(WrittenEngine):
     about = "MosaicML LLM-Foundry"
     file = "llm_foundry.yaml"
     rules: ClassVar[Mapping[str, Rule]] = {
-        "data.held_out": without("nothing is held out"),
+        "data.held_out": without("no text is held out"),
         "training.recompute": _recompute,
     }
 
@@ -48,33 +48,34 @@ class LlmFoundryConfig(WrittenEngine):
         """Models without a directory, other optimizers, schedules and data."""
         run, training, found = resolved.run, resolved.run.training, dict[str, str]()
         if not (run.model.name or "").startswith((".", "/")):
-            found["model.name"] = "LLM-Foundry loads a Hugging Face directory; name it, with ./ or / before it"
+            found["model.name"] = "LLM-Foundry loads a Hugging Face directory; write its path, starting with ./ or /"
         if training.optimizer.name != "adamw":
-            found["training.optimizer.name"] = "the file names decoupled_adamw; set it to adamw"
+            found["training.optimizer.name"] = "this export supports only adamw"
         if training.lr_schedule.name not in SCHEDULES:
-            found["training.lr_schedule.name"] = f"the file names {', '.join(SCHEDULES)}"
+            found["training.lr_schedule.name"] = f"this export supports {', '.join(SCHEDULES)}"
         if training.precision not in PRECISION:
-            found["training.precision"] = f"the file has {', '.join(PRECISION)}"
+            found["training.precision"] = f"this export supports {', '.join(PRECISION)}"
         if run.layout.zero_stage == 1:
-            found["layout.zero"] = "FSDP shards gradients, too; set layout.zero=2 or 3"
+            found["layout.zero"] = "FSDP also shards gradients; set layout.zero=2 or 3"
         for axis in ("tp", "pp", "cp", "ep"):
             if getattr(run.layout, axis) > 1:
-                found[f"layout.{axis}"] = f"the file splits only the data; set layout.{axis}=1"
+                found[f"layout.{axis}"] = f"this export supports only data parallelism; set layout.{axis}=1"
         if reason := _other_data(resolved):
             found["data.sources"] = reason
         if tokenizer_of(resolved) is None:
-            found["data.tokenizer"] = "LLM-Foundry loads a tokenizer; name its folder"
+            found["data.tokenizer"] = "LLM-Foundry loads a tokenizer; give its folder"
         if isinstance(run.finetune, LoraSpec) and run.finetune.base != "plain":
-            found["finetune.base"] = "LLM-Foundry trains bases as they are; set finetune.base=plain"
+            found["finetune.base"] = "LLM-Foundry does not quantize bases; set finetune.base=plain"
         return found
 
     def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
         """Its rates, data and packing."""
-        packs = "its packing fills rows first-fit, and may discard a record that does not fit"
+        packs = "its packing is first-fit, and may discard records that do not fit"
         return (
             LATER,
-            "the format of records follows from their columns: messages, or prompt with response or completion",
-            "samples come in Composer's own order; a longer record is cut, or dropped if its prompt fills the sample",
+            "the format of records is detected from their columns: messages, or prompt with response or completion",
+            "Composer orders samples itself; a record that is too long is truncated, or dropped if its prompt fills "
+            "the sample",
             *([packs] if resolved.run.data.packing == "best_fit" else []),
         )
 
@@ -96,15 +97,16 @@ def _other_data(resolved: ResolvedRun) -> str:
     data = resolved.run.data
     first, *more = data.sources
     if more:
-        return "the file names one data set; give one source"
+        return "this export supports one dataset; give one source"
     if first.format not in DETECTED or first.columns:
-        return "LLM-Foundry reads records of messages, or of prompt and completion, in columns of these names"
+        return "LLM-Foundry reads records with columns messages, or prompt and completion; rename the columns"
     if data.packing == "concatenated":
         return (
-            "LLM-Foundry trains on streams from Mosaic's shards only; of records, set data.packing=padded or best_fit"
+            "LLM-Foundry concatenates text only from Mosaic's shards (MDS); for records set data.packing=padded or "
+            "best_fit"
         )
     if not first.path.startswith("hub:") and Path(first.path).suffix not in LOADERS:
-        return f"the file names hub:owner/name, or a file of {', '.join(LOADERS)}"
+        return f"LLM-Foundry loads hub:owner/name, or files ending in {', '.join(LOADERS)}"
     return ""
 
 

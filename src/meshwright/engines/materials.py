@@ -92,11 +92,13 @@ def _pair(sample: Sample) -> dict[str, list[int]]:
         inputs, labels = sample.inputs[here], sample.labels[here]
         answer = np.flatnonzero(labels != NO_LABEL)
         if not len(answer) or (np.diff(answer) != 1).any():
-            raise UserError("a pair's trained tokens are not the end of its conversation; trl compares last answers")
+            raise UserError(
+                ("trl needs one contiguous answer, but a pair trains on several turns; set data.chat.train_on=last")
+            )
         found.append((inputs[: answer[0] + 1].tolist(), labels[answer].tolist()))
     (prompt, chosen), (other, rejected) = found
     if prompt != other:
-        raise UserError("the answers of a pair follow different prompts; trl compares answers to one prompt")
+        raise UserError("trl compares two answers to one prompt, but the answers of a pair have different prompts")
     return {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
 
 

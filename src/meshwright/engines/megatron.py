@@ -29,24 +29,24 @@ class MegatronEngine(TemplateEngine):
         if resolved.run.layout.pp > 1:
             found |= _cannot_pipeline(resolved)
         if model.family != "llama":
-            found["model.family"] = "the program for megatron supports llama only"
+            found["model.family"] = "the program for megatron supports only llama"
         if model.rope_scaling is not None:
-            found["model.rope_scaling"] = "the program for megatron has plain rope"
+            found["model.rope_scaling"] = "the program for megatron does not support scaled rope"
         for path, degree in (("model.vocab", model.vocab), ("model.num_kv_heads", model.num_kv_heads)):
             if degree % tp:
-                found[path] = f"{degree} cannot be split over layout.tp={tp} by Megatron-core"
+                found[path] = f"Megatron-core cannot split {degree} over layout.tp={tp}"
         return found
 
     def leaves_out(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Recomputation, compilation and stages of unequal length."""
         found: dict[str, str] = {}
         if set(resolved.recompute) != {"none"}:
-            found["training.recompute"] = "nothing is recomputed: the same losses with more memory"
+            found["training.recompute"] = "no recomputation: the same losses, more memory"
         if resolved.run.training.compile:
-            found["training.compile"] = "nothing is compiled: the same losses in more time"
+            found["training.compile"] = "no compilation: the same losses, slower steps"
         layers = resolved.run.layout.stage_layers
         if layers != "auto" and len(set(layers)) > 1:
-            found["layout.stage_layers"] = "every stage has equally many layers: the same losses in other times"
+            found["layout.stage_layers"] = "all stages get the same number of layers: the same losses, other step times"
         return found
 
     def template(self, resolved: ResolvedRun) -> str:
@@ -65,14 +65,17 @@ def _cannot_pipeline(resolved: ResolvedRun) -> dict[str, str]:
     found, layout, model = dict[str, str](), resolved.run.layout, resolved.model
     stages = layout.pp * layout.virtual_stages
     if layout.schedule not in SCHEDULES:
-        found["layout.schedule"] = f"Megatron-core's pipelines have {' and '.join(SCHEDULES)}"
+        found["layout.schedule"] = f"Megatron-core supports {' and '.join(SCHEDULES)}"
     elif layout.virtual_stages > 1 and resolved.accumulation < layout.pp:
         found["layout.schedule"] = (
-            f"Megatron-core interleaves at least layout.pp={layout.pp} microbatches, not {resolved.accumulation}"
+            f"Megatron-core's interleaved schedule needs at least layout.pp={layout.pp} microbatches, not "
+            f"{resolved.accumulation}"
         )
     if model.num_layers % stages:
-        found["model.num_layers"] = f"{model.num_layers} layers do not make {stages} equal stages"
+        found["model.num_layers"] = f"{model.num_layers} layers cannot be split into {stages} equal stages"
     if layout.data_parallel > 1:
         axis = "dp_shard" if layout.dp_shard > 1 else "dp_replicate"
-        found[f"layout.{axis}"] = "the program for megatron's pipeline has one pipeline, no replicas"
+        found[f"layout.{axis}"] = (
+            f"the program for megatron's pipeline does not support data parallelism; set layout.{axis}=1"
+        )
     return found

@@ -38,9 +38,9 @@ class MegatronBridgeConfig(WrittenEngine):
         """What Megatron lacks; and gpt2's activation, and other precisions."""
         found, training = megatron_cannot(resolved, self.file), resolved.run.training
         if resolved.model.family == "gpt2":
-            found["model.family"] = "the file has SwiGLU, not gpt2's GELU"
+            found["model.family"] = "this export supports SwiGLU, not gpt2's GELU"
         if training.precision not in MIXED:
-            found["training.precision"] = f"the file has {', '.join(MIXED)}"
+            found["training.precision"] = f"this export supports {', '.join(MIXED)}"
         if training.dtypes.narrow and training.reduce_dtype != FP32.name:
             found["training.reduce_dtype"] = f"{MIXED.get(training.precision)} reduces gradients in fp32"
         return found
@@ -49,9 +49,9 @@ class MegatronBridgeConfig(WrittenEngine):
         """Its rates, order and fresh weights, and how it is started."""
         ranks = resolved.run.layout.world_size
         return (
-            f"the file does not say the number of ranks; start {ranks}, and import it with --ranks {ranks}",
+            f"the file does not contain the number of ranks; start {ranks}, and import it with --ranks {ranks}",
             LATER,
-            "samples come in the order of Megatron's own shuffle, and fresh weights from its own draw",
+            "Megatron shuffles samples and draws random weights itself",
         )
 
     def text(self, resolved: ResolvedRun) -> str:

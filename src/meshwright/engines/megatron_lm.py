@@ -11,7 +11,7 @@ from meshwright.spec.run import ResolvedRun
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "mixtral")
 SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
 """ZeRO's stage -> what Megatron-FSDP shards."""
-LATER = "the rate starts at 0: every step has the rate that the step before it has here"
+LATER = "the learning rate starts at 0: every step uses the rate of Meshwright's previous step"
 Flags = Iterator[tuple[str, Any]]
 """(flag, value); True for a flag without one."""
 
@@ -20,25 +20,25 @@ def megatron_cannot(resolved: ResolvedRun, where: str) -> dict[str, str]:
     """What Megatron has in none of its forms; `where` is the name of the form."""
     run, model, found = resolved.run, resolved.model, dict[str, str]()
     if model.family not in FAMILIES:
-        found["model.family"] = f"{where} is written for {', '.join(FAMILIES)}"
+        found["model.family"] = f"{where} supports {', '.join(FAMILIES)}"
     if model.rope_scaling is not None and model.rope_scaling.kind != "llama3":
-        found["model.rope_scaling"] = "Megatron has llama3's"
+        found["model.rope_scaling"] = "Megatron supports only kind llama3"
     if model.sliding_window is not None:
-        found["model.sliding_window"] = f"{where} has attention to all positions"
+        found["model.sliding_window"] = f"{where} does not support sliding windows"
     if model.vocab % run.layout.tp:
-        found["model.vocab"] = f"{model.vocab} rows cannot be split over layout.tp={run.layout.tp}"
+        found["model.vocab"] = f"layout.tp={run.layout.tp} does not divide {model.vocab} rows"
     if run.model.weights == "pretrained":
-        found["model.weights"] = "Megatron starts from checkpoints in its own format; set model.weights=random"
+        found["model.weights"] = "Megatron loads only checkpoints in its own format; set model.weights=random"
     if bad := [source.path for source in run.data.sources if not source.path.endswith(".bin")]:
         found["data.sources"] = (
-            f"Megatron reads tokens, NAME.bin with NAME.idx, such as data.cache_dir has, not {bad[0]}"
+            f"Megatron reads token files (NAME.bin with NAME.idx, as in data.cache_dir), not {bad[0]}"
         )
     elif len(run.data.sources) > 1 and run.data.sources[0].weight is None:
-        found["data.sources"] = "Megatron mixes by weights; give every source one"
+        found["data.sources"] = "Megatron mixes sources by weight; give every source a weight"
     if tokenizer_of(resolved) is None:
-        found["data.tokenizer"] = "Megatron loads a tokenizer; name its folder"
+        found["data.tokenizer"] = "Megatron loads a tokenizer; give its folder"
     if run.layout.pp > 1 and run.layout.schedule not in ("1f1b", "interleaved-1f1b"):
-        found["layout.schedule"] = "Megatron has 1f1b and interleaved-1f1b"
+        found["layout.schedule"] = "Megatron supports 1f1b and interleaved-1f1b"
     return found
 
 
@@ -55,7 +55,7 @@ class MegatronLmFlags(WrittenEngine):
 
     def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
         """Its rates, order and fresh weights."""
-        return (LATER, "samples come in the order of Megatron's own shuffle, and fresh weights from its own draw")
+        return (LATER, "Megatron shuffles samples and draws random weights itself")
 
     def text(self, resolved: ResolvedRun) -> str:
         """The script."""
@@ -63,7 +63,7 @@ class MegatronLmFlags(WrittenEngine):
         nodes = -(-ranks // 8)
         model = f"{resolved.model.family} of {resolved.model.num_layers} layers, {resolved.run.layout.strategy}"
         start = f"torchrun --nproc-per-node {ranks // nodes} --nnodes {nodes}"
-        lines = ["#!/bin/bash", f"# {model}", "# Start it in Megatron-LM's folder."]
+        lines = ["#!/bin/bash", f"# {model}", "# Start this script in Megatron-LM's folder."]
         if resolved.run.layout.zero_stage not in SHARDED:  # Megatron-FSDP wants it unset
             lines += ["export CUDA_DEVICE_MAX_CONNECTIONS=1"]
         lines += [f"{start} pretrain_gpt.py \\"]

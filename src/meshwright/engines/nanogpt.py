@@ -23,18 +23,18 @@ class NanoGpt(TemplateEngine):
         """As `TemplateEngine`; another model than GPT-2, and constants that its code has."""
         found, model, run = dict(super().cannot(resolved)), resolved.model, resolved.run
         if model.family != "gpt2":
-            found["model.family"] = "nanoGPT supports GPT-2 only"
+            found["model.family"] = "nanoGPT supports only GPT-2"
         if model.norm_eps != NORM_EPS:
-            found["model.norm_eps"] = f"nanoGPT's norms have {NORM_EPS:g}"
+            found["model.norm_eps"] = f"nanoGPT's norms use {NORM_EPS:g}"
         if not model.tied_embeddings:
-            found["model.tied_embeddings"] = "nanoGPT's head is its embedding"
+            found["model.tied_embeddings"] = "nanoGPT ties the head to the embedding"
         if model.ffn != 4 * model.hidden:
-            found["model.ffn"] = "nanoGPT's is four times model.hidden"
+            found["model.ffn"] = "nanoGPT uses four times model.hidden"
         if run.training.optimizer.eps != EPS:
-            found["training.optimizer.eps"] = f"nanoGPT's optimizer has {EPS:g}"
+            found["training.optimizer.eps"] = f"nanoGPT's optimizer uses {EPS:g}"
         return found
 
     def leaves_out(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Recomputation."""
         asked = set(resolved.recompute) != {"none"}
-        return {"training.recompute": "nothing is recomputed: the same losses with more memory"} if asked else {}
+        return {"training.recompute": "no recomputation: the same losses, more memory"} if asked else {}

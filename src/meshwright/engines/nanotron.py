@@ -24,39 +24,42 @@ class NanotronConfig(WrittenEngine):
     name = "nanotron"
     about = "Nanotron"
     file = "nanotron.yaml"
-    rules: ClassVar[Mapping[str, Rule]] = {"data.held_out": without("nothing is held out")}
+    rules: ClassVar[Mapping[str, Rule]] = {"data.held_out": without("no text is held out")}
 
     def cannot(self, resolved: ResolvedRun) -> Mapping[str, str]:
         """Models, layouts and data that Nanotron does not have."""
         run, model, found = resolved.run, resolved.model, dict[str, str]()
         found |= _other_models(resolved)
         if run.model.weights == "pretrained":
-            found["model.weights"] = "Nanotron starts from checkpoints in its own format; set model.weights=random"
+            found["model.weights"] = "Nanotron loads only checkpoints in its own format; set model.weights=random"
         if model.vocab % run.layout.tp:
-            found["model.vocab"] = f"{model.vocab} rows cannot be split over layout.tp={run.layout.tp}"
+            found["model.vocab"] = f"layout.tp={run.layout.tp} does not divide {model.vocab} rows"
         if run.training.optimizer.weight_decay and not model.tied_embeddings:
             found["training.optimizer.weight_decay"] = (
-                "Nanotron decays norms too, and its list of exclusions ends in an UnboundLocalError where no "
-                "parameter is tied; set it to 0, or model.tied_embeddings=true"
+                "Nanotron also decays norms, and its list of exclusions raises UnboundLocalError unless a parameter "
+                "is tied; set it to 0, or model.tied_embeddings=true"
             )
         for axis in ("cp", "ep"):
             if getattr(run.layout, axis) > 1:
-                found[f"layout.{axis}"] = f"the file is written for data, tensor and pipeline; set layout.{axis}=1"
+                found[f"layout.{axis}"] = (
+                    f"this export supports data, tensor and pipeline parallelism; set layout.{axis}=1"
+                )
         first, *more = run.data.sources
         if more:
-            found["data.sources"] = "the file names one data set; give one source"
+            found["data.sources"] = "this export supports one dataset; give one source"
         elif not _names_data_set(first, Path(resolved.base_dir)):
-            found["data.sources"] = "Nanotron loads hub:owner/name or a folder of files, and its split train"
+            found["data.sources"] = "Nanotron loads the split train of hub:owner/name or of a folder of files"
         if tokenizer_of(resolved) is None:
-            found["data.tokenizer"] = "Nanotron loads a tokenizer; name its folder"
+            found["data.tokenizer"] = "Nanotron loads a tokenizer; give its folder"
         return found
 
     def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
         """Its rates, data and fresh weights."""
         return (
             LATER,
-            "texts are joined with what the tokenizer adds to each, in the order of the data; nothing is held out",
-            "fresh weights are drawn by Nanotron's own rules",
+            "texts are concatenated in order, each with the special tokens that the tokenizer adds; no text is held "
+            "out",
+            "random weights follow Nanotron's initialization",
         )
 
     def text(self, resolved: ResolvedRun) -> str:
@@ -67,13 +70,13 @@ class NanotronConfig(WrittenEngine):
 def _other_models(resolved: ResolvedRun) -> dict[str, str]:
     model, found = resolved.model, dict[str, str]()
     if model.family not in FAMILIES:
-        found["model.family"] = f"the file is written for {', '.join(FAMILIES)}"
+        found["model.family"] = f"this export supports {', '.join(FAMILIES)}"
     if model.rope_scaling is not None:
-        found["model.rope_scaling"] = "Nanotron's models do not read the key rope_scaling"
+        found["model.rope_scaling"] = "Nanotron's models ignore rope_scaling"
     if model.sliding_window is not None:
-        found["model.sliding_window"] = "the file has attention to all positions"
+        found["model.sliding_window"] = "this export does not support sliding windows"
     if model.head_dim * model.num_heads != model.hidden:
-        found["model.head_dim"] = "Nanotron's heads have hidden / num_heads dimensions"
+        found["model.head_dim"] = "Nanotron's head dimension is hidden / num_heads"
     return found
 
 

@@ -24,8 +24,8 @@ from meshwright.engines.turns import TakeTurns
 
 HERE = Path(__file__).resolve().parent
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--inputs", type=Path, default=HERE, help="not needed: everything follows from the recipe")
-parser.add_argument("--journal", type=Path, default=HERE / "metrics.jsonl", help="file that receives a line a step")
+parser.add_argument("--inputs", type=Path, default=HERE, help="ignored: the recipe names all inputs")
+parser.add_argument("--journal", type=Path, default=HERE / "metrics.jsonl", help="file that receives one line per step")
 parser.add_argument("--pause", type=int, nargs="*", default=[], help="steps after which to wait for a line of input")
 options = parser.parse_args()
 run = load_recipe(HERE / "recipe.yaml", [f"run_dir={{options.journal.with_name('run')}}"])

@@ -90,9 +90,9 @@ def verify_engine(
     to compare, `UserError` if the program cannot dump its gradients.
     """
     if engine.name == Ours.name:
-        raise UserError("verify holds our own layouts to one process without --engine; leave it out")
+        raise UserError("verify compares Meshwright's own layouts without --engine; leave it out")
     if resolved.run.training.steps < steps:
-        raise UserError(f"--steps {steps}, but training.steps={resolved.run.training.steps}; give fewer")
+        raise UserError(f"--steps {steps} exceeds training.steps={resolved.run.training.steps}; lower it")
     if reason := engine.cannot_dump(resolved):
         raise UserError(f"verify cannot compare {engine.name} on this run: {reason}")
     engine.translate(resolved)  # what it refuses of the recipe, before its samples are a stream
@@ -196,7 +196,7 @@ def _pairs(path: Path, expected: dict[str, torch.Tensor]) -> Iterator[tuple[str,
     with np.load(path) as found:
         if unknown := [name for name in found.files if name not in expected]:
             raise UserError(
-                f"the engine calls a parameter {unknown[0]}, which the model's Hugging Face files do not; experts that "
+                f"the engine's parameter {unknown[0]} is not in the model's Hugging Face files; experts that "
                 "transformers stacks cannot be compared"
             )
         for name in found.files:

@@ -18,10 +18,10 @@ def _adapters(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
 
 ADAPTERS: Mapping[str, Rule] = {
     "finetune": _adapters,
-    "finetune.base": only("plain", why="the program keeps frozen matrices plain"),
-    "finetune.dropout": only(0.0, why="the program's dropout is 0, because engines draw other masks"),
-    "finetune.b_lr_ratio": only(1.0, why="the program has one learning rate"),
-    "finetune.train": only((), why="the program trains adapters alone"),
+    "finetune.base": only("plain", why="the program does not quantize frozen matrices; set finetune.base=plain"),
+    "finetune.dropout": only(0.0, why="engines draw different dropout masks; set finetune.dropout=0"),
+    "finetune.b_lr_ratio": only(1.0, why="the program supports only one learning rate; set finetune.b_lr_ratio=1"),
+    "finetune.train": only((), why="the program trains only adapters; leave finetune.train out"),
 }
 """Rules of adapters."""
 

@@ -22,18 +22,18 @@ def check_what_ran(resolved: ResolvedRun, found: dict[str, Any]) -> None:
     layout, wrappers = resolved.run.layout, " in ".join(reversed(found["wrappers"]))
     if found["world_size"] != layout.world_size:
         raise SilentFallbackError(
-            f"{layout.world_size} ranks were asked for, but every process trained in a group of {found['world_size']}"
+            f"the layout has {layout.world_size} ranks, but each process trained in a group of {found['world_size']}"
         )
     if "host" in found and not found["host"]:
-        raise SilentFallbackError(f"{layout.strategy} was asked for, but nothing is in host memory ({wrappers})")
+        raise SilentFallbackError(f"the layout is {layout.strategy}, but no state is in host memory ({wrappers})")
     if found.get("disk") == 0:
         raise SilentFallbackError(
-            f"{layout.strategy} was asked for, but nothing is on disk ({wrappers}): groups of less than 1 MiB "
-            "stay in memory; train a larger model"
+            f"the layout is {layout.strategy}, but no state is on disk ({wrappers}): groups smaller than 1 MiB stay "
+            "in memory; train a larger model"
         )
     if found.get("sequence", layout.cp) != layout.cp:
         raise SilentFallbackError(
-            f"{layout.strategy} was asked for, but {found['sequence']} ranks share a sample ({wrappers})"
+            f"the layout is {layout.strategy}, but {found['sequence']} ranks share a sample ({wrappers})"
         )
     if "trained" in found and found["trained"] != (wanted := count_trained(resolved.model, resolved.run.finetune)[0]):
         raise SilentFallbackError(f"the adapters have {wanted} parameters, but {found['trained']} are trained")
@@ -46,7 +46,7 @@ def check_what_ran(resolved: ResolvedRun, found: dict[str, Any]) -> None:
     whole = found["parameters"]
     if strategy == "ddp" and found["held"] < whole:
         raise SilentFallbackError(
-            f"DDP was asked for, but a rank holds {found['held']} of {whole} parameters ({wrappers})"
+            f"the layout is DDP, but a rank holds {found['held']} of {whole} parameters ({wrappers})"
         )
     shares = {"parameters": (found["held"], strategy in ("zero3", "hybrid"))}
     shares["optimizer state"] = found["state"], strategy != "ddp"
@@ -54,14 +54,14 @@ def check_what_ran(resolved: ResolvedRun, found: dict[str, Any]) -> None:
     for what, (held, sharded) in shares.items():
         if sharded and held > whole * (1 + 1 / ranks) / 2:
             raise SilentFallbackError(
-                f"{layout.strategy} was asked for, but a rank holds {held} of {whole} elements of {what} ({wrappers})"
+                f"the layout is {layout.strategy}, but a rank holds {held} of {whole} elements of {what} ({wrappers})"
             )
     if found.get("second") == 0:
-        raise SilentFallbackError(f"{layout.strategy} was asked for, but a rank holds no second share ({wrappers})")
+        raise SilentFallbackError(f"the layout is {layout.strategy}, but a rank holds no secondary shard ({wrappers})")
     names = ("FSDP", "DeepSpeed", *(("DistributedDataParallel",) if strategy in ("ddp", "zero1") else ()))
     if not any(name in wrapper for wrapper in found["wrappers"] for name in names):
         raise SilentFallbackError(
-            f"{layout.strategy} was asked for, but the model is {wrappers}, which reduces no gradient"
+            f"the layout is {layout.strategy}, but the model is {wrappers}, which does not reduce gradients"
         )
 
 
@@ -71,7 +71,7 @@ def _check_split(resolved: ResolvedRun, found: dict[str, Any], wrappers: str) ->
     shares = layout.tp * layout.pp * (layout.dp_shard if layout.zero_stage == 3 else 1)
     if shares > 1 and held > whole * (1 + 1 / shares) / 2:
         raise SilentFallbackError(
-            f"{layout.strategy} was asked for, but a rank holds {held} of {whole} elements of the layers' matrices "
+            f"the layout is {layout.strategy}, but a rank holds {held} of {whole} elements of the layers' matrices "
             f"({wrappers})"
         )
     if "ranks" in found:
@@ -79,7 +79,7 @@ def _check_split(resolved: ResolvedRun, found: dict[str, Any], wrappers: str) ->
     for axis, theirs in {"tp": "tensor_parallel", "ep": "ep"}.items():
         if getattr(layout, axis) > 1 and not {axis, theirs} & set(found.get("axes", (axis,))):
             raise SilentFallbackError(
-                f"{layout.strategy} was asked for, but no parameter is split along {axis} ({wrappers})"
+                f"the layout is {layout.strategy}, but no parameter is split along {axis} ({wrappers})"
             )
 
 
@@ -90,13 +90,13 @@ def _check_stages(resolved: ResolvedRun, found: dict[str, Any]) -> None:
     chunks, layers = layout.virtual_stages, resolved.model.num_layers
     stages = [ranks[stage % layout.pp]["layers"][stage // layout.pp] for stage in range(layout.pp * chunks)]
     if [layer for stage in stages for layer in stage] != list(range(layers)):
-        raise SilentFallbackError(f"{layout.strategy} was asked for, but the stages hold the layers {stages}")
+        raise SilentFallbackError(f"the layout is {layout.strategy}, but the stages hold the layers {stages}")
     if found["schedule"] != f"forward_backward_pipelining_{'with' if chunks > 1 else 'without'}_interleaving":
-        raise SilentFallbackError(f"{layout.strategy} was asked for, but {found['schedule']} ran")
+        raise SilentFallbackError(f"the layout is {layout.strategy}, but the schedule that ran is {found['schedule']}")
     wanted = 2 * (len(stages) - 1) * resolved.accumulation * layout.tp
     if (sent := sum(rank["sent"] for rank in found["ranks"])) != wanted:
         raise SilentFallbackError(
-            f"{layout.strategy} was asked for, whose stages send {wanted} tensors a step, but they sent {sent}"
+            f"the stages of {layout.strategy} send {wanted} tensors per step, but {sent} were sent"
         )
 
 
@@ -108,6 +108,6 @@ def check_optimizer(resolved: ResolvedRun, found: dict[str, Any]) -> None:
     for group in found["groups"]:
         same = tuple(group["betas"]) == wanted.betas and group["eps"] == wanted.eps
         if not same or group["weight_decay"] not in (0, wanted.weight_decay):
-            raise SilentFallbackError(f"the optimizer's constants are {group}, not the recipe's")
+            raise SilentFallbackError(f"the optimizer's settings are {group}, not the recipe's")
     if "AdamW" not in found["optimizer"]:
-        raise SilentFallbackError(f"AdamW was asked for, but the optimizer is {found['optimizer']}")
+        raise SilentFallbackError(f"the recipe's optimizer is adamw, but the program's is {found['optimizer']}")

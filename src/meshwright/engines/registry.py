@@ -80,13 +80,13 @@ def find_engine(name: str, *, written: bool = False) -> Engine:
     if name in WRITTEN and not written:
         why = f" ({WRITTEN[name].gpu_only})" if WRITTEN[name].gpu_only else ""
         raise UserError(
-            f"{name} is not run here{why}, only written: meshwright export RUN --engine {name} --program DIR"
+            f"{name} can only be exported, not run here{why}: meshwright export RUN --engine {name} --program DIR"
         )
     if name in WRITTEN:
         return WRITTEN[name]
     if name not in ENGINES:
         known = [*ENGINES, *(WRITTEN if written else ())]
-        raise UserError(f"unknown engine '{name}'; there are {', '.join(known)}{did_you_mean(name, known)}")
+        raise UserError(f"unknown engine '{name}'; known are {', '.join(known)}{did_you_mean(name, known)}")
     return ENGINES[name]
 
 
@@ -95,7 +95,7 @@ def check_installed(engine: Engine, python: Path, checkout: Path | None = None) 
     program, or the engine's `checkout` is not given."""
     if engine.checkout and checkout is None:
         raise MissingPackageError(
-            f"{engine.name} is no package; git clone {engine.checkout} and give --checkout with its folder"
+            f"{engine.name} is not a package; git clone {engine.checkout}, and pass --checkout {engine.name}=FOLDER"
         )
     modules = list(engine.packages)
     try:
@@ -108,5 +108,5 @@ def check_installed(engine: Engine, python: Path, checkout: Path | None = None) 
         if missing:
             name, extra = re.sub(r"[._]", "-", module), engine.packages[module]
             raise MissingPackageError(
-                f"{name} is not installed; pip install 'meshwright[{extra}]', or give compare --install"
+                f"{name} is not installed; pip install 'meshwright[{extra}]', or run compare with --install"
             )

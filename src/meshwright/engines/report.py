@@ -16,10 +16,10 @@ PACKAGES = (
 )
 ABOUT = """\
 Every engine trained the same tokens in the same order, from the same weights, with the same optimizer and schedule.
-They took turns on one machine. x is the ratio of tokens per second to {first}'s, by the medians of all timed steps;
-rounds are the least and the largest ratio of single rounds. Differences are the largest of all steps, against {first}.
-Memory is the most that one process held. First step is the time from starting the processes to the end of the first
-step. Lines are those of program and configuration files."""
+The engines alternated on one machine. x: tokens per second relative to {first}, median of all timed steps; rounds: the
+lowest and highest ratio of single rounds. Differences: the largest of all steps, relative to {first}. Memory: the peak
+of one process. First step: from starting the processes to the end of the first step. Lines: program and configuration
+files."""
 
 
 def reference(rows: Sequence[Row]) -> Row:
@@ -127,9 +127,9 @@ def markdown(rows: Sequence[Row], about: dict[str, str]) -> str:
     parts.append("")
     parts += [f"- **{row.name}**: {row.error}" for row in rows if row.error]
     if not all(row.error for row in rows):
-        parts += ["", "What ran, read back from the objects that did it:", ""]
+        parts += ["", "What ran, read back from the programs' objects:", ""]
         parts += [f"- **{row.name}**: {ran(row)}" for row in rows if row.ran]
-        parts += ["", "Settings without effect on training that a program leaves out:", ""]
+        parts += ["", "Settings that a program leaves out, without effect on training:", ""]
         parts += [f"- **{row.name}**: {missing}" for row in rows if (missing := left_out(row))] or ["- nothing"]
         parts += ["", "Losses of each step:", "", _losses(rows)]
     return "\n".join([*parts, "", *(f"- {key}: {value}" for key, value in about.items()), ""])

@@ -69,7 +69,9 @@ def only(*accepted: Any, why: str) -> Rule:
 def _balance(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
     model = resolved.model
     if model.num_experts and (model.balance_loss or model.balance_rate):
-        return "refused", "experts are balanced by another loss, or by none; set model.balance_loss=0"
+        return "refused", (
+            "the program does not balance experts as Meshwright does; set model.balance_loss=0 and model.balance_rate=0"
+        )
     return "said", ""
 
 
@@ -83,50 +85,53 @@ def _finetune(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
 def _start(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
     if value is None or resolved.run.finetune is not None:
         return "said", ""
-    return "refused", "only of a run that is fine-tuned are the weights of a checkpoint written for others"
+    return "refused", "weights of a checkpoint are exported only for fine-tuning"
 
 
 def _recompute(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
     if len(set(resolved.recompute)) == 1 and resolved.recompute[0] != "selective":
         return "said", ""
-    return "left_out", "nothing is recomputed: the same losses with more memory"
+    return "left_out", "no recomputation: the same losses, more memory"
 
 
 RULES: Mapping[str, Rule] = {
     "model": said,
-    "model.family": only(*get_args(FamilyName), None, why="transformers does not have your own models"),
+    "model.family": only(*get_args(FamilyName), None, why="transformers does not have plug-in models"),
     "model.balance_loss": _balance,
     "data": said,
-    "data.packing": only("concatenated", why="the program reads one stream of tokens, cut into equal samples"),
-    "data.separate_documents": only(False, why="the program's samples are read as one document"),
+    "data.packing": only(
+        "concatenated",
+        why=("the program reads one stream of tokens, cut into samples of equal length; set it to concatenated"),
+    ),
+    "data.separate_documents": only(False, why="the program treats each sample as one document; set it to false"),
     "training": said,
     "training.recompute": _recompute,
-    "training.attention": _left_out("the program leaves the kernel to PyTorch"),
+    "training.attention": _left_out("PyTorch chooses the kernel"),
     "training.compile_mode": _left_out("the program compiles in the default mode"),
-    "training.compile_scope": _left_out("the program compiles what it does by default"),
-    "training.optimizer.name": only("adamw", why="the program supports AdamW only"),
-    "training.optimizer.state_dtype": only("fp32", why="the program keeps moments in fp32"),
-    "training.master_dtype": only("fp32", why="the program's optimizer updates fp32 weights"),
-    "training.lr_schedule.name": only(*get_args(ScheduleName), why="the program knows no plug-ins"),
+    "training.compile_scope": _left_out("the program compiles its default scope"),
+    "training.optimizer.name": only("adamw", why="the program supports only adamw"),
+    "training.optimizer.state_dtype": only("fp32", why="the program supports only fp32 moments"),
+    "training.master_dtype": only("fp32", why="the program supports only fp32 master weights"),
+    "training.lr_schedule.name": only(*get_args(ScheduleName), why="the program does not support plug-ins"),
     "training.non_finite": lambda value, resolved: (
-        ("said", "") if value == "raise" else ("left_out", "the program ends where a loss is not finite")
+        ("said", "") if value == "raise" else ("left_out", "the program stops if a loss is not finite")
     ),
-    "training.objective": only(None, why="the program predicts the next token"),
-    "training.preference": only(None, why="the program predicts the next token"),
-    "training.evaluation": _left_out("nothing is held out, no task is asked"),
-    "training.samples": _left_out("nothing is generated"),
+    "training.objective": only(None, why="the program supports only next-token prediction"),
+    "training.preference": only(None, why="the program supports only next-token prediction"),
+    "training.evaluation": _left_out("the program does not evaluate"),
+    "training.samples": _left_out("the program generates no samples"),
     "finetune": _finetune,
     "layout": said,
-    "layout.quantized_weights": only("none", why="the program gathers weights as they are"),
-    "layout.quantized_gradients": only("none", why="the program reduces gradients as they are"),
+    "layout.quantized_weights": only("none", why="the program does not quantize gathered weights"),
+    "layout.quantized_gradients": only("none", why="the program does not quantize reduced gradients"),
     "cluster": said,
-    "checkpoint": _left_out("nothing is saved"),
+    "checkpoint": _left_out("the program saves no checkpoints"),
     "checkpoint.start_from": _start,
-    "guards": _left_out("nothing is watched"),
+    "guards": _left_out("the program has no guards"),
     "device": said,
     "run_dir": said,
-    "trackers": _left_out("the journal is not copied"),
-    "callbacks": _left_out("nothing happens beside training"),
+    "trackers": _left_out("the program has no trackers"),
+    "callbacks": _left_out("the program has no callbacks"),
 }
 """The rule of a setting, or of all settings of a section without their own rule."""
 

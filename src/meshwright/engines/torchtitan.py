@@ -57,34 +57,38 @@ class TorchtitanConfig(WrittenEngine):
         """Models that torchtitan's code does not name, more than one source, and what it always does otherwise."""
         run, found = resolved.run, dict[str, str]()
         if _flavor(resolved) is None:
-            found["model.name"] = f"torchtitan's code has {', '.join(sorted(set(FLAVORS.values())))}; name one of them"
+            found["model.name"] = f"torchtitan supports {', '.join(sorted(set(FLAVORS.values())))}; name one of them"
         elif resolved.model.tied_embeddings and run.layout.pp > 1:
-            found["layout.pp"] = "torchtitan's pipelines have no tied embeddings"
+            found["layout.pp"] = "torchtitan does not tie embeddings across pipeline stages"
         paths = [source.path for source in run.data.sources]
         if len(paths) > 1:
-            found["data.sources"] = "the file names one data set; give one source"
+            found["data.sources"] = "this export supports one dataset; give one source"
         elif not paths[0].startswith("hub:") and _reader(paths[0]) is None:
-            found["data.sources"] = f"the datasets package reads hub:owner/name and {', '.join(READERS)} files"
+            found["data.sources"] = f"torchtitan's `datasets` reads hub:owner/name and {', '.join(READERS)} files"
         if tokenizer_of(resolved) is None:
-            found["data.tokenizer"] = "torchtitan loads a tokenizer; name its folder"
+            found["data.tokenizer"] = "torchtitan loads a tokenizer; give its folder"
         if not run.data.separate_documents:
-            found["data.separate_documents"] = "torchtitan keeps documents apart; set data.separate_documents=true"
+            found["data.separate_documents"] = (
+                "torchtitan masks attention between documents; set data.separate_documents=true"
+            )
         if run.training.precision not in (FP32.name, BF16.name):
-            found["training.precision"] = f"the file has {FP32.name} and {BF16.name}"
+            found["training.precision"] = f"this export supports {FP32.name} and {BF16.name}"
         if run.training.reduce_dtype != FP32.name:
             found["training.reduce_dtype"] = "torchtitan reduces gradients in fp32"
         if run.layout.tiers.words and (run.layout.zero_stage != 3 or run.layout.offload != "cpu"):
-            found["layout.offload"] = "FSDP2 offloads what layout.zero=3 shards, and all of it: layout.offload=cpu"
+            found["layout.offload"] = (
+                "torchtitan offloads only with FSDP2, and then everything; set layout.zero=3 and layout.offload=cpu"
+            )
         return found
 
     def notes(self, resolved: ResolvedRun) -> tuple[str, ...]:
         """Its own data order, tokens and fresh weights."""
-        falls = ["the rate begins to fall a step later than here, and reaches the same last rate"]
+        falls = ["the decay of the learning rate starts one step later; the final rate is the same"]
         return (
             *(falls if resolved.run.training.lr_schedule.name in ("cosine", "linear") else []),
-            "documents come in the order of the data, every rank reads its own part, and nothing is held out",
-            "a text is tokenized with the begin and the end that the tokenizer adds",
-            "fresh weights are drawn by torchtitan's own rules",
+            "documents keep their order, each rank reads its own part, and no text is held out",
+            "the tokenizer adds its begin and end tokens to every document",
+            "random weights follow torchtitan's initialization",
         )
 
     def text(self, resolved: ResolvedRun) -> str:
@@ -107,7 +111,7 @@ class TorchtitanConfig(WrittenEngine):
         ]
         lines += [f'    """The configuration."""\n    model_spec = model_registry("{flavor}", attn_backend="flex")']
         if (scaling := resolved.model.rope_scaling) and flavor in SCALED:
-            lines += ["    for layer in model_spec.model.layers:  # its own sizes 1B and 3B have 8.0"]
+            lines += ["    for layer in model_spec.model.layers:  # torchtitan's sizes 1B and 3B use 8.0"]
             lines += [f"        layer.attention.rope.scaling_factor = {scaling.factor}"]
         lines += [f"    return {_call('Trainer.Config', _config(resolved), 4)}", ""]
         return "\n".join(lines)

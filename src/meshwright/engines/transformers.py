@@ -13,7 +13,7 @@ class TransformersEngine(TemplateEngine):
     plans."""
 
     name = "transformers"
-    about = "a plain loop, split by transformers"
+    about = "a plain loop over a model sharded by transformers"
     packages: ClassVar = {"transformers": "compare"}
     strategies: ClassVar[Mapping[Strategy, str]] = dict.fromkeys(("zero3", "hybrid"), "")
     axes: ClassVar[Mapping[str, str]] = {"tp": "", "ep": ""}

@@ -18,16 +18,16 @@ def _finetune(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
 
 def _packing(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
     if resolved.run.training.preference is not None and value != "padded":
-        return "refused", "trl reads a pair of answers a row; set data.packing=padded"
+        return "refused", "trl reads one pair per row; set data.packing=padded"
     if value == "best_fit":
-        return "refused", "the program for trl does not join records; set data.packing=padded"
+        return "refused", "the program for trl does not pack records; set data.packing=padded"
     return "said", ""
 
 
 def _separate(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
     if not value or resolved.run.data.packing == "padded":
         return "said", ""
-    return "refused", "the program for trl reads a stream's samples as one document"
+    return "refused", "the program for trl treats each sample of a stream as one document"
 
 
 def _length(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
@@ -35,13 +35,13 @@ def _length(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
     most = resolved.model.max_positions
     if resolved.model.positions != "learned" or value < most:
         return "said", ""
-    return "refused", f"trl's rows have a token more, and the model has {most} positions; set it to {most - 1}"
+    return "refused", f"trl's rows have one more token, and the model has {most} positions; set it to {most - 1}"
 
 
 def _start(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
     if value is None or resolved.run.training.preference is None:
         return "said", ""
-    return "refused", "trl holds given adapters to themselves, not to their base"
+    return "refused", "trl's reference model would be the given adapters, not their base"
 
 
 class TrlEngine(HfTrainer):
@@ -63,14 +63,14 @@ class TrlEngine(HfTrainer):
         "data.sequence_length": _length,
         "data.separate_documents": _separate,
         "training.preference": said,
-        "training.preference.reference": only("start", why="trl always holds the model to a reference"),
+        "training.preference.reference": only("start", why="trl always uses a reference model; set it to start"),
     }
 
     def cannot_dump(self, resolved: ResolvedRun) -> str:
         """The proof's random tokens are no pairs."""
         if resolved.run.training.preference is None:
             return ""
-        return "training.preference: its random tokens are no pairs of answers"
+        return "training.preference: verify trains on random tokens, not on preference pairs"
 
     def words(self, resolved: ResolvedRun, program: str) -> dict[str, Any]:
         """Also the preference's settings."""

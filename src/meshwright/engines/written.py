@@ -18,7 +18,7 @@ from meshwright.spec.training import LrScheduleSpec
 
 HERE = ("device", "cluster", "data.cache_dir", "data.tokenizer_vocab")
 """Settings of the machine, and of a tokenizer that is trained."""
-NO_EFFECT = "nothing that is trained depends on it"
+NO_EFFECT = "it does not affect training"
 
 
 def without(why: str) -> Rule:
@@ -33,15 +33,15 @@ def without(why: str) -> Rule:
 def _whole(value: Any, resolved: ResolvedRun) -> tuple[Fate, str]:
     """Without `finetune` everything is trained, which a system may call full fine-tuning."""
     if resolved.run.finetune is None:
-        return "left_out", "the file calls it full fine-tuning: the same parameters are trained"
+        return "left_out", "the file calls this full fine-tuning: the same parameters are trained"
     return "said", ""
 
 
 ARRANGED: Mapping[str, Rule] = {
     "finetune": _whole,
-    "layout.stage_layers": without("it cuts the layers into stages itself: the same losses"),
-    "layout.cp_method": without("it exchanges keys and values in its own way: the same losses"),
-    "training.compile": without("nothing is compiled: the same losses in more time"),
+    "layout.stage_layers": without("it splits the layers into stages itself: the same losses"),
+    "layout.cp_method": without("it exchanges keys and values differently: the same losses"),
+    "training.compile": without("no compilation: the same losses, slower steps"),
     "layout.quantized_weights": said,
     "layout.quantized_gradients": said,
 }
@@ -87,7 +87,7 @@ class WrittenEngine(Engine):
             imported = self._read_back(files, resolved)
         except UserError as error:
             if not cannot:
-                raise InexpressibleError(f"{self.name}'s {self.file} cannot say this recipe: {error}") from error
+                raise InexpressibleError(f"{self.name}'s {self.file} cannot express this recipe: {error}") from error
             settings = list(settings_of(resolved, cannot, {}, {**ARRANGED, **self.rules}))
         else:
             settings = self._fates(resolved, imported, cannot)
@@ -121,7 +121,7 @@ class WrittenEngine(Engine):
                     why if path in {**ARRANGED, **self.rules} else f"{self.file} has no such setting; {NO_EFFECT}"
                 )
             else:
-                cannot.setdefault(path, f"{self.file} says {_shown(theirs.get(path))}; {self.name} has no other way")
+                cannot.setdefault(path, f"{self.file} can express only {_shown(theirs.get(path))}")
         for path, why in _other_model(resolved, imported, self.file):
             cannot.setdefault(path, why)
         return list(settings_of(resolved, cannot, {}, rules))
@@ -179,7 +179,7 @@ def _other_model(resolved: ResolvedRun, imported: Run, file: str) -> Iterator[tu
             continue  # nothing that is trained depends on it
         if ours != other:
             path = field if field in SIZES else "family"
-            yield f"model.{path}", f"{file} says {field} {_shown(other)}, the model has {_shown(ours)}"
+            yield f"model.{path}", f"{file} has {field} {_shown(other)}, the model {_shown(ours)}"
     weights = starting_weights(imported.model, base_dir=base_dir)
     if weights != resolved.run.model.weights:
         yield "model.weights", f"{file} starts from {weights} weights"
