@@ -502,7 +502,7 @@ def test_an_exported_program_is_the_same_recipe_again(tmp_path, engine, layout):
     )
     text, reading = import_files([path])
     assert parse_spec(text, Run).training.optimizer.lr == 0.5
-    assert "LR=0.5: the program was changed; its recipe has 0.0001" in reading.notes[0]
+    assert "LR=0.5: the program was edited; its recipe has 0.0001" in reading.notes[0]
 
 
 TUNED = {
@@ -529,24 +529,24 @@ def test_a_program_whose_recipe_is_gone_is_refused(tmp_path):
     path = ENGINES["bare"].translate(resolve_run(run, base_dir=tmp_path)).write(tmp_path)
     text = path.read_text()
     path.write_text("\n".join(line for line in text.splitlines() if not line.startswith("#   ")) + "\n")
-    with pytest.raises(UserError, match="there is no recipe"):
+    with pytest.raises(UserError, match="contains no recipe"):
         import_files([path])
     path.write_text(
         text.replace("STEPS, GLOBAL_BATCH, MICRO_BATCH, LENGTH = 10", "STEPS, GLOBAL_BATCH, MICRO_BATCH, LENGTH = f()")
     )
-    with pytest.raises(UserError, match="STEPS is no number"):
+    with pytest.raises(UserError, match="STEPS is not a number"):
         import_files([path])
 
 
 HOSTILE = {
-    "circle.yaml": ("global_train_batch_size: ${seed}\nseed: ${global_train_batch_size}\n", "in circles"),
+    "circle.yaml": ("global_train_batch_size: ${seed}\nseed: ${global_train_batch_size}\n", "circular"),
     "broken.toml": ("[training\n", "cannot be read"),
     "degree.toml": ("[training]\nsteps = 1\n[parallelism]\ntensor_parallel_degree = 0\n", "at least 1"),
     "word.toml": ('[training]\nsteps = 9\n[lr_scheduler]\ndecay_ratio = "x"\n', "must be a number"),
     "precision.toml": ('[training]\nmixed_precision_param = "int"\n[job]\n', "one of float32"),
-    "blend.yaml": ("model: {hidden_size: 8}\ntrain: {}\ndataset: {blend: 5}\n", "cannot have such a value"),
+    "blend.yaml": ("model: {hidden_size: 8}\ntrain: {}\ndataset: {blend: 5}\n", "this value is not allowed"),
     "decay.yaml": ("device_train_microbatch_size: 1\noptimizer: {weight_decay: [1]}\n", "must be a number"),
-    "lora.yaml": ("model_name_or_path: gpt2\nstage: sft\nval_size: x\n", "cannot have such a value"),
+    "lora.yaml": ("model_name_or_path: gpt2\nstage: sft\nval_size: x\n", "this value is not allowed"),
 }
 
 

@@ -58,7 +58,7 @@ def requirements(engine: Engine) -> list[str]:
         stated = requires("meshwright") or []
     except PackageNotFoundError as error:
         raise UserError(
-            ("meshwright is not installed as a package, so its extras are unknown; pip install -e .")
+            "meshwright is not installed as a package, so its extras are unknown; pip install -e ."
         ) from error
     found = []
     for requirement in stated:

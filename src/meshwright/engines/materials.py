@@ -93,7 +93,7 @@ def _pair(sample: Sample) -> dict[str, list[int]]:
         answer = np.flatnonzero(labels != NO_LABEL)
         if not len(answer) or (np.diff(answer) != 1).any():
             raise UserError(
-                ("trl needs one contiguous answer, but a pair trains on several turns; set data.chat.train_on=last")
+                "trl needs one contiguous answer, but a pair trains on several turns; set data.chat.train_on=last"
             )
         found.append((inputs[: answer[0] + 1].tolist(), labels[answer].tolist()))
     (prompt, chosen), (other, rejected) = found

@@ -6,14 +6,14 @@ from typing import Any
 from meshwright.imports.reading import Reading, Rule, fact, flat, nothing, positive, words
 
 SHARDING = {"full_shard": 3, "hybrid_shard": 3, "shard_grad_op": 2, "hybrid_shard_zero2": 2, "no_shard": 0}
-LAUNCH = "set by torchrun, Slurm or our own launcher (docs/clusters.md)"
+LAUNCH = "set by torchrun, Slurm or Meshwright's launcher (docs/clusters.md)"
 
 
 def _type(reading: Reading, value: Any, origin: str) -> None:
     if value in ("MULTI_GPU", "MULTI_CPU", "NO", False):
         reading.fact("zero", 0, origin)
     elif value not in ("FSDP", "DEEPSPEED"):
-        reading.give_up(origin, "there are NO, MULTI_CPU, MULTI_GPU, FSDP and DEEPSPEED")
+        reading.give_up(origin, "supported: NO, MULTI_CPU, MULTI_GPU, FSDP, DEEPSPEED")
 
 
 def _sharding(reading: Reading, value: Any, origin: str) -> None:
@@ -21,7 +21,7 @@ def _sharding(reading: Reading, value: Any, origin: str) -> None:
     if word in SHARDING:
         reading.fact("zero", SHARDING[word], origin)
     else:
-        reading.give_up(origin, f"there are {', '.join(SHARDING)}")
+        reading.give_up(origin, f"supported: {', '.join(SHARDING)}")
 
 
 def _reshard(reading: Reading, value: Any, origin: str) -> None:
@@ -35,10 +35,10 @@ def _offload(reading: Reading, value: Any, origin: str) -> None:
     if value in (True, "cpu"):
         reading.set("layout.offload", "cpu", origin)
     elif value not in (False, "none"):
-        reading.give_up(origin, "state is kept on the device or in host memory")
+        reading.give_up(origin, "supported: cpu, none")
 
 
-FSDP = "blocks are sharded one by one, and gathered ahead"
+FSDP = "Meshwright always shards block by block and prefetches"
 RULES: Mapping[str, Rule] = {
     "compute_environment": lambda reading, value, origin: None,
     "debug": nothing("the watchdog is always on"),
@@ -58,7 +58,7 @@ RULES: Mapping[str, Rule] = {
     "fsdp_config.fsdp_activation_checkpointing": lambda reading, value, origin: (
         reading.set("training.recompute", "full", origin) if value is True else None
     ),
-    "fsdp_config.fsdp_state_dict_type": nothing("checkpoints are sharded, and any layout reads them"),
+    "fsdp_config.fsdp_state_dict_type": nothing("checkpoints are always sharded, and load under any layout"),
     **{
         f"fsdp_config.fsdp_{key}": nothing(FSDP)
         for key in (
@@ -71,11 +71,11 @@ RULES: Mapping[str, Rule] = {
     "deepspeed_config.gradient_clipping": positive("training.clip"),
     "deepspeed_config.offload_optimizer_device": _offload,
     "deepspeed_config.offload_param_device": _offload,
-    "deepspeed_config.zero3_init_flag": nothing("every rank fills only its shard"),
-    "deepspeed_config.zero3_save_16bit_model": nothing("`meshwright export` gathers weights"),
+    "deepspeed_config.zero3_init_flag": nothing("each rank always initializes only its shard"),
+    "deepspeed_config.zero3_save_16bit_model": nothing("`meshwright export` writes whole weights"),
     "deepspeed_config.deepspeed_multinode_launcher": nothing(LAUNCH),
     "deepspeed_config.deepspeed_config_file": lambda reading, value, origin: reading.notes.append(
-        f"{origin}: give that file beside this one"
+        f"{origin}: pass that file too"
     ),
 }
 

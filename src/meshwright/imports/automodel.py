@@ -21,7 +21,7 @@ from meshwright.imports.reading import (
 DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "fp32": "fp32", "float16": "fp16", "fp16": "fp16"}
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"}
 PIPELINES = {"1f1b": "1f1b", "gpipe": "afab"}
-OURS = "nothing that is trained depends on it, or our trainer decides it"
+OURS = "it does not affect training, or Meshwright decides it"
 
 
 def _last(target: Any) -> str:
@@ -46,7 +46,7 @@ def _strategy(reading: Reading, value: Any, origin: str) -> None:
     if value in ("fsdp2", "ddp"):
         reading.fact("strategy", value, origin)
     else:
-        reading.give_up(origin, "there are fsdp2 and ddp")
+        reading.give_up(origin, "supported: fsdp2, ddp")
 
 
 def _model(reading: Reading, value: Any, origin: str) -> None:
@@ -54,7 +54,9 @@ def _model(reading: Reading, value: Any, origin: str) -> None:
     if kind[-1] == "from_config":
         reading.set("model.weights", "random", origin)
     elif kind != ["NeMoAutoModelForCausalLM", "from_pretrained"]:
-        reading.give_up(origin, "there are from_pretrained and from_config of NeMoAutoModelForCausalLM; give --model")
+        reading.give_up(
+            origin, ("only NeMoAutoModelForCausalLM's from_pretrained and from_config are read; give --model")
+        )
 
 
 def _config(reading: Reading, value: Any, origin: str) -> None:
@@ -70,7 +72,7 @@ def _optimizer(reading: Reading, value: Any, origin: str) -> None:
         reading.fact("coupled", True, origin)
         reading.set("training.optimizer.name", "adamw", origin)
     else:
-        reading.give_up(origin, "there are AdamW, FusedAdam and Adam")
+        reading.give_up(origin, "supported: AdamW, FusedAdam, Adam")
 
 
 def _recompute(reading: Reading, value: Any, origin: str) -> None:
@@ -78,7 +80,7 @@ def _recompute(reading: Reading, value: Any, origin: str) -> None:
     if word in ("full", "selective", "none"):
         reading.set("training.recompute", word, origin)
     else:
-        reading.give_up(origin, "there are full, selective and false")
+        reading.give_up(origin, "supported: full, selective, false")
 
 
 def _reshards(reading: Reading, value: Any, origin: str) -> None:
@@ -91,7 +93,7 @@ def _dtype(name: str) -> Rule:
         if word in DTYPES:
             reading.fact(name, DTYPES[word], origin)
         elif word != "auto":
-            reading.give_up(origin, f"there are {', '.join(DTYPES)}")
+            reading.give_up(origin, f"supported: {', '.join(DTYPES)}")
 
     return rule
 
@@ -100,18 +102,18 @@ def _schedule(reading: Reading, value: Any, origin: str) -> None:
     if value in SCHEDULES:
         reading.set("training.lr_schedule.name", SCHEDULES[value], origin)
     else:
-        reading.give_up(origin, f"there are {', '.join(SCHEDULES)}")
+        reading.give_up(origin, f"supported: {', '.join(SCHEDULES)}")
 
 
 def _pipeline(reading: Reading, value: Any, origin: str) -> None:
     if str(value).lower() in PIPELINES:
         reading.fact("schedule", PIPELINES[str(value).lower()], origin)
     else:
-        reading.give_up(origin, f"say layout.schedule by hand; {', '.join(PIPELINES)} are read")
+        reading.give_up(origin, f"only {', '.join(PIPELINES)} are read; set layout.schedule")
 
 
 def _epochs(reading: Reading, value: Any, origin: str) -> None:
-    reading.give_up(origin, "a run is counted in steps: training.steps (theirs ends at the earlier of the two)")
+    reading.give_up(origin, "runs have a number of steps: training.steps (AutoModel ends at the earlier of the two)")
 
 
 def _packed(reading: Reading, value: Any, origin: str) -> None:
@@ -128,7 +130,10 @@ def _overrides(reading: Reading, value: Any, origin: str) -> None:
         if undecayed and group.get("lr_mult", 1) == 1:
             reading.fact("undecayed", True, origin)
         else:
-            reading.give_up(f"{origin.split('=')[0]}: {group}", "norms and biases do not decay; rates are one")
+            reading.give_up(
+                f"{origin.split('=')[0]}: {group}",
+                ("weight decay never applies to norms and biases, and all parameters have one learning rate"),
+            )
 
 
 def _trackers(name: str) -> Rule:
@@ -154,7 +159,7 @@ LEFT_TO_US = (
 
 RULES: Mapping[str, Rule] = {
     "seed": "training.seed",
-    "rng.seed": nothing("AutoModel reads the key seed beside the sections"),
+    "rng.seed": nothing("AutoModel reads the top-level key seed instead"),
     "step_scheduler.global_batch_size": "training.global_batch",
     "step_scheduler.local_batch_size": fact("local batch"),
     "step_scheduler.max_steps": "training.steps",
@@ -184,7 +189,7 @@ RULES: Mapping[str, Rule] = {
     "distributed.autocast_dtype": _dtype("autocast"),
     "distributed.pipeline.pp_schedule": _pipeline,
     "distributed.pipeline.pp_microbatch_size": fact("microbatch"),
-    "distributed.pipeline.layers_per_stage": nothing("say layout.stage_layers, or layout.stages_per_rank"),
+    "distributed.pipeline.layers_per_stage": nothing("set layout.stage_layers or layout.stages_per_rank"),
     "optimizer._target_": _optimizer,
     "optimizer.lr": "training.optimizer.lr",
     "optimizer.betas": lambda reading, value, origin: reading.set("training.optimizer.betas", list(value), origin),
@@ -234,7 +239,11 @@ def read_automodel(reading: Reading, values: Mapping[str, Any], file: str) -> No
         if part == "wandb":
             reading.set("trackers", ["wandb"], f"{file}: wandb={values[part]}")
         else:
-            why = "data.held_out is a share of the data" if part.startswith("valid") else "trackers are ours"
+            why = (
+                ("evaluation data is a fraction of the training data; set data.held_out")
+                if part.startswith("valid")
+                else "set trackers"
+            )
             reading.give_up(f"{file}: {part}={values[part]}", why)
     if isinstance(values.get("dataset"), Mapping):
         _dataset(reading, values["dataset"], f"{file}: dataset", default)
@@ -252,9 +261,12 @@ def read_automodel(reading: Reading, values: Mapping[str, Any], file: str) -> No
     reading.set("checkpoint.every", saves if not steps or saves < steps else 0, where)
     decay, where = reading.settings.get("training.optimizer.weight_decay", (0.01, default))
     if decay and reading.known("coupled"):
-        reading.give_up(reading.facts["coupled"][1], "Adam adds the decay to the gradient; AdamW's is apart from it")
+        reading.give_up(
+            reading.facts["coupled"][1],
+            ("Adam adds weight decay to the gradient; only AdamW's decoupled decay is supported"),
+        )
     if decay and "undecayed" not in reading.facts:
-        reading.notes.append(f"{where}: AutoModel decays norms and biases as well; they do not decay here")
+        reading.notes.append(f"{where}: AutoModel also decays norms and biases; Meshwright does not")
 
 
 def _dataset(reading: Reading, given: Mapping[str, Any], where: str, default: str) -> None:
@@ -290,10 +302,10 @@ def _dataset(reading: Reading, given: Mapping[str, Any], where: str, default: st
             reading.set("data.chat.train_on", "last", f"{where}.mask_history=True")
     else:
         reading.give_up(
-            f"{where}._target_={target}", "there are MegatronPretraining and ChatDataset; give data.sources"
+            f"{where}._target_={target}", "only MegatronPretraining and ChatDataset are read; set data.sources"
         )
     for key, value in found.items():
-        reading.give_up(f"{where}.{key}={value}", "say it under data by hand")
+        reading.give_up(f"{where}.{key}={value}", "set it under data")
 
 
 def _blended(paths: Any) -> list[dict[str, Any]]:
@@ -337,7 +349,7 @@ def _ranks(reading: Reading, default: str) -> None:
 def _dtypes(reading: Reading, default: str) -> None:
     """FSDP2 computes in bf16 unless it is told, on weights as they are stored."""
     sharded = reading.known("strategy", "fsdp2") == "fsdp2"
-    storage, where = reading.facts.get("storage", ("bf16", f"{default}: torch_dtype=auto, mostly bf16"))
+    storage, where = reading.facts.get("storage", ("bf16", f"{default}: torch_dtype=auto, usually bf16"))
     plain = ("bf16", default) if sharded else (storage, where)
     compute = reading.facts.get("compute" if sharded else "autocast", plain)
     reading.set("training.precision", *compute)
@@ -362,14 +374,17 @@ def _rates(reading: Reading, values: Mapping[str, Any], default: str) -> None:
         if steps:
             reading.set("training.lr_schedule.warmup", min(1000, steps // 10), default)
         else:
-            reading.give_up(default, "warm-up is a tenth of the steps, at most 1000; set training.lr_schedule.warmup")
+            reading.give_up(
+                default,
+                ("warm-up is a tenth of the unknown number of steps, at most 1000; set training.lr_schedule.warmup"),
+            )
     peak, said = reading.settings.get("training.optimizer.lr", (1e-4, default))
     check_number(peak, said)
     if "min_lr" not in reading.facts and reading.settings.get("training.lr_schedule.name", ("", ""))[0] != "constant":
         reading.set("training.lr_schedule.final", 0.01, f"{default}: min_lr=0.01 lr")
     first, where = reading.facts.get("first rate", (peak / 10, f"{default}: init_lr=0.1 lr"))
     if first and reading.settings.get("training.lr_schedule.warmup", (0, ""))[0]:
-        reading.give_up(where, "warm-up begins at 0")
+        reading.give_up(where, "warm-up always starts at 0")
 
 
 def _adapters(reading: Reading, values: Mapping[str, Any], default: str) -> None:
@@ -382,4 +397,4 @@ def _adapters(reading: Reading, values: Mapping[str, Any], default: str) -> None
         reading.default(path, value, default)
     position, where = reading.facts.get("dropout position", ("post", default))
     if position == "post" and reading.settings.get("finetune.dropout", (0, ""))[0]:
-        reading.give_up(f"{where}: dropout_position={position}", "dropout is before the adapters")
+        reading.give_up(f"{where}: dropout_position={position}", "dropout is applied before the adapters")

@@ -21,7 +21,7 @@ def _datasets(reading: Reading, value: Any, origin: str) -> None:
     for dataset in value:
         known = {"path", "type", "split", "name", "field_messages", "ds_type", "data_files"}
         for key in dataset.keys() - known:
-            reading.give_up(f"{origin.split('=')[0]}: {key}={dataset[key]}", "say it under data.sources by hand")
+            reading.give_up(f"{origin.split('=')[0]}: {key}={dataset[key]}", "set it under data.sources")
         files = dataset.get("data_files")
         path = files[0] if isinstance(files, list) and len(files) == 1 else files or dataset["path"]
         local = str(path).startswith((".", "/")) or "." in str(path).rsplit("/", 1)[-1]
@@ -30,7 +30,7 @@ def _datasets(reading: Reading, value: Any, origin: str) -> None:
         if kind in FORMATS:
             source["format"] = FORMATS[kind]
         elif kind:
-            reading.give_up(f"{origin.split('=')[0]}: type={kind}", f"there are {', '.join(FORMATS)}")
+            reading.give_up(f"{origin.split('=')[0]}: type={kind}", f"supported: {', '.join(FORMATS)}")
         source |= {"split": dataset["split"]} if "split" in dataset else {}
         source |= {"subset": dataset["name"]} if "name" in dataset else {}
         sources.append(source)
@@ -47,7 +47,7 @@ def _adapter(reading: Reading, value: Any, origin: str) -> None:
     if value in ("lora", "qlora"):
         reading.set("finetune.method", value, origin)
     else:
-        reading.give_up(origin, "there are lora and qlora")
+        reading.give_up(origin, "supported: lora, qlora")
 
 
 def _batch(reading: Reading, value: Any, origin: str) -> None:
@@ -58,7 +58,9 @@ def _evaluation(reading: Reading, value: Any, origin: str) -> None:
     if isinstance(value, float) and value < 1:
         reading.set("data.held_out", value, origin)
     else:
-        reading.set("data.held_out", 0, origin) if not value else reading.give_up(origin, "data.held_out is a share")
+        reading.set("data.held_out", 0, origin) if not value else reading.give_up(
+            origin, ("data.held_out is a fraction, not a count")
+        )
 
 
 def _warmup(reading: Reading, value: Any, origin: str) -> None:
@@ -80,12 +82,14 @@ def _sharded(reading: Reading, value: Any, origin: str) -> None:
     if found.get("auto_wrap_policy") == "TRANSFORMER_BASED_WRAP":
         del found["auto_wrap_policy"]
     for key, said in found.items():
-        reading.give_up(f"{where}.{key}={said}", "blocks are sharded one by one, and checkpoints are ours")
+        reading.give_up(
+            f"{where}.{key}={said}", ("Meshwright always shards block by block, and has its own checkpoints")
+        )
 
 
 def _per_epoch(path: str) -> Rule:
     def rule(reading: Reading, value: Any, origin: str) -> None:
-        reading.give_up(origin, f"{path} is counted in steps")
+        reading.give_up(origin, f"set {path}, in steps")
 
     return rule
 
@@ -128,7 +132,7 @@ RULES: Mapping[str, Rule] = {
     "chat_template": lambda reading, value, origin: (
         reading.set("data.chat.template", value, origin)
         if value in ("chatml", "llama3", "mistral", "qwen")
-        else reading.give_up(origin, "the tokenizer's own template is taken")
+        else reading.give_up(origin, "the tokenizer's template is used")
     ),
     "sequence_len": "data.sequence_length",
     "sample_packing": _packing,
@@ -157,9 +161,9 @@ RULES: Mapping[str, Rule] = {
     "saves_per_epoch": _per_epoch("checkpoint.every"),
     "evals_per_epoch": _per_epoch("training.evaluation.every"),
     "wandb_project": lambda reading, value, origin: reading.set("trackers", ["wandb"], origin) if value else None,
-    "special_tokens": nothing("the tokenizer's own special tokens are taken"),
-    "early_stopping_patience": nothing("the callback early_stopping does this (docs/callbacks.md)"),
-    **dict.fromkeys(LEFT_TO_US, nothing("nothing that is trained depends on it, or our trainer decides it")),
+    "special_tokens": nothing("the tokenizer's special tokens are used"),
+    "early_stopping_patience": nothing("use the callback early_stopping (docs/callbacks.md)"),
+    **dict.fromkeys(LEFT_TO_US, nothing("it does not affect training, or Meshwright decides it")),
 }
 
 
@@ -178,7 +182,9 @@ def read_axolotl(reading: Reading, values: Mapping[str, Any], file: str) -> None
             check_count(steps, reading.settings["training.steps"][1])
             _warmup(reading, min(int(0.03 * steps), 100), default)
         else:
-            reading.give_up(default, "warm-up is 3 % of the steps, at most 100; set training.lr_schedule.warmup")
+            reading.give_up(
+                default, ("warm-up is 3 % of the unknown number of steps, at most 100; set training.lr_schedule.warmup")
+            )
     take_defaults(reading, values, default, "cosine")
     if (floor := values.get("cosine_min_lr_ratio")) is not None:
         reading.settings["training.lr_schedule.final"] = (floor, f"{file}: cosine_min_lr_ratio={floor}")

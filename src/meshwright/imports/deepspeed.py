@@ -10,7 +10,7 @@ SCHEDULES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr"
 PLACES = {"cpu": "host", "nvme": "disk"}
 PARTS = {"offload_optimizer": "optimizer", "offload_param": "parameters"}
 """Sections of a configuration -> what of a rank's state they move."""
-COMMUNICATION = "buckets and overlap of communication are chosen by PyTorch"
+COMMUNICATION = "PyTorch chooses buckets and overlap"
 
 
 def _betas(reading: Reading, value: Any, origin: str) -> None:
@@ -24,7 +24,7 @@ def _offload(part: str) -> Rule:
         if value in PLACES:
             reading.fact(f"offloaded {part}", PLACES[value], origin)
         elif value != "none":
-            reading.give_up(origin, f"state is kept at {', '.join(PLACES)} or none")
+            reading.give_up(origin, f"supported: {', '.join(PLACES)}, none")
 
     return rule
 
@@ -33,7 +33,7 @@ def _folder(reading: Reading, value: Any, origin: str) -> None:
     if "offload folder" not in reading.facts:
         reading.fact("offload folder", str(value), origin)
     elif reading.facts["offload folder"][0] != str(value):
-        reading.give_up(origin, "all files are in one folder, that of the optimizer's")
+        reading.give_up(origin, "all state is in one folder, the optimizer's")
 
 
 def _moved(part: str) -> Rule:
@@ -55,19 +55,20 @@ def _settle_offload(reading: Reading) -> None:
     found: dict[str, Any] = {part: place for part, (place, _) in kept.items()}
     if found.get("parameters") == "disk" and found.get("optimizer") != "disk":
         reading.give_up(
-            kept["parameters"][1], "parameters are on disk only beside the optimizer's state; see layout.offload"
+            kept["parameters"][1], "parameters can be on disk only if the optimizer state is too; see layout.offload"
         )
         found["parameters"] = "host"
         reading.facts.pop("offload folder", None)
     if "parameters" in found and "optimizer" not in found:
         reading.notes.append(
-            f"{kept['parameters'][1]}: the optimizer steps where parameters are, so its state is there"
+            f"{kept['parameters'][1]}: offloaded parameters are updated on the host, so the optimizer state is "
+            "there too"
         )
         found["optimizer"] = "host"
     if "offloaded share" in reading.facts:
         share, where = reading.facts["offloaded share"]
         if found.get("parameters") == found["optimizer"]:
-            reading.give_up(where, "where parameters are moved too, all of the optimizer's state is")
+            reading.give_up(where, "if parameters are offloaded, so is the whole optimizer state")
         else:
             found, origin = found | {"optimizer_share": share}, f"{origin}; {where}"
     if "offload folder" in reading.facts:
@@ -75,7 +76,7 @@ def _settle_offload(reading: Reading) -> None:
         if found["optimizer"] == "disk":
             found, origin = found | {"directory": folder}, f"{origin}; {where}"
         else:
-            reading.give_up(where, "nothing is on disk")
+            reading.give_up(where, "no state is on disk")
     whole = found == {"optimizer": "host", "parameters": "host"}
     reading.set("layout.offload", "cpu" if whole else found, origin)
 
@@ -85,8 +86,8 @@ def _secondary(reading: Reading, value: Any, origin: str) -> None:
     if value > 1:
         reading.fact("shard", value, origin)
         reading.notes.append(
-            f"{origin}: hybrid sharding, whose groups of dp_shard ranks have all state among them; hpZ splits the "
-            "optimizer's state over all ranks"
+            f"{origin}: imported as hybrid sharding, which shards optimizer state over dp_shard ranks; hpZ shards "
+            "it over all ranks"
         )
 
 
@@ -101,7 +102,7 @@ def _settle_quantized(reading: Reading) -> None:
             continue
         origin = reading.facts[name][1]
         if stage < least:
-            reading.give_up(origin, f"ZeRO-{stage} has no such exchange")
+            reading.give_up(origin, f"ZeRO-{stage} has no such communication")
         else:
             reading.set(path, kind, origin)
 
@@ -117,37 +118,37 @@ RULES: Mapping[str, Rule] = {
     "optimizer.params.eps": "training.optimizer.eps",
     "optimizer.params.weight_decay": "training.optimizer.weight_decay",
     "optimizer.params.adam_w_mode": lambda reading, value, origin: (
-        None if value else reading.give_up(origin, "weight decay is always decoupled")
+        None if value else reading.give_up(origin, "weight decay is always decoupled (AdamW)")
     ),
     "optimizer.params.torch_adam": lambda reading, value, origin: None,
     "scheduler.type": words("training.lr_schedule.name", SCHEDULES),
     "scheduler.params.warmup_num_steps": "training.lr_schedule.warmup",
     "scheduler.params.total_num_steps": "training.steps",
     "scheduler.params.warmup_max_lr": "training.optimizer.lr",
-    "scheduler.params.warmup_min_lr": nothing("warm-up starts at 0"),
-    "scheduler.params.warmup_type": nothing("warm-up is linear"),
-    "scheduler.params.warmup_min_ratio": nothing("warm-up starts at 0"),
+    "scheduler.params.warmup_min_lr": nothing("warm-up always starts at 0"),
+    "scheduler.params.warmup_type": nothing("warm-up is always linear"),
+    "scheduler.params.warmup_min_ratio": nothing("warm-up always starts at 0"),
     "scheduler.params.cos_min_ratio": "training.lr_schedule.final",
     "bf16.enabled": when("training.precision", "bf16"),
     "fp16.enabled": when("training.precision", "fp16"),
     **{
-        f"fp16.{key}": nothing("fp16's loss scale is dynamic, with constants of its own")
+        f"fp16.{key}": nothing("fp16's loss scale is dynamic, with fixed constants")
         for key in ("loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis", "min_loss_scale")
     },
-    "fp16.consecutive_hysteresis": nothing("fp16's loss scale is dynamic, with constants of its own"),
-    "fp16.auto_cast": nothing("the model computes in the precision of the recipe"),
+    "fp16.consecutive_hysteresis": nothing("fp16's loss scale is dynamic, with fixed constants"),
+    "fp16.auto_cast": nothing("training.precision sets the compute dtype"),
     "communication_data_type": words("training.reduce_dtype", {"fp32": "fp32", "bf16": "bf16", "bfp16": "bf16"}),
     "data_types.grad_accum_dtype": words("training.reduce_dtype", {"fp32": "fp32", "bf16": "bf16"}),
     "zero_optimization.stage": fact("zero"),
     **{f"zero_optimization.{section}.device": _offload(part) for section, part in PARTS.items()},
     **{f"zero_optimization.{section}.nvme_path": _folder for section in PARTS},
     **{
-        f"zero_optimization.{section}.{key}": nothing("reads and writes of the next bucket overlap a step")
+        f"zero_optimization.{section}.{key}": nothing("disk reads and writes always overlap the step")
         for section in PARTS
         for key in ("pipeline_read", "pipeline_write", "pipeline")
     },
     **{
-        f"aio.{key}": nothing("files are mapped, and read and written a bucket at a time")
+        f"aio.{key}": nothing("files are memory-mapped, and read and written bucket by bucket")
         for key in (
             "block_size",
             "queue_depth",
@@ -174,12 +175,12 @@ RULES: Mapping[str, Rule] = {
         )
     },
     **{
-        f"zero_optimization.{part}.{key}": nothing("host memory is pinned where it can be")
+        f"zero_optimization.{part}.{key}": nothing("host memory is pinned where possible")
         for part in ("offload_optimizer", "offload_param")
         for key in ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "fast_init")
     },
-    "zero_optimization.cpu_offload_use_pin_memory": nothing("host memory is pinned where it can be"),
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": nothing("`meshwright export` gathers weights"),
+    "zero_optimization.cpu_offload_use_pin_memory": nothing("host memory is pinned where possible"),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": nothing("`meshwright export` writes whole weights"),
     "zero_optimization.zero_quantized_weights": lambda reading, value, origin: (
         reading.fact("quantized weights", value, origin) if value is True else None
     ),
@@ -187,17 +188,17 @@ RULES: Mapping[str, Rule] = {
         reading.fact("quantized gradients", value, origin) if value is True else None
     ),
     "zero_optimization.zero_quantized_nontrainable_weights": nothing("set finetune.base=int8 or nf4"),
-    "activation_checkpointing.partition_activations": nothing("say training.recompute where the model used it"),
-    "activation_checkpointing.cpu_checkpointing": nothing("activations are not offloaded"),
+    "activation_checkpointing.partition_activations": nothing("set training.recompute if the model used it"),
+    "activation_checkpointing.cpu_checkpointing": nothing("set layout.offload={activations: host}"),
     "tensorboard.enabled": when("trackers", ["tensorboard"]),
     "wandb.enabled": when("trackers", ["wandb"]),
     "tensor_parallel.autotp_size": "layout.tp",
-    "steps_per_print": nothing("progress is shown by time"),
-    "wall_clock_breakdown": nothing("the callback profiler shows where time goes"),
+    "steps_per_print": nothing("progress is printed at time intervals"),
+    "wall_clock_breakdown": nothing("use the callback profiler"),
     "zero_allow_untested_optimizer": lambda reading, value, origin: None,
-    "zero_force_ds_cpu_optimizer": nothing("offloaded state is stepped by PyTorch's AdamW"),
-    "prescale_gradients": nothing("gradients are sums in fp32"),
-    "dump_state": nothing("resolved.yaml has every setting"),
+    "zero_force_ds_cpu_optimizer": nothing("PyTorch's AdamW updates offloaded state"),
+    "prescale_gradients": nothing("gradients are reduced in training.reduce_dtype"),
+    "dump_state": nothing("resolved.yaml lists every setting"),
 }
 
 
@@ -219,5 +220,5 @@ def read_deepspeed(reading: Reading, values: Mapping[str, Any], file: str) -> No
     if "gradient_clipping" not in values:
         reading.notes.append(
             f"{file} has no gradient_clipping: DeepSpeed 0.19 then clips at 1.0, earlier releases do not clip; the "
-            "recipe's default is 1.0"
+            "recipe clips at 1.0"
         )

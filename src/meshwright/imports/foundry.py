@@ -24,7 +24,7 @@ def _steps(value: Any, origin: str, reading: Reading) -> int | None:
     """A time in batches (`100ba`), or None if it is in another unit."""
     if match := re.fullmatch(r"(\d{1,12})ba", str(value)):
         return int(match[1])
-    reading.give_up(origin, "counted in steps only (`100ba`)")
+    reading.give_up(origin, "only batches are read (`100ba`)")
     return None
 
 
@@ -53,15 +53,17 @@ def _warmup(reading: Reading, value: Any, origin: str) -> None:
 
 def _whole(reading: Reading, value: Any, origin: str) -> None:
     if value != "1dur":
-        reading.give_up(origin, "schedules end with the last step")
+        reading.give_up(origin, "schedules always end at the last step")
 
 
 def _model(reading: Reading, value: Any, origin: str) -> None:
     if value == "mpt_causal_lm":
         reading.set("model.family", "gpt2", origin)
-        reading.notes.append(f"{origin}: MPT's exact GELU and norms in low precision are not gpt2's")
+        reading.notes.append(
+            f"{origin}: imported as gpt2, whose GELU is approximate and whose norms are not in low precision"
+        )
     elif value != "hf_causal_lm":
-        reading.give_up(origin, "there are mpt_causal_lm and hf_causal_lm")
+        reading.give_up(origin, "supported: mpt_causal_lm, hf_causal_lm")
 
 
 def _biases(reading: Reading, value: Any, origin: str) -> None:
@@ -74,7 +76,7 @@ def _loss_head(reading: Reading, value: Any, origin: str) -> None:
 
 
 def _data(reading: Reading, value: Any, origin: str) -> None:
-    reading.give_up(origin, "Mosaic's shards (MDS) are not read; give data.sources text")
+    reading.give_up(origin, "Mosaic's shards (MDS) are not supported; set data.sources to text")
 
 
 def _pretrained(reading: Reading, value: Any, origin: str) -> None:
@@ -88,7 +90,7 @@ def _masters(reading: Reading, value: Any, origin: str) -> None:
         reading.set("training.optimizer.state_dtype", "bf16", origin)
         reading.set("training.optimizer.rounding", "nearest", origin)
     elif value not in WIDE:
-        reading.give_up(origin, "weights are kept in fp32 or bf16")
+        reading.give_up(origin, "supported: fp32, bf16")
 
 
 def _targets(reading: Reading, value: Any, origin: str) -> None:
@@ -100,7 +102,7 @@ def _adapters(reading: Reading, value: Any, origin: str) -> None:
     if str(value).upper() == "LORA":
         reading.set("finetune.method", "lora", origin)
     else:
-        reading.give_up(origin, "there is LORA")
+        reading.give_up(origin, "supported: LORA")
 
 
 def _groups(reading: Reading, value: Any, origin: str) -> None:
@@ -110,7 +112,10 @@ def _groups(reading: Reading, value: Any, origin: str) -> None:
         if named and group["weight_decay"] == 0:
             reading.fact("undecayed", True, origin)
         else:
-            reading.give_up(f"{origin.split('=')[0]}: {group}", "norms and biases do not decay; one rate is for all")
+            reading.give_up(
+                f"{origin.split('=')[0]}: {group}",
+                ("weight decay never applies to norms and biases, and all parameters have one learning rate"),
+            )
 
 
 def _degree(name: str) -> Rule:
@@ -121,14 +126,14 @@ def _sharding(reading: Reading, value: Any, origin: str) -> None:
     if str(value) in SHARDING:
         reading.fact("zero", SHARDING[str(value)], origin)
     else:
-        reading.give_up(origin, f"there are {', '.join(SHARDING)}")
+        reading.give_up(origin, f"supported: {', '.join(SHARDING)}")
 
 
 def _mixed(reading: Reading, value: Any, origin: str) -> None:
     if value == "PURE":
         reading.set("training.reduce_dtype", "bf16", origin)
     elif value != "DEFAULT":
-        reading.give_up(origin, "there are PURE and DEFAULT")
+        reading.give_up(origin, "supported: PURE, DEFAULT")
 
 
 def _recompute(reading: Reading, value: Any, origin: str) -> None:
@@ -138,7 +143,7 @@ def _recompute(reading: Reading, value: Any, origin: str) -> None:
 
 def _save_folder(reading: Reading, value: Any, origin: str) -> None:
     if "://" in str(value) or "{" in str(value):
-        reading.give_up(origin, "run_dir is a folder")
+        reading.give_up(origin, "run_dir must be a local folder")
     else:
         reading.set("run_dir", value, origin)
 
@@ -199,7 +204,7 @@ RULES: Mapping[str, Rule] = {
     "global_seed": "training.seed",
     "seed": "training.seed",
     "accumulate_train_batch_on_tokens": lambda reading, value, origin: (
-        None if value is True else reading.give_up(origin, "microbatches count by their trained tokens")
+        None if value is True else reading.give_up(origin, "microbatches are always weighted by their trained tokens")
     ),
     "model.name": _model,
     "model.pretrained_model_name_or_path": "model.name",
@@ -224,10 +229,10 @@ RULES: Mapping[str, Rule] = {
     "model.vocab_size": "model.vocab",
     "model.no_bias": _biases,
     "model.tie_word_embeddings": "model.tied_embeddings",
-    "model.attn_config.attn_impl": nothing("PyTorch chooses the kernel of attention"),
-    "model.attn_config.alibi": nothing("gpt2's positions are learned"),
-    "model.attn_config.rope": nothing("gpt2's positions are learned"),
-    "model.attn_config.kv_n_heads": nothing("gpt2's keys and values have a head for each query's"),
+    "model.attn_config.attn_impl": nothing("PyTorch chooses the attention kernel"),
+    "model.attn_config.alibi": nothing("gpt2 has learned positions"),
+    "model.attn_config.rope": nothing("gpt2 has learned positions"),
+    "model.attn_config.kv_n_heads": nothing("gpt2 has one key/value head per query head"),
     "tokenizer.name": "data.tokenizer",
     "train_loader.dataset.local": _data,
     "train_loader.dataset.hf_name": fact("data set"),
@@ -257,7 +262,7 @@ RULES: Mapping[str, Rule] = {
     "optimizer.weight_decay": fact("weight decay"),
     "optimizer.param_groups": _groups,
     "algorithms.gradient_clipping.clipping_type": lambda reading, value, origin: (
-        None if value == "norm" else reading.give_up(origin, "gradients are clipped by their norm")
+        None if value == "norm" else reading.give_up(origin, "gradients are always clipped by norm")
     ),
     "algorithms.gradient_clipping.clipping_threshold": "training.clip",
     "max_duration": _duration,
@@ -282,8 +287,8 @@ RULES: Mapping[str, Rule] = {
     "load_path": nothing("`meshwright train --resume` continues from the newest checkpoint"),
     "loggers.wandb": _trackers("wandb"),
     "loggers.tensorboard": _trackers("tensorboard"),
-    "eval_loader": nothing("data.held_out is a share of the data"),
-    **dict.fromkeys(LEFT_TO_US, nothing("nothing that is trained depends on it, or our trainer decides it")),
+    "eval_loader": nothing("evaluation data is a fraction of the training data; set data.held_out"),
+    **dict.fromkeys(LEFT_TO_US, nothing("it does not affect training, or Meshwright decides it")),
 }
 
 
@@ -303,13 +308,13 @@ def read_foundry(reading: Reading, values: Mapping[str, Any], file: str) -> None
         inner = [key for key in shown if key.startswith(f"loggers.{section}.")]
         shown |= {f"loggers.{section}": True} if inner else {}
         for key in inner:
-            reading.give_up(f"{file}: {key}={shown.pop(key)}", "only shown")
+            reading.give_up(f"{file}: {key}={shown.pop(key)}", "it does not affect training")
     if ratio := shown.pop("train_loader.dataset.packing_ratio", None):
         reading.set("data.packing", "best_fit", f"{file}: train_loader.dataset.packing_ratio={ratio}")
     reading.seen += [f"{file}: {key}={value}" for key, value in flat(values).items() if key.startswith("variables.")]
     reading.take(shown, RULES, file)
     for name, inner in (values.get("callbacks") or {}).items():
-        reading.give_up(f"{file}: callbacks.{name}={inner}", "callbacks are ours (docs/callbacks.md)")
+        reading.give_up(f"{file}: callbacks.{name}={inner}", "set callbacks (docs/callbacks.md)")
     _optimizer(reading, file)
     _sources(reading, values, file)
     if reading.settings.get("model.weights", ("", ""))[0] != "random" and "model.name" in reading.settings:
@@ -341,7 +346,7 @@ def _put_in(value: Any, known: Mapping[str, Any], origin: str) -> Any:
         if found is None or isinstance(found, list):
             return value
         value = found if match[0] == value else value.replace(match[0], str(found)[:200])
-    raise UserError(f"{origin}: its references go in circles")
+    raise UserError(f"{origin}: its references are circular")
 
 
 def _sources(reading: Reading, values: Mapping[str, Any], file: str) -> None:
@@ -364,7 +369,7 @@ def _sources(reading: Reading, values: Mapping[str, Any], file: str) -> None:
     prompts, also = reading.facts.get("prompts", ("none", default))
     trained = {("last", "none"): "last", ("all", "none"): "assistant", ("all", "all"): "all"}.get((responses, prompts))
     if trained is None:
-        reading.give_up(f"{where}; {also}", "set data.chat.train_on: assistant, last or all")
+        reading.give_up(f"{where}; {also}", "set data.chat.train_on to assistant, last or all")
     else:
         reading.set("data.chat.train_on", trained, where if where == also else f"{where}; {also}")
 
@@ -380,12 +385,15 @@ def _optimizer(reading: Reading, file: str) -> None:
     decay, where = reading.facts.get("weight decay", plain)
     check_number(decay, where)
     if decay and "undecayed" not in reading.facts:
-        reading.notes.append(f"{where}: LLM-Foundry decays norms and biases as well; they do not decay here")
+        reading.notes.append(f"{where}: LLM-Foundry also decays norms and biases; Meshwright does not")
     if name == "decoupled_adamw" and decay:
         lr, why = reading.settings.get("training.optimizer.lr", (1e-3, f"{file} (decoupled_adamw's default lr)"))
         check_number(lr, why)
         if not lr:
-            reading.give_up(where, "decoupled_adamw's decay is over the learning rate, which is 0")
+            reading.give_up(where, "decoupled_adamw's decay cannot be converted, because the learning rate is 0")
             return
-        decay, where = float(f"{decay / lr:.6g}"), f"{where}, over {why}: decoupled_adamw's is not multiplied by it"
+        decay, where = (
+            float(f"{decay / lr:.6g}"),
+            (f"{where}, divided by {why}: decoupled_adamw does not multiply decay by the learning rate"),
+        )
     reading.set("training.optimizer.weight_decay", decay, where)

@@ -21,7 +21,7 @@ def _trackers(reading: Reading, value: Any, origin: str) -> None:
         reading.set("trackers", known, origin)
     for name in names:
         if name not in (*known, "none"):
-            reading.give_up(origin, f"{name} is not a built-in tracker; a plug-in can be one (docs/plugins.md)")
+            reading.give_up(origin, f"{name} is not a built-in tracker; write a plug-in (docs/plugins.md)")
 
 
 def _sharding(reading: Reading, value: Any, origin: str) -> None:
@@ -33,7 +33,7 @@ def _sharding(reading: Reading, value: Any, origin: str) -> None:
         elif word == "offload":
             reading.set("layout.offload", "cpu", origin)
         elif word != "auto_wrap":
-            reading.give_up(origin, "blocks are sharded one by one")
+            reading.give_up(origin, "Meshwright always shards block by block")
 
 
 def _warmup(reading: Reading, value: Any, origin: str) -> None:
@@ -46,7 +46,7 @@ def _warmup(reading: Reading, value: Any, origin: str) -> None:
 
 def _saves(reading: Reading, value: Any, origin: str) -> None:
     if value == "epoch":
-        reading.give_up(origin, "checkpoints are counted in steps")
+        reading.give_up(origin, "intervals are in steps")
 
 
 NOT_TIED_TO_NUMBERS = (
@@ -78,7 +78,7 @@ RULES: Mapping[str, Rule] = {
     "gradient_checkpointing": when("training.recompute", "full"),
     "torch_compile": when("training.compile", True),
     "seed": "training.seed",
-    "data_seed": nothing("training.seed is also the seed of the data's order"),
+    "data_seed": nothing("training.seed also shuffles the data"),
     "full_determinism": when("training.deterministic", True),
     "save_steps": "checkpoint.every",
     "save_strategy": _saves,
@@ -89,11 +89,11 @@ RULES: Mapping[str, Rule] = {
     "output_dir": "run_dir",
     "report_to": _trackers,
     "fsdp": _sharding,
-    "deepspeed": lambda reading, value, origin: reading.notes.append(f"{origin}: give that file beside this one"),
-    "label_smoothing_factor": nothing("labels are not smoothed"),
-    "neftune_noise_alpha": nothing("embeddings get no noise"),
-    "group_by_length": nothing("best_fit packing leaves no padding to save"),
-    **dict.fromkeys(NOT_TIED_TO_NUMBERS, nothing("nothing that is trained depends on it")),
+    "deepspeed": lambda reading, value, origin: reading.notes.append(f"{origin}: pass that file too"),
+    "label_smoothing_factor": nothing("label smoothing is not supported"),
+    "neftune_noise_alpha": nothing("noise on embeddings is not supported"),
+    "group_by_length": nothing("use data.packing=best_fit instead"),
+    **dict.fromkeys(NOT_TIED_TO_NUMBERS, nothing("it does not affect training")),
 }
 
 

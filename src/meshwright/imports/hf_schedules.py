@@ -18,7 +18,7 @@ FINAL = "training.lr_schedule.final"
 def keep_type(reading: Reading, value: Any, origin: str) -> None:
     """Keep the schedule's name for `settle_schedule`."""
     if value not in SCHEDULES:
-        reading.give_up(origin, f"there are {', '.join(SCHEDULES)}")
+        reading.give_up(origin, f"supported: {', '.join(SCHEDULES)}")
     reading.fact(TYPE, value, origin)
 
 
@@ -43,7 +43,7 @@ def settle_schedule(reading: Reading, default: str, origin: str) -> None:
     settle(reading, options, given)
     for key, value in options.items():
         if key not in known or known[key] not in (value, None):
-            reading.give_up(f"{given}: {key}={value}", f"the schedule {kind} has no such setting")
+            reading.give_up(f"{given}: {key}={value}", f"the schedule {kind} does not have this setting")
 
 
 def _nothing(reading: Reading, options: Mapping[str, Any], origin: str) -> None:
@@ -55,7 +55,7 @@ def _without_warmup(reading: Reading, options: Mapping[str, Any], origin: str) -
     for found, name in ((reading.settings, WARMUP), (reading.facts, "warmup_ratio")):
         value, where = found.pop(name, (0, ""))
         if value:
-            reading.give_up(where, f"{TYPE}=constant has no warm-up; constant_with_warmup has")
+            reading.give_up(where, f"transformers ignores warm-up with {TYPE}=constant; constant_with_warmup has it")
     reading.set(WARMUP, 0, origin)
 
 
@@ -80,9 +80,9 @@ def _stable(reading: Reading, options: Mapping[str, Any], origin: str) -> None:
     if "num_decay_steps" in options:
         reading.set("training.lr_schedule.decay", options["num_decay_steps"], origin)
     if (fall := options.get("decay_type", "cosine")) != "linear":
-        reading.give_up(f"{origin}: decay_type={fall}", "wsd falls linearly")
+        reading.give_up(f"{origin}: decay_type={fall}", "wsd always decays linearly")
     if floor:
-        reading.give_up(f"{origin}: min_lr_ratio={floor}", "warm-up starts at 0, not at the least rate")
+        reading.give_up(f"{origin}: min_lr_ratio={floor}", "warm-up always starts at 0, not at the minimum rate")
 
 
 Settle = Callable[[Reading, Mapping[str, Any], str], None]

@@ -37,7 +37,7 @@ def _stage(reading: Reading, value: Any, origin: str) -> None:
     if value == "dpo":
         reading.fact("preferences", True, origin)
     elif value not in ("sft", "pt"):
-        reading.give_up(origin, "there are pt, sft and dpo")
+        reading.give_up(origin, "supported: pt, sft, dpo")
 
 
 def _method(reading: Reading, value: Any, origin: str) -> None:
@@ -46,14 +46,14 @@ def _method(reading: Reading, value: Any, origin: str) -> None:
     elif value == "freeze":
         reading.set("finetune.method", "full", origin)
     else:
-        reading.give_up(origin, "there are full, freeze and lora")
+        reading.give_up(origin, "supported: full, freeze, lora")
 
 
 def _frozen(reading: Reading, value: Any, origin: str) -> None:
     if value > 0:
         reading.set("finetune.last_layers", value, origin)
     else:
-        reading.give_up(origin, "finetune.last_layers counts from the end; name the first ones in finetune.train")
+        reading.give_up(origin, "finetune.last_layers trains the last layers; list the first ones in finetune.train")
 
 
 def _listed(value: Any) -> list[str]:
@@ -72,14 +72,14 @@ def _bits(reading: Reading, value: Any, origin: str) -> None:
     if value in (4, 8):
         reading.set("finetune.base", "nf4" if value == 4 else "int8", origin)
     else:
-        reading.give_up(origin, "there are 4 and 8")
+        reading.give_up(origin, "supported: 4, 8")
 
 
 def _template(reading: Reading, value: Any, origin: str) -> None:
     if value in TEMPLATES:
         reading.set("data.chat.template", TEMPLATES[value], origin)
     else:
-        reading.give_up(origin, "the tokenizer's own template is taken")
+        reading.give_up(origin, "the tokenizer's template is used")
 
 
 def _neat(reading: Reading, value: Any, origin: str) -> None:
@@ -92,7 +92,7 @@ def _share(reading: Reading, value: Any, origin: str) -> None:
     if value < 1:
         reading.set("data.held_out", value, origin)
     else:
-        reading.give_up(origin, "data.held_out is a share")
+        reading.give_up(origin, "data.held_out is a fraction, not a count")
 
 
 def _train_on_prompt(reading: Reading, value: Any, origin: str) -> None:
@@ -131,16 +131,16 @@ RULES: Mapping[str, Rule] = {
     "double_quantization": "finetune.double_quantization",
     "pref_beta": "training.preference.beta",
     "pref_loss": lambda reading, value, origin: (
-        None if value == "sigmoid" else reading.give_up(origin, "there is sigmoid, DPO's own")
+        None if value == "sigmoid" else reading.give_up(origin, "supported: sigmoid (DPO)")
     ),
     "dpo_label_smoothing": "training.preference.label_smoothing",
-    "pref_ftx": nothing("the loss has no term of supervised learning"),
+    "pref_ftx": nothing("the loss has no supervised term"),
     "dataset": _dataset,
     "dataset_dir": lambda reading, value, origin: reading.fact("dataset folder", value, origin),
-    "eval_dataset": nothing("data.held_out is a share of the data"),
+    "eval_dataset": nothing("evaluation data is a fraction of the training data; set data.held_out"),
     "template": _template,
     "cutoff_len": "data.sequence_length",
-    "max_samples": nothing("all of the data is read"),
+    "max_samples": nothing("all data is read"),
     "packing": lambda reading, value, origin: reading.fact("packing", value, origin),
     "train_from_scratch": when("model.weights", "random"),
     "disable_shuffling": when("data.order", "given"),
@@ -151,13 +151,13 @@ RULES: Mapping[str, Rule] = {
     "val_size": _share,
     "train_on_prompt": _train_on_prompt,
     "mask_history": _last_turn,
-    "rope_scaling": nothing("the model's own files say it"),
-    "use_galore": nothing("there is no GaLore"),
-    "use_badam": nothing("there is no BAdam"),
-    "use_llama_pro": nothing("layers are not added"),
-    "pissa_init": nothing("adapters start at zero"),
+    "rope_scaling": nothing("the model's config.json sets it"),
+    "use_galore": nothing("GaLore is not supported"),
+    "use_badam": nothing("BAdam is not supported"),
+    "use_llama_pro": nothing("adding layers is not supported"),
+    "pissa_init": nothing("adapters always start at zero"),
     "resume_from_checkpoint": nothing("`meshwright train --resume` continues from the newest checkpoint"),
-    **dict.fromkeys(LEFT_TO_US, nothing("nothing that is trained depends on it, or our trainer decides it")),
+    **dict.fromkeys(LEFT_TO_US, nothing("it does not affect training, or Meshwright decides it")),
 }
 
 
@@ -230,8 +230,8 @@ def name_sources(reading: Reading) -> None:
     ]
     reading.set("data.sources", sources, f"{origin}; {where}" if where else origin)
     if missing := [name for name in names if name not in table]:
-        said = f"{', '.join(missing)} of {folder}/{TABLE}, whose files and columns are not read"
-        reading.notes.append(f"{origin}: {said}; give that file too")
+        said = f"the files and columns of {', '.join(missing)} are in {folder}/{TABLE}, which was not given"
+        reading.notes.append(f"{origin}: {said}; pass that file too")
 
 
 def _described(reading: Reading, entry: Mapping[str, Any], folder: str, where: str) -> dict[str, Any]:
@@ -249,8 +249,8 @@ def _described(reading: Reading, entry: Mapping[str, Any], folder: str, where: s
         source["format"] = known[0]
     else:
         reading.give_up(
-            f"{where}: {form}", f"say format and columns under data.sources; {', '.join(RECORDS)} are known"
+            f"{where}: {form}", f"set format and columns under data.sources; known formats: {', '.join(RECORDS)}"
         )
     for key, value in left.items():
-        reading.give_up(f"{where}: {key}={value}", "say it under data.sources by hand")
+        reading.give_up(f"{where}: {key}={value}", "set it under data.sources")
     return {key: value for key, value in source.items() if value is not None}

@@ -54,7 +54,7 @@ def _sharding(reading: Reading, value: Any, origin: str) -> None:
     if value in STAGES:
         reading.fact("sharding", STAGES[value], origin)
     else:
-        reading.give_up(origin, f"there are {', '.join(STAGES)}")
+        reading.give_up(origin, f"supported: {', '.join(STAGES)}")
 
 
 def _last_step(path: str) -> Rule:
@@ -103,7 +103,7 @@ RULES: Mapping[str, Rule] = {
     "disable-bias-linear": lambda reading, value, origin: None,
     "micro-batch-size": "training.micro_batch",
     "global-batch-size": "training.global_batch",
-    "rampup-batch-size": nothing("the batch does not grow"),
+    "rampup-batch-size": nothing("batch size ramp-up is not supported"),
     "train-iters": "training.steps",
     "train-samples": fact("samples"),
     "lr": "training.optimizer.lr",
@@ -113,7 +113,7 @@ RULES: Mapping[str, Rule] = {
     ),
     "lr-wsd-decay-iters": "training.lr_schedule.decay",
     "lr-wsd-decay-style": lambda reading, value, origin: (
-        None if value == "linear" else reading.give_up(origin, "wsd falls linearly")
+        None if value == "linear" else reading.give_up(origin, "wsd always decays linearly")
     ),
     "lr-warmup-iters": "training.lr_schedule.warmup",
     "lr-warmup-fraction": fact("warmup_ratio"),
@@ -130,7 +130,7 @@ RULES: Mapping[str, Rule] = {
     "tensor-model-parallel-size": "layout.tp",
     "pipeline-model-parallel-size": "layout.pp",
     "num-virtual-stages-per-pipeline-rank": _virtual,
-    "num-layers-per-virtual-pipeline-stage": nothing("say layout.schedule=interleaved-1f1b and layout.stages_per_rank"),
+    "num-layers-per-virtual-pipeline-stage": nothing("set layout.schedule=interleaved-1f1b and layout.stages_per_rank"),
     "context-parallel-size": "layout.cp",
     "expert-model-parallel-size": "layout.ep",
     "sequence-parallel": lambda reading, value, origin: None,  # always with tp
@@ -146,8 +146,8 @@ RULES: Mapping[str, Rule] = {
     "use-torch-fsdp2": lambda reading, value, origin: reading.fact("zero", 3, origin),
     "recompute-activations": when("training.recompute", "selective"),
     "recompute-granularity": _recompute,
-    "recompute-method": nothing("give training.recompute as {full: LAYERS} instead"),
-    "recompute-num-layers": nothing("give training.recompute as {full: LAYERS} instead"),
+    "recompute-method": nothing("set training.recompute to {full: LAYERS} instead"),
+    "recompute-num-layers": nothing("set training.recompute to {full: LAYERS} instead"),
     "data-path": _data,
     "split": _split,
     "tokenizer-model": "data.tokenizer",
@@ -162,7 +162,7 @@ RULES: Mapping[str, Rule] = {
     "attention-dropout": nothing("models have no dropout"),
     "reset-attention-mask": when("data.separate_documents", True),
     "reset-position-ids": when("data.separate_documents", True),
-    **dict.fromkeys(DECIDED_BY_US, nothing("our trainer decides it")),
+    **dict.fromkeys(DECIDED_BY_US, nothing("Meshwright decides it")),
 }
 
 
@@ -183,12 +183,12 @@ def read_flags(text: str, file: str) -> dict[str, Any]:
     variables = dict(VARIABLE.findall(text))
     text = re.sub(r"\$\{?(\w+)\}?", lambda found: variables.get(found[1], found[0]), text)
     if len(text) > LONGEST:
-        raise UserError(f"{file}: its variables make more than {LONGEST} characters of it")
+        raise UserError(f"{file}: is longer than {LONGEST} characters once its variables are substituted")
     lines = [line for line in text.replace("\\\n", " ").splitlines() if not line.lstrip().startswith("#")]
     try:
         words = shlex.split(" ".join(lines).replace("(", " ").replace(")", " "), comments=False, posix=True)
     except ValueError as error:
-        raise UserError(f"{file}: no shell script that can be read: {str(error).lower()}") from error
+        raise UserError(f"{file}: cannot be read as a shell script: {str(error).lower()}") from error
     found: dict[str, list[str]] = {}
     name = ""
     for word in words:
@@ -209,7 +209,7 @@ def read_megatron(reading: Reading, values: Mapping[str, Any], file: str) -> Non
     """Read Megatron's flags."""
     open_ones = {flag: value for flag, value in values.items() if "$" in str(value)}
     for flag, value in open_ones.items():
-        reading.give_up(f"{file}: {flag}={value}", "a variable of the shell that the file does not set")
+        reading.give_up(f"{file}: {flag}={value}", "a shell variable that the file does not set")
     reading.take({flag: value for flag, value in values.items() if flag not in open_ones}, RULES, file)
     defaults = {"training.optimizer.betas": [0.9, 0.999], "training.optimizer.weight_decay": 0.01}
     defaults |= {"training.precision": "fp32", "training.lr_schedule.final": 0.0, "training.lr_schedule.warmup": 0}
@@ -255,11 +255,11 @@ def _family(reading: Reading, values: Mapping[str, Any], file: str) -> None:
         reading.settings["model.ffn"] = reading.settings.pop("model.expert_ffn")
     told = ("swiglu", "positions", "normalization", "qk norm", "qkv bias")
     origins = [reading.facts[name][1] for name in told if name in reading.facts]
-    reading.set("model.family", kind, "; ".join(origins) or f"{file} (no flag asks for another activation)")
+    reading.set("model.family", kind, "; ".join(origins) or f"{file} (no flag sets another activation)")
     if "untie-embeddings-and-output-weights" not in values:
         reading.default("model.tied_embeddings", True, f"{file} (Megatron's default)")
     if kind != "gpt2" and "disable-bias-linear" not in values:
-        reading.give_up(f"{file} (no --disable-bias-linear)", f"{kind} has no biases there")
+        reading.give_up(f"{file} (no --disable-bias-linear)", f"{kind} has no such biases")
 
 
 def _number(word: str) -> Any:

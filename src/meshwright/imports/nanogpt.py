@@ -16,7 +16,7 @@ def _data(reading: Reading, value: Any, origin: str) -> None:
 
 def _start(reading: Reading, value: Any, origin: str) -> None:
     if value != "scratch":
-        reading.give_up(origin, "a recipe's model.name is a Hugging Face directory")
+        reading.give_up(origin, "model.name must be a Hugging Face directory")
 
 
 def _floor(reading: Reading, value: Any, origin: str) -> None:
@@ -41,7 +41,7 @@ RULES: Mapping[str, Rule] = {
     "block_size": "data.sequence_length",
     "vocab_size": "model.vocab",
     "dropout": nothing("models have no dropout"),
-    "bias": lambda reading, value, origin: None if value else reading.give_up(origin, "GPT-2's biases stay"),
+    "bias": lambda reading, value, origin: None if value else reading.give_up(origin, "GPT-2 always has biases"),
     "batch_size": "training.micro_batch",
     "gradient_accumulation_steps": fact("accumulation of all ranks"),
     "learning_rate": "training.optimizer.lr",
@@ -59,12 +59,15 @@ RULES: Mapping[str, Rule] = {
     "out_dir": "run_dir",
     "eval_interval": "training.evaluation.every",
     "eval_iters": "training.evaluation.batches",
-    "always_save_checkpoint": nothing("the last step is always saved"),
+    "always_save_checkpoint": nothing("a checkpoint of the last step is always saved"),
     "init_from": _start,
     "dataset": _data,
     "device": words("device", {"cpu": "cpu", "cuda": "cuda"}),
     "wandb_log": _trackers,
-    **dict.fromkeys(("wandb_project", "wandb_run_name", "log_interval", "eval_only", "backend"), nothing("only shown")),
+    **dict.fromkeys(
+        ("wandb_project", "wandb_run_name", "log_interval", "eval_only", "backend"),
+        nothing("it does not affect training"),
+    ),
 }
 
 
@@ -81,9 +84,9 @@ def read_assignments(text: str, file: str) -> dict[str, Any]:
     try:
         body = ast.parse(text).body
     except SyntaxError as error:
-        raise UserError(f"{file}:{error.lineno or 1}: no Python: {error.msg}") from error
+        raise UserError(f"{file}:{error.lineno or 1}: not valid Python: {error.msg}") from error
     except (ValueError, RecursionError, MemoryError) as error:  # such as a thousand nested brackets
-        raise UserError(f"{file}: no Python that can be read: {error or 'nested too deeply'}") from error
+        raise UserError(f"{file}: cannot be read as Python: {error or 'nested too deeply'}") from error
     for node in body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue  # a docstring
@@ -91,11 +94,11 @@ def read_assignments(text: str, file: str) -> dict[str, Any]:
         if not isinstance(node, ast.Assign) or not isinstance(target, ast.Name):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 continue  # as time, for names of runs
-            raise UserError(f"{file}:{node.lineno}: only 'name = constant' is read, nothing is run")
+            raise UserError(f"{file}:{node.lineno}: only lines 'name = constant' are supported, because no code is run")
         try:
             found[target.id] = _constant(node.value, found)
         except (ArithmeticError, RecursionError, ValueError) as error:
-            raise UserError(f"{file}:{node.lineno}: {target.id} cannot be worked out: {error}") from error
+            raise UserError(f"{file}:{node.lineno}: {target.id} cannot be evaluated: {error}") from error
     return found
 
 

@@ -8,7 +8,7 @@ from meshwright.spec.errors import UserError
 
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 SHAPES = {"linear": "linear", "cosine": "cosine"}
-OURS = "nothing that is trained depends on it, or our trainer decides it"
+OURS = "it does not affect training, or Meshwright decides it"
 SIZE = "model.model_config."
 
 
@@ -25,14 +25,14 @@ def _pipeline(reading: Reading, value: Any, origin: str) -> None:
     if value in ("1f1b", "afab"):
         reading.fact("schedule", value, origin)
     else:
-        reading.give_up(origin, "there are 1f1b and afab")
+        reading.give_up(origin, "supported: 1f1b, afab")
 
 
 def _dtype(reading: Reading, value: Any, origin: str) -> None:
     if value in DTYPES:
         reading.set("training.precision", DTYPES[value], origin)
     else:
-        reading.give_up(origin, f"there are {', '.join(DTYPES)}")
+        reading.give_up(origin, f"supported: {', '.join(DTYPES)}")
 
 
 def _biases(reading: Reading, value: Any, origin: str) -> None:
@@ -46,14 +46,14 @@ def _window(reading: Reading, value: Any, origin: str) -> None:
 
 def _activation(reading: Reading, value: Any, origin: str) -> None:
     if value != "silu":
-        reading.give_up(origin, "feed-forward layers have SwiGLU")
+        reading.give_up(origin, "supported: silu (SwiGLU)")
 
 
 def _optimizer(reading: Reading, value: Any, origin: str) -> None:
     if value == "adamW":
         reading.set("training.optimizer.name", "adamw", origin)
     else:
-        reading.give_up(origin, "there is adamW")
+        reading.give_up(origin, "supported: adamW")
 
 
 def _zero(reading: Reading, value: Any, origin: str) -> None:
@@ -65,7 +65,9 @@ def _excluded(reading: Reading, value: Any, origin: str) -> None:
     if value:
         reading.fact("excluded", True, origin)
         if not any("norm" in str(pattern) for pattern in value):
-            reading.give_up(origin, "norms and biases do not decay, matrices and embeddings do")
+            reading.give_up(
+                origin, ("weight decay always applies to matrices and embeddings, never to norms and biases")
+            )
 
 
 def _warmup_style(reading: Reading, value: Any, origin: str) -> None:
@@ -77,17 +79,22 @@ def _stages(reading: Reading, value: Any, origin: str) -> None:
     first, *later = sorted(value, key=lambda stage: stage["start_training_step"])
     where = origin.split("=")[0]
     for stage in later:
-        reading.give_up(f"{where}: {stage}", "there is one stage; train the next one with checkpoint.start_from")
+        reading.give_up(
+            f"{where}: {stage}",
+            ("a recipe has one data stage; train the next one in its own run, with checkpoint.start_from"),
+        )
     data = first["data"]
     for key, said in flat({key: inner for key, inner in data.items() if key != "dataset"}).items():
         if key not in ("seed", "num_loading_workers"):
             reading.give_up(f"{where}: data.{key}={said}", "unknown, or without a counterpart")
     if first.get("sequence_length"):
-        reading.give_up(f"{where}: sequence_length={first['sequence_length']}", "data.sequence_length is of all steps")
+        reading.give_up(
+            f"{where}: sequence_length={first['sequence_length']}", ("data.sequence_length holds for all steps")
+        )
     if data.get("dataset"):
         _dataset(reading, data["dataset"], where)
     else:
-        reading.give_up(f"{where}: dataset=null", "Nanotron makes up its tokens; give data.sources text")
+        reading.give_up(f"{where}: dataset=null", "Nanotron would train on random tokens; set data.sources to text")
 
 
 PLAIN = ("hf_dataset_config_name", "hf_dataset_splits", "text_column_name")
@@ -97,10 +104,10 @@ ARRANGED = ("dataset_processing_num_proc_per_process", "dataset_overwrite_cache"
 def _dataset(reading: Reading, value: Mapping[str, Any], where: str) -> None:
     names = value.get("hf_dataset_or_datasets")
     if names is None or value.get("sft_dataloader"):
-        reading.give_up(f"{where}: {dict(value)}", "its tokens, or its conversations, are not read; give data.sources")
+        reading.give_up(f"{where}: {dict(value)}", "tokens and conversations are not imported; set data.sources")
         return
     for key in value.keys() - {"hf_dataset_or_datasets", *PLAIN, *ARRANGED}:
-        reading.give_up(f"{where}: {key}={value[key]}", "say it under data.sources by hand")
+        reading.give_up(f"{where}: {key}={value[key]}", "set it under data.sources")
     splits = value.get("hf_dataset_splits") or "train"
     common = {
         "subset": value.get("hf_dataset_config_name"),
@@ -148,10 +155,14 @@ RULES: Mapping[str, Rule] = {
     "model.dtype": _dtype,
     "model.init_method.std": "model.init_std",
     "model.init_method.scaling_method": lambda reading, value, origin: (
-        None if str(value).upper() == "NUM_LAYERS" else reading.give_up(origin, "weights are drawn as by NUM_LAYERS")
+        None
+        if str(value).upper() == "NUM_LAYERS"
+        else reading.give_up(origin, ("weights are initialized as by NUM_LAYERS"))
     ),
-    "model.init_method.use_mup": nothing("there is no muP"),
-    "model.init_method.path": nothing("export it to Hugging Face's format, and give its folder as model.name"),
+    "model.init_method.use_mup": nothing("muP is not supported"),
+    "model.init_method.path": nothing(
+        "export the checkpoint to Hugging Face's format, and set model.name to its folder"
+    ),
     "model.make_vocab_size_divisible_by": fact("multiple"),
     f"{SIZE}hidden_size": "model.hidden",
     f"{SIZE}intermediate_size": "model.ffn",
@@ -165,15 +176,15 @@ RULES: Mapping[str, Rule] = {
     f"{SIZE}tie_word_embeddings": "model.tied_embeddings",
     f"{SIZE}attention_bias": _biases,
     f"{SIZE}hidden_act": _activation,
-    f"{SIZE}rope_scaling": nothing("Nanotron's models do not read it"),
-    f"{SIZE}rope_interleaved": nothing("a head's dimensions turn in halves, not in pairs: the same from fresh weights"),
-    f"{SIZE}rope_seq_len_interpolation_factor": nothing("positions are not interpolated"),
-    f"{SIZE}no_rope_layer": nothing("every layer has rope"),
-    f"{SIZE}z_loss_enabled": nothing("the loss has no z-loss"),
+    f"{SIZE}rope_scaling": nothing("Nanotron's models ignore it"),
+    f"{SIZE}rope_interleaved": nothing("rope rotates halves of a head, not pairs: equivalent from random weights"),
+    f"{SIZE}rope_seq_len_interpolation_factor": nothing("position interpolation is not supported"),
+    f"{SIZE}no_rope_layer": nothing("every layer uses rope"),
+    f"{SIZE}z_loss_enabled": nothing("z-loss is not supported"),
     f"{SIZE}sliding_window_size": _window,
-    f"{SIZE}flex_attention_mask": nothing("say data.separate_documents or model.sliding_window"),
+    f"{SIZE}flex_attention_mask": nothing("set data.separate_documents or model.sliding_window"),
     f"{SIZE}_use_doc_masking": when("data.separate_documents", True),
-    f"{SIZE}is_starcoder2_config": nothing("its layers are no family's; give --model"),
+    f"{SIZE}is_starcoder2_config": nothing("no model family has these layers; give --model"),
     "tokenizer.tokenizer_name_or_path": "data.tokenizer",
     "tokens.sequence_length": "data.sequence_length",
     "tokens.train_steps": "training.steps",
@@ -235,9 +246,9 @@ def read_nanotron(reading: Reading, values: Mapping[str, Any], file: str) -> Non
     leaves, default = flat(values), f"{file} (Nanotron's default)"
     shown = {key: value for key, value in leaves.items() if value is not None}
     for key in [key for key in shown if key.split(".")[0] in BESIDE]:
-        reading.give_up(f"{file}: {key}={shown.pop(key)}", "it is beside training")
+        reading.give_up(f"{file}: {key}={shown.pop(key)}", "it does not affect training")
     for key in [key for key in shown if key.startswith(f"{SIZE}moe_config.")]:
-        reading.give_up(f"{file}: {key}={shown.pop(key)}", "say the experts under model by hand")
+        reading.give_up(f"{file}: {key}={shown.pop(key)}", "set the experts under model")
     reading.take(shown, RULES, file)
     for path, value in DEFAULTS.items():
         reading.default(path, value, default)
@@ -256,7 +267,7 @@ def read_nanotron(reading: Reading, values: Mapping[str, Any], file: str) -> Non
 def _steps(reading: Reading) -> int:
     steps, where = reading.settings.get("training.steps", (None, ""))
     if steps is None:
-        raise UserError("tokens.train_steps is missing; Nanotron's schedules count from it")
+        raise UserError("tokens.train_steps is missing; Nanotron's schedules depend on it")
     check_count(steps, where)
     return steps
 
@@ -291,7 +302,7 @@ def _vocabulary(reading: Reading) -> None:
     multiple *= reading.settings.get("layout.tp", (1, ""))[0]
     if isinstance(vocab, int) and vocab > 0 and vocab % multiple:
         padded = -(-vocab // multiple) * multiple
-        reading.settings["model.vocab"] = padded, f"{where}, filled up to a multiple of {multiple}"
+        reading.settings["model.vocab"] = padded, f"{where}, padded to a multiple of {multiple}"
 
 
 def _dtypes(reading: Reading, default: str) -> None:
@@ -325,21 +336,23 @@ def _rates(reading: Reading, default: str) -> None:
     if lowest == peak:
         reading.set("training.lr_schedule.name", "constant", floor)
         return
-    reading.set("training.lr_schedule.final", float(f"{lowest / peak:.6g}"), f"{floor}, of the peak {peak}")
+    reading.set("training.lr_schedule.final", float(f"{lowest / peak:.6g}"), f"{floor}, relative to the peak {peak}")
     if start + over != steps:
         told = "; ".join(dict.fromkeys((length, begin)))
-        reading.give_up(told, f"the rate falls until step {start + over}; schedules end with the last step, {steps}")
+        reading.give_up(told, f"the decay ends at step {start + over}; schedules always end at the last step, {steps}")
     if shape == "linear" and start > warmup:
         reading.set("training.lr_schedule.name", "wsd", f"{kind}; {begin}")
         reading.set("training.lr_schedule.decay", max(1, steps - start), f"{begin}; {length}")
     elif shape in SHAPES and start <= warmup:
         reading.set("training.lr_schedule.name", SHAPES[shape], kind)
     else:
-        reading.give_up(kind, "a rate falls by a line or a cosine from the end of warm-up, or by a line at the end")
+        reading.give_up(
+            kind, ("only linear or cosine decay from the end of warm-up, or linear decay at the end, is supported")
+        )
 
 
 def _decay(reading: Reading) -> None:
     """Nanotron decays norms and biases too, unless it is told names."""
     decay, where = reading.settings.get("training.optimizer.weight_decay", (0, ""))
     if decay and "excluded" not in reading.facts:
-        reading.notes.append(f"{where}: Nanotron decays norms and biases as well; they do not decay here")
+        reading.notes.append(f"{where}: Nanotron also decays norms and biases; Meshwright does not")

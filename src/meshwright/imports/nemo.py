@@ -16,8 +16,8 @@ PRECISIONS = {
     "bf16_with_nvfp4_mixed": "nvfp4",
 }
 SCHEDULES = {"CosineAnnealing": "cosine", "WarmupAnnealing": "linear", "WarmupHoldPolicy": "constant"}
-OURS = "our trainer decides it"
-SHOWN = "nothing that is trained depends on it"
+OURS = "Meshwright decides it"
+SHOWN = "it does not affect training"
 
 
 def _flag(name: str) -> Rule:
@@ -34,14 +34,14 @@ def _activation(reading: Reading, value: Any, origin: str) -> None:
     if any(word in str(value) for word in ("swiglu", "silu")):
         reading.fact("gated", True, origin)
     elif "gelu" not in str(value):
-        reading.give_up(origin, "feed-forward layers have SwiGLU or GELU")
+        reading.give_up(origin, "supported: SwiGLU, GELU")
 
 
 def _positions(reading: Reading, value: Any, origin: str) -> None:
     if value in ("rope", "learned_absolute"):
         reading.fact("positions", value, origin)
     else:
-        reading.give_up(origin, "there are rope and learned positions")
+        reading.give_up(origin, "supported: rope, learned_absolute")
 
 
 def _shared(reading: Reading, value: Any, origin: str) -> None:
@@ -51,7 +51,7 @@ def _shared(reading: Reading, value: Any, origin: str) -> None:
 def _zero(reading: Reading, value: Any, origin: str) -> None:
     stage = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}.get(str(value))
     if stage is None:
-        reading.give_up(origin, "there are no_shard, optim, optim_grads and optim_grads_params")
+        reading.give_up(origin, "supported: no_shard, optim, optim_grads, optim_grads_params")
     else:
         reading.fact("sharding", stage, origin)
 
@@ -73,7 +73,7 @@ def _schedule(reading: Reading, value: Any, origin: str) -> None:
     if value in SCHEDULES:
         reading.set("training.lr_schedule.name", SCHEDULES[value], origin)
     else:
-        reading.give_up(origin, f"there are {', '.join(SCHEDULES)}")
+        reading.give_up(origin, f"supported: {', '.join(SCHEDULES)}")
 
 
 def _betas(reading: Reading, value: Any, origin: str) -> None:
@@ -190,7 +190,7 @@ RULES: Mapping[str, Rule] = {
     "model.position_embedding_type": _positions,
     "model.share_embeddings_and_output_weights": _shared,
     "model.rotary_percent": lambda reading, value, origin: (
-        None if value == 1 else reading.give_up(origin, "all of a head is rotated")
+        None if value == 1 else reading.give_up(origin, "rope always rotates the whole head")
     ),
     "model.qk_layernorm": lambda reading, value, origin: reading.fact("qk norm", True, origin) if value else None,
     "model.precision": _precision,
@@ -206,7 +206,7 @@ RULES: Mapping[str, Rule] = {
     "model.optim.sched.warmup_steps": "training.lr_schedule.warmup",
     "model.optim.sched.warmup_ratio": fact("warmup_ratio"),
     "model.optim.sched.constant_steps": lambda reading, value, origin: (
-        reading.give_up(origin, "a cosine falls to the last step") if value else None
+        reading.give_up(origin, "a cosine always decays until the last step") if value else None
     ),
     "model.optim.sched.min_lr": fact("min_lr"),
     "model.data.data_prefix": _prefix,
@@ -249,9 +249,11 @@ RULES: Mapping[str, Rule] = {
     "optimizer.bf16": _mixed("bf16"),
     "optimizer.fp16": _mixed("fp16"),
     "optimizer.use_distributed_optimizer": _distributed,
-    "optimizer.use_precision_aware_optimizer": nothing("AdamW's moments are fp32; adamw_8bit has a byte a number"),
+    "optimizer.use_precision_aware_optimizer": nothing(
+        "set training.optimizer.name=adamw_8bit for one byte per moment"
+    ),
     "optimizer.optimizer_cpu_offload": lambda reading, value, origin: (
-        reading.give_up(origin, "say layout.offload={optimizer: host}") if value else None
+        reading.give_up(origin, "set layout.offload={optimizer: host}") if value else None
     ),
     "scheduler.lr_decay_style": _flag("lr-decay-style"),
     "scheduler.lr_warmup_iters": "training.lr_schedule.warmup",
@@ -267,12 +269,12 @@ RULES: Mapping[str, Rule] = {
     "ddp.num_distributed_optimizer_instances": fact("instances"),
     "dataset.sequence_length": "data.sequence_length",
     "dataset.seq_length": "data.sequence_length",
-    "dataset.random_seed": nothing("training.seed is also the seed of the data's order"),
+    "dataset.random_seed": nothing("training.seed also shuffles the data"),
     "dataset.blend": _blend,
     "dataset.split": _flag("split"),
     "dataset.reset_attention_mask": _flag("reset-attention-mask"),
     "dataset.reset_position_ids": _flag("reset-position-ids"),
-    "dataset.mock": nothing("data.sources is text; without it the standard library's"),
+    "dataset.mock": nothing("set data.sources (default: the Python standard library's text)"),
     "checkpoint.save": "run_dir",
     "checkpoint.save_interval": _flag("save-interval"),
     "checkpoint.most_recent_k": lambda reading, value, origin: (
@@ -280,7 +282,7 @@ RULES: Mapping[str, Rule] = {
     ),
     "checkpoint.load": _flag("load"),
     "checkpoint.pretrained_checkpoint": nothing(
-        "export it to Hugging Face's format, and give its folder as model.name"
+        "export the checkpoint to Hugging Face's format, and set model.name to its folder"
     ),
     "tokenizer.tokenizer_model": "data.tokenizer",
     "rng.seed": "training.seed",
@@ -338,6 +340,6 @@ def _family(reading: Reading, file: str) -> None:
     elif reading.known("qkv bias") and kind == "llama":
         kind = "qwen2"
     told = [reading.facts[name][1] for name in ("gated", "positions", "qk norm", "qkv bias") if name in reading.facts]
-    reading.set("model.family", kind, "; ".join(told) or f"{file} (no key asks for another activation)")
+    reading.set("model.family", kind, "; ".join(told) or f"{file} (no key sets another activation)")
     if kind != "gpt2" and reading.known("biases") is True:
-        reading.give_up(reading.facts["biases"][1], f"{kind} has no biases there")
+        reading.give_up(reading.facts["biases"][1], f"{kind} has no such biases")

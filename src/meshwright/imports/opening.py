@@ -24,11 +24,11 @@ def read_text(path: Path) -> str:
     with path.open("rb") as file:
         content = file.read(LARGEST_FILE + 1)
     if len(content) > LARGEST_FILE:
-        raise UserError(f"{path}: it has more than {LARGEST_FILE} bytes, so it is no configuration file")
+        raise UserError(f"{path}: is larger than {LARGEST_FILE} bytes, so it is not a configuration file")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from error
+        raise UserError(f"{path}: is not UTF-8 text (byte {error.start})") from error
 
 
 def read_data(path: Path, text: str) -> Any:
@@ -48,7 +48,7 @@ def read_data(path: Path, text: str) -> Any:
 
 
 def _refuse(word: str) -> Any:
-    raise ValueError(f"{word} is no number")
+    raise ValueError(f"{word} is not a number")
 
 
 class _Tree:
@@ -61,14 +61,14 @@ class _Tree:
         """The value, copied. Raises `UserError` if it refers to itself."""
         self._left -= 1
         if self._left < 0 or depth > DEEPEST:
-            raise UserError(f"{self._path}: it has more than {LARGEST_TREE} values, or is nested too deeply")
+            raise UserError(f"{self._path}: has more than {LARGEST_TREE} values, or is nested too deeply")
         if isinstance(value, Mapping):
             return {str(key): self.of(inner, depth + 1) for key, inner in value.items()}
         if isinstance(value, list | tuple | set):
             return [self.of(inner, depth + 1) for inner in value]
         if isinstance(value, int | float) and not isinstance(value, bool):
             if not isfinite(value) or abs(value) > LARGEST_NUMBER:
-                raise UserError(f"{self._path}: it holds a number that is not finite, or too large")
+                raise UserError(f"{self._path}: contains a number that is not finite or is too large")
             return value
         if isinstance(value, str):
             return _number(value)

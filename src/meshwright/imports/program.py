@@ -40,7 +40,7 @@ def read_program(reading: Reading, text: str, path: Path) -> None:
     lines = [line[4:] for line in comment.splitlines() if line.startswith("#   ")]
     recipe = read_data(Path(f"{path}.yaml"), "\n".join(lines))
     if not isinstance(recipe, dict):
-        raise UserError(f"{path}: there is no recipe after '{MARK.strip()}'")
+        raise UserError(f"{path}: contains no recipe after '{MARK.strip()}'")
     settings = flat({"model.name" if key == "model" and isinstance(value, str) else key: value
                      for key, value in recipe.items()})  # fmt: skip
     for name, value in _constants(program, path):
@@ -50,7 +50,7 @@ def read_program(reading: Reading, text: str, path: Path) -> None:
             continue
         origin = f"{path.name}: {name}={value}"
         if setting in settings:
-            reading.notes.append(f"{origin}: the program was changed; its recipe has {before}")
+            reading.notes.append(f"{origin}: the program was edited; its recipe has {before}")
         reading.set(setting, value, origin)
     for setting, value in settings.items():
         if setting not in reading.settings:
@@ -62,7 +62,7 @@ def _constants(program: str, path: Path) -> Iterator[tuple[str, Any]]:
     try:
         body = ast.parse(program).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise UserError(f"{path}: no Python that can be read: {error}") from error
+        raise UserError(f"{path}: cannot be read as Python: {error}") from error
     for node in body:
         if not isinstance(node, ast.Assign) or len(node.targets) != 1:
             continue
@@ -82,5 +82,5 @@ def _value(node: ast.expr, name: str, path: Path) -> Any:
     try:
         value = ast.literal_eval(node)
     except (ValueError, TypeError, RecursionError, MemoryError, SyntaxError) as error:
-        raise UserError(f"{path}:{node.lineno}: {name} is no number") from error
+        raise UserError(f"{path}:{node.lineno}: {name} is not a number") from error
     return list(value) if isinstance(value, tuple) else value

@@ -45,13 +45,13 @@ class Reading:
         elif name in NUMBERS:
             check_number(value, origin)
         elif name == "zero" and value not in (0, 1, 2, 3):
-            raise UserError(f"{origin}: a stage of ZeRO is 0, 1, 2 or 3")
+            raise UserError(f"{origin}: a ZeRO stage must be 0, 1, 2 or 3")
         self._note(self.facts, name, value, origin)
 
     def _note(self, known: dict[str, tuple[Any, str]], name: str, value: Any, origin: str) -> None:
         before, where = known.get(name, (value, ""))
         if before != value:
-            self.give_up(origin, f"{where} says {name}={before}")
+            self.give_up(origin, f"{where} sets {name}={before}")
         elif origin not in where:
             known[name] = value, f"{where}; {origin}" if where else origin
 
@@ -86,7 +86,7 @@ class Reading:
             rule = rules.get(key)
             self.seen.append(origin)
             if value == "auto" and rule is not None:
-                self.notes.append(f"{origin}: what another file says, or the recipe's default")
+                self.notes.append(f"{origin}: taken from another file, or the recipe's default")
             elif rule is None:
                 self.give_up(origin, "unknown, or without a counterpart")
             elif isinstance(rule, str):
@@ -100,7 +100,7 @@ class Reading:
         except UserError:
             raise
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise UserError(f"{origin}: it cannot have such a value") from error
+            raise UserError(f"{origin}: this value is not allowed") from error
 
 
 def apply(rule: Rule, reading: Reading, value: Any, origin: str) -> None:
@@ -114,13 +114,13 @@ def apply(rule: Rule, reading: Reading, value: Any, origin: str) -> None:
 def check_count(value: Any, origin: str) -> None:
     """Raise `UserError` if a value is not a whole number above 0."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**53:
-        raise UserError(f"{origin}: it must be a whole number of at least 1")
+        raise UserError(f"{origin}: must be a whole number, at least 1")
 
 
 def check_number(value: Any, origin: str) -> None:
     """Raise `UserError` if a value is not a finite number."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 2**53:
-        raise UserError(f"{origin}: it must be a number")
+        raise UserError(f"{origin}: must be a number")
 
 
 def fact(name: str) -> Rule:
@@ -151,7 +151,7 @@ def words(path: str, known: Mapping[str, Any]) -> Rule:
         if word in known:
             reading.set(path, known[word], origin)
         else:
-            reading.give_up(origin, f"there are {', '.join(sorted(known))}")
+            reading.give_up(origin, f"supported: {', '.join(sorted(known))}")
 
     return rule
 

@@ -35,9 +35,9 @@ from meshwright.terminal import printable
 
 FORMATS = (
     "a DeepSpeed JSON, transformers' TrainingArguments (YAML or JSON), an Accelerate, axolotl, LLaMA-Factory, "
-    "LLM-Foundry, Nanotron, NeMo AutoModel, NeMo or Megatron-Bridge YAML, a torchtitan configuration (.py, .toml, or "
-    "the JSON that it prints), a nanoGPT configuration (.py), a script with Megatron-LM's flags, or a program that "
-    "`meshwright export` has written"
+    "LLM-Foundry, Nanotron, NeMo AutoModel, NeMo or Megatron-Bridge YAML, a torchtitan configuration (.py, .toml, "
+    "or the JSON that it prints), a nanoGPT configuration (.py), a script with Megatron-LM's flags, or a program "
+    "from `meshwright export`"
 )
 KINDS = (
     (is_accelerate, read_accelerate),
@@ -98,7 +98,7 @@ def _read(reading: Reading, path: Path) -> None:
         for known, read in KINDS:
             if known(values):
                 return read(reading, values, path.name)
-    raise UserError(f"{path}: its kind is not known; there can be {FORMATS}")
+    raise UserError(f"{path}: unknown format; supported are {FORMATS}")
 
 
 def _finish(reading: Reading) -> None:
@@ -114,10 +114,10 @@ def _finish(reading: Reading) -> None:
     split = degrees[0] * degrees[1] * degrees[2]
     stage, why = reading.facts.get("zero", (0, origin))
     if ranks is None and stage:
-        reading.give_up(why, "of how many ranks is not said; give --ranks N")
+        reading.give_up(why, "the number of ranks is unknown; give --ranks N")
     elif ranks is not None:
         if ranks % split:
-            raise UserError(f"{ranks} ranks cannot be split by tp x pp x cp = {split}; give another --ranks")
+            raise UserError(f"tp x pp x cp = {split} does not divide {ranks} ranks; give another --ranks")
         _data_parallel(reading, ranks // split, stage, f"{origin}; {why}" if why != origin else origin)
     replicas = (ranks or split) // split
     _batch(reading, replicas)
@@ -131,20 +131,20 @@ def _finish(reading: Reading) -> None:
         if steps:
             reading.set("training.lr_schedule.warmup", int(ratio * steps), origin)
         else:
-            reading.give_up(origin, "of how many steps is not said; set training.lr_schedule.warmup")
+            reading.give_up(origin, "the number of steps is unknown; set training.lr_schedule.warmup")
     warmup, origin = settings.get("training.lr_schedule.warmup", (0, ""))
     if steps and isinstance(warmup, int) and warmup > steps:
         del settings["training.lr_schedule.warmup"]
-        reading.give_up(origin, f"longer than the {steps} steps of training; set training.lr_schedule.warmup")
+        reading.give_up(origin, f"exceeds the {steps} steps of training; set training.lr_schedule.warmup")
     if "min_lr" in reading.facts and (lr := settings.get("training.optimizer.lr", (None, ""))[0]):
         floor, origin = reading.facts["min_lr"]
-        reading.set("training.lr_schedule.final", float(f"{floor / lr:.6g}"), f"{origin}, of the peak {lr}")
+        reading.set("training.lr_schedule.final", float(f"{floor / lr:.6g}"), f"{origin}, relative to the peak {lr}")
     if "decay steps" in reading.facts and reading.facts["decay steps"][0] != steps:
-        reading.give_up(reading.facts["decay steps"][1], "schedules end with the last step")
+        reading.give_up(reading.facts["decay steps"][1], "schedules always end at the last step")
     if "samples" in reading.facts:
-        reading.give_up(reading.facts["samples"][1], "set training.steps to them over the global batch")
+        reading.give_up(reading.facts["samples"][1], "set training.steps to the samples divided by the global batch")
     if "epochs" in reading.facts and not steps:
-        reading.give_up(reading.facts["epochs"][1], "a run is counted in steps; set training.steps")
+        reading.give_up(reading.facts["epochs"][1], "runs have a number of steps; set training.steps")
 
 
 def _data_parallel(reading: Reading, replicas: int, stage: int, origin: str) -> None:
@@ -170,7 +170,7 @@ def _batch(reading: Reading, replicas: int) -> None:
     if "accumulation of all ranks" in reading.facts:
         whole, why = reading.facts["accumulation of all ranks"]
         if whole % replicas:
-            reading.give_up(why, f"{whole} microbatches cannot be split over {replicas} ranks")
+            reading.give_up(why, f"{replicas} data-parallel ranks do not divide {whole} microbatches")
             return
         accumulation = whole // replicas
     if micro is not None and "training.global_batch" not in settings:
@@ -181,13 +181,16 @@ def _batch(reading: Reading, replicas: int) -> None:
     elif micro is not None and accumulation is not None:
         batch = settings["training.global_batch"]
         if batch[0] != micro * accumulation * replicas:
-            reading.give_up(why, f"{batch[1]} with micro batch {micro} and {replicas} ranks makes another accumulation")
+            reading.give_up(
+                why,
+                (f"{batch[1]} with micro batch {micro} and {replicas} data-parallel ranks gives another accumulation"),
+            )
 
 
 def _written(reading: Reading, paths: Sequence[Path]) -> str:
     """The recipe as text."""
     if not any(path.startswith("model.") for path in reading.settings):
-        raise UserError("no file names the model; give --model, a published name or a Hugging Face directory")
+        raise UserError("no file names the model; give --model: a published name or a Hugging Face directory")
     tree: dict[str, Any] = {}
     for path, (value, origin) in reading.settings.items():
         *around, last = path.split(".")

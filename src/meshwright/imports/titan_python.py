@@ -28,11 +28,11 @@ def read_titan_python(text: str, file: str) -> dict[str, Any]:
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise UserError(f"{file}: no Python that can be read: {error}") from error
+        raise UserError(f"{file}: cannot be read as Python: {error}") from error
     made = [(node, call) for node in body if isinstance(node, ast.FunctionDef) for call in _configurations(node)]
     if len(made) != 1:
         names = ", ".join(node.name for node, _ in made) or "none"
-        raise UserError(f"{file}: it must have one function that returns Trainer.Config(...), and has {names}")
+        raise UserError(f"{file}: must have one function that returns Trainer.Config(...), but has {names}")
     function, call = made[0]
     known = {target.id: node.value for node in ast.walk(function) if isinstance(node, ast.Assign)
              for target in node.targets if isinstance(target, ast.Name)}  # fmt: skip

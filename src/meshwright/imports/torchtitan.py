@@ -68,19 +68,19 @@ def _pipeline(reading: Reading, value: Any, origin: str) -> None:
     if word in SCHEDULES:
         reading.fact("schedule", SCHEDULES[word], origin)
     else:
-        reading.give_up(origin, f"there are {', '.join(SCHEDULES)}")
+        reading.give_up(origin, f"supported: {', '.join(SCHEDULES)}")
 
 
 def _recompute(reading: Reading, value: Any, origin: str) -> None:
     if value in ("none", "full", "selective"):
         reading.set("training.recompute", value, origin)
     else:
-        reading.give_up(origin, "there are none, selective and full")
+        reading.give_up(origin, "supported: none, selective, full")
 
 
 def _selective(reading: Reading, value: Any, origin: str) -> None:
     if value != "op":
-        reading.give_up(origin, "give training.recompute as {full: LAYERS} instead")
+        reading.give_up(origin, "set training.recompute to {full: LAYERS} instead")
 
 
 def _data(reading: Reading, value: Any, origin: str) -> None:
@@ -88,7 +88,7 @@ def _data(reading: Reading, value: Any, origin: str) -> None:
     if value in known:
         reading.set("data.sources", [known[value]], origin)
     else:
-        reading.give_up(origin, "a name that torchtitan's code knows; give data.sources")
+        reading.give_up(origin, "this dataset is defined in torchtitan's code; set data.sources")
 
 
 def _table(reading: Reading, value: Any, origin: str) -> None:
@@ -115,7 +115,7 @@ def _converters(reading: Reading, value: Any, origin: str) -> None:
         elif "float8" in str(name):
             reading.set("training.precision", "fp8", origin)
         elif name:
-            reading.give_up(origin, "products are in float8 or mx, or plain")
+            reading.give_up(origin, "supported: float8, mx")
 
 
 LEFT_TO_US = (
@@ -146,22 +146,22 @@ PYTHON: Mapping[str, Rule] = {
     "dataset.dataset": fact("data set"),
     "dataset.dataset_path": fact("data path"),
     "dataset.table": _table,
-    "dataset.infinite": nothing("data is read again where it ends"),
-    **{f"dataset.{key}": nothing("our trainer decides it")
+    "dataset.infinite": nothing("data is always repeated"),
+    **{f"dataset.{key}": nothing("Meshwright decides it")
        for key in ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")},
     "training.dtype": words("training.master_dtype", {"bfloat16": "bf16", "float32": "fp32"}),
-    "training.disable_cuda_graphs": nothing("there are no CUDA graphs"),
+    "training.disable_cuda_graphs": nothing("CUDA graphs are not supported"),
     "lr_scheduler.total_steps": fact("decay end"),
     "parallelism.module_fqns_per_model_part": _stages,
     "parallelism.enable_sequence_parallel": lambda reading, value, origin: None,  # always with tp
-    "parallelism.context_parallel_load_balancer": nothing("sequences are dealt out evenly"),
-    "parallelism.spmd_backend": nothing("our trainer decides it"),
+    "parallelism.context_parallel_load_balancer": nothing("sequences are always distributed evenly"),
+    "parallelism.spmd_backend": nothing("Meshwright decides it"),
     "checkpoint.initial_load_in_hf": fact("starts from Hugging Face"),
-    "checkpoint.initial_load_model_only": nothing("checkpoint.start_from reads only weights"),
-    "compile.backend": nothing("our trainer decides it"),
+    "checkpoint.initial_load_model_only": nothing("checkpoint.start_from loads only weights"),
+    "compile.backend": nothing("Meshwright decides it"),
     "debug.seed": "training.seed",
     "debug.deterministic": when("training.deterministic", True),
-    **{f"debug.{key}": nothing("our trainer decides it")
+    **{f"debug.{key}": nothing("Meshwright decides it")
        for key in ("print_config", "save_config_file", "enable_structured_logging", "moe_force_load_balance")},
 }  # fmt: skip
 """Keys of the configuration in Python that others do not have."""
@@ -170,7 +170,7 @@ RULES: Mapping[str, Rule] = {
     "job.dump_folder": "run_dir",
     "model.name": fact("model"),
     "model.flavor": fact("flavor"),
-    "model.norm_type": nothing("the family determines the norm"),
+    "model.norm_type": nothing("the model family determines the norm"),
     "model.tokenizer_path": "data.tokenizer",
     "model.hf_assets_path": "data.tokenizer",
     "model.converters": _converters,
@@ -211,14 +211,14 @@ RULES: Mapping[str, Rule] = {
     "experimental.pipeline_parallel_schedule": _pipeline,
     "parallelism.pipeline_parallel_schedule": _pipeline,
     "parallelism.pipeline_parallel_microbatch_size": nothing(
-        "training.micro_batch is the number of sequences that a stage runs at once"
+        "training.micro_batch is a stage's number of sequences per microbatch"
     ),
-    "parallelism.pipeline_parallel_layers_per_stage": nothing("say layout.stage_layers"),
+    "parallelism.pipeline_parallel_layers_per_stage": nothing("set layout.stage_layers"),
     "parallelism.fsdp_reshard_after_forward": lambda reading, value, origin: reading.fact(
         "zero", 2 if value == "never" else 3, origin
     ),
     "parallelism.expert_tensor_parallel_degree": lambda reading, value, origin: (
-        reading.give_up(origin, "experts are not split along tp") if value > 1 else None
+        reading.give_up(origin, "tensor parallelism does not split experts") if value > 1 else None
     ),
     "parallelism.context_parallel_rotate_method": lambda reading, value, origin: reading.set(
         "layout.cp_method", "all_gather" if value == "allgather" else "ring", origin
@@ -227,7 +227,7 @@ RULES: Mapping[str, Rule] = {
     "checkpoint.enable_checkpoint": fact("saves"),
     "checkpoint.interval": fact("save interval"),
     "checkpoint.interval_type": lambda reading, value, origin: (
-        None if value == "steps" else reading.give_up(origin, "checkpoints are counted in steps")
+        None if value == "steps" else reading.give_up(origin, "intervals are in steps")
     ),
     "checkpoint.keep_latest_k": lambda reading, value, origin: (
         reading.set("checkpoint.keep_last", value, origin) if value > 0 else None
@@ -236,16 +236,16 @@ RULES: Mapping[str, Rule] = {
         "checkpoint.asynchronous", value != "disabled", origin
     ),
     "checkpoint.initial_load_path": "checkpoint.start_from",
-    "checkpoint.model_weights_only": nothing("checkpoint.start_from reads only weights"),
+    "checkpoint.model_weights_only": nothing("checkpoint.start_from loads only weights"),
     "activation_checkpoint.mode": _recompute,
     "activation_checkpoint.selective_ac_option": _selective,
-    "validation.enable": nothing("evaluation is always on; data.held_out and training.evaluation say how much"),
+    "validation.enable": nothing("evaluation is always on; set data.held_out and training.evaluation"),
     "validation.freq": "training.evaluation.every",
     "validation.steps": "training.evaluation.batches",
     "metrics.enable_tensorboard": fact("tensorboard"),
     "metrics.enable_wandb": fact("wandb"),
     "float8.enable_float8_linear": when("training.precision", "fp8"),
-    **dict.fromkeys(LEFT_TO_US, nothing("nothing that is trained depends on it, or our trainer decides it")),
+    **dict.fromkeys(LEFT_TO_US, nothing("it does not affect training, or Meshwright decides it")),
 }
 
 
@@ -280,7 +280,7 @@ def read_torchtitan_python(reading: Reading, text: str, file: str) -> None:
     _take(reading, dict(sorted(found.items(), key=lambda pair: pair[0] in last)), file)
     if "data set" in reading.facts and "dataset.table" not in found:
         _data(reading, *reading.facts["data set"])
-    reading.default("data.separate_documents", True, f"{file} (torchtitan keeps documents apart)")
+    reading.default("data.separate_documents", True, f"{file} (torchtitan masks attention between documents)")
 
 
 def _take(reading: Reading, found: Mapping[str, Any], file: str) -> None:
@@ -296,7 +296,7 @@ def _take(reading: Reading, found: Mapping[str, Any], file: str) -> None:
     compute, origin = reading.facts.get("compute", ("bfloat16", f"{file} (torchtitan's default)"))
     if "training.precision" not in reading.settings:
         if str(compute) not in DTYPES:
-            raise UserError(f"{origin}: it must be one of {', '.join(DTYPES)}")
+            raise UserError(f"{origin}: must be one of {', '.join(DTYPES)}")
         reading.set("training.precision", DTYPES[str(compute)], origin)
     trackers = [name for name in ("tensorboard", "wandb") if reading.known(name) is True]
     if trackers:
@@ -326,9 +326,11 @@ def _model(reading: Reading) -> None:
         reading.set("model.name", found, f"{origin}; {why}")
         factor, said = reading.facts.get("rope factor", (8.0, why))
         if str(flavor) in SCALED and factor != 32.0:
-            reading.set("model.rope_scaling", {"factor": factor}, f"{said}: torchtitan scales it by {factor}")
+            reading.set("model.rope_scaling", {"factor": factor}, f"{said}: torchtitan's factor is {factor}")
     elif name is not None and not found:
-        reading.give_up(f"{origin}; {why}" if why else origin, "a size that torchtitan's code knows; give --model")
+        reading.give_up(
+            f"{origin}; {why}" if why else origin, ("this size is defined in torchtitan's code; give --model")
+        )
 
 
 def _decay(reading: Reading) -> None:
@@ -341,7 +343,7 @@ def _decay(reading: Reading) -> None:
     end, where = reading.facts.get("decay end", (steps, ""))
     check_count(end, where)
     if not steps - 1 <= end <= steps:
-        reading.give_up(where, "schedules end with the last step")
+        reading.give_up(where, "schedules always end at the last step")
     if "decay_ratio" not in reading.facts:
         return
     ratio, origin = reading.facts["decay_ratio"]
@@ -351,7 +353,7 @@ def _decay(reading: Reading) -> None:
         reading.set("training.lr_schedule.name", "wsd", origin)
         reading.set("training.lr_schedule.decay", max(1, round(float(ratio) * end)), origin)
     else:
-        reading.give_up(origin, "a cosine falls from the end of warm-up")
+        reading.give_up(origin, "a cosine always decays from the end of warm-up")
 
 
 def _ranks(reading: Reading, file: str) -> None:
