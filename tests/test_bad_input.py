@@ -260,17 +260,17 @@ def add(name):
 DAMAGES = {
     "no manifest": (
         remove(f"{CHECKPOINT}/manifest.json"),
-        "manifest.json: missing, so this checkpoint was never completed",
+        "manifest.json: missing, so this checkpoint is incomplete",
     ),
     "no shard": (remove(f"{CHECKPOINT}/__0_0.distcp"), "__0_0.distcp: missing"),
     "a flipped bit": (
         flip(f"{CHECKPOINT}/__0_0.distcp"),
-        "__0_0.distcp: damaged, its sha256 is not the saved one",
+        "__0_0.distcp: damaged, its sha256 differs from the manifest's",
     ),
     "a shard cut short": (cut(f"{CHECKPOINT}/__0_0.distcp"), "bytes, but"),
     "flipped metadata": (
         flip(f"{CHECKPOINT}/.metadata"),
-        ".metadata: damaged, its sha256 is not the saved one",
+        ".metadata: damaged, its sha256 differs from the manifest's",
     ),
     "no JSON as manifest": (cut(f"{CHECKPOINT}/manifest.json"), "manifest.json: not a manifest"),
     "a foreign file": (

@@ -45,7 +45,7 @@ REFUSED = {
     "another tokenizer": (["data.sources=other.txt"], "set data.tokenizer=runs/first/tokenizer"),
     "no such base": (["checkpoint.start_from=runs/nowhere"], "is neither a checkpoint nor a run that has one"),
     "no such adapter": (["finetune.start_from=nowhere"], "nowhere is not a peft adapter"),
-    "another adapter": (["finetune.start_from=scales"], "scales is an adapter of the kind IA3"),
+    "another adapter": (["finetune.start_from=scales"], "scales has peft_type=IA3"),
 }
 
 

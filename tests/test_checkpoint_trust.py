@@ -67,13 +67,13 @@ MANIFESTS = {
     "[]": "not a manifest",
     "[" * 100_000: "not a manifest",
     '{"format": 1, "step": 6}': "not a manifest",
-    '{"format": 2, "step": 6, "files": {}}': "has format 2, which this version does not know",
+    '{"format": 2, "step": 6, "files": {}}': "has unknown format 2",
     '{"format": 1, "step": true, "files": {}}': "damaged",
     '{"format": 1, "step": 6, "files": []}': "damaged",
     '{"format": 1, "step": 6, "files": {"../x": {}}}': "'../x' is not a plain file name",
-    '{"format": 1, "step": 6, "files": {"x": {"sha256": ""}}}': "gives no size of x",
-    '{"format": 1, "step": 6, "files": {"x": {"bytes": 1, "sha256": 5}}}': "gives no sha256 of x",
-    '{"format": 1, "step": 7, "files": {}}': "is the checkpoint of step 7, by its manifest",
+    '{"format": 1, "step": 6, "files": {"x": {"sha256": ""}}}': "has no size for x",
+    '{"format": 1, "step": 6, "files": {"x": {"bytes": 1, "sha256": 5}}}': "has no sha256 for x",
+    '{"format": 1, "step": 7, "files": {}}': "is the checkpoint of step 7 according to its manifest",
 }
 
 
@@ -84,7 +84,7 @@ def test_manifests_that_are_none(tmp_path: Path, text: str, message: str) -> Non
     found, faults = newest_good_checkpoint(tmp_path)
     assert found == tmp_path / "step-00000003"
     assert message in faults[0]
-    with pytest.raises(CheckpointError, match="step-00000003 is good, continue from it with --resume step-00000003"):
+    with pytest.raises(CheckpointError, match="step-00000003 is intact: continue from it with --resume step-00000003"):
         verify_checkpoint(tmp_path / "step-00000006", to_resume=True)
 
 
@@ -96,12 +96,12 @@ def test_a_checkpoint_that_lies_about_its_step_is_refused(tmp_path: Path) -> Non
     found, faults = newest_good_checkpoint(tmp_path)
     assert found is None
     assert len(faults) == 2
-    with pytest.raises(CheckpointError, match="step-00000006: is the checkpoint of step 3, by its manifest"):
+    with pytest.raises(CheckpointError, match="step-00000006: is the checkpoint of step 3 according to its manifest"):
         verify_checkpoint(other)
     values = one / "trainer.json"
     values.write_text('{"step": 5}')
     mend(one, "trainer.json", step=3)
-    with pytest.raises(CheckpointError, match=r"trainer\.json: damaged, not of step 3"):
+    with pytest.raises(CheckpointError, match=r"trainer\.json: damaged, its step is not the manifest's \(3\)"):
         verify_checkpoint(one)
 
 

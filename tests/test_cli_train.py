@@ -126,7 +126,7 @@ def test_an_exported_model_writes_what_the_run_writes(folder, tmp_path, capsys):
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
     assert main(["eval", exported]) == 2
-    assert capsys.readouterr().err.endswith("is not a run, so it has no held-out text; name a text with --source\n")
+    assert capsys.readouterr().err.endswith("is not a run, so it has no held-out text; give a text with --source\n")
 
 
 def test_a_checkpoint_alone_generates_evaluates_exports_and_continues(folder, tmp_path, capsys):

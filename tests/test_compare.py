@@ -116,7 +116,7 @@ def test_engines_take_turns_and_never_compute_at_once(folder):
 
 def test_a_program_that_waits_for_deepspeeds_operators_says_so_and_names_the_lock(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    engine, error = DeepSpeedEngine(), NoStepError("no step within 9 s, so it was ended: it said nothing")
+    engine, error = DeepSpeedEngine(), NoStepError("no step within 9 s, so the program was ended: it printed nothing")
     assert str(waiting_for(engine, error)).endswith("operators on first use; raise --patience")
     lock = tmp_path / ".cache" / "torch_extensions" / "py311_cpu" / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir(parents=True)

@@ -85,7 +85,7 @@ def test_a_wrong_tensor_is_refused_with_the_block_and_nothing_is_written(tmp_pat
     ):
         export_gguf(trained, tmp_path / "x.gguf")
     monkeypatch.setattr(export, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"read by llama.cpp, its log-probabilities differ"):
+    with pytest.raises(UserError, match=r"log-probabilities computed by llama.cpp differ"):
         export_gguf(trained, tmp_path / "x.gguf")
     assert {path.name for path in tmp_path.iterdir()} == {"llama", "llama-tokenizer"}
 
@@ -138,7 +138,7 @@ def test_tokens_of_every_kind_of_tokenizer_are_llama_cpps(tmp_path, kind):
 
 
 def test_tokenizers_that_llama_cpp_lacks_are_refused():
-    with pytest.raises(UserError, match="not one that we know"):
+    with pytest.raises(UserError, match="is none of those known in llama.cpp"):
         vocabulary_of(bpe(r"\w+|\s+"), 600)
     with pytest.raises(UserError, match="normalizer"):
         vocabulary_of(bpe(next(iter(WORDS)), "Lowercase"), 600)
@@ -149,14 +149,14 @@ def test_tokenizers_that_llama_cpp_lacks_are_refused():
 def test_other_tokens_are_refused(tmp_path, monkeypatch):
     trained = opened(tmp_path, "llama", bpe(next(pattern for pattern, name in WORDS.items() if name == "llama-bpe")))
     monkeypatch.setitem(WORDS, next(p for p, name in WORDS.items() if name == "llama-bpe"), "gpt-2")
-    with pytest.raises(UserError, match=r"llama.cpp makes other tokens of text \d+: from token \d+ on"):
+    with pytest.raises(UserError, match=r"llama.cpp encodes text \d+ differently: from token \d+ on"):
         export_gguf(trained, tmp_path / "x.gguf", form="f32")
 
 
 def test_models_and_options_that_cannot_be_written(tmp_path, capsys):
     trained = opened(tmp_path, "deepseek_v3")
     assert main(["export", str(trained.source), "--gguf", str(tmp_path / "x.gguf")]) == 2
-    assert "deepseek_v3 cannot be written yet, only gpt2, llama" in capsys.readouterr().err
+    assert "deepseek_v3 is not supported; supported are gpt2, llama" in capsys.readouterr().err
     for wrong in (["--gguf", "x", "--dtype", "bf16"], ["--hf", "x", "--format", "q8_0"]):
         assert main(["export", str(trained.source), *wrong]) == 2
         assert "goes with" in capsys.readouterr().err

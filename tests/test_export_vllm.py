@@ -100,7 +100,7 @@ def test_other_numbers_are_refused(trained, tmp_path, capsys):
     rows = [row.flip(0).tolist() for row in next_logprobs(trained.model, prompts)]
     wrong = {json.dumps(prompt): row for prompt, row in zip(prompts, rows, strict=True)}
     assert export(trained, tmp_path / "hf", environment(tmp_path / "env", trained, logprobs=wrong)) == 2
-    assert "read by vLLM, its log-probabilities differ from the model's" in capsys.readouterr().err
+    assert "log-probabilities computed by vLLM differ from the model's" in capsys.readouterr().err
     short = {prompt: row[:-1] for prompt, row in wrong.items()}
     assert export(trained, tmp_path / "hf", environment(tmp_path / "short", trained, logprobs=short)) == 2
     assert "by inf" in capsys.readouterr().err
@@ -110,13 +110,13 @@ def test_other_numbers_are_refused(trained, tmp_path, capsys):
 def test_other_tokens_are_told_and_what_it_cannot_read_is_refused(trained, tmp_path, capsys):
     texts = dict(zip(TEXTS, [[1], *texts_of(trained.tokenizer)[1:]], strict=True))
     assert export(trained, tmp_path / "hf", environment(tmp_path / "env", trained, texts=texts)) == 0
-    assert "warning: vLLM makes other tokens of text 0" in capsys.readouterr().out
+    assert "warning: vLLM encodes text 0 differently" in capsys.readouterr().out
     receipt = json.loads((tmp_path / "hf" / "receipt.json").read_text())
     assert receipt["readings"][-1]["texts_equal"] is None
     assert export(trained, tmp_path / "no", environment(tmp_path / "small", trained, refuses="head_dim=8")) == 2
     assert "vLLM cannot read it (RuntimeError: head_dim=8)" in capsys.readouterr().err
     assert export(trained, tmp_path / "no", tmp_path / "nothing") == 2
-    assert "no such file; give the Python of an environment that has vLLM" in capsys.readouterr().err
+    assert "does not exist; give the Python of an environment with vLLM" in capsys.readouterr().err
 
 
 def test_without_vllm_the_receipt_says_so(trained, tmp_path, capsys):

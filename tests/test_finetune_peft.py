@@ -196,10 +196,10 @@ def test_what_vllm_does_not_read_is_said(bases: dict[str, Path], tmp_path: Path)
         method: write(build_here(run_on(bases["llama"], METHODS[method])), tmp_path / method) for method in METHODS
     }
     assert {method: unread_by_vllm(directory) for method, directory in written.items()} == {
-        "lora": ["ranks or alphas of their own"],
-        "rslora": ["ranks or alphas of their own"],
+        "lora": ["ranks or alphas by pattern"],
+        "rslora": ["ranks or alphas by pattern"],
         "dora": ["DoRA"],
-        "ends": ["modules that train in full", "an adapter of the embedding"],
+        "ends": ["fully trained modules", "an embedding adapter"],
         "ia3": ["IA3"],
     }
 
@@ -255,7 +255,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(bases: dict[str, Path], adap
     assert "kind LORA" in refusal(llama, adapter, {"method": "ia3"})
     assert "neither a checkpoint nor a run" in refusal(llama, tmp_path, lora)
     foreign = changed(adapter, tmp_path / "d", config={"target_modules": ["c_attn"]})
-    assert "so it is of another base" in refusal(llama, foreign, lora)
+    assert "so it was trained on another base" in refusal(llama, foreign, lora)
     wrong = {"target_modules": [5, "(", ["q_proj", 5]], "rank_pattern": [5, {"q": "x"}, {"(": 1}], "r": ["8"]}
     for number, (key, value) in enumerate((key, value) for key, values in wrong.items() for value in values):
         strange = changed(adapter, tmp_path / f"x{number}", config={key: value})
@@ -277,7 +277,7 @@ def test_tensors_that_do_not_fit_are_named(bases: dict[str, Path], adapter: Path
     strange = {**tensors, key + "s": tensors[key].clone()}
     assert f"did you mean '{key}'?" in refusal(llama, with_tensors("b", strange), lora)
     wide = {**tensors, key: torch.zeros(3, 99)}
-    assert "of another base" in refusal(llama, with_tensors("c", wide), lora)
+    assert "was trained on another base" in refusal(llama, with_tensors("c", wide), lora)
 
 
 def test_wrong_target_names(bases: dict[str, Path]) -> None:

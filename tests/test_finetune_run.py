@@ -144,7 +144,7 @@ def test_a_fine_tuned_run_is_used_as_any_other(runs: Path, tmp_path: Path, capsy
     assert main(["eval", str(runs / "lora"), "--samples", "4"]) == 0
     with pytest.raises(ValueError, match=r"--merge, or the adapters with --adapter"):
         export_trained(adapted, tmp_path / "no")
-    with pytest.raises(ValueError, match="holds no adapters"):
+    with pytest.raises(ValueError, match="has no adapters"):
         export_adapter(open_trained(runs / "base", device="cpu"), tmp_path / "no")
     assert main(["export", str(runs / "lora"), "--adapter", str(tmp_path / "adapter")]) == 0
     written = load_file(tmp_path / "adapter" / WEIGHTS)

@@ -74,7 +74,7 @@ def test_a_shortened_file_ends_the_answer_with_one_sentence(tmp_path: Path) -> N
     read = open_trained(folder, device="cpu", weights="disk")
     (file,) = folder.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:2000])
-    with pytest.raises(UserError, match="shorter than it was when it was opened"):
+    with pytest.raises(UserError, match="has become shorter since it was opened"):
         answers_of(read.model)
 
 
@@ -108,5 +108,5 @@ def test_a_process_limited_to_a_quarter_of_the_weights(tmp_path: Path) -> None:
     words = [sys.executable, "-c", PROGRAM, str(folder), str(weights // 4)]
     printed = subprocess.run(words, capture_output=True, text=True, check=True, timeout=300).stdout
     kept, read = printed.splitlines()
-    assert kept.startswith(f"memory refused: the weights of {folder} need more memory than there is")
+    assert kept.startswith(f"memory refused: the weights of {folder} do not fit in memory")
     assert read.startswith("auto ['")

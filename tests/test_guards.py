@@ -271,7 +271,9 @@ def test_resuming_by_name_the_newest_good_one_or_from_the_start(tmp_path: Path) 
     for path in list_checkpoints(root):
         (path / "trainer.json").write_text("{}")
     for which, words in (("auto", r"no checkpoint is good \(.*step-00000003/trainer\.json: 2 b"), ("newest", "too")):
-        with pytest.raises(CheckpointError, match=f"{words}.*; move the damaged ones away and start without --resume"):
+        with pytest.raises(
+            CheckpointError, match=f"{words}.*; move the damaged checkpoints away and start without --resume"
+        ):
             begin(trainer, root, which)
 
 

@@ -65,7 +65,7 @@ def test_what_is_not_there_is_told_with_the_command_that_gets_it(snapshot: Path,
     assert "error: model.name 'org/tiny-2.0' is not a directory, and as a model of the Hugging Face hub it is " in told
     assert f"not in the cache {snapshot.parents[2]}; download it: hf download org/tiny-2.0" in told
     assert main(["generate", "org/tiny-2.0", "--prompt", "1"]) == 2
-    assert "or the hub's id of a model in the local cache (hf download ID)" in capsys.readouterr().err
+    assert "or the hub id of a model in the local cache (hf download ID)" in capsys.readouterr().err
     for file in snapshot.glob("*.safetensors"):
         file.unlink()
     assert main(["check", "run.yaml"]) == 1

@@ -193,11 +193,11 @@ def test_checkpoints_of_deepspeed_that_are_incomplete_or_of_another_model(right,
     Path("other").mkdir()
     Path("other/config.json").write_text(json.dumps(CONFIG | {"intermediate_size": 24}))
     save_file(right, Path("other/model.safetensors"))
-    assert "the model's is [24, 16]" in refused(capsys, "ckpt", "--model", "other")
+    assert "the model's has [24, 16]" in refused(capsys, "ckpt", "--model", "other")
     Path("ckpt/global_step2/zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    assert "2 ranks wrote it, and there are 1" in refused(capsys, "ckpt", "--model", "model")
+    assert "was written by 2 ranks, but contains 1" in refused(capsys, "ckpt", "--model", "model")
     Path("ckpt/latest").write_text("../model")
-    assert "no such folder beside it" in refused(capsys, "ckpt", "--model", "model")
+    assert "this folder does not exist beside it" in refused(capsys, "ckpt", "--model", "model")
 
 
 def save_dcp(state: Tensors, folder: str) -> None:
@@ -239,7 +239,7 @@ def test_torchtitan(right, newer):
 def test_a_folder_of_another_model_is_one_sentence(right, capsys):
     save_dcp({"weight": torch.ones(1)}, "step-10")
     assert "has no tok_embeddings.weight" in refused(capsys, "step-10", "--model", "model")
-    assert "no checkpoint of another system is known there" in refused(capsys, "model", "--model", "model")
+    assert "contains no checkpoint of a known system" in refused(capsys, "model", "--model", "model")
 
 
 def test_megatron(right, capsys):

@@ -76,10 +76,10 @@ class Code:
 
 BAD = {
     "code": ({"config": Code()}, "cannot be read as plain tensors"),
-    "sizes": ({"model_args": ARGUMENTS | {"n_embd": "x"}}, "no sizes"),
-    "other": ({"model_args": None}, "not a checkpoint of nanoGPT"),
-    "shape": ({"model_args": ARGUMENTS | {"vocab_size": 48}}, "which its model_args do not say"),
-    "missing": ({"model": {}}, "it has no tensor"),
+    "sizes": ({"model_args": ARGUMENTS | {"n_embd": "x"}}, "no valid sizes"),
+    "other": ({"model_args": None}, "is not a nanoGPT checkpoint"),
+    "shape": ({"model_args": ARGUMENTS | {"vocab_size": 48}}, "which does not match model_args"),
+    "missing": ({"model": {}}, "has no tensor"),
 }
 
 

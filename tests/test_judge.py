@@ -231,7 +231,7 @@ def test_a_busy_judge_is_asked_again_and_an_error_is_told():
         Client(stub.url, "m", key="secret").ask("?", max_tokens=1)
     with pytest.raises(UserError, match="unencrypted"):
         Client("http://example.com/v1", "m", key="secret")
-    with pytest.raises(UserError, match="is not an address"):
+    with pytest.raises(UserError, match="is not a URL"):
         Client("localhost:8000", "m")
 
 
@@ -250,7 +250,7 @@ def test_answers_cannot_write_the_prompt(tmp_path):
     assert "### Assistant A:\n{reference}" in prompt
     assert "[Reference answer]\n{text}" in prompt
     (tmp_path / "single.txt").write_text("Rate: {answer}")
-    with pytest.raises(UserError, match="has no place for conversation"):
+    with pytest.raises(UserError, match="does not use conversation"):
         read_prompts(tmp_path)
 
 

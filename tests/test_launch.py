@@ -92,8 +92,8 @@ def test_a_batch_script_without_srun_on_one_machine_is_an_ordinary_machine() -> 
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"SLURM_NNODES": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "write srun before meshwright"),
-        ({"SLURM_NNODES": "2"}, "this Slurm job has 2 machines, but was not started on each of them"),
+        ({"SLURM_NNODES": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "start it with srun"),
+        ({"SLURM_NNODES": "2"}, "this Slurm job has 2 machines, but meshwright was started on one"),
         (
             {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"},
             "mpirun started 4 copies, each of which",
@@ -297,7 +297,7 @@ def test_a_killed_worker_is_started_again_and_none_outlives_the_launcher(here: P
     assert "error: rank 1 was killed by SIGKILL" in errors
     assert "starting again (1 of 3 without a new checkpoint)" in errors
     assert "passed over" not in errors
-    assert f"the launcher, process {process.pid}, has ended" in errors
+    assert f"the launcher (process {process.pid}) has ended" in errors
     reached = records(run, "step")[-1]["step"]
     assert newest(run) >= reached - 2 * RECIPE["checkpoint"]["every"]  # the last one may have been on its way
     last = f"training.steps={newest(run) + 1}"

@@ -159,7 +159,7 @@ def test_adapters_of_a_base_that_peft_changes_are_refused_and_the_converted_read
         folder.mkdir()
         expected = made(bases / "llama", folder / "adapter", init=init)
         said = refusal(bases / "llama", folder / "adapter")
-        assert f"init_lora_weights is '{init}', so it belongs to a base that peft has changed" in said
+        assert f"init_lora_weights is '{init}', so the adapter belongs to a base that peft changed" in said
         changed = json.loads((folder / "adapter" / CONFIG).read_text()) | {"init_lora_weights": True}
         (folder / "adapter" / CONFIG).write_text(json.dumps(changed))
         assert not close(ours(bases / "llama", folder / "adapter"), expected)  # as it would be read unseen
@@ -177,11 +177,13 @@ def test_every_key_of_pefts_configurations_is_known_or_refused(bases: Path, tmp_
     assert {"alora_invocation_tokens", "target_parameters", "lora_bias", "use_qalora"} <= others
     for key, value in [*((key, True) for key in sorted(others)), ("of_tomorrow", {"a": 1})]:
         (tmp_path / "adapter" / CONFIG).write_text(json.dumps(plain | {key: value}))
-        assert f"{key} is set, which adapters here do not support" in refusal(bases / "llama", tmp_path / "adapter")
+        assert f"{key} is set, which Meshwright's adapters do not support" in refusal(
+            bases / "llama", tmp_path / "adapter"
+        )
     for key, value, told in (
-        ("bias", "all", "biases that peft trains"),
-        ("init_lora_weights", "loftq", "an adapter that only peft computes"),
-        ("init_lora_weights", "mica", "merge it there"),
+        ("bias", "all", "only none is supported"),
+        ("init_lora_weights", "loftq", "which only peft can compute"),
+        ("init_lora_weights", "mica", "merge the adapter in peft"),
         ("init_lora_weights", "corda", "path_initial_model_for_weight_conversion"),
         ("init_lora_weights", "lora_ga", "path_initial_model_for_weight_conversion"),
         ("peft_type", "ADALORA", "kind ADALORA"),
@@ -209,7 +211,7 @@ def test_a_tied_embedding_trained_in_peft(bases: Path, tmp_path: Path) -> None:
             assert close(ours(bases / "tied", tmp_path / name / "adapter", **EMBEDDING), expected)
         else:
             told = refusal(bases / "tied", tmp_path / name / "adapter", **EMBEDDING)
-            assert ("was trained in peft beside a head" if "beside" in name else "lm_head.weight and") in told
+            assert ("but not the head" if "beside" in name else "lm_head.weight and") in told
             assert "one matrix (tied)" in told
 
 

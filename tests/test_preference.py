@@ -255,7 +255,7 @@ def test_a_run_learns_what_is_preferred_and_goes_on(folder, capsys):
     parts = [r["loss"] for r in read_journal(folder / "parts" / "metrics.jsonl") if r["kind"] == "step"]
     assert parts == losses
     assert main(["eval", "parts", "--source", "pairs.jsonl"]) == 2
-    assert "--source pairs.jsonl: holds preferences, whose loss needs the model at the start" in capsys.readouterr().err
+    assert "--source pairs.jsonl: contains preferences, whose loss needs the reference model" in capsys.readouterr().err
     pairs = (folder / "pairs.jsonl").read_text()
     (folder / "pairs.jsonl").write_text(pairs.replace("number 1?", "number 4?", 1))
     with pytest.raises(ValueError, match=r"hold other pairs than the run started with"):

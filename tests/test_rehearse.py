@@ -206,8 +206,8 @@ def test_findings() -> None:
     report = {"rank": 3, "peak": 3 * GIB, "host": 0, "peak_by_kind": {"weights": GIB, "activations": 2 * GIB}}
     layout = LayoutSpec(dp_shard=2, tp=16)
     too_much, too_far = findings([report], layout, memory_bytes=2 * GIB, per_node=8)
-    assert too_much == "rank 3 needs 3.0 GiB of 2.0 GiB; most of it is activations, 2.0 GiB"
-    assert too_far.startswith("tp=16 reaches over the border of a node of 8 devices")
+    assert too_much == "rank 3 needs 3.0 GiB of 2.0 GiB; the largest part is activations, 2.0 GiB"
+    assert too_far.startswith("tp=16 crosses nodes of 8 devices")
     assert not findings([report], LayoutSpec(tp=8, dp_shard=4), memory_bytes=3 * GIB, per_node=8)
     assert not findings([report | {"host": GIB}], LayoutSpec(tp=8, dp_shard=4), memory_bytes=2 * GIB, per_node=8)
 
@@ -223,7 +223,7 @@ def test_offloaded_weights_and_state_are_in_the_hosts_memory() -> None:
 def test_worlds() -> None:
     run = tiny_run(LayoutSpec(dp_shard=2, tp=2)).run
     assert fill_world(run, 1024).layout == LayoutSpec(dp_shard=512, tp=2)
-    with pytest.raises(ValueError, match="nearest number that they divide is 8"):
+    with pytest.raises(ValueError, match="nearest multiple is 8"):
         fill_world(run, 7)
     assert typical_ranks(LayoutSpec(pp=8, tp=2)) == [0, 2, 12, 14]
 
@@ -242,4 +242,4 @@ def test_the_verb(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         "24 B", "2.9 KiB", "54.0 MiB", "0.500 GiB", "13.0 GiB"
     ]  # fmt: skip
     assert main([*words[:-1], "--ranks", "16"]) == 2
-    assert "not one of the ranks 0 to 15" in capsys.readouterr().err
+    assert "is not a rank; ranks are 0 to 15" in capsys.readouterr().err

@@ -192,7 +192,7 @@ def test_every_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
         with pytest.raises(CheckpointError, match=rf"{path.name}.*--resume step-00000003"):
             verify_checkpoint(checkpoint, to_resume=True)
         with pytest.raises(
-            CheckpointError, match=rf"{path.name}.*; {tmp_path}/step-00000003 is good, use that instead$"
+            CheckpointError, match=rf"{path.name}.*; {tmp_path}/step-00000003 is intact: use that instead$"
         ):
             verify_checkpoint(checkpoint)
         path.write_bytes(content)

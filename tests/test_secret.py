@@ -110,7 +110,7 @@ def test_a_run_over_machines_has_its_secret_in_a_file_of_the_user(tmp_path: Path
 
 def test_a_machine_without_a_name_is_told() -> None:
     """`.invalid` never resolves (RFC 2606)."""
-    with pytest.raises(UserError, match=r"'first\.invalid', is unknown here"):
+    with pytest.raises(UserError, match=r"'first\.invalid' cannot be resolved"):
         await_name("first.invalid", timedelta(0))
 
 
@@ -179,7 +179,7 @@ def test_an_old_secret_is_read_again_until_it_is_this_runs(tmp_path: Path) -> No
     assert found == [first]
     with pytest.raises(StrangerError, match="run_dir is not the same folder on all machines, or another process"):
         share_secret(store, "key", _with_secret(tmp_path / "another"), 0.1, first=False, where="here")
-    with pytest.raises(StuckError, match=r"the first of those who meet at here did not arrive within 0\.1 s"):
+    with pytest.raises(StuckError, match=r"the first process of the rendezvous at here did not arrive within 0\.1 s"):
         share_secret(store, "never", run_dir, 0.1, first=False, where="here")
 
 

@@ -36,7 +36,7 @@ def test_a_rank_that_goes_silent_is_named_once(capfd: pytest.CaptureFixture[str]
     said = capfd.readouterr().err
     assert said.count("error: ") == 1
     assert "error: rank 1 on " in said
-    assert "its process is stopped or its machine is gone" in said
+    assert "its process is stopped or its machine is down" in said
     for sentry in sentries:
         sentry.stop()
 
@@ -65,7 +65,7 @@ def test_a_machine_that_is_cut_off_says_so(capfd: pytest.CaptureFixture[str]) ->
     ended = list[int]()
     sentry = Sentry(Cut(), "gpu1:29500", 3, 4, AFTER, ended.append).start()  # type: ignore[arg-type]
     assert wait_for(ended) == [STUCK]
-    assert "has not reached gpu1:29500, where the ranks meet, for" in capfd.readouterr().err
+    assert "has not reached the rendezvous at gpu1:29500 for" in capfd.readouterr().err
     sentry.stop()
     cut.set()
 
@@ -101,5 +101,5 @@ def test_a_rank_that_is_stopped_before_the_first_step_is_named(tmp_path: Path) -
     assert process.returncode == STUCK, errors
     assert "step 1/" not in out
     assert "error: rank 1 on " in errors
-    assert "has given no sign of life for" in errors
+    assert "has not responded for" in errors
     assert "Traceback" not in errors

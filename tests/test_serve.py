@@ -376,8 +376,8 @@ BAD = {
     "not utf-8": (b'{"model": "\xff"}', 400, "the body is not JSON"),
     "a list": (b"[]", 400, "the body: "),
     "no messages": ({"messages": []}, 400, "messages: "),
-    "unknown field": ({"temprature": 1}, 400, "temprature: this field is unknown"),
-    "unknown model": ({"model": "gpt"}, 404, "the model 'gpt' does not exist; the models are base, tuned"),
+    "unknown field": ({"temprature": 1}, 400, "temprature: unknown field"),
+    "unknown model": ({"model": "gpt"}, 404, "model 'gpt' does not exist; available are base, tuned"),
     "bad temperature": ({"temperature": -1}, 400, "temperature: "),
     "text as number": ({"max_tokens": "many"}, 400, "max_tokens: "),
     "bad role": ({"messages": [{"role": "robot", "content": "x"}]}, 400, "messages.0.role: "),
@@ -387,9 +387,9 @@ BAD = {
         "messages.0.content",
     ),
     "many biases": ({"logit_bias": {str(n): 1 for n in range(1025)}}, 400, "logit_bias: this server does not support"),
-    "large bias": ({"logit_bias": {"5": 101}}, 400, "logit_bias: 101 of token 5 is not from -100 to 100"),
+    "large bias": ({"logit_bias": {"5": 101}}, 400, "logit_bias: 101 of token 5 is not between -100 and 100"),
     "no bias": ({"logit_bias": {"5": float("nan")}}, 400, "logit_bias"),
-    "bias of no token": ({"logit_bias": {"300": 1}}, 400, "logit_bias: there is no token 300; they go from 0 to 299"),
+    "bias of no token": ({"logit_bias": {"300": 1}}, 400, "logit_bias: token 300 does not exist; tokens are 0 to 299"),
     "bias of a word": ({"logit_bias": {"def": 1}}, 400, "logit_bias.def"),
     "stops": ({"stop": ["x"] * 17}, 400, "stop: at most 16 texts"),
     "top without logprobs": ({"top_logprobs": 2}, 400, "top_logprobs needs logprobs"),
@@ -418,9 +418,9 @@ def test_bad_requests_are_told_what_is_wrong(server: Running, name: str) -> None
 
 def test_bad_completions_are_told_what_is_wrong(server: Running) -> None:
     for change, message in (
-        ({"prompt": [VOCAB]}, "token ids go from 0 to 299"),
-        ({"prompt": []}, "a list without prompts"),
-        ({"prompt": [[]]}, "a prompt without tokens"),
+        ({"prompt": [VOCAB]}, "token ids must be from 0 to 299"),
+        ({"prompt": []}, "the list or a prompt in it is empty"),
+        ({"prompt": [[]]}, "the list or a prompt in it is empty"),
         ({"max_tokens": 0}, "max_tokens: 0 needs echo: true"),
         ({"best_of": 3}, "best_of: this server does not support"),
     ):
@@ -518,9 +518,9 @@ def test_adapters_share_the_weights_of_their_base(runs: Path) -> None:
             assert parameter.data_ptr() == kept[name].data_ptr()
             shared += 1
     assert shared == len(kept) - 1
-    with pytest.raises(UserError, match=r"holds adapters of another base than .*base.*: .* differs"):
+    with pytest.raises(UserError, match=r"was trained on another base than .*base.*: .* differs"):
         open_adapter(base, runs / "other")
-    with pytest.raises(UserError, match="holds no adapters"):
+    with pytest.raises(UserError, match="has no adapters"):
         open_adapter(base, runs / "base")
     with pytest.raises(UserError, match="the name x is given twice"):
         open_served(base, "x", {"x": runs / "lora"}, max_batch=1, max_context=None)

@@ -93,7 +93,7 @@ def test_adapters_come_and_go_while_the_server_runs(base: TrainedModel) -> None:
         assert {name: asked(server, name) for name in ("one", "two")} == expected
         assert len({before, *expected.values()}) == 3
         again = post(server, "/v1/load_lora_adapter", lora_name="one", lora_path="one")
-        assert (again.status_code, "there is a model 'one' already" in again.text) == (400, True)
+        assert (again.status_code, "model 'one' already exists" in again.text) == (400, True)
         assert post(server, "/v1/unload_lora_adapter", lora_name="one").status_code == 200
         with pytest.raises(openai.NotFoundError, match="the model 'one' does not exist"):
             asked(server, "one")
@@ -124,9 +124,9 @@ def test_answers_that_are_being_written_outlive_their_adapter(base: TrainedModel
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
-        ({"lora_name": "x", "lora_path": "../base"}, 400, "no folder in"),
-        ({"lora_name": "x", "lora_path": "/etc"}, 400, "no folder in"),
-        ({"lora_name": "x", "lora_path": "none"}, 400, "no folder in"),
+        ({"lora_name": "x", "lora_path": "../base"}, 400, "is not a folder in"),
+        ({"lora_name": "x", "lora_path": "/etc"}, 400, "is not a folder in"),
+        ({"lora_name": "x", "lora_path": "none"}, 400, "is not a folder in"),
         ({"lora_name": "a b", "lora_path": "one"}, 400, "lora_name"),
         ({"lora_name": "x"}, 400, "lora_path"),
         ({"lora_name": "x", "lora_path": "empty"}, 400, "empty"),

@@ -206,7 +206,7 @@ REFUSED = {
     "unknown reference": ({"$ref": "#/$defs/x"}, "does not exist"),
     "endless reference": ({"$ref": "#"}, "response_format: "),
     "nothing fits": ({"allOf": [{"type": "string"}, {"type": "null"}]}, "Unsatisfiable schema"),
-    "too large": ({"enum": ["x" * LARGEST]}, f"more than this server compiles ({LARGEST})"),
+    "too large": ({"enum": ["x" * LARGEST]}, f"more than this server's limit of {LARGEST}"),
     "too wide": ({"type": "object", "properties": {f"p{n}": {"type": "null"} for n in range(1500)}}, "items"),
     "too many cases": (
         {"allOf": [{"anyOf": [{"type": "string", "maxLength": i + j} for i in range(9)]} for j in range(8)]},
@@ -236,11 +236,11 @@ def test_bad_forms_are_told_what_is_wrong(server: Running) -> None:
             f'"response_format": {{"type": "json_schema", "json_schema": {{"name": "x", "schema": {nested}}}}}',
             "recursion limit exceeded",
         ),
-        ('"structured_outputs": {}', "give one of json, regex and choice"),
-        ('"structured_outputs": {"regex": "a", "choice": ["b"]}', "give one of json, regex and choice"),
+        ('"structured_outputs": {}', "give exactly one of json, regex and choice"),
+        ('"structured_outputs": {"regex": "a", "choice": ["b"]}', "give exactly one of json, regex and choice"),
         ('"structured_outputs": {"regex": "("}', "structured_outputs: unclosed group"),
         ('"structured_outputs": {"choice": []}', "structured_outputs.choice: "),
-        ('"structured_outputs": {"grammar": "x"}', "structured_outputs.grammar: this field is unknown"),
+        ('"structured_outputs": {"grammar": "x"}', "structured_outputs.grammar: unknown field"),
     ):
         body = f'{{"model": "base", "messages": {json.dumps(QUESTION)}, {change}}}'
         headers = {"content-type": "application/json"}

@@ -458,7 +458,7 @@ def test_averaged_weights_are_used_where_they_are_asked_for(
         assert torch.equal(averaged[name], kept[f"callbacks.EMA.{name}"]), name
         assert not torch.equal(averaged[name], tensor), name
     monkeypatch.setattr(trained, "AVERAGED", "callbacks.Other.")
-    with pytest.raises(UserError, match=r"step-00000004 holds no averaged weights; train with callbacks=\[ema\]"):
+    with pytest.raises(UserError, match=r"step-00000004 has no averaged weights; train with callbacks=\[ema\]"):
         open_trained(run_of_all.run_dir, device="cpu", averaged=True)
     with pytest.raises(UserError, match="is neither a run nor a checkpoint, so it has no averaged weights"):
         open_trained(tmp_path, device="cpu", averaged=True)

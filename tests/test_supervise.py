@@ -115,7 +115,7 @@ def test_some_ends_are_final(folder: Path, capfd: pytest.CaptureFixture[str], st
 
 def test_a_crash_before_the_first_step_is_not_repeated(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(job(folder, "sys.exit(3)")) == 3
-    assert "ended with status 3; its messages are printed above" in capfd.readouterr().err
+    assert "ended with status 3; see its messages above" in capfd.readouterr().err
 
 
 def test_last_words_are_printed_once(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -212,7 +212,9 @@ def test_a_worker_that_the_kernel_ended_for_memory_is_told_apart(tmp_path: Path)
     watch.look(7)
     assert watch.explain(7) == ""
     (tmp_path / "proc/vmstat").write_text("nr_free_pages 5\noom_kill 4\n")
-    assert "most likely by the kernel, out of memory: it held 3.1 GB of 4.0 GB; a smaller" in watch.explain(7)
+    assert "most likely by the kernel because memory ran out: it held 3.1 GB of 4.0 GB; use a smaller" in watch.explain(
+        7
+    )
     (tmp_path / "proc/vmstat").unlink()  # an old kernel does not count, but a worker that held nearly all says enough
     watch = MemoryWatch(tmp_path)
     watch.look(8)
@@ -223,13 +225,16 @@ def test_a_rank_that_the_kernel_killed_is_explained_and_started_again_unless_a_c
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page of it is printed by the launcher; with --retry-oom the run ends here, to go on with another recipe."""
-    monkeypatch.setattr(MemoryWatch, "explain", lambda watch, pid: ", most likely by the kernel, out of memory")
+    monkeypatch.setattr(MemoryWatch, "explain", lambda watch, pid: ", most likely by the kernel because memory ran out")
     monkeypatch.setattr(MemoryWatch, "of", lambda watch, pid: (3, 4))
     script = "if attempt == 0: step(); os.kill(os.getpid(), signal.SIGKILL)\n"
     options = {"ranks": 1, "explain_kill": lambda *facts: f"the page of {facts}"}
     assert run(job(folder, script, **options)) == 0
     said = capfd.readouterr().err
-    assert "killed by SIGKILL, most likely by the kernel, out of memory\nthe page of (0, 3, 4)\nstarting again" in said
+    assert (
+        "killed by SIGKILL, most likely by the kernel because memory ran out\nthe page of (0, 3, 4)\nstarting again"
+        in said
+    )
     assert run(job(folder, script, **options, restarts_killed=False)) == OUT_OF_MEMORY
     assert "starting again" not in capfd.readouterr().err
 

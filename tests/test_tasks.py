@@ -144,7 +144,7 @@ def test_the_last_number_and_nested_boxes():
         ("", "contains no questions"),
         ("{", "q.jsonl:1: is not JSON"),
         ("[1]", "is not a JSON object"),
-        ('{"text": "x"}', "no known format has these columns (text)"),
+        ('{"text": "x"}', "no known format has the columns text"),
         (json.dumps(MMLU | {"answer": 7}), "q.jsonl:1: is not a question in the format MMLU: the answer is number 7"),
         (json.dumps(MMLU) + "\n" + json.dumps(SHORT), "q.jsonl:2: has the columns of short answers"),
         (json.dumps(MATH | {"solution": "none"}), "has no \\boxed{} answer"),

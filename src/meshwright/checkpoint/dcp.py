@@ -109,13 +109,11 @@ def _check_shapes(checkpoint: Path, metadata: Metadata, shapes: dict[str, tuple[
     for name, shape in shapes.items():
         entry = metadata.state_dict_metadata.get(name)
         if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(
-                f"{checkpoint}: holds no {name}; it was saved by a run with another model or optimizer"
-            )
+            raise CheckpointError(f"{checkpoint}: has no {name}; it belongs to a run with another model or optimizer")
         if tuple(entry.size) != shape:
             raise CheckpointError(
-                f"{checkpoint}: {name} has shape {tuple(entry.size)}, but this run's is {shape}; "
-                "continue with the model that was saved"
+                f"{checkpoint}: {name} has shape {tuple(entry.size)}, but this run's has {shape}; continue with the "
+                "saved model"
             )
 
 

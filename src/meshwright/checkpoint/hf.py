@@ -81,8 +81,8 @@ class HfWeights:
         _, head, tensor = self._twin
         if tensor.shape[1:] != embedding.shape[1:] or not torch.equal(self._slice(head, tensor)[rows], embedding):
             raise UserError(
-                f"{tensor.file}: {head} is another matrix than {key}, but tie_word_embeddings in config.json says that "
-                'they are one; write "tie_word_embeddings": false there, or remove the tensor that is not meant'
+                f"{tensor.file}: {head} and {key} differ, but tie_word_embeddings in config.json ties them; "
+                'write "tie_word_embeddings": false there, or remove the wrong tensor'
             )
 
     def _slice(self, key: str, tensor: StoredTensor) -> Any:
@@ -104,7 +104,7 @@ def _find(
     tensor = stored[key]
     if tensor.shape != shape:
         raise UserError(
-            f"{tensor.file}: tensor {key} has shape {list(tensor.shape)}, but config.json asks for {list(shape)}"
+            f"{tensor.file}: tensor {key} has shape {list(tensor.shape)}, but config.json implies {list(shape)}"
         )
     if tensor.dtype not in DTYPES:
         raise UserError(f"{tensor.file}: tensor {key} is {tensor.dtype}; only {', '.join(DTYPES)} are supported")
@@ -121,7 +121,7 @@ def _refuse_unknown(stored: Mapping[str, StoredTensor], used: set[str], spec: Mo
         layer = re.search(r"\blayers\.(\d+)\.", key) if family.hf_more_layers else None
         further = layer is not None and int(layer[1]) >= spec.num_layers
         if not further and not key.endswith(ignored):
-            raise UserError(f"{stored[key].file}: tensor {key} has no place in the {spec.family} of config.json")
+            raise UserError(f"{stored[key].file}: tensor {key} does not belong to the {spec.family} of config.json")
 
 
 def _second_head(stored: Mapping[str, StoredTensor], spec: ModelSpec) -> tuple[str, str, StoredTensor] | None:
@@ -196,7 +196,7 @@ def as_stored(parameters: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec) -
     waiting: dict[str, dict[int, torch.Tensor]] = {}  # rows of a stored tensor that have arrived, by its first row
     for name, tensor in parameters:
         if missing.pop(name, None) != tuple(tensor.shape):
-            raise UserError(f"export: {name} of shape {list(tensor.shape)} is unexpected, or a duplicate")
+            raise UserError(f"export: {name} of shape {list(tensor.shape)} is unexpected or occurs twice")
         place = places[name]
         if place.experts is not None:
             pieces = tensor.detach().unflatten(1, (len(place.parts), -1)).flatten(0, 1)
@@ -213,7 +213,7 @@ def as_stored(parameters: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec) -
             (stored_name(name, spec.foreign.renamed), torch.tensor(value)) for name, value in spec.foreign.scalars
         )
     if missing:
-        raise UserError(f"export: {len(missing)} parameters are missing, the first is {next(iter(missing))}")
+        raise UserError(f"export: {len(missing)} parameters are missing, first {next(iter(missing))}")
 
 
 def _write_weights(

@@ -100,7 +100,8 @@ def compare_with_transformers(reference: Decoder, directory: Path, tokens_BT: to
 def _first_other(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> str:
     """The first tensor that was stored wrongly."""
     return next(
-        (name for name, tensor in expected.items() if not torch.equal(tensor, found[name])), "none: it computes"
+        (name for name, tensor in expected.items() if not torch.equal(tensor, found[name])),
+        ("none: the computation differs"),
     )
 
 
@@ -136,7 +137,7 @@ def compare_logits(
     rounding, and what `where` finds to be the first that differs."""
     difference = (expected_BTV - found_BTV).abs().max().item()
     if not difference <= TOLERANCE * expected_BTV.abs().max().item():
-        first = f"; the first that differs is {where()}" if where else ""
+        first = f"; first difference: {where()}" if where else ""
         raise UserError(
             f"{what} was refused: {how}, its logits differ from the model's by {difference:.3g} "
             f"(the largest logit is {expected_BTV.abs().max().item():.3g}){first}"

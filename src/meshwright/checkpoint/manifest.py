@@ -119,13 +119,13 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(regular(path).read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: missing, so this checkpoint was never completed") from None
+        raise CheckpointError(f"{path}: missing, so this checkpoint is incomplete") from None
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{path}: not a manifest") from None
+        raise CheckpointError(f"{path}: is not a manifest") from None
     if not isinstance(manifest, dict) or not {"format", "step", "files"} <= manifest.keys():
-        raise CheckpointError(f"{path}: not a manifest")
+        raise CheckpointError(f"{path}: is not a manifest")
     if manifest["format"] != FORMAT:
-        raise CheckpointError(f"{path}: has format {manifest['format']!r}, which this version does not know")
+        raise CheckpointError(f"{path}: has unknown format {manifest['format']!r}")
     step, files = manifest["step"], manifest["files"]
     if type(step) is not int or step < 0 or not isinstance(files, dict):
         raise CheckpointError(f"{path}: damaged")
@@ -133,11 +133,13 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         if Path(name).name != name:
             raise CheckpointError(f"{path}: {name!r} is not a plain file name")
         if not isinstance(entry, dict) or type(entry.get("bytes")) is not int:
-            raise CheckpointError(f"{path}: damaged, it gives no size of {name}")
+            raise CheckpointError(f"{path}: damaged, it has no size for {name}")
         if not isinstance(entry.get("sha256"), str):
-            raise CheckpointError(f"{path}: damaged, it gives no sha256 of {name}")
+            raise CheckpointError(f"{path}: damaged, it has no sha256 for {name}")
     if STEP.fullmatch(checkpoint.name) and step != step_of(checkpoint):
-        raise CheckpointError(f"{checkpoint}: is the checkpoint of step {step}, by its manifest; give it its own name")
+        raise CheckpointError(
+            f"{checkpoint}: is the checkpoint of step {step} according to its manifest; rename the folder"
+        )
     return manifest
 
 
@@ -149,7 +151,7 @@ def read_trainer(checkpoint: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     except (ValueError, RecursionError):
         raise CheckpointError(f"{path}: damaged, not JSON") from None
     if not isinstance(values, dict) or values.get("step") != manifest["step"]:
-        raise CheckpointError(f"{path}: damaged, not of step {manifest['step']} as the manifest says")
+        raise CheckpointError(f"{path}: damaged, its step is not the manifest's ({manifest['step']})")
     return values
 
 
@@ -164,11 +166,11 @@ def verify_files(checkpoint: Path, files: dict[str, dict[str, Any]]) -> None:
             raise CheckpointError(f"{path}: {size} bytes, but {expected['bytes']} were saved")
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
-                raise CheckpointError(f"{path}: damaged, its sha256 is not the saved one")
+                raise CheckpointError(f"{path}: damaged, its sha256 differs from the manifest's")
 
 
 def verify_no_foreign_files(checkpoint: Path, manifest: dict[str, Any]) -> None:
     """Raise `CheckpointError` if the folder holds a file that the manifest does not name."""
     for path in sorted(checkpoint.iterdir()):
         if path.name != MANIFEST and path.name not in manifest["files"]:
-            raise CheckpointError(f"{path}: not part of this checkpoint; remove it to continue")
+            raise CheckpointError(f"{path}: is not part of this checkpoint; remove it to continue")

@@ -51,7 +51,7 @@ def _check(metadata: Any) -> None:
 
     must(isinstance(metadata, Metadata), f"it holds a {type(metadata).__name__}")
     must(isinstance(metadata.state_dict_metadata, dict), "it lists no tensors")
-    must(isinstance(metadata.storage_data or {}, dict), "it lists no places")
+    must(isinstance(metadata.storage_data or {}, dict), "it lists no storage locations")
     for name, entry in metadata.state_dict_metadata.items():
         must(isinstance(name, str), "a tensor has no name")
         if isinstance(entry, BytesStorageMetadata):
@@ -68,11 +68,17 @@ def _check(metadata: Any) -> None:
             inside = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
             must(all(start >= 0 and size >= 0 and start + size <= end for start, size, end in inside), f"{name}: chunk")
     for index, entry in (metadata.storage_data or {}).items():
-        must(isinstance(index, MetadataIndex) and isinstance(entry, StoredPlace), "a position is malformed")
-        must(isinstance(entry.relative_path, str), "a place has no file")
-        must(Path(entry.relative_path).name == entry.relative_path, f"it points elsewhere, to {entry.relative_path!r}")
-        must(isinstance(entry.offset, int) and isinstance(entry.length, int), "a place has no offset or length")
-        must(entry.offset >= 0 and entry.length >= 0, "a place has a negative offset or length")
+        must(isinstance(index, MetadataIndex) and isinstance(entry, StoredPlace), "a storage index is malformed")
+        must(isinstance(entry.relative_path, str), "a storage location has no file")
+        must(
+            Path(entry.relative_path).name == entry.relative_path,
+            (f"it points outside the checkpoint, to {entry.relative_path!r}"),
+        )
+        must(
+            isinstance(entry.offset, int) and isinstance(entry.length, int),
+            ("a storage location has no offset or length"),
+        )
+        must(entry.offset >= 0 and entry.length >= 0, "a storage location has a negative offset or length")
 
 
 class _SafeUnpickler(pickle.Unpickler):
@@ -107,4 +113,4 @@ class _SafeUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) in self.ALLOWED:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it wants {module}.{name}, which checkpoint metadata never needs")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which checkpoint metadata never needs")

@@ -110,22 +110,22 @@ def read_adapter(
         keys.add(tied[1])
     strange = [key for key in header if key not in keys and not key.endswith(".base_layer.weight")]
     for key in strange:
-        raise AdapterError(f"{file}: tensor {key} has no place in the recipe's adapter{did_you_mean(key, keys)}")
+        raise AdapterError(f"{file}: tensor {key} does not belong to the recipe's adapter{did_you_mean(key, keys)}")
     for name, place in places.items():
         if place.key not in header:
             raise AdapterError(f"{file} has no tensor {place.key}, which the recipe's adapter needs for {name}")
         if header[place.key].shape != place.shape:
             raise AdapterError(
-                f"{file}: tensor {place.key} has shape {list(header[place.key].shape)}, but this base and recipe ask "
-                f"for {list(place.shape)}; the adapter is of another base"
+                f"{file}: tensor {place.key} has shape {list(header[place.key].shape)}, but this base and recipe "
+                f"need {list(place.shape)}; the adapter was trained on another base"
             )
         if header[place.key].dtype not in DTYPES:
-            raise AdapterError(f"{file}: tensor {place.key} is {header[place.key].dtype}, no floating-point type")
+            raise AdapterError(f"{file}: tensor {place.key} is {header[place.key].dtype}, not a floating-point type")
     with open_tensors(file) as stored:
         found = {key: stored.get_tensor(key) for key in keys}
         metadata = stored.metadata() or {}
     if metadata.get(DIGEST, digest := _digest(found)) != digest:
-        raise AdapterError(f"{file} is damaged: its tensors are not those that were written")
+        raise AdapterError(f"{file} is damaged: its tensors do not match their checksum")
     if metadata.get(BASE, fingerprint) != fingerprint:
         raise AdapterError(
             f"{directory} was trained on another base ({metadata[BASE]}) than the recipe's ({fingerprint})"
@@ -160,8 +160,8 @@ def _check_tied(directory: Path, found: Mapping[str, torch.Tensor], tied: tuple[
     config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
     if not ours and not config.get("ensure_weight_tying"):
         raise AdapterError(
-            f"{directory}: {embedding} was trained in peft beside a head that stayed as it was, but in this model they "
-            "are one matrix (tied); merge the adapter in peft and train the merged model"
+            f"{directory}: peft trained {embedding} but not the head, but in this model they are one matrix (tied); "
+            "merge the adapter in peft and train the merged model"
         )
 
 
@@ -176,7 +176,7 @@ def stored_places(model: ModelSpec, finetune: AdapterSpec) -> dict[str, Stored]:
         if row.trained and not row.adapter:
             place = hf_tensors(model)[row.name]
             if place.experts is not None or place.offset or len(place.shape) != len(row.shape):
-                raise UserError(f"{row.name} has no place in an adapter of peft's; leave it out of finetune.train")
+                raise UserError(f"{row.name} cannot be stored in a peft adapter; leave it out of finetune.train")
             found[row.name] = Stored(PREFIX + place.key, place.shape, place.transposed)
     return found
 

@@ -95,9 +95,9 @@ def unread_by_vllm(directory: Path) -> list[str]:
     reasons = {
         "IA3": config["peft_type"] == "IA3",
         "DoRA": config.get("use_dora"),
-        "modules that train in full": config.get("modules_to_save"),
-        "ranks or alphas of their own": config.get("rank_pattern") or config.get("alpha_pattern"),
-        "an adapter of the embedding": "embed_tokens" in config["target_modules"],
+        "fully trained modules": config.get("modules_to_save"),
+        "ranks or alphas by pattern": config.get("rank_pattern") or config.get("alpha_pattern"),
+        "an embedding adapter": "embed_tokens" in config["target_modules"],
     }
     return [reason for reason, applies in reasons.items() if applies]
 
@@ -111,9 +111,9 @@ def lora_of(directory: Path) -> LoraSpec:
     try:
         config = json.loads(regular(file).read_text(encoding="utf-8"))
         if config["peft_type"] != "LORA":
-            raise AdapterError(f"{file}: is an adapter of the kind {config['peft_type']}; only LORA can be served")
+            raise AdapterError(f"{file}: peft_type is {config['peft_type']}; only LORA can be served")
         if not isinstance(config["target_modules"], list):
-            raise AdapterError(f"{file}: target_modules is a pattern; save the adapter with a list of modules")
+            raise AdapterError(f"{file}: target_modules is a pattern; save the adapter with a list of module names")
         return LoraSpec(
             method="lora",
             rank=config["r"],
@@ -143,7 +143,7 @@ def check_adapter_config(directory: Path, model: ModelSpec, finetune: AdapterSpe
     except (ValueError, TypeError, KeyError, RecursionError, re.error) as error:
         raise AdapterError(f"{file} is not an adapter's configuration: {error}") from error
     if kind != ("IA3" if isinstance(finetune, Ia3Spec) else "LORA"):
-        raise AdapterError(f"{directory} is an adapter of the kind {kind}, the recipe's finetune.method another one")
+        raise AdapterError(f"{directory} has peft_type={kind}, but the recipe has finetune.method={finetune.method}")
     _check_keys(config, file)
     differences = list(_differences(config, model, finetune))
     if differences:
@@ -155,22 +155,23 @@ def _check_keys(config: dict[str, Any], file: Path) -> None:
     for key, value in config.items():
         given = not (value is None or value is False or value in ([], {}, ""))
         if given and key not in COMPARED | WITHOUT_EFFECT:
-            raise AdapterError(f"{file}: {key} is set, which adapters here do not support, so it cannot be continued")
+            raise AdapterError(
+                f"{file}: {key} is set, which Meshwright's adapters do not support; merge the adapter in peft"
+            )
     if config.get("bias") not in (None, "none"):
-        raise AdapterError(
-            f"{file}: bias is {config['bias']!r}; biases that peft trains cannot be continued, only none"
-        )
+        raise AdapterError(f"{file}: bias is {config['bias']!r}, but only none is supported; merge the adapter in peft")
     init = config.get("init_lora_weights", True)
     if init in INITS:
         return
     if isinstance(init, str) and init.startswith(CONVERTIBLE):
         raise AdapterError(
-            f"{file}: init_lora_weights is {init!r}, so it belongs to a base that peft has changed, not to model.name; "
-            "convert it to plain LoRA in peft: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+            f"{file}: init_lora_weights is {init!r}, so the adapter belongs to a base that peft changed, not to "
+            "model.name; convert it to plain LoRA in peft: save_pretrained(..., "
+            "path_initial_model_for_weight_conversion=...)"
         )
     raise AdapterError(
-        f"{file}: init_lora_weights is {init!r}, an adapter that only peft computes; merge it there "
-        "(merge_and_unload) and name the merged model in model.name"
+        f"{file}: init_lora_weights is {init!r}, which only peft can compute; merge the adapter in peft "
+        "(merge_and_unload) and set model.name to the merged model"
     )
 
 
@@ -185,7 +186,7 @@ def _check_kinds(config: dict[str, Any]) -> None:
     for key in ("rank_pattern", "alpha_pattern"):
         value = {} if config.get(key) is None else config[key]
         if not isinstance(value, dict) or not all(type(number) in (int, float) for number in value.values()):
-            raise TypeError(f"{key} is {value!r}, no numbers by pattern")
+            raise TypeError(f"{key} is {value!r}, not a mapping from pattern to number")
         for pattern in value:
             re.compile(pattern)
     layers = config.get("layers_to_transform")
@@ -193,7 +194,7 @@ def _check_kinds(config: dict[str, Any]) -> None:
         raise TypeError(f"layers_to_transform is {layers!r}, neither a number nor a list of numbers")
     for key in ("r", "lora_alpha"):
         if type(config.get(key, 8)) not in (int, float):
-            raise TypeError(f"{key} is {config[key]!r}, no number")
+            raise TypeError(f"{key} is {config[key]!r}, not a number")
 
 
 def hf_module(model: ModelSpec, adapter: Adapter) -> str:
@@ -204,8 +205,8 @@ def hf_module(model: ModelSpec, adapter: Adapter) -> str:
     place = hf_tensors(model)[adapter.weight.name]
     if sorted(place.shape) != sorted(adapter.weight.shape) or place.offset:
         raise UserError(
-            f"{adapter.module} is a part of {place.key} in Hugging Face's {model.family}, for which peft has one "
-            "adapter; such adapters can be merged (export --hf DIR --merge), but not be written or read as peft's"
+            f"{adapter.module} is part of {place.key} in Hugging Face's {model.family}, for which peft has a single "
+            "adapter; write the merged model instead (export --hf DIR --merge)"
         )
     return place.key.removesuffix(".weight")
 
@@ -231,16 +232,16 @@ def _differences(config: dict[str, Any], model: ModelSpec, finetune: AdapterSpec
     targets = [module for module in known if _targeted(module, given) and not _left_out(module, config)]
     if not targets and given != "all-linear":
         named = given if isinstance(given, str) else ", ".join(given or [])
-        yield f"its modules ({named}) are not in {model.family}, so it is of another base"
+        yield f"its modules ({named}) are not in {model.family}, so it was trained on another base"
         return
     if given != "all-linear" and set(targets) != set(modules):
         wanted = ", ".join(sorted(_shortened(model, targets)))
-        yield f"its modules are others than finetune.targets; set finetune.targets=[{wanted}]"
+        yield f"its modules differ from finetune.targets; set finetune.targets=[{wanted}]"
         return
     if isinstance(finetune, Ia3Spec):
         inputs = {module for module in targets if _targeted(module, config.get("feedforward_modules"))}
         if inputs != {m for a, m in zip(adapters, modules, strict=True) if a.scales_input}:
-            yield "it scales inputs (feedforward_modules) where this one scales outputs, or the other way round"
+            yield "its feedforward_modules, whose inputs are scaled, differ from the recipe's"
         return
     for key, ours in (("use_dora", finetune.dora), ("use_rslora", finetune.rslora)):
         if bool(config.get(key)) != ours:

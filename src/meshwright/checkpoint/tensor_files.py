@@ -52,7 +52,8 @@ class UnmappedTensor:
                 size = stream.readinto(content)
                 if not size:
                     raise UserError(
-                        f"{self._tensor.file} is shorter than it was when it was opened; is it being replaced?"
+                        f"{self._tensor.file} has become shorter since it was opened; another process may be "
+                        "replacing it"
                     )
                 content = content[size:]
         return found

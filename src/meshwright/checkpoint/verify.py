@@ -15,7 +15,7 @@ from meshwright.checkpoint.manifest import (
 from meshwright.checkpoint.metadata import METADATA
 from meshwright.comm.objects import from_first, gather_everywhere, rank, world_size
 
-START_ANEW = "move the damaged ones away and start without --resume, or start in another run_dir"
+START_ANEW = "move the damaged checkpoints away and start without --resume, or use another run_dir"
 
 
 def verify_checkpoint(checkpoint: Path, *, to_resume: bool = False) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def _problem(checkpoint: Path, part: int, parts: int, *, only: tuple[str, ...] =
         verify_files(checkpoint, {name: manifest["files"][name] for name in names})
         for needed in (METADATA, TRAINER):
             if needed not in manifest["files"]:
-                raise CheckpointError(f"{checkpoint / needed}: not named by the manifest, so this is not a checkpoint")
+                raise CheckpointError(f"{checkpoint / needed}: is not in the manifest, so this is not a checkpoint")
         if TRAINER in names:
             read_trainer(checkpoint, manifest)
     except CheckpointError as error:
@@ -76,9 +76,9 @@ def _offer(checkpoint: Path, to_resume: bool) -> str:
         if _problem(other, 0, 1) is None:
             name = other.name
             return (
-                f"{name} is good, continue from it with --resume {name}"
+                f"{name} is intact: continue from it with --resume {name}"
                 if to_resume
-                else f"{other} is good, use that instead"
+                else f"{other} is intact: use that instead"
             )
-    alone = "the others are damaged too" if others else "there is no other checkpoint beside it"
+    alone = "all other checkpoints are damaged too" if others else "there is no other checkpoint beside it"
     return f"{alone}; {START_ANEW}" if to_resume else alone

@@ -48,9 +48,9 @@ class Client:
         `UserError` if the address is invalid, the key would be sent unencrypted, or the model must be named."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"--judge {url}: is not an address; give the server's, such as http://localhost:8000/v1")
+            raise UserError(f"--judge {url}: is not a URL; give the server's, such as http://localhost:8000/v1")
         if key is not None and parts.scheme == "http" and parts.hostname not in LOCAL:
-            raise UserError(f"--judge {url}: the API key would travel unencrypted; give an https address")
+            raise UserError(f"--judge {url}: the API key would be sent unencrypted; give an https URL")
         self.url, self._key, self._timeout, self._attempts, self._sleep = url.rstrip("/"), key, timeout, attempts, sleep
         self.model = model or self._only_model()
 
@@ -68,7 +68,9 @@ class Client:
             usage = found.get("usage") or {}
             return Reply(str(text), int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0)))
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise UserError(f"--judge {self.url}: answers in another format than OpenAI's chat completions") from error
+            raise UserError(
+                f"--judge {self.url}: does not answer in the format of OpenAI's chat completions"
+            ) from error
 
     def _only_model(self) -> str:
         found = self._call("/models", None)
@@ -102,7 +104,7 @@ class Client:
             except (OSError, HTTPException) as error:
                 problem = str(getattr(error, "reason", error)) or type(error).__name__
             except ValueError as error:
-                raise UserError(f"--judge {self.url}{path}: answers with something else than JSON ({error})") from error
+                raise UserError(f"--judge {self.url}{path}: does not answer with JSON ({error})") from error
             if attempt < self._attempts - 1:
                 self._sleep(_wait(attempt, asked_to_wait))
         raise UserError(f"--judge {self.url}{path}: {problem} ({self._attempts} attempts)")

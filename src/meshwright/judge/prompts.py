@@ -67,7 +67,7 @@ def read_prompts(folder: Path | None) -> Prompts:
         texts[name] = path.read_text(encoding="utf-8")
         missing = [field for field in fields if f"{{{field}}}" not in texts[name]]
         if missing:
-            raise UserError(f"{path}: has no place for {missing[0]}; write {{{missing[0]}}} where it belongs")
+            raise UserError(f"{path}: does not use {missing[0]}; write {{{missing[0]}}} where it belongs")
     return Prompts(texts)
 
 

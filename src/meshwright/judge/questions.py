@@ -42,7 +42,7 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
         turns = row.get("turns", row.get("question", row.get("prompt")))
         turns, reference = _texts(turns), _texts(row.get("reference") or [])
         if not turns:
-            raise UserError(f"{place}: contains no question: give question (text), or turns (a list of texts)")
+            raise UserError(f"{place}: is not a question: give question (text), or turns (a list of texts)")
         if reference is None:
             raise UserError(f"{place}: reference must be a text, or a list of texts")
         number = str(row.get("question_id", row.get("id", len(found) + 1)))
@@ -66,7 +66,7 @@ def read_answers(path: Path, questions: Sequence[Question], model: str | None = 
         turns = choices[0].get("turns") if isinstance(choices, list) and choices else row.get("answer")
         turns = _texts(turns)
         if not turns:
-            raise UserError(f"{place}: contains no answer: give answer (text), or choices[0].turns (a list of texts)")
+            raise UserError(f"{place}: is not an answer: give answer (text), or choices[0].turns (a list of texts)")
         order = questions[index].id if index < len(questions) else str(index + 1)
         found[str(row.get("question_id", row.get("id", order)))] = tuple(turns)
         model = model or row.get("model_id")

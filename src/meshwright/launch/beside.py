@@ -28,7 +28,7 @@ class Beside:
     def last_words(self) -> str:
         """The last line that it printed."""
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        return lines[-1] if lines else f"it ended with status {self.status} and no message"
+        return lines[-1] if lines else f"ended with status {self.status} and without a message"
 
     def end(self) -> None:
         """End it, if it still runs."""

@@ -146,15 +146,15 @@ def _started_by_srun(environment: Mapping[str, str]) -> bool:
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if "SLURM_STEP_ID" not in environment and _integer(environment, name, 1) > 1:
             raise UserError(
-                f"mpirun started {environment[name]} copies, each of which would train by itself; start it once, "
-                "or with torchrun or srun (docs/clusters.md)"
+                f"mpirun started {environment[name]} copies, each of which would train separately; start meshwright "
+                "once, or with torchrun or srun (docs/clusters.md)"
             )
     if "SLURM_STEP_ID" in environment:
         return "SLURM_PROCID" in environment
     if _integer(environment, "SLURM_NNODES", 1) > 1:
         raise UserError(
-            f"this Slurm job has {environment['SLURM_NNODES']} machines, but was not started on each of them; write "
-            "srun before meshwright (docs/clusters.md)"
+            f"this Slurm job has {environment['SLURM_NNODES']} machines, but meshwright was started on one; start "
+            "it with srun (docs/clusters.md)"
         )
     return False
 
@@ -256,8 +256,8 @@ def join_group(worker: Worker, run: Job, device: torch.device) -> None:
     """
     if worker.world_size != run.layout.world_size:
         raise UserError(
-            f"the layout needs {run.layout.world_size} processes but {worker.world_size} were started; "
-            f"start {run.layout.world_size}, or change the degrees under layout:"
+            f"the layout needs {run.layout.world_size} processes, but {worker.world_size} were started; start "
+            f"{run.layout.world_size}, or change the degrees under layout:"
         )
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder, which the watchdog reads
@@ -328,8 +328,8 @@ def _open_store(worker: Worker, seconds: float) -> dist.Store:
         return open_store(host, int(port), patience, hosts=worker.hosts_store, machines=several)
     except dist.DistError as error:
         raise StuckError(
-            f"rank {worker.rank} on {socket.gethostname()} found nobody at {worker.store} within {seconds:g} s: the "
-            "first rank or the launcher has not started, or a firewall is between"
+            f"rank {worker.rank} on {socket.gethostname()} could not connect to {worker.store} within {seconds:g} "
+            "s: the first rank or the launcher has not started, or a firewall blocks the connection"
         ) from error
 
 
@@ -362,10 +362,12 @@ def _integer(environment: Mapping[str, str], name: str, default: int | None = No
     text = environment.get(name)
     if text is None:
         if default is None:
-            raise UserError(f"the environment has no {name}, although its other variables are set")
+            raise UserError(
+                f"the environment variable {name} is missing, although the launcher's other variables are set"
+            )
         return default
     if not re.fullmatch(r"\d+", text):
-        raise UserError(f"the environment's {name}={text!r} is not a number")
+        raise UserError(f"the environment variable {name}={text!r} is not a number")
     return int(text)
 
 
@@ -374,7 +376,7 @@ def _first_slurm_host(environment: Mapping[str, str]) -> str:
     nodes = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST", "127.0.0.1")
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodes)
     if match is None:
-        raise UserError(f"the environment's SLURM_JOB_NODELIST={nodes!r} names no host")
+        raise UserError(f"the environment variable SLURM_JOB_NODELIST={nodes!r} names no host")
     return match[1] + (match[2] or "")
 
 

@@ -36,7 +36,7 @@ def open_store(host: str, port: int, patience: timedelta, *, hosts: bool, machin
         return dist.TCPStore(host, port, None, False, patience, wait_for_workers=False)
     try:
         if machines and host != "localhost" and ipaddress.ip_address(socket.gethostbyname(host)).is_loopback:
-            raise OSError("a name that is this machine's loopback address only here, as Debian's /etc/hosts has it")
+            raise OSError("a name that resolves to a loopback address only on this machine, as in Debian's /etc/hosts")
         listener = socket.create_server((host, port), backlog=1024)
     except OSError:  # or the address is another's, who passes on what comes
         return dist.TCPStore(host, port, None, True, patience, wait_for_workers=False)
@@ -56,9 +56,9 @@ def await_name(host: str, patience: timedelta) -> None:
             return
         except OSError as error:
             now = time.monotonic()
-            unknown = f"the machine where ranks meet, {host!r}, is unknown here ({error.strerror})"
+            unknown = f"the rendezvous host {host!r} cannot be resolved ({error.strerror})"
             if now - began >= patience.total_seconds():
-                raise UserError(f"{unknown}; give its address, or mend the name service") from error
+                raise UserError(f"{unknown}; use its IP address, or fix name resolution") from error
             if now - told >= 10:
                 print(f"waiting: {unknown}", file=sys.stderr, flush=True)
                 told = now
@@ -80,7 +80,8 @@ def share_secret(store: dist.Store, key: str, run_dir: Path, seconds: float, *, 
     while not store.check([key]):
         if time.monotonic() > deadline:
             raise StuckError(
-                f"the first of those who meet at {where} did not arrive within {seconds:g} s (guards.arrive_within)"
+                f"the first process of the rendezvous at {where} did not arrive within {seconds:g} s "
+                "(guards.arrive_within)"
             )
         time.sleep(POLL_SECONDS)
     deadline = time.monotonic() + min(seconds, SETTLE_SECONDS)
@@ -105,8 +106,8 @@ def await_arrivals(store: dist.Store, rank: int, world_size: int, seconds: float
         if time.monotonic() > deadline:
             missing = [rank for rank, key in keys.items() if not store.check([key])]
             raise StuckError(
-                f"of {world_size} ranks, {', '.join(map(str, missing)) or 'the word of rank 0'} did not arrive within "
-                f"{seconds:g} s (guards.arrive_within)"
+                f"of {world_size} ranks, {', '.join(map(str, missing)) or 'the confirmation of rank 0'} did not "
+                f"arrive within {seconds:g} s (guards.arrive_within)"
             )
         time.sleep(POLL_SECONDS)
     for key in wanted:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 GB = 1e9
-ADVICE = "a smaller training.micro_batch, training.recompute=full or more ranks to shard over need less"
+ADVICE = "use a smaller training.micro_batch, training.recompute=full, or shard over more ranks"
 FULL, WAITS = 0.9, 5.0
 """Fraction of memory in use, and percentage of time that processes wait for memory, above which a run reports them."""
 
@@ -30,7 +30,8 @@ class MemoryWatch:
         if not limit or (self._count() == self._kills and held < 0.9 * limit):
             return ""
         return (
-            f", most likely by the kernel, out of memory: it held {held / GB:.1f} GB of {limit / GB:.1f} GB; {ADVICE}"
+            f", most likely by the kernel because memory ran out: it held {held / GB:.1f} GB of {limit / GB:.1f} "
+            f"GB; {ADVICE}"
         )
 
     def of(self, pid: int) -> tuple[int, int]:

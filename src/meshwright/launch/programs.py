@@ -74,8 +74,10 @@ class RankedProgram:
             if len(content) != size:
                 size, deadline = len(content), time.monotonic() + seconds
             if time.monotonic() > deadline:
-                said = self._lines()[-1:] or ["it said nothing"]
-                raise NoStepError(f"no step within {seconds:g} s, so it was ended: {said[0]} (output: {self.log})")
+                said = self._lines()[-1:] or ["it printed nothing"]
+                raise NoStepError(
+                    f"no step within {seconds:g} s, so the program was ended: {said[0]} (output: {self.log})"
+                )
             time.sleep(LOOK_EVERY)
 
     def peak_bytes(self) -> int:
@@ -86,7 +88,9 @@ class RankedProgram:
         rank, status = next((rank, status) for rank, status in enumerate(statuses) if status is not None)
         how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
         lines = self._lines()
-        said = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "it said nothing")
+        said = next(
+            (line for line in reversed(lines) if "Error" in line), lines[-1] if lines else ("it printed nothing")
+        )
         return f"rank {rank} ended {how}: {said} (output: {self.log})"
 
     def _lines(self) -> list[str]:

@@ -38,6 +38,6 @@ def read_secret(run_dir: Path) -> bytes:
         return (run_dir / FILE).read_bytes()
     except OSError as error:
         raise UserError(
-            f"{run_dir / FILE}, which rank 0 has written, cannot be read here ({error.strerror}); run_dir must be the "
-            "same folder on every machine, and belong to the same user"
+            f"{run_dir / FILE}, written by rank 0, cannot be read here ({error.strerror}); run_dir must be the same "
+            "folder on every machine, and belong to the same user"
         ) from error

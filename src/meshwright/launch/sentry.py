@@ -63,24 +63,26 @@ class Sentry:
                 if now != seen:
                     seen, heard = now, self._reached
                 elif self._reached - heard > self._limit:
-                    host = seen.decode().partition(" ")[2] or "a machine that it never named"
+                    host = seen.decode().partition(" ")[2] or "an unknown machine"
                     self._give_up(
-                        f"rank {self._next} on {host} has given no sign of life for {self._reached - heard:.0f} s: "
-                        "its process is stopped or its machine is gone"
+                        f"rank {self._next} on {host} has not responded for {self._reached - heard:.0f} s: its "
+                        "process is stopped or its machine is down"
                     )
         except UserError as error:
             self._give_up(str(error))
         except dist.DistError as error:
             if not self._stopped.wait(self._period):  # otherwise the run has ended meanwhile
-                self._give_up(f"rank {self._rank} has lost {self._where}, where the ranks meet ({_first_line(error)})")
+                self._give_up(
+                    f"rank {self._rank} lost the connection to the rendezvous at {self._where} ({_first_line(error)})"
+                )
 
     def _watch_store(self) -> None:
         while not self._stopped.wait(self._period):
             silence = time.monotonic() - self._reached
             if silence > self._limit:
                 self._give_up(
-                    f"rank {self._rank} on {socket.gethostname()} has not reached {self._where}, where the ranks meet, "
-                    f"for {silence:.0f} s: the network or the first machine is gone",
+                    f"rank {self._rank} on {socket.gethostname()} has not reached the rendezvous at {self._where} "
+                    f"for {silence:.0f} s: the network or the first machine is down",
                     tell=False,
                 )
 

@@ -119,7 +119,7 @@ def end_with(parent: int) -> None:
         while os.getppid() == parent:
             time.sleep(PARENT_SECONDS)
         try:
-            print(f"error: the launcher, process {parent}, has ended, so this worker ends", file=sys.stderr, flush=True)
+            print(f"error: the launcher (process {parent}) has ended; this worker ends", file=sys.stderr, flush=True)
         finally:  # whoever read it may have gone too
             os._exit(128 + signal.SIGHUP)
 

@@ -126,7 +126,7 @@ def _agreed(spec: WorkerSpec, key: str, mine: Verdict) -> Verdict:
     except UserError as error:  # somebody else has written there, and so our workers were ended
         return replace(mine, again=False, status=MISUSE, message=f"error: {error}")
     except (dist.DistError, TimeoutError):
-        lost = "error: the launcher of the first machine does not answer, so this machine ends"
+        lost = "error: the launcher of the first machine does not answer; this machine's processes end"
         return replace(mine, again=False, message=f"{mine.message}\n{lost}".strip())
 
 
@@ -210,7 +210,7 @@ class _Worker:
             why, explain = self.lack_of_memory, self.spec.policy.explain_kill
             more = "\n" + explain(self.rank, *self.memory.of(self.process.pid)) if why and explain else ""
             return f"error: rank {self.rank} was killed by {signal_name(-code)}{why}{more}"
-        return f"error: rank {self.rank} ended with status {code}; its messages are printed above"
+        return f"error: rank {self.rank} ended with status {code}; see its messages above"
 
 
 def _wait(workers: list[_Worker], store: dist.Store, verdict: str, stop: StopRequest) -> _Worker | None:

@@ -196,19 +196,19 @@ def explain(reports: list[Report | None], pulses: dict[int, Report | None], noti
     silent = [rank for rank, report in enumerate(reports) if report is None]
     there = [report for report in reports if report is not None]
     first = next(report for report in there if report.rank == noticed)
-    lines = [f"error: nothing has moved for {first.seconds:.0f} s in {first.doing} (the limit is {first.limit:.0f} s)"]
+    lines = [f"error: no progress for {first.seconds:.0f} s in {first.doing} (limit {first.limit:.0f} s)"]
     blamed: list[Report] = []
     for rank in silent:
         pulse = pulses.get(rank)
-        last = f"; it was last heard of on {pulse.host} in {pulse.doing}" if pulse else ""
-        lines.append(f"stuck: rank {rank} does not answer: its process is stopped or its machine is gone{last}")
+        last = f"; last report: on {pulse.host}, in {pulse.doing}" if pulse else ""
+        lines.append(f"stuck: rank {rank} does not respond: its process is stopped or its machine is down{last}")
     if not silent:
         blamed = _late(there)
         lines += [f"stuck: rank {report.rank} on {report.host}, {_why(report, there)}" for report in blamed]
         if not blamed:
-            lines.append("stuck: no rank is behind the others: all wait in the same collective, so look at the network")
+            lines.append("stuck: all ranks wait in the same collective: check the network")
     for report in blamed or [first]:
-        lines.append(f"where rank {report.rank} is:\n{report.stack.rstrip()}")
+        lines.append(f"stack of rank {report.rank}:\n{report.stack.rstrip()}")
     lines.append("last collectives:")
     for report in there:
         told = ", ".join(
@@ -241,4 +241,4 @@ def _why(report: Report, reports: list[Report]) -> str:
     missed = _behind(report, reports)
     if missed is None:
         return f"in {report.doing}"
-    return f"in {report.doing}: others wait for it in {missed.name} {missed.number} of {missed.group}"
+    return f"in {report.doing}: other ranks wait for it in {missed.name} {missed.number} of {missed.group}"

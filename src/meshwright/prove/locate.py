@@ -134,7 +134,7 @@ def locate(trainer: Trainer, reference: Reference, comparison: StepComparison, t
         wrong = find_wrong_loss(shares, reference.losses(), over_tokens=over_tokens, relative=relative)
         if wrong is not None:
             difference = Difference(abs(wrong.loss - wrong.expected), relative * abs(wrong.expected))
-            place = f"microbatch {wrong.microbatch} of these ranks, whose terms are {wrong.terms}"
+            place = f"microbatch {wrong.microbatch} of these ranks, which has {wrong.terms} loss terms"
             place += f" instead of {wrong.expected_terms}" if wrong.terms != wrong.expected_terms else ""
             return Location("loss", "loss", replace(difference, rank=wrong.ranks[0], place=place), wrong.ranks)
         return None if comparison.loss.equal else Location("loss", "loss", comparison.loss)

@@ -78,7 +78,7 @@ def _apart(readings: Sequence[Reading], together: int) -> Misread | None:
         first = rank // together * together
         if reading.rows != readings[first].rows:
             row = next(row for row, (a, b) in enumerate(zip(reading.rows, readings[first].rows, strict=True)) if a != b)
-            theirs = f"rank {first}, with which it shares samples, read sample {readings[first].rows[row]}"
+            theirs = f"rank {first}, which shares its samples, read sample {readings[first].rows[row]}"
             return Misread(f"rank {rank} read sample {reading.rows[row]} of the step, but {theirs}", (rank,))
     return None
 
@@ -92,15 +92,15 @@ def _judge(readings: Sequence[Reading], size: int, length: int, sharers: int) ->
         ranks = tuple(rank for rank, reading in enumerate(readings) for row in reading.rows if row == sample)
         if len(ranks) != sharers:
             readers = "no rank" if not ranks else f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-            what = f"sample {sample} of the step was read by {readers}, where {sharers} should have read it"
+            what = f"sample {sample} of the step was read by {readers}, but {sharers} should have read it"
             return Misread(what, ranks)
         counts = np.zeros(length, dtype=int)
         for rank in ranks:
             np.add.at(counts, list(readings[rank].places), 1)
         if counts.min() != counts.max():
             place = int(counts.argmin())
-            return Misread(f"position {place} of sample {sample} was read by fewer ranks than others", ranks)
+            return Misread(f"position {place} of sample {sample} was read by fewer ranks than other positions", ranks)
     for rank, reading in enumerate(readings):
         if reading.other:
-            return Misread(f"{reading.other}, as rank {rank} has them, are others than the step's", (rank,))
+            return Misread(f"{reading.other} on rank {rank} differ from the step's", (rank,))
     return None

@@ -219,7 +219,7 @@ def verdict(replay: Replay, seconds: float) -> dict[str, Any]:
 def _describe(wrong: Wrong) -> str:
     difference, several = wrong.difference, len(wrong.ranks) > 1
     what = {"weights": "", "state": "the buffer ", "moments": "the optimizer's "}[wrong.kind]
-    factor = "" if difference.factor is None else f", {difference.factor:.4g} times what it should have changed by"
+    factor = "" if difference.factor is None else f", {difference.factor:.4g} times the correct change"
     ranks = f"rank{'s' * several} {', '.join(map(str, wrong.ranks))}"
     return f"{what}{wrong.name} on {ranks}, by {difference.by:.1e} of {difference.allowed:.1e} allowed{factor}"
 
@@ -228,8 +228,8 @@ def main() -> int:
     """Recompute the step in a folder, and write the verdict beside it."""
     parser = argparse.ArgumentParser(prog="meshwright.prove.replay", description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="the run's record of the step")
-    parser.add_argument("--plugins", type=Path, help="what Python code handed to train")
-    parser.add_argument("--parent", type=int, default=0, help="the process with which this one ends")
+    parser.add_argument("--plugins", type=Path, help="objects that Python code passed to train")
+    parser.add_argument("--parent", type=int, default=0, help="end when this process ends")
     arguments = parser.parse_args()
     end_with(arguments.parent)
     began = time.monotonic()

@@ -34,7 +34,7 @@ def shrink(resolved: ResolvedRun) -> ResolvedRun:
     """
     run, layout = resolved.run, resolved.run.layout
     if resolved.model.foreign is not None:
-        raise UserError(f"{run.model.name} is computed by transformers, which has no smaller version; use --no-shrink")
+        raise UserError(f"{run.model.name} is computed by transformers and cannot be shrunk; use --no-shrink")
     stages = _stage_layers(resolved.stage_layers)
     layers = sum(stages) if stages else min(2, resolved.model.num_layers)
     for model, length in _candidates(resolved, layers):
@@ -43,7 +43,7 @@ def shrink(resolved: ResolvedRun) -> ResolvedRun:
         if not find_misfits(layout, model, length) and not misfits:
             break
     else:
-        raise UserError(f"no small model was found that fits the layout {layout.strategy}; use --no-shrink")
+        raise UserError(f"no small model fits the layout {layout.strategy}; use --no-shrink")
     run = run.model_copy(
         update={
             "data": run.data.model_copy(update={"sequence_length": length}),

@@ -58,7 +58,7 @@ def verify(resolved: ResolvedRun, *, steps: int) -> Proof:
     `KeyboardInterrupt`, where a signal ended it.
     """
     if find_worker() is not None:
-        raise UserError("verify starts the layout's processes itself; run it without torchrun or srun")
+        raise UserError("verify starts the layout's processes; run it without torchrun or srun")
     resolved = for_proof(resolved)
     with scratch_folder("verify") as folder:
         with StopRequest(raises=True):

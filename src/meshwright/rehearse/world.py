@@ -30,8 +30,8 @@ def fill_world(run: Run, world_size: int) -> Run:
     others = layout.world_size // getattr(layout, grown)
     if world_size % others:
         raise UserError(
-            f"--world {world_size}: the layout's other degrees make {others} ranks, which do not divide it; "
-            f"the nearest number that they divide is {max(1, round(world_size / others)) * others}"
+            f"--world {world_size}: is not divisible by the {others} ranks of the layout's other degrees; the "
+            f"nearest multiple is {max(1, round(world_size / others)) * others}"
         )
     filled = LayoutSpec.model_validate(layout.model_dump() | {grown: world_size // others})
     return run.model_copy(update={"layout": filled})
@@ -54,7 +54,7 @@ def rehearse(resolved: ResolvedRun, ranks: Sequence[int], *, on_gpu: bool) -> li
     """
     world_size = resolved.run.layout.world_size
     if outside := [rank for rank in ranks if not 0 <= rank < world_size]:
-        raise UserError(f"--ranks: {outside[0]} is not one of the ranks 0 to {world_size - 1}")
+        raise UserError(f"--ranks: {outside[0]} is not a rank; ranks are 0 to {world_size - 1}")
     with scratch_folder("rehearse") as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         path = folder / "resolved.json"
         path.write_text(resolved.model_dump_json())
@@ -93,8 +93,8 @@ def findings(reports: Sequence[dict[str, Any]], layout: LayoutSpec, *, memory_by
             here = [part for part in report["peak_by_kind"].items() if not report["host"] or part[0] not in OFFLOADED]
             kind, size = max(here, key=lambda part: part[1])
             found.append(
-                f"rank {report['rank']} needs {device_peak(report) / 2**30:.1f} GiB of {memory_bytes / 2**30:.1f} GiB; "
-                f"most of it is {kind}, {size / 2**30:.1f} GiB"
+                f"rank {report['rank']} needs {device_peak(report) / 2**30:.1f} GiB of {memory_bytes / 2**30:.1f} "
+                f"GiB; the largest part is {kind}, {size / 2**30:.1f} GiB"
             )
     span = 1
     for axis in reversed(AXES):
@@ -102,7 +102,7 @@ def findings(reports: Sequence[dict[str, Any]], layout: LayoutSpec, *, memory_by
         span *= degree
         if degree > 1 and span > per_node and axis in ("tp", "cp"):
             found.append(
-                f"{axis}={degree} reaches over the border of a node of {per_node} devices, and every layer waits for "
-                f"it; at most {max(1, per_node * degree // span)} stay inside"
+                f"{axis}={degree} crosses nodes of {per_node} devices, and every layer waits for its communication; "
+                f"at most {axis}={max(1, per_node * degree // span)} stays within a node"
             )
     return found

@@ -46,7 +46,7 @@ def export_adapter(trained: TrainedModel, directory: Path, *, vllm: Path | None 
     finetune = None if run is None else run.run.finetune
     base = None if run is None else base_of(run)
     if run is None or finetune is None or isinstance(finetune, FullSpec) or base is None:
-        raise UserError(f"{trained.source} holds no adapters; write the whole model with --hf DIR")
+        raise UserError(f"{trained.source} has no adapters; write the whole model with --hf DIR")
     fingerprint = base["fingerprint"]
     name = hub_id(Path(base["path"])) or base["path"] if run.run.model.weights == "pretrained" else None
     kept = {name: tensor for name, tensor in trained.model.named_parameters() if tensor.requires_grad}
@@ -63,7 +63,7 @@ def export_adapter(trained: TrainedModel, directory: Path, *, vllm: Path | None 
                 write_base,
             )
             readings = [_reading(trained, *one) for one in differences.items()]
-            notes = [f"vLLM does not read {reason}" for reason in unread_by_vllm(written)]
+            notes = [f"vLLM does not support {reason}" for reason in unread_by_vllm(written)]
             if python is not None and not notes:
                 rank = vllm_rank(written)
                 reading, notes = vllm_reading(

@@ -45,8 +45,8 @@ def answer_questions(
             room = engine.max_context - len(ids)
             if room < 1:
                 raise UserError(
-                    f"{trained.source}: turn {turn + 1} of question {number + 1} has {len(ids)} tokens, and the model "
-                    f"is meant for {engine.max_context}; leave the question out"
+                    f"{trained.source}: turn {turn + 1} of question {number + 1} has {len(ids)} tokens, but the "
+                    f"model supports {engine.max_context}; leave the question out"
                 )
             sampling = Sampling(temperature=temperature)
             ends = prompts.answer_ends

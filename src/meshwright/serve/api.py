@@ -133,7 +133,7 @@ class Generation(_Model):
         """The texts that end an answer."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > MAX_STOPS or not all(0 < len(stop) <= LONGEST_STOP for stop in stops):
-            message = f"stop: at most {MAX_STOPS} texts, none of them empty or of more than {LONGEST_STOP} characters"
+            message = f"stop: at most {MAX_STOPS} texts, each of 1 to {LONGEST_STOP} characters"
             raise ApiError(400, message, param="stop")
         return stops
 
@@ -142,9 +142,11 @@ class Generation(_Model):
         biases = self.logit_bias or {}
         for token, bias in biases.items():
             if not 0 <= token < vocab:
-                raise ApiError(400, f"logit_bias: there is no token {token}; they go from 0 to {vocab - 1}")
+                raise ApiError(400, f"logit_bias: token {token} does not exist; tokens are 0 to {vocab - 1}")
             if not abs(bias) <= MOST_BIAS:
-                raise ApiError(400, f"logit_bias: {bias:g} of token {token} is not from -{MOST_BIAS} to {MOST_BIAS}")
+                raise ApiError(
+                    400, (f"logit_bias: {bias:g} of token {token} is not between -{MOST_BIAS} and {MOST_BIAS}")
+                )
         return biases
 
     def sampling(self) -> Sampling:
@@ -178,7 +180,7 @@ class Generation(_Model):
         if other is not None and other.choice is not None:
             forms.append(Form("structured_outputs", "choice", json.dumps(other.choice)))
         if other is not None and len(forms) != 1:
-            message = "structured_outputs: give one of json, regex and choice, and no response_format beside it"
+            message = "structured_outputs: give exactly one of json, regex and choice, and no response_format"
             raise ApiError(400, message, param="structured_outputs")
         return forms[0] if forms else None
 
@@ -236,7 +238,7 @@ class CompletionRequest(Generation):
         single = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
         prompts = [given] if single else list(given)
         if not prompts or not all(isinstance(prompt, str) or prompt for prompt in prompts):
-            raise ApiError(400, "prompt: a list without prompts, or a prompt without tokens", param="prompt")
+            raise ApiError(400, "prompt: the list or a prompt in it is empty", param="prompt")
         return prompts
 
     @property
@@ -280,7 +282,7 @@ def parse(kind: type[BaseModel], body: bytes) -> Any:
         if first["type"] == "json_invalid":
             raise ApiError(400, f"the body is not JSON: {what.removeprefix('Invalid JSON: ')}") from None
         if first["type"] == "extra_forbidden":
-            what = "this field is unknown"
+            what = "unknown field"
         elif first["type"] in ("literal_error", "none_required", "too_long"):
             what = f"this server does not support it ({what[0].lower()}{what[1:]})"
         raise ApiError(400, f"{place or 'the body'}: {what}", param=place or None) from None

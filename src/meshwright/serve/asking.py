@@ -25,7 +25,7 @@ def ask(program: str, command: Sequence[str], questions: Mapping[str, Any]) -> d
         try:
             ended = subprocess.run(run, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE)
         except subprocess.TimeoutExpired:
-            raise UserError(f"the export was refused: {program} has not read it in {PATIENCE:.0f} s") from None
+            raise UserError(f"the export was refused: {program} did not read it within {PATIENCE:.0f} s") from None
         except OSError as error:
             raise UserError(f"the export was refused: {program} does not start ({error})") from None
         if ended.returncode or not answered.exists():
@@ -39,4 +39,4 @@ def _why(stderr: bytes) -> str:
     if any(line.endswith("Traceback (most recent call last):") for line in lines):
         raised = [line for line in lines if ("Error: " in line or line.endswith("Error")) and "/" not in line[:1]]
         lines = raised[-1:] or lines[-1:]
-    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "it said nothing")
+    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "it printed nothing")

@@ -124,7 +124,7 @@ class EventStream(StreamingResponse):
 
 def _unfinished(answer: engine.Answer) -> ApiError:
     if answer.problem is not None:
-        return ApiError(400, f"the answer cannot follow its grammar any further: {answer.problem}")
+        return ApiError(400, f"the answer cannot continue under its grammar: {answer.problem}")
     return ApiError(500, "the server could not finish this answer")
 
 

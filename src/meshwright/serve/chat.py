@@ -61,7 +61,7 @@ class Partner:
         if self.chats:
             ends = " or ".join(self._prompts.shown(self._prompts.answer_ends))
             return [*lines, f"template  the chat template of {self.trained.tokenizer_dir}; answers end at {ends}"]
-        return [*lines, "template  none: a base model, which continues your text; /more continues further"]
+        return [*lines, "template  none: a base model, which continues your text; /more continues the last text"]
 
     def say(self, asked: str, settings: Settings) -> Iterator[str]:
         """The parts of the answer as they are generated. If the iterator is closed early, the text so far stays in the
@@ -108,8 +108,8 @@ class Partner:
         room, wanted, parts = self._engine.max_context - len(prompt), settings.max_tokens, list[str]()
         if room < 1:
             raise UserError(
-                f"{self.label}: the conversation has {len(prompt)} tokens, and the model is meant for "
-                f"{self._engine.max_context}; /undo removes the last turn, /clear starts over"
+                f"{self.label}: the conversation has {len(prompt)} tokens, but the model supports "
+                f"{self._engine.max_context}; /undo removes the last turn, /clear starts a new conversation"
             )
         request = Request(
             prompt=prompt,

@@ -58,7 +58,9 @@ class Prompts:
                 return self._tokenizer.encode_marked([text])[0][0]
             told = self._template.turns(messages, [], tools=tools)
             if not text.startswith(told.text):
-                raise UserError("a message contains a special token, which this chat template cannot keep as text")
+                raise UserError(
+                    "a message contains the text of a special token, which this chat template cannot escape"
+                )
             return self._tokenizer.encode_conversation(text, told.texts)[0]
 
 

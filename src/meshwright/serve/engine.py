@@ -270,8 +270,8 @@ class Engine:
         """The next token of each row. Raises `UserError` if the model computes no numbers."""
         if rows and not bool(logits_BV.amax(-1).isfinite().all()):
             raise UserError(
-                "the model computes values that are not finite: its weights are damaged, or too large for its dtype "
-                "(--dtype fp32)"
+                "the model's output is not finite: its weights are damaged, or too large for its dtype (try --dtype "
+                "fp32)"
             )
         from_BV = logits_BV
         if any(row.adjusts for row in rows):

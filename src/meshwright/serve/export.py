@@ -115,7 +115,7 @@ def export_gguf(trained: TrainedModel, file: Path, *, form: str | None = None, m
     computes other logits or tokens; then nothing is written.
     """
     if file.exists():
-        raise UserError(f"{file} exists already; export to another file or remove it")
+        raise UserError(f"{file} already exists; export to another file, or remove it")
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as folder:
         receipt = _write_proved_gguf(trained, Path(folder), file.name, form, merge)
         Path(folder, RECEIPT).rename(file.with_suffix(".receipt.json"))
@@ -157,7 +157,7 @@ def _write_proved_gguf(trained: TrainedModel, folder: Path, exported: str, form:
     if not readings:
         tried = f"; {notes[-1]}" if notes else ""
         raise UserError(
-            f"the export was refused: no program is here that reads GGUF; pip install 'meshwright[gguf]'{tried}"
+            f"the export was refused: no program that reads GGUF is installed; pip install 'meshwright[gguf]'{tried}"
         )
     receipt = Receipt(
         exported=exported,
@@ -184,7 +184,7 @@ def _whole(trained: TrainedModel, merge: bool, option: str) -> Decoder:
         return trained.model
     if not merge:
         raise UserError(
-            f"{trained.source} holds adapters: write a whole model with {option} and --merge, or the adapters with "
+            f"{trained.source} has adapters: write the merged model with {option} --merge, or the adapters with "
             "--adapter DIR"
         )
     model = merged_model(trained.model)
@@ -204,12 +204,15 @@ def _token_ids(trained: TrainedModel) -> TokenIds:
 def _notes(trained: TrainedModel, stored: StoredModel) -> list[str]:
     spec, notes = trained.spec, []
     if stored.kept_wide:
-        notes.append(f"{len(stored.kept_wide)} matrices whose rows are no whole blocks of 32 are stored in f16")
+        notes.append(
+            f"{len(stored.kept_wide)} matrices are stored in f16, because their row length is not a multiple of 32"
+        )
     if composes(trained.tokenizer):
-        notes.append("llama.cpp does not compose characters (NFC) as the tokenizer does; give it composed text")
+        notes.append("llama.cpp does not normalize to NFC as the tokenizer does; give it composed characters")
     if context_length(spec) < spec.max_positions:
         notes.append(
-            f"llama.cpp has no sliding window for {spec.family}: its context is the window, {spec.sliding_window}"
+            f"llama.cpp does not support sliding windows for {spec.family}: its context is limited to the window, "
+            f"{spec.sliding_window}"
         )
     return notes
 
@@ -252,7 +255,7 @@ def _transformers_tokens(tokenizer: TextTokenizer, directory: Path) -> tuple[Equ
         agreed = _compared_tokens(tokenizer, PreTrainedTokenizerFast.from_pretrained(directory, **load))
         kind = type(AutoTokenizer.from_pretrained(directory, **load)).__name__
         warning = (
-            f"warning: transformers' AutoTokenizer takes this tokenizer for a {kind} and makes other tokens "
+            f"warning: transformers' AutoTokenizer loads this tokenizer as {kind} and encodes text differently "
             f"({str(error).split(': ', 1)[1]}); load it with PreTrainedTokenizerFast, and give programs that use "
             "AutoTokenizer, as vLLM does, token ids instead of text"
         )

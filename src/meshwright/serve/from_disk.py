@@ -31,11 +31,9 @@ def is_to_stay_on_disk(weights: object, spec: ModelSpec, dtype: torch.dtype, dev
     """Whether weights are left on disk: as asked (`disk`), or where they do not fit into free memory (`auto`)."""
     asked = weights == "disk"
     if asked and device.type != "cpu":
-        raise UserError(
-            "--weights-from-disk: a GPU computes with weights in its own memory; leave it out, or add --device cpu"
-        )
+        raise UserError("--weights-from-disk: works only on a CPU; leave it out, or add --device cpu")
     if asked and spec.foreign is not None:
-        raise UserError("--weights-from-disk: a model that transformers computes is held in memory; leave it out")
+        raise UserError("--weights-from-disk: does not support models that transformers computes; leave it out")
     if asked or weights != "auto" or device.type != "cpu" or spec.foreign is not None:
         return asked
     return sum(row.numel for row in parameter_table(spec)) * dtype.itemsize > MOST * memory_free()
@@ -47,8 +45,8 @@ def about_disk(model: Decoder) -> str:
     if blocks is None:
         return ""
     return (
-        f"weights are read from disk, {blocks.bytes_per_pass / GB:.3g} GB for every token of each answer; prompts and "
-        "answers in one batch share the reading"
+        f"weights are read from disk, {blocks.bytes_per_pass / GB:.3g} GB per generated token; prompts and answers "
+        "in one batch share each read"
     )
 
 
@@ -94,9 +92,8 @@ def memory_told(what: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise UserError(
-            f"{what} need more memory than there is ({memory_free() / GB:.3g} GB are free); --weights-from-disk holds "
-            "two layers' weights at a time, --dtype bf16 halves weights and cache, and shorter or fewer answers need "
-            "less cache"
+            f"{what} do not fit in memory ({memory_free() / GB:.3g} GB free); --weights-from-disk keeps two layers' "
+            "weights in memory, --dtype bf16 halves weights and cache, and shorter or fewer answers need less cache"
         ) from error
 
 

@@ -70,18 +70,18 @@ _FUSED = ("attention.wq", "attention.wk", "attention.wv")
 def check_gguf(spec: ModelSpec) -> None:
     """Raise `UserError` if llama.cpp would compute something else than `spec`, or the gguf package is missing."""
     if spec.family not in ARCHITECTURES:
-        raise UserError(f"GGUF: {spec.family} cannot be written yet, only {', '.join(ARCHITECTURES)}")
+        raise UserError(f"GGUF: {spec.family} is not supported; supported are {', '.join(ARCHITECTURES)}")
     if find_spec("gguf") is None:
         raise UserError("GGUF needs the package gguf: pip install 'meshwright[gguf]'")
     if spec.num_experts and not spec.router_normalised:
         raise UserError(
-            "GGUF: llama.cpp always normalises the experts' scores (norm_topk_prob), and this model does not"
+            "GGUF: llama.cpp always normalizes the experts' scores (norm_topk_prob), but this model does not"
         )
     scaling = spec.rope_scaling
     if scaling is not None and scaling.kind == "yarn":
         plain = (scaling.beta_fast, scaling.beta_slow, scaling.mscale, scaling.attention_factor) == (32, 1, None, None)
         if not plain:
-            raise UserError("GGUF: of yarn only its published constants can be written (beta 32 and 1, no mscale)")
+            raise UserError("GGUF: yarn is supported only with its published constants (beta 32 and 1, no mscale)")
 
 
 def context_length(spec: ModelSpec) -> int:

@@ -51,9 +51,9 @@ def vocabulary_of(tokenizer: TextTokenizer, rows: int) -> Vocabulary:
     content = json.loads(tokenizer.files["tokenizer.json"])
     model = content["model"]
     if model.get("type", "BPE") != "BPE":
-        raise UserError(f"GGUF: the tokenizer is {model.get('type')}; only BPE can be written")
+        raise UserError(f"GGUF: the tokenizer is {model.get('type')}; only BPE is supported")
     if tokenizer.vocab_size > rows:
-        raise UserError(f"GGUF: the tokenizer has {tokenizer.vocab_size} tokens, the embedding {rows} rows")
+        raise UserError(f"GGUF: the tokenizer has {tokenizer.vocab_size} tokens, but the embedding {rows} rows")
     added = {token["id"]: token for token in content.get("added_tokens") or ()}
     by_id = {number: token for token, number in model["vocab"].items()}
     by_id |= {number: token["content"] for number, token in added.items()}
@@ -64,7 +64,7 @@ def vocabulary_of(tokenizer: TextTokenizer, rows: int) -> Vocabulary:
     if not fallback:
         pre = _words(content.get("pre_tokenizer"))
         if content.get("normalizer") not in (None, {"type": "NFC"}):
-            raise UserError("GGUF: llama.cpp does not normalize text as this tokenizer's normalizer does")
+            raise UserError("GGUF: llama.cpp does not support this tokenizer's normalizer")
         pairs = tuple(" ".join(part.replace(" ", "\u0120") for part in merge) for merge in merges)
         return Vocabulary(model="gpt2", pre=pre, tokens=tokens, types=types, merges=pairs)
     rank: dict[str, int] = {}
@@ -108,8 +108,7 @@ def _words(pre_tokenizer: Any) -> str:
         if pattern in WORDS:
             return WORDS[pattern]
     raise UserError(
-        "GGUF: llama.cpp cuts words in ways that it knows by name, and this tokenizer's is not one that we know "
-        f"({', '.join(WORDS.values())})"
+        f"GGUF: this tokenizer's pre-tokenizer is none of those known in llama.cpp ({', '.join(WORDS.values())})"
     )
 
 

@@ -93,7 +93,7 @@ class Grammars:
         Raises `UserError` if the text is no grammar, is too large, or the library cannot read the tokenizer.
         """
         if len(text) > LARGEST:
-            raise UserError(f"it has {len(text)} characters, more than this server compiles ({LARGEST})")
+            raise UserError(f"it has {len(text)} characters, more than this server's limit of {LARGEST}")
         key = (kind, text, frozenset(end for end in ends if end < self._tokenizer.vocab_size))
         if key not in self._kept:
             self._kept[key] = self._compiled(*key)

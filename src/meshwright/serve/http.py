@@ -147,32 +147,32 @@ class Server:
                     401, "the API key is missing or wrong; send Authorization: Bearer KEY", code="invalid_api_key"
                 )
         elif (name := called(request)) not in LOCAL:
-            raise ApiError(403, f"this server answers at localhost only, not as {name}")
+            raise ApiError(403, f"this server answers only as localhost, not as {name}")
 
     async def _page(self, _: Request) -> Response:
         return HTMLResponse(*page(CHAT))
 
     async def _arena(self, _: Request) -> Response:
         if self._limits.votes is None:
-            return PlainTextResponse("there is no arena here: serve two models or more with --votes FILE\n", 404)
+            return PlainTextResponse("this server has no arena: serve two or more models with --votes FILE\n", 404)
         return HTMLResponse(*page(ARENA))
 
     async def _vote(self, request: Request) -> Response:
         if self._limits.votes is None:
-            raise ApiError(404, "this server takes no votes: serve with --votes FILE")
+            raise ApiError(404, "this server does not collect votes: serve with --votes FILE")
         vote: Vote = parse(Vote, await self._body(request))
         await asyncio.to_thread(add_vote, self._limits.votes, vote)
         return JSONResponse({"status": "ok"})
 
     async def _load(self, request: Request) -> Response:
         if self._load_adapter is None:
-            raise ApiError(403, "this server loads no adapters: serve with --adapters-from DIR")
+            raise ApiError(403, "this server does not load adapters: serve with --adapters-from DIR")
         asked: LoadAdapter = parse(LoadAdapter, await self._body(request))
         async with self._changing:
             if asked.lora_name in self._models:
-                raise ApiError(400, f"there is a model {asked.lora_name!r} already; unload it first", param="lora_name")
+                raise ApiError(400, f"model {asked.lora_name!r} already exists; unload it first", param="lora_name")
             if len(self._loaded) >= MAX_LOADED:
-                raise ApiError(400, f"{MAX_LOADED} adapters are loaded, the most; unload one first")
+                raise ApiError(400, f"the limit of {MAX_LOADED} loaded adapters is reached; unload one first")
             served = await _checked(self._load_adapter, asked.lora_name, asked.lora_path)
             self._worker.add(served.name, served.engine)
             self._models[served.name] = served
@@ -183,7 +183,7 @@ class Server:
         name = parse(UnloadAdapter, await self._body(request)).lora_name
         async with self._changing:
             if name not in self._loaded:
-                message = f"no adapter {name!r} was loaded here; there are: {', '.join(sorted(self._loaded)) or 'none'}"
+                message = f"adapter {name!r} is not loaded; loaded are: {', '.join(sorted(self._loaded)) or 'none'}"
                 raise ApiError(404, message, code="model_not_found", param="lora_name")
             self._loaded.remove(name)
             del self._models[name]
@@ -216,7 +216,7 @@ class Server:
     def _find(self, name: str) -> Served:
         if name not in self._models:
             known = ", ".join(self._models)
-            message = f"the model {name!r} does not exist; the models are {known}"
+            message = f"model {name!r} does not exist; available are {known}"
             raise ApiError(404, message, code="model_not_found", param="model")
         return self._models[name]
 
@@ -234,19 +234,19 @@ class Server:
         asked: CompletionRequest = await _parsed(CompletionRequest, await self._body(request))
         model, prompts = self._find(asked.model), list[list[int]]()
         if len(asked.prompts) * asked.n > (most := model.engine.max_batch + self._limits.max_queue):
-            raise ApiError(400, f"prompt: this server writes at most {most} answers to one request", param="prompt")
+            raise ApiError(400, f"prompt: this server generates at most {most} answers per request", param="prompt")
         for given in asked.prompts:
             ids = await _checked(model.prompts.text, given) if isinstance(given, str) else given
             if any(not 0 <= token < model.engine.model.spec.vocab for token in ids):
                 raise ApiError(
-                    400, f"prompt: token ids go from 0 to {model.engine.model.spec.vocab - 1}", param="prompt"
+                    400, f"prompt: token ids must be from 0 to {model.engine.model.spec.vocab - 1}", param="prompt"
                 )
             prompts.append(ids)
         return await self._generate(request, model, asked, prompts, model.prompts.text_ends)
 
     async def _body(self, request: Request) -> bytes:
         if "json" not in request.headers.get("content-type", ""):  # forms of other web pages can send other types
-            raise ApiError(415, "send JSON, with the header Content-Type: application/json")
+            raise ApiError(415, "send JSON with the header Content-Type: application/json")
         body, size = bytearray(), 0
         async for piece in request.stream():
             size += len(piece)

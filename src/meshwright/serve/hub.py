@@ -53,9 +53,9 @@ def push_export(
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
-        raise UserError(f"--hub {repository}: is no name of a repository; give owner/name") from error
+        raise UserError(f"--hub {repository}: is not a repository name; give owner/name") from error
     if repository.count("/") != 1:
-        raise UserError(f"--hub {repository}: is no name of a repository; give owner/name")
+        raise UserError(f"--hub {repository}: is not a repository name; give owner/name")
     with tempfile.TemporaryDirectory(prefix="meshwright-hub-") as folder:
         directory = Path(folder) / repository.rpartition("/")[2]
         receipt = export_trained(trained, directory, dtype=dtype, merge=merge, vllm=vllm)

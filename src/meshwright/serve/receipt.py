@@ -132,7 +132,7 @@ def refuse_other_tokens(program: str, what: str, wanted: Sequence[Sequence[int]]
             place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
             place = min(len(ours), len(theirs)) if place is None else place
             raise UserError(
-                f"the export was refused: {program} makes other tokens of {what} {number}: from token {place} on "
+                f"the export was refused: {program} encodes {what} {number} differently: from token {place} on "
                 f"{list(theirs)[place : place + 5]} instead of {list(ours)[place : place + 5]}"
             )
     return len(wanted)
@@ -153,7 +153,7 @@ def refuse_other_logprobs(
     differences = list(map(logprob_difference, expected, map(torch.tensor, found)))
     if not max(differences) <= tolerance:
         raise UserError(
-            f"the export was refused: read by {program}, its log-probabilities differ from the model's by "
+            f"the export was refused: log-probabilities computed by {program} differ from the model's by "
             f"{max(differences):.3g} (allowed {tolerance:.3g})"
         )
     return max(differences), tolerance

@@ -41,7 +41,7 @@ def open_served(
     beside = beside or {}
     twice = next((other for other in (*adapters, *beside) if [name, *adapters, *beside].count(other) > 1), None)
     if twice is not None:
-        raise UserError(f"the name {twice} is given twice; choose another name in --adapter or --beside, or --name")
+        raise UserError(f"name {twice} is given twice; choose another in --adapter, --beside or --name")
     if adapters:
         check_shared(trained)
     pack(trained.model)  # adapters share the base's weights, in memory once
@@ -80,7 +80,7 @@ def loader_of(
     def load(name: str, path: str) -> Served:
         place = (inside / path).resolve()
         if not place.is_relative_to(inside) or not place.is_dir():
-            raise UserError(f"lora_path {path}: no folder in {folder}, from which this server loads adapters")
+            raise UserError(f"lora_path {path}: is not a folder in {folder}, from which this server loads adapters")
         trained = open_adapter(base, place)
         return serve_as(trained, name, max_batch=max_batch, max_context=max_context, prefixes=prefixes)
 
@@ -91,8 +91,8 @@ def check_shared(base: TrainedModel) -> None:
     """Raise `UserError` if adapters cannot share the base's weights, because those are on disk."""
     if blocks_from_disk(base.model) is not None:
         raise UserError(
-            f"adapters share their base's weights in memory, but {base.source}'s are read from disk; serve the merged "
-            "model (export --hf), or use more memory"
+            f"adapters share their base's weights in memory, but the weights of {base.source} are read from disk; "
+            "serve the merged model (export --hf), or use a machine with more memory"
         )
 
 
@@ -105,13 +105,13 @@ def open_adapter(base: TrainedModel, path: Path) -> TrainedModel:
         return _with_peft_adapter(base, path)
     trained = open_trained(path, device=base.device.type, dtype=_name_of(base.model.like.dtype))
     if not any(row.adapter for row in trained.model.table):
-        raise UserError(f"{path} holds no adapters; serve it as a separate model")
+        raise UserError(f"{path} has no adapters; serve it as a separate model")
     kept = dict(base.model.named_parameters())
     for name, parameter in trained.model.named_parameters():
         if parameter.requires_grad:
             continue
         if name not in kept or not _same(parameter, kept[name]):
-            raise UserError(f"{path} holds adapters of another base than {base.source}: {name} differs")
+            raise UserError(f"{path} was trained on another base than {base.source}: {name} differs")
         parameter.data = kept[name].data
     return trained
 
@@ -131,7 +131,7 @@ def _with_peft_adapter(base: TrainedModel, folder: Path) -> TrainedModel:
         elif name in shared:
             parameter.data = shared[name].data
         else:
-            raise UserError(f"{folder}: {base.source} has no plain {name}, which the adapters need")
+            raise UserError(f"{folder}: {base.source} has no unquantized {name}, which the adapters need")
     _copy_state(base.model, model)
     return dataclasses.replace(base, source=folder, model=model.eval(), run=None)
 

@@ -109,22 +109,22 @@ def open_trained(
         with contextlib.suppress(ValueError):  # reported below
             path = cached_snapshot(str(path), "config.json", "*.safetensors") or path
     if family is not None and ((path / MANIFEST).is_file() or (path / RESOLVED).is_file()):
-        raise UserError(f"{path} is of a run, whose recipe sets the family; leave --family out")
+        raise UserError(f"{path} belongs to a run, whose recipe sets the family; leave --family out")
     saved = [path] if (path / MANIFEST).is_file() else list_checkpoints(path / "checkpoints")
     if saved:
         with memory_told(f"the weights of {saved[-1]}"):
             return _from_checkpoint(saved[-1], place, dtype, averaged, weights)
     if (path / RESOLVED).is_file():
-        raise CheckpointError(f"{path}: no checkpoint was saved here yet")
+        raise CheckpointError(f"{path}: has no checkpoint yet")
     if averaged and path.is_dir():
         raise UserError(f"{path} is neither a run nor a checkpoint, so it has no averaged weights; leave --ema out")
     if (path / "config.json").is_file():
         with memory_told(f"the weights of {path}"):
             return _from_hf_directory(path, place, dtype, family, weights)
-    what = f"holds no {RESOLVED} and no config.json" if path.is_dir() else "no such directory"
+    what = f"has no {RESOLVED} and no config.json" if path.is_dir() else "no such directory"
     raise UserError(
-        f"{path}: {what}; give a run directory, one of its checkpoints, a Hugging Face directory, or the hub's id of a "
-        "model in the local cache (hf download ID)"
+        f"{path}: {what}; give a run directory, one of its checkpoints, a Hugging Face directory, or the hub id of "
+        "a model in the local cache (hf download ID)"
     )
 
 
@@ -188,10 +188,12 @@ def evaluate_texts(
     recipe = trained.run.run if trained.run else None
     length = sequence_length or (recipe.data.sequence_length if recipe else min(1024, trained.spec.max_positions))
     if length > trained.spec.max_positions:
-        raise UserError(f"sequence length {length}: the model is meant for at most {trained.spec.max_positions}")
+        raise UserError(f"sequence length {length}: the model supports at most {trained.spec.max_positions}")
     ranks = trained.ranks
     if ranks is not None and length % ranks.size():
-        raise UserError(f"sequence length {length}: {ranks.size()} ranks share each sequence, and do not divide it")
+        raise UserError(
+            f"sequence length {length}: is not divisible by the {ranks.size()} ranks that share each sequence"
+        )
     named = _held_out(trained, length) if sources is None else _samples_of(trained, sources, length)
     micro_batch, everything = max(1, ENOUGH_TOKENS[trained.device.type] // length), sum(map(len, named.values()))
     parts = {}
@@ -246,16 +248,16 @@ def _answers(trained: TrainedModel, requests: Sequence[Request], tell: Callable[
 
 def _held_out(trained: TrainedModel, length: int) -> dict[str, Samples]:
     if trained.run is None:
-        raise UserError(f"{trained.source} is not a run, so it has no held-out text; name a text with --source")
+        raise UserError(f"{trained.source} is not a run, so it has no held-out text; give a text with --source")
     if trained.run.run.training.preference is not None:
         raise UserError(
-            "the run was trained on preferences, whose held-out loss is in its metrics.jsonl; name a text with --source"
+            "the run was trained on preferences, whose held-out loss is in metrics.jsonl; give a text with --source"
         )
     # With its own tokenizer: if the data have changed since, `auto` would train another.
     data = trained.run.run.data.model_copy(update={"tokenizer": str(trained.tokenizer_dir.resolve())})
     corpus = corpus_of(trained.run.model_copy(update={"run": trained.run.run.model_copy(update={"data": data})}))
     if not corpus.held_out:
-        raise UserError("the run has no held-out text (data.held_out is 0); name a text with --source")
+        raise UserError("the run has no held-out text (data.held_out is 0); give a text with --source")
     joint = held_out_samples(corpus, data.model_copy(update={"sequence_length": length}))
     return dict(zip((stream.name for stream in corpus.streams if stream.held_out), joint.streams, strict=True))
 
@@ -281,8 +283,8 @@ def _samples_of(trained: TrainedModel, sources: Sequence[str], length: int) -> d
     corpus = prepare_corpus(data, base_dir=Path())
     if any(stream.train.is_pairs for stream in corpus.streams):
         raise UserError(
-            f"--source {', '.join(sources)}: holds preferences, whose loss needs the model at the start of training; a "
-            "run that learns from them measures those that it holds out (data.held_out), as its metrics.jsonl tells"
+            f"--source {', '.join(sources)}: contains preferences, whose loss needs the reference model; a run with "
+            "training.preference reports their held-out loss in metrics.jsonl (data.held_out)"
         )
     return dict(zip((stream.name for stream in corpus.streams), all_samples(corpus, data).streams, strict=True))
 
@@ -293,17 +295,17 @@ def _from_checkpoint(
     verify_checkpoint(checkpoint)
     records = records_of(checkpoint)
     if records is None:
-        raise CheckpointError(f"{checkpoint}: holds no {RESOLVED}, and nor does its run directory")
+        raise CheckpointError(f"{checkpoint}: has no {RESOLVED}, nor has its run directory")
     resolved = read_resolved(records.resolved)
     if averaged and not any(name.startswith(AVERAGED) for name in held_tensors(checkpoint)):
-        raise UserError(f"{checkpoint} holds no averaged weights; train with callbacks=[ema], or leave --ema out")
+        raise UserError(f"{checkpoint} has no averaged weights; train with callbacks=[ema], or leave --ema out")
     prefix = AVERAGED if averaged else "model."
     computed = torch_dtype(dtype or resolved.run.training.dtypes.compute)
     whole = base_of(resolved) is None
     if weights == "disk" and not whole:
         raise UserError(
-            f"--weights-from-disk: {checkpoint} holds adapters, whose base is in other files; write the merged model "
-            "with export --hf, and use that"
+            f"--weights-from-disk: {checkpoint} has adapters, whose base is in other files; use the merged model "
+            "(export --hf)"
         )
     if whole and is_to_stay_on_disk(weights, resolved.model, computed, device):
         model = checkpoint_model_from_disk(checkpoint, resolved.model, computed, prefix)

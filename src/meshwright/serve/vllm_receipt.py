@@ -48,7 +48,7 @@ def vllm_python(given: Path | None) -> Path | None:
     if given is None:
         return Path(sys.executable) if find_spec("vllm") is not None else None
     if not given.is_file():
-        raise UserError(f"--vllm {given}: no such file; give the Python of an environment that has vLLM")
+        raise UserError(f"--vllm {given}: does not exist; give the Python of an environment with vLLM")
     return given
 
 

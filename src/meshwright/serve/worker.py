@@ -96,7 +96,7 @@ class Worker:
                 try:
                     answers.append(engine.submit(request, hear(number)))
                 except Exception:  # one request's mistake is not the others'
-                    log.exception("a request could not start; it is ended")
+                    log.exception("a request could not start and was ended")
                     _end([Answer(request, hear(number))], "error")
 
         def cancel() -> None:
@@ -144,9 +144,9 @@ class Worker:
             return engine.step()
         except Exception as error:  # for example out of memory: the requests are lost, the server continues
             if isinstance(error, UserError):
-                log.error("%s; the requests in this step are ended", error)
+                log.error("%s; the requests in this step were ended", error)
             else:
-                log.exception("a step failed; the requests in it are ended")
+                log.exception("a step failed; its requests were ended")
             self.failures += 1
             _end(engine.reset(), "error")
             return False

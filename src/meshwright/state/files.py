@@ -88,8 +88,8 @@ class StateFile:
         self._move(os.preadv, buffer, "read")
         if self._checksum is not None and _checksum(buffer[: self._checksum[0]]) != self._checksum:
             raise OffloadError(
-                f"{self.path.parent}: {self.path.name} was read back with other bytes than were written, so the disk "
-                "or its controller is damaged; continue on another disk from the last checkpoint, with --resume"
+                f"{self.path.parent}: {self.path.name} fails its checksum, so the disk or its controller is "
+                "damaged; continue from the last checkpoint with --resume, on another disk"
             )
         self._count(buffer, began)
 
@@ -149,8 +149,8 @@ class StateFile:
 
     def _broken(self, done: str, error: OSError) -> OffloadError:
         return OffloadError(
-            f"{self.path}: the state on disk could not be {done} ({(error.strerror or 'error').lower()}); the "
-            "last checkpoint is as it was: continue from it with --resume, with another layout.offload.directory"
+            f"{self.path}: the state on disk could not be {done} ({(error.strerror or 'error').lower()}); the last "
+            "checkpoint is intact: continue from it with --resume and another layout.offload.directory"
         )
 
 
@@ -179,8 +179,7 @@ def check_directory(directory: Path) -> None:
     kind = file_system(directory)
     if kind in IN_MEMORY:
         raise OffloadError(
-            f"layout.offload.directory: {directory} is a {kind}, whose files take the memory that they should save; "
-            "give a folder on a disk"
+            f"layout.offload.directory: {directory} is on {kind}, whose files are in memory; use a folder on a disk"
         )
 
 
@@ -211,6 +210,6 @@ def _unusable(path: Path, size: int, error: OSError) -> OffloadError:
         stat = os.statvfs(path.parent)
         free = f", {stat.f_bavail * stat.f_frsize / GB:.2f} GB are free"
     return OffloadError(
-        f"{path}: {(error.strerror or 'cannot be made').lower()}: state on disk needs {size / GB:.2f} GB in "
-        f"this file{free}; make room, or give another layout.offload.directory"
+        f"{path}: {(error.strerror or 'cannot be made').lower()}: state on disk needs {size / GB:.2f} GB in this "
+        f"file{free}; free space, or use another layout.offload.directory"
     )

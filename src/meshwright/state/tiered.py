@@ -97,9 +97,10 @@ class TieredStore(StateStore):
         for optimizer in self.optimizers.optimizers:
             if isinstance(optimizer, Plugged):
                 raise UserError(
-                    f"training.optimizer.name={optimizer.name} with layout.offload.optimizer="
-                    f"{self.tier.offload.optimizer}: a plug-in may make new tensors of its state at every step, so it "
-                    "stays where it is; leave layout.offload out, or use an optimizer that ships"
+                    f"training.optimizer.name={optimizer.name} with "
+                    f"layout.offload.optimizer={self.tier.offload.optimizer}: the state of a plug-in optimizer "
+                    "cannot be offloaded, because each step may create new tensors; leave layout.offload out, or "
+                    "use a built-in optimizer"
                 )
         sizes = [sum(map(_on_a_rank, bucket.parameters.values())) for bucket in self.buckets]
         most, done = self.tier.offload.optimizer_share * sum(sizes), 0

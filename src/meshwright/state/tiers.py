@@ -244,6 +244,6 @@ def complaint(homes: list[Home]) -> str | None:
     if seconds < 1 or moved / seconds >= SLOW:
         return None
     return (
-        f"layout.offload: the disk reads and writes {moved / seconds / 1e6:.0f} MB/s, so the optimizer waits for it; "
-        "give a folder on a faster one (layout.offload.directory)"
+        f"layout.offload: the disk reads and writes {moved / seconds / 1e6:.0f} MB/s, so the optimizer waits for "
+        "it; use a folder on a faster disk (layout.offload.directory)"
     )

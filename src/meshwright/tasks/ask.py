@@ -40,5 +40,5 @@ def open_tasks(specs: Sequence[TaskSpec], base_dir: Path) -> Tasks:
     names = [task.name for task in found]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise UserError(f"two tasks are named {twice}, and their results would have the same name; rename a file")
+        raise UserError(f"two tasks are named {twice}; rename a file")
     return Tasks(found)

@@ -165,7 +165,7 @@ def ends_among(tokenizer: TextTokenizer, stops: Sequence[str]) -> set[int]:
 
 def _cut(before: Ids, asked: Ids, room: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if not asked or not before:
-        raise UserError("a task asks for the log-probability of a text without tokens, or without a prompt")
+        raise UserError("a task requests the log-probability of an empty text, or of a text without a prompt")
     if len(asked) > room:
         raise UserError(f"a task's answer has {len(asked)} tokens, but the model supports {room}")
     return (*before, *asked)[:-1][-room:], tuple(asked)

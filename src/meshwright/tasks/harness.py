@@ -52,24 +52,24 @@ def find_task(spec: TaskSpec, base_dir: Path) -> HarnessTask:
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
-            f"task {spec.task}: needs lm-evaluation-harness: pip install 'meshwright[eval]'; questions of your own are "
-            "a .jsonl file"
+            f"task {spec.task}: needs lm-evaluation-harness: pip install 'meshwright[eval]' (for your own "
+            "questions, give a .jsonl file)"
         )
     if spec.shots_from is not None:
-        raise UserError(f"task {spec.task}: a task of lm-evaluation-harness has its own examples; leave shots_from out")
+        raise UserError(
+            f"task {spec.task}: lm-evaluation-harness's tasks have their own examples; leave shots_from out"
+        )
     path = base_dir / spec.task
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             raise UserError(f"task {spec.task}: {path} does not exist")
         named = _NAMED.search(path.read_text(encoding="utf-8"))
         if named is None:
-            raise UserError(f"{path}: no task is named; a task file of lm-evaluation-harness has a line task: NAME")
+            raise UserError(f"{path}: names no task; add a line task: NAME, as in lm-evaluation-harness's task files")
         return HarnessTask(named[2], spec, path.resolve().parent, named[1] != "task")
     known = _manager(None, with_defaults=True).all_tasks
     if spec.task not in known:
-        raise UserError(
-            f"task {spec.task}: lm-evaluation-harness has none of this name{did_you_mean(spec.task, known)}"
-        )
+        raise UserError(f"task {spec.task}: is not in lm-evaluation-harness{did_you_mean(spec.task, known)}")
     return HarnessTask(spec.task, spec, None, True)
 
 
@@ -223,7 +223,7 @@ def _write(examinee: Examinee, requests: Sequence[tuple[list[int], Mapping[str, 
         room = examinee.max_length - writing.max_tokens
         if room < 1:
             raise UserError(
-                f"a task asks for answers of {writing.max_tokens} tokens, but the model supports "
+                f"a task requests answers of {writing.max_tokens} tokens, but the model supports "
                 f"{examinee.max_length} in total"
             )
         prompts = [requests[number][0][-room:] for number in numbers]

@@ -42,9 +42,11 @@ def open_task(spec: TaskSpec, base_dir: Path) -> OwnTask:
         there, others = read_questions(base_dir / spec.shots_from)
         examples, questions = others[:shots], [*examples, *questions]
         if there is not layout:
-            raise UserError(f"{spec.shots_from}: examples have the columns of {there.name}, the task of {layout.name}")
+            raise UserError(
+                f"{spec.shots_from}: the examples have the columns of {there.name}, but the task those of {layout.name}"
+            )
     if len(examples) < shots or not questions:
-        raise UserError(f"{path}: has too few questions for shots={shots}; ask with fewer, or name a file of examples")
+        raise UserError(f"{path}: has too few questions for shots={shots}; use fewer shots, or give a file of examples")
     return OwnTask(path.stem, layout, questions[: spec.limit], examples, spec.chat)
 
 
@@ -96,7 +98,7 @@ def _write(task: OwnTask, examinee: Examinee) -> TaskResult:
     if room < 1:
         raise UserError(
             f"task {task.name}: a question has {max(map(len, prompts))} tokens, but the model supports "
-            f"{examinee.max_length}; ask with fewer shots"
+            f"{examinee.max_length}; use fewer shots"
         )
     writing = Writing(max_tokens=min(layout.max_tokens, room), stops=() if task.chat else layout.stops, chat=task.chat)
     records = []

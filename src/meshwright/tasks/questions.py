@@ -107,7 +107,7 @@ def _hellaswag(row: Mapping[str, Any]) -> Question:
 def _gsm8k(row: Mapping[str, Any]) -> Question:
     answer = number_behind_hashes(row["answer"])
     if answer is None:
-        raise ValueError("answer has no #### with a number behind it")
+        raise ValueError("answer has no #### followed by a number")
     return Question(f"Question: {row['question']}\nAnswer:", f" {row['answer']}", answers=(answer,))
 
 
@@ -164,10 +164,10 @@ def read_questions(path: Path) -> tuple[Layout, list[Question]]:
     for place, row in read_objects(path):
         found = layout_of(row)
         if found is None:
-            raise UserError(f"{place}: no known format has these columns ({', '.join(row)}); there are {LAYOUTS}")
+            raise UserError(f"{place}: no known format has the columns {', '.join(row)}; known are {LAYOUTS}")
         layout = layout or found
         if found is not layout:
-            raise UserError(f"{place}: has the columns of {found.name}, the first line those of {layout.name}")
+            raise UserError(f"{place}: has the columns of {found.name}, but the first line has those of {layout.name}")
         try:
             questions.append(layout.read(row))
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:

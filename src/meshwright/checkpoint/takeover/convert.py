@@ -39,18 +39,20 @@ def _read(path: Path, model: str | None) -> Found:
         path = path / WEIGHTS
     if path.is_file():
         if model:
-            raise UserError(f"{path}: its sizes are in it, or beside it; leave --model out")
+            raise UserError(f"{path}: the checkpoint contains the model's sizes; leave --model out")
         if path.name == WEIGHTS or path.with_name(CONFIG).is_file():
             return read_litgpt(path)
         found = load_plain(path)
         if is_nanogpt(found):
             return read_nanogpt(found, path)
-        raise UserError(f"{path}: not a checkpoint of nanoGPT (it has no model_args and model); there are {SYSTEMS}")
+        raise UserError(
+            f"{path}: is not a nanoGPT checkpoint (it has no model_args and model); supported are {SYSTEMS}"
+        )
     zero = is_zero_checkpoint(path)
     if not zero and not is_dcp(path):
-        raise UserError(f"{path}: no checkpoint of another system is known there; there are {SYSTEMS}")
+        raise UserError(f"{path}: contains no checkpoint of a known system; supported are {SYSTEMS}")
     if model is None:
-        raise UserError(f"{path}: its model's sizes are not stored there; give --model, a published name or directory")
+        raise UserError(f"{path}: does not contain the model's sizes; give --model: a published name or directory")
     spec = resolve_model(ModelFields(name=model), base_dir=Path())
     if zero:
         return Found(spec, read_zero(path))
@@ -75,7 +77,7 @@ def _rows(found: Found, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield row.name, whole[place.offset : place.offset + row.shape[0]]
     for key in found.tensors.keys() - used:
         if not _is_second(key, found.tensors, model):
-            raise UserError(f"{path}: tensor {key} has no place in a {model.family} of these sizes")
+            raise UserError(f"{path}: tensor {key} does not belong to a {model.family} of these sizes")
 
 
 def _tensor(
@@ -83,9 +85,9 @@ def _tensor(
 ) -> torch.Tensor:
     tensor = tensors.get(key)
     if not isinstance(tensor, torch.Tensor):
-        raise UserError(f"{path}: it has no tensor {key}, which the model needs for {row.name}")
+        raise UserError(f"{path}: has no tensor {key}, which the model needs for {row.name}")
     if tuple(tensor.shape) != shape:
-        raise UserError(f"{path}: {key} has the shape {list(tensor.shape)}, and the model's is {list(shape)}")
+        raise UserError(f"{path}: {key} has shape {list(tensor.shape)}, but the model's has {list(shape)}")
     return tensor.float()
 
 

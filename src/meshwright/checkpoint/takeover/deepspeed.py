@@ -44,12 +44,12 @@ def read_zero(path: Path) -> dict[str, torch.Tensor]:
         tag = (path / LATEST).read_text(encoding="utf-8").strip()
         folder = path / tag
         if Path(tag).name != tag or not folder.is_dir():
-            raise UserError(f"{path / LATEST} names {tag!r}, and there is no such folder beside it")
+            raise UserError(f"{path / LATEST} names {tag!r}, but this folder does not exist beside it")
     models = [load_plain(file, INERT) for file in _in_order(folder, MODEL)]
     if not models:
-        raise UserError(f"{folder}: there are no {MODEL}")
+        raise UserError(f"{folder}: contains no {MODEL}")
     if len({re.sub(r".*mp_rank_", "", file.name) for file in _in_order(folder, MODEL)}) > 1:
-        raise UserError(f"{folder}: the model is split (tensor parallel); only ZeRO checkpoints are read")
+        raise UserError(f"{folder}: the model is split by tensor parallelism; only ZeRO checkpoints are supported")
     optimizers = [load_plain(file, INERT) for file in _in_order(folder, OPTIMIZER)]
     try:
         found = dict(_merged(models, [one[STATE] for one in optimizers], folder))
@@ -58,7 +58,7 @@ def read_zero(path: Path) -> dict[str, torch.Tensor]:
                 found[name] = found[other]
     except (KeyError, TypeError, AttributeError, IndexError, RuntimeError, ValueError) as error:
         said = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{folder}: its files are not those of a ZeRO checkpoint ({said})") from error
+        raise UserError(f"{folder}: is not a ZeRO checkpoint ({said})") from error
     return {name.removeprefix("module."): tensor for name, tensor in found.items()}
 
 
@@ -76,7 +76,7 @@ def _merged(models: list[Any], states: list[Any], folder: Path) -> Iterator[tupl
     ranks = states[0]["partition_count"]
     ranks = max(ranks) if isinstance(ranks, list) else ranks
     if ranks != len(states):
-        raise UserError(f"{folder}: {ranks} ranks wrote it, and there are {len(states)} {OPTIMIZER}")
+        raise UserError(f"{folder}: was written by {ranks} ranks, but contains {len(states)} {OPTIMIZER}")
     buffers = set(models[0]["buffer_names"])
     yield from ((name, tensor.float()) for name, tensor in models[0]["module"].items() if name in buffers)
     stage_3 = STAGE_3 in states[0]
@@ -105,7 +105,7 @@ def _stage_2(
         yield name, flat.narrow(0, offset, size).view(*shape)
         offset += size + (padding[number] if padding else 0)
     if not 0 <= flat.numel() - offset < 2 * 2 * len(shares):  # DeepSpeed rounds up to twice the ranks
-        raise ValueError(f"{offset} of {flat.numel()} numbers belong to parameters")
+        raise ValueError(f"only {offset} of {flat.numel()} values belong to parameters")
 
 
 def _stage_3(shares: Sequence[torch.Tensor], shapes: Shapes) -> Iterator[tuple[str, torch.Tensor]]:
@@ -116,7 +116,7 @@ def _stage_3(shares: Sequence[torch.Tensor], shapes: Shapes) -> Iterator[tuple[s
         yield name, _whole([flat.narrow(0, offset, share) for flat in shares], shape)
         offset += share
     if offset != shares[0].numel():
-        raise ValueError(f"{offset} of {shares[0].numel()} numbers belong to parameters")
+        raise ValueError(f"only {offset} of {shares[0].numel()} values belong to parameters")
 
 
 def _whole(parts: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:

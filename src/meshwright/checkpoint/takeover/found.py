@@ -42,5 +42,5 @@ def load_plain(path: Path, inert: tuple[str, ...] = ()) -> Mapping[str, Any]:
         said = str(error).strip().splitlines() or ["it is damaged"]
         raise UserError(f"{path}: cannot be read as plain tensors (weights_only): {said[0][:200]}") from error
     if not isinstance(found, Mapping):
-        raise UserError(f"{path}: holds no mapping of names, so it is no checkpoint")
+        raise UserError(f"{path}: contains no mapping from names to tensors, so it is not a checkpoint")
     return found

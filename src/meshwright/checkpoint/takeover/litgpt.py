@@ -71,13 +71,15 @@ def read_litgpt(path: Path) -> Found:
     """
     config_file = path.with_name(CONFIG)
     if not config_file.is_file():
-        raise UserError(f"{path}: there is no {CONFIG} beside it, so the model's sizes are not known")
+        raise UserError(f"{path}: has no {CONFIG} beside it, so the model's sizes are unknown")
     config = read_data(config_file, read_text(config_file))
     if not isinstance(config, dict):
-        raise UserError(f"{config_file}: not a configuration of LitGPT")
+        raise UserError(f"{config_file}: is not a LitGPT configuration")
     for key, value in WANTED.items():
         if config.get(key, value) != value:
-            raise UserError(f"{config_file}: {key} is {config[key]}; only Llamas of LitGPT are read ({key}: {value})")
+            raise UserError(
+                f"{config_file}: {key} is {config[key]}; only LitGPT's Llama models are supported ({key}: {value})"
+            )
     state = load_plain(path)
     state = state["model"] if isinstance(state.get("model"), Mapping) else state
     if attached := [name for name in state if "lora_" in name or "adapter" in name]:
@@ -92,7 +94,7 @@ def read_litgpt(path: Path) -> Found:
         "norm_eps": float(config.get("norm_eps", 1e-5)),
         "tied_embeddings": tied,
     }
-    notes = ("its head equals its embedding, so they are one matrix (tied)",) if tied and head is not None else ()
+    notes = ("the head equals the embedding, so they are tied",) if tied and head is not None else ()
     return Found(resolve_model(ModelFields(family="llama", **sizes, **more), base_dir=Path()), tensors, notes)
 
 

@@ -34,7 +34,7 @@ def read_megatron(path: Path, model: ModelSpec) -> tuple[dict[str, torch.Tensor]
     Raises `UserError` if the folder holds another model than `model`, or is damaged.
     """
     if model.family != "llama":
-        raise UserError(f"{path}: of Megatron-core's models only Llamas are read, not {model.family}")
+        raise UserError(f"{path}: only Llama models of Megatron-core are supported, not {model.family}")
     prefix = _prefix(path)
     assert prefix is not None
     held = SafeReader(path).read_metadata().state_dict_metadata
@@ -46,7 +46,7 @@ def read_megatron(path: Path, model: ModelSpec) -> tuple[dict[str, torch.Tensor]
     rows = reader.tensor(EMBEDDING).shape[0]
     if rows > model.vocab:
         notes = (
-            f"its vocabulary is padded from {model.vocab} to {rows} rows; the last {rows - model.vocab} are dropped",
+            f"the vocabulary is padded from {model.vocab} to {rows} rows; the last {rows - model.vocab} are dropped",
         )
     found["model.embed_tokens.weight"] = reader.tensor(EMBEDDING)[: model.vocab]
     found["model.norm.weight"] = reader.tensor("decoder.final_layernorm.weight")
@@ -68,7 +68,7 @@ class _Tensors:
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor; raises `UserError` if there is none."""
         if name not in self._tensors:
-            raise UserError(f"{self._path}: has no {name}, which a Llama of --model needs")
+            raise UserError(f"{self._path}: has no {name}, which --model needs")
         return self._tensors[name]
 
     def of_layer(self, number: int, *names: str) -> torch.Tensor:
@@ -79,7 +79,7 @@ class _Tensors:
             stacked = self._tensors.get(LAYERS + name)
             if stacked is not None and number < len(stacked):
                 return stacked[number]
-        raise UserError(f"{self._path}: has no {LAYERS}{names[0]} of layer {number}, which a Llama of --model needs")
+        raise UserError(f"{self._path}: has no {LAYERS}{names[0]} of layer {number}, which --model needs")
 
 
 def _layers(reader: _Tensors, model: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
@@ -89,7 +89,7 @@ def _layers(reader: _Tensors, model: ModelSpec) -> Iterator[tuple[str, torch.Ten
         qkv = reader.of_layer(number, "self_attention.linear_qkv.weight")
         if qkv.shape[0] != (model.num_heads + 2 * model.num_kv_heads) * model.head_dim:
             raise UserError(
-                f"layer {number}: queries, keys and values have {qkv.shape[0]} rows, which --model does not say"
+                f"layer {number}: queries, keys and values have {qkv.shape[0]} rows, which does not match --model"
             )
         groups = qkv.unflatten(0, (model.num_kv_heads, -1))
         sizes = [groups.shape[1] - 2 * model.head_dim, model.head_dim, model.head_dim]

@@ -38,16 +38,16 @@ def read_nanogpt(found: Mapping[str, Any], path: Path) -> Found:
     arguments, state = found["model_args"], found["model"]
     tensors = {str(name).removeprefix(COMPILED): tensor for name, tensor in state.items()}
     spec = resolve_model(_sizes(arguments, path), base_dir=Path())
-    notes = ["nanoGPT's GELU is exact, gpt2's its approximation by tanh: logits differ in the fourth digit"]
+    notes = ["nanoGPT's GELU is exact, gpt2's is the tanh approximation: logits differ in the fourth digit"]
     if not arguments.get("bias", True):
-        notes.append("the model has no biases: they are zeros, and training would change them")
+        notes.append("the model has no biases: they are set to zero, and training would change them")
     return Found(spec, dict(_stored(tensors, spec, path)), tuple(notes))
 
 
 def _sizes(arguments: Mapping[str, Any], path: Path) -> ModelFields:
     sizes = {ours: arguments[theirs] for theirs, ours in SIZES.items()}
     if not all(isinstance(size, int) and size > 0 for size in sizes.values()):
-        raise UserError(f"{path}: its model_args are no sizes: {sizes}")
+        raise UserError(f"{path}: model_args contains no valid sizes: {sizes}")
     return ModelFields(family="gpt2", **sizes)
 
 
@@ -59,7 +59,7 @@ def _stored(tensors: Mapping[str, torch.Tensor], spec: ModelSpec, path: Path) ->
         if tensor is None and key.endswith(".bias"):
             tensor = torch.zeros(shape)
         if not isinstance(tensor, torch.Tensor):
-            raise UserError(f"{path}: it has no tensor {key}")
+            raise UserError(f"{path}: has no tensor {key}")
         if tuple(tensor.shape) != shape:
-            raise UserError(f"{path}: {key} has the shape {list(tensor.shape)}, which its model_args do not say")
+            raise UserError(f"{path}: {key} has shape {list(tensor.shape)}, which does not match model_args")
         yield key, tensor.t() if place.transposed else tensor

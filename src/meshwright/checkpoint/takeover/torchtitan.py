@@ -41,11 +41,13 @@ def read_torchtitan(path: Path, model: ModelSpec) -> dict[str, torch.Tensor]:
     Raises `UserError` if the folder holds another model than `model`, or is damaged.
     """
     if model.family != "llama":
-        raise UserError(f"{path}: only torchtitan's Llamas are read, not {model.family}")
+        raise UserError(f"{path}: only torchtitan's Llama models are supported, not {model.family}")
     held = SafeReader(path).read_metadata().state_dict_metadata
     names = {key: _name(key, held) for key in _keys(model)}
     if missing := [key for key, name in names.items() if name is None]:
-        raise UserError(f"{path}: has no {_theirs(missing[0])}, which --model needs; is it another model, or system?")
+        raise UserError(
+            f"{path}: has no {_theirs(missing[0])}, which --model needs; it may be of another model or system"
+        )
     sizes = {name: tuple(getattr(held[name], "size", ())) for name in names.values() if name}
     tensors = {name: torch.empty(size) for name, size in sizes.items()}
     load_tensors(path, tensors)
