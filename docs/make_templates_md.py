@@ -36,12 +36,12 @@ SPECIAL = re.compile(
 HEADER = re.compile(r"start_header_id|im_start|start_of_turn|start_of_role|<\|user|<\|assistant")
 MARKS = re.compile(r"{%-?\s*generation\s*-?%}")
 REASONS = {
-    "leaves out thoughts": "does not support thoughts, or omits them",
-    "leaves out the record's tools": "does not support tools",
-    "leaves out the tool calls": "omits tool calls",
-    "leaves out a message of role": "omits messages of some role",
-    "otherwise once others follow": "has turns that cannot be located",
-    "refuses this conversation": "rejects messages in this form",
+    "omits thoughts": "does not support thoughts, or omits them",
+    "omits the record's tools": "does not support tools",
+    "omits the tool calls": "omits tool calls",
+    "omits a message of role": "omits messages of some role",
+    "changes or omits parts of an assistant's turn": "has turns that cannot be located",
+    "rejects this conversation": "rejects messages in this form",
 }
 
 

@@ -83,8 +83,8 @@ OVERRIDES = {
     "layout.dp_replicate=3": "training.global_batch=2 sequences cannot be split over 3 data-parallel ranks;",
     "training.micro_batch=3": "training.micro_batch=3 does not divide the 2 sequences of a rank; the nearest",
     "data.sequence_length=64": "data.sequence_length=64 is longer than the model's 32 positions; use",
-    "run_dir=a.txt/x": "run_dir=a.txt/x: nothing can be written in a.txt (not a directory); choose another",
-    "run_dir=/proc/nope": "run_dir=/proc/nope: nothing can be written in /proc (no such file or directory); choose",
+    "run_dir=a.txt/x": "run_dir=a.txt/x: a.txt is not writable (not a directory); choose another",
+    "run_dir=/proc/nope": "run_dir=/proc/nope: /proc is not writable (no such file or directory); choose",
     "model.vocab=100": "the tokenizer has 260 tokens but the model only 100 rows; set model.vocab=260",
     "model.hidden=64000000000000": "64000000000000 is not allowed: must be at most 1e+07",
     "model.num_layers=1000000000": "1000000000 is not allowed: must be at most 10000",
@@ -126,7 +126,7 @@ def test_a_run_dir_in_which_another_run_is_at_work_is_left_alone(folder, capsys)
             assert main(["train", "run.yaml", *words]) == 2
             *_, line = capsys.readouterr().err.splitlines()
             assert line.startswith(f"error: runs/small is in use by process {os.getpid()} on ")
-            assert line.endswith("; wait for its end with --wait-for-lock, or choose another run_dir")
+            assert line.endswith("; wait for it with --wait-for-lock, or choose another run_dir")
         assert sorted(folder.rglob("*")) == before
     assert not (folder / "runs").exists()
 
@@ -138,17 +138,20 @@ def damaged(name, content):
 DATA = {
     # data.sources: what lies in the folder, how the one line begins
     "nothing/*.txt": (None, "data source nothing/*.txt matches no file (looked in "),
-    ".": (None, "data source . is a folder; say which files, as in ./**/*.txt"),
+    ".": (None, "data source . is a folder; name its files, as in ./**/*.txt"),
     "[a.txt, a.txt]": (None, "data source a.txt is given twice; remove one"),
     "[b*.txt, b.txt]": (None, "one file would be read twice: as b.txt by data source b*.txt, and as b.txt by b.txt"),
-    "[a.txt, empty.txt]": (damaged("empty.txt", b""), "data source empty.txt holds nothing: no byte is in empty.txt"),
+    "[a.txt, empty.txt]": (damaged("empty.txt", b""), "data source empty.txt is empty: empty.txt contains no data"),
     "latin1.txt": (damaged("latin1.txt", b"caf\xe9"), "latin1.txt: not UTF-8 at byte 3"),
-    "empty.jsonl": (damaged("empty.jsonl", b'{"text": ""}'), "empty.jsonl: no text, every document is empty"),
-    "short.txt": (damaged("short.txt", b"red"), "the corpus has 2 tokens and one sample takes 9; add text or lower"),
-    "t.json": (damaged("t.json", b"{}"), "t.json: a .json file must hold a list of records"),
+    "empty.jsonl": (damaged("empty.jsonl", b'{"text": ""}'), "empty.jsonl: every document is empty"),
+    "short.txt": (damaged("short.txt", b"red"), "the corpus has 2 tokens, but one sample needs 9; add text, or lower"),
+    "t.json": (damaged("t.json", b"{}"), "t.json: a .json file must contain a list of records"),
     "t.csv": (damaged("t.csv", b"a,b"), "t.csv: no column 'text' (its columns are a, b); set the source's text_key"),
-    "t.bin": (damaged("t.bin", b"abcd"), "t.bin: no t.idx is beside it; set its integer type, as in {path"),
-    "{path: t.bin, tokens: uint16}": (damaged("t.bin", b"abcd"), "t.bin holds tokens: give the tokenizer that made"),
+    "t.bin": (damaged("t.bin", b"abcd"), "t.bin: has no t.idx beside it; set its integer type, as in {path"),
+    "{path: t.bin, tokens: uint16}": (
+        damaged("t.bin", b"abcd"),
+        "t.bin contains tokens; set data.tokenizer to the tokenizer that made",
+    ),
     "x.jsonl": (
         damaged("x.jsonl", b'{"text": "a"}\n{"body": "b"}'),
         "x.jsonl:2: no 'text' in this line (its keys are",
@@ -156,7 +159,7 @@ DATA = {
     "y.jsonl": (damaged("y.jsonl", b'{"text": "a"}\n{"text": '), "y.jsonl:2: not JSON: "),
     "m.jsonl": (
         damaged("m.jsonl", b'{"prompt": "a", "completion": "b"}'),
-        "m.jsonl holds records, and a tokenizer is trained on text alone: set data.tokenizer to that of",
+        "m.jsonl contains records, but a tokenizer is trained only on text; set data.tokenizer to the tokenizer of",
     ),
     "z.jsonl": (damaged("z.jsonl", b'{"text": 5}'), "z.jsonl:1: 'text' is not a string but int"),
 }
@@ -299,11 +302,11 @@ def test_damaged_checkpoints(words, damage, message, run_dir, capsys):
 
 AFTER_TRAINING = {
     # command line: what the one line says
-    "train run.yaml": "runs/small already holds a run (up to step-00000002); continue it with --resume",
+    "train run.yaml": "runs/small already contains a run (up to step-00000002); continue it with --resume",
     "train run.yaml --resume training.seed=1 data.packing=best_fit": "was trained with training.seed=0, not 1, "
     "data.packing=concatenated, not best_fit; continue with training.seed=0 data.packing=concatenated, so",
     "train run.yaml --resume latest": "'latest' is neither a checkpoint nor a setting: --resume takes auto, or a step",
-    "train run.yaml --resume model.hidden=32": "but this run's is",
+    "train run.yaml --resume model.hidden=32": "but this run's has",
     "generate runs/nowhere --prompt x": "runs/nowhere: no such directory; give a run directory",
     "generate . --prompt x": ".: holds no resolved.yaml and no config.json; give a run directory",
     "generate runs/small": "the following arguments are required: --prompt; see 'meshwright generate --help'",

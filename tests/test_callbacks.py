@@ -190,7 +190,7 @@ def test_a_script_s_callback_reaches_its_workers(folder: Path) -> None:
     found = subprocess.run([sys.executable, "script.py"], cwd=folder, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert "UserError: Here is defined in __main__, so worker processes cannot import it" in found.stderr
-    assert "put it into a module that can be imported" in found.stderr
+    assert "move it into an importable module" in found.stderr
     assert found.stdout.splitlines()[-1] == "3 enough of True 3"
     # PyTorch's own generator begins from training.seed and the rank.
     for rank in range(2):

@@ -41,9 +41,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 REFUSED = {
-    "another width": ([OWN_TOKENIZER, "model.hidden=24"], "has shape (280, 16), but this run's is (280, 24)"),
+    "another width": ([OWN_TOKENIZER, "model.hidden=24"], "has shape (280, 16), but this run's has (280, 24)"),
     "another tokenizer": (["data.sources=other.txt"], "set data.tokenizer=runs/first/tokenizer"),
-    "no such base": (["checkpoint.start_from=runs/nowhere"], "is neither a checkpoint nor a run that has one"),
+    "no such base": (["checkpoint.start_from=runs/nowhere"], "is neither a checkpoint nor a run with one"),
     "no such adapter": (["finetune.start_from=nowhere"], "nowhere is not a peft adapter"),
     "another adapter": (["finetune.start_from=scales"], "scales has peft_type=IA3"),
 }
@@ -89,7 +89,7 @@ def test_adapters_train_beside_random_weights_only_where_the_recipe_says_so(
     assert main(["check", "run.yaml", *words]) == 1
     (problem,) = capsys.readouterr().err.splitlines()
     assert "finetune.method=lora: the frozen weights would be random" in problem
-    with pytest.raises(UserError, match=r"where random weights are meant, model\.weights=random"):
+    with pytest.raises(UserError, match=r"or model\.weights=random if intended"):
         train(load_recipe("run.yaml", words))
     assert main(["check", "run.yaml", *words, "model.weights=random"]) == 0
     assert main(["rehearse", "run.yaml", *words]) == 0
@@ -99,7 +99,7 @@ def test_adapters_train_beside_random_weights_only_where_the_recipe_says_so(
 TOO_MUCH = {
     "memory": (
         ["model=llama-3-8b"],
-        r"predicted to need 1\d\d of the 16.0 GiB of each of 1 x cpu .*; what would fit is offload={.*disk.*}: ",
+        r"predicted to need 1\d\d of 16.0 GiB on each of 1 x cpu .*; this would fit: offload={.*disk.*}: ",
     ),
     "time": (
         ["model=gpt2", "training.global_batch=400000"],
@@ -152,7 +152,7 @@ def test_an_objective_that_the_data_cannot_serve_is_refused_by_both(
     plain = ["data.chat={template: plain}"]
     for words, message in (
         (plain, "data source preferences holds preferences; train on them with training.preference={}"),
-        (["training.preference={}", "data.sources=text.txt"], "and data source text has none"),
+        (["training.preference={}", "data.sources=text.txt"], "but data source text has none"),
     ):
         assert main(["check", "run.yaml", *words]) == 1
         (problem,) = capsys.readouterr().err.splitlines()

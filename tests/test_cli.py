@@ -173,8 +173,11 @@ MISUSES = {
         "demo",
     ): "'demo' is a preset, not a file; save it first: meshwright init demo > demo.yaml",
     ("check", "run.yaml", "--jsn"): "unknown option '--jsn'; did you mean '--json'?",
-    ("init", "dmo"): "there is no preset 'dmo'; did you mean 'demo'?",
-    ("init", "gpt2"): "'gpt2' is a model; name it in any recipe, as in meshwright init gpt2-124m model=gpt2",
+    ("init", "dmo"): "unknown preset 'dmo'; did you mean 'demo'?",
+    (
+        "init",
+        "gpt2",
+    ): "'gpt2' is a model, not a preset; use it in any recipe, as in meshwright init gpt2-124m model=gpt2",
     ("init", "demo", "model.family=lama"): "model.family 'lama' is unknown; did you mean 'llama'?",
     ("doctor", "now"): "unexpected 'now'; see 'meshwright doctor --help'",
 }

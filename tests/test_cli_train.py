@@ -165,19 +165,19 @@ def test_other_data_are_continued_with_only_by_the_tokenizer_that_was_learnt(fol
     words = ["train", "recipes/run.yaml", "--resume", "data.sources=other/*.txt", "training.steps=6"]
     assert main(words) == 2
     assert (
-        "data.tokenizer=auto gives tokens other ids than runs/small learnt, which this run continues; "
+        "data.tokenizer=auto assigns other ids to tokens than the tokenizer of runs/small, which this run continues; "
         "set data.tokenizer=../runs/small/tokenizer" in capsys.readouterr().err
     )
     words.append("data.tokenizer=../runs/small/tokenizer")
     assert main(words) == 0
     text = capsys.readouterr().out
     assert (folder / "runs/small/tokenizer/tokenizer.json").read_bytes() == learnt
-    assert "from here on other samples are seen than without the stop" in text
+    assert "from here on the run sees other samples" in text
     assert "data.sources [texts/*.txt] -> [other/*.txt]" in text
     assert "position in the data" not in text
-    assert "to the last bit" not in text
+    assert "bit by bit" not in text
     assert main(words) == 0
-    assert "nothing to train: step 6 is not before training.steps=6" in capsys.readouterr().out
+    assert "nothing to train: the run is at step 6, and training.steps=6" in capsys.readouterr().out
 
     # The same tokens from a path written otherwise are the same data; one more file below an unchanged glob is not.
     words = [word.replace("other/*", "./other/*").replace("steps=6", "steps=7") for word in words]
@@ -188,10 +188,11 @@ def test_other_data_are_continued_with_only_by_the_tokenizer_that_was_learnt(fol
     assert main([word.replace("steps=7", "steps=8") for word in words]) == 0
     text = capsys.readouterr().out
     assert re.search(
-        r"the data have changed \(text: \+\d documents, \+[\d,]+ tokens\): from here on other samples", text
+        r"the data have changed \(text: \+\d documents, \+[\d,]+ tokens\): from here on the run sees other samples",
+        text,
     )
     assert "position in the data" not in text
-    assert "to the last bit" not in text
+    assert "bit by bit" not in text
 
 
 @pytest.mark.slow

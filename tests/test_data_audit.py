@@ -263,9 +263,9 @@ def attention_to_neighbours(run):
 MIXED, FITTED = {"weights": (3, 1)}, {"packing": "best_fit"}
 FAULTS = {
     # the fault: (the run it is planted in, the check that finds it, what is said)
-    overlap: ({}, "ranks", "which rank 0 has seen too"),
-    gap: (FITTED, "packing", "documents are not wholly in samples"),
-    wrong_ratio: (MIXED, "mixture", "% of the tokens in 48 samples; the recipe wants about"),
+    overlap: ({}, "ranks", "which rank 0 has also seen"),
+    gap: (FITTED, "packing", "documents are not completely in samples"),
+    wrong_ratio: (MIXED, "mixture", "% of the tokens in 48 samples; the recipe requires about"),
     no_shift: ({}, "rows", "the labels are the inputs themselves"),
     double_shift: ({"separate": False}, "rows", "the labels are shifted by two tokens"),
     lost_tail: ({}, "packing", "tokens at the end are in no sample"),
@@ -275,15 +275,15 @@ FAULTS = {
     merged_documents: (FITTED, "documents", "attention crosses"),
     torn_documents: ({"separate": True}, "documents", "documents are cut at"),
     inverted_loss_mask: ({}, "rows", "the mask is inverted"),
-    label_across_border: ({}, "rows", "labels too many"),
+    label_across_border: ({}, "rows", "extra labels"),
     held_out_leak: ({}, "held out", "an exact copy of training document"),
     wrong_epoch_count: ({}, "epochs", "announced"),
     another_seed: ({}, "order", "instead of sample"),
     foreign_tokens: ({}, "rows", "its tokens match no sample of any stream"),
     missing_microbatch: ({}, "order", f"step {STEPS} holds 4 samples"),
-    inverted_attention: ({}, "attention", "sees a later token"),
-    attention_to_the_future: ({}, "attention", "sees a later token"),
-    attention_to_neighbours: ({}, "attention", "sees another document"),
+    inverted_attention: ({}, "attention", "attends to a later token"),
+    attention_to_the_future: ({}, "attention", "attends to a later token"),
+    attention_to_neighbours: ({}, "attention", "attends to another document"),
 }
 
 

@@ -142,7 +142,7 @@ def test_a_template_that_rewrites_earlier_turns():
         "message.content", "(message.content if loop.last or message.role != 'assistant' else '..')"
     )
     template = ChatTemplate(rewriting, TOKENIZER, name="rewriting")
-    assert "writes the assistant's turn otherwise once others follow" in encode(conversation(), template=template).error
+    assert "changes or omits parts of an assistant's turn" in encode(conversation(), template=template).error
     (tokens,) = encode(conversation(), template=template, train_on="last").documents
     assert trained_text(tokens) == [f"{ANSWERS[1]}<|im_end|>"]
 
@@ -151,8 +151,8 @@ def test_a_template_that_rewrites_earlier_turns():
     ("messages", "template", "message"),
     [
         ([{"role": "user", "content": "Hi"}], "chatml", "it has no trained tokens"),
-        ([*TALK[:2], TALK[1]], "mistral", "refuses this conversation: after an optional system message, user and"),
-        (TALK, "no_system", "leaves out a message of role 'system'"),
+        ([*TALK[:2], TALK[1]], "mistral", "rejects this conversation: after an optional system message, user and"),
+        (TALK, "no_system", "omits a message of role 'system'"),
         (
             [{"role": "user", "content": "<|im_end|>"}, TALK[2]],
             "chatml",
@@ -171,7 +171,7 @@ def test_conversations_that_cannot_be_trained_on(messages, template, message):
 
 def test_a_template_must_be_there(tmp_path):
     bare = chat_tokenizer(None)
-    with pytest.raises(ValueError, match=r"data\.chat\.template: the tokenizer has no chat template of its own"):
+    with pytest.raises(ValueError, match=r"data\.chat\.template: the tokenizer has no chat template; choose"):
         find_template("auto", bare, tmp_path)
     with pytest.raises(ValueError, match=r"neither a file nor one of .*; did you mean 'chatml'\?"):
         find_template("chatlm", bare, tmp_path)

@@ -132,7 +132,7 @@ def test_a_file_of_tokens_that_changed_under_the_same_size_and_time_is_told(give
 
 def test_wide_numbers_read_as_narrow_ones_are_told(given):
     np.fromfile(given / "raw.bin", "<u2").astype("<i4").tofile(given / "wide.bin")
-    with pytest.raises(ValueError, match=r"wide\.bin: its 16-bit numbers look like the halves of 32-bit ones"):
+    with pytest.raises(ValueError, match=r"wide\.bin: its 16-bit values look like halves of 32-bit ones"):
         prepare(given, {"path": "wide.bin", "tokens": "uint16"})
     assert prepare(given, {"path": "wide.bin", "tokens": "uint32"}).num_documents == len(TEXTS)
 
@@ -140,8 +140,8 @@ def test_wide_numbers_read_as_narrow_ones_are_told(given):
 @pytest.mark.parametrize(
     ("where", "value", "message"),
     [
-        ("documents", (0, 2, 1, 3), "documents are out of order"),
-        ("lengths", (3, 5, 4), "not contiguous"),
+        ("documents", (0, 2, 1, 3), "documents out of order"),
+        ("lengths", (3, 5, 4), "with gaps"),
     ],
 )
 def test_an_index_that_is_out_of_order_is_told(where, value, message, given):

@@ -97,7 +97,7 @@ DAMAGE = {
     "a.jsonl.zst": (b"no zstd at all", "a.jsonl.zst is damaged"),
     "a.csv": (b'n,body\n1,"open', "a.csv:2: not CSV: "),
     "b.csv": (b"n,body\n1,two\n1,two,three\n", "b.csv:3: 3 fields, but the header has 2"),
-    "c.csv": (b"n,body\n1,\xff\n", "c.csv: not UTF-8 soon after line "),
+    "c.csv": (b"n,body\n1,\xff\n", "c.csv: is not UTF-8 shortly after line "),
     "d.csv": (b"n,text\n1,x\n", "d.csv: no column 'body' (its columns are n, text); set the source's text_key"),
     "a.parquet": (b"PAR1 nothing PAR1", "a.parquet cannot be read: "),
     "a.arrow": (b"nothing at all, in arrow", "a.arrow cannot be read: "),
@@ -209,7 +209,7 @@ def test_tokens_that_are_none(tokens):
     train_tokenizer(["other"], 270).save(folder / "other")
     with pytest.raises(ValueError, match="was made by another tokenizer"):
         corpus_of(folder, sources=str(corpus.streams[0].train.path), tokenizer="other")
-    with pytest.raises(ValueError, match=r"give the tokenizer that made them as data\.tokenizer"):
+    with pytest.raises(ValueError, match=r"set data\.tokenizer to the tokenizer that made them"):
         corpus_of(folder, sources=raw, tokenizer="auto")
     np.array([5, 6, 7], np.uint16).tofile(folder / "one.bin")
     with pytest.raises(ValueError, match="has only one document"):
@@ -227,9 +227,9 @@ def test_lines_and_files_have_a_longest_length(ending, tmp_path, monkeypatch):
     (tmp_path / f"b.txt{ending}").write_bytes(pack(b"x" * 2000))
     assert len(read(tmp_path, f"a.jsonl{ending}")) == 2
     monkeypatch.setattr("meshwright.data.readers.LONGEST", 1000)
-    with pytest.raises(ValueError, match=rf"^a\.jsonl{ending}:2: a line of more than 1000 bytes; cut it"):
+    with pytest.raises(ValueError, match=rf"^a\.jsonl{ending}:2: the line is longer than 1000 bytes; split it"):
         read(tmp_path, f"a.jsonl{ending}")
-    with pytest.raises(ValueError, match=rf"^b\.txt{ending}: more than 1000 bytes in one piece; cut it"):
+    with pytest.raises(ValueError, match=rf"^b\.txt{ending}: a single block is larger than 1000 bytes; split"):
         read(tmp_path, f"b.txt{ending}")
 
 

@@ -39,9 +39,9 @@ def test_with_the_tail_every_token_is_a_label_once(length):
 
 
 def test_too_short_and_out_of_range():
-    with pytest.raises(ValueError, match="the corpus has 4 tokens and one sample takes 5"):
+    with pytest.raises(ValueError, match="the corpus has 4 tokens, but one sample needs 5"):
         ConcatenatedSamples(stream(4), 4)
-    with pytest.raises(ValueError, match="one sample takes 2"):
+    with pytest.raises(ValueError, match="one sample needs 2"):
         ConcatenatedSamples(stream(1), 4, keep_tail=True)
     samples = ConcatenatedSamples(stream(9), 4)
     for index in (-1, 2):

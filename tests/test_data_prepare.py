@@ -331,7 +331,7 @@ def edit(path, **changes):
         (
             "train.bin",
             truncate,
-            r"train\.bin is damaged: it has \d+ bytes instead of \d+, which its index says; delete",
+            r"train\.bin is damaged: it has \d+ bytes, but its index requires \d+; delete",
         ),
         ("held_out.bin", truncate, r"held_out\.bin is damaged"),
         ("train.bin", Path.unlink, r"train\.bin cannot be read .*; delete"),
@@ -347,7 +347,7 @@ def edit(path, **changes):
         (
             "train.idx",
             lambda path: path.write_bytes(b"x" + path.read_bytes()[1:]),
-            r"train\.idx is not an index of tokens",
+            r"train\.idx is not a token index",
         ),
     ],
 )
@@ -366,7 +366,7 @@ def test_a_cache_that_cannot_be_written(folder):
 
 def test_an_empty_corpus(folder):
     (folder / "empty.jsonl").write_text('{"text": ""}')
-    with pytest.raises(ValueError, match=r"empty\.jsonl: no text, every document is empty"):
+    with pytest.raises(ValueError, match=r"empty\.jsonl: every document is empty"):
         prepare(folder, sources="empty.jsonl")
     assert names(folder / "cache") == []
 

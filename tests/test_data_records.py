@@ -285,7 +285,7 @@ def test_the_verbs_show_and_prove_it(tmp_path, capsys):
     assert main(["data", "audit", str(path)]) == 0
     assert "ok    answers    in records" in capsys.readouterr().out
     assert main(["check", str(path), "data.packing=concatenated"]) == 1
-    assert "data.packing=concatenated would cut conversations anywhere; set" in capsys.readouterr().err
+    assert "data.packing=concatenated would cut conversations at arbitrary positions; set" in capsys.readouterr().err
 
 
 CALL = {"type": "function", "function": {"name": "clock", "arguments": {"zone": "é", "n": 2}}}
@@ -346,8 +346,8 @@ def test_odd_calls_are_told(name):
 
 
 REFUSED = {
-    "label": (COMPLETIONS[0] | {"label": True}, "prompt_completion", "a.jsonl:1: column 'label': whether an answer"),
-    "images": (MESSAGES[0] | {"images": ["x.png"]}, "messages", "a.jsonl:1: column 'images': models of images"),
+    "label": (COMPLETIONS[0] | {"label": True}, "prompt_completion", "a.jsonl:1: column 'label': KTO labels"),
+    "images": (MESSAGES[0] | {"images": ["x.png"]}, "messages", "a.jsonl:1: column 'images': images are not"),
     "weight": (MESSAGES[0] | {"weight": 0.5}, "messages", "a.jsonl:1: 'weight' is 0.5, but must be 0 (no loss) or 1"),
     "history": (MESSAGES[0] | {"history": [["a", "b"]]}, "messages", "a.jsonl:1: column 'history' belongs to"),
 }

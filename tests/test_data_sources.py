@@ -101,7 +101,7 @@ def test_bad_sources_are_named(tmp_path):
     (tmp_path / "link.txt").symlink_to(tmp_path / "folder" / "a.txt")
     for sources, message in [
         (["none/*.txt"], "none/*.txt matches no file"),
-        (["folder"], "folder is a folder; say which files, as in folder/**/*.txt"),
+        (["folder"], "folder is a folder; name its files, as in folder/**/*.txt"),
         (["a.zip"], "a.zip: .zip files cannot be read"),
         (
             ["folder/a.txt", "folder/*.txt"],
@@ -145,5 +145,5 @@ def test_standard_library():
 
 def test_python_without_library_source(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "python311.zip"))
-    with pytest.raises(ValueError, match="keeps no source text of its standard library"):
+    with pytest.raises(ValueError, match="has no source files of its standard library"):
         documents(tmp_path, "stdlib")

@@ -152,18 +152,18 @@ def test_calls_are_written_once_whatever_form_they_have():
 
 def test_nothing_is_left_out_in_silence():
     for name, conversation, reason in (
-        ("tells the date", "tools not used", "leaves out the record's tools"),
+        ("tells the date", "tools not used", "omits the record's tools"),
         (
             "ends the text",
             "thought",
-            r"leaves out thoughts \(reasoning_content\); set data.chat.thinking=drop, or keep",
+            r"omits thoughts \(reasoning_content\); set data.chat.thinking=drop or keep",
         ),
-        ("bare calls", "system", "leaves out a message of role 'system'"),
+        ("bare calls", "system", "omits a message of role 'system'"),
         ("llama3", "calls at once", "an answer is one call of a tool, or words"),
     ):
         assert re.search(reason, encode(name, CONVERSATIONS[conversation]).error)
     silent = {"messages": CONVERSATIONS["call"]["messages"]}
-    assert "leaves out the tool calls of message 2" in encode("tells the date", silent).error
+    assert "omits the tool calls of message 2" in encode("tells the date", silent).error
 
 
 def test_thoughts_are_kept_or_dropped_as_the_recipe_says():
@@ -229,7 +229,7 @@ def test_a_template_is_told_what_the_recipe_says():
 HOSTILE = {
     "{% for i in range(10**9) %}x{% endfor %}": "Range too big",
     "{{ 1/0 }}": "division by zero",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "it calls itself without end",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "it recurses infinitely",
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "loop iterations",
     "{{ 'x' * 10**9 }}": "a value of more than",
     "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}": "a value",
@@ -247,7 +247,7 @@ HOSTILE = {
 @pytest.mark.parametrize(("source", "reason"), HOSTILE.items(), ids=range(len(HOSTILE)))
 def test_what_a_template_may_not_do_ends_in_one_line(source, reason):
     made = ChatTemplate(source, TOKENIZER, name="x")
-    with pytest.raises(ValueError, match=r"^the chat template x refuses this conversation: .*" + re.escape(reason)):
+    with pytest.raises(ValueError, match=r"^the chat template x rejects this conversation: .*" + re.escape(reason)):
         made.render([said("user", "?")])
 
 

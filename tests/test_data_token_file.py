@@ -151,8 +151,8 @@ def test_scanning(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda content: b"", "is not an index of tokens"),
-        (lambda content: content[:20], "is not an index of tokens"),
+        (lambda content: b"", "is not a token index"),
+        (lambda content: content[:20], "is not a token index"),
         (lambda content: content[:-1], "is damaged: it has"),
         (lambda content: content[:9] + b"\x02" + content[10:], "version 2"),
         (lambda content: content[:17] + b"\x06" + content[18:], "dtype 6 is not supported"),

@@ -89,8 +89,8 @@ def test_only_other_engines_are_held_to_it(tmp_path, monkeypatch, capsys):
     assert main(["verify", "run.yaml", "--engine", "bare", "training.optimizer.name=muon"]) == 2
     assert "training.optimizer.name=muon: the program supports only adamw" in capsys.readouterr().err
     assert main(["verify", "run.yaml", "--engine", "bare", "--precision", "fp64"]) == 2
-    assert "--engine compares in fp32, the whole layout; leave --precision out" in capsys.readouterr().err
+    assert "--engine compares the whole layout in fp32; leave --precision out" in capsys.readouterr().err
     assert main(["verify", "run.yaml", "--patience", "9"]) == 2
-    assert "--patience needs --engine" in capsys.readouterr().err
+    assert "--patience applies only to --engine" in capsys.readouterr().err
     assert main(["verify", "run.yaml", "--python", "python3"]) == 2
     assert "--python" in capsys.readouterr().err

@@ -138,7 +138,7 @@ def test_tokens_of_every_kind_of_tokenizer_are_llama_cpps(tmp_path, kind):
 
 
 def test_tokenizers_that_llama_cpp_lacks_are_refused():
-    with pytest.raises(UserError, match="is none of those known in llama.cpp"):
+    with pytest.raises(UserError, match="is none of those known"):
         vocabulary_of(bpe(r"\w+|\s+"), 600)
     with pytest.raises(UserError, match="normalizer"):
         vocabulary_of(bpe(next(iter(WORDS)), "Lowercase"), 600)

@@ -90,9 +90,9 @@ def test_a_refused_continuation_leaves_the_run_as_it_was(runs: Path, monkeypatch
     monkeypatch.setattr(run_module, "start_workers", start)
     two: dict[str, Any] = {"layout": {"dp_shard": 2}, "checkpoint": base_of(runs)}
     changes = {
-        r"lora_a has shape \(4, 32\), but this run's is \(8, 32\)": {"finetune": LORA | {"rank": 8}},
+        r"lora_a has shape \(4, 32\), but this run's has \(8, 32\)": {"finetune": LORA | {"rank": 8}},
         "holds model.norm.weight, which this run does not train": {"finetune": LORA | {"train": []}},
-        "holds adapters of .*, but this run trains a whole model": {},
+        "has adapters of .*, but this run trains the whole model": {},
     }
     for message, change in changes.items():
         with pytest.raises(CheckpointError, match=message):
@@ -119,7 +119,7 @@ def test_what_is_said_is_what_can_be_done(runs: Path) -> None:
     assert said.endswith(f"export {runs}/lora --hf {runs}/lora/merged --merge")
     trainer = build_here(resolve_run(recipe(runs, "few", finetune=QLORA, checkpoint=base_of(runs)), base_dir=runs))
     assert begin(trainer, runs / "few", None) == f"starting from {runs}/base, step 2"
-    kept = "base      frozen matrices of linear layers in nf4, its scales in eight bits; everything else in fp32\n"
+    kept = "base      frozen matrices of linear layers in nf4, with 8-bit scales; everything else in fp32\n"
     assert kept in banner(trainer, corpus_of(trainer.resolved))
 
 
@@ -165,7 +165,7 @@ def base_of(runs: Path) -> dict[str, str]:
 
 def test_another_base_is_refused(runs: Path, tmp_path: Path) -> None:
     other = recipe(runs, str(tmp_path / "other"), finetune=LORA | {"start_from": str(runs / "lora")})
-    with pytest.raises(CheckpointError, match="give the same base"):
+    with pytest.raises(CheckpointError, match="use the same base"):
         train(other)
     missing = recipe(runs, str(tmp_path / "other"), finetune=LORA, checkpoint={"start_from": str(runs / "lora")})
     with pytest.raises(CheckpointError, match="holds no"):

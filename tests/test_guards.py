@@ -82,7 +82,7 @@ def rewound(run: ResolvedRun, root: Path) -> tuple[list[int], int, bool]:
     trainer = poisoned(build_here(run), {4, 7})
     said = train(trainer, root / "a")
     assert trainer.worker.rank or "step 5: loss nan" in said
-    assert trainer.worker.rank or "passing over the 2 batches since (rewind 1 of 3)" in said
+    assert trainer.worker.rank or "skipping the 2 batches since then (rewind 1 of 3)" in said
     weights = {name: whole(tensor) for name, tensor in trainer.parameters.items()}
     # Checkpoints at 3 and 6. Batches 0 1 2 | 3 4(bad) | 5 6 -> step 5, 7(bad) is step 6: back to 3 | 8 9 10 11 12
     other = build_here(run)
@@ -109,7 +109,7 @@ def test_rewinds_are_bounded(tmp_path: Path) -> None:
     run = tiny(non_finite="rewind", guards={"max_rewinds": 2})
     with pytest.raises(NonFiniteError, match=r"after 2 rewinds \(guards.max_rewinds\)"):
         train(poisoned(build_here(run), set(range(3, 99))), tmp_path)
-    with pytest.raises(NonFiniteError, match="no checkpoint to go back to"):
+    with pytest.raises(NonFiniteError, match="no checkpoint to return to"):
         train(poisoned(build_here(run), {0}), tmp_path / "checkpoints")
     with pytest.raises(ValidationError, match=r"none is saved; set checkpoint\.every=100"):
         Run.model_validate({"model": "gpt2-124m", "guards": {"spikes": "rewind"}})
@@ -172,7 +172,7 @@ def drift(run: ResolvedRun, bad_rank: int) -> str:
 @pytest.mark.parametrize(
     ("strategy", "bad_rank", "message"),
     [
-        ("ddp", 2, "layers.1.attention.wo.weight on rank 2 is not what it is on ranks 0, 1, 3"),
+        ("ddp", 2, "layers.1.attention.wo.weight on rank 2 differs from ranks 0, 1, 3"),
         ("hybrid-3", 1, "layers.1.attention.wo.weight on rank"),
         ("zero-3", 1, "equal"),  # nobody else holds that part
     ],
@@ -221,7 +221,7 @@ def test_a_checkpoint_is_left_out_while_the_one_before_is_being_written(
 ) -> None:
     monkeypatch.setattr(saver_module.Saver, "busy", property(lambda self: not self.writer.idle))  # never ready
     said = train(build_here(tiny(asynchronous=True)), tmp_path)
-    assert "warning: step 6 is not saved: the one before is still being written" in said
+    assert "warning: step 6 is not saved: the previous one is still being written" in said
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000003", "step-00000008"]
 
 
@@ -244,7 +244,7 @@ def test_the_last_save_tries_again_and_then_says_so(tmp_path: Path, monkeypatch:
     train(build_here(tiny()), tmp_path / "mended")
     assert list_checkpoints(tmp_path / "mended" / "checkpoints")[-1].name == "step-00000008"
     attempts, limit = 0, 1000
-    with pytest.raises(UnsavedError, match="of step 8 could not be written; step-00000006 is the newest good one"):
+    with pytest.raises(UnsavedError, match="of step 8 could not be written; the newest intact one is step-00000006"):
         train(build_here(tiny()), tmp_path / "full")
     assert attempts == saver_module.LAST_ATTEMPTS
 
@@ -264,13 +264,16 @@ def test_resuming_by_name_the_newest_good_one_or_from_the_start(tmp_path: Path) 
     with pytest.raises(CheckpointError, match=r"trainer\.json: 2 bytes.*continue from it with --resume step-00000006"):
         begin(trainer, root, "newest")
     said = begin(trainer, root, "auto")
-    assert "warning: passed over" in said
+    assert "warning: skipped" in said
     assert trainer.step == 6
-    assert "from here on every step, to the last bit" in said
+    assert "from here on every step, bit by bit" in said
     assert begin(build_here(tiny()), tmp_path / "nothing", "auto") == "starting from random weights"
     for path in list_checkpoints(root):
         (path / "trainer.json").write_text("{}")
-    for which, words in (("auto", r"no checkpoint is good \(.*step-00000003/trainer\.json: 2 b"), ("newest", "too")):
+    for which, words in (
+        ("auto", r"all checkpoints are damaged \(.*step-00000003/trainer\.json: 2 b"),
+        ("newest", "too"),
+    ):
         with pytest.raises(
             CheckpointError, match=f"{words}.*; move the damaged checkpoints away and start without --resume"
         ):
@@ -281,7 +284,7 @@ def test_what_has_changed_is_said(tmp_path: Path) -> None:
     train(build_here(tiny()), tmp_path)
     changed = tiny(accumulation=2, lr_schedule={"name": "linear", "warmup": 0}, clip=2.0)
     said = begin(build_here(changed), tmp_path / "checkpoints", "newest")
-    assert "tolerance from here on sums are taken in another order: micro_batch 12 -> 6" in said
+    assert "tolerance from here on, sums are computed in another order: micro_batch 12 -> 6" in said
     assert "training.clip 1.0 -> 2.0" in said
     assert "(learning rate of step 9: 0.001 instead of 0.01)" in said
 
@@ -307,7 +310,7 @@ def test_steps_that_are_left_out_are_bounded() -> None:
     with loader_for(trainer) as loader:
         for step in (1, 2, 3):
             assert trainer.train_step(step, loader.microbatches(step)).skipped
-        with pytest.raises(NonFiniteError, match=r"the last 4 steps were left out .* guards\.max_skipped=3; lower"):
+        with pytest.raises(NonFiniteError, match=r"the last 4 steps were skipped .* guards\.max_skipped=3; lower"):
             trainer.train_step(4, loader.microbatches(4))
 
 
@@ -323,8 +326,8 @@ def test_a_damaged_line_of_the_journal_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_run_directory_that_was_removed_or_damaged_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="run: the folder and everything saved in it were removed during the run"):
+    with pytest.raises(UserError, match="run: the folder was removed during the run"):
         read_result(tmp_path / "run")
     (tmp_path / "run/checkpoints/step-00000005").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"metrics\.jsonl records no step: it was removed or damaged; step-00000005"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl contains no step: it was removed or damaged; step-00000005"):
         read_result(tmp_path / "run")

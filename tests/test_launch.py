@@ -268,7 +268,7 @@ def test_two_processes_train_as_one_stop_at_ctrl_c_and_continue(
     assert {"recipe.yaml", "resolved.yaml", "env.json", "tokenizer"} < {path.name for path in run.iterdir()}
 
     assert main(["train", "run.yaml", *words]) == MISUSE
-    assert f"ours already holds a run (up to step-{newest(run):08d}); continue it with" in capsys.readouterr().err
+    assert f"ours already contains a run (up to step-{newest(run):08d}); continue it with" in capsys.readouterr().err
     with started(*words, "--resume", "training.optimizer.lr=1e30") as process:
         out, errors = ends(process, MISUSE)
     assert f"continuing from ours/checkpoints/step-{stopped['step']:08d}, step {stopped['step']}" in out

@@ -134,7 +134,7 @@ def test_paged_steps_are_those_of_adamw() -> None:
 @pytest.mark.parametrize("layout", [LayoutSpec(), LayoutSpec(dp_shard=2)])
 def test_paging_is_refused_where_there_is_none(layout: LayoutSpec) -> None:
     run = tiny_run(layout, optimizer={"name": "paged_adamw"}).run
-    with pytest.raises(ValueError, match="runs in one process on an NVIDIA GPU; adamw_8bit takes little"):
+    with pytest.raises(ValueError, match="needs one process on an NVIDIA GPU; adamw_8bit needs little"):
         resolve_run(run, base_dir=Path())
 
 

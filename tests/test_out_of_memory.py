@@ -408,7 +408,7 @@ def test_it_never_starts_again_for_ever(tmp_path: Path, capfd: pytest.CaptureFix
 
     assert train_again(functools.partial(train, same=False), run, None, retry=True) == OUT_OF_MEMORY
     assert tried == [("auto", None), *((2 ** (8 - number), "auto") for number in range(MOST_RETRIES))]
-    assert "nothing more is left to try" in capfd.readouterr().err
+    assert "no further change to try" in capfd.readouterr().err
     tried.clear()
     assert train_again(functools.partial(train, same=True), run, None, retry=True) == OUT_OF_MEMORY
     assert tried == [("auto", None), (64, "auto")]

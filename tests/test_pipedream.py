@@ -257,7 +257,7 @@ def test_verify_says_that_it_is_different_by_design(tmp_path: Path, capsys: pyte
 def test_what_check_says() -> None:
     said = describe_pipeline(tiny_run(layout_of(), accumulation=6))
     assert "no bubble, 9% of the time waiting" in said
-    assert said.endswith("gradients are a step late, which is not the training of one process")
+    assert said.endswith("gradients are one step late, so results differ from one process")
 
 
 def test_the_planner_counts_two_versions_and_no_bubble() -> None:
@@ -295,5 +295,5 @@ def test_models_and_precisions_that_it_cannot_work_with(tmp_path: Path) -> None:
     recipe.write_text("model: llama-3-8b\nlayout: {pp: 4, schedule: pipedream-2bw}\ntraining: {precision: fp16}\n")
     with pytest.raises(ValueError, match="the loss scale may change between"):
         resolve_run(load_spec(recipe, Run), base_dir=tmp_path)
-    with pytest.raises(ValueError, match="adapters are meant to save the memory of one"):
+    with pytest.raises(ValueError, match="defeats the memory savings of adapters"):
         resolve_run(load_spec(recipe, Run, ["finetune={method: lora}"]), base_dir=tmp_path)

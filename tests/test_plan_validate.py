@@ -406,7 +406,7 @@ def test_many_odd_cells_are_grouped(tmp_path: Path, capsys: pytest.CaptureFixtur
     odd = [row(id=f"o{n}", recompute=f"some{n}") for n in range(12)]
     assert main(["plan", "validate", str(write(tmp_path / "runs.csv", *rows, *odd))]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert shown[-12].startswith("cells not understood, or contradicted by others (15)")
+    assert shown[-12].startswith("cells not understood, or contradicted by other cells (15)")
     assert shown[-11].endswith(":2: gpus=eight: no number above zero; 1 taken (and in 2 more rows)")
     assert shown[-1] == "  ... and 3 more kinds; --json has all"
 

@@ -375,7 +375,7 @@ def test_an_objective_is_an_instance_that_fits_the_data() -> None:
     with plugged_in(plugins.objects()):
         check_objective(run, {"a": False})
         with pytest.raises(
-            UserError, match=r"data source b holds preferences, which test_plugins.ZLoss does not train on"
+            UserError, match=r"data source b contains preferences, which test_plugins.ZLoss does not train on"
         ):
             check_objective(run, {"a": False, "b": True})
 
@@ -443,11 +443,11 @@ def test_texts_and_records_become_lines(tmp_path: Path) -> None:
     [
         ([], "yields no item; an iterator can be read only once"),
         (numbers, "a function is not an iterable of items; call it"),
-        ("x.txt", r"a str is not an iterable of items; give a list of items \(paths of files go into data.sources"),
-        ([[1], "two"], "item 2 is text, and the first one is tokens; give items of one kind"),
-        ([[1], [2, 50]], "item 2 has token 50, and the model's vocabulary is 0 to 49"),
+        ("x.txt", r"a str is not an iterable of items; pass a list of items \(set file paths in data.sources"),
+        ([[1], "two"], "item 2 is text, but the first is tokens; pass items of one kind"),
+        ([[1], [2, 50]], "item 2 has token 50, but the model's vocabulary is 0 to 49"),
         ([[1], [-100]], "item 2 has token -100"),
-        ([[0.5]], "item 1 is a list; give text, a record"),
+        ([[0.5]], "item 1 is a list; pass text, a record"),
         ([[1], []], "item 2 is an empty one; give text"),
         ([b"bytes"], "item 1 is a bytes"),
         ([{"a": object()}], "item 1: cannot be written as JSON: it holds object"),
@@ -720,7 +720,7 @@ def test_a_recipe_names_an_objective(installed: Path) -> None:
         ("lr_schedule: {name: x}", r"'x' is not allowed: .* meshwright.lr_schedules \(installed: 'stairs'\)"),
         ("optimizer: {name: my.Own}", r"no 'my.Own' is installed; there are plain .*; an object passed to train"),
         ("objective: zz", r"objectives: no 'zz' is installed; there are none, z \(entry points"),
-        ("optimizer: {name: plain, eps: 0.1}", r"optimizer.eps applies to optimizers that ship; set plain's"),
+        ("optimizer: {name: plain, eps: 0.1}", r"optimizer.eps applies only to built-in optimizers; set plain's"),
         ("optimizer: {options: {a: 1}}", r"training.optimizer.options belong to plug-ins, not to adamw; remove them"),
     ],
 )  # fmt: skip

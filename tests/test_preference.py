@@ -258,7 +258,7 @@ def test_a_run_learns_what_is_preferred_and_goes_on(folder, capsys):
     assert "--source pairs.jsonl: contains preferences, whose loss needs the reference model" in capsys.readouterr().err
     pairs = (folder / "pairs.jsonl").read_text()
     (folder / "pairs.jsonl").write_text(pairs.replace("number 1?", "number 4?", 1))
-    with pytest.raises(ValueError, match=r"hold other pairs than the run started with"):
+    with pytest.raises(ValueError, match=r"contain other pairs than at the start of the run"):
         train(load_recipe("run.yaml", ["run_dir=parts", "training.steps=7"]), base_dir=folder, resume=True)
     (folder / "pairs.jsonl").write_text(pairs)
     (folder / "parts" / "reference.npz").unlink()
@@ -270,8 +270,8 @@ def test_a_run_learns_what_is_preferred_and_goes_on(folder, capsys):
     ("override", "message"),
     [
         ("training.preference=null", "data source colours holds preferences; train on them with training.preference"),
-        ("data.separate_documents=false", "both answers of a preference are in one sample; set data.separate_doc"),
-        ("data.sources=text.txt", "training.preference trains on preference pairs, and data source text has none"),
+        ("data.separate_documents=false", "one sample holds both answers of a preference pair; set data.separate_doc"),
+        ("data.sources=text.txt", "training.preference trains on preference pairs, but data source text has none"),
     ],
 )
 def test_mistakes(override, message, folder):

@@ -38,7 +38,7 @@ def test_the_batch_is_accumulated_where_it_does_not_fit() -> None:
 def test_a_model_far_too_large_still_gets_the_smallest_microbatch_and_says_so() -> None:
     resolved = resolve_run(run("llama-3.1-405b"), base_dir=Path(), machine=H100)
     assert resolved.micro_batch == 1
-    assert resolved.reasons["training.micro_batch"].startswith("the smallest there is; 1 at a time would need about")
+    assert resolved.reasons["training.micro_batch"].startswith("the smallest possible; 1 would need about")
 
 
 SMALL = Machine(kind="cuda", name="NVIDIA A100-SXM4-40GB", devices=8, memory_bytes=40 * 2**30)
@@ -49,7 +49,7 @@ def test_where_no_microbatch_fits_the_least_recomputation_that_would_is_taken() 
     """Unless the recipe says what to recompute and where activations are: then it is named."""
     taken = resolve_run(run(**LONG, training={"global_batch": 16}), base_dir=Path(), machine=SMALL)
     assert isinstance(taken.run.training.recompute, RecomputeSpec)
-    assert "without it the smallest microbatch would need" in taken.reasons["training.recompute"]
+    assert "without it, the smallest microbatch would need" in taken.reasons["training.recompute"]
     assert not taken.reasons["training.micro_batch"].startswith("the small")
     assert taken.asked is not None
     assert "recompute" not in taken.asked.training.model_fields_set
@@ -58,7 +58,7 @@ def test_where_no_microbatch_fits_the_least_recomputation_that_would_is_taken() 
     own = {"global_batch": 16, "recompute": "none"}
     resolved = resolve_run(run(**fixed, training=own), base_dir=Path(), machine=SMALL)
     assert resolved.asked is None
-    _, _, advice = resolved.reasons["training.micro_batch"].rpartition("what would fit is training.recompute=")
+    _, _, advice = resolved.reasons["training.micro_batch"].rpartition("this would fit: training.recompute=")
     assert RecomputeSpec.model_validate(yaml.safe_load(advice)) == taken.run.training.recompute
 
 
@@ -67,7 +67,7 @@ def test_where_recomputation_may_not_help_activations_move_to_the_host() -> None
     taken = resolve_run(recipe, base_dir=Path(), machine=SMALL)
     assert taken.run.layout.tiers.activations == "host"
     assert taken.run.training.recompute == "none"
-    assert "no recomputation that is allowed suffices" in taken.reasons["layout.offload"]
+    assert "recomputation alone is not enough" in taken.reasons["layout.offload"]
     selective = run(**LONG, training={"global_batch": 16, "recompute": "selective"})
     assert resolve_run(selective, base_dir=Path(), machine=SMALL).run.layout.offload == "none"
 
@@ -83,7 +83,7 @@ def test_a_batch_in_tokens() -> None:
     [
         ({"training": {"global_batch": 10}, "layout": {"dp_shard": 4}}, "the nearest number that can is 8"),
         ({"training": {"global_batch_tokens": 1000}, "data": {"sequence_length": 256}}, "nearest multiple is 1024"),
-        ({"training": {"global_batch": 12, "micro_batch": 5}}, "the nearest number that does is 4"),
+        ({"training": {"global_batch": 12, "micro_batch": 5}}, "the nearest divisor is 4"),
         (
             {"training": {"recompute": {"full": 33}}},
             r"training.recompute.full=33: the model has 32 layers, so the most is 32$",

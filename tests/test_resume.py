@@ -125,7 +125,7 @@ def test_same_layout_continues_bit_for_bit(ranks: RankPool, tmp_path: Path, stra
 def test_a_checkpoint_that_does_not_say_what_it_was_trained_on_claims_nothing_of_the_data() -> None:
     trainer = build_here(tiny("single"))
     old = {key: value for key, value in state_values(trainer).items() if key != "data"}
-    assert "unknown   whether the data are those of then" in describe_restored(trainer, old)
+    assert "unknown   whether the data are the same" in describe_restored(trainer, old)
     assert "unknown" not in describe_restored(trainer, state_values(trainer))
 
 

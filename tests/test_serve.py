@@ -573,4 +573,4 @@ def test_where_others_could_connect_a_key_is_required(tmp_path: Path, capsys: py
             assert message in capsys.readouterr().err
     (tmp_path / "key").write_text(" ")
     assert main(["serve", str(tmp_path), "--api-key-file", str(tmp_path / "key")]) == 2
-    assert "no key found" in capsys.readouterr().err
+    assert "contains no key" in capsys.readouterr().err

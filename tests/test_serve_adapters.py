@@ -192,7 +192,7 @@ def test_without_a_file_there_is_no_arena(base: TrainedModel) -> None:
 def test_misuse_of_serve_is_told(base: TrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for words, message in {
         ("--votes", "v.jsonl"): "an arena needs two models",
-        ("--adapters-from", str(tmp_path / "none")): "no such folder",
+        ("--adapters-from", str(tmp_path / "none")): "is not a folder",
         ("--beside", "x=a", "--beside", "x=b"): "a name is given twice",
         ("--name", "x", "--beside", f"x={base.source}"): "the name x is given twice",
     }.items():

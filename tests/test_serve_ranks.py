@@ -212,4 +212,4 @@ def test_other_settings_are_refused(capsys: pytest.CaptureFixture[str], tmp_path
     from meshwright.cli.main import main
 
     assert main(["generate", str(tmp_path), "layout.pp=2", "--prompt", "x"]) == 2
-    assert "split by tensor parallelism alone, as in layout.tp=2" in capsys.readouterr().err
+    assert "split only by tensor parallelism, as in layout.tp=2" in capsys.readouterr().err

@@ -38,7 +38,7 @@ def test_equal_layers_are_shared_out_evenly() -> None:
     assert balanced_stages([1.0] * 8, 4) == (2, 2, 2, 2)
     assert sorted(balanced_stages([1.0] * 10, 4)) == [2, 2, 3, 3]
     assert len(balanced_stages([1.0] * 126, 32)) == 32
-    with pytest.raises(ValueError, match="2 layers cannot make 3 pipeline stages; the most is 2"):
+    with pytest.raises(ValueError, match="2 layers cannot be split into 3 pipeline stages; use at most 2"):
         balanced_stages([1.0] * 2, 3)
 
 

@@ -195,7 +195,7 @@ def test_a_drift_ends_the_run_and_the_guard_changes_nothing(ranks: RankPool, tmp
     assert losses[0] == losses[1]
     assert [(r["step"], r["equal"]) for r in journal(tmp_path / "run", "verification")] == [(5, True)]
     for why, _ in ranks.run(2, verified, run, tmp_path / "run", Drift(everywhere=True)):
-        assert why.startswith("step 5 is not verified: loss ")
+        assert why.startswith("step 5 differs: loss ")
         assert re.search(r"; 1 of \d+ tensors differ; first norm\.weight on ranks 0, 1, by", why), why
     assert [r["equal"] for r in journal(tmp_path / "run", "verification")] == [True, False]
 
@@ -204,7 +204,7 @@ def test_replicas_that_have_drifted_apart_are_told_before_the_step(ranks: RankPo
     run = on_texts(tmp_path, LayoutSpec(dp_replicate=2), {"verify_every": 6})
     corpus_of(run)
     for why, _ in ranks.run(2, verified, run, tmp_path / "run", Drift(everywhere=False)):
-        assert why.startswith("step 6 is not verified: the weights that it starts from are wrong: replicas differ: ")
+        assert why.startswith("step 6 differs: its initial weights are wrong: replicas differ: ")
         assert "norm.weight on rank" in why
 
 

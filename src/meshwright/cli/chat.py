@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     if (status := started(arguments)) is not None:
         return status
     if arguments.compare and degree_of(arguments) > 1:
-        raise UserError("--compare: processes share one model; leave layout.tp out")
+        raise UserError("--compare: layout.tp supports only one model; leave layout.tp out")
     # Torch loads here, so that --help and misuse never wait for it.
     from meshwright.serve.chat import Partner
     from meshwright.serve.trained import open_trained
@@ -198,7 +198,7 @@ class Talk:
         """Remove the last turn."""
         turns = [partner.turns.pop() for partner in self.partners if partner.turns]
         if not turns:
-            raise UserError("there is no question to undo")
+            raise UserError("no question to undo")
         self.note(f"removed: {turns[0].asked}")
 
     def set(self, words: str) -> None:
@@ -209,7 +209,7 @@ class Talk:
             self.note(*(f"{key} {'auto' if value is None else value}" for key, value in self.values.items()))
             return
         if name not in self.values:
-            raise UserError(f"/set {name}: no such setting; the settings are {', '.join(self.values)}")
+            raise UserError(f"/set {name}: unknown setting; the settings are {', '.join(self.values)}")
         before, whole = self.values[name], name in ("top_k", "seed", "max_tokens")
         try:
             self.values[name] = int(value) if whole else float(value)
@@ -228,7 +228,7 @@ class Talk:
         if not file.endswith(".jsonl"):  # questions may come from a stranger's file, and so may this line
             raise UserError(f"/save {file}: the name must end in .jsonl")
         if not any(partner.turns for partner in self.partners):
-            raise UserError("there is nothing to save yet")
+            raise UserError("nothing to save yet")
         with Path(file).open("a", encoding="utf-8") as stream:
             for partner in self.partners:
                 stream.write(json.dumps(partner.record(), ensure_ascii=False) + "\n")

@@ -217,7 +217,7 @@ def _sample(
     characters = max(SAMPLE_CHARACTERS, CHARACTERS_PER_TOKEN * recipe.data.sequence_length)
     texts = _beginning([file for file in files if not (file.is_tokens or file.is_records)], characters)
     if not texts and not given and not records:
-        raise UserError(f"{names_of(files)}: no text, every document is empty")
+        raise UserError(f"{names_of(files)}: every document is empty")
     if (given or records) and tokenizer is None:
         raise needs_tokenizer((given or records)[0])
     size = tokenizer.vocab_size if tokenizer else recipe.data.tokenizer_vocab
@@ -231,7 +231,7 @@ def _sample(
         encoder = encoder_of_records(recipe.data, tokenizer, base_dir)
         if encoder.template is not None and not encoder.template.may_end_turns():
             notes["note"] = (
-                f"chat template {encoder.template.name} puts no special token after the assistant's turn, so the model "
+                f"chat template {encoder.template.name} has no special token after the assistant's turn, so the model "
                 "will not learn to stop; add {{ eos_token }} there"
             )
         parts[:0] = [first_records(group, encoder, SAMPLE_RECORDS) for group in groups.values() if group[0].is_records]

@@ -134,21 +134,25 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of sampling and the stop texts."""
     parser.add_argument(
-        "--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest token (default 0.8)"
+        "--temperature", metavar="T", type=float, default=0.8, help="0: always the most likely token (default 0.8)"
     )
-    parser.add_argument("--top-k", metavar="K", type=int, default=0, help="sample from the K likeliest tokens")
+    parser.add_argument("--top-k", metavar="K", type=int, default=0, help="sample from the K most likely tokens")
     parser.add_argument(
-        "--top-p", metavar="P", type=float, default=1.0, help="sample from the likeliest tokens of total probability P"
+        "--top-p",
+        metavar="P",
+        type=float,
+        default=1.0,
+        help=("sample from the most likely tokens with total probability P"),
     )
     parser.add_argument(
         "--min-p",
         metavar="P",
         type=float,
         default=0.0,
-        help="sample from tokens at least P times as likely as the likeliest",
+        help="sample from tokens at least P times as likely as the most likely one",
     )
     parser.add_argument(
-        "--repetition-penalty", metavar="R", type=float, default=1.0, help="above 1: make repeated tokens less likely"
+        "--repetition-penalty", metavar="R", type=float, default=1.0, help="above 1: makes repeated tokens less likely"
     )
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of sampling (default 0)")
     parser.add_argument(

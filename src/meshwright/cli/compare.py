@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=300,
         metavar="SECONDS",
-        help="end an engine that makes no step for this long (default 300)",
+        help="end an engine that completes no step for this long (default 300)",
     )
     parser.add_argument(
         "--python",
@@ -118,7 +118,7 @@ def _new_folder(wanted: Path, *, given: bool) -> Path:
     folder, number = wanted, 1
     while folder.exists():
         if given:
-            raise UserError(f"{folder} exists already; give another --out, or remove it")
+            raise UserError(f"{folder} already exists; give another --out, or remove it")
         number += 1
         folder = wanted.with_name(f"{wanted.name}-{number}")
     folder.mkdir(parents=True)

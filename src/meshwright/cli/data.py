@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _mending(damage: str) -> None:
-    print(f"{printable(str(damage))}; it is prepared again", file=sys.stderr)
+    print(f"{printable(str(damage))}; preparing it again", file=sys.stderr)
 
 
 def _prepare(arguments: argparse.Namespace, recipe: Run, corpus: Corpus) -> int:

@@ -122,7 +122,7 @@ def _host() -> Iterator[Finding]:
     free = shutil.disk_usage(folder).free
     detail = f"{free / 10**9:.0f} GB free in {folder.resolve()}"
     if not os.access(folder, os.W_OK):
-        yield Finding("disk", "missing", f"{folder.resolve()} is not writable", "start from a folder that is writable")
+        yield Finding("disk", "missing", f"{folder.resolve()} is not writable", "start in a writable folder")
     elif free < ROOM:
         yield Finding("disk", "optional", detail, "free space, or set run_dir to a larger disk: checkpoints are large")
     else:
@@ -151,7 +151,7 @@ def _torch() -> Iterator[Finding]:
     backends = [name for name in ("gloo", "nccl") if dist.is_available() and dist.is_backend_available(name)]
     absent = [name for name in needed if name not in backends]
     if absent:
-        fix = "install a build of torch with torch.distributed; without it only one process can train"
+        fix = "install a build of torch with torch.distributed; without it, only one process can train"
         yield Finding("distributed", "missing", f"no {' and no '.join(absent)}", fix)
     else:
         yield Finding("distributed", "ok", ", ".join(backends))

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not path.exists():
             raise UserError(f"{path}: no such file")
     if arguments.write and arguments.write.exists():
-        raise UserError(f"{arguments.write} exists already; give another --write, or remove it")
+        raise UserError(f"{arguments.write} already exists; give another --write, or remove it")
     if checkpoints := [path for path in arguments.files if path.is_dir() or path.suffix in (".pt", ".pth")]:
         _convert(arguments, checkpoints)
         if not arguments.files:

@@ -55,10 +55,12 @@ def find_preset(name: str) -> Path:
     if name in known:
         return known[name]
     if name in MODELS:
-        raise UserError(f"'{name}' is a model; name it in any recipe, as in meshwright init gpt2-124m model={name}")
+        raise UserError(
+            f"'{name}' is a model, not a preset; use it in any recipe, as in meshwright init gpt2-124m model={name}"
+        )
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(known)}"
-    raise UserError(f"there is no preset '{name}'; {hint}")
+    raise UserError(f"unknown preset '{name}'; {hint}")
 
 
 def commented_recipe(recipe: Run, *, title: str) -> str:

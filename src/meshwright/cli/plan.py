@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _calibrate(arguments: argparse.Namespace) -> int:
     """Measure this machine and write a cluster file."""
     if len(arguments.words) != 1 or not arguments.words[0].endswith((".yaml", ".yml")):
-        raise UserError("plan calibrate needs the file to write: meshwright plan calibrate cluster.yaml")
+        raise UserError("plan calibrate needs the name of the file to write: meshwright plan calibrate cluster.yaml")
     from meshwright.trainer.calibrate import calibrate  # loads torch
 
     cluster = calibrate()
@@ -91,7 +91,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         return 0
     measured = cluster.measured
     rates = ", ".join(f"{name} {rate:.3g} TFLOP/s" for name, rate in measured.matmul_tflops.items())
-    print(f"{cluster.devices} ranks at once, each: {rates}, memory {measured.memory_gb_s:.3g} GB/s")
+    print(f"{cluster.devices} simultaneous ranks, each: {rates}, memory {measured.memory_gb_s:.3g} GB/s")
     for kind, cost in measured.collectives.items():
         print(f"{kind}: {cost.latency_us:.0f} us, {cost.bandwidth_gb_s:.3g} GB/s")
     print(f"saved to {path}; use it with: meshwright plan run.yaml --cluster {path}")
@@ -101,7 +101,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.margin < 1:
         raise UserError(
-            f"--margin {arguments.margin} is not a fraction of memory: at least 0, below 1 (default {MARGIN})"
+            f"--margin {arguments.margin} is not allowed: must be at least 0 and below 1 (default {MARGIN})"
         )
     if arguments.top < 1:
         raise UserError(f"--top {arguments.top} is not allowed: show at least 1 layout")
@@ -151,7 +151,7 @@ def _table(facts: dict[str, Any]) -> Iterator[str]:
     if given is not None and runs:
         yield _candidate(">", given)
     yield ""
-    own = "   > the recipe's own, on the devices it asks for" if runs else ""
+    own = "   > the recipe's own layout, on its own number of devices" if runs else ""
     yield f"* chosen   - not supported by this version's trainer{own}"
     if given and not runs:
         yield f"refused    the recipe's own layout: {given['missing']}"
@@ -165,7 +165,7 @@ def _table(facts: dict[str, Any]) -> Iterator[str]:
         yield f"no layout  {facts['problem']}"
         return
     elif facts["problem"]:
-        yield f"no layout  that fits can run; the fastest is refused: {facts['problem']}"
+        yield f"no layout  that fits is supported; the fastest is refused: {facts['problem']}"
     else:
         yield from _nothing_fits(facts)
     if facts.get("relief"):
@@ -176,8 +176,8 @@ def _table(facts: dict[str, Any]) -> Iterator[str]:
     if facts.get("methods"):
         yield ""
         yield (
-            "methods, each in its fastest layout that fits, else the one that needs least memory "
-            "(adapters of rank 16 on every matrix; qlora: 4 bits):"
+            "methods, each in its fastest layout that fits, else in the one with least memory (adapters of rank 16 "
+            "on every matrix; qlora: 4 bits):"
         )
         yield from (_method(name, best) for name, best in facts["methods"].items())
 
@@ -186,8 +186,7 @@ def _nothing_fits(facts: dict[str, Any]) -> Iterator[str]:
     yield "no layout that this version's trainer supports fits; see the strategies below"
     if disk := facts.get("disk"):
         yield (
-            f"disk       state on disk makes room: {disk['text']}, "
-            f"{disk['disk'] / GB:.3g} GB a device on disk, "
+            f"disk       fits with state on disk: {disk['text']}, {disk['disk'] / GB:.3g} GB per device on disk, "
             f"about {disk['step_time']['value']:.3g} s a step"
         )
 
@@ -195,7 +194,7 @@ def _nothing_fits(facts: dict[str, Any]) -> Iterator[str]:
 def _changed(facts: dict[str, Any], name: str) -> str:
     """How the chosen layout differs from the recipe, and why."""
     change = facts["considered"][name]
-    why = "nothing fits without" if facts["last_resort"] else "--consider"
+    why = "no layout fits without it" if facts["last_resort"] else "--consider"
     results = "the arithmetic stays the same" if change["exact"] else "results differ from the recipe's"
     return f"changed    {' '.join(change['overrides'])} ({why}); {results}"
 
@@ -256,7 +255,10 @@ def _chosen(facts: dict[str, Any], chosen: dict[str, Any]) -> Iterator[str]:
     yield f"binding    {facts['binding']}"
     if (found := facts["fastest"]) and found["verdict"] == chosen["verdict"]:
         faster = 1 - found["step_time"]["value"] / chosen["step_time"]["value"]
-        yield f"simplest   of those about as fast; {faster:.1%} faster, within the prediction error: {found['text']}"
+        yield (
+            f"simplest   of the layouts within the prediction error of the fastest; {faster:.1%} faster: "
+            f"{found['text']}"
+        )
     if facts["compile"] and facts["compile"] > 0.01:
         yield f"compile    training.compile=true would save {facts['compile']:.0%} of the step"
     if fp8 := facts["fp8"]:
@@ -303,7 +305,7 @@ def _doubts(path: Path, doubts: list[Doubt]) -> Iterator[str]:
     for doubt in doubts:
         groups.setdefault((doubt.column, doubt.value, doubt.made), []).append(doubt)
     yield ""
-    yield f"cells not understood, or contradicted by others ({len(doubts)}); every row was kept"
+    yield f"cells not understood, or contradicted by other cells ({len(doubts)}); every row was kept"
     for (column, value, made), alike in list(groups.items())[:MOST_DOUBTS]:
         cell = (
             f"{column}={' '.join(value.split())[:40]}: "
@@ -337,12 +339,12 @@ def _validation(summary: dict[str, Any], judged: list[Judged]) -> Iterator[str]:
     )
     if summary["unknown_devices"]:
         named = (f"{name} ({rows})" for name, rows in summary["unknown_devices"].items())
-        yield f"unknown devices, each with its rows: {', '.join(named)}"
+        yield f"unknown devices, with their number of rows: {', '.join(named)}"
     regrets = [sweep["regret"] for sweep in regret(judged)]
     if regrets:
         mean = sum(regrets) / len(regrets)
         yield f"regret over {len(regrets)} measured sweeps: mean {mean:.1%}, largest {max(regrets):.1%}"
-    yield "largest errors in time: " + ", ".join(
+    yield "largest time errors: " + ", ".join(
         f"{row.run.id} ({row.seconds.value / row.run.seconds:.2f}x)"
         for row in worst(judged, "step_time")
         if row.run.seconds

@@ -47,15 +47,16 @@ def degree_of(arguments: argparse.Namespace) -> int:
         number = word.removeprefix(SETTING)
         if number == word or not number.isdecimal() or not int(number):
             raise UserError(
-                f"'{word}' is not allowed here: a model in use is split by tensor parallelism alone, as in {SETTING}2"
+                f"'{word}' is not allowed here: a model in use is split only by tensor parallelism, as in {SETTING}2"
             )
         degrees.append(int(number))
     if degrees[-1] > 1 and arguments.weights_from_disk:
-        raise UserError(f"--weights-from-disk: {SETTING}{degrees[-1]} holds weights in memory; choose one of them")
-    if degrees[-1] > 1 and getattr(arguments, "compile", False):
         raise UserError(
-            f"--compile: the processes of {SETTING}{degrees[-1]} run the model's modules; choose one of them"
+            f"--weights-from-disk: cannot be combined with {SETTING}{degrees[-1]}, which keeps weights in memory; "
+            "leave one out"
         )
+    if degrees[-1] > 1 and getattr(arguments, "compile", False):
+        raise UserError(f"--compile: cannot be combined with {SETTING}{degrees[-1]}; leave one out")
     return degrees[-1]
 
 
@@ -115,7 +116,7 @@ def main() -> int:
     verb, *words = sys.argv[1:]
     worker = find_worker()
     if worker is None:
-        raise SystemExit(f"this is one process of several, which meshwright {verb} starts")
+        raise SystemExit(f"internal: meshwright {verb} starts this process")
     # The first process decides when all end.
     signal.signal(signal.SIGINT, signal.default_int_handler if worker.rank == 0 else signal.SIG_IGN)
     if worker.rank:
@@ -150,7 +151,7 @@ def _joined(worker: Any, degree: int, device_name: str) -> Any:
     from meshwright.trainer.worker import report_to_parent
 
     def lost(error: BaseException) -> Any:
-        report_to_parent(f"process {worker.rank} of {degree} cannot go on: {' '.join(str(error).split())[:200]}")
+        report_to_parent(f"process {worker.rank} of {degree} failed: {' '.join(str(error).split())[:200]}")
         os._exit(1)
 
     job = Job(LayoutSpec(tp=degree))

@@ -67,9 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
         print_json({"layout": recipe.layout.model_dump(), "ranks": reports, "findings": found, "remedies": overrides})
     else:
         print("\n".join(_lines(resolved, reports)))
-        print("\n".join(f"would break: {finding}" for finding in found) or "nothing found that would break")
+        print("\n".join(f"would break: {finding}" for finding in found) or "no problems found")
         if not fits:
-            print("would fit, as predicted, fastest first:")
+            print("predicted to fit, fastest first:")
             print("\n".join(f"  {line}" for line in remedy_lines(would_fit)))
     return 1 if found else 0
 
@@ -110,7 +110,7 @@ def _lines(resolved: ResolvedRun, reports: list[dict[str, Any]]) -> list[str]:
             *([f"  host       {size_text(report['host'])} of it in the host's memory"] if report["host"] else []),
             f"  computes   {report['flops'] / 1e12:.2f} TFLOP a step",
             f"  checkpoint {report['checkpoint']['pieces']} pieces, {size_text(report['checkpoint']['bytes'])}, "
-            "including replicas that other ranks hold too",
+            "including replicas on other ranks",
         ]
         lines += [
             f"  {'sends' if index == 0 else '':10} {entry['kind']:14} over {entry['axis']:16} "

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--adapters-from",
         metavar="DIR",
         type=Path,
-        help="let clients load adapters in this folder and unload them (/v1/load_lora_adapter)",
+        help="let clients load and unload adapters in this folder (/v1/load_lora_adapter)",
     )
     parser.add_argument(
         "--beside",
@@ -83,7 +83,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         metavar="MIB",
         type=whole,
         default=256,
-        help="memory for keys and values of finished answers, which later prompts that begin alike reuse (default 256)",
+        help="memory for keys and values of finished answers, reused by prompts with the same prefix (default 256)",
     )
     parser.add_argument(
         "--max-body", metavar="BYTES", type=positive, default=4 * 2**20, help="largest request (default 4 MiB)"
@@ -136,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
     if len(adapters) < len(arguments.adapter) or len(beside) < len(arguments.beside):
         raise UserError("--adapter, --beside: a name is given twice; give each model its own")
     if arguments.adapters_from is not None and not arguments.adapters_from.is_dir():
-        raise UserError(f"--adapters-from {arguments.adapters_from}: no such folder")
+        raise UserError(f"--adapters-from {arguments.adapters_from}: is not a folder")
     if arguments.votes is not None and not (adapters or beside or arguments.adapters_from):
         raise UserError("--votes: an arena needs two models; give another with --beside or --adapter")
     limits = Limits(max_body=arguments.max_body, max_queue=arguments.max_queue, api_key=key, votes=arguments.votes)
@@ -169,11 +169,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_one_model(arguments: argparse.Namespace) -> None:
     if degree_of(arguments) > 1 and _several(arguments):
         raise UserError(
-            "--adapter, --beside, --adapters-from: processes share one model; leave layout.tp out, or serve a merged "
-            "model (export --hf)"
+            "--adapter, --beside, --adapters-from: layout.tp supports only one model; leave layout.tp out, or serve "
+            "a merged model (export --hf)"
         )
     if arguments.compile and _several(arguments):
-        raise UserError("--compile: the code computes one model; leave --adapter, --beside and --adapters-from out")
+        raise UserError("--compile: supports only one model; leave --adapter, --beside and --adapters-from out")
 
 
 def _several(arguments: argparse.Namespace) -> bool:
@@ -205,7 +205,7 @@ def read_key(file: Path | None) -> str | None:
         return None
     key = file.read_text(encoding="utf-8").strip()
     if not key or not key.isascii() or any(character.isspace() for character in key):
-        raise UserError(f"{file}: no key found; a key is one word of ASCII characters")
+        raise UserError(f"{file}: contains no key; a key is one word of ASCII characters")
     return key
 
 

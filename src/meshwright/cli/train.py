@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         type=seconds,
         metavar="SECONDS",
-        help="if another process uses run_dir, wait until it ends, at most this long (default: refuse)",
+        help="if another process uses run_dir, wait up to this long for it to end (default: refuse)",
     )
     parser.add_argument(
         "--retry-oom",
@@ -47,15 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_json_argument(parser)
     parser.epilog = (
-        "Starts the processes that the layout needs; under torchrun, Slurm or Kubeflow it is one of their processes.\n"
-        "exit status: 0 trained, 2 an error in recipe or data, 71 out of memory, 75 stopped by a signal with\n"
-        "everything saved; all others are failures (docs/stopping.md)\n\n"
-        "examples:\n"
-        "  meshwright train run.yaml\n"
-        "  meshwright train run.yaml training.steps=500 layout.dp_shard=4\n"
-        "  meshwright train run.yaml --resume\n"
-        "  meshwright train run.yaml --resume step-00000400\n"
-        "  torchrun --nproc-per-node 8 -m meshwright train run.yaml"
+        "Starts the processes that the layout needs; under torchrun, Slurm or Kubeflow it is one of them.\nexit "
+        "status: 0 trained, 2 an error in recipe or data, 71 out of memory, 75 stopped by a signal after\nsaving; "
+        "all others are failures (docs/stopping.md)\n\nexamples:\n  meshwright train run.yaml\n  meshwright train "
+        "run.yaml training.steps=500 layout.dp_shard=4\n  meshwright train run.yaml --resume\n  meshwright train "
+        "run.yaml --resume step-00000400\n  torchrun --nproc-per-node 8 -m meshwright train run.yaml"
     )
 
 

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--patience",
         type=positive,
         metavar="SECONDS",
-        help="with --engine: end a program that makes no step for this long (default 600)",
+        help="with --engine: end a program that completes no step for this long (default 600)",
     )
     parser.add_argument("--checkout", metavar="DIR", type=Path, help="with --engine nanogpt: the folder of its code")
     add_json_argument(parser)
@@ -73,11 +73,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.engine:
         return _prove_engine(recipe, arguments)
     if arguments.patience:
-        raise UserError("--patience needs --engine: it is for that engine's program")
+        raise UserError("--patience applies only to --engine")
     if arguments.checkout:
-        raise UserError("--checkout needs --engine: it is the folder of that engine's code")
+        raise UserError("--checkout applies only to --engine")
     if arguments.python:
-        raise UserError("--python needs --engine: it runs that engine's program")
+        raise UserError("--python applies only to --engine")
     from meshwright.launch import forkserver
 
     untouched = forkserver.untouched()
@@ -99,7 +99,7 @@ def _prove_pairs(recipe: Run, whole: ResolvedRun, arguments: argparse.Namespace)
     layouts, answers = pair_layouts(whole.run.layout), []
     said = sys.stderr if arguments.json else sys.stdout
     what = f"{whole.run.layout.strategy} has {whole.run.layout.world_size} ranks"
-    print(f"{what}: {len(layouts)} pairs of its axes are proved one by one (--full: all together)", file=said)
+    print(f"{what}: {len(layouts)} pairs of its axes are proved one by one (--full: the whole layout)", file=said)
     status, began = 0, time.monotonic()
     for number, layout in enumerate(layouts):
         left = (time.monotonic() - began) / number * (len(layouts) - number) if number else None
@@ -146,7 +146,7 @@ def _prove_engine(recipe: Run, arguments: argparse.Namespace) -> int:
 
     if arguments.precision or arguments.full:
         option = "--precision" if arguments.precision else "--full"
-        raise UserError(f"--engine compares in fp32, the whole layout; leave {option} out")
+        raise UserError(f"--engine compares the whole layout in fp32; leave {option} out")
     engine = find_engine(arguments.engine)
     training = recipe.training.computing_in(FP32.name)
     resolved = resolve_run(recipe.model_copy(update={"training": training}), base_dir=arguments.recipe.parent)
@@ -181,8 +181,8 @@ def _engine_conclusion(proof: Any) -> str:
 
 def _not_equal_by_design(resolved: ResolvedRun, arguments: argparse.Namespace) -> int:
     why = (
-        f"layout.schedule={resolved.run.layout.schedule} applies the gradient of the previous batch, so by design it "
-        "differs from one process; nothing was run. layout.schedule=1f1b has the same stages and messages"
+        f"layout.schedule={resolved.run.layout.schedule} applies the gradient of the previous batch, so it differs "
+        "from one process by design, and nothing was run; layout.schedule=1f1b has the same stages and communication"
     )
     if arguments.json:
         print_json({"strategy": resolved.run.layout.strategy, "equal": False, "by_design": why, "comparisons": []})
@@ -246,13 +246,17 @@ def _quantized(resolved: ResolvedRun, proof: Any) -> list[str]:
     """The tolerance added for quantized collectives, and their effect."""
     layout, lines = resolved.run.layout, list[str]()
     if layout.quantized_weights == "fp8":
-        lines.append("  weights    gathered in fp8; one process gathers none, and must compute the same")
+        lines.append("  weights    gathered in fp8; one process gathers none, and must get the same result")
     elif layout.quantized_weights != "none":
-        lines.append(f"  weights    gathered in {layout.quantized_weights}; one process computed with the same ones")
+        lines.append(
+            f"  weights    gathered in {layout.quantized_weights}; one process used the same quantized weights"
+        )
     if layout.quantized_gradients != "none":
         moved = [comparison.rounded for comparison in proof.comparisons if comparison.rounded is not None]
-        by = f", which moved them by {max(moved):.1%}" if moved else ""
-        lines.append(f"  gradients  reduced in {layout.quantized_gradients}{by}; half a step of each rank is allowed")
+        by = f", which changed them by {max(moved):.1%}" if moved else ""
+        lines.append(
+            f"  gradients  reduced in {layout.quantized_gradients}{by}; half a quantization step per rank is allowed"
+        )
     return ["quantized collectives", *lines] if lines else []
 
 
@@ -276,7 +280,7 @@ def _amount(difference: Any) -> str:
 
 def _conclusion(proof: Any) -> str:
     if proof.equal:
-        steps = ", but for the half steps of quantized gradients" if _is_rounded(proof) else ""
+        steps = ", plus the half steps of quantized gradients" if _is_rounded(proof) else ""
         within = f"every difference is within {proof.relative:.1e}, which rounding explains"
         return f"\nequal: {within}{steps} (docs/verify.md)"
     location = proof.location
@@ -284,18 +288,18 @@ def _conclusion(proof: Any) -> str:
         "start": f"the weight {location.name}, before the first step",
         "data": f"the data: {location.name}",
         "forward": f"the forward pass: {location.name}",
-        "loss": "the loss, though every activation before it is equal: "
+        "loss": "the loss, although all activations are equal: "
         + (
             "of these ranks"
             if location.ranks
-            else "each rank's own is right, so the sum over ranks or their number of terms"
+            else "each rank's own loss is right, so the sum over ranks or the number of terms is wrong"
         ),
-        "backward": f"the backward pass: the gradient of {location.name}, though the whole forward pass is equal",
-        "reduction": f"the gradient of the weight {location.name}, though every activation and its gradient are equal: "
-        "how it is summed over microbatches or ranks",
-        "norm": "the gradient's norm, though every gradient is equal",
-        "update": f"the update of the weight {location.name}, though every gradient and their norm are equal",
-        "state": f"{location.name} after the step, though every weight is equal",
+        "backward": f"the backward pass: the gradient of {location.name}, although the whole forward pass is equal",
+        "reduction": f"the gradient of the weight {location.name}, although every activation and its gradient are "
+        "equal: the sum over microbatches or ranks is wrong",
+        "norm": "the gradient norm, although every gradient is equal",
+        "update": f"the update of the weight {location.name}, although every gradient and the norm are equal",
+        "state": f"{location.name} after the step, although every weight is equal",
     }[location.phase]
     difference = location.difference
     if location.phase == "data":

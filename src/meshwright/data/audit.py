@@ -29,16 +29,16 @@ ATTENTION_ROWS = 16
 """Rows whose attention is checked in full, T x T."""
 
 CHECKS = {
-    "packing": "every token of a stream is a label as often as intended: once, documents' first tokens never",
-    "rows": "every row holds the tokens of its sample, the next token as each label, and no label where none belongs",
+    "packing": "every token of a stream is a label exactly once, except the first token of each document",
+    "rows": "every row holds its sample's tokens, its labels are the next tokens, and masked positions have no label",
     "documents": "documents are separated exactly where the recipe requires it",
-    "attention": "a token sees no later token and no other document, and sees all others",
-    "order": "every position of the run holds the sample that the order assigns to it, on any rank",
-    "ranks": "no two ranks see one sample in the same epoch",
-    "epochs": "all samples of a stream are seen equally often, and as often as announced",
+    "attention": "a token attends to all earlier tokens of its document, and to no others",
+    "order": "every rank gets the samples that the data order assigns to it",
+    "ranks": "no two ranks see the same sample in one epoch",
+    "epochs": "all samples of a stream are seen equally often, as often as planned",
     "mixture": "every stream has its share of the tokens",
     "answers": "in records, the trained tokens are the assistant's text, turn by turn",
-    "held out": "every held-out token is evaluated once, and no document is on both sides",
+    "held out": "every held-out token is evaluated once, and no training document is held out",
 }
 """The claim that each check proves."""
 
@@ -121,15 +121,15 @@ def packing_problems(file: TokenFile, samples: Samples, data: DataSpec, *, keep_
     begins, ends = pieces[:, 0], pieces.sum(1)
     overlap = np.flatnonzero(begins[1:] < ends[:-1])
     if len(overlap):
-        yield f"{len(overlap)} pieces overlap, the first at token {begins[overlap[0] + 1]}"
+        yield f"{len(overlap)} pieces overlap, first at token {begins[overlap[0] + 1]}"
     starts = file.starts()
     if data.packing == "concatenated":
         gaps = np.flatnonzero(begins[1:] > ends[:-1])
         lost, allowed = len(file.tokens) - 1 - int(ends[-1]), 0 if keep_tail else data.sequence_length - 1
         if begins[0] != 0 or len(gaps):
-            yield f"{len(gaps) + bool(begins[0])} gaps, the first at token {0 if begins[0] else ends[gaps[0]]}"
+            yield f"{len(gaps) + bool(begins[0])} gaps, first at token {0 if begins[0] else ends[gaps[0]]}"
         if lost > allowed:
-            yield f"{lost} tokens at the end are in no sample; a tail that fills none has at most {allowed}"
+            yield f"{lost} tokens at the end are in no sample; an incomplete last sample has at most {allowed}"
         return
     owners = np.searchsorted(starts, begins, side="right") - 1
     if (ends >= starts[owners + 1]).any():
@@ -137,11 +137,11 @@ def packing_problems(file: TokenFile, samples: Samples, data: DataSpec, *, keep_
     labels = np.bincount(owners, pieces[:, 1], minlength=file.num_documents)
     missing = np.flatnonzero(labels != np.maximum(np.diff(starts) - 1, 0))
     if len(missing):
-        yield f"{len(missing)} documents are not wholly in samples, the first is document {missing[0]}"
+        yield f"{len(missing)} documents are not completely in samples, first document {missing[0]}"
     count = np.bincount(owners, minlength=file.num_documents)
     split = np.flatnonzero(count > np.maximum(1, -(-(np.diff(starts) - 1) // data.sequence_length)))
     if len(split):
-        yield f"{len(split)} documents are in more pieces than their length needs, the first is document {split[0]}"
+        yield f"{len(split)} documents are split into more pieces than necessary, first document {split[0]}"
 
 
 def expected_sample(file: TokenFile, samples: Samples, index: int, data: DataSpec) -> Sample:
@@ -228,7 +228,7 @@ class _Reading:
             self.report.add("order", f"{where}: {self._name(stream, index)} instead of {self._name(*wanted)}")
         epoch, last_rank = self.samples[stream] // len(self.seen[stream]), int(self.last[stream][index, 1])
         if self.last[stream][index, 0] == epoch and last_rank != rank:
-            self.report.add("ranks", f"{where}: {self._name(stream, index)}, which rank {last_rank} has seen too")
+            self.report.add("ranks", f"{where}: {self._name(stream, index)}, which rank {last_rank} has also seen")
         self.last[stream][index] = epoch, rank
         self.seen[stream][index] += 1
         self.samples[stream] += 1
@@ -283,19 +283,18 @@ class _Reading:
             for index in odd:
                 self.report.add(
                     "epochs",
-                    f"{name}: sample {index} is seen {seen[index]} times, where {often}"
-                    + (f" or {often + 1}" if rest else "")
-                    + " was intended",
+                    f"{name}: sample {index} is seen {seen[index]} times instead of {often}"
+                    + (f" or {often + 1}" if rest else ""),
                 )
             if abs(run.epochs[stream] - count / len(seen)) > 1e-6:
                 self.report.add(
-                    "epochs", f"{name}: seen {count / len(seen):.3f} times, {run.epochs[stream]:.3f} announced"
+                    "epochs", f"{name}: seen {count / len(seen):.3f} times, {run.epochs[stream]:.3f} planned"
                 )
             if abs(count - total * wanted[stream]) >= len(self.seen):
                 share = self.tokens[stream] / max(1, sum(self.tokens))
                 self.report.add(
                     "mixture",
-                    f"{name}: {100 * share:.3f} % of the tokens in {count} samples; the recipe wants about "
+                    f"{name}: {100 * share:.3f} % of the tokens in {count} samples; the recipe requires about "
                     f"{float(total * wanted[stream]):.1f} samples",
                 )
 
@@ -305,9 +304,9 @@ def joint_problems(batch: HostBatch, ends: Sequence[int]) -> Iterator[tuple[str,
     assert batch.labels is not None
     borders = np.array(ends[:-1])
     if (batch.labels[0, ends[-1] :] != NO_LABEL).any() or batch.labels.shape[1] < ends[-1]:
-        yield "rows", "there are more labels than the rows have, or fewer tokens"
+        yield "rows", "the joined row has more labels or fewer tokens than its rows"
     elif batch.document_ids is None or not (np.diff(batch.document_ids[0])[borders - 1]).all():
-        yield "documents", "attention crosses from one row into the next"
+        yield "documents", "attention crosses the boundary between rows"
 
 
 def label_problems(row: Sample, expected: Sample) -> Iterator[str]:
@@ -316,32 +315,32 @@ def label_problems(row: Sample, expected: Sample) -> Iterator[str]:
         return
     here, there = row.labels != NO_LABEL, expected.labels != NO_LABEL
     if not (here & there).any():
-        yield "no label is where one belongs: the mask is inverted"
+        yield "no label is at a correct position: the mask is inverted"
     elif np.array_equal(row.labels[here], row.inputs[here]):
         yield "the labels are the inputs themselves, not the next tokens"
     elif np.array_equal(here[:-1], there[:-1]) and np.array_equal(row.labels[:-1], expected.labels[1:]):
         yield "the labels are shifted by two tokens, not one"
     elif (here != there).any():
-        yield f"{int((here & ~there).sum())} labels too many, {int((there & ~here).sum())} missing"
+        yield f"{int((here & ~there).sum())} extra labels, {int((there & ~here).sum())} missing"
     else:
         wrong = np.flatnonzero(row.labels != expected.labels)
-        yield f"{len(wrong)} labels are not the next tokens of their inputs, the first at position {wrong[0]}"
+        yield f"{len(wrong)} labels are not the next tokens of their inputs, first at position {wrong[0]}"
 
 
 def document_problems(row: Sample, expected: Sample) -> Iterator[str]:
     """Faults in the documents of a row."""
     if expected.documents is None:
         if row.documents is not None and len(np.unique(row.documents)) > 1:
-            yield "documents are separated, which the recipe does not ask for"
+            yield "documents are separated, although data.separate_documents is false"
         return
     documents = np.zeros_like(row.inputs) if row.documents is None else row.documents
     wanted, found = np.diff(expected.documents) != 0, np.diff(documents) != 0
     if (wanted & ~found).any():
-        yield f"attention crosses {int((wanted & ~found).sum())} borders of documents, the first at place " + str(
+        yield f"attention crosses {int((wanted & ~found).sum())} document boundaries, first at position " + str(
             int(np.flatnonzero(wanted & ~found)[0]) + 1
         )
     if (found & ~wanted).any():
-        yield f"documents are cut at {int((found & ~wanted).sum())} places where they have no border"
+        yield f"documents are cut at {int((found & ~wanted).sum())} positions that are not boundaries"
 
 
 def attention_problems(sees: Callable[[np.ndarray], np.ndarray], row: Sample, documents_T: np.ndarray) -> Iterator[str]:
@@ -351,13 +350,13 @@ def attention_problems(sees: Callable[[np.ndarray], np.ndarray], row: Sample, do
     places = np.arange(len(documents_T))
     wanted_TT = (places[:, None] >= places) & (documents_T[:, None] == documents_T)
     for what, wrong_TT in (
-        ("sees a later token", sees_TT & (places[:, None] < places)),
-        ("sees another document", sees_TT & (documents_T[:, None] != documents_T)),
-        ("does not see an earlier token of its document", wanted_TT & ~sees_TT),
+        ("attends to a later token", sees_TT & (places[:, None] < places)),
+        ("attends to another document", sees_TT & (documents_T[:, None] != documents_T)),
+        ("does not attend to an earlier token of its document", wanted_TT & ~sees_TT),
     ):
         if wrong_TT.any():
             query, key = np.argwhere(wrong_TT)[0]
-            yield f"{int(wrong_TT.sum())} times a token {what}, the first at place {query} (place {key})"
+            yield f"{int(wrong_TT.sum())} times a token {what}, first at position {query} (position {key})"
 
 
 def _check_held_out(run: PlannedRun, report: Report) -> None:

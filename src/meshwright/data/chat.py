@@ -21,8 +21,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
 """The named templates."""
 NO_TEMPLATE = (
-    "data.chat.template: the tokenizer has no chat template of its own; choose one of "
-    f"{', '.join(NAMES)}, or give a Jinja file"
+    f"data.chat.template: the tokenizer has no chat template; choose one of {', '.join(NAMES)}, or give a Jinja file"
 )
 """The error for conversations without a template."""
 _ANGLED = re.compile(r"<\|\w+\|>")
@@ -70,7 +69,10 @@ class ChatTemplate:
         if self.name == "mistral" and (tools or any(message.get("tool_calls") for message in messages)):
             lacking = [token for token in _MISTRAL_TOOLS if self._token_id(token) is None]
             if lacking:
-                raise UserError(f"the chat template mistral needs the token {lacking[0]} for tools; `plain` needs none")
+                raise UserError(
+                    f"the chat template mistral needs the token {lacking[0]} for tools, which the tokenizer lacks; "
+                    "`plain` needs no token"
+                )
 
         def write(shown: Sequence[Message], answer: bool) -> str:
             return self._render(self._in_form(shown), tools, answer)
@@ -124,13 +126,14 @@ class ChatTemplate:
     def _check(self, messages: Sequence[Message], tools: Any) -> None:
         """Raise UserError for content that the template would leave out, or that would collide with the markers."""
         if any(RESERVED.search(message.get(name) or "") for message in messages for name in ("content", THOUGHTS[0])):
-            raise UserError("a message holds a code point from U+FDD0 to U+FDEF, which Unicode reserves for programs")
+            raise UserError(
+                "a message contains a code point from U+FDD0 to U+FDEF, which Unicode reserves for internal use"
+            )
         if tools and self._render(self.prepared(messages), None, False) == self.render(messages, tools=tools):
-            raise UserError(f"the chat template {self.name} leaves out the record's tools")
+            raise UserError(f"the chat template {self.name} omits the record's tools")
         if any(message.get(THOUGHTS[0]) for message in messages) and not self.writes_thoughts:
             raise UserError(
-                f"the chat template {self.name} leaves out thoughts ({THOUGHTS[0]}); set data.chat.thinking=drop, or "
-                "keep"
+                f"the chat template {self.name} omits thoughts ({THOUGHTS[0]}); set data.chat.thinking=drop or keep"
             )
 
     def _render(self, messages: Sequence[Message], tools: Any, answer: bool) -> str:
@@ -139,7 +142,7 @@ class ChatTemplate:
                 {**self._variables, "messages": messages, "tools": tools, "add_generation_prompt": answer}
             )
         except UserError as error:
-            raise UserError(f"the chat template {self.name} refuses this conversation: {error}") from error
+            raise UserError(f"the chat template {self.name} rejects this conversation: {error}") from error
 
 
 def _with_thoughts(message: Message) -> Message:
@@ -162,13 +165,14 @@ def find_template(named: str, tokenizer: TextTokenizer, base_dir: Path, chat: Ch
         path = TEMPLATES / f"{named}.jinja"
     elif not path.is_file():
         raise UserError(
-            f"data.chat.template={named}: neither a file nor one of {', '.join(NAMES)}" + did_you_mean(named, NAMES)
+            f"data.chat.template={named}: is neither a file nor one of {', '.join(NAMES)}" + did_you_mean(named, NAMES)
         )
     source = path.read_text()
     lacking = [token for token in dict.fromkeys(_ANGLED.findall(source)) if tokenizer.token_id(token) is None]
     if lacking:
         raise UserError(
-            f"data.chat.template={named} needs the token {lacking[0]}, which the tokenizer lacks; `plain` needs none"
+            f"data.chat.template={named} needs the token {lacking[0]}, which the tokenizer lacks; `plain` needs no "
+            "token"
         )
     return ChatTemplate(source, tokenizer, name=named, chat=chat)
 

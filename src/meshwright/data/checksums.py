@@ -77,7 +77,7 @@ class Sums:
         self._path, self._sums, self._remedy = path, sums, remedy
         self._bytes: np.ndarray = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
         if len(sums) != -(-len(self._bytes) // BLOCK):
-            raise UserError(f"{path} is damaged: it has another length than its checksums{remedy}")
+            raise UserError(f"{path} is damaged: its length does not match its checksums{remedy}")
         self._known = np.zeros(len(sums), bool)
         self._begin = _address(self._bytes)
 
@@ -112,7 +112,7 @@ class Sums:
             start, stop = block * BLOCK, min((block + 1) * BLOCK, len(self._bytes))
             if zlib.crc32(self._bytes[start:stop].data) != self._sums[block]:
                 where = f"bytes {start} to {stop - 1}"
-                raise UserError(f"{self._path} is damaged: {where} have changed since they were prepared{self._remedy}")
+                raise UserError(f"{self._path} is damaged: {where} have changed since preparation{self._remedy}")
             self._known[block] = True
 
 

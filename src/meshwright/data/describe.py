@@ -39,9 +39,9 @@ def describe_formats(corpus: Corpus) -> str:
 
 _NOTES = {
     "truncated": "cut off at data.sequence_length",
-    "overlong": "left out for their length",
+    "overlong": "left out because of their length",
     "unlabelled": "left out because they have no trained tokens",
-    "unweighted": "left out for their weight of 0",
+    "unweighted": "left out because their weight is 0",
     "spelled": "left out because they contain the text of a special token",
 }
 

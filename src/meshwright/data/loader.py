@@ -60,8 +60,8 @@ class Loader:
         """
         if global_batch % (micro_batch * world_size):
             raise UserError(
-                f"a global batch of {global_batch} sequences does not split over {world_size} data-parallel "
-                f"ranks in microbatches of {micro_batch}: it must be a multiple of {micro_batch * world_size}"
+                f"a global batch of {global_batch} sequences cannot be split over {world_size} data-parallel ranks "
+                f"in microbatches of {micro_batch}: it must be a multiple of {micro_batch * world_size}"
             )
         if not 0 <= rank < world_size:
             raise UserError(f"rank {rank} is not in 0 .. {world_size - 1}")

@@ -102,8 +102,8 @@ class ConcatenatedSamples:
         if not self._len:
             needed = 2 if keep_tail else sequence_length + 1
             raise UserError(
-                f"the corpus has {len(tokens)} tokens and one sample takes {needed}; "
-                f"add text or lower data.sequence_length={sequence_length}"
+                f"the corpus has {len(tokens)} tokens, but one sample needs {needed}; add text, or lower "
+                f"data.sequence_length={sequence_length}"
             )
 
     def __len__(self) -> int:

@@ -65,7 +65,7 @@ def write_datasets(data: DataSpec, *, samples: int, vocab: int, numbers: bool) -
 def _write(dataset: Any, where: str, data: DataSpec, samples: int, vocab: int) -> tuple[Path, bool]:
     """(the file, whether it holds token ids) with the items of a dataset, as many as are needed."""
     if isinstance(dataset, str | bytes | Mapping) or not isinstance(dataset, Iterable):
-        hint = "call it" if callable(dataset) else "give a list of items (paths of files go into data.sources)"
+        hint = "call it" if callable(dataset) else "pass a list of items (set file paths in data.sources)"
         raise UserError(f"{where}: a {type(dataset).__name__} is not an iterable of items; {hint}")
     items = iter(dataset)
     try:
@@ -113,7 +113,7 @@ def _write_tokens(items: Iterator[tuple[Any, str]], folder: Path, enough: tuple[
         for item, place in items:
             ids = np.asarray(item)
             if len(wrong := ids[(ids < 0) | (ids >= vocab)]):
-                raise UserError(f"{place} has token {wrong[0]}, and the model's vocabulary is 0 to {vocab - 1}")
+                raise UserError(f"{place} has token {wrong[0]}, but the model's vocabulary is 0 to {vocab - 1}")
             file.write(ids.astype(TOKENS).data)
             digest.update(ids.astype(TOKENS).tobytes() + b"|")
             lengths.append(len(ids))
@@ -139,7 +139,7 @@ def _publish(written: Path, path: Path) -> Path:
 def _checked(items: Iterator[tuple[Any, str]], kind: str) -> Iterator[tuple[Any, str]]:
     for item, place in items:
         if _kind(item, place) != kind:
-            raise UserError(f"{place} is {_kind(item, place)}, and the first one is {kind}; give items of one kind")
+            raise UserError(f"{place} is {_kind(item, place)}, but the first is {kind}; pass items of one kind")
         yield item, place
 
 
@@ -152,7 +152,7 @@ def _kind(item: Any, place: str) -> str:
     ids = None if isinstance(item, bytes) or not hasattr(item, "__len__") else np.asarray(item)
     if ids is None or ids.ndim != 1 or not (len(ids) and np.issubdtype(ids.dtype, np.integer)):
         what = "an empty one" if ids is not None and not len(ids) else f"a {type(item).__name__}"
-        raise UserError(f"{place} is {what}; give text, a record (a dict), or token ids (a list or array of integers)")
+        raise UserError(f"{place} is {what}; pass text, a record (a dict), or token ids (a list or array of integers)")
     return "tokens"
 
 

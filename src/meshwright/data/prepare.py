@@ -164,8 +164,8 @@ def encoder_of_records(data: DataSpec, tokenizer: TextTokenizer, base_dir: Path)
     """The encoder of the recipe's records. Raises UserError if they would be cut or have no template."""
     if data.packing == "concatenated":
         raise UserError(
-            "data.packing=concatenated would cut conversations anywhere; set data.packing=best_fit and "
-            "data.separate_documents=true, or data.packing=padded"
+            "data.packing=concatenated would cut conversations at arbitrary positions; set data.packing=best_fit "
+            "and data.separate_documents=true, or data.packing=padded"
         )
     return record_encoder(tokenizer, data.chat, base_dir=base_dir, max_labels=data.sequence_length)
 
@@ -179,7 +179,7 @@ def first_records(files: Sequence[SourceFile], encoder: RecordEncoder, num: int)
             raise UserError(f"{document.id}: {found.error}")
     documents = [ids for found in encoded for ids in found.documents]
     if not documents:
-        raise UserError(f"{files[0].name}: all records that were checked are left out: too long, or without an answer")
+        raise UserError(f"{files[0].name}: all checked records are left out: too long, or without an answer")
     return replace(file_in_memory(documents, masked=True), is_pairs=files[0].format == "preference")
 
 
@@ -217,10 +217,10 @@ def group_files(data: DataSpec, files: Sequence[SourceFile]) -> dict[str, list[S
         streams.setdefault(name, []).append(file)
     for name, found in streams.items():
         if found[0].format == "preference" and not data.separate_documents:
-            raise UserError("both answers of a preference are in one sample; set data.separate_documents=true")
+            raise UserError("one sample holds both answers of a preference pair; set data.separate_documents=true")
         kinds = {"text": "text", "preference": "preferences"}
         if len(mixed := sorted({kinds.get(file.format, "conversations") for file in found})) > 1:
-            raise UserError(f"data source {name} holds {' and '.join(mixed)}; make a source of each")
+            raise UserError(f"data source {name} mixes {' and '.join(mixed)}; make each its own source")
     return streams
 
 
@@ -259,7 +259,7 @@ def _given_tokens(
         else:
             tokens = np.memmap(file.path, dtype=dtype, mode="r")
         if looks_wider(tokens):
-            raise UserError(f"{file.name}: its 16-bit numbers look like the halves of 32-bit ones; set tokens: uint32")
+            raise UserError(f"{file.name}: its 16-bit values look like halves of 32-bit ones; set tokens: uint32")
         largest, lengths = scan_tokens(tokens, eos_id=tokenizer.eos_id)
         if largest >= tokenizer.vocab_size:
             raise UserError(
@@ -297,10 +297,10 @@ def _given_tokens(
 def needs_tokenizer(file: SourceFile) -> UserError:
     """The error if no tokenizer is given and none can be trained on `file`."""
     if file.is_tokens:
-        return UserError(f"{file.name} holds tokens: give the tokenizer that made them as data.tokenizer")
+        return UserError(f"{file.name} contains tokens; set data.tokenizer to the tokenizer that made them")
     return UserError(
-        f"{file.name} holds records, and a tokenizer is trained on text alone: set data.tokenizer to that of a Hugging "
-        "Face model or of a run (runs/base/tokenizer)"
+        f"{file.name} contains records, but a tokenizer is trained only on text; set data.tokenizer to the "
+        "tokenizer of a Hugging Face model or of a run (runs/base/tokenizer)"
     )
 
 

@@ -90,9 +90,7 @@ def _content(row: Row, file: SourceFile) -> str:
         return record_text(renamed(row.fields, file.columns), file.format, row.id)
     key, text = file.text_key, row.fields.get(file.text_key)
     if key not in row.fields:
-        raise UserError(
-            f"{row.id}: no {key!r} in this line (its keys are {', '.join(row.fields)}); set the source's text_key"
-        )
+        raise UserError(f"{row.id}: has no {key!r} (its keys are {', '.join(row.fields)}); set the source's text_key")
     if not isinstance(text, str):
         kind = "empty (null)" if text is None else f"not a string but {type(text).__name__}"
         raise UserError(f"{row.id}: {key!r} is {kind}")
@@ -114,7 +112,7 @@ def _read_text(file: SourceFile, skip: int) -> Iterator[Document]:
     try:
         text = content.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise UserError(f"{file.name}: not UTF-8 at byte {error.start}") from error
+        raise UserError(f"{file.name}: is not UTF-8 at byte {error.start}") from error
     yield Document(file.name, text, num_bytes)
 
 
@@ -125,7 +123,7 @@ def _read_json_lines(file: SourceFile, skip: int) -> Iterator[Row]:
         for number, line in enumerate(iter(lambda: lines.readline(LONGEST + 1), b""), start=1):
             unpacked += len(line)
             if len(line) > LONGEST:
-                raise UserError(f"{file.name}:{number}: a line of more than {LONGEST} bytes; cut it into several")
+                raise UserError(f"{file.name}:{number}: the line is longer than {LONGEST} bytes; split it into several")
             if file.compression and unpacked > LONGEST + MOST_UNPACKED * raw.tell():
                 raise UserError(f"{file.name}:{number}: unpacks to more than {MOST_UNPACKED} times its size")
             if number == skip:
@@ -144,7 +142,7 @@ def _read_json(file: SourceFile, skip: int) -> Iterator[Row]:
         num_bytes = raw.tell()
     records = _parsed(content, file.name, "")
     if not isinstance(records, list):
-        raise UserError(f"{file.name}: a .json file must hold a list of records")
+        raise UserError(f"{file.name}: a .json file must contain a list of records")
     for number, record in enumerate(records, start=1):
         if number > skip:
             share = num_bytes * number // len(records) - num_bytes * (number - 1) // len(records)
@@ -171,7 +169,7 @@ def _read_csv(file: SourceFile, skip: int) -> Iterator[Row]:
         except csv.Error as error:
             raise UserError(f"{file.name}:{rows.line_num}: not CSV: {error}") from error
         except UnicodeDecodeError as error:
-            raise UserError(f"{file.name}: not UTF-8 soon after line {rows.line_num}") from error
+            raise UserError(f"{file.name}: is not UTF-8 shortly after line {rows.line_num}") from error
 
 
 def _read_parquet(file: SourceFile, skip: int) -> Iterator[Row]:
@@ -248,9 +246,7 @@ def _up_to(opened: IO[bytes], most: int) -> bytes:
 def _whole(opened: IO[bytes], file: SourceFile) -> bytes:
     content = _up_to(opened, LONGEST + 1)
     if len(content) > LONGEST:
-        raise UserError(
-            f"{file.name}: more than {LONGEST} bytes in one piece; cut it into several files, or use .jsonl"
-        )
+        raise UserError(f"{file.name}: a single block is larger than {LONGEST} bytes; split the file, or use .jsonl")
     return content
 
 

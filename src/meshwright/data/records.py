@@ -30,10 +30,10 @@ COLUMNS: dict[Format, tuple[str, ...]] = {
 FURTHER = ("prompt", "input", "history", "system", "labels", "tools", "functions", "weight", "train")
 """Further columns that a format may have."""
 REFUSED = {
-    "label": "whether an answer is good (KTO) is not supported; make pairs of chosen and rejected",
-    "images": "models of images are not trained here",
-    "audios": "models of sound are not trained here",
-    "videos": "models of images are not trained here",
+    "label": "KTO labels are not supported; make pairs of chosen and rejected",
+    "images": "images are not supported",
+    "audios": "audio is not supported",
+    "videos": "images are not supported",
 }
 """Known columns that cannot be used, and why."""
 FURTHER += tuple(REFUSED)
@@ -86,7 +86,7 @@ def record_text(fields: Mapping[str, Any], format: Format, where: str) -> str:
     """A line or row in the common form of records. Raises UserError; the message starts with `where`."""
     lacking = [column for column in COLUMNS[format] if fields.get(column) is None]
     if lacking:
-        raise UserError(f"{where}: no {lacking[0]!r}, which format {format} needs (it has {', '.join(fields)})")
+        raise UserError(f"{where}: has no {lacking[0]!r}, which format {format} needs (it has {', '.join(fields)})")
     for column, why in REFUSED.items():
         if fields.get(column) not in (None, [], ""):
             raise UserError(
@@ -149,7 +149,7 @@ def _of_tokenized(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not (_is_integers(ids) and _is_integers(labels)):
         raise UserError(f"{where}: input_ids and labels must be lists of whole numbers")
     if len(ids) != len(labels) or any(label not in (token, -100) for token, label in zip(ids, labels, strict=True)):
-        raise UserError(f"{where}: every label must be its own token or -100 (they are shifted in training)")
+        raise UserError(f"{where}: every label must be its own token or -100 (labels are shifted during training)")
     return {"input_ids": ids, "labels": labels}
 
 
@@ -157,7 +157,7 @@ def _of_preference(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     prompt, sides = fields.get("prompt"), (fields["chosen"], fields["rejected"])
     if all(isinstance(side, str) for side in sides):
         if not isinstance(prompt, str):
-            raise UserError(f"{where}: chosen and rejected are text, so the prompt must be, too")
+            raise UserError(f"{where}: chosen and rejected are text, so the prompt must be text too")
         chosen, rejected = ({"prompt": prompt, "completion": side} for side in sides)
         return {"chosen": chosen, "rejected": rejected}
     chosen, rejected = (_messages(side, where) for side in sides)
@@ -165,7 +165,7 @@ def _of_preference(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
         given = next((i for i, pair in enumerate(zip(chosen, rejected, strict=False)) if pair[0] != pair[1]), 0)
         before: list[dict[str, Any]] = []
     elif prompt is None:
-        raise UserError(f"{where}: no 'prompt', and chosen and rejected do not begin with one")
+        raise UserError(f"{where}: has no 'prompt', and chosen and rejected do not begin with one")
     else:
         before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt, where)
         given = len(before)

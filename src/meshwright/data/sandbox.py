@@ -72,7 +72,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 _check_size(size)
                 parts.append(part)
         except RecursionError as error:
-            raise UserError("it calls itself without end") from error
+            raise UserError("it recurses infinitely") from error
         except Exception as error:  # the template's own expressions can raise anything
             raise UserError(f"{error}" if str(error) else type(error).__name__) from error
         return "".join(parts)
@@ -210,7 +210,7 @@ class _Namespace(Namespace):
 
 def _check_name(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace keeps no {name!r}, which begins with an underscore")
+        raise SecurityError(f"a namespace does not accept {name!r}, which begins with an underscore")
 
 
 class _Generation(Extension):

@@ -107,7 +107,7 @@ def find_files(sources: Sequence[SourceSpec], base_dir: Path) -> list[SourceFile
                 raise UserError(f"data source {paths[0]} is given twice; remove one (use weight to change its share)")
             raise UserError(
                 f"one file would be read twice: as {first.name} by data source {paths[0]}, and as {file.name} by "
-                f"{paths[1]}; leave it out of one"
+                f"{paths[1]}; remove it from one"
             )
     return files
 
@@ -141,7 +141,7 @@ def _files_of(source: SourceSpec, number: int, base_dir: Path) -> list[SourceFil
     names = sorted(name for name in names if (base_dir / name).is_file())
     files = [_source_file(name, source, number, base_dir) for name in _without_twins(names)]
     if files and not any(file.path.stat().st_size for file in files):
-        raise UserError(f"data source {source.path} holds nothing: no byte is in {names_of(files)}; leave it out")
+        raise UserError(f"data source {source.path} is empty: {names_of(files)} contains no data; remove it")
     if not files:
         raise UserError(f"data source {source.path} matches no file (looked in {base_dir.resolve()})")
     return files
@@ -167,10 +167,10 @@ def _source_file(name: str, source: SourceSpec, number: int, base_dir: Path) -> 
     elif container == "megatron":
         path = path.with_suffix(".bin")
         if not path.is_file():
-            raise UserError(f"{name}: {path.name}, whose index it is, does not lie beside it")
+            raise UserError(f"{name}: is the index of {path.name}, which is not beside it")
     elif container == "raw" and source.tokens is None:
         raise UserError(
-            f"{name}: no {path.stem}.idx is beside it; set its integer type, as in "
+            f"{name}: has no {path.stem}.idx beside it; set its integer type, as in "
             f"{{path: {source.path}, tokens: uint16}}"
         )
     return SourceFile(
@@ -209,7 +209,7 @@ def _saved_dataset(folder: Path, source: SourceSpec) -> Iterator[Path]:
         folder = folder / source.split
     state = folder / "state.json"
     if not state.is_file():
-        raise UserError(f"data source {source.path} is a folder; say which files, as in {source.path}/**/*.txt")
+        raise UserError(f"data source {source.path} is a folder; name its files, as in {source.path}/**/*.txt")
     for file in _json_object(state).get("_data_files", []):
         yield folder / Path(file["filename"]).name
 
@@ -219,7 +219,7 @@ def _json_object(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
         assert isinstance(content, dict)
     except (OSError, ValueError, RecursionError, AssertionError) as error:
-        raise UserError(f"{path} is not what `datasets` writes: {error}") from error
+        raise UserError(f"{path} was not written by `datasets`: {error}") from error
     return content
 
 
@@ -244,7 +244,7 @@ def _stdlib_files(number: int) -> list[SourceFile]:
             files.append(SourceFile(path=path, name=name, container="text", source=number))
     if not files:
         raise UserError(
-            f"this Python keeps no source text of its standard library (looked for .py files in {folder}); "
-            f"give data.sources a file or glob instead of {STDLIB}"
+            f"this Python has no source files of its standard library (looked for .py files in {folder}); set "
+            f"data.sources to a file or glob instead of {STDLIB}"
         )
     return sorted(files, key=lambda file: file.name)

@@ -89,14 +89,14 @@ def plan_split(documents: Iterable[Document], held_out: float, *, where: str) ->
         text = document.text
         census.add(len(text), text_hash(text))
     if not census.num_documents:
-        raise UserError(f"{where}: no text, every document is empty")
+        raise UserError(f"{where}: every document is empty")
     if held_out and census.num_documents == 1:
         return Split(below=0, single_cut=_cut(text, held_out)), census
     below = max(likely_split(held_out).below, census.smallest + 1) if held_out else 0
     if census.largest < below:
         raise UserError(
-            f"no document is left to train on: all {census.num_documents} fall into the share "
-            f"data.held_out={held_out}; lower it, or set it to 0 to train on everything"
+            f"no document is left to train on: all {census.num_documents} are held out by data.held_out={held_out}; "
+            "lower it, or set it to 0 to train on all"
         )
     return Split(below=below), census
 

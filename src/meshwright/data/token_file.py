@@ -160,7 +160,7 @@ class TokenWriter:
 
     def _end(self) -> None:
         if self._begun >= 1 << 31:
-            raise UserError(f"{self._path}: a document of {self._begun} tokens; the index holds less than 2**31")
+            raise UserError(f"{self._path}: a document has {self._begun} tokens; the index supports fewer than 2**31")
         self._lengths.write(struct.pack("<i", self._begun))
         self._documents, self._begun = self._documents + 1, 0
 
@@ -270,7 +270,7 @@ def open_indexed(
     expected = int(places[-1]) + int(lengths[-1]) * dtype.itemsize if len(places) else 0
     num_bytes = path.stat().st_size
     if num_bytes != expected:
-        raise UserError(f"{path} is damaged: it has {num_bytes} bytes instead of {expected}, which its index says")
+        raise UserError(f"{path} is damaged: it has {num_bytes} bytes, but its index requires {expected}")
     sums = None if remedy is None else Sums.beside(path, remedy)
     tokens = _map(path, dtype, 0, num_bytes // dtype.itemsize, sums)
     return TokenFile(path=path, tokens=tokens, places=places, firsts=firsts, lengths=lengths)
@@ -317,12 +317,10 @@ def check_places(file: TokenFile, lengths: np.ndarray) -> None:
         places = np.array(file.places[first : first + BLOCK + 1])
         sizes = np.array(lengths[first : first + BLOCK + 1][: len(places) - 1], np.int64) * file.tokens.itemsize
         if (np.diff(places) != sizes).any():
-            raise UserError(
-                f"{file.path}: by its index, sequences are out of order or not contiguous, which is not supported"
-            )
+            raise UserError(f"{file.path}: its index lists sequences out of order or with gaps, which is not supported")
     for first in range(0, len(file.firsts) - 1, BLOCK):
         if (np.diff(file.firsts[first : first + BLOCK + 1]) < 0).any():
-            raise UserError(f"{file.path}: by its index, documents are out of order, which is not supported")
+            raise UserError(f"{file.path}: its index lists documents out of order, which is not supported")
 
 
 def looks_wider(tokens: np.ndarray) -> bool:
@@ -338,7 +336,7 @@ def _open_index(path: Path, remedy: str | None = None) -> tuple[np.dtype, np.nda
     with regular(path).open("rb") as file:
         header = file.read(HEADER.size)
     if len(header) < HEADER.size or not header.startswith(MAGIC):
-        raise UserError(f"{path} is not an index of tokens: it does not begin with MMIDIDX")
+        raise UserError(f"{path} is not a token index: it does not begin with MMIDIDX")
     _, version, code, sequences, documents = HEADER.unpack(header)
     if version != 1 or code not in DTYPES:
         raise UserError(f"{path}: version {version} with dtype {code} is not supported, only version 1 with integers")

@@ -129,7 +129,7 @@ class TextTokenizer:
         for found in spelled:
             harmless = harmless[: found.start()] + "x" * len(found[0]) + harmless[found.end() :]
         if self._encode_parts(harmless, cuts) != self.encode_marked([harmless])[0]:
-            raise UserError("it spells a special token, which this tokenizer cannot keep as text")
+            raise UserError("it contains the text of a special token, which this tokenizer cannot escape")
         return self._encode_parts(text, cuts)
 
     def _encode_parts(self, text: str, plain: Sequence[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
@@ -233,7 +233,7 @@ def _panics_told() -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # it has no module to import it from
             raise
-        raise UserError(f"tokenizer.json cannot be used: its library gave up on a text ({error})") from None
+        raise UserError(f"tokenizer.json cannot be used: the library failed on a text ({error})") from None
 
 
 LONG_WORD = r"\S{1000}|\s{1000}"
@@ -315,23 +315,21 @@ def _end_of_text(files: Mapping[str, bytes], ids: Mapping[str, int], where: str)
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None:
             if not isinstance(token, str) or token not in ids:
-                raise UserError(f"{where}: {name} says eos_token {token!r}, which is not in tokenizer.json")
+                raise UserError(f"{where}: {name} has eos_token {token!r}, which is not in tokenizer.json")
             return ids[token]
     found = _read_json(files, "generation_config.json", where).get("eos_token_id")
     if isinstance(found, list):
         found = found[0] if found else None
     if found is not None:
         if not isinstance(found, int) or found not in ids.values():
-            raise UserError(
-                f"{where}: generation_config.json says eos_token_id {found}, which is not in tokenizer.json"
-            )
+            raise UserError(f"{where}: generation_config.json has eos_token_id {found}, which is not in tokenizer.json")
         return found
     for token in END_OF_TEXT_NAMES:
         if token in ids:
             return ids[token]
     raise UserError(
-        f"{where}: no end-of-text token (none of {', '.join(END_OF_TEXT_NAMES)} is in the vocabulary); "
-        f"name it as eos_token in a tokenizer_config.json beside tokenizer.json"
+        f"{where}: no end-of-text token (none of {', '.join(END_OF_TEXT_NAMES)} is in the vocabulary); set "
+        "eos_token in a tokenizer_config.json beside tokenizer.json"
     )
 
 

@@ -129,8 +129,8 @@ class TurnFinder:
 
 
 REWRITTEN = (
-    "writes the assistant's turn otherwise once others follow, or leaves some of it out, so that what it wrote cannot "
-    "be told; set data.chat.train_on=last, or mark it in the template by {% generation %}"
+    "changes or omits parts of an assistant's turn once other turns follow, so the turn's tokens cannot be located; "
+    "set data.chat.train_on=last, or mark the turn with {% generation %} in the template"
 )
 
 
@@ -150,7 +150,7 @@ class _Search:
         parts = tuple(span for span in self.written.generated if _meet(span, region.room))
         if self.written.generated:
             if not parts:
-                raise UserError(f"marks nothing of message {number + 1} by {{% generation %}}")
+                raise UserError(f"does not mark message {number + 1} with {{% generation %}}")
             return self._turn(parts)
         start = region.room.start + self._start(number, region)
         if not region.fields:
@@ -291,16 +291,16 @@ def _check_written(messages: Sequence[Message], written: Written, wanted: Collec
         region, role = written.regions.get(number), message["role"]
         fields = region.fields if region else frozenset[str]()
         if message.get("tool_calls") and "tool_calls" not in fields:
-            raise UserError(f"leaves out the tool calls of message {number + 1}")
+            raise UserError(f"omits the tool calls of message {number + 1}")
         if "content" in fields or not (message["content"] or "").strip():
             continue
         if role == "assistant" and number in wanted:
             raise UserError(REWRITTEN)
         if role != "assistant" and (marked or message["content"].strip() not in written.text):
-            raise UserError(f"leaves out a message of role {role!r}")
+            raise UserError(f"omits a message of role {role!r}")
 
 
 def _check_nothing_left_out(messages: Sequence[Message], text: str) -> None:
     for message in messages:
         if message["role"] != "assistant" and (message["content"] or "").strip() not in text:
-            raise UserError(f"leaves out a message of role {message['role']!r}")
+            raise UserError(f"omits a message of role {message['role']!r}")

@@ -21,9 +21,9 @@ def explain_field(plan: Plan, field: str) -> str:
         shown = plan.given
     elif shown is None and plan.found.strategies:
         shown = min(plan.found.strategies.values(), key=lambda candidate: candidate.memory.total)
-        about = "nothing fits; least memory is needed by "
+        about = "nothing fits; the layout that needs least memory is "
     if shown is None:
-        raise UserError(f"there is no layout to explain: {plan.problem}")
+        raise UserError(f"no layout to explain: {plan.problem}")
     explained = {
         "memory": _explain_memory,
         "time": _explain_time,
@@ -32,31 +32,31 @@ def explain_field(plan: Plan, field: str) -> str:
         "search": _explain_search,
     }
     if field not in explained:
-        raise UserError(f"--explain {field}: there are {', '.join(explained)}")
+        raise UserError(f"--explain {field}: choose one of {', '.join(explained)}")
     return "\n".join([f"{about}{shown.strategy}: {describe_candidate(shown)}", *explained[field](plan, shown)])
 
 
 def _explain_memory(plan: Plan, chosen: Candidate) -> list[str]:
     job, use = chosen.job, chosen.memory
     trained = (
-        f"a parameter of adapters ({job.adapters / 1e6:.3g} million)" if job.adapters is not None else "a parameter"
+        f"per parameter of adapters ({job.adapters / 1e6:.3g} million)" if job.adapters is not None else "a parameter"
     )
     tiers = job.layout.tiers
-    offloaded = "" if tiers.optimizer == "device" else ", in the node's own memory"
+    offloaded = "" if tiers.optimizer == "device" else ", in host memory"
     if tiers.moves_state:
         where = "on disk" if tiers.optimizer == "disk" else "in host memory"
         offloaded = f", of which {(use.disk or use.host) / GB:.2f} GB are {where}"
     notes = {
         "weights": _kept_weights(job)
         + (", on disk" if tiers.parameters == "disk" and job.alone else "")
-        + (", gathered a layer at a time (see communication)" if job.layout.zero_stage == 3 and job.shards > 1 else ""),
+        + (", gathered layer by layer (see communication)" if job.layout.zero_stage == 3 and job.shards > 1 else ""),
         "gradients": f"{job.stack.gradient_bytes:g} bytes {trained}"
         + (f", split over {job.shards} ranks" if job.layout.zero_stage >= 2 else ""),
         "optimizer": f"{job.stack.state_bytes:g} bytes {trained}: master weights and moments"
         + (f", split over {job.shards} ranks" if job.layout.zero_stage >= 1 else "")
         + offloaded,
-        "activations": f"recompute={recomputes(job)}, {job.micro_batch} x {job.sequence} tokens a microbatch"
-        + (", in host memory but for two blocks'" if tiers.activations == "host" else ""),
+        "activations": f"recompute={recomputes(job)}, {job.micro_batch} x {job.sequence} tokens per microbatch"
+        + (", in host memory except two blocks'" if tiers.activations == "host" else ""),
         "logits": "a chunk of logits, and the loss's gradient" + ("" if job.frozen else ", and the head's in fp32"),
         "communication": _in_transit(job),
         "fragmentation": "reserved by the caching allocator, but unused",
@@ -73,11 +73,13 @@ def _explain_memory(plan: Plan, chosen: Candidate) -> list[str]:
 
 def _kept_weights(job: Job) -> str:
     """How the weights of the computation are stored."""
-    each = f"{job.stack.weight_bytes:g} bytes a parameter"
+    each = f"{job.stack.weight_bytes:g} bytes per parameter"
     if not job.frozen:
         return f"{each} of the compute copy"
     if job.frozen_bytes:
-        return f"{job.frozen_bytes:.3g} bytes a parameter of blocks, scales included, and {each} of embedding and head"
+        return (
+            f"{job.frozen_bytes:.3g} bytes per parameter of blocks, including scales, and {each} of embedding and head"
+        )
     return f"{each}, frozen"
 
 
@@ -86,7 +88,7 @@ def _in_transit(job: Job) -> str:
     parts = ["a dequantized matrix"] if job.frozen_bytes else []
     if not job.alone:
         parts += ["gathered layers, and gradients in transit"]
-    return "; ".join(parts) or "nothing: one process, nothing gathered"
+    return "; ".join(parts) or "none: one process"
 
 
 def _explain_time(plan: Plan, chosen: Candidate) -> list[str]:
@@ -95,13 +97,13 @@ def _explain_time(plan: Plan, chosen: Candidate) -> list[str]:
     moved += ", weights read from disk" if job.layout.tiers.parameters == "disk" else ""
     parts = [
         ("compute", time.compute, f"{job.microbatches} microbatches on the busiest stage"),
-        ("  recompute", time.recompute, "the part of it that recomputes"),
-        ("  host", time.host, "the part of it that waits for the host"),
-        ("tensor", time.tensor, "exposed: two all-reduces a block and pass"),
-        ("context", time.context, "exposed: keys and values of other ranks"),
-        ("expert", time.expert, "exposed: tokens to their experts and back"),
-        ("data", time.data, "exposed: weights gathered, gradients reduced" + moved),
-        ("pipeline", time.pipeline, "messages in and out"),
+        ("  recompute", time.recompute, "of which recomputation"),
+        ("  host", time.host, "of which waiting for the host"),
+        ("tensor", time.tensor, "exposed: two all-reduces per block and pass"),
+        ("context", time.context, "exposed: exchange of keys and values"),
+        ("expert", time.expert, "exposed: all-to-alls of tokens"),
+        ("data", time.data, "exposed: weight all-gathers, gradient reductions" + moved),
+        ("pipeline", time.pipeline, "sends and receives between stages"),
         ("bubble", time.bubble, f"schedule {job.layout.schedule}, {job.layout.pp} stages"),
         ("update", time.update, "clipping, optimizer, fixed costs per step"),
     ]
@@ -115,14 +117,12 @@ def _explain_mfu(plan: Plan, chosen: Candidate) -> list[str]:
     peak = cluster.peak(job.precision)
     flops = job.flops_per_token
     each = (
-        "4 a parameter that multiplies it and is frozen, 6 of adapters"
-        if job.frozen
-        else "6 a parameter that multiplies it"
+        "4 FLOP per frozen parameter in use, 6 per adapter parameter" if job.frozen else "6 FLOP per parameter in use"
     )
     reached = flops * chosen.tokens_per_second / 1e12
     return [
-        f"  {flops / 1e9:.3g} GFLOP a token: {each}, and attention in full",
-        f"  {chosen.tokens_per_second:.0f} tokens a second and device: {reached:.1f} TFLOP/s",
+        f"  {flops / 1e9:.3g} GFLOP per token: {each}, plus full attention",
+        f"  {chosen.tokens_per_second:.0f} tokens per second and device: {reached:.1f} TFLOP/s",
         f"  {peak:g} TFLOP/s by the datasheet in {job.precision}: {chosen.mfu:.1%}",
     ]
 
@@ -131,7 +131,7 @@ def _explain_cost(plan: Plan, chosen: Candidate) -> list[str]:
     seconds, cost = plan.run_seconds(chosen), plan.cost(chosen)
     lines = [f"  {plan.steps} steps x {chosen.time.total:.4g} s = {seconds.value / 3600:.4g} hours"]
     if cost is None:
-        return [*lines, "  no price is known: write price_per_hour into a cluster file"]
+        return [*lines, "  the price is unknown: set price_per_hour in a cluster file"]
     devices, price = plan.cluster.devices, plan.cluster.price_per_hour
     return [
         *lines,
@@ -143,7 +143,7 @@ def _explain_search(plan: Plan, shown: Candidate) -> list[str]:
     found = plan.found
     reason = choice_reason(plan) if plan.chosen else why_not(shown, None)
     return [
-        f"  {found.legal} legal layouts of {plan.cluster.devices} devices; memory and time were predicted for "
+        f"  {found.legal} legal layouts of {plan.cluster.devices} devices; memory and time predicted for "
         f"{found.looked_at}, the others cannot win",
         f"  {reason}",
         *_considered(plan),
@@ -154,12 +154,12 @@ def _considered(plan: Plan) -> Iterator[str]:
     """The best layout of every change that was compared, with its figures and the reason why it lost."""
     if not plan.considered:
         return
-    yield "  tried because nothing fits without:" if plan.last_resort else "  considered:"
+    yield "  tried because no layout fits without them:" if plan.last_resort else "  considered:"
     width = max(len(change.name) for change in plan.considered)
     for change in plan.considered:
         best = plan.found.strategies.get(f"with {change.name}")
         if best is None:
-            yield f"  {change.name:<{width}}  no layout can have it"
+            yield f"  {change.name:<{width}}  applies to no layout"
             continue
         memory, seconds = best.memory_bytes, best.seconds
         yield (

@@ -117,7 +117,7 @@ def named(name: str) -> Change:
         if part not in CHANGES:
             known = ", ".join((*GROUPS, *CHANGES))
             hint = did_you_mean(part, (*GROUPS, *CHANGES))
-            raise UserError(f"--consider {name}: there are {known}; + combines changes{hint}")
+            raise UserError(f"--consider {name}: known changes are {known}; + combines changes{hint}")
     found = CHANGES[parts[0]]
     for part in parts[1:]:
         found = found + CHANGES[part]
@@ -131,5 +131,5 @@ def asked_changes(words: str) -> tuple[Change, ...]:
 
 
 LAST_RESORT = tuple(map(named, ("activations", "optimizer", "parameters+activations", "optimizer+activations")))
-"""Exact changes that a plan tries by itself where nothing fits without them. Not the disk, which wears out and whose
+"""Exact changes that a plan tries by itself where no layout fits without them. Not the disk, which wears out and whose
 folder the recipe has to name."""

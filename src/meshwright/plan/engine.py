@@ -122,13 +122,13 @@ def layout_check(run: Run, model: ModelSpec, device: Literal["cpu", "cuda"] = "c
         pages = device == "cuda" and layout.world_size == 1 and layout.offload == "none"
         if run.training.optimizer.name == "paged_adamw" and not pages:
             return [
-                "training.optimizer.name=paged_adamw runs in one process on an NVIDIA GPU; adamw_8bit takes little "
-                "memory anywhere, and layout.offload=cpu takes none of the GPU's"
+                "training.optimizer.name=paged_adamw needs one process on an NVIDIA GPU; adamw_8bit needs little "
+                "memory everywhere, and layout.offload=cpu no GPU memory"
             ]
         if device == "cuda" and layout.alone and layout.tiers.parameters == "disk":
             return [
-                "layout.offload.parameters=disk with one process on a GPU, which computes with weights in its own "
-                "memory; use parameters=host, or several processes (dp_shard)"
+                "layout.offload.parameters=disk: one process on a GPU cannot compute with weights on disk; use "
+                "parameters=host, or several processes (dp_shard)"
             ]
         found = split(layout.tp), adapter_misfit(adapted, layout)
         misfits = [

@@ -66,7 +66,7 @@ def why_not(candidate: Candidate, chosen: Candidate | None) -> str:
     memory = candidate.memory
     if candidate.verdict == "does not fit" and memory.total <= candidate.capacity:
         available = (1 - candidate.margin) * candidate.cluster.host_memory_gb
-        return f"needs {short(candidate.host_bytes / GB)} GB of a node's own memory, {short(available)} available"
+        return f"needs {short(candidate.host_bytes / GB)} GB of host memory per node, {short(available)} available"
     if candidate.verdict == "does not fit":
         kinds = {kind: size for kind, size in memory.kinds().items() if kind != "context"}
         kind = max(kinds, key=lambda name: kinds[name])
@@ -81,7 +81,7 @@ def why_not(candidate: Candidate, chosen: Candidate | None) -> str:
         speed = f", {-slower:.0%} faster" if slower < -WORTH_A_WORD else ""
         return f"tight: {short(memory.total / GB)} of {short(candidate.capacity / GB)} GB{speed}"
     if slower < -SAME:
-        return f"{-slower:.1%} faster, less than predictions are off"
+        return f"{-slower:.1%} faster, which is within the prediction error"
     if slower < SAME:
         return "as fast"
     return f"{slower:.0%} slower: {_largest_loss(candidate, chosen)}"
@@ -116,9 +116,9 @@ def binding(candidate: Candidate) -> str:
     time, share = candidate.time, candidate.memory.total / candidate.capacity
     names = {"compute": "computation"} | {cause: name for cause, name in CAUSES.items() if cause != "recompute"}
     if candidate.job.layout.tiers.moves_state:
-        names["update"] = "the optimizer, its state read and written where it lives"
+        names["update"] = "the optimizer, with state read and written in host memory or on disk"
     elif candidate.job.layout.offload != "none":
-        names["update"] = "the optimizer and its state's way to the host and back (offloading)"
+        names["update"] = "the optimizer, with transfers of its state between device and host (offloading)"
     parts = {cause: getattr(time, cause) / time.total for cause in names}
     first, second, *_ = sorted(parts, key=lambda cause: -parts[cause])
     words = f"{names[first]}, {parts[first]:.0%} of the step"
@@ -140,16 +140,19 @@ def no_layout(base: Job, cluster: ClusterSpec, limits: Limits) -> str:
     devices = cluster.devices
     each = 1 if limits.micro_batch else base.micro_batch
     if works(replace(base, micro_batch=1), devices) and not limits.micro_batch:
-        return f"training.micro_batch={each} divides no rank's share of {base.global_batch} sequences; use 1, or auto"
+        return (
+            f"training.micro_batch={each} does not divide any layout's sequences per rank (global batch "
+            f"{base.global_batch}); use 1, or auto"
+        )
     fewer = [count for count in divisors(devices)[:-1] if works(base, count)]
     ranks = devices * each
     batch = max(1, round(base.global_batch / ranks)) * ranks
     remedies = [f"{fewer[-1]} devices"] if fewer else []
     remedies += [f"training.global_batch={batch}"] if works(replace(base, global_batch=batch), devices) else []
     return (
-        f"training.global_batch={base.global_batch} sequences cannot be split over {devices} data-parallel ranks, and "
-        f"pp, tp and cp leave no fewer ranks that could share them: heads, layers or the sequence do not divide so; "
-        f"what works: {' or '.join(remedies) or 'another batch and number of devices'}"
+        f"training.global_batch={base.global_batch} sequences cannot be split over {devices} data-parallel ranks, "
+        "and no degree of pp, tp or cp that divides the layers, heads or sequence leaves a suitable number of "
+        f"ranks; what works: {' or '.join(remedies) or 'another batch and number of devices'}"
     )
 
 
@@ -193,7 +196,7 @@ def _reliefs(job: Job, cluster: ClusterSpec, margin: float) -> list[tuple[str, J
     if layout.zero_stage >= 1 and layout.dp_replicate == 1 and job.global_batch % (dp + cluster.per_node) == 0:
         more = cluster.model_copy(update={"devices": cluster.devices + cluster.per_node})
         shards = layout.dp_shard + cluster.per_node // (layout.tp * layout.cp * layout.pp)
-        found.append((f"one node more (dp_shard={shards})", job.with_layout(dp_shard=shards), more))
+        found.append((f"one more node (dp_shard={shards})", job.with_layout(dp_shard=shards), more))
     return found
 
 
@@ -209,7 +212,7 @@ def bandwidth(candidate: Candidate) -> str | None:
             rate = cluster.network_gb_s * cluster.per_node * 8
             cure = "shard only inside the node (hybrid)" if job.layout.dp_replicate == 1 else "larger microbatches"
             return (
-                f"{strategy_name(job)} over this network ({short(rate)} Gb/s a node) needs {factor:g} times what you "
-                f"have to hide its traffic; or {cure}"
+                f"{strategy_name(job)} needs {factor:g} times the bandwidth of this network ({short(rate)} Gb/s per "
+                f"node) to hide its traffic; or {cure}"
             )
-    return f"{strategy_name(job)} over this network cannot hide its traffic, whatever the rate"
+    return f"{strategy_name(job)} cannot hide its traffic on this network at any bandwidth"

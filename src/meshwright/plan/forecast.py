@@ -47,7 +47,7 @@ def warnings(resolved: ResolvedRun, found: Candidate) -> list[str]:
         if need <= there:  # so it is the host that is too small
             need, there = found.host_bytes, found.cluster.host_memory_gb * 1e9
         told.append(
-            f"predicted to need {short(need / GIB)} of the {short(there / GIB)} GiB of each of {where}; "
+            f"predicted to need {short(need / GIB)} of {short(there / GIB)} GiB on each of {where}; "
             f"{_remedy(resolved, found, lambda other: other.verdict == 'fits')}"
         )
     if found.time.total > LONGEST_STEP:
@@ -65,17 +65,17 @@ def _remedy(resolved: ResolvedRun, found: Candidate, enough: Callable[[Candidate
         relief(job, cluster, MARGIN) if found.verdict == "does not fit" and found.time.total <= LONGEST_STEP else None
     )
     if change:
-        return f"what would fit is {change}"
+        return f"this would fit: {change}"
     check = layout_check(resolved.run, resolved.model, "cpu" if cluster.device == "cpu" else "cuda")
     other = search(job, cluster, top=1, runs=lambda job: runs_today(job, check)).chosen
     if other and enough(other):
-        return f"what would do is layout: auto, which takes {describe(other.job)}, {short(other.time.total)} s a step"
+        return f"use layout: auto, which chooses {describe(other.job)}, {short(other.time.total)} s per step"
     size = job.model.num_parameters
     smaller = [(name, _of_preset(found, name)) for name in PRESETS]
     fitting = [(one.job.model.num_parameters, name) for name, one in smaller if one is not None and enough(one)]
     named = [(numel, name) for numel, name in fitting if numel < size]
     more = "more devices (compare them with meshwright plan RECIPE --cluster 8xh100)"
-    return f"no layout of these devices does; what would is {more}" + (f", or model={max(named)[1]}" if named else "")
+    return f"no layout of these devices is enough; use {more}" + (f", or model={max(named)[1]}" if named else "")
 
 
 def _of_preset(found: Candidate, name: str) -> Candidate | None:

@@ -89,10 +89,10 @@ def find_device(name: str, memory_gb: int | None = None, form: str | None = None
         sizes = [size for row in hardware_table() if _fits(row, wanted, None, form) for size in _sizes(row)]
         if sizes:
             known = " or ".join(f"{size:g}" for size in sorted(set(sizes)))
-            raise UserError(f"no {name} with {memory_gb} GB is known, but with {known} GB")
+            raise UserError(f"no {name} with {memory_gb} GB is known, only with {known} GB")
         known = sorted({row["name"].split("-")[0] for row in hardware_table()}, key=str.lower)
         near = get_close_matches(name.lower(), [kind.lower() for kind in known], 1)
-        hint = f"is {near[0]} meant? " if near else ""
+        hint = f"did you mean {near[0]}? " if near else ""
         raise UserError(f"unknown device {name!r}; {hint}known are {', '.join(known)}")
     return max(fitting, key=lambda row: _preference(row, memory_gb, form))
 

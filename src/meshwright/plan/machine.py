@@ -45,7 +45,7 @@ def find_machine(device: str = "auto") -> Machine:
         host = _host_memory_bytes()
         return Machine(kind="cuda", name=name, devices=len(gpus), memory_bytes=memory_bytes, host_memory_bytes=host)
     if device == "cuda":
-        raise UserError("device: cuda, but this machine shows no NVIDIA GPU (nvidia-smi -L lists none); use device=cpu")
+        raise UserError("device=cuda, but nvidia-smi -L lists no NVIDIA GPU on this machine; use device=cpu")
     return Machine(kind="cpu", name="cpu", devices=len(os.sched_getaffinity(0)), memory_bytes=_host_memory_bytes())
 
 

@@ -30,7 +30,7 @@ def plan_page(facts: dict[str, Any]) -> str:
     """The page of `plan --html` from the facts of `plan --json`. Raises `UserError` if nothing fits."""
     chosen = facts["chosen"]
     if chosen is None:
-        raise UserError("nothing that this version's engine runs fits, so there is no page to draw")
+        raise UserError("no layout that this version supports fits, so there is no page")
     shown = [chosen] + [found for found in facts["candidates"] if found["text"] != chosen["text"]]
     cluster = facts["cluster"]
     memory = [(f["text"], {kind: size / 1e9 for kind, size in f["memory"].items()}) for f in shown]
@@ -38,15 +38,15 @@ def plan_page(facts: dict[str, Any]) -> str:
         f"<h1>{escape(cluster['name'])}</h1><p>Chosen: <b>{escape(chosen['strategy'])}</b>, {escape(chosen['text'])}. "
         f"{chosen['step_time']['value']:.3g} s a step, {chosen['mfu']:.0%} MFU; "
         f"binding: {escape(facts['binding'])}.{_in_fp8(facts['fp8'])}</p>",
-        "<h2>Memory of a device, GB; the line marks its capacity</h2>",
+        "<h2>Memory per device, GB; the line marks its capacity</h2>",
         _bars(memory, chosen["memory_available"] / 1e9),
-        "<h2>Seconds of a step by cause</h2>",
+        "<h2>Seconds per step by cause</h2>",
         _bars([(f["text"], {k: v for k, v in f["step_parts"].items() if k != "recompute"}) for f in shown], None),
-        "<h2>Frontier: memory against tokens a second and device</h2>",
+        "<h2>Frontier: memory against tokens per second and device</h2>",
         _frontier(shown),
-        "<h2>The pipeline, some microbatches of it</h2>",
+        "<h2>The pipeline, first microbatches</h2>",
         _timeline(chosen["layout"]),
-        "<h2>Ranks, a row a node; the colour is the pipeline stage, the number the data-parallel group</h2>",
+        "<h2>Ranks, one row per node; colour: pipeline stage; number: data-parallel group</h2>",
         _rank_map(chosen["layout"], cluster),
     ]
     return HEAD + "\n".join(parts) + "</body></html>\n"

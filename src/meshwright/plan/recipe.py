@@ -70,7 +70,7 @@ def planned_run(run: Run, plan: Plan) -> Run:
     """
     chosen = plan.chosen
     if chosen is None:
-        raise UserError("nothing that this version's engine runs fits this cluster; no recipe is written")
+        raise UserError("no layout that this version supports fits this cluster, so no recipe is written")
     run = chosen.change.of(run) if chosen.change else run
     training = run.training.model_copy(
         update={"micro_batch": chosen.job.micro_batch, "recompute": chosen.job.recompute}
@@ -89,11 +89,11 @@ def choice_reason(plan: Plan) -> str:
     which = "the fastest" if chosen is fastest else f"the simplest within {ALIKE:.0%} of the fastest"
     fit = "that fits"
     if chosen.verdict == "tight":
-        fit = f"and tight, for none that fits takes less than {TIGHT:g} times as long, on"
-    unless = "; nothing fits without; the arithmetic stays the same" if plan.last_resort else ""
+        fit = f"that is tight (each one that fits takes at least {TIGHT:g} times as long) on"
+    unless = "; no layout fits without it; the arithmetic stays the same" if plan.last_resort else ""
     return (
         f"{chosen.strategy} ({describe_candidate(chosen)}): {which} of {plan.found.legal} layouts {fit} "
         f"{plan.cluster.name}, {short(chosen.memory.total / GB)} of {short(chosen.capacity / GB)} GB, "
-        f"{short(chosen.time.total)} s a step predicted; {lost} of {len(others)} other strategies do not fit"
-        f"{unless}"
+        f"{short(chosen.time.total)} s per step predicted; {lost} of {len(others)} other strategies do not "
+        f"fit{unless}"
     )

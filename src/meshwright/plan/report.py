@@ -41,7 +41,7 @@ class Plan:
     considered: tuple[Change, ...] = ()
     """The changes that were compared."""
     last_resort: bool = False
-    """Whether they are those that a plan tries by itself, because nothing fits without."""
+    """Whether they are those that a plan tries by itself, because no layout fits without it."""
 
     @property
     def chosen(self) -> Candidate | None:
@@ -75,7 +75,7 @@ class Plan:
         if change.emulated:
             return (
                 f"this version emulates training.precision={candidate.job.precision}, slower than bf16; the figures "
-                "are for the device's own kernels"
+                "assume native kernels"
             )
         check = layout_check(change.of(self.run), self.spec, "cpu" if self.cluster.device == "cpu" else "cuda")
         return refusal(candidate.job, check)
@@ -138,10 +138,10 @@ def _variant(change: Change, base: Job, run: Run, spec: ModelSpec, cluster: Clus
     """The recipe with a change, to search. Raises `UserError` if the change says nothing on this cluster."""
     device, what = "cpu" if cluster.device == "cpu" else "cuda", f"--consider {change.name}"
     if device == "cpu" and "host" in dict(change.settings).values():
-        raise UserError(f"{what}: on a CPU, host memory is device memory, so it saves nothing")
+        raise UserError(f"{what}: saves nothing on a CPU, whose device memory is host memory")
     if change.moves_activations and not limits.recompute and base.recompute not in ("none", "full"):
         raise UserError(
-            f"{what}: the tensors that selective recomputation keeps cannot be offloaded; use training.recompute=full"
+            f"{what}: cannot offload the tensors that selective recomputation keeps; use training.recompute=full"
         )
     changed = change.of(run)
     products = changed.training.dtypes.products

@@ -36,7 +36,7 @@ def balanced_stages(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     programming over (stage, layers so far). Raises `UserError` if there are fewer layers than stages.
     """
     if len(costs) < stages:
-        raise UserError(f"{len(costs)} layers cannot make {stages} pipeline stages; the most is {len(costs)}")
+        raise UserError(f"{len(costs)} layers cannot be split into {stages} pipeline stages; use at most {len(costs)}")
     sums = list(accumulate(costs, initial=0.0))
 
     @functools.cache
@@ -90,8 +90,8 @@ def describe_pipeline(resolved: ResolvedRun) -> str:
     schedule, costs, late = _schedule(resolved), _stage_costs(resolved), ""
     idle = f"{predict_timeline(resolved).bubble:.0%} bubble"
     if resolved.run.layout.asynchronous:
-        idle = f"no bubble, {steady_bubble(schedule, costs):.0%} of the time waiting for the stage with most work"
-        late = "; gradients are a step late, which is not the training of one process"
+        idle = f"no bubble, {steady_bubble(schedule, costs):.0%} of the time waiting for the slowest stage"
+        late = "; gradients are one step late, so results differ from one process"
     layers = " + ".join(map(str, resolved.stage_layers))
     flying = ", ".join(map(str, in_flight(schedule)))
     return (

@@ -81,7 +81,7 @@ def _products(trainer: Trainer) -> str:
     if training.product_recipe is None:
         return ""
     kernel = has_kernel(RECIPES[training.product_recipe], trainer.device, torch_dtype(training.dtypes.compute))
-    how = "by this GPU's kernels" if kernel else "emulated, because this device has no kernel for it"
+    how = "with this GPU's kernels" if kernel else "emulated, because this device has no native kernel"
     return f"{describe_low_precision(parameter_table(resolved.model), training)}; {how}"
 
 
@@ -90,5 +90,5 @@ def _kept_base(run: Run) -> str | None:
     finetune = run.finetune
     if not isinstance(finetune, LoraSpec) or finetune.base == "plain":
         return None
-    scales = ", its scales in eight bits" if finetune.base == "nf4" and finetune.double_quantization else ""
+    scales = ", with 8-bit scales" if finetune.base == "nf4" and finetune.double_quantization else ""
     return f"frozen matrices of linear layers in {finetune.base}{scales}; everything else in {run.training.precision}"

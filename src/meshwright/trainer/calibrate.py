@@ -54,7 +54,7 @@ def calibrate(machine: Machine | None = None, *, ranks: int | None = None, secon
         host_us=slowest["host"],
         collectives={"link": _collective(slowest, MESSAGE_BYTES[machine.kind], ranks)} if ranks > 1 else {},
     )
-    source = f"measured on {socket.gethostname()} with {ranks} ranks at once, torch {torch.__version__}"
+    source = f"measured on {socket.gethostname()} with {ranks} simultaneous ranks, torch {torch.__version__}"
     return cluster.model_copy(update={"measured": measured, "source": source})
 
 

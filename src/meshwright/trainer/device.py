@@ -29,8 +29,8 @@ def choose_device(machine: Machine, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UserError(
-            f"this machine has a {machine.name}, but torch {torch.__version__} cannot use it; "
-            "install a CUDA build of torch or set device=cpu"
+            f"this machine has a {machine.name}, but torch {torch.__version__} cannot use it; install a CUDA build "
+            "of torch, or set device=cpu"
         )
     if local_rank >= torch.cuda.device_count():
         raise UserError(

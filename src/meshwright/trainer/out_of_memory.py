@@ -81,7 +81,7 @@ class Moment:
     @property
     def words(self) -> str:
         """The moment in a line."""
-        asked = f"{self.asked / GB:.3g} GB more were refused" if self.asked else ""
+        asked = f"{self.asked / GB:.3g} GB more could not be allocated" if self.asked else ""
         step = f"step {self.step}" if self.step else ""
         return ", ".join(filter(None, (f"rank {self.rank}", step, self.phase, self.place))) + (asked and f": {asked}")
 
@@ -134,11 +134,11 @@ def page_of(resolved: ResolvedRun, moment: Moment, run_dir: Path | None = None) 
         found = remedies(resolved, machine, limit)
         changes, told = [remedy.overrides for remedy in found], remedy_lines(found)
     except (UserError, ValueError) as error:  # a machine or a model that nobody can plan for
-        told = [f"no plan can be made for it: {error}"]
+        told = [f"no plan is possible: {error}"]
     if moment.phase == SAVING and resolved.run.checkpoint.asynchronous:
         changes.insert(0, (SYNCHRONOUS,))
-        told.insert(0, f"{SYNCHRONOUS}  no copy of the state beside it; training waits while it is written")
-    lines.append("would fit, as predicted, fastest first (train --retry-oom restarts with the first):")
+        told.insert(0, f"{SYNCHRONOUS}  no second copy of the state; training waits while the checkpoint is written")
+    lines.append("predicted to fit, fastest first (train --retry-oom restarts with the first):")
     lines += [f"  {line}" for line in told]
     if run_dir is not None and run_dir.is_dir():
         write_json(run_dir / PAGE, {"time": time.time(), "page": lines, "remedies": changes})

@@ -41,7 +41,7 @@ class Plugins:
             if not isinstance(callback, Callback):
                 what = f"the class {callback.__name__}" if isinstance(callback, type) else repr(callback)
                 raise UserError(
-                    f"callbacks: {what} is not a Callback; pass an instance of a subclass of meshwright.Callback"
+                    f"callbacks: {what} is not a Callback; pass an instance of a meshwright.Callback subclass"
                 )
         if self.lr_schedule is not None:
             check_takes(self.lr_schedule, f"lr_schedule: {given_name(self.lr_schedule)}", "step", "steps")
@@ -53,7 +53,7 @@ class Plugins:
         if self.objective is not None and not isinstance(self.objective, Objective):
             what = "the class " * isinstance(self.objective, type) + given_name(self.objective)
             raise UserError(
-                f"objective: {what} is not an Objective; pass an instance of a subclass of meshwright.Objective"
+                f"objective: {what} is not an Objective; pass an instance of a meshwright.Objective subclass"
             )
         if self.model is not None and not (isinstance(self.model, type) and issubclass(self.model, Model)):
             raise UserError(
@@ -135,8 +135,8 @@ def read_plugins(file: Path) -> Plugins:
 
 
 REMEDY = (
-    "put it into a module that can be imported (a file mine.py beside the script, then `from mine import ...`), or "
-    "start the script with torchrun, or train with one process"
+    "move it into an importable module (a file mine.py beside the script, then `from mine import ...`), start the "
+    "script with torchrun, or train with one process"
 )
 
 

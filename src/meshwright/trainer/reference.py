@@ -60,7 +60,7 @@ def with_references(trainer: Trainer, corpus: Corpus, run_dir: Path) -> Corpus:
 
 
 def _read(path: Path, files: Mapping[str, TokenFile]) -> dict[str, np.ndarray]:
-    gone = "and the reference model has been trained since"
+    gone = "and the reference model has since been trained"
     if not path.is_file():
         raise UserError(f"{path}: the reference's margins are missing, {gone}")
     try:
@@ -71,9 +71,9 @@ def _read(path: Path, files: Mapping[str, TokenFile]) -> dict[str, np.ndarray]:
     for name, file in files.items():
         if name not in tables or tables.get(f"{name}.fingerprint", file.fingerprint) != file.fingerprint:
             raise UserError(
-                f"{path}: data.sources hold other pairs than the run started with, {gone}; restore the old pairs, or "
-                "start a new run with the new ones (from these weights: checkpoint.start_from; from these adapters: "
-                "finetune.start_from)"
+                f"{path}: data.sources contain other pairs than at the start of the run, {gone}; restore the old "
+                "pairs, or start a new run with the new ones (from these weights: checkpoint.start_from; from these "
+                "adapters: finetune.start_from)"
             )
     return tables
 

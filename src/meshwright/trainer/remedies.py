@@ -99,8 +99,8 @@ def remedy_lines(found: list[Remedy]) -> list[str]:
     """The remedies for people, a line each."""
     if not found:
         return [
-            "no combination of micro_batch, recompute, ZeRO stage and offloading would fit; use more devices, "
-            "a shorter data.sequence_length or a smaller model"
+            "no combination of micro_batch, recompute, ZeRO stage and offloading fits; use more devices, a shorter "
+            "data.sequence_length or a smaller model"
         ]
     width = max(len(remedy.words) for remedy in found)
     return [

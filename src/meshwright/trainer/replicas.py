@@ -34,7 +34,7 @@ def check_replicas(parameters: Mapping[str, torch.Tensor]) -> None:
     Collective.
     """
     if fault := replica_fault(parameters):
-        raise ReplicasDifferError(f"{fault}; a device or link computes wrongly, or the ranks run different code")
+        raise ReplicasDifferError(f"{fault}; a device or link is faulty, or the ranks run different code")
 
 
 def replica_fault(parameters: Mapping[str, torch.Tensor]) -> str | None:
@@ -79,4 +79,4 @@ def _first_difference(everyone: Iterable[dict[Part, int]]) -> str | None:
     few, many = ("ranks " * (len(group) > 1) + ", ".join(map(str, group)) for group in (groups[0], groups[-1]))
     few = few if len(groups[0]) > 1 else f"rank {few}"
     many = many if len(groups[-1]) > 1 else f"rank {many}"
-    return f"replicas differ: {name}{more} on {few} is not what it is on {many}"
+    return f"replicas differ: {name}{more} on {few} differs from {many}"

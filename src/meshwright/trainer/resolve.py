@@ -73,13 +73,13 @@ def resolve_run(run: Run, *, base_dir: Path, machine: Machine | None = None) -> 
     weights = starting_weights(run.model, base_dir=base_dir)
     reasons = {"training.micro_batch": reason}
     if run.model.weights == "auto" and run.model.name is not None:
-        holds = "is a Hugging Face directory with weights" if weights == "pretrained" else "names no weights"
+        holds = "is a Hugging Face directory with weights" if weights == "pretrained" else "has no weights"
         reasons["model.weights"] = f"{weights}: {run.model.name} {holds}"
     if run.training.lr_schedule.warmup == "auto":
         warmup = run.training.lr_schedule.warmup_steps(run.training.steps)
         reasons["training.lr_schedule.warmup"] = f"{warmup}: a tenth of all steps, but not more than {MOST_WARMUP}"
     if stage_layers and run.layout.stage_layers == "auto":
-        reasons["layout.stage_layers"] = "no other cut has a lighter heaviest stage, by operations, the head's included"
+        reasons["layout.stage_layers"] = "this split minimizes the operations of the largest stage, including the head"
     if run.training.product_recipe is not None:
         reasons["training.precision"] = describe_low_precision(parameter_table(model), run.training)
     if notes := tensor_notes(run.layout, model):
@@ -106,8 +106,8 @@ def _refuse_compiled(resolved: ResolvedRun) -> None:
     run = resolved.run
     if run.training.compile and run.layout.tp > 1 and "full" in resolved.recompute:
         raise UserError(
-            f"training.compile=true with layout.tp={run.layout.tp} and training.recompute=full: PyTorch cannot compile "
-            "full recomputation of a block whose weights are split; use recompute=selective, or compile=false"
+            f"training.compile=true with layout.tp={run.layout.tp} and training.recompute=full: PyTorch cannot "
+            "compile full recomputation of a block with split weights; use recompute=selective, or compile=false"
         )
 
 
@@ -116,8 +116,8 @@ def _context_method(run: Run, model: ModelSpec) -> tuple[str, str]:
     method, reason = context_method(run.layout, model, run.data.sequence_length)
     if run.training.attention != "auto" and method != "ulysses":
         raise UserError(
-            f"training.attention={run.training.attention} with layout.cp_method={method}, which computes "
-            "attention in parts with its own kernels; use layout.cp_method=ulysses, or training.attention=auto"
+            f"training.attention={run.training.attention} with layout.cp_method={method}, which computes partial "
+            "attention with its own kernels; use layout.cp_method=ulysses, or training.attention=auto"
         )
     return method, reason
 
@@ -134,9 +134,9 @@ def _with_layout(run: Run, base_dir: Path, machine: Machine) -> ResolvedRun:
     plan, facts = plan_recipe(run, base_dir=base_dir, machine=machine, limits=limits)
     if plan.chosen is None:
         if plan.problem:
-            raise UserError(f"layout: auto, but {plan.cluster.name} has no layout for it: {plan.problem}")
+            raise UserError(f"layout: auto, but {plan.cluster.name} has no suitable layout: {plan.problem}")
         lost = "; ".join(f"{name}: {found['reason']}" for name, found in facts["strategies"].items())
-        raise UserError(f"layout: auto, but nothing fits {plan.cluster.name}: {lost}")
+        raise UserError(f"layout: auto, but no layout fits {plan.cluster.name}: {lost}")
     resolved = resolve_run(planned_run(run, plan), base_dir=base_dir, machine=machine)
     reasons = resolved.reasons | {"layout": choice_reason(plan), "training.micro_batch": "by the planner"}
     return resolved.model_copy(update={"asked": run, "plan": facts, "reasons": reasons})
@@ -149,8 +149,8 @@ def _micro_batches(run: Run, per_rank: int, base_dir: Path) -> list[int]:
     if given != "auto" and given not in divisors:
         nearest = min(divisors, key=lambda size: abs(size - given))
         raise UserError(
-            f"training.micro_batch={given} does not divide the {per_rank} sequences of a rank; "
-            f"the nearest number that does is {nearest}"
+            f"training.micro_batch={given} does not divide the {per_rank} sequences of a rank; the nearest divisor "
+            f"is {nearest}"
         )
     for size in divisors:
         try:
@@ -160,10 +160,10 @@ def _micro_batches(run: Run, per_rank: int, base_dir: Path) -> list[int]:
         except ScheduleError as error:
             problem = error if given in ("auto", size) and problem is None else problem
     if not sizes:
-        raise UserError(f"{problem}; set training.global_batch accordingly (a rank's share is {per_rank} sequences)")
+        raise UserError(f"{problem}; set training.global_batch accordingly (a rank has {per_rank} sequences)")
     if given != "auto" and given not in sizes:
         nearest = min(sizes, key=lambda size: abs(size - given))
-        raise UserError(f"{problem}, to which training.micro_batch={nearest} is nearest")
+        raise UserError(f"{problem}; the nearest is training.micro_batch={nearest}")
     if given == "auto" and run.layout.pp > 1:
         return [size for size in sizes if per_rank // size >= BUBBLE_ROUNDS * run.layout.pp] or sizes[:1]
     return sizes
@@ -177,18 +177,19 @@ def _stage_layers(run: Run, model: ModelSpec, microbatches: int, base_dir: Path)
     schedule = layout.pipeline_schedule(microbatches=microbatches, base_dir=base_dir)
     if schedule.splits_backward and run.training.compile:
         raise UserError(
-            f"training.compile=true with layout.schedule={layout.schedule}: it computes weight gradients separately "
-            "from input gradients, and a compiled block computes both at once; use interleaved-1f1b, or compile=false"
+            f"training.compile=true with layout.schedule={layout.schedule}: computes weight gradients separately "
+            "from input gradients, but a compiled block computes both at once; use interleaved-1f1b, or "
+            "compile=false"
         )
     if layout.asynchronous and run.finetune is not None and run.finetune.method != "full":
         raise UserError(
-            f"finetune.method={run.finetune.method} with layout.schedule={layout.schedule}: it keeps two versions of "
-            "all weights, but adapters are meant to save the memory of one; use layout.schedule=1f1b"
+            f"finetune.method={run.finetune.method} with layout.schedule={layout.schedule}: keeps two versions of "
+            "all weights, which defeats the memory savings of adapters; use layout.schedule=1f1b"
         )
     if layout.asynchronous and run.training.master_dtype == BF16.name:
         raise UserError(
-            f"training.master_dtype=bf16 with layout.schedule={layout.schedule}: it keeps two versions of the weights "
-            "beside the optimizer's; use layout.schedule=1f1b"
+            f"training.master_dtype=bf16 with layout.schedule={layout.schedule}: keeps two versions of the weights "
+            "besides the master weights; use layout.schedule=1f1b"
         )
     if layout.asynchronous and run.training.dtypes.scales_loss:
         raise UserError(
@@ -199,8 +200,8 @@ def _stage_layers(run: Run, model: ModelSpec, microbatches: int, base_dir: Path)
         return balanced_stages(layer_costs(model, run.data.sequence_length), schedule.num_stages)
     if sum(layout.stage_layers) != model.num_layers:
         raise UserError(
-            f"layout.stage_layers={list(layout.stage_layers)} has {sum(layout.stage_layers)} layers, "
-            f"the model has {model.num_layers}"
+            f"layout.stage_layers={list(layout.stage_layers)} has {sum(layout.stage_layers)} layers, but the model "
+            f"has {model.num_layers}"
         )
     return layout.stage_layers
 
@@ -210,7 +211,7 @@ def _recompute_advice(job: Job, limit: float) -> str:
     least = _least_recompute(job, limit)
     if least is None or least == "none":
         return ""
-    return f"; what would fit is training.recompute={_flow(least)}"
+    return f"; this would fit: training.recompute={_flow(least)}"
 
 
 def _least_recompute(job: Job, limit: float) -> Recompute | None:
@@ -265,12 +266,12 @@ def _relieved(
         except ValueError:  # selective recomputation was given, which keeps what cannot be moved
             continue
         why = (
-            f"without it the smallest microbatch would need about {needs / 2**30:.1f} GiB of the "
-            f"{limit / 2**30:.1f} to be used; results stay the same"
+            f"without it, the smallest microbatch would need about {needs / 2**30:.1f} of {limit / 2**30:.1f} "
+            "usable GiB; results stay the same"
         )
         reasons = {"training.recompute": f"{_flow(recompute)}: {why}"} if recompute != training.recompute else {}
         if where is moved:
-            reasons["layout.offload"] = f"{where.offload_word}: {why}, and no recomputation that is allowed suffices"
+            reasons["layout.offload"] = f"{where.offload_word}: {why}, and recomputation alone is not enough"
         return changed, reasons
     return None
 
@@ -288,15 +289,12 @@ def _micro_batch(run: Run, model: ModelSpec, global_batch: int, sizes: list[int]
         on_host = use.host > room
         if use.total > limit or on_host:
             needed, there, where = (use.host, room, " of host memory") if on_host else (use.total, limit, "")
-            needs = (
-                f"{size} at a time would need about {needed / 2**30:.1f} GiB{where} of the {there / 2**30:.1f} to be "
-                "used"
-            )
+            needs = f"{size} would need about {needed / 2**30:.1f} of {there / 2**30:.1f} usable GiB{where}"
             advice = "" if on_host else _recompute_advice(job, limit)
-            return (best, needs) if best else (size, f"the smallest there is; {needs}{advice}")
+            return (best, needs) if best else (size, f"the smallest possible; {needs}{advice}")
         best = size
         if size * length >= ENOUGH_TOKENS[machine.kind]:
-            return best, f"{size * length} tokens at a time keep this machine's {machine.kind} busy"
+            return best, f"{size * length} tokens per microbatch keep this machine's {machine.kind} busy"
     if run.layout.pp > 1:
-        return best, f"the most of which there are {BUBBLE_ROUNDS} microbatches per pipeline rank, or as many as can be"
-    return best, "all sequences of a rank at once"
+        return best, f"the largest that leaves {BUBBLE_ROUNDS} microbatches per pipeline rank, or as many as possible"
+    return best, "all sequences of a rank"

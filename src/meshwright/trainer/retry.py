@@ -21,8 +21,8 @@ def check_retry(retry: bool, *, alone: bool) -> None:
     """Raise `UserError` if a run could not be started again: by a process that another launcher has started."""
     if retry and not alone:
         raise UserError(
-            "--retry-oom: another launcher started this process, and only it could restart all of them; start "
-            "meshwright train once on each machine"
+            "--retry-oom: another launcher started this process, and only that launcher can restart all processes; "
+            "start meshwright train once on each machine"
         )
 
 
@@ -45,7 +45,7 @@ def train_again(train: Callable[[Run, str | None], int], run: Run, resume: str |
         fresh = [tuple(overrides) for overrides in remedies] if page != before else []
         chosen = next((overrides for overrides in fresh if overrides not in tried), None)
         if chosen is None or len(tried) == MOST_RETRIES:
-            print("error: nothing more is left to try (--retry-oom)", file=sys.stderr, flush=True)
+            print("error: no further change to try (--retry-oom)", file=sys.stderr, flush=True)
             return status
         tried.add(chosen)
         print(f"starting again with {shlex.join(chosen)} (--retry-oom)", file=sys.stderr, flush=True)

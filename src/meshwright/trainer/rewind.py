@@ -23,10 +23,12 @@ def rewind(saver: Saver, result: StepResult) -> None:
     saver.wait()
     checkpoint, _ = newest_good_checkpoint(saver.root)
     if checkpoint is None:
-        raise NonFiniteError(f"{what}, and there is no checkpoint to go back to; lower checkpoint.every")
+        raise NonFiniteError(f"{what}, but there is no checkpoint to return to; lower checkpoint.every")
     trainer.train_step.abandon()
     restore(trainer, checkpoint)
     trainer.passed_over = passed_over + step - trainer.step
     trainer.rewinds = rewinds
     batches = "batch" if step - trainer.step == 1 else f"{step - trainer.step} batches"
-    saver.went_back(f"{what}: back to {checkpoint.name}, passing over the {batches} since (rewind {rewinds} of {most})")
+    saver.went_back(
+        f"{what}: back to {checkpoint.name}, skipping the {batches} since then (rewind {rewinds} of {most})"
+    )

@@ -268,7 +268,7 @@ def _train_rank(
     corpus = with_references(trainer, corpus, run_dir)
     join_all()
     if trainer.step >= run.training.steps:
-        display.say(f"nothing to train: step {trainer.step} is not before training.steps={run.training.steps}")
+        display.say(f"nothing to train: the run is at step {trainer.step}, and training.steps={run.training.steps}")
     stop.running()
     if first:
         write_run_files(resolved, run_dir)
@@ -342,14 +342,14 @@ def read_result(run_dir: Path) -> TrainResult:
     checkpoints = list_checkpoints(run_dir / "checkpoints")
     if "step" not in last and checkpoints:
         raise UserError(
-            f"{run_dir}/metrics.jsonl records no step: it was removed or damaged; {checkpoints[-1].name} exists"
+            f"{run_dir}/metrics.jsonl contains no step: it was removed or damaged; {checkpoints[-1].name} exists"
         )
     if not run_dir.is_dir():
-        raise UserError(f"{run_dir}: the folder and everything saved in it were removed during the run")
+        raise UserError(f"{run_dir}: the folder was removed during the run")
     if "step" not in last:
-        raise UserError(f"{run_dir}: no step was trained here")
+        raise UserError(f"{run_dir}: contains no trained step")
     if not checkpoints:
-        raise CheckpointError(f"{run_dir}: no checkpoint was saved here")
+        raise CheckpointError(f"{run_dir}: contains no checkpoint")
     return TrainResult(
         run_dir=run_dir,
         checkpoint=checkpoints[-1],
@@ -365,8 +365,8 @@ def _check_run_dir(run_dir: Path, resume: str | None) -> None:
     checkpoints = list_checkpoints(run_dir / "checkpoints")
     if checkpoints and not resume:
         raise UserError(
-            f"{run_dir} already holds a run (up to {checkpoints[-1].name}); continue it with --resume, "
-            "or choose another run_dir"
+            f"{run_dir} already contains a run (up to {checkpoints[-1].name}); continue it with --resume, or choose "
+            "another run_dir"
         )
     if resume == NEWEST and not checkpoints:
         raise CheckpointError(f"{run_dir}: no checkpoint to continue from; start without --resume")

@@ -11,7 +11,7 @@ from meshwright.trainer.state import state_tensors, state_values
 
 LAST_ATTEMPTS, LAST_PAUSE = 30, 10.0
 """Number of retries of the last checkpoint, and the seconds between them: time to free disk space."""
-AT_THE_NEXT = "training continues and tries again at the next checkpoint"
+AT_THE_NEXT = "training continues and retries at the next checkpoint"
 
 
 class Saver:
@@ -35,7 +35,7 @@ class Saver:
     def save(self) -> None:
         """Start the checkpoint of the trainer's step; skip it if the previous one is still being written."""
         if not self.writer.idle:
-            self._fail("the one before is still being written")
+            self._fail("the previous one is still being written")
             return
         self._begin()
         if not self.writer.spec.asynchronous:
@@ -65,13 +65,13 @@ class Saver:
         while self._begun != self.trainer.step:
             self._begin()
             attempts -= 1
-            again = f"trying again every {LAST_PAUSE:g} s, {attempts} times more" if attempts else "giving up"
+            again = f"retrying every {LAST_PAUSE:g} s, {attempts} more times" if attempts else "giving up"
             self._tell(self.writer.finish(), again)
             if self._begun == self.trainer.step:
                 return
             if not attempts:
                 saved = list_checkpoints(self.root)
-                rest = f"{saved[-1].name} is the newest good one" if saved else "there is no other"
+                rest = f"the newest intact one is {saved[-1].name}" if saved else "there is no other"
                 raise UnsavedError(f"the checkpoint of step {self.trainer.step} could not be written; {rest}")
             time.sleep(LAST_PAUSE)
 

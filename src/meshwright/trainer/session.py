@@ -144,7 +144,7 @@ class Session(Training):
 
     def _measure(self) -> Evaluation | None:
         if not self.corpus.held_out:
-            raise UserError("a callback measures held-out loss, but no text is held out; set data.held_out")
+            raise UserError("a callback needs the held-out loss, but no text is held out; set data.held_out")
         return evaluate_held_out(self.trainer, self.corpus, self._signals)
 
     def agree(self, *, writing: bool) -> tuple[int, bool]:

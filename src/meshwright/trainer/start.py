@@ -75,7 +75,7 @@ def checkpoint_at(path: Path, setting: str) -> Path:
         return path
     saved = list_checkpoints(path / "checkpoints")
     if not saved:
-        raise CheckpointError(f"{setting}: {path} is neither a checkpoint nor a run that has one")
+        raise CheckpointError(f"{setting}: {path} is neither a checkpoint nor a run with one")
     return saved[-1]
 
 
@@ -91,7 +91,7 @@ def check_writable(run_dir: Path) -> None:
             pass
     except OSError as error:
         why = (error.strerror or "it cannot be used").lower()
-        raise UserError(f"run_dir={run_dir}: nothing can be written in {place} ({why}); choose another") from error
+        raise UserError(f"run_dir={run_dir}: {place} is not writable ({why}); choose another") from error
 
 
 def run_lock(run_dir: Path, wait: float) -> Lock:
@@ -105,7 +105,7 @@ def run_lock(run_dir: Path, wait: float) -> Lock:
         os._exit(LOCK_LOST)  # at once: any further write would overwrite the other run's
 
     check_writable(run_dir)
-    hint = "; wait for its end with --wait-for-lock, or choose another run_dir"
+    hint = "; wait for it with --wait-for-lock, or choose another run_dir"
     return Lock(run_dir / LOCK, wait=wait, hint=hint, say=lambda text: print(text, file=sys.stderr), lost=lost)
 
 
@@ -125,12 +125,12 @@ def check_start(resolved: ResolvedRun) -> None:
     saved = {row.name: row.shape for row in finetuned_table(base.model, base.run.finetune) if row.trained}
     for row in parameter_table(resolved.model):
         if row.name not in saved:
-            raise CheckpointError(f"{SETTING}: {origin} holds no {row.name}; give a run that trained all of this model")
+            raise CheckpointError(f"{SETTING}: {origin} has no {row.name}; give a run that trained this whole model")
         if row.shape != saved[row.name]:
             theirs, ours = base.model.model_dump(), resolved.model.model_dump()
             settings = (f"model.{name}={value}" for name, value in theirs.items() if value != ours[name])
             raise CheckpointError(
-                f"{SETTING}: in {origin} {row.name} has shape {saved[row.name]}, but this run's is {row.shape}; "
+                f"{SETTING}: in {origin} {row.name} has shape {saved[row.name]}, but this run's has {row.shape}; "
                 f"its model has {', '.join(settings)}"
             )
 
@@ -149,11 +149,11 @@ def _check_base(resolved: ResolvedRun) -> None:
     given = "weights" in run.model.model_fields_set
     if finetune is None or given or all(row.trained for row in finetuned_table(resolved.model, finetune)):
         return
-    model = f"model.name {run.model.name!r} names no weights" if run.model.name else "model.family names no weights"
+    model = f"model.name {run.model.name!r} has no weights" if run.model.name else "model.family has no weights"
     raise UserError(
-        f"finetune.method={finetune.method}: the frozen weights would be random, because {model}; set "
-        "model.name to a Hugging Face directory with weights or checkpoint.start_from to a run, or, where random "
-        "weights are meant, model.weights=random"
+        f"finetune.method={finetune.method}: the frozen weights would be random, because {model}; set model.name to "
+        "a Hugging Face directory with weights, or checkpoint.start_from to a run (or model.weights=random if "
+        "intended)"
     )
 
 
@@ -190,8 +190,8 @@ def require_plugins(run: Run) -> None:
         ours = getattr(optimizer, field) == OptimizerSpec.model_fields[field].default
         if optimizer.name not in get_args(OptimizerName) and not ours:
             raise UserError(
-                f"training.optimizer.{field} applies to optimizers that ship; set {optimizer.name}'s settings with "
-                f"training.optimizer.options={{{field}: ...}}"
+                f"training.optimizer.{field} applies only to built-in optimizers; set {optimizer.name}'s settings "
+                f"with training.optimizer.options={{{field}: ...}}"
             )
     if optimizer.name not in get_args(OptimizerName) and "weight_decay" in optimizer.model_fields_set:
         _check_decay(optimizer)
@@ -254,9 +254,9 @@ def check_tokenizer(resolved: ResolvedRun, tokenizer: TextTokenizer | None, *, c
     if not same:
         verb = "continues" if continued else "starts from"
         raise UserError(
-            f"data.tokenizer={resolved.run.data.tokenizer} gives tokens other ids than "
-            f"{records.resolved.parent} learnt, which this run {verb}; "
-            f"set data.tokenizer={os.path.relpath(records.tokenizer, resolved.base_dir)}"
+            f"data.tokenizer={resolved.run.data.tokenizer} assigns other ids to tokens than the tokenizer of "
+            f"{records.resolved.parent}, which this run {verb}; set "
+            f"data.tokenizer={os.path.relpath(records.tokenizer, resolved.base_dir)}"
         )
 
 
@@ -271,12 +271,12 @@ def check_objective(run: Run, streams: Mapping[str, bool]) -> None:
     if objective is not None:
         needs_pairs = said_of("objectives", objective.name, "needs_pairs", False)
         if pairs and not needs_pairs:
-            raise UserError(f"data source {pairs[0]} holds preferences, which {objective.name} does not train on")
+            raise UserError(f"data source {pairs[0]} contains preferences, which {objective.name} does not train on")
     if pairs and not needs_pairs:
-        raise UserError(f"data source {pairs[0]} holds preferences; train on them with training.preference={{}}")
+        raise UserError(f"data source {pairs[0]} contains preferences; train on them with training.preference={{}}")
     if others and needs_pairs:
         setting = "training.preference" if objective is None else f"training.objective={objective.name}"
-        raise UserError(f"{setting} trains on preference pairs, and data source {others[0]} has none")
+        raise UserError(f"{setting} trains on preference pairs, but data source {others[0]} has none")
 
 
 def read_resolved(path: Path) -> ResolvedRun:

@@ -122,14 +122,14 @@ def choose_checkpoint(root: Path, which: str) -> tuple[Path | None, list[str]]:
     if which == AUTO:
         found, faults = newest_good_checkpoint(root)
         if faults and found is None:
-            raise CheckpointError(f"{root}: no checkpoint is good ({'; '.join(faults)}); {START_ANEW}")
-        return found, [f"warning: passed over {fault}" for fault in faults]
+            raise CheckpointError(f"{root}: all checkpoints are damaged ({'; '.join(faults)}); {START_ANEW}")
+        return found, [f"warning: skipped {fault}" for fault in faults]
     if which == NEWEST:
         return latest_checkpoint(root), []
     names = [path.name for path in list_checkpoints(root)]
     name = checkpoint_name(int(which.removeprefix("step-"))) if which.removeprefix("step-").isdecimal() else which
     if name not in names:
-        raise CheckpointError(f"{root}: no checkpoint {which}; there are {', '.join(names) or 'none'}")
+        raise CheckpointError(f"{root}: has no checkpoint {which}; it has {', '.join(names) or 'none'}")
     return root / name, []
 
 
@@ -216,15 +216,15 @@ def describe_restored(trainer: Trainer, saved: dict[str, Any]) -> str:
     lines = [f"exact     {exact}"]
     if other_data:
         lines.append(
-            f"other     the data have changed ({other_data}): from here on other samples are seen than without the "
-            "stop, at the same position of a new order over all of them"
+            f"other     the data have changed ({other_data}): from here on the run sees other samples, from the "
+            "same position in a new order of all samples"
         )
     elif "data" not in saved:
-        lines.append("unknown   whether the data are those of then: this checkpoint is from before they were noted")
+        lines.append("unknown   whether the data are the same: this older checkpoint does not record its data")
     if reasons:
-        lines.append(f"tolerance from here on sums are taken in another order: {'; '.join(reasons)}")
+        lines.append(f"tolerance from here on, sums are computed in another order: {'; '.join(reasons)}")
     elif not other_data:
-        lines.append("exact     from here on every step, to the last bit where kernels are deterministic")
+        lines.append("exact     from here on every step, bit by bit if kernels are deterministic")
     if saved.get(NEW):
         lines.append(f"new       delayed scales of {saved[NEW]} layers start empty, because the checkpoint has none")
     if changed:
@@ -248,7 +248,7 @@ def _other_stream(before: dict[str, Any], now: dict[str, Any]) -> str:
     more = {unit: now[unit] - before[unit] for unit in ("documents", "tokens")}
     counts = [f"{n:+,} {unit.removesuffix('s') if abs(n) == 1 else unit}" for unit, n in more.items() if n]
     if not counts and now["fingerprint"] != before["fingerprint"]:
-        counts = ["others in as many documents and tokens"]
+        counts = ["other content in as many documents and tokens"]
     if now["weight"] != before["weight"]:
         counts.append(f"weight {before['weight']} -> {now['weight']}")
     return f"{now['name']}: {', '.join(counts)}" if counts else ""
@@ -287,7 +287,7 @@ def _check_trained(checkpoint: Path, resolved: ResolvedRun) -> None:
         state = f"optimizer.{name.removeprefix('model.')}."
         if name.startswith("model.") and any(other.startswith(state) for other in held):
             raise CheckpointError(
-                f"{checkpoint}: holds {name}, which this run does not train; continue with the model that was saved"
+                f"{checkpoint}: has {name}, which this run does not train; continue with the saved model"
             )
 
 
@@ -297,7 +297,7 @@ def _check_fixed(checkpoint: Path, saved: dict[str, Any], resolved: ResolvedRun)
         others = ", ".join(f"{field}={saved[field]}, not {value}" for field, value in wrong.items())
         kept = " ".join(f"{field}={saved[field]}" for field in wrong)
         raise CheckpointError(
-            f"{checkpoint}: was trained with {others}; continue with {kept}, so that every sample is still seen once"
+            f"{checkpoint}: was trained with {others}; continue with {kept}, so that every sample is seen exactly once"
         )
 
 

@@ -99,13 +99,14 @@ class TrainStep:
         policy = self.run.guards.spikes if spike else self.training.non_finite if not finite and not overflow else ""
         if policy == "raise":
             raise NonFiniteError(
-                f"step {step}: loss {loss:.4g}, gradient norm {gnorm:.4g}; the weights are those of step {step - 1}. "
-                "Lower training.optimizer.lr, or set training.non_finite=skip to leave such steps out (or =rewind)"
+                f"step {step}: loss {loss:.4g}, gradient norm {gnorm:.4g}; the weights are still those of step "
+                f"{step - 1}. Lower training.optimizer.lr, or set training.non_finite=skip to skip such steps (or "
+                "=rewind)"
             )
         self.left_out = self.left_out + 1 if policy == "skip" else 0
         if self.left_out > self.run.guards.max_skipped > 0:
             raise NonFiniteError(
-                f"step {step}: the last {self.left_out} steps were left out (loss {loss:.4g}, norm {gnorm:.4g}), "
+                f"step {step}: the last {self.left_out} steps were skipped (loss {loss:.4g}, norm {gnorm:.4g}), "
                 f"more than guards.max_skipped={self.run.guards.max_skipped}; lower training.optimizer.lr"
             )
         if self.scaler is not None:

@@ -47,7 +47,7 @@ def examinee_in_training(trainer: Trainer, tokenizer: TextTokenizer) -> Examinee
     def write(prompts: Sequence[Ids], writing: Writing) -> list[str]:
         if writing.sampling.temperature != 0:
             raise UserError(
-                "a task samples tokens at random, which is not supported during training; use `meshwright eval` for it"
+                "a task samples tokens at random, which is not supported during training; use `meshwright eval` instead"
             )
         ends = {tokenizer.eos_id} | ends_among(tokenizer, writing.stops)
         if writing.chat:

@@ -88,7 +88,7 @@ class VerifyGuard(Callback):
                 return  # a signal came
             self._step, self._owed = step, False
             if fault := replica_fault(self.trainer.parameters):
-                text = f"the weights that it starts from are wrong: {fault}"
+                text = f"its initial weights are wrong: {fault}"
                 self._tell(session, step, {"equal": False, "text": text})
             write_before(self.folder / "step", self.trainer)
 
@@ -135,7 +135,7 @@ class VerifyGuard(Callback):
         if found["equal"]:
             session.say(f"verified step {step}: {found['text']}")
             return
-        text = f"step {step} is not verified: {found['text']}"
+        text = f"step {step} differs: {found['text']}"
         if session.run.guards.on_difference == "raise":
             raise VerificationError(f"{text} (guards.verify_every; the files are in {self.folder})")
         session.say(f"warning: {text}")
@@ -144,8 +144,8 @@ class VerifyGuard(Callback):
 def describe(every: int) -> str:
     """For the banner."""
     return (
-        f"every {every} steps one is computed again on one process beside the run: three steps' operations on the "
-        "CPUs of rank 0's machine, two checkpoints' bytes in run_dir"
+        f"every {every} steps, one step is recomputed in a separate process: it takes the operations of three steps "
+        "on the CPUs of rank 0's machine, and the bytes of two checkpoints in run_dir"
     )
 
 

@@ -169,5 +169,5 @@ def check_base(checkpoint: Path, saved: dict, base: dict[str, str] | None) -> No
     theirs = saved.get("base")
     if (theirs or {}).get("fingerprint") != (base or {}).get("fingerprint"):
         had = f"adapters of {theirs['path']}" if theirs else "a whole model"
-        has = f"this run's base is {base['path']}, and other weights" if base else "this run trains a whole model"
-        raise CheckpointError(f"{checkpoint}: holds {had}, but {has}; give the same base")
+        has = f"this run's base is {base['path']}, with other weights" if base else "this run trains the whole model"
+        raise CheckpointError(f"{checkpoint}: has {had}, but {has}; use the same base")

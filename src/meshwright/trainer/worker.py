@@ -25,11 +25,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="meshwright.trainer.worker", description=__doc__)
     parser.add_argument("--resolved", type=Path, required=True, help="resolved.yaml of the run")
     parser.add_argument("--resume", help="newest, auto or a checkpoint's name")
-    parser.add_argument("--plugins", type=Path, help="file of objects that the parent's Python code passed to train")
+    parser.add_argument("--plugins", type=Path, help="file of objects that Python code passed to train")
     arguments = parser.parse_args()
     worker = find_worker()
     if worker is None:
-        parser.error("workers are started by meshwright or torchrun, which set their rank")
+        parser.error("start workers with meshwright or torchrun, which set their rank")
     end_with(worker.parent)
     with StopRequest(raises=False) as stop:
         try:
@@ -49,7 +49,9 @@ def main() -> int:
         except (dist.DistError, RuntimeError) as error:
             if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
                 raise
-            report_to_parent(f"rank {worker.rank} lost the others: {' '.join(str(error).split())[:200]}")
+            report_to_parent(
+                f"rank {worker.rank} lost the connection to the other ranks: {' '.join(str(error).split())[:200]}"
+            )
             return 1
 
 
