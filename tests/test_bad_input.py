@@ -316,7 +316,7 @@ AFTER_TRAINING = {
     "generate runs/small --prompt x --seed y": "argument --seed: invalid int value: 'y'",
     "generate runs/small --prompt x --dtype fp8": "argument --dtype: invalid choice: 'fp8'",
     "export runs/small": "--adapter --program is required; see 'meshwright export --help'",
-    "export runs/small --hf runs": "runs exists already; export to another directory or remove it",
+    "export runs/small --hf runs": "runs already exists; export to another directory or remove it",
     "eval runs/small --source nowhere.txt": "data source nowhere.txt matches no file",
     "eval runs/small --sequence-length 64": "sequence length 64: the model is meant for at most 32",
 }

@@ -224,7 +224,7 @@ BAD = {
     ("compare", "run.yaml", "--layouts", "tp3"): "tp=3",
     ("compare", "run.yaml", "run.yaml"): "twice",
     ("compare", "run.yaml", "--python", "bare=/no/such"): "no /no/such",
-    ("compare", "run.yaml", "--out", "."): "exists already",
+    ("compare", "run.yaml", "--out", "."): "already exists",
     ("compare", "run.yaml", "--rounds", "0"): "at least 1",
     ("compare", "nowhere.yaml"): "no such file",
 }
@@ -257,7 +257,7 @@ def test_a_run_is_handed_over_with_all_that_its_program_needs(folder, capsys):
         assert (tokens[first : first + 32] == sample.inputs).all()
         assert (tokens[first + 1 : first + 33] == sample.labels).all()
     assert main(words) == 2
-    assert "there exists already" in capsys.readouterr().err
+    assert "there already exists" in capsys.readouterr().err
     assert main(["export", "run.yaml", "--engine", "bare", "--hf", "x"]) == 2
     assert main(["export", "nowhere", "--engine", "bare", "--program", "x"]) == 2
     assert "neither a run directory nor a recipe" in capsys.readouterr().err

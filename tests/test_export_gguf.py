@@ -68,7 +68,7 @@ def test_formats_round_as_the_receipt_says(tmp_path, capsys, form):
     assert exact["largest_difference"] < 1e-4  # transformers computes in fp32 from the rounded weights
     assert exact["largest_difference"] < llama_cpp["largest_difference"] < llama_cpp["tolerance"]
     assert main(command) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_a_wrong_tensor_is_refused_with_the_block_and_nothing_is_written(tmp_path, monkeypatch):

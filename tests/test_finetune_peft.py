@@ -294,6 +294,6 @@ def test_wrong_target_names(bases: dict[str, Path]) -> None:
 
 
 def test_an_adapter_is_published_whole_or_not_at_all(bases: dict[str, Path], adapter: Path) -> None:
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ValueError, match="already exists"):
         write(build_here(run_on(bases["llama"], METHODS["lora"])), adapter)
     assert issubclass(AdapterError, ValueError)

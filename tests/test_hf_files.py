@@ -279,7 +279,7 @@ def test_an_export_with_a_wrong_config_is_refused(tmp_path, family, monkeypatch)
 
 def test_an_export_never_overwrites(tmp_path):
     (tmp_path / "out").mkdir()
-    with pytest.raises(ValueError, match=r"out exists already"):
+    with pytest.raises(ValueError, match=r"out already exists"):
         export(tmp_path / "out", spec_of("llama"))
 
 

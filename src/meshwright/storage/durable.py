@@ -57,7 +57,7 @@ def complete_folder(directory: Path) -> Iterator[Path]:
     """
     with Lock(directory.with_name(f".{directory.name}.lock"), wait=math.inf):
         if directory.exists():
-            raise UserError(f"{directory} exists already; export to another directory or remove it")
+            raise UserError(f"{directory} already exists; export to another directory or remove it")
         staging = directory.with_name(f".{directory.name}.writing")
         shutil.rmtree(staging, ignore_errors=True)  # of a process that was killed
         try:
